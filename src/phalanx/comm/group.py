@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks agree: the `Group` seam, and the fusions of its all-reduce.
+
+A model sees ranks only through the group it is given. `Solo` is the group of one; `comm.local` has in-process ranks for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, overload
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ResidualRmsNorm:
+    """Fuse `residual + sum`, RMSNorm and quantization behind the sum.
+
+    residual [T, H] in the tensor's dtype; weight [H]; eps. quant: "none", "fp8" or "nvfp4". scale: fp8 static scale (fp32 scalar
+    tensor; quantized = value / scale) or nvfp4 global scale; None for fp8 means one scale per token, returned. keep_norm: return
+    the norm beside the quantized value (the OUT_QUANT variants).
+
+    The sum is rounded to the tensor's dtype before the residual is added, as the unfused path does.
+    """
+
+    residual: Tensor
+    weight: Tensor
+    eps: float
+    quant: Literal["none", "fp8", "nvfp4"] = "none"
+    scale: Tensor | None = None
+    keep_norm: bool = False
+
+
+class Group(Protocol):
+    """Ranks that work on one thing. Every method is collective: all ranks of the group call it in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the group, 0 .. size-1."""
+
+    @property
+    def size(self) -> int: ...
+
+    @overload
+    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    @overload
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+        """The sum over ranks of x [T, H]; x may be overwritten. With a fusion: (norm, residual), or as the fusion says
+        (quantized values and scales first, the new residual last)."""
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """The ranks' equally shaped tensors, joined along a dim in rank order."""
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Rank `source`'s x, written into everybody's x."""
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Hand x to a rank of the group; x may be rewritten once this returns (on GPU: in stream order)."""
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Fill x with what rank `source` sends."""
+
+    def barrier(self) -> None: ...
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor for a producer to write into and hand to all_reduce; symmetric memory where the group has it."""
+
+
+class Solo:
+    """The group of one rank: every collective is the identity."""
+
+    rank = 0
+    size = 1
+
+    @overload
+    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    @overload
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+        return x if fusion is None else finish(x, fusion)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        raise IndexError(f"rank {to} is not in a group of one")
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        raise IndexError(f"rank {source} is not in a group of one")
+
+    def barrier(self) -> None:
+        return
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+
+def finish(total: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+    """The fusion as one kernel after the sum `total` [T, H]: what an unfused strategy runs."""
+    from phalanx import kernels
+
+    if fusion.quant != "none":
+        raise NotImplementedError("quantized fusions come with the tuned all-reduce")
+    return kernels.residual_rms_norm(total, fusion.residual, fusion.weight, fusion.eps)

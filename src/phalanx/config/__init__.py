@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user says. No torch here: the planner answers on a laptop in milliseconds."""
+
+from phalanx.config.options import EngineOptions
+from phalanx.config.sampling import Guide, SamplingParams
+
+__all__ = ["EngineOptions", "SamplingParams", "Guide"]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one exception tree.
+
+    PhalanxError
+    +-- OptionError (ValueError)          an option, environment value or API field cannot be honoured
+    |   +-- UnknownOption (TypeError)     nobody knows this name; the nearest known one is named
+    |   +-- LayoutError                   the layout does not fit the model or the machine
+    +-- ModelError                        the checkpoint cannot be used
+    |   +-- ModelNotFound                 no such folder, no such Hub id, or the Hub cannot be reached
+    |   +-- UnsupportedArchitecture       lists those that are
+    |   +-- WeightError                   a tensor or file is missing, truncated or contradicts config.json
+    +-- CapacityError                     the memory budget does not hold what was asked for
+    +-- RequestError (ValueError)         one request is refused; the engine goes on
+    |   +-- PromptTooLong                 both numbers
+    |   +-- Overloaded                    a queue is at its cap
+    +-- TableError                        a tuning table, CSV or C++ file is faulty: file, row and cure
+    +-- EngineError                       the engine cannot go on
+        +-- RankDied                      names the rank and the signal or exit status
+        +-- RankStalled                   names the rank and how long it has stood still
+        +-- NodeLost                      names the node
+        +-- StepDiverged                  ranks no longer agree on the step
+        +-- EngineClosed                  shut down, or never started
+
+Every message says what was asked, what is held, why, and the next move. `to_wire` and `from_wire` carry an error between
+processes without pickling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PhalanxError(Exception):
+    """Base of all errors that Phalanx raises on purpose.
+
+    `asked` alone is a whole message; `held`, `why` and `next` complete it. They are joined with "; " in that order.
+    """
+
+    def __init__(self, asked: str, *, held: str = "", why: str = "", next: str = "") -> None:
+        self.asked, self.held, self.why, self.next = asked, held, why, next
+        super().__init__("; ".join(part for part in (asked, held, why, next) if part))
+
+    def to_wire(self) -> dict[str, str]:
+        return {"kind": type(self).__name__, "asked": self.asked, "held": self.held, "why": self.why, "next": self.next}
+
+    @staticmethod
+    def from_wire(wire: dict[str, Any]) -> PhalanxError:
+        kind = _KINDS.get(str(wire.get("kind")), EngineError)
+        return kind(wire["asked"], held=wire["held"], why=wire["why"], next=wire["next"])
+
+
+class OptionError(PhalanxError, ValueError):
+    """An option, environment value or API field cannot be honoured."""
+
+
+class UnknownOption(OptionError, TypeError):
+    """Nobody knows this name; the nearest known one is named."""
+
+
+class LayoutError(OptionError):
+    """The layout does not fit the model or the machine."""
+
+
+class ModelError(PhalanxError):
+    """The checkpoint cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """No such folder, no such Hub id, or the Hub cannot be reached."""
+
+
+class UnsupportedArchitecture(ModelError):
+    """Lists the architectures that are supported."""
+
+
+class WeightError(ModelError):
+    """A tensor or file is missing, truncated, or contradicts config.json."""
+
+
+class CapacityError(PhalanxError):
+    """The memory budget does not hold what was asked for; says what would fit."""
+
+
+class RequestError(PhalanxError, ValueError):
+    """One request is refused; the engine goes on."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt leaves no room in max_seq_len; both numbers are in the message."""
+
+
+class Overloaded(RequestError):
+    """A queue is at its cap; try again later."""
+
+
+class TableError(PhalanxError):
+    """A tuning table, CSV or C++ file is faulty; names file, row and cure."""
+
+
+class EngineError(PhalanxError):
+    """The engine cannot go on."""
+
+
+class RankDied(EngineError):
+    """A rank ended: its number, and the signal or exit status."""
+
+
+class RankStalled(EngineError):
+    """A rank stands still: its number, and for how long."""
+
+
+class NodeLost(EngineError):
+    """A node no longer answers: its number and address."""
+
+
+class StepDiverged(EngineError):
+    """Ranks no longer agree on what step they run."""
+
+
+class EngineClosed(EngineError):
+    """The engine was shut down, or never started."""
+
+
+def _tree(kind: type[PhalanxError]) -> dict[str, type[PhalanxError]]:
+    found = {kind.__name__: kind}
+    for sub in kind.__subclasses__():
+        found |= _tree(sub)
+    return found
+
+
+_KINDS = _tree(PhalanxError)

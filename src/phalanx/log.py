@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logging: one logger tree, one format, one start-up clock.
+
+Every process of one engine logs to its stderr, which its parent inherits; a line names the process by its title.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_FORMAT = "%(asctime)s %(levelname).1s {title}: %(message)s"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module: `get_logger(__name__)`."""
+    return logging.getLogger(name)
+
+
+def configure(title: str = "phalanx", level: str = "INFO") -> None:
+    """Set the root of the phalanx logger tree up once per process; a second call replaces the first.
+
+    `title` is the name of the process, for example "rank 3"; `level` a standard level name.
+    """
+    root = logging.getLogger("phalanx")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(_FORMAT.format(title=title), datefmt="%H:%M:%S"))
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+
+
+class Phases:
+    """Where start-up time went: named phases in seconds, in the order in which they ended.
+
+    No phase is silent: each logs a line when it begins and when it ends.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self.seconds: dict[str, float] = {}
+        self._logger = logger
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        begin = time.monotonic()
+        self._logger.info("%s ...", name)
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+        self._logger.info("%s: %.2f s", name, self.seconds[name])

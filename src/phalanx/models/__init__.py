@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed: layers, the explicit batch, one model family per file."""

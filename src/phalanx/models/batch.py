@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one forward works on: `Batch`, handed from layer to layer; no global context."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Batch:
+    """A flattened batch of T tokens from R rows (one per request). All tensors on the model's device.
+
+    token_ids [T] int64; positions [T] int64; kv_slots [T] int64: where each token's K and V go, block * block_size + offset, and -1
+    for padding. query_starts [R+1] int32: row r's tokens are query_starts[r]..query_starts[r+1]. kv_lengths [R] int32: tokens of
+    the row in the cache once this forward has stored its own. block_tables [R, W] int32: block ids, stale or 0 beyond what is used.
+    logit_rows [S] int64: which of the T tokens yield logits. `attention` is what the back end planned for this batch.
+    The `*_cpu` lists are the same facts on the host, for back ends that plan there.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+    query_starts: Tensor
+    kv_lengths: Tensor
+    block_tables: Tensor
+    logit_rows: Tensor
+    query_starts_cpu: list[int]
+    kv_lengths_cpu: list[int]
+    attention: Any = None
+
+
+class KvCache(Protocol):
+    """One layer's cache: `key` and `value` [num_blocks, block_size, kv_heads, head_dim]."""
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass
+class LayerCache:
+    """The plain KvCache. `key` and `value` [num_blocks, block_size, kv_heads, head_dim]."""
+
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def zeros(cls, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+        shape = (blocks, block_size, heads, head_dim)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+
+@dataclass
+class Hidden:
+    """What one pipeline stage hands to the next: the residual stream [T, hidden_size], before the next layer's norm."""
+
+    states: Tensor

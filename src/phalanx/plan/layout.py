@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks <-> axes of the mesh: world = pp x dp x tp, tp fastest. And which layers a stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands on each axis."""
+
+    pp_index: int
+    dp_index: int
+    tp_index: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The mesh. rank = (pp_index * dp + dp_index) * tp + tp_index."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.pp, self.dp, self.tp) < 1:
+            raise LayoutError(f"layout pp={self.pp} dp={self.dp} tp={self.tp} was asked for", why="each axis is at least 1")
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def place(self, rank: int) -> Place:
+        """Raises LayoutError for a rank outside the world."""
+        if not 0 <= rank < self.world:
+            raise LayoutError(f"rank {rank} was asked for", held=f"the world has ranks 0..{self.world - 1}")
+        rest, tp_index = divmod(rank, self.tp)
+        pp_index, dp_index = divmod(rest, self.dp)
+        return Place(pp_index, dp_index, tp_index)
+
+    def rank(self, pp_index: int, dp_index: int, tp_index: int) -> int:
+        return (pp_index * self.dp + dp_index) * self.tp + tp_index
+
+    def tp_group(self, rank: int) -> list[int]:
+        """The ranks that hold the slices of the same layers, in tp order."""
+        at = self.place(rank)
+        return [self.rank(at.pp_index, at.dp_index, t) for t in range(self.tp)]
+
+    def pp_group(self, rank: int) -> list[int]:
+        """The ranks that hold the stages of the same slice, in stage order."""
+        at = self.place(rank)
+        return [self.rank(p, at.dp_index, at.tp_index) for p in range(self.pp)]
+
+
+def stages(layer_bytes: Sequence[int], pp: int, *, first_bytes: int = 0, last_bytes: int = 0) -> list[range]:
+    """Contiguous layer ranges, one per stage, whose largest stage in bytes is as small as can be.
+
+    `first_bytes` (embedding) counts for the first stage, `last_bytes` (final norm and head) for the last. Every stage holds at
+    least one layer. Among equal optima the later stages hold less, so that the last one has room for the sampler.
+    Raises LayoutError when there are more stages than layers. Dynamic programming over cut points, O(pp x layers^2).
+    """
+    count = len(layer_bytes)
+    if pp > count:
+        raise LayoutError(
+            f"pipeline_parallel_size={pp} was asked for", held=f"the model has {count} layers",
+            why="every stage holds at least one layer", next=f"use at most {count}",
+        )  # fmt: skip
+    prefix = [0]
+    for size in layer_bytes:
+        prefix.append(prefix[-1] + size)
+
+    def cost(stage: int, begin: int, end: int) -> int:
+        return prefix[end] - prefix[begin] + (first_bytes if stage == 0 else 0) + (last_bytes if stage == pp - 1 else 0)
+
+    # best[k][e]: the smallest possible largest stage when stages 0..k hold layers 0..e-1; cut[k][e]: where stage k begins.
+    infinite = prefix[-1] + first_bytes + last_bytes + 1
+    best = [[infinite] * (count + 1) for _ in range(pp)]
+    cut = [[0] * (count + 1) for _ in range(pp)]
+    for end in range(1, count + 1):
+        best[0][end] = cost(0, 0, end)
+    for stage in range(1, pp):
+        for end in range(stage + 1, count + 1):
+            for begin in range(stage, end):
+                worst = max(best[stage - 1][begin], cost(stage, begin, end))
+                if worst <= best[stage][end]:
+                    best[stage][end], cut[stage][end] = worst, begin
+    found: list[range] = []
+    end = count
+    for stage in range(pp - 1, -1, -1):
+        begin = cut[stage][end] if stage else 0
+        found.append(range(begin, end))
+        end = begin
+    return found[::-1]
