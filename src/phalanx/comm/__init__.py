@@ -1,6 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How GPUs agree. `Group` is the seam; the back ends load inside their factories."""
+"""How GPUs agree. `Group` is the seam; the back ends load inside their factories.
 
-from phalanx.comm.group import Group, ResidualRmsNorm, Solo
+Names load on first use: `comm.launch` starts processes for rooms that must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phalanx.comm.group import Group, ResidualRmsNorm, Solo
 
 __all__ = ["Group", "ResidualRmsNorm", "Solo"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'phalanx.comm' has no attribute {name!r}")
+    return getattr(importlib.import_module("phalanx.comm.group"), name)
