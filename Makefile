@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+# Two commands lead: `make demo` and `make test`. Each sets itself up, on a fresh clone with Python >= 3.11 and nothing else.
+
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+# The first of these that is Python 3.11 or later; `make PYTHON=... demo` names one outright.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.bare
+	@$(PY) scripts/demo.py
+
+test: $(VENV)/.dev
+	@echo "== tests (several minutes: they start real ranks and servers)"
+	@$(PY) -m pytest -q
+
+check: $(VENV)/.dev
+	@echo "== ruff" && $(VENV)/bin/ruff check src tests scripts benchmarks && $(VENV)/bin/ruff format --check src tests scripts benchmarks
+	@echo "== mypy" && $(VENV)/bin/mypy
+	@echo "== import-linter" && $(VENV)/bin/lint-imports --no-logo
+	@echo "== house" && $(PY) -m pytest -q tests/house
+
+bench: $(VENV)/.dev
+	@$(PY) benchmarks/engine/throughput.py
+	@$(PY) benchmarks/serve/overhead.py
+
+$(VENV)/bin/python:
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or later is needed (with venv); none was found. Name one: make PYTHON=/path/to/python ..."; exit 1; fi
+	@echo "== set-up: a virtual environment in $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.bare: pyproject.toml | $(VENV)/bin/python
+	@echo "== set-up: installing phalanx and what it needs (torch is the large part; minutes when nothing is cached)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
+	@echo "== set-up: installing phalanx with what its tests need (torch and triton are the large parts; minutes when nothing is cached)"
+	@$(PIP) -e '.[dev]'
+	@touch $(VENV)/.bare $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

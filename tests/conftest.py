@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: GPU tests that cannot run are reported by name as not run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+# Rank processes of the tests share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def gpu_count() -> int:
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = {1: [], 2: [], 4: []}
+    for item in items:
+        for count in wanting:
+            if item.get_closest_marker(f"gpu{count}"):
+                wanting[count].append(item)
+    have = gpu_count() if any(wanting.values()) else 0
+    for count, found in wanting.items():
+        for item in found:
+            if have < count:
+                item.add_marker(pytest.mark.skip(reason=f"not run: needs {count} GPU(s), this machine has {have}"))
+    for item in items:
+        if item.get_closest_marker("root") and os.geteuid() != 0:
+            item.add_marker(pytest.mark.skip(reason="not run: needs root for network namespaces"))
