@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint's config.json says, as far as arithmetic and memory need it: `ModelShape`. No weights, no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.fields import Fields
+from phalanx.config.rope import Rope, read_rope
+from phalanx.errors import ModelError, UnsupportedArchitecture
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What an architecture leaves unsaid in config.json: the defaults of its reference implementation, and its fixed traits.
+
+    kv_heads and head_dim None: derived from the query heads. window: "all" (every layer that config.json's sliding_window is given
+    for), "chosen" (use_sliding_window, max_window_layers or layer_types choose them), "none".
+    """
+
+    max_positions: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    window: str = "none"
+    qkv_bias: bool = False
+    reads_attention_bias: bool = False
+    reads_mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(2048, reads_attention_bias=True, reads_mlp_bias=True),
+    "MistralForCausalLM": Family(131072, kv_heads=8, window="all"),
+    "Qwen2ForCausalLM": Family(32768, kv_heads=32, window="chosen", qkv_bias=True),
+    "Qwen3ForCausalLM": Family(32768, kv_heads=32, head_dim=128, window="chosen", reads_attention_bias=True, qk_norm=True),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One model's sizes and traits. Lengths in tokens; `dtype` is the checkpoint's: "fp32", "fp16" or "bf16".
+
+    windows: per layer, how many tokens a query sees, itself among them; None for all before it. eos_token_ids: those of
+    generation_config.json first, then config.json's.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_norm_eps: float = 1e-6
+    rope: Rope = field(default_factory=Rope)
+    windows: tuple[int | None, ...] = ()
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    dtype: str = "fp32"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def window(self) -> int | None:
+        """Blocks further back than this are of no use to any layer; None where some layer sees everything."""
+        return max((size for size in self.windows if size), default=None) if all(self.windows) else None
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelShape:
+        """Read a checkpoint's folder. Raises as `load_config` and `from_config` do."""
+        return cls.from_config(load_config(folder), file=str(folder / CONFIG))
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, file: str = CONFIG) -> ModelShape:
+        """From what `load_config` gives. Both spellings of transformers are read: `dtype` and `rope_parameters` (5 and later),
+        `torch_dtype`, `rope_theta` and `rope_scaling` (before).
+
+        Raises UnsupportedArchitecture, or ModelError naming file and field.
+        """
+        fields = Fields(config, file=file)
+        architecture = _architecture(fields)
+        family = FAMILIES[architecture]
+        _refuse_unread(fields)
+        heads = fields.count("num_attention_heads")
+        kv_heads = fields.count("num_key_value_heads", family.kv_heads or heads)
+        if heads % kv_heads:
+            raise ModelError(f"{file} has num_attention_heads={heads} and num_key_value_heads={kv_heads}", why=_NO_GROUPS)
+        num_layers = fields.count("num_hidden_layers")
+        max_positions = fields.count("max_position_embeddings", family.max_positions)
+        rope = read_rope(fields, max_positions)
+        attention_bias = family.reads_attention_bias and fields.flag("attention_bias", False)
+        bos = fields.ids("bos_token_id")
+        return cls(
+            architecture=architecture,
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=fields.count("hidden_size"),
+            intermediate_size=fields.count("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=_head_dim(fields, heads, family),
+            max_positions=max(max_positions, int(rope.original_max_positions * rope.factor) if rope.kind == "yarn" else 0),
+            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            rope=rope,
+            windows=_windows(fields, family, num_layers),
+            qkv_bias=family.qkv_bias or attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=family.reads_mlp_bias and fields.flag("mlp_bias", False),
+            qk_norm=family.qk_norm,
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            dtype=_dtype(fields),
+            bos_token_id=bos[0] if bos else None,
+            eos_token_ids=_eos(fields),
+        )
+
+
+_NO_GROUPS = "each key-value head must serve the same number of query heads"
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder; generation_config.json, where there is one, stands in it under "generation_config".
+
+    Raises ModelError when either is missing (config.json), is not JSON, or holds something else than an object.
+    """
+    config = _read_json(folder / CONFIG)
+    generation = folder / GENERATION
+    config["generation_config"] = _read_json(generation) if generation.exists() else {}
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read", why=error.strerror or str(error)) from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON", why=str(error), next="download the file again") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds a {type(found).__name__}", why="it must be an object")
+    return found
+
+
+def _architecture(fields: Fields) -> str:
+    named = fields.optional_texts("architectures") or []
+    for name in named:
+        if name in FAMILIES:
+            return name
+    raise UnsupportedArchitecture(
+        f"{fields.file} has architectures={named}", held=f"supported are: {', '.join(FAMILIES)}",
+        next="use a checkpoint of one of these families",
+    )  # fmt: skip
+
+
+def _refuse_unread(fields: Fields) -> None:
+    """What config.json may ask for and nobody here computes."""
+    quantization = fields.optional_mapping("quantization_config")
+    if quantization is not None:
+        raise ModelError(
+            f"{fields.file} has a quantization_config (quant_method={quantization.get('quant_method')!r})",
+            why="quantized checkpoints are not read yet", next="use the checkpoint in bf16, fp16 or fp32",
+        )  # fmt: skip
+    activation = fields.text("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(f"{fields.file} has hidden_act={activation!r}", why="only 'silu' is computed")
+
+
+def _head_dim(fields: Fields, heads: int, family: Family) -> int:
+    hidden = fields.count("hidden_size")
+    if fields.values.get("head_dim") is None and family.head_dim is None and hidden % heads:
+        raise ModelError(
+            f"{fields.file} has hidden_size={hidden} and num_attention_heads={heads}, and no head_dim",
+            why="the one does not divide by the other",
+        )  # fmt: skip
+    head_dim = fields.count("head_dim", family.head_dim or hidden // heads)
+    if head_dim % 2:
+        raise ModelError(f"{fields.file} leads to head_dim={head_dim}", why="rotary positions turn pairs, so it must be even")
+    return head_dim
+
+
+def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
+    everything: tuple[int | None, ...] = (None,) * num_layers
+    if family.window == "none":
+        return everything
+    # The reference implementations take 4096 for a missing sliding_window, and no window for null.
+    size = fields.count("sliding_window", 4096) if fields.values.get("sliding_window", 4096) is not None else None
+    if family.window == "all":
+        return (size,) * num_layers
+    if size is None or not fields.flag("use_sliding_window", False):
+        return everything
+    kinds = fields.optional_texts("layer_types")
+    if kinds is None:
+        first = int(fields.number("max_window_layers", 28))
+        return tuple(size if layer >= first else None for layer in range(num_layers))
+    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+    if unknown or len(kinds) != num_layers:
+        raise ModelError(
+            f"{fields.file} has {len(kinds)} layer_types" + (f" with {', '.join(unknown)}" if unknown else ""),
+            why=f"there must be num_hidden_layers={num_layers}, each sliding_attention or full_attention",
+        )  # fmt: skip
+    return tuple(size if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _dtype(fields: Fields) -> str:
+    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelError(f"{fields.file} has dtype={name!r}", held=f"read are: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _eos(fields: Fields) -> tuple[int, ...]:
+    generation = Fields(fields.optional_mapping("generation_config") or {}, file=GENERATION)
+    return tuple(dict.fromkeys(generation.ids("eos_token_id") + fields.ids("eos_token_id")))

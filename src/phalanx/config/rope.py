@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary positions as config.json describes them, in both spellings: `rope_parameters`, and `rope_theta` with `rope_scaling`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from phalanx.config.fields import Fields
+from phalanx.errors import ModelError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions turn into angles. `kind` is one of ROPE_TYPES; a field that the kind does not use keeps its default.
+
+    theta: base of the wavelengths. factor: how far the context was stretched. original_max_positions: tokens of context before
+    that. attention_factor: multiplies cosines and sines (yarn).
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+def read_rope(fields: Fields, max_positions: int) -> Rope:
+    """Raises ModelError for a type that is not built, a missing factor or a nonsensical number."""
+    held = fields.optional_mapping("rope_parameters")
+    where = "rope_parameters"
+    if held is None:
+        held = fields.optional_mapping("rope_scaling") or {}
+        where = "rope_scaling"
+    inner = Fields(held, file=fields.file, prefix=f"{where}.")
+    kind = inner.text("rope_type", inner.text("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ModelError(
+            f"{fields.file} asks for rope_type {kind!r} in {where}", held=f"built are: {', '.join(ROPE_TYPES)}",
+            next="use a checkpoint with one of these",
+        )  # fmt: skip
+    if any(isinstance(value, dict) for value in held.values()):
+        raise ModelError(f"{fields.file} gives {where} per kind of layer", why="one setting for all layers is what is built")
+    if inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(f"{fields.file} rotates a part of each head only (partial_rotary_factor)", why="whole heads are built")
+    theta = inner.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
+    if kind == "default":
+        return Rope(theta=theta)
+    original = int(inner.positive("original_max_position_embeddings", max_positions))
+    if kind == "yarn":
+        return _yarn(inner, theta, original, max_positions)
+    factor = inner.positive("factor")
+    if kind == "linear":
+        return Rope("linear", theta, factor)
+    low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
+    if high <= low:
+        raise ModelError(f"{fields.file} has {where}.high_freq_factor={high} and low_freq_factor={low}", why="high must exceed low")
+    return Rope("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(inner: Fields, theta: float, original: int, max_positions: int) -> Rope:
+    factor = inner.positive("factor", max_positions / original)
+    attention = inner.number("attention_factor", 0.0)
+    if attention <= 0.0:
+        mscale, all_dim = inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)
+        attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
+    return Rope(
+        "yarn", theta, factor, original, truncate=inner.flag("truncate", True), attention_factor=attention,
+        beta_fast=inner.positive("beta_fast", 32.0), beta_slow=inner.positive("beta_slow", 1.0),
+    )  # fmt: skip
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    """YaRN (arXiv 2309.00071), equation 22: attention's temperature for a stretched context."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
