@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write docs/options.md from the option models: one source for flags, keywords, environment and documentation.
+
+python scripts/options_page.py            writes the page
+python scripts/options_page.py --check    exits 1 if the page is not what the models say
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from phalanx.config import EngineOptions
+from phalanx.config.serving import ServeOptions
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
+HEAD = """# Options
+
+Each is a flag (`--name`, with `_` or `-`), a key of `--config FILE.yaml`, and an environment variable (`PHALANX_NAME`); those of the engine are
+keywords of `LLM(...)` too. File < environment < flags. This page is written by `scripts/options_page.py` from the option models.
+"""
+
+
+def page() -> str:
+    parts = [HEAD, "## Engine\n", table(EngineOptions), "## Server\n", table(ServeOptions)]
+    return "\n".join(parts)
+
+
+def table(model: type[BaseModel]) -> str:
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for name, field in model.model_fields.items():
+        default = "required" if field.is_required() else f"`{field.default}`"
+        rows.append(f"| `{name}` | {default} | {meaning(field)} |")
+    return "\n".join(rows) + "\n"
+
+
+def meaning(field: FieldInfo) -> str:
+    """The description, with the values that are taken where they are a fixed set."""
+    assert field.description, "an option without a description"
+    values = [value for value in get_args(field.annotation) if isinstance(value, str)]
+    return (field.description + (f" One of {', '.join(f'`{v}`' for v in values)}." if values else "")).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv[1:]:
+        sys.exit(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")
