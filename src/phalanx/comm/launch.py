@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start the processes of one engine, watch them, and end them: no child outlives its parent, whatever kills it.
+
+A child executes a module (`python -m`), so it works from a script that has no `__main__` guard. Its standard input is the death
+pipe: the parent writes one line of config and then holds the pipe open for as long as it lives. Three things end an orphan:
+
+- the kernel: the child asks for SIGKILL on its end of the pipe, which arrives when the last writer is gone, even while the
+  child's main thread sits in C code with the interpreter lock held. PR_SET_PDEATHSIG would do the same for the parent *thread*: an
+  engine started from a worker thread would die with that thread;
+- the watcher thread, where the kernel has no such signal (anything but Linux): it reads the pipe to its end and exits at once;
+- its own children follow, because their pipes end with it.
+
+Children are leaders of their own sessions: Ctrl-C reaches the front process only, which then ends them in order.
+No torch here: the front and the engine start processes without waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import setproctitle
+
+from phalanx.errors import EngineError
+
+_STDERR = 2
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(eq=False)
+class Child:
+    """A process that we started. `title` is its name in process lists and in errors."""
+
+    title: str
+    process: subprocess.Popen[bytes] = field(repr=False)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the child and to whatever shares its session's first group (compilers that it runs)."""
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a child ended: `code` >= 0 is an exit status, < 0 minus a signal."""
+
+    child: Child
+    code: int
+
+    @property
+    def words(self) -> str:
+        return exit_words(self.code)
+
+
+def exit_words(code: int) -> str:
+    """`code` (as in Popen.returncode) for people: "was killed by SIGKILL", "exited with status 3"."""
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def start(module: str, config: dict[str, Any], title: str) -> Child:
+    """Execute `module` in a new process that ends with this one, and hand it `config` (JSON).
+
+    Its standard output goes to our standard error, where logs are; what we print stays ours.
+    Raises EngineError when the process is gone before it took its config.
+    """
+    line = json.dumps({"title": title, "config": config}).encode() + b"\n"
+    # -P: a file called torch.py in the user's folder is not torch.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=_STDERR, start_new_session=True, bufsize=0
+    )
+    child = Child(title, process)
+    assert process.stdin is not None
+    try:
+        view = memoryview(line)
+        while view:
+            view = view[process.stdin.write(view) or 0 :]
+    except BrokenPipeError:
+        code = process.wait()
+        process.stdin.close()
+        raise EngineError(f"process {title!r} was started", held=f"it {exit_words(code)} before it read its config") from None
+    return child
+
+
+def read_config() -> dict[str, Any]:
+    """In a child, first thing: take the config, take the title, and arrange to end with the parent.
+
+    Ends the process at once (status 1) when there is no parent that writes a config.
+    """
+    line = _read_line(0)
+    pipe = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    _kill_me_at_end_of(pipe)
+    threading.Thread(target=_exit_at_end_of, args=(pipe,), name="death pipe", daemon=True).start()
+    envelope = json.loads(line)
+    setproctitle.setproctitle(envelope["title"])
+    config: dict[str, Any] = envelope["config"]
+    return config
+
+
+def _read_line(descriptor: int) -> bytes:
+    data = b""
+    while not data.endswith(b"\n"):
+        more = os.read(descriptor, 65536)
+        if not more or len(data) > _MAX_CONFIG_BYTES:
+            print("phalanx: this module is started by an engine, with its config on standard input", file=sys.stderr)
+            os._exit(1)
+        data += more
+    return data
+
+
+def _kill_me_at_end_of(pipe: int) -> None:
+    """Ask the kernel for SIGKILL when the pipe's last writer is gone. (Nobody writes to it any more, so nothing else raises it.)"""
+    set_signal = getattr(fcntl, "F_SETSIG", None)
+    if set_signal is None or not hasattr(os, "O_ASYNC"):
+        return
+    with contextlib.suppress(OSError):  # a kernel without it: the watcher thread remains
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(pipe, set_signal, int(signal.SIGKILL))
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _exit_at_end_of(pipe: int) -> NoReturn:
+    # Also the parent that died before the kernel was asked: then the first read is the end.
+    while os.read(pipe, 4096):
+        pass
+    os._exit(1)
+
+
+class Watch:
+    """Notices the end of children. `fileno()` becomes readable when one has ended; `ended()` tells which.
+
+    A thread per child waits for it: no polling, and no need of pidfd.
+    """
+
+    def __init__(self, children: Iterable[Child] = ()) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        self._ended: queue.SimpleQueue[Exit] = queue.SimpleQueue()
+        for child in children:
+            self.add(child)
+
+    def add(self, child: Child) -> None:
+        threading.Thread(target=self._wait, args=(child,), name=f"watch {child.title}", daemon=True).start()
+
+    def _wait(self, child: Child) -> None:
+        code = child.process.wait()
+        self._ended.put(Exit(child, code))
+        with contextlib.suppress(OSError):  # closed: nobody listens any more
+            os.write(self._write, b".")
+
+    def fileno(self) -> int:
+        return self._read
+
+    def ended(self) -> list[Exit]:
+        """Those that ended since the last call, in order. Never blocks."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read, 4096)
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._ended.get_nowait())
+        return found
+
+    def close(self) -> None:
+        """Stop listening. Children go on."""
+        if self._read >= 0:
+            os.close(self._read)
+            os.close(self._write)
+            self._read = self._write = -1
+
+
+def stop(children: Iterable[Child], grace: float) -> None:
+    """End the children and return when they are gone: SIGTERM, `grace` seconds, SIGKILL (at once with grace <= 0).
+
+    A stopped process (SIGSTOP) does not hear SIGTERM; SIGKILL ends it all the same.
+    """
+    held = list(children)
+    if grace > 0:
+        for child in held:
+            child.signal(signal.SIGTERM)
+        wait(held, grace)
+    for child in held:
+        child.signal(signal.SIGKILL)
+    wait(held, 10.0)
+    for child in held:
+        if child.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.process.stdin.close()
+
+
+def wait(children: Iterable[Child], seconds: float) -> bool:
+    """Wait for the children's end, at most so many seconds in all. True when none is left."""
+    deadline = time.monotonic() + seconds
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(timeout=max(deadline - time.monotonic(), 0.0))
+    return not any(child.alive for child in children)
