@@ -20,8 +20,9 @@ from phalanx.config.serving import ServeOptions
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 HEAD = """# Options
 
-Each is a flag (`--name`, with `_` or `-`), a key of `--config FILE.yaml`, and an environment variable (`PHALANX_NAME`); those of
-the engine are keywords of `LLM(...)` too. File < environment < flags. This page is written by `scripts/options_page.py` from the option models.
+Each is a flag (`--name`, with `_` or `-`), a key of `--config FILE.yaml`, and an environment variable (`PHALANX_NAME`);
+those of the engine are keywords of `LLM(...)` too. File < environment < flags. This page is written by
+`scripts/options_page.py` from the option models.
 """
 
 

@@ -112,7 +112,7 @@ def test_two_hosts_serve_and_a_cut_link_is_named(hosts):
         assert seconds < 30, f"the client heard of it after {seconds:.0f} s"
         for server in servers:
             assert server.wait(max(1.0, 45 - (time.monotonic() - cut))) != 0
-        gone, alive = psutil.wait_procs(children, timeout=10)
+        _, alive = psutil.wait_procs(children, timeout=10)
         assert not alive, f"left behind: {alive}"
     finally:
         for server in servers:
