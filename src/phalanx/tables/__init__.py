@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured: messages, strategies, tables by ranges, and the seed where nothing was. No torch here."""
+
+from phalanx.tables.admit import admit
+from phalanx.tables.message import Fusion, Message, dtype_named
+from phalanx.tables.seed import Seed
+from phalanx.tables.shipped import advice, find, table_for
+from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tables.table import Entry, Table
+
+__all__ = [
+    "Choice",
+    "Entry",
+    "Fusion",
+    "Message",
+    "Seed",
+    "Strategy",
+    "Table",
+    "admit",
+    "advice",
+    "dtype_named",
+    "find",
+    "table_for",
+]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One collective call: what is summed, of which size, and what is fused behind the sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from phalanx.errors import OptionError
+
+
+class Fusion(IntEnum):
+    """What follows the sum. Numbers below 64 are TensorRT-LLM's and are never renumbered.
+
+    The FP8 members quantize with a static scale; their TOKEN_SCALE twins (number + 64) find one scale per token.
+    Outputs: NONE [sum]; RESIDUAL_RMS_NORM [norm, residual]; QUANT_* [quantized, (scales,) residual]; OUT_QUANT_* the norm first.
+    """
+
+    NONE = 0
+    RESIDUAL_RMS_NORM = 1
+    RESIDUAL_RMS_NORM_QUANT_FP8 = 4
+    RESIDUAL_RMS_NORM_QUANT_NVFP4 = 5
+    RESIDUAL_RMS_NORM_OUT_QUANT_FP8 = 6
+    RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4 = 7
+    RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE = 68
+    RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE = 70
+
+    @classmethod
+    def named(cls, name: str) -> Fusion:
+        """The member of that name. Raises OptionError that lists the names."""
+        try:
+            return cls[name]
+        except KeyError:
+            raise OptionError(f"fusion {name!r} is unknown", next=f"known: {', '.join(cls.__members__)}") from None
+
+    @classmethod
+    def of(cls, quant: str, *, token_scale: bool, keep_norm: bool) -> Fusion:
+        """The fusion of a `ResidualRmsNorm` with these fields; token_scale: fp8 without a given scale."""
+        out = "OUT_" if keep_norm else ""
+        if quant == "none":
+            return cls.RESIDUAL_RMS_NORM
+        suffix = "_TOKEN_SCALE" if quant == "fp8" and token_scale else ""
+        return cls[f"RESIDUAL_RMS_NORM_{out}QUANT_{quant.upper()}{suffix}"]
+
+    @property
+    def quant(self) -> str:
+        """ "none", "fp8" or "nvfp4"."""
+        return "fp8" if "FP8" in self.name else "nvfp4" if "NVFP4" in self.name else "none"
+
+    @property
+    def keeps_norm(self) -> bool:
+        return "OUT_QUANT" in self.name
+
+    @property
+    def token_scale(self) -> bool:
+        return self.name.endswith("TOKEN_SCALE")
+
+
+# Where a fusion was not measured, the nearest one that does the same work on the wire answers for it (TensorRT-LLM's table, too,
+# holds OUT_QUANT in the place of QUANT).
+STANDS_IN = {
+    Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8: (Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,),
+    Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4: (Fusion.RESIDUAL_RMS_NORM_QUANT_NVFP4,),
+    Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE: (Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,),
+    Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8_TOKEN_SCALE: (
+        Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE,
+        Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8,
+        Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,
+    ),
+}
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+LONG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES = (
+    {name: name for name in DTYPE_BYTES} | {long: short for short, long in LONG_DTYPES.items()} | {"half": "fp16", "float": "fp32"}
+)
+
+
+def dtype_named(name: str) -> str:
+    """ "bf16", "fp16" or "fp32" for any of their spellings (also "bfloat16", "torch.bfloat16"). Raises OptionError."""
+    try:
+        return _DTYPES[name.removeprefix("torch.")]
+    except KeyError:
+        raise OptionError(f"dtype {name!r} is unknown", next=f"known: {', '.join(_DTYPES)}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One call: op ("all_reduce"), fusion, dtype (bf16, fp16, fp32), a tensor [tokens, hidden] per rank, and the ranks."""
+
+    op: str
+    fusion: Fusion
+    dtype: str
+    tokens: int
+    hidden: int
+    world: int
+
+    @property
+    def bytes(self) -> int:
+        """Of one rank's tensor."""
+        return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seed: a latency model per fusion and strategy, which decides where nothing was measured.
+
+time = a + b x bytes + c x tokens, in whole femtoseconds, so that Python and the generated C++ agree on every comparison.
+`tune.fit` makes one from measurements; `default` is one from a machine's class alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phalanx.errors import TableError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables.message import DTYPE_BYTES, Fusion
+from phalanx.tables.strategy import Choice, Strategy, choices
+
+# Beyond these sizes the model stops growing, so that the sum fits 64 unsigned bits:
+# 2^60 + 2^24 x 2^38 + 2^34 x 2^28 < 2^64.
+MAX_A, MAX_B, MAX_C = 2**60, 2**24, 2**34
+MAX_BYTES, MAX_TOKENS = 2**38, 2**28
+
+_FS_PER_US = 1_000_000_000
+
+
+class Latency(NamedTuple):
+    """a [fs], b [fs per byte of one rank's tensor], c [fs per token]."""
+
+    a: int
+    b: int
+    c: int
+
+    @classmethod
+    def of_us(cls, a: float, b: float, c: float) -> Latency:
+        """From microseconds, microseconds per byte and microseconds per token; clipped to what the format holds."""
+        wide = (round(a * _FS_PER_US), round(b * _FS_PER_US), round(c * _FS_PER_US))
+        return cls(*(min(max(value, 0), top) for value, top in zip(wide, (MAX_A, MAX_B, MAX_C), strict=True)))
+
+    def fs(self, tokens: int, nbytes: int) -> int:
+        return self.a + self.b * min(nbytes, MAX_BYTES) + self.c * min(tokens, MAX_TOKENS)
+
+    def us(self, tokens: int, nbytes: int) -> float:
+        return self.fs(tokens, nbytes) / _FS_PER_US
+
+
+@dataclass(frozen=True)
+class Seed:
+    """models: every fusion, each with at least one choice, in the order in which ties are broken. origin: where they come from."""
+
+    origin: str
+    models: dict[Fusion, dict[Choice, Latency]]
+
+    def __post_init__(self) -> None:
+        for fusion in Fusion:
+            if not self.models.get(fusion):
+                raise TableError(f"the seed has no model for {fusion.name}", next="fit it again with `phalanx allreduce tune`")
+        for fusion, models in self.models.items():
+            for choice, latency in models.items():
+                for value, top in zip(latency, (MAX_A, MAX_B, MAX_C), strict=True):
+                    if not 0 <= value <= top:
+                        raise TableError(f"the seed's {fusion.name} {choice}: {value} is outside 0..{top} femtoseconds")
+
+    def choose(self, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> tuple[Choice, float]:
+        """The choice whose model is lowest, and its estimate in microseconds."""
+        nbytes = tokens * hidden * DTYPE_BYTES[dtype]
+        models = self.models[fusion]
+        best = min(models, key=lambda choice: models[choice].fs(tokens, nbytes))
+        return best, models[best].us(tokens, nbytes)
+
+    def scaled(self, world_from: int, world_to: int, origin: str) -> Seed:
+        """The same machine's seed for another number of ranks: start-up grows with the ranks to meet, b with the bytes that
+        each rank moves: one-shot W - 1 tensors, the others 2 (W - 1) / W."""
+
+        def move(choice: Choice, model: Latency) -> Latency:
+            traffic = _traffic(choice.strategy, world_to) / _traffic(choice.strategy, world_from)
+            start = (3 + world_to) / (3 + world_from)
+            return Latency(min(round(model.a * start), MAX_A), min(round(model.b * traffic), MAX_B), model.c)
+
+        moved = {fusion: {c: move(c, m) for c, m in models.items()} for fusion, models in self.models.items()}
+        return Seed(origin, moved)
+
+
+def _traffic(strategy: Strategy, world: int) -> float:
+    """Tensors that a rank takes in: the wire's share of b."""
+    return world - 1 if strategy is Strategy.ONESHOT else 2 * (world - 1) / world
+
+
+class _Link(NamedTuple):
+    """Microseconds to start (of two ranks, and more for each rank beyond), picoseconds per byte on the wire, by strategy; then
+    what the fusion adds: in the collective's kernel, as a kernel of its own, and picoseconds per byte for each."""
+
+    start: dict[Strategy, tuple[float, float]]
+    wire: dict[Strategy, float]
+    fused: tuple[float, float]
+    following: tuple[float, float]
+
+
+# NVLink: 4 x H200, NCCL 2.28.9, FlashInfer 0.6.12 and torch 2.11 symmetric memory, 2026-11-21 (benchmarks/results/
+# peers_allreduce_h200_nvlink.csv). PCIe: NVLink's shape at 25 GB/s a direction, PCIe 4.0 x16 as NCCL reaches it. Nodes: 25 GB/s,
+# HDR InfiniBand. Shared memory: a 2-core x86 host.
+_NVLINK = _Link(
+    {Strategy.NCCL: (6.7, 1.9), Strategy.ONESHOT: (2.5, 0.32), Strategy.TWOSHOT: (5.0, 0.6)},
+    {Strategy.NCCL: 3.3, Strategy.ONESHOT: 3.0, Strategy.TWOSHOT: 3.3},
+    (2.0, 0.5),
+    (2.7, 1.0),
+)
+_PCIE = _Link(
+    {Strategy.NCCL: (14.0, 4.0), Strategy.ONESHOT: (6.0, 1.5), Strategy.TWOSHOT: (12.0, 2.0)},
+    {Strategy.NCCL: 45.0, Strategy.ONESHOT: 42.0, Strategy.TWOSHOT: 44.0},
+    (2.5, 1.0),
+    (3.5, 1.5),
+)
+_NODES = _Link({Strategy.NCCL: (30.0, 6.0)}, {Strategy.NCCL: 42.0}, (2.5, 1.0), (3.5, 1.5))
+_SHM = _Link(
+    {Strategy.NCCL: (250.0, 150.0), Strategy.ONESHOT: (60.0, 30.0), Strategy.TWOSHOT: (90.0, 45.0)},
+    {Strategy.NCCL: 1500.0, Strategy.ONESHOT: 700.0, Strategy.TWOSHOT: 600.0},
+    (30.0, 900.0),
+    (30.0, 900.0),
+)
+_LINKS = {"nvlink": _NVLINK, "nvlink_multicast": _NVLINK, "pcie_p2p": _PCIE, "pcie": _PCIE, "nodes": _NODES, "shm": _SHM}
+
+
+def default(fingerprint: Fingerprint) -> Seed:
+    """From the machine's class alone; holds only what can run there at all."""
+    link, world = _LINKS[fingerprint.link], max(fingerprint.world, 2)
+
+    def model(choice: Choice, fusion: Fusion) -> Latency:
+        start, per_rank = link.start[choice.strategy]
+        a, b = start + per_rank * (world - 2), link.wire[choice.strategy] * _traffic(choice.strategy, world)
+        if fusion is not Fusion.NONE:
+            more_a, more_b = link.fused if choice.fuses(fusion) else link.following
+            a, b = a + more_a, b + more_b
+        return Latency.of_us(a, b * 1e-6, 0.0)
+
+    runs = [strategy for strategy in link.start if strategy is Strategy.NCCL or fingerprint.peers_reach]
+    models = {fusion: {c: model(c, fusion) for c in choices(fusion) if c.strategy in runs} for fusion in Fusion}
+    return Seed(f"class {fingerprint.link}", models)
