@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from phalanx.config import EngineOptions
+from phalanx.config.model import ModelShape
+from phalanx.config.resolve import resolve
+from phalanx.errors import LayoutError, OptionError
+
+SHAPE = ModelShape(
+    architecture="LlamaForCausalLM", vocab_size=100, hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4,
+    num_kv_heads=2, head_dim=16, max_positions=16384, dtype="bf16",
+)  # fmt: skip
+
+
+def options(**asked):
+    return EngineOptions.of(model="m", **asked)
+
+
+def test_on_cpu():
+    found = resolve(options(), SHAPE, gpus=0)
+    made = found.options
+    assert (made.device, made.dtype, made.max_num_tokens, made.max_seq_len) == ("cpu", "fp32", 2048, 16384)
+    assert (made.kv_cache_bytes, made.cuda_graphs) == (1 << 30, False)
+    assert set(found.reasons) == {"device", "dtype", "max_num_tokens", "max_seq_len", "kv_cache_bytes", "cuda_graphs"}
+    assert "no GPU" in found.reasons["device"]
+
+
+def test_on_gpus():
+    found = resolve(options(tensor_parallel_size=2), SHAPE, gpus=4)
+    made = found.options
+    assert (made.device, made.dtype, made.max_num_tokens, made.kv_cache_bytes, made.cuda_graphs) == (
+        "cuda",
+        "bf16",
+        8192,
+        None,
+        True,
+    )
+    assert "4 GPUs" in found.reasons["device"]
+    assert "checkpoint" in found.reasons["dtype"]
+
+
+def test_what_is_said_stays_and_needs_no_reason():
+    asked = options(device="cpu", dtype="fp16", max_num_tokens=7, max_seq_len=9, kv_cache_bytes=5000, cuda_graphs=False)
+    found = resolve(asked, SHAPE, gpus=8)
+    assert found.options == asked
+    assert found.reasons == {}
+
+
+def test_nothing_is_left_open():
+    made = resolve(options(), SHAPE, gpus=1).options
+    assert "auto" not in (made.device, made.dtype)
+    assert None not in (made.max_num_tokens, made.max_seq_len)
+
+
+def test_longer_than_the_model_names_both_numbers():
+    with pytest.raises(OptionError, match=r"max_seq_len=16385 .*16384"):
+        resolve(options(max_seq_len=16385), SHAPE, gpus=0)
+
+
+def test_whole_prompts_fit_a_step():
+    assert resolve(options(enable_chunked_prefill=False), SHAPE, gpus=0).options.max_num_tokens == 16384
+    with pytest.raises(OptionError, match=r"max_num_tokens=512 .*16384"):
+        resolve(options(enable_chunked_prefill=False, max_num_tokens=512), SHAPE, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "message"),
+    [
+        ({"device": "cuda"}, 0, "no GPU"),
+        ({"tensor_parallel_size": 4}, 2, "4 ranks on this host .*2 GPUs"),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 2, "device": "cuda"},
+            1,
+            "= 2 ranks on this host .*1 GPU;",
+        ),
+        ({"expert_parallel_size": 2}, 0, "has no experts"),
+        ({"moe_expert_parallel_size": 2}, 0, "has no experts"),
+        ({"expert_parallel_size": 2, "moe_expert_parallel_size": 2}, 0, "give one of them"),
+        ({"nnodes": 2, "node_rank": 2}, 0, r"use 0\.\.1"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, 0, "nnodes is 2"),
+    ],
+)
+def test_what_cannot_be(asked, gpus, message):
+    with pytest.raises((OptionError, LayoutError), match=message):
+        resolve(options(**asked), SHAPE, gpus)
+
+
+def test_more_ranks_than_gpus_is_fine_on_cpu():
+    assert resolve(options(tensor_parallel_size=4, device="cpu"), SHAPE, gpus=1).options.device == "cpu"

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from phalanx.config import EngineOptions
+from phalanx.config.serving import ServeOptions
+from phalanx.config.sources import Torchrun, build, gather, torchrun
+from phalanx.errors import OptionError, UnknownOption
+
+
+def written(tmp_path, text):
+    path = tmp_path / "options.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_file_then_environment_then_flags(tmp_path):
+    path = written(tmp_path, "model: of-file\ntp_size: 2\nmax-batch-size: 3\nport: 1\nseed: 1\n")
+    environ = {"PHALANX_MAX_BATCH_SIZE": "4", "PHALANX_PORT": "2", "PHALANX_SEED": "2", "HOME": "/"}
+    asked = gather({"port": "3", "seed": None}, file=path, environ=environ)
+    engine, serving = build(EngineOptions, asked), build(ServeOptions, asked)
+    assert (engine.model, engine.tensor_parallel_size, engine.max_batch_size, engine.seed, serving.port) == ("of-file", 2, 4, 2, 3)
+    assert asked.origins["port"] == "--port"
+    assert asked.origins["seed"] == "PHALANX_SEED"
+    assert str(path) in asked.origins["model"]
+
+
+@pytest.mark.parametrize("flag", ["tensor_parallel_size", "tp_size", "tp-size", "tensor-parallel-size"])
+def test_one_option_by_all_its_names(flag):
+    assert gather({flag: 4}, environ={}).values == {"tensor_parallel_size": 4}
+
+
+def test_num_workers_is_the_number_of_nodes():
+    assert gather({"num_workers": 2}, environ={}).values == {"nnodes": 2}
+    assert gather({}, environ={"PHALANX_NUM_WORKERS": "2"}).values == {"nnodes": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"PHALANX_TENSOR_PARALEL_SIZE": "2"},
+            "PHALANX_TENSOR_PARALEL_SIZE is unknown; did you mean 'PHALANX_TENSOR_PARALLEL_SIZE'",
+        ),
+        ({"PHALANX_PROT": "2"}, "did you mean 'PHALANX_PORT'"),
+        ({"PHALANX_TP_SIZE": "2", "PHALANX_TENSOR_PARALLEL_SIZE": "2"}, "both are one option"),
+    ],
+)
+def test_unknown_or_double_variables(environ, message):
+    with pytest.raises(OptionError, match=message):
+        gather({}, environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tensor_paralel_size: 2", "did you mean 'tensor_parallel_size'"),
+        ("seed: 1\nseed: 2", "'seed' stands twice"),
+        ("tp_size: 1\ntensor_parallel_size: 2", "both are one option"),
+        ("- a\n- b", "option: value"),
+        ("3: 4", "option: value"),
+        ("a: [", "while parsing"),
+        ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    with pytest.raises(OptionError, match=message):
+        gather({}, file=written(tmp_path, text), environ={})
+
+
+def test_an_empty_file_asks_for_nothing(tmp_path):
+    assert gather({}, file=written(tmp_path, "# nothing\n"), environ={}).values == {}
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(OptionError, match=r"none\.yaml.*No such file"):
+        gather({}, file=tmp_path / "none.yaml", environ={})
+
+
+def test_unknown_flag():
+    with pytest.raises(UnknownOption, match="did you mean 'tp_size'"):
+        gather({"tp_siz": 2}, environ={})
+
+
+def test_a_bad_value_names_its_source():
+    with pytest.raises(OptionError, match=r"port='abc' was asked for; by PHALANX_PORT"):
+        build(ServeOptions, gather({}, environ={"PHALANX_PORT": "abc"}))
+    with pytest.raises(OptionError, match="model was not given"):
+        build(EngineOptions, gather({}, environ={}))
+
+
+def test_a_key_is_never_shown():
+    with pytest.raises(OptionError) as refused:
+        build(ServeOptions, gather({"api_key": ["hunter2"]}, environ={}))
+    assert "hunter2" not in str(refused.value)
+
+
+def test_truth_values_of_the_environment():
+    asked = gather({}, environ={"PHALANX_MODEL": "m", "PHALANX_SKIP_TOKENIZER_INIT": "true", "PHALANX_CUDA_GRAPHS": "0"})
+    engine = build(EngineOptions, asked)
+    assert (engine.skip_tokenizer_init, engine.cuda_graphs) == (True, False)
+
+
+def test_links_of_a_kubernetes_service_called_phalanx_are_not_options():
+    links = {
+        "PHALANX_SERVICE_HOST": "10.0.0.1", "PHALANX_SERVICE_PORT": "8000", "PHALANX_SERVICE_PORT_HTTP": "8000",
+        "PHALANX_PORT": "tcp://10.0.0.1:8000", "PHALANX_PORT_8000_TCP": "tcp://10.0.0.1:8000", "PHALANX_PORT_8000_TCP_PROTO": "tcp",
+        "PHALANX_PORT_8000_TCP_PORT": "8000", "PHALANX_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }  # fmt: skip
+    assert gather({}, environ=links).values == {}
+
+
+def test_torchrun():
+    environ = {
+        "TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "29500",
+    }  # fmt: skip
+    assert torchrun(environ) == Torchrun(3, 4, 1, "host0", 29500)
+    assert torchrun({"RANK": "0", "WORLD_SIZE": "1"}) is None
+    with pytest.raises(OptionError, match="torchrun"):
+        torchrun(environ | {"RANK": "first"})
