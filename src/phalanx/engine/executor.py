@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs steps: the `Executor` seam, and how one is made.
 
-The engine decides steps and hands them over; an executor runs them on ranks. `make` starts rank processes on this host (and waits for those
-of other hosts); `join` is what the other hosts run. A fake ships in `engine.fake`; Ray is another executor, handed in from above.
+The engine decides steps and hands them over; an executor runs them on ranks. `make` starts rank processes on this host (and
+waits for those of other hosts); `join` is what the other hosts run. A fake ships in `engine.fake`; Ray is another executor, handed
+in from above.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Executor(Protocol):
     def start(self) -> tuple[list[RankFacts], int]:
         """Start the ranks, and return what each reports and the number of KV blocks (the least of what the ranks' budgets hold).
 
-        Raises what a rank raised, naming the rank; RankDied, RankStalled, NodeLost; EngineError past `start_timeout`. When it raises,
-        every process that it started is gone.
+        Raises what a rank raised, naming the rank; RankDied, RankStalled, NodeLost; EngineError past `start_timeout`. When it
+        raises, every process that it started is gone.
         """
 
     def submit(self, step: Step) -> None:

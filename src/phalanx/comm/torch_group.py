@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups over torch.distributed: NCCL between GPUs, gloo between CPU processes. `form` makes the groups of a layout's axes."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has the same names, untyped
+
+from phalanx.comm.group import Group, ResidualRmsNorm, Solo, finish
+from phalanx.errors import EngineError, LayoutError
+from phalanx.plan.layout import Layout
+
+ONE_SHOT_BYTES = 256 << 10
+"""Over gloo, up to so many bytes every rank gathers all parts and sums them; above, each sums its share and shares the sum."""
+SENDS_IN_FLIGHT = 4
+"""Over gloo, messages that a sender may be ahead of its receiver before `send` waits."""
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|peer|store|process group", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A rank's groups. `tp`: the slices of its layers; `pp`: its slice's stages in order; `world`: all ranks."""
+
+    tp: Group
+    pp: Group
+    world: Group
+
+
+class TorchGroup:
+    """A `Group` over one torch process group. Results are the same bits on every rank.
+
+    The sum of tensors narrower than fp32 is made in fp32 and rounded once on CPU. Over gloo it is added in rank order whatever the
+    shape, so a row's sum does not depend on the batch around it: for two ranks any order is rank order, for more it is done here
+    (and takes fewer rounds than gloo's ring). On GPU it is NCCL's own sum.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.process_group = process_group
+        self.device = device
+        self.rank: int = process_group.rank()
+        self.size: int = process_group.size()
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+
+    @overload
+    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    @overload
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+        total = self._sum(x.contiguous())
+        return total if fusion is None else finish(total, fusion)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        if x.numel() == 0:
+            return x
+        if self.device.type != "cpu":
+            self.process_group.allreduce([x]).wait()
+            return x
+        wide = x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
+        if self.size == 2:
+            self.process_group.allreduce([wide]).wait()
+        elif wide.nbytes <= ONE_SHOT_BYTES:
+            wide = _in_rank_order(self._gather(wide))
+        else:
+            wide = self._two_shot(wide)
+        return wide.to(x.dtype)
+
+    def _two_shot(self, x: Tensor) -> Tensor:
+        """Rank r sums the r-th share of everybody's x in rank order, then all gather the shares."""
+        share = -(-x.numel() // self.size)
+        padded = torch.nn.functional.pad(x.reshape(-1), (0, share * self.size - x.numel()))
+        parts = torch.empty_like(padded)
+        self.process_group.alltoall_base(parts, padded, [], []).wait()
+        whole = self._gather(_in_rank_order(parts.view(self.size, share)))
+        return whole.view(-1)[: x.numel()].view(x.shape)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]"""
+        parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        self.process_group._allgather_base(parts.view(-1), x.view(-1)).wait()
+        return parts
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        parts = self._gather(x.contiguous())
+        dim %= x.dim()
+        return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self.process_group.broadcast(x, source).wait()
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        """gloo hands over only once the receiver asks: x is copied, so that this rank may go on with its next step meanwhile."""
+        if self.device.type != "cpu":
+            self.process_group.send([x.contiguous()], to, 0).wait()
+            return
+        while self._sending and (self._sending[0][0].is_completed() or len(self._sending) >= SENDS_IN_FLIGHT):
+            self._sending.popleft()[0].wait()
+        copy = x.clone(memory_format=torch.contiguous_format)
+        self._sending.append((self.process_group.send([copy], to, 0), copy))
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        self.process_group.recv([x], source, 0).wait()
+        return x
+
+    def barrier(self) -> None:
+        if self.device.type == "cpu":
+            self.process_group.barrier().wait()
+        else:
+            dist.barrier(self.process_group, device_ids=[self.device.index or 0])
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+
+def _in_rank_order(parts: Tensor) -> Tensor:
+    """((part 0 + part 1) + part 2) + ..., of parts [size, ...]."""
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def listen(host: str, port: int, world: int, *, timeout: float) -> tuple[TCPStore, str]:
+    """Rank 0: open the store where ranks meet, on `host` only, at `port` (0: any free one). Returns it with its address.
+
+    Raises EngineError when the port is taken.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise EngineError(
+                f"port {port} on {host} was to be the ranks' meeting place", why=str(error), next="give another master_port"
+            ) from None
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host, port, world, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+    finally:
+        listener.close()
+    return store, f"{host}:{port}"
+
+
+def connect(address: str, world: int, *, timeout: float) -> TCPStore:
+    """Another rank: the store at `address` ("host:port")."""
+    host, _, port = address.rpartition(":")
+    return TCPStore(host, int(port), world, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+
+
+def own_address(peer: str) -> str:
+    """The address of the interface of this host from which `peer` (a host) is reached. Nothing is sent."""
+    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def form(
+    rank: int,
+    world: int,
+    layout: Layout,
+    store: Store | str,
+    device: torch.device,
+    *,
+    peer: str = "127.0.0.1",
+    timeout: float = 300,
+) -> Groups:
+    """Make this rank's groups; collective over all ranks, and once per process. A group of one is `Solo`.
+
+    `store`: an open store, or "host:port", where rank 0 listens. `peer`: the address of host 0; gloo talks over the interface from
+    which it is reached (NCCL finds its own). `timeout`: seconds that one collective may take.
+    """
+    if world != layout.world:
+        raise LayoutError(f"{world} ranks were asked for", held=f"the layout {layout} has {layout.world}")
+    if world == 1:
+        return Groups(Solo(), Solo(), Solo())
+    if isinstance(store, str):
+        host, _, port = store.rpartition(":")
+        store = listen(host, int(port), world, timeout=timeout)[0] if rank == 0 else connect(store, world, timeout=timeout)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    options = _gloo_options(own_address(peer), timeout) if backend == "gloo" else None
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=limit, pg_options=options,
+        device_id=device if backend == "nccl" else None,
+    )  # fmt: skip
+    whole = dist.group.WORLD
+    assert whole is not None
+
+    def axis(members: list[tuple[int, ...]]) -> Group:
+        """All ranks make all groups of an axis, in the same order; each keeps its own."""
+        mine: Group = Solo()
+        for ranks in members:
+            if len(ranks) == 1:
+                continue
+            made = whole if len(ranks) == world else dist.new_group(list(ranks), backend=backend, timeout=limit, pg_options=options)
+            if rank in ranks:
+                mine = TorchGroup(made, device)
+        return mine
+
+    tp = axis(sorted({tuple(layout.tp_group(r)) for r in range(world)}))
+    pp = axis(sorted({tuple(layout.pp_group(r)) for r in range(world)}))
+    groups = Groups(tp, pp, TorchGroup(whole, device))
+    for group in (groups.world, groups.tp, groups.pp):
+        group.barrier()  # connections are made now, where a failure is a failure to start
+    return groups
+
+
+def _gloo_options(host: str, timeout: float) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout)
+    options._threads = 2
+    return options
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error says no more than that another rank is gone: a consequence, not a cause."""
+    if isinstance(error, dist.DistError | ConnectionError):
+        return True
+    return type(error) is RuntimeError and _LOST_PEER.search(str(error)) is not None
