@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this host has: GPUs through NVML, memory and cores. What cannot be found out is recorded, never raised.
+
+NVML needs no CUDA context: looking costs no GPU memory and takes milliseconds. No torch here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as NVML sees it. `index` is NVML's, `sm` the compute capability x 10 (90 is Hopper); memory in bytes."""
+
+    index: int
+    uuid: str
+    name: str
+    sm: int
+    total_memory: int
+    free_memory: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was found. `gpus`: those this process may use. Bytes; `cores` and memory as the container allows.
+
+    `failures`: what could not be found out -> why.
+    """
+
+    gpus: tuple[Gpu, ...]
+    host_memory: int
+    free_host_memory: int
+    cores: int
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def look(visible: str | None = None) -> Machine:
+    """Look at this host. `visible`: which GPUs count, as CUDA_VISIBLE_DEVICES would say; None takes that variable, which is
+    part of what the machine is to this process: CUDA itself obeys it."""
+    failures: dict[str, str] = {}
+    if visible is None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus: list[Gpu] = _noted(failures, "gpus", _nvml_gpus, [])
+    total, free = _noted(failures, "host memory", _memory, (0, 0))
+    limit = _noted(failures, "container memory limit", _memory_limit, None)
+    if limit is not None:
+        total, free = min(total, limit), min(free, limit)
+    return Machine(tuple(choose(gpus, visible)), total, free, _noted(failures, "cores", cores, 1), failures)
+
+
+def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPU cores that this process may use: its affinity, and the container's quota rounded up."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = cgroup / "cpu.max"
+    if limit.is_file():
+        quota, _, period = limit.read_text().strip().partition(" ")
+        if quota != "max" and int(quota) > 0 and int(period) > 0:
+            allowed = min(allowed, max(-(-int(quota) // int(period)), 1))
+    return allowed
+
+
+def choose(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
+    """Those of `gpus` that a CUDA_VISIBLE_DEVICES of this value leaves, in its order; None leaves all.
+
+    As CUDA reads it: indices or unambiguous beginnings of UUIDs; the first entry that names nothing ends the list, and one that
+    is named twice leaves none.
+    """
+    if visible is None:
+        return list(gpus)
+    found: list[Gpu] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry.isdigit():
+            named = [gpu for gpu in gpus if gpu.index == int(entry)]
+        else:
+            named = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+        if len(named) != 1:
+            break
+        if named[0] in found:
+            return []
+        found.append(named[0])
+    return found
+
+
+def _nvml_gpus() -> list[Gpu]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+    return Gpu(index, _text(uuid), _text(name), 10 * major + minor, int(memory.total), int(memory.free))
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _memory() -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return int(memory.total), int(memory.available)
+
+
+def _memory_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    limit = cgroup / "memory.max"
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return None if text == "max" else int(text)
+
+
+def _noted(failures: dict[str, str], what: str, find: Callable[[], _T], otherwise: _T) -> _T:
+    try:
+        return find()
+    except Exception as error:
+        failures[what] = f"{type(error).__name__}: {error}"
+        return otherwise

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from phalanx import hardware
+from phalanx.hardware.probe import Gpu, choose, cores, look
+
+
+def gpu(index: int, uuid: str) -> Gpu:
+    return Gpu(index, uuid, "NVIDIA H200", 90, 140 << 30, 139 << 30)
+
+
+GPUS = [gpu(0, "GPU-aa11"), gpu(1, "GPU-ab22"), gpu(2, "GPU-cc33")]
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        (None, [0, 1, 2]), ("", []), ("-1", []), ("0", [0]), ("2,0", [2, 0]), ("GPU-ab", [1]), ("GPU-a", []),
+        ("1, GPU-cc33", [1, 2]), ("0,-1,1", [0]), ("0,9,1", [0]), ("1,1", []), ("NoDevFiles", []),
+    ],
+)  # fmt: skip
+def test_visible_devices_are_read_as_cuda_reads_them(visible: str | None, indices: list[int]) -> None:
+    assert [g.index for g in choose(GPUS, visible)] == indices
+
+
+def test_a_driver_that_fails_is_recorded_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", broken)
+    machine = look()
+    assert machine.gpus == ()
+    assert "gpus" in machine.failures
+    assert machine.host_memory >= machine.free_host_memory > 0
+    assert machine.cores >= 1
+
+
+def test_the_environment_hides_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.hardware.probe._nvml_gpus", lambda: list(GPUS))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [g.index for g in look().gpus] == [1]
+    assert [g.index for g in look(visible="0,2").gpus] == [0, 2]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert len(look().gpus) == 3
+
+
+def test_a_containers_quota_counts(tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert cores(tmp_path) == 1
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert cores(tmp_path) == cores(tmp_path / "none")
+
+
+def test_probing_needs_no_torch() -> None:
+    code = "import sys, phalanx.hardware as h; h.look(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert hardware.look is look
