@@ -4,6 +4,6 @@
 The names here pick the kernel for the tensor's device; importing this room loads no Triton.
 """
 
-from phalanx.kernels.reference import residual_rms_norm, rms_norm
+from phalanx.kernels.reference import residual_rms_norm, rms_norm, rope, silu_mul, write_kv
 
-__all__ = ["residual_rms_norm", "rms_norm"]
+__all__ = ["residual_rms_norm", "rms_norm", "rope", "silu_mul", "write_kv"]

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The safetensors files of a checkpoint: which file holds which tensor, and reading a part of one. Every fault names its file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from phalanx.errors import WeightError
+from phalanx.models.slices import Slice
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+_READ_DTYPES = ("F64", "F32", "F16", "BF16")
+
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
+"""Buffers that old versions of transformers saved among the weights; they follow from config.json."""
+
+
+def locate_tensors(folder: Path) -> dict[str, Path]:
+    """Tensor name -> its file, by the index, else by looking into model.safetensors, else into every *.safetensors.
+
+    Raises WeightError for a folder without weights, a faulty index, a file that the index names and nobody finds, a tensor in two
+    files.
+    """
+    index = folder / INDEX
+    if index.exists():
+        return _by_index(index)
+    files = [folder / SINGLE] if (folder / SINGLE).exists() else sorted(folder.glob("*.safetensors"))
+    # Mistral ships a second copy in its own format, under this name.
+    files = [file for file in files if not file.name.startswith("consolidated")]
+    if not files:
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        raise WeightError(
+            f"{folder} holds no *.safetensors", held=f"it holds {', '.join(others)}" if others else "",
+            why="weights are read from safetensors only", next="convert the checkpoint, or download its safetensors",
+        )  # fmt: skip
+    found: dict[str, Path] = {}
+    for file in files:
+        with opened(file) as reader:
+            for name in reader.keys():  # noqa: SIM118, a reader is no mapping
+                if name in found:
+                    raise WeightError(f"{name} is in {found[name].name} and in {file.name}", held=f"folder {folder}")
+                found[name] = file
+    return found
+
+
+def _by_index(index: Path) -> dict[str, Path]:
+    try:
+        held = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = {str(name): index.parent / file for name, file in held.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightError(f"{index} cannot be read", why=f"{type(error).__name__}: {error}", next="download it again") from None
+    for file in sorted(set(found.values())):
+        if not file.is_file():
+            missing = [name for name, path in found.items() if path == file]
+            raise WeightError(
+                f"{index.name} names {file.name}", held=f"{index.parent} does not hold it",
+                why=f"{len(missing)} tensors are there, {missing[0]} among them", next="download the checkpoint again",
+            )  # fmt: skip
+    return found
+
+
+def require_known(found: dict[str, Path], known: dict[str, Any], *, tied_head: str | None) -> None:
+    """Raise WeightError for a tensor that the model has no place for. A tied head may be stored a second time."""
+    strange = [name for name in found if name not in known and name != tied_head and not _IGNORED.search(name)]
+    if strange:
+        raise WeightError(
+            f"{found[strange[0]]} holds {strange[0]}"
+            + (f" and {len(strange) - 1} more tensors" if len(strange) > 1 else ""),
+            why="the model that config.json describes has no such tensor", next="check that config.json belongs to these weights",
+        )  # fmt: skip
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[Any]:
+    """A safetensors reader; whatever is wrong with the file, then or later, becomes a WeightError naming it."""
+    try:
+        with safe_open(file, framework="pt", device="cpu") as reader:
+            yield reader
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size if file.exists() else 0
+        raise WeightError(
+            f"{file} cannot be read", held=f"it has {size:,} bytes", why=f"{error}; it is truncated or damaged",
+            next="download it again",
+        ) from None  # fmt: skip
+
+
+def read(reader: Any, part: Slice, file: Path) -> Tensor:
+    """The slice's values in the dtype of the file. Raises WeightError when the stored tensor is not what config.json implies."""
+    stored = reader.get_slice(part.name)
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if shape != part.shape:
+        raise WeightError(
+            f"{part.name} in {file} has shape {list(shape)}", held=f"config.json implies {list(part.shape)}",
+            why="the two contradict each other", next="check that config.json belongs to these weights",
+        )  # fmt: skip
+    if dtype not in _READ_DTYPES:
+        raise WeightError(
+            f"{part.name} in {file} has dtype {dtype}", held=f"read are: {', '.join(_READ_DTYPES)}",
+            why="quantized weights are not read yet", next="use the checkpoint in bf16, fp16 or fp32",
+        )  # fmt: skip
+    whole: Tensor = stored[part.begin : part.end] if part.dim == 0 else stored[:, part.begin : part.end]
+    return whole

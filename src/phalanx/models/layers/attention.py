@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over paged keys and values: the seam `AttentionBackend`, and the choice of one.
+
+A back end plans a batch once (`batch.attention = backend.plan(batch)`), and every layer then asks that plan.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.models.batch import Batch, KvCache
+
+
+class AttentionPlan(Protocol):
+    """One batch, ready for each layer to attend."""
+
+    def forward(self, query: Tensor, cache: KvCache, *, window: int | None, scale: float) -> Tensor:
+        """Each query sees the keys of its own row up to its own position, the last `window` of them (itself among them) or all.
+
+        query [T, heads, head_dim]; the batch's own keys and values are in the cache already. Returns query's shape and dtype;
+        what stands at padding tokens means nothing.
+        """
+
+
+class AttentionBackend(Protocol):
+    """How attention is computed on this device."""
+
+    name: str
+
+    def plan(self, batch: Batch) -> AttentionPlan:
+        """Host work and copies to the device, once per batch; reads no tensor back from the device."""
+
+
+def first_block(position: int, window: int | None, block_size: int) -> int:
+    """The first block of a row that a query at `position`, or a later one, sees; entries before it may be stale."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
+def backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """FlashInfer on GPU where it is installed and knows dtype and head_dim; else torch's scaled_dot_product_attention."""
+    if device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None:
+        from phalanx.models.layers import attention_flashinfer
+
+        if attention_flashinfer.fits(dtype, head_dim):
+            return attention_flashinfer.FlashInferBackend(device, dtype)
+    from phalanx.models.layers.attention_sdpa import SdpaBackend
+
+    return SdpaBackend()

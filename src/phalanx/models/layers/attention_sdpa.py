@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention with torch's scaled_dot_product_attention: on CPU, and on GPU where FlashInfer is missing.
+
+Rows of like size are gathered from the cache into one padded batch, so that many decode rows cost one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.models.batch import Batch, KvCache
+from phalanx.models.layers.attention import first_block
+
+MASK_LIMIT = 1 << 24
+"""Elements of one mask: a long prompt is attended in pieces, so that memory does not grow with its square."""
+
+_FEW_BLOCKS = 8  # Rows with up to this many blocks are padded to one another: fewer calls are worth more than the padding.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`count` neighbouring queries of one row: tokens first_token.. of the batch, at positions first_position.. of the row, which
+    see blocks first_block .. first_block + blocks of its block table."""
+
+    row: int
+    first_token: int
+    first_position: int
+    count: int
+    first_block: int
+    blocks: int
+
+
+def pieces(starts: Sequence[int], lengths: Sequence[int], window: int | None, block_size: int) -> list[Piece]:
+    """Cut a batch's rows (Batch.query_starts_cpu, kv_lengths_cpu) so that queries times keys stays under MASK_LIMIT.
+
+    Only blocks that some query of the piece can see are named: entries behind the window may be stale.
+    """
+    found = []
+    for row, length in enumerate(lengths):
+        first_token, end = starts[row], starts[row + 1]
+        most = max(1, MASK_LIMIT // max(length, 1))
+        while first_token < end:
+            count = min(most, end - first_token)
+            position = length - (end - first_token)
+            begin = first_block(position, window, block_size)
+            blocks = (position + count - 1) // block_size + 1 - begin
+            found.append(Piece(row, first_token, position, count, begin, blocks))
+            first_token += count
+    return found
+
+
+def bundles(cut: Sequence[Piece], block_size: int) -> list[list[Piece]]:
+    """Pieces whose padded sizes are alike, within a factor of two, together; each bundle's mask within MASK_LIMIT."""
+    alike: dict[tuple[int, int], list[Piece]] = {}
+    for piece in cut:
+        key = ((piece.count - 1).bit_length(), (max(piece.blocks, _FEW_BLOCKS) - 1).bit_length())
+        alike.setdefault(key, []).append(piece)
+    found = []
+    for (queries, blocks), members in alike.items():
+        most = max(1, MASK_LIMIT // ((1 << queries) * (1 << blocks) * block_size))
+        found += [members[at : at + most] for at in range(0, len(members), most)]
+    return found
+
+
+class Bundle:
+    """R pieces padded to Q queries and L keys: one call.
+
+    tokens [R * Q] int64: query tokens, a piece's last repeated as padding. blocks [R * L / block_size] int64. mask [R, 1, Q, L].
+    """
+
+    def __init__(self, members: Sequence[Piece], batch: Batch, window: int | None, block_size: int) -> None:
+        device = batch.block_tables.device
+        facts = [(p.row, p.first_token, p.first_position, p.count, p.first_block, p.blocks) for p in members]
+        table = torch.tensor(facts, dtype=torch.int64)
+        if device.type == "cuda":
+            table = table.pin_memory()
+        row, token, position, count, first, blocks = table.to(device, non_blocking=True).unsqueeze(-1).unbind(1)
+        self.rows, self.queries = len(members), max(p.count for p in members)
+        wide = max(p.blocks for p in members)
+        query = torch.minimum(torch.arange(self.queries, device=device), count - 1)
+        self.tokens = (token + query).view(-1)
+        # A padding column repeats the row's last block: it is sure to be the row's own, and its keys lie behind the queries.
+        column = first + torch.minimum(torch.arange(wide, device=device), blocks - 1)
+        self.blocks = batch.block_tables[row, column].long().view(-1)
+        key = first * block_size + torch.arange(wide * block_size, device=device)
+        query_at, key_at = (position + query).unsqueeze(-1), key.unsqueeze(-2)
+        seen = key_at <= query_at
+        if window is not None:
+            seen &= key_at > query_at - window
+        self.mask = seen.unsqueeze(1)
+
+    def attend(self, query: Tensor, cache: KvCache, scale: float) -> Tensor:
+        """query [T, heads, head_dim] -> [R * Q, heads, head_dim]."""
+        heads, head_dim = query.shape[1:]
+        q = query[self.tokens].view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
+        k, v = self._gather(cache.key), self._gather(cache.value)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=heads != k.shape[1]
+        )  # fmt: skip
+        return out.transpose(1, 2).reshape(self.rows * self.queries, heads, head_dim)
+
+    def _gather(self, cache: Tensor) -> Tensor:
+        """[num_blocks, block_size, kv_heads, head_dim] -> [R, kv_heads, L, head_dim]."""
+        return cache[self.blocks].view(self.rows, -1, *cache.shape[2:]).transpose(1, 2)
+
+
+class SdpaPlan:
+    """The bundles of a batch for each window that its layers ask for, made on first use; and how their outputs return to the
+    order of the tokens."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self._made: dict[int | None, tuple[list[Bundle], Tensor]] = {}
+
+    def forward(self, query: Tensor, cache: KvCache, *, window: int | None, scale: float) -> Tensor:
+        """As AttentionPlan."""
+        if window not in self._made:
+            self._made[window] = self._make(window, cache.key.shape[1])
+        made, order = self._made[window]
+        outs = [bundle.attend(query, cache, scale) for bundle in made]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
+
+    def _make(self, window: int | None, block_size: int) -> tuple[list[Bundle], Tensor]:
+        batch = self._batch
+        together = bundles(pieces(batch.query_starts_cpu, batch.kv_lengths_cpu, window, block_size), block_size)
+        made, order, at = [], [0] * batch.token_ids.shape[0], 0
+        for members in together:
+            bundle = Bundle(members, batch, window, block_size)
+            for index, piece in enumerate(members):
+                begin = at + index * bundle.queries
+                order[piece.first_token : piece.first_token + piece.count] = range(begin, begin + piece.count)
+            at += bundle.rows * bundle.queries
+            made.append(bundle)
+        host = torch.tensor(order, dtype=torch.int64)
+        device = batch.block_tables.device
+        return made, host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class SdpaBackend:
+    """torch's scaled_dot_product_attention over gathered blocks."""
+
+    name = "sdpa"
+
+    def plan(self, batch: Batch) -> SdpaPlan:
+        return SdpaPlan(batch)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers, named for the way the ranks of a tensor-parallel group split them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.comm.group import finish
+from phalanx.models.layers.norm import RmsNorm
+from phalanx.models.slices import Seat, Slice, Sliced
+from phalanx.plan import shard
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows begin .. begin+count of the `total` output features of checkpoint layer `name`."""
+
+    name: str
+    total: int
+    begin: int
+    count: int
+
+
+class ColumnParallelLinear(Sliced):
+    """y = x W^T + b, split by output features: each rank computes some of them, and nobody needs to talk.
+
+    weight [local_out, in]: the given runs of rows, below one another.
+    """
+
+    def __init__(self, rows: Sequence[Rows], in_features: int, *, bias: bool, seat: Seat) -> None:
+        super().__init__()
+        self.rows = tuple(rows)
+        self.in_features = in_features
+        out = sum(run.count for run in rows)
+        self.weight = seat.weight(out, in_features)
+        self.bias = seat.weight(out) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, local_out]."""
+        return F.linear(x, self.weight, self.bias)
+
+    def slices(self) -> Iterator[Slice]:
+        at = 0
+        for run in self.rows:
+            here = slice(at, at + run.count)
+            yield Slice(f"{run.name}.weight", (run.total, self.in_features), self.weight[here], run.begin)
+            if self.bias is not None:
+                yield Slice(f"{run.name}.bias", (run.total,), self.bias[here], run.begin)
+            at += run.count
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several equally wide layers on the same input, as one product: each rank holds its slice of each, in order."""
+
+    def __init__(self, names: Sequence[str], in_features: int, out_features: int, *, what: str, bias: bool, seat: Seat) -> None:
+        mine = shard.even(what, out_features, seat.group.size, seat.group.rank)
+        rows = [Rows(name, out_features, mine.start, len(mine)) for name in names]
+        super().__init__(rows, in_features, bias=bias, seat=seat)
+
+
+class QkvParallelLinear(ColumnParallelLinear):
+    """Query, key and value projections as one product, split by heads; KV heads are replicated where they must be.
+
+    forward: x [T, hidden] -> [T, (q + 2 kv) * head_dim], local heads. `heads` says which they are.
+    """
+
+    def __init__(
+        self, name: str, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, *, bias: bool, seat: Seat
+    ) -> None:
+        self_heads = shard.heads(num_heads, num_kv_heads, seat.group.size, seat.group.rank)
+        q = self_heads.q
+        rows = [Rows(f"{name}.q_proj", num_heads * head_dim, q.start * head_dim, len(q) * head_dim)]
+        for part in ("k_proj", "v_proj"):
+            rows += [
+                Rows(f"{name}.{part}", num_kv_heads * head_dim, run.start * head_dim, len(run) * head_dim)
+                for run in _runs(self_heads.kv)
+            ]
+        super().__init__(rows, hidden_size, bias=bias, seat=seat)
+        self.heads = self_heads
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    """Neighbours joined: (0, 1, 1) -> [0..1, 1..1], so that each run is read at once."""
+    found: list[range] = []
+    for number in numbers:
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
+class RowParallelLinear(Sliced):
+    """y = x W^T + b, split by input features: each rank holds a partial sum, the all-reduce makes it whole, and what follows it in
+    a decoder, the residual add and the next norm, is fused to it. The bias is added once, after the sum.
+
+    weight [out, in / tp]; bias [out], whole on each rank.
+    """
+
+    def __init__(self, name: str, in_features: int, out_features: int, *, local: range, bias: bool, seat: Seat) -> None:
+        super().__init__()
+        self.name, self.local, self.seat = name, local, seat
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = seat.weight(out_features, len(local))
+        self.bias = seat.weight(out_features) if bias else None
+
+    def forward(self, x: Tensor, residual: Tensor, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
+        """x [T, in / tp], residual [T, out] -> (norm(residual + y), residual + y); without a norm the residual stands for both."""
+        group = self.seat.group
+        partial = self._partial(x)
+        if norm is None:
+            total = group.all_reduce(partial)
+            residual = residual + (total if self.bias is None else total + self.bias)
+            return residual, residual
+        fusion = norm.after(residual)
+        if self.bias is None:
+            normed, residual = group.all_reduce(partial, fusion)
+        else:
+            normed, residual = finish(group.all_reduce(partial) + self.bias, fusion)
+        return normed, residual
+
+    def _partial(self, x: Tensor) -> Tensor:
+        group = self.seat.group
+        if group.size == 1:
+            return F.linear(x, self.weight)
+        out = group.empty(x.shape[0], self.out_features, dtype=x.dtype, device=x.device)
+        return torch.mm(x, self.weight.t(), out=out)
+
+    def slices(self) -> Iterator[Slice]:
+        shape = (self.out_features, self.in_features)
+        yield Slice(f"{self.name}.weight", shape, self.weight, self.local.start, dim=1)
+        if self.bias is not None:
+            yield Slice(f"{self.name}.bias", (self.out_features,), self.bias)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding (arXiv 2104.09864): angles per position, with the stretched contexts of Llama 3.1 and YaRN."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.rope import Rope
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of a batch's positions, computed once per forward and used by each layer."""
+
+    inverse_wavelengths: Tensor
+
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
+        super().__init__()
+        self.attention_factor = rope.attention_factor
+        self.register_buffer("inverse_wavelengths", inverse_wavelengths(rope, head_dim).to(device), persistent=False)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] int64 -> cos and sin, both [T, head_dim / 2] fp32."""
+        angles = positions.float().unsqueeze(-1) * self.inverse_wavelengths
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.attention_factor == 1.0 else (cos * self.attention_factor, sin * self.attention_factor)
+
+
+def inverse_wavelengths(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per token for each pair of a head, [head_dim / 2] fp32 on CPU: theta^(-2i / head_dim), stretched as `rope` says."""
+    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim)
+    stretched = plain / rope.factor
+    match rope.kind:
+        case "default":
+            return plain
+        case "linear":
+            return stretched
+        case "llama3":
+            # Between the two: linear in how often a wave fits the original context (Llama 3.1's reference implementation).
+            rounds = rope.original_max_positions * plain / (2 * math.pi)
+            keep = ((rounds - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+        case "yarn":
+            low, high = _yarn_range(rope, head_dim)
+            keep = 1.0 - ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0.0, 1.0)
+        case other:
+            raise ValueError(f"rope kind {other!r} is not built")
+    return stretched * (1.0 - keep) + plain * keep
+
+
+def _yarn_range(rope: Rope, head_dim: int) -> tuple[float, float]:
+    """The pairs between which YaRN (arXiv 2309.00071, section 3.2) goes from keeping a wavelength to stretching it."""
+
+    def pair_of(rounds: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (rounds * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0.0), min(high, head_dim - 1.0)
+    return low, high if high != low else high + 0.001
