@@ -112,9 +112,8 @@ def test_links_of_a_kubernetes_service_called_phalanx_are_not_options():
 
 
 def test_torchrun():
-    environ = {
-        "TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "29500",
-    }  # fmt: skip
+    environ = {"TORCHELASTIC_RUN_ID": "none", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    environ |= {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
     assert torchrun(environ) == Torchrun(3, 4, 1, "host0", 29500)
     assert torchrun({"RANK": "0", "WORLD_SIZE": "1"}) is None
     with pytest.raises(OptionError, match="torchrun"):

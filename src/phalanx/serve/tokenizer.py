@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back: the checkpoint's tokenizer.
+
+`tokenizer.json` is read by the `tokenizers` library itself: importing transformers costs seconds (it brings torch), and would be
+the longest part of a server's start. What transformers adds from `tokenizer_config.json` is done here in the same way, and tested
+against it: named special tokens, tokens that only the config lists, and the chat template. A folder without `tokenizer.json` (an
+old SentencePiece model) is converted by transformers.
+
+As with transformers 5, `tokenizer.json` alone says which tokens stand around a text (`add_bos_token` in the config is not read),
+and the text of a special token inside a prompt becomes that token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from phalanx.errors import ModelError, ModelNotFound, RequestError
+from phalanx.serve.chat_template import ChatTemplate, Message
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTS = ("additional_special_tokens", "extra_special_tokens")
+
+
+class Tokenizer:
+    """A tokenizer. All methods may be called from many threads at once.
+
+    backend: the `tokenizers.Tokenizer`. special: the named special tokens, for example {"bos_token": "<s>"}. special_ids: those
+    that `skip_special_tokens` drops. eos_token_id: the id of its eos token, or None. origin: the folder's name, for errors.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, Any], templates: dict[str, str], *, origin: str) -> None:
+        self.backend, self.special, self.origin = backend, special, origin
+        self.eos_token_id = self._id_of("eos_token")
+        self.bos_token_id = self._id_of("bos_token")
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._sources = templates
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read the tokenizer of a checkpoint folder. Raises ModelNotFound when there is none, ModelError when it is broken."""
+        folder = Path(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        named = {**_read_json(folder / "special_tokens_map.json"), **config}
+        special: dict[str, Any] = {name: _content(named[name]) for name in _NAMED if named.get(name) is not None}
+        listed = [_content(token) for name in _LISTS for token in _as_list(named.get(name))]
+        if listed:
+            special["additional_special_tokens"] = listed
+        backend = _backend(folder)
+        _add_missing_tokens(backend, config, special)
+        return cls(backend, special, _chat_templates(folder, config), origin=folder.name)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises RequestError for text that is not Unicode (a lone surrogate)."""
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError("this prompt is not a Unicode text", why=str(error)) from None
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids; ids that the tokenizer does not know (a model's padding of its vocabulary) have none."""
+        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special tokens included; an incomplete character is U+FFFD."""
+        return self.decode([token_id], skip_special_tokens=False)
+
+    @cached_property
+    def known_ids(self) -> frozenset[int]:
+        """Every id that has a text."""
+        return frozenset(self.backend.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._sources)
+
+    def set_chat_template(self, source: str, *, origin: str) -> None:
+        """Use this template in place of the model's own. Raises ModelError when it does not compile."""
+        compiled = ChatTemplate(source, origin=origin)
+        self._sources, self._compiled = {"default": source}, {"default": compiled}
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt text of a conversation; encode it with add_special_tokens=False, since the template writes them.
+
+        `variables` reach the template (for example enable_thinking). Raises RequestError when the model has no template, or when
+        the template refuses the messages.
+        """
+        template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **{**self.special, **variables})
+
+    def encode_chat(self, messages: Sequence[Message], **asked: Any) -> list[int]:
+        """Token ids of a conversation: `apply_chat_template`, encoded."""
+        return self.encode(self.apply_chat_template(messages, **asked), add_special_tokens=False)
+
+    def _template(self, name: str) -> ChatTemplate:
+        if name not in self._sources:
+            raise RequestError(
+                f"a chat was asked of {self.origin}",
+                held="the model has no chat template" if not self._sources else f"its chat templates are {sorted(self._sources)}",
+                why="only a template says how messages become a prompt",
+                next="use generate with a plain prompt, or give a chat template",
+            )
+        if name not in self._compiled:  # two threads may both compile; either result serves
+            self._compiled[name] = ChatTemplate(self._sources[name], origin=self.origin)
+        return self._compiled[name]
+
+    def _id_of(self, name: str) -> int | None:
+        found: int | None = self.backend.token_to_id(self.special[name]) if name in self.special else None
+        return found
+
+
+def _backend(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"{path.name} of {folder.name} cannot be read", why=str(error), next="fetch the file again") from None
+        # A truncation or padding that somebody saved with the tokenizer would change prompts in silence.
+        backend.no_truncation()
+        backend.no_padding()
+        return backend
+    if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model")):
+        raise ModelNotFound(
+            f"a tokenizer was looked for in {folder.name}", held="there is no tokenizer.json",
+            next="name one with tokenizer=..., or set skip_tokenizer_init and pass token ids",
+        )  # fmt: skip
+    from transformers import AutoTokenizer
+
+    try:
+        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return tokenizers.Tokenizer.from_str(slow.backend_tokenizer.to_str())
+    except Exception as error:  # converters raise whatever their file format makes them raise
+        raise ModelError(f"the tokenizer of {folder.name} cannot be converted to tokenizer.json", why=str(error)) from None
+
+
+def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, Any]) -> None:
+    """Tokens that only the config lists join the vocabulary; named special tokens are special."""
+    have = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
+    backend.add_tokens([AddedToken(**_token_fields(token)) for _, token in listed if _content(token) not in have])
+    have = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    named = [special[name] for name in _NAMED if name in special]
+    missing = [text for text in named if text not in have or not have[text].special]
+    missing += [text for text in special.get("additional_special_tokens", []) if text not in have and text not in missing]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Name -> source. The file chat_template.jinja wins over what the config holds."""
+    found: dict[str, str] = {}
+    given = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(given, str):
+        found["default"] = given
+    elif isinstance(given, list):
+        found.update({entry["name"]: entry["template"] for entry in given})
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = path.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path.name} of {path.parent.name} cannot be read", why=str(error), next="fetch the file again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path.name} of {path.parent.name} cannot be read", why="it is not a JSON object")
+    return content
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value.values() if isinstance(value, dict) else value or [])
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, dict) else str(token)
+
+
+def _token_fields(token: Any) -> dict[str, Any]:
+    if not isinstance(token, dict):
+        return {"content": str(token)}
+    return {name: token[name] for name in ("content", "single_word", "lstrip", "rstrip", "normalized", "special") if name in token}

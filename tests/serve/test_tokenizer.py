@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer against transformers' AutoTokenizer on the same folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.errors import ModelError, ModelNotFound, RequestError
+from phalanx.serve.tokenizer import Tokenizer
+from tests.serve.small_tokenizers import byte_level, sentencepiece, write
+
+LISTED = {
+    "900": {"content": "<late>", "special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False},
+}  # fmt: skip
+FOLDERS = {
+    "byte_level": (byte_level, {}),
+    "begin_and_end": (byte_level, {"add_bos_token": True, "add_eos_token": True}),
+    "no_begin": (byte_level, {"add_bos_token": False}),
+    "other_end": (byte_level, {"eos_token": "<tool>", "unk_token": "hello", "additional_special_tokens": ["<more>"]}),
+    "sentencepiece": (sentencepiece, {"add_bos_token": True, "add_eos_token": False}),
+    "late_tokens": (byte_level, {"added_tokens_decoder": LISTED, "pad_token": "<pad>", "additional_special_tokens": ["<tool>"]}),
+    "tokens_as_dicts": (byte_level, {"eos_token": {"content": "</s>", "__type": "AddedToken", "special": True}}),
+}
+TEXTS = ["hello world", "", " two  spaces ", "你好 🙂 é", "<s>in text</s><tool>x<late><pad>", "line\n\nline\t", "\x00\x07", "�"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    made = {}
+    for name, (make, config) in FOLDERS.items():
+        folder = write(tmp_path_factory.mktemp(name), make(), **config)
+        made[name] = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    return made
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_equals_transformers(pairs, name):
+    ours, theirs = pairs[name]
+    for text in TEXTS:
+        for special in (True, False):
+            ids = ours.encode(text, add_special_tokens=special)
+            assert ids == theirs.encode(text, add_special_tokens=special), text
+            for skip in (True, False):
+                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip), text
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.bos_token_id == theirs.bos_token_id
+    assert ours.vocab_size == len(theirs)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(), st.sampled_from(["byte_level", "sentencepiece", "late_tokens"]))
+def test_any_text_equals_transformers(pairs, text, name):
+    ours, theirs = pairs[name]
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f<&>", "parameters": {}}}]])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_chat_equals_transformers(pairs, tools, prompt):
+    ours, theirs = pairs["byte_level"]
+    messages = [{"role": "system", "content": " be brief "}, {"role": "user", "content": "你好 <b>"}]
+    expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt, tokenize=False)
+    assert ours.apply_chat_template(messages, tools=tools, add_generation_prompt=prompt) == expected
+    assert ours.encode_chat(messages, tools=tools, add_generation_prompt=prompt) == theirs.encode(
+        expected, add_special_tokens=False
+    )
+
+
+def test_chat_content_in_parts(pairs):
+    ours, _ = pairs["byte_level"]
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    whole = ours.apply_chat_template([{"role": "user", "content": "one\ntwo"}])
+    assert ours.apply_chat_template([{"role": "user", "content": parts}]) == whole
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "alien", "content": "x"}], "Unknown role: alien"),
+        ([{"content": "x"}], "a message is a dict with a role"),
+        (["x"], "a message is a dict with a role"),
+        ([{"role": "user", "content": 3}], "a text or a list of text parts"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only parts of type 'text'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "only parts of type 'text'"),
+        ([{"role": "user", "content": "x", "more": object()}], "JSON values only"),
+    ],
+)
+def test_bad_messages(pairs, messages, message):
+    with pytest.raises(RequestError, match=message):
+        pairs["byte_level"][0].apply_chat_template(messages)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__base__.__subclasses__() }}", "{{ messages.append(1) }}",
+        "{{ 1 / 0 }}", "{{ raise_exception.__globals__.x }}", "{{ none.x.y }}",
+    ],
+)  # fmt: skip
+def test_a_template_runs_in_a_sandbox(tmp_path, template):
+    tokenizer = Tokenizer.load(write(tmp_path, byte_level(300), chat_template=template))
+    with pytest.raises(RequestError, match="chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_where_templates_stand(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    folder = write(tmp_path, byte_level(300), chat_template=named)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.apply_chat_template([]) == "plain"
+    assert tokenizer.apply_chat_template([], tools=[{"type": "function"}]) == "with tools"
+    (folder / "chat_template.jinja").write_text("of the file", encoding="utf-8")
+    assert Tokenizer.load(folder).apply_chat_template([]) == "of the file"
+    tokenizer.set_chat_template("given", origin="--chat_template")
+    assert tokenizer.apply_chat_template([], tools=[{"type": "function"}]) == "given"
+    with pytest.raises(ModelError, match="--chat_template cannot be compiled"):
+        tokenizer.set_chat_template("{% if", origin="--chat_template")
+
+
+def test_no_template_says_so(tmp_path):
+    with pytest.raises(RequestError, match="has no chat template"):
+        Tokenizer.load(write(tmp_path, byte_level(300), chat_template=None)).apply_chat_template([])
+
+
+def test_saved_truncation_and_padding_do_not_change_prompts(tmp_path):
+    made = byte_level(300)
+    made.enable_truncation(max_length=3)
+    made.enable_padding(length=64)
+    assert (
+        len(Tokenizer.load(write(tmp_path, made)).encode("hello " * 20)) == 1 + len(byte_level(300).encode("hello " * 20).ids) - 1
+    )
+
+
+def test_broken_and_missing_files(tmp_path):
+    with pytest.raises(ModelNotFound, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    folder = write(tmp_path / "broken", byte_level(300))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"', encoding="utf-8")
+    with pytest.raises(ModelError, match=r"tokenizer\.json of broken cannot be read"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer_config.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(ModelError, match="not a JSON object"):
+        Tokenizer.load(folder)
+
+
+def test_text_that_is_not_unicode(pairs):
+    with pytest.raises(RequestError, match="not a Unicode text"):
+        pairs["byte_level"][0].encode("\ud800")
+
+
+def test_ids_without_a_text_decode_to_nothing(pairs):
+    ours, _ = pairs["byte_level"]
+    ids = ours.encode("hello")
+    assert ours.decode([*ids, 10**6]) == "hello"
+
+
+def test_many_threads(pairs):
+    ours, _ = pairs["byte_level"]
+    texts = [f"{i} hello 你好 {i * 7}" for i in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        assert [ours.decode(ids) for ids in pool.map(ours.encode, texts)] == texts
+        made = pool.map(lambda text: ours.apply_chat_template([{"role": "user", "content": text}]), texts)
+        assert [text in whole for text, whole in zip(texts, made, strict=True)] == [True] * 200
+
+
+def test_loading_does_not_wait_for_transformers(tmp_path):
+    folder = write(tmp_path, byte_level(300))
+    code = f"import sys; from phalanx.serve.tokenizer import Tokenizer; t = Tokenizer.load({str(folder)!r});"
+    code += "t.apply_chat_template([]); import json; print(json.dumps(sorted({'torch', 'transformers'} & set(sys.modules))))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
