@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every refusal and failure in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+
+`answer_for` turns any exception into a status and that body: what a client did wrong is a 400 (401, 404, 405, 413), a full queue a
+429, a server that is not ready or going a 503, an engine that failed a 500. 429 and 503 carry Retry-After.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from phalanx.errors import (
+    CapacityError,
+    EngineClosed,
+    EngineError,
+    OptionError,
+    Overloaded,
+    PhalanxError,
+    PromptTooLong,
+    RequestError,
+)
+from phalanx.log import get_logger
+
+logger = get_logger(__name__)
+
+_LONGEST = 500
+"""Characters of a client's value that an error repeats, at most."""
+
+
+class ApiError(Exception):
+    """A request that is answered with `status` and this error body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.type, self.param, self.code = status, message, type, param, code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        return Response(msgspec.json.encode(self.body()), self.status, self.headers, media_type="application/json")
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400 about the field `param`."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def answer_for(error: BaseException, *, retry_after: int = 1) -> ApiError:
+    """The answer to an exception, whatever it is. `retry_after` in seconds, for those that ask to come again."""
+    again = {"Retry-After": str(retry_after)}
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        return _of_http(error)
+    if isinstance(error, Overloaded):
+        return ApiError(429, str(error), type="rate_limit_error", code="overloaded", headers=again)
+    if isinstance(error, PromptTooLong):
+        return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
+    if isinstance(error, (RequestError, OptionError, CapacityError)):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineClosed):
+        return ApiError(503, str(error), type="server_error", code="engine_closed", headers=again)
+    if isinstance(error, EngineError):
+        return ApiError(500, str(error), type="server_error", code=_snake(type(error).__name__))
+    if isinstance(error, PhalanxError):
+        return ApiError(500, str(error), type="server_error", code=_snake(type(error).__name__))
+    logger.error("a request failed inside the server", exc_info=error)
+    return ApiError(500, "the server failed on this request; its log says more", type="server_error", code="internal_error")
+
+
+def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    """The first complaint about a body, with the name of the field, and with the nearest name where nobody knows it."""
+    complaints = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max(complaints, key=lambda one: (one["type"] == "cannot_honour", one["type"] == "extra_forbidden"))
+    where = _path(first["loc"])
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        near = difflib.get_close_matches(name, _names(model), n=1, cutoff=0.7) if len(first["loc"]) == 1 else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        return bad_request(f"unknown field {clip(where)!r}{hint}", param=clip(where), code="unknown_parameter")
+    if first["type"] == "missing":
+        return bad_request(f"{where}: this field is required", param=where, code="missing_required_parameter")
+    if first["type"] == "cannot_honour":
+        return bad_request(f"{where} {first['msg']}", param=where, code="unsupported_parameter")
+    told = list(dict.fromkeys(one["msg"] for one in complaints if _path(one["loc"]).startswith(where) or one is first))
+    message = f"{clip(where) or 'the body'}: {clip('; or '.join(told[:4]))}"
+    return bad_request(message, param=clip(where) or None, code="invalid_value")
+
+
+def clip(text: str) -> str:
+    """A client's text, short enough to be repeated."""
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+def _of_http(error: HTTPException) -> ApiError:
+    said = {404: "there is nothing at this address", 405: "this address does not take this method"}
+    message = said.get(error.status_code, str(error.detail))
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return ApiError(error.status_code, message, type=kind, code=_CODES.get(error.status_code), headers=error.headers)
+
+
+_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def _names(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _path(where: Sequence[Any]) -> str:
+    """`messages[0].content` for pydantic's location; the names that it gives to the arms of a union are left out."""
+    path = ""
+    for part in where:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif str(part).isidentifier() and str(part) not in _ARMS:
+            path += f".{part}" if path else str(part)
+    return path
+
+
+_ARMS = {"str", "int", "plain", "assistant", "tool", "json_schema_", "constrained-str", "TextPart", "NamedTool"}
+
+
+def _snake(name: str) -> str:
+    return "".join("_" + letter.lower() if letter.isupper() else letter for letter in name).lstrip("_")

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The body of `POST /v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from phalanx.config.sampling import MAX_LOGPROBS, MAX_TOKEN_COUNT
+from phalanx.serve.openai.schema.fields import MAX_N, Neutral, SampledRequest, TokenId
+
+MAX_PROMPTS = 1024
+"""Prompts in one request, at most."""
+
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(SampledRequest):
+    """A text, token ids, or a list of either. `max_tokens: 0` with `echo` scores the prompt and adds nothing."""
+
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_COUNT)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_N)
+    suffix: Annotated[Any, Neutral("", why="text is not inserted before a suffix")] = None

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fields that chat and completion requests share, and `Neutral`: a known field that is taken at a neutral value only.
+
+Requests are read in pydantic's strict JSON mode: "1" is no number, 1 is no truth value, and an unknown name is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from phalanx.config.sampling import MAX_LOGPROBS, MAX_TOKEN_COUNT
+
+MAX_N = 128
+"""Completions per prompt, at most (as `SamplingParams`)."""
+MAX_STOPS = 16
+MAX_SEED = 2**63 - 1 - MAX_N
+"""Completion i of n uses seed + i, which must stay a signed 64-bit number."""
+
+
+class Neutral:
+    """Annotates a field that the API knows and that we cannot honour, except at the values given here (and null, where a field is
+    not `required`).
+
+    A value elsewhere is an error of the type "cannot_honour" whose message says `why`.
+    """
+
+    def __init__(self, *values: Any, why: str, required: bool = False) -> None:
+        self.values, self.why = (values if required else (None, *values)), why
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Callable[[CoreSchema], Any]) -> dict[str, Any]:
+        return {"enum": list(self.values)}
+
+    def _check(self, value: Any) -> Any:
+        if any(type(value) is type(known) and value == known for known in self.values):
+            return value
+        raise PydanticCustomError("cannot_honour", "cannot be honoured: {why}", {"why": self.why})
+
+
+class Body(BaseModel):
+    """Every request body: strict, no unknown field, no NaN or infinity."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]
+TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+SchemaObject = dict[str, Any]
+
+
+class StreamOptions(Body):
+    """`stream_options`: only beside `stream: true`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, Neutral(False, why="chunks are not padded; leave it out")] = None
+
+
+class SampledRequest(Body):
+    """Everything about sampling, stopping and streaming that both endpoints know."""
+
+    model: str = Field(min_length=1, max_length=512)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: dict[TokenIdText, Bias] | None = Field(None, json_schema_extra={"additionalProperties": False})
+    user: str | None = None
+    # Extensions, by the names that other servers of this API gave them.
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_COUNT)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_COUNT)
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    guided_json: SchemaObject | str | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_grammar: str | None = Field(None, min_length=1)
+
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "MAX_N",
+    "MAX_SEED",
+    "MAX_STOPS",
+    "Body",
+    "MetadataKey",
+    "MetadataValue",
+    "Neutral",
+    "SampledRequest",
+    "SchemaObject",
+    "StreamOptions",
+    "TokenId",
+]

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies of `POST /tokenize` and `POST /detokenize`."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from phalanx.serve.openai.schema.fields import Body, TokenId
+
+
+class TokenizeRequest(Body):
+    """A text to cut into tokens. `add_special_tokens`: begin as the model's prompts begin."""
+
+    prompt: str
+    model: str | None = Field(None, min_length=1, max_length=512)
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """Token ids to put together."""
+
+    tokens: list[TokenId]
+    model: str | None = Field(None, min_length=1, max_length=512)
+    skip_special_tokens: bool | None = None

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads tool calls out of a model's text while it arrives, in pieces of any size: the pieces joined are the whole.
+
+`CallReader` takes text and gives events: `Said` (content for the reader), `Called` (a call begins: number and name) and `Argued` (a
+piece of its arguments, verbatim). A call whose function is not among the tools is no call: its text is content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Generator, Iterable
+from dataclasses import dataclass
+
+from phalanx.serve.openai.tool_formats import HERMES, ToolFormat
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_PYTHON_TAG = "<|python_tag|>"
+_BLANK = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class Said:
+    text: str
+
+
+@dataclass(frozen=True)
+class Called:
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Argued:
+    index: int
+    text: str
+
+
+Event = Said | Called | Argued
+
+
+class CallReader:
+    """One per completion. names: the functions that may be called. calls: how many have begun. whole: how many have ended."""
+
+    def __init__(self, how: ToolFormat, names: Collection[str]) -> None:
+        self.calls = self.whole = 0
+        self._how, self._names = how, names
+        self._text = ""  # arrived, and not yet understood
+        self._object: CallObject | None = None
+        self._only_calls = how is not HERMES  # still nothing but calls: a "{" may begin one
+        self._blank = ""  # white space that is content only if content follows it
+
+    def push(self, text: str) -> list[Event]:
+        """What this piece makes certain."""
+        self._text += text
+        return _joined(self._read(final=False))
+
+    def finish(self) -> list[Event]:
+        """What is left, when no more text comes."""
+        return _joined(self._read(final=True))
+
+    def _read(self, *, final: bool) -> Generator[Event, None, None]:
+        progress = True
+        while progress:
+            if self._object is not None:
+                progress = yield from self._in_call(final=final)
+            elif self._how is HERMES:
+                progress = yield from self._before_tag(final=final)
+            else:
+                progress = yield from self._before_brace(final=final)
+        if final and not self.calls and self._blank:
+            yield Said(self._blank)
+
+    def _before_tag(self, *, final: bool) -> Generator[Event, None, bool]:
+        at = self._text.find(_OPEN)
+        if at >= 0:
+            yield from self._say(self._text[:at])
+            self._text = self._text[at + len(_OPEN) :]
+            self._object = CallObject(self._names)
+            return True
+        keep = 0 if final else _overlap(self._text, _OPEN)
+        yield from self._say(self._text[: len(self._text) - keep])
+        self._text = self._text[len(self._text) - keep :]
+        return False
+
+    def _before_brace(self, *, final: bool) -> Generator[Event, None, bool]:
+        if not self._only_calls:
+            yield from self._say(self._text)
+            self._text = ""
+            return False
+        rest = self._text.lstrip(_BLANK + (";" if self.calls else ""))
+        before = self._text[: len(self._text) - len(rest)]
+        if rest.startswith(_PYTHON_TAG):
+            rest = rest[len(_PYTHON_TAG) :].lstrip(_BLANK)
+        if rest.startswith("{"):
+            self._text, self._blank = rest, before
+            self._object = CallObject(self._names)
+            return True
+        if (rest and (final or not _PYTHON_TAG.startswith(rest))) or (final and before and not self.calls):
+            self._only_calls = False
+            return True
+        return False
+
+    def _in_call(self, *, final: bool) -> Generator[Event, None, bool]:
+        """The JSON of one call, and behind it (Hermes) its closing tag."""
+        reading = self._object
+        assert reading is not None
+        used = reading.push(self._text)
+        self._text = self._text[used:]
+        if reading.accepted and not reading.begun:
+            reading.begun = True
+            yield Called(self.calls, reading.name or "")
+            self.calls += 1
+        if reading.begun and (piece := reading.take()):
+            yield Argued(self.calls - 1, piece)
+        if reading.failed or (reading.done and not reading.begun) or (final and not reading.begun):
+            return (yield from self._not_a_call(reading))
+        if not reading.done:
+            return False
+        return self._close(final=final)
+
+    def _close(self, *, final: bool) -> bool:
+        if self._how is HERMES:
+            rest = self._text.lstrip(_BLANK)
+            if not rest.startswith(_CLOSE):
+                if not final and (not rest or _CLOSE.startswith(rest)):
+                    return False  # the tag may still be on its way
+            else:
+                self._text = rest[len(_CLOSE) :]
+        self._object, self._blank = None, ""
+        self.whole += 1
+        return True
+
+    def _not_a_call(self, reading: CallObject) -> Generator[Event, None, bool]:
+        """The text turned out to be something else: it is content, as it was written. A call that began stays as it is."""
+        self._object, self._only_calls = None, False
+        if not reading.begun:
+            yield from self._say((_OPEN if self._how is HERMES else "") + reading.text)
+        return True
+
+    def _say(self, text: str) -> Generator[Event, None, None]:
+        """Content; white space at either end of a call is none."""
+        text = self._blank + text
+        bare = text.rstrip(_BLANK)
+        self._blank = text[len(bare) :]
+        if bare:
+            yield Said(bare)
+
+
+class CallObject:
+    """The JSON object of one call, character by character, with its arguments handed on before it ends.
+
+    name: once it is read. accepted: it is one of `names`. done: the object is closed. failed: it is no call (broken JSON, or
+    another name). text: everything taken. begun is the reader's own mark.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.name: str | None = None
+        self.accepted = self.done = self.failed = self.begun = False
+        self._names = names
+        self._all: list[str] = []
+        self._step = self._start
+        self._key = ""
+        self._value: list[str] = []  # the key, or the value, that is being read
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._argued = False
+        self._pending: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._all)
+
+    def push(self, text: str) -> int:
+        """Take characters; returns how many: fewer than given where the object ended or failed."""
+        for count, character in enumerate(text):
+            if self.done or self.failed:
+                return count
+            self._all.append(character)
+            self._step(character)
+        return len(text)
+
+    def take(self) -> str:
+        """The piece of the arguments that came since the last time; a call that ended without arguments has "{}"."""
+        if self.done and not self._argued:
+            self._argued = True
+            return "{}"
+        piece = "".join(self._pending)
+        self._pending.clear()
+        return piece
+
+    def _start(self, character: str) -> None:
+        if character == "{":
+            self._step = self._before_key
+        elif character not in _BLANK:
+            self.failed = True
+
+    def _before_key(self, character: str) -> None:
+        if character == '"':
+            self._value, self._step = [character], self._in_key
+        elif character == "}":
+            self._end()
+        elif character not in _BLANK:
+            self.failed = True
+
+    def _in_key(self, character: str) -> None:
+        self._value.append(character)
+        if self._ends_string(character):
+            self._key = str(self._decoded())
+            self._step = self._before_colon
+
+    def _before_colon(self, character: str) -> None:
+        if character == ":":
+            self._step = self._before_value
+        elif character not in _BLANK:
+            self.failed = True
+
+    def _before_value(self, character: str) -> None:
+        if character in _BLANK:
+            return
+        if character in ",}":
+            self.failed = True
+            return
+        self._value, self._depth, self._step = [], 0, self._in_value
+        self._argued = self._argued or self._is_arguments
+        self._in_value(character)
+
+    @property
+    def _is_arguments(self) -> bool:
+        return self._key in ("arguments", "parameters")
+
+    def _in_value(self, character: str) -> None:
+        if self._in_string:
+            ended = self._ends_string(character) and self._depth == 0
+        elif not self._depth and self._value and (character in ",}" or character in _BLANK):
+            self._value_ended()  # a number or a word ends with what follows it
+            self._after_value(character)
+            return
+        else:
+            self._in_string = character == '"'
+            self._depth += (character in "{[") - (character in "}]")
+            ended = character in "}]" and self._depth == 0
+        self._value.append(character)
+        if self._is_arguments and self._value[0] != '"':
+            self._pending.append(character)
+        if ended:
+            self._value_ended()
+
+    def _value_ended(self) -> None:
+        self._step = self._after_value
+        if self._key == "name" and self.name is None:
+            self.name = str(self._decoded())
+            self.accepted = self.name in self._names
+            self.failed = not self.accepted
+        elif self._is_arguments and self._value[0] == '"':  # arguments written as a text that holds JSON
+            self._pending.append(str(self._decoded()))
+
+    def _after_value(self, character: str) -> None:
+        if character == ",":
+            self._step = self._before_key
+        elif character == "}":
+            self._end()
+        elif character not in _BLANK:
+            self.failed = True
+
+    def _end(self) -> None:
+        self.done = True
+        self.failed = not self.accepted
+
+    def _ends_string(self, character: str) -> bool:
+        """Whether an unescaped quote closes the string that is being read."""
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._in_string = False
+            return True
+        return False
+
+    def _decoded(self) -> object:
+        try:
+            return json.loads("".join(self._value))
+        except ValueError:
+            self.failed = True
+            return ""
+
+
+def _overlap(text: str, tag: str) -> int:
+    """The length of the longest end of `text` that begins `tag`."""
+    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+
+
+def _joined(events: Iterable[Event]) -> list[Event]:
+    """Neighbouring pieces of the same kind as one."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, Said) and isinstance(last, Said):
+            joined[-1] = Said(last.text + event.text)
+        elif isinstance(event, Argued) and isinstance(last, Argued) and last.index == event.index:
+            joined[-1] = Argued(last.index, last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
