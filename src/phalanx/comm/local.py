@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In-process ranks: a `Group` whose ranks are threads. The fake that ships, for tests of whatever takes a group.
+
+    world = LocalWorld(4)
+    sums = world.run(lambda group: group.all_reduce(torch.ones(1, 8) * group.rank))
+
+Sums accumulate in fp32 in rank order and round once, so that every rank holds the same bits and a run repeats.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Group, ResidualRmsNorm, finish
+
+T = TypeVar("T")
+
+
+class Abandoned(RuntimeError):
+    """Another rank failed while this one waited for it; that one's error is the one to read."""
+
+
+class Standstill(RuntimeError):
+    """The ranks wait for one another, or for one that has ended: a real group would hang."""
+
+
+class LocalWorld:
+    """`size` ranks, one thread each. A rank that raises frees all that wait for it, and a standstill is an error."""
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a world of {size} ranks was asked for; it has at least 1")
+        self.size = size
+        self._turn = threading.Condition()
+        self._failed = False
+        self._arrived = 0
+        self._ended = 0
+        self._generation = 0
+        self._waiting: list[Callable[[], bool]] = []
+        self._offered: list[tuple[str, Tensor]] = [("", torch.empty(0))] * size
+        self._post: dict[tuple[int, int], deque[Tensor]] = {}
+
+    def run(self, act: Callable[[Group], T]) -> list[T]:
+        """Call `act` with each rank's group, at once; the results in rank order. The first rank's error that is not a consequence
+        of another's is raised, after all ranks have ended. Inference mode is the caller's."""
+        self._failed, self._arrived, self._ended = False, 0, 0
+        self._post.clear()
+        inference = torch.is_inference_mode_enabled()
+
+        def rank(index: int) -> T:
+            try:
+                with torch.inference_mode(inference):
+                    return act(LocalGroup(self, index))
+            except BaseException:
+                self._failed = True
+                raise
+            finally:
+                with self._turn:
+                    self._ended += 1
+                    self._turn.notify_all()
+
+        with ThreadPoolExecutor(self.size, thread_name_prefix="rank") as pool:
+            futures = [pool.submit(rank, index) for index in range(self.size)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, Abandoned):
+                raise error
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Under self._turn: until ready. Raises Abandoned when a rank has failed, Standstill when nobody is left to make it so."""
+        self._waiting.append(ready)
+        try:
+            while not ready():
+                if self._failed:
+                    raise Abandoned("another rank failed")
+                if len(self._waiting) + self._ended == self.size and not any(met() for met in self._waiting):
+                    self._failed = True
+                    self._turn.notify_all()
+                    raise Standstill(f"{len(self._waiting)} ranks wait for one another, {self._ended} have ended")
+                self._turn.wait()
+        finally:
+            self._waiting.remove(ready)
+
+    def meet(self) -> None:
+        """Return when all ranks have come."""
+        with self._turn:
+            mine = self._generation
+            self._arrived += 1
+            if self._arrived == self.size:
+                self._arrived, self._generation = 0, mine + 1
+                self._turn.notify_all()
+            self.wait(lambda: self._generation != mine)
+
+    def exchange(self, rank: int, what: str, x: Tensor) -> list[Tensor]:
+        """Everybody's x, in rank order; all must `meet` before anyone writes into what was offered. Raises ValueError when the
+        ranks are not about the same: in a real group they would hang, or corrupt memory."""
+        self._offered[rank] = what, x
+        self.meet()
+        kinds = [f"{name} of {list(held.shape)} {held.dtype}" for name, held in self._offered]
+        if len(set(kinds)) > 1:
+            raise ValueError(f"the ranks called different collectives: {', '.join(kinds)}")
+        return [held for _, held in self._offered]
+
+    def put(self, source: int, to: int, x: Tensor) -> None:
+        with self._turn:
+            self._post.setdefault((source, to), deque()).append(x)
+            self._turn.notify_all()
+
+    def take(self, source: int, to: int) -> Tensor:
+        with self._turn:
+            box = self._post.setdefault((source, to), deque())
+            self.wait(lambda: bool(box))
+            return box.popleft()
+
+
+class LocalGroup:
+    """One rank of a LocalWorld: what `run` hands to its callable. A `Group`."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self._world, self.rank, self.size = world, rank, world.size
+
+    @overload
+    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    @overload
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+        """As Group."""
+        offered = self._world.exchange(self.rank, "all_reduce", x)
+        total = offered[0].float()
+        for other in offered[1:]:
+            total = total + other.float()
+        self._world.meet()
+        total = total.to(x.dtype)
+        return total if fusion is None else finish(total, fusion)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """As Group."""
+        offered = self._world.exchange(self.rank, f"all_gather along {dim}", x)
+        joined = torch.cat(offered, dim)
+        self._world.meet()
+        return joined
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """As Group."""
+        offered = self._world.exchange(self.rank, f"broadcast from {source}", x)
+        if self.rank != source:
+            x.copy_(offered[source])
+        self._world.meet()
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        """As Group."""
+        self._require_rank(to)
+        self._world.put(self.rank, to, x.clone())
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """As Group."""
+        self._require_rank(source)
+        sent = self._world.take(source, self.rank)
+        if sent.shape != x.shape or sent.dtype != x.dtype:
+            raise ValueError(f"rank {source} sent {list(sent.shape)} {sent.dtype}, {list(x.shape)} {x.dtype} was to be filled")
+        return x.copy_(sent)
+
+    def barrier(self) -> None:
+        """As Group."""
+        self._world.meet()
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As Group."""
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    def _require_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.size or rank == self.rank:
+            raise IndexError(f"rank {rank} is not another rank of a group of {self.size}")
