@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family against transformers: prefill, chunks and paged decode in mixed batches, over tensor and pipeline ranks."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tests.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.models.formation import Formation
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 300.0, "factor": 3.0}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-mha-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-12q-3kv-biases-llama3": ("llama", {
+        "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 10, "attention_bias": True, "mlp_bias": True,
+        "rope_parameters": LLAMA3, "vocab_size": 401,
+    }),
+    "llama-8q-1kv-linear": ("llama", {
+        "num_attention_heads": 8, "num_key_value_heads": 1, "rope_parameters": LINEAR,
+    }),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral-window": ("mistral", {"num_attention_heads": 8, "num_key_value_heads": 4}),
+    "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 20}),
+    "qwen2-window-above": ("qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen2-tied-12q-3kv": ("qwen2", {"tie_word_embeddings": True, "num_attention_heads": 12, "num_key_value_heads": 3}),
+    "qwen3-12q-6kv-biases": ("qwen3", {"num_attention_heads": 12, "num_key_value_heads": 6, "attention_bias": True}),
+    "qwen3-windows-tied": ("qwen3", {
+        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0, "tie_word_embeddings": True,
+    }),
+}  # fmt: skip
+
+LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
+
+# Per step: how many next tokens of which of three sequences (40, 25 and 13 tokens long); single tokens first, as in the engine.
+STEPS = [
+    {0: 9, 1: 21},
+    {1: 1, 0: 13, 2: 7},
+    {1: 1, 2: 1, 0: 16},
+    {0: 1, 1: 1, 2: 1},
+    {2: 1, 0: 1, 1: 1},
+    {2: 3},
+]
+LENGTHS = (40, 25, 13)
+
+
+@functools.cache
+def _made(case: str, root: Path) -> tuple[Path, list[Tensor], list[Tensor]]:
+    """(folder, token ids per sequence, transformers' logits per sequence)."""
+    family, overrides = CASES[case]
+    folder = write_checkpoint(root / case, family, num_hidden_layers=3, **overrides)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(11)
+    ids = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+    with torch.inference_mode():
+        return folder, ids, [reference(tokens[None]).logits[0] for tokens in ids]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
+def _assert_same(logits: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=[f"tp{tp}pp{pp}" for tp, pp in LAYOUTS])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tp: int, pp: int, root: Path) -> None:
+    folder, ids, expected = _made(case, root)
+    formation = Formation(folder, tp=tp, pp=pp)
+    done = [0] * len(ids)
+    for number, step in enumerate(STEPS):
+        rows = [(sequence, ids[sequence][done[sequence] : done[sequence] + count]) for sequence, count in step.items()]
+        for (sequence, tokens), logits in zip(rows, formation.step(rows, padding=number % 3), strict=True):
+            assert logits.shape == (len(tokens), formation.shape.vocab_size)
+            assert logits.dtype == torch.float32
+            _assert_same(logits, expected[sequence][done[sequence] : done[sequence] + len(tokens)])
+            done[sequence] += len(tokens)
+    assert done == [40, 25, 13]
+
+
+def test_three_ranks_with_heads_that_straddle(tmp_path: Path) -> None:
+    """6 query heads and 2 KV heads over 3 ranks: the middle rank's queries belong to both."""
+    folder = write_checkpoint(tmp_path, "llama", num_attention_heads=6, intermediate_size=96)
+    tokens = torch.arange(5, 30)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.inference_mode():
+        expected = reference(tokens[None]).logits[0]
+    formation = Formation(folder, tp=3)
+    assert [model.kv_specs()[0].heads for model in formation.models[0]] == [2, 2, 2]
+    _assert_same(formation.step([(0, tokens)])[0], expected)
+
+
+@pytest.mark.parametrize("case", ["llama-12q-3kv-biases-llama3", "mistral-window", "qwen2-window-above", "qwen3-12q-6kv-biases"])
+def test_every_weight_changes_the_outcome(case: str, root: Path) -> None:
+    """The checkpoints of these tests leave no part of the arithmetic neutral; else an error in it would go unseen."""
+    folder, ids, _ = _made(case, root)
+    formation = Formation(folder)
+    model = formation.models[0][0]
+    before = formation.step([(0, ids[1])])[0].log_softmax(-1)
+    for number, (name, weight) in enumerate(model.named_parameters(), start=1):
+        kept = weight.detach().clone()
+        weight.mul_(1.0 + 0.2 * torch.rand_like(weight))
+        after = formation.step([(number, ids[1])])[0].log_softmax(-1)
+        weight.copy_(kept)
+        assert (after - before).abs().max() > 1e-2, name
+        formation.free += formation.tables.pop(number)
+
+
+def test_bf16_stays_near_fp32(root: Path) -> None:
+    """Half precision goes through the same code; its noise is that of the dtype."""
+    folder, ids, expected = _made("llama-yarn", root)
+    formation = Formation(folder)
+    for stage in formation.models:
+        for model in stage:
+            model.to(torch.bfloat16)
+            model.rotary.float()
+    formation.caches = [
+        [[type(c)(c.key.bfloat16(), c.value.bfloat16()) for c in rank] for rank in stage] for stage in formation.caches
+    ]
+    logits = formation.step([(0, ids[1])])[0]
+    assert logits.dtype == torch.float32
+    near = (logits.log_softmax(-1) - expected[1].log_softmax(-1)).abs().mean()
+    assert 1e-4 < near < 0.3
