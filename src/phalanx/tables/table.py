@@ -35,12 +35,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """first..last tokens, both included. gain: how many times faster than the incumbent it was (geometric mean of the cells)."""
+    """first..last tokens, both included. gain: how many times faster than the incumbent it was (geometric mean of the cells), None
+    where times are unknown."""
 
     first: int
     last: int
     choice: Choice
-    gain: float = 1.0
+    gain: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +171,11 @@ class _Index:
 
         def entry(span: Span) -> Entry:
             name = Choice(Strategy.NCCL).name(fingerprint.sm)
-            won = f"{span.gain:.2f}x the speed of {name}" if span.choice.strategy is not Strategy.NCCL else "nothing beat it"
-            reason = f"measured on {fingerprint}{proxy} at {span.first}..{span.last} tokens: {won}"
+            if span.choice.strategy is Strategy.NCCL:
+                won = ": nothing beat it by more than the noise"
+            else:
+                won = "" if span.gain is None else f": {span.gain:.2f}x the speed of {name}"
+            reason = f"table of {fingerprint}{proxy}, {span.first}..{span.last} tokens{won}"
             return Entry(span.choice.strategy, span.choice.fuses(fusion), "table", reason)
 
         self._entries = [[entry(span) for span in row.spans] for row in section.rows]

@@ -2,7 +2,7 @@
 """A table as a JSON file: written whole or not at all, and read strictly.
 
 {"format": "phalanx-allreduce-table", "version": 1, "digest": sha256, "fingerprint": {sm, link, world}, "made": {fact: text},
- "sections": [{dtype, fusion, rows: [{hidden: [first, last], spans: [[first, last, choice, gain]]}]}],
+ "sections": [{dtype, fusion, rows: [{hidden: [first, last], spans: [[first, last, choice, gain or null]]}]}],
  "seed": {origin, models: {fusion: {choice: [a, b, c]}}, order: {fusion: [choice]}}}     (a, b, c in femtoseconds)
 """
 
@@ -149,5 +149,6 @@ def _values(data: Any, where: str, *kinds: type) -> list[Any]:
 
 def _kind(value: Any, kind: type, where: str) -> None:
     fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
-    if not fits or (kind is float and not (math.isfinite(value) and value > 0)):
+    fits = fits or (kind is float and value is None)
+    if not fits or (kind is float and value is not None and not (math.isfinite(value) and value > 0)):
         raise TableError(f"{where} holds {value!r}, which is no {kind.__name__}")

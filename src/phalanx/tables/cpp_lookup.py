@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorRT-LLM's look-up table as C++ text: write it from our tables, and read it into them.
+
+[tp][fusion][hidden][tokens] = strategy number. It knows powers of two and no unfused strategies; our own header (`cpp_ranges`)
+holds all that a table says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from phalanx.errors import TableError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables import seed as seeds
+from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS, TP_SIZES
+from phalanx.tables.message import DTYPE_BYTES, Fusion
+from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
+from phalanx.tables.table import Row, Section, Span, Table
+
+_TYPE = "AllReduceBestStrategyTableType"
+_NAME = re.compile(r"\bAllReduceBestStrategyTableSM(\d+)\s*=\s*(?=\{)")
+_AXES = re.compile(r"\b(TP|Hidden|Tokens):\s*(\[[\d,\s]*\])")
+
+Values = tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One SM version's table. values[tp][fusion][hidden][tokens]; notes: per TP size, what the comment says of its source."""
+
+    sm: int
+    values: Values
+    notes: tuple[str, ...] = ()
+    tp_sizes: tuple[int, ...] = TP_SIZES
+    fusions: tuple[Fusion, ...] = LOOKUP_FUSIONS
+    hidden: tuple[int, ...] = HIDDEN
+    tokens: tuple[int, ...] = TOKENS
+
+
+def sample(sm: int, tables: Mapping[int, Table], dtype: str = "bf16", expressible: Mapping[int, Table] | None = None) -> Lookup:
+    """Our tables of one SM version (by TP size, at least one) at the points of the grid.
+
+    A TP size that is not there is filled from the seed of the nearest one. An unfused choice cannot be said; there the
+    `expressible` table (decided without such choices) answers, or where none is given the seed among what can be said.
+    """
+    if not tables:
+        raise TableError(f"no table of sm{sm} to write", next="measure one with `phalanx allreduce tune`")
+    values, notes = [], []
+    for tp in TP_SIZES:
+        table = tables.get(tp)
+        if table is None:
+            near = tables[min(tables, key=lambda world: (abs(math.log(world / tp)), world))]
+            fingerprint = Fingerprint(sm, near.fingerprint.link, tp)
+            seed = near.seed.scaled(near.fingerprint.world, tp, f"scaled from {near.fingerprint}")
+            table = Table(fingerprint, (), seed)
+            notes.append(f"not measured; every value is the seed's ({seed.origin})")
+        else:
+            notes.append(f"digest sha256:{table.digest}")
+        plainer = (expressible or {}).get(tp)
+        cells = [
+            [[_value(table, plainer, dtype, fusion, t, h) for t in TOKENS] for h in HIDDEN] for fusion in LOOKUP_FUSIONS
+        ]  # fmt: skip
+        values.append(tuple(tuple(tuple(row) for row in rows) for rows in cells))
+    return Lookup(sm, tuple(values), tuple(notes))
+
+
+def _value(table: Table, plainer: Table | None, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> int:
+    entry = table.lookup(dtype, fusion, tokens, hidden)
+    # NCCL's number means collective then kernel in both worlds; ONESHOT's and TWOSHOT's mean one kernel in theirs.
+    if fusion is Fusion.NONE or entry.fused or not Choice(entry.strategy).fuses(fusion):
+        return int(entry.strategy)
+    if plainer is not None:
+        return int(plainer.lookup(dtype, fusion, tokens, hidden).strategy)
+    nbytes = tokens * hidden * DTYPE_BYTES[dtype]
+    models = {choice: model for choice, model in table.seed.models[fusion].items() if not choice.unfused}
+    return int(min(models, key=lambda choice: models[choice].fs(tokens, nbytes), default=INCUMBENT).strategy)
+
+
+def emit(lookups: Sequence[Lookup]) -> str:
+    """The text of generated_lookup_table.cpp: one table for each SM version, rising."""
+    return "\n".join(_emit_one(lookup) for lookup in sorted(lookups, key=lambda found: found.sm))
+
+
+def _emit_one(lookup: Lookup) -> str:
+    fusions = [fusion.name for fusion in lookup.fusions]
+    lines = [
+        "// AllReduce lookup: [tp][fusion][hidden][tokens] = strategy",
+        f"// TP:{list(lookup.tp_sizes)} Fusion:{fusions}",
+        f"// Hidden:{list(lookup.hidden)} Tokens:{list(lookup.tokens)}",
+    ]
+    lines += [f"// TP={tp}: {note}" for tp, note in zip(lookup.tp_sizes, lookup.notes, strict=False)]
+    lines.append(f"inline {_TYPE} AllReduceBestStrategyTableSM{lookup.sm} = {{")
+    for tp, by_fusion in zip(lookup.tp_sizes, lookup.values, strict=True):
+        lines += ["    {", f"        // TP={tp}"]
+        for fusion, rows in zip(lookup.fusions, by_fusion, strict=True):
+            lines.append(f"        {{ // Fusion={fusion.name}")
+            for hidden, row in zip(lookup.hidden, rows, strict=True):
+                comma = "," if hidden != lookup.hidden[-1] else ""
+                lines.append(f"            {{{','.join(map(str, row))}}}{comma} // hidden_size={hidden}")
+            lines.append("        }" + ("," if fusion is not lookup.fusions[-1] else ""))
+        lines.append("    }" + ("," if tp != lookup.tp_sizes[-1] else ""))
+    return "\n".join([*lines, "};", ""])
+
+
+def parse(text: str, source: str = "the C++ text") -> list[Lookup]:
+    """Every table in a file of TensorRT-LLM's (a whole header of theirs, too). Raises TableError: none there, a ragged shape, axes
+    that are not known, or a number that is no strategy."""
+    found = []
+    for match in _NAME.finditer(text):
+        where = f"{source}: AllReduceBestStrategyTableSM{match[1]}"
+        found.append(_lookup(int(match[1]), _braces(text[match.end() :], where), text[: match.start()], where))
+    if not found:
+        raise TableError(f"{source} holds no AllReduceBestStrategyTableSM<version> = {{...}}", next="give a generated table")
+    return found
+
+
+def _braces(text: str, where: str) -> list[object]:
+    """The nested lists of a C++ initializer at the beginning of `text`."""
+    plain = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.DOTALL)
+    depth, end = 0, -1
+    for index, letter in enumerate(plain):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            end = index + 1
+            break
+    if end < 0:
+        raise TableError(f"{where}: a brace is never closed", next="the file is truncated; restore it")
+    body = re.sub(r",\s*\]", "]", plain[:end].replace("{", "[").replace("}", "]"))
+    try:
+        read = json.loads(body)
+    except json.JSONDecodeError as error:
+        raise TableError(f"{where}: not a table of numbers", why=str(error), next="restore the file") from None
+    assert isinstance(read, list)
+    return read
+
+
+def _lookup(sm: int, read: list[object], before: str, where: str) -> Lookup:
+    shape: list[int] = []
+    level: list[object] = [read]
+    while level and all(isinstance(item, list) for item in level):
+        counts = {len(item) for item in level if isinstance(item, list)}
+        if len(counts) != 1 or 0 in counts:
+            raise TableError(
+                f"{where}: rows of different lengths {sorted(counts)}", next="[tp][fusion][hidden][tokens] is a full box"
+            )
+        shape.append(counts.pop())
+        level = [cell for item in level if isinstance(item, list) for cell in item]
+    if len(shape) != 4:
+        raise TableError(f"{where}: {len(shape)} dimensions", next="[tp][fusion][hidden][tokens] has four")
+    known = {int(strategy) for strategy in Strategy}
+    for cell in level:
+        if not isinstance(cell, int) or cell not in known:
+            raise TableError(f"{where}: {cell!r} is no strategy's number", next=f"known: {sorted(known)}")
+    axes = {name: tuple(json.loads(values)) for name, values in _AXES.findall(before)}
+    tp_sizes = _axis("TP", shape[0], axes, TP_SIZES, where)
+    hidden = _axis("Hidden", shape[2], axes, HIDDEN, where)
+    tokens = _axis("Tokens", shape[3], axes, TOKENS, where)
+    if shape[1] > len(LOOKUP_FUSIONS):
+        raise TableError(f"{where}: {shape[1]} fusions", next=f"at most {[fusion.name for fusion in LOOKUP_FUSIONS]}")
+    cells = iter(level)
+    values = tuple(
+        tuple(tuple(tuple(int(str(next(cells))) for _ in tokens) for _ in hidden) for _ in range(shape[1])) for _ in tp_sizes
+    )
+    return Lookup(sm, values, (), tp_sizes, LOOKUP_FUSIONS[: shape[1]], hidden, tokens)
+
+
+def _axis(name: str, length: int, axes: dict[str, tuple[int, ...]], usual: tuple[int, ...], where: str) -> tuple[int, ...]:
+    """The axis that the comment names, if it fits the table (TensorRT-LLM's comments do not always); else the usual one."""
+    stated = axes.get(name, ())
+    if len(stated) == length and list(stated) == sorted(set(stated)) and stated[0] > 0:
+        return stated
+    if len(usual) == length:
+        return usual
+    raise TableError(
+        f"{where}: {length} values along {name}", held=f"known: {list(usual)}", next="name the axis in a comment above"
+    )
+
+
+def tables_of(lookup: Lookup, link: str, dtype: str = "bf16") -> dict[int, Table]:
+    """One table of ours for each TP size; between two points the nearer one (by ratio) answers, outside the seed."""
+    made = {"by": f"imported from a look-up table of sm{lookup.sm}"}
+    hidden, tokens = _ranges(lookup.hidden), _ranges(lookup.tokens)
+    tables = {}
+    for tp, by_fusion in zip(lookup.tp_sizes, lookup.values, strict=True):
+        sections = []
+        for fusion, rows in zip(lookup.fusions, by_fusion, strict=True):
+            ranged = (Row(*ends, _spans(row, tokens)) for ends, row in zip(hidden, rows, strict=True))
+            sections.append(Section(dtype, fusion, tuple(ranged)))
+        fingerprint = Fingerprint(lookup.sm, link, tp)
+        tables[tp] = Table(fingerprint, tuple(sections), seeds.default(fingerprint), made)
+    return tables
+
+
+def _ranges(points: Sequence[int]) -> list[tuple[int, int]]:
+    """Each point's range: up to the geometric mean with the next; the outermost points end their ranges."""
+    ends = [max(math.isqrt(a * b), a) for a, b in pairwise(points)]
+    firsts = [points[0], *(end + 1 for end in ends)]
+    return list(zip(firsts, [*ends, points[-1]], strict=True))
+
+
+def _spans(row: Sequence[int], ranges: Sequence[tuple[int, int]]) -> tuple[Span, ...]:
+    spans: list[Span] = []
+    for (first, last), number in zip(ranges, row, strict=True):
+        choice = Choice(Strategy(number))
+        if spans and spans[-1].choice == choice:
+            first = spans.pop().first
+        spans.append(Span(first, last, choice))
+    return tuple(spans)

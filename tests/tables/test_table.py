@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every size has an answer, which says where it comes from; and the answer is quick."""
+
+from __future__ import annotations
+
+import timeit
+
+import pytest
+from hypothesis import given, settings
+
+from phalanx.errors import TableError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables.message import Fusion
+from phalanx.tables.seed import default
+from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tables.table import Row, Section, Span, Table
+from tests.tables.machines import edges, one_span, tables
+
+MACHINE = Fingerprint(90, "nvlink", 2)
+TWOSHOT = Choice(Strategy.TWOSHOT)
+
+
+@given(tables())
+@settings(max_examples=40, deadline=None)
+def test_lookup_equals_a_plain_search(table):
+    for dtype, fusion, tokens, hidden in edges(table):
+        entry = table.lookup(dtype, fusion, tokens, hidden)
+        section = table.section_for(dtype, fusion)
+        spans = [
+            span
+            for row in (section.rows if section else ())
+            if row.first <= hidden <= row.last
+            for span in row.spans
+            if span.first <= tokens <= span.last
+        ]
+        choice = spans[0].choice if spans else table.seed.choose(dtype, fusion, tokens, hidden)[0]
+        assert len(spans) <= 1
+        assert (entry.strategy, entry.fused) == (choice.strategy, choice.fuses(fusion))
+        assert entry.source == ("table" if spans else "seed")
+        assert table.lookup(dtype, fusion, tokens, hidden) is entry
+
+
+def test_reasons():
+    table = one_span(MACHINE, default(MACHINE), TWOSHOT, 1.5)
+    inside, outside = table.lookup("bf16", Fusion.NONE, 64, 5120), table.lookup("bf16", Fusion.NONE, 65, 5120)
+    assert inside.source == "table"
+    assert "1.50x the speed of NCCL" in inside.reason
+    assert outside.source == "seed"
+    assert "not at this size" in outside.reason
+    assert "nothing of its kind" in table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 1, 128).reason
+
+
+def test_stand_ins():
+    fused = Section("bf16", Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, (Row(8, 8, (Span(1, 1, TWOSHOT),)),))
+    table = Table(MACHINE, (fused,), default(MACHINE))
+    for fusion in Fusion:
+        answered = table.lookup("fp16", fusion, 1, 8)
+        assert (answered.source == "table") == (fusion.quant == "fp8")
+    assert "with bf16 RESIDUAL_RMS_NORM_QUANT_FP8" in table.lookup("fp16", Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8, 1, 8).reason
+    assert table.lookup("fp32", Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, 1, 8).source == "seed"
+
+
+def test_what_is_no_message():
+    table = one_span(MACHINE, default(MACHINE), TWOSHOT)
+    with pytest.raises(ValueError, match="0 tokens"):
+        table.lookup("bf16", Fusion.NONE, 0, 128)
+    with pytest.raises(KeyError):
+        table.lookup("int8", Fusion.NONE, 1, 128)
+
+
+def test_the_digest_is_of_what_decides():
+    table = one_span(MACHINE, default(MACHINE), TWOSHOT)
+    same = Table(table.fingerprint, table.sections, table.seed, {"date": "another day"})
+    other = one_span(MACHINE, default(MACHINE), Choice(Strategy.ONESHOT))
+    assert table.digest == same.digest != other.digest
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (),
+        (Row(1, 2, ()),),
+        (Row(2, 1, (Span(1, 1, TWOSHOT),)),),
+        (Row(0, 1, (Span(1, 1, TWOSHOT),)),),
+        (Row(1, 2**31, (Span(1, 1, TWOSHOT),)),),
+        (Row(1, 4, (Span(1, 1, TWOSHOT),)), Row(4, 5, (Span(1, 1, TWOSHOT),))),
+        (Row(1, 4, (Span(1, 3, TWOSHOT), Span(3, 4, TWOSHOT))),),
+    ],
+)
+def test_faulty_ranges(rows):
+    with pytest.raises(TableError):
+        Table(MACHINE, (Section("bf16", Fusion.NONE, rows),), default(MACHINE))
+
+
+def test_an_answer_costs_less_than_a_microsecond():
+    table = one_span(MACHINE, default(MACHINE), TWOSHOT)
+    for tokens in (17, 4096):  # one from the table, one from the seed
+        best = min(timeit.repeat(lambda n=tokens: table.lookup("bf16", Fusion.NONE, n, 4096), number=2000, repeat=25)) / 2000
+        assert best < 1e-6

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A table's file is read strictly and written whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+
+from phalanx.errors import TableError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables import table_file
+from phalanx.tables.seed import default
+from phalanx.tables.strategy import Choice, Strategy
+from tests.tables.machines import one_span, tables
+
+MACHINE = Fingerprint(90, "nvlink", 2)
+TABLE = one_span(MACHINE, default(MACHINE), Choice(Strategy.TWOSHOT))
+
+
+@given(tables())
+@settings(max_examples=40, deadline=None)
+def test_round_trip(table):
+    again = table_file.loads(table_file.dumps(table))
+    assert again == table
+    assert (again.made, again.digest) == (table.made, table.digest)
+    assert [list(m) for m in again.seed.models.values()] == [list(m) for m in table.seed.models.values()]
+
+
+def test_file(tmp_path):
+    path = tmp_path / "deep" / "table.json"
+    table_file.save(TABLE, path)
+    assert table_file.load(path) == TABLE
+    assert [p.name for p in path.parent.iterdir()] == ["table.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "table.json"
+    table_file.save(TABLE, path)
+    with pytest.raises(UnicodeEncodeError):
+        table_file.write_whole(path, "\ud800")
+    assert table_file.load(path) == TABLE
+    assert [p.name for p in tmp_path.iterdir()] == ["table.json"]
+
+
+def _changed(change) -> str:
+    data = json.loads(table_file.dumps(TABLE))
+    change(data)
+    return json.dumps(data)
+
+
+FAULTS = {
+    "empty": lambda: "",
+    "cut short": lambda: table_file.dumps(TABLE)[:-20],
+    "a list": lambda: "[]",
+    "an unknown field": lambda: _changed(lambda d: d.update(extra=1)),
+    "a field less": lambda: _changed(lambda d: d.pop("seed")),
+    "another version": lambda: _changed(lambda d: d.update(version=2)),
+    "a version that is true": lambda: _changed(lambda d: d.update(version=True)),
+    "another choice": lambda: _changed(lambda d: d["sections"][0]["rows"][0]["spans"][0].__setitem__(2, "ONESHOT")),
+    "a choice nobody knows": lambda: _changed(lambda d: d["sections"][0]["rows"][0]["spans"][0].__setitem__(2, "RING")),
+    "a gain of nothing": lambda: _changed(lambda d: d["sections"][0]["rows"][0]["spans"][0].__setitem__(3, 0)),
+    "an unknown field deep inside": lambda: _changed(lambda d: d["sections"][0]["rows"][0].update(x=1)),
+    "an unknown link": lambda: _changed(lambda d: d["fingerprint"].update(link="rope")),
+    "a seed without a model": lambda: _changed(lambda d: d["seed"]["order"]["NONE"].pop()),
+    "text for a number": lambda: _changed(lambda d: d["fingerprint"].update(sm="90")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faulty_files_name_the_file_and_the_cure(fault, tmp_path):
+    path = tmp_path / "sm90.nvlink.tp2.json"
+    path.write_text(FAULTS[fault](), encoding="utf-8")
+    with pytest.raises(TableError, match=r"sm90\.nvlink\.tp2\.json is faulty.*tune again"):
+        table_file.load(path)
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(TableError, match="cannot be read"):
+        table_file.load(tmp_path / "none.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TableError, match="is not text"):
+        table_file.load(tmp_path / "binary.json")
