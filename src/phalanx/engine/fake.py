@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An executor without a model: `FakeExecutor`, for tests of all above the ranks, and `StepChecker`, the rules a rank relies on.
+
+The fake keeps a KV cache of numbers. Each position holds a number made of its token and of the number at the position before it,
+which is read through the block table, as a model would read it; a sampled token is a function of that number. So whatever way a
+request takes through steps, chunks, shared blocks and preemptions, its tokens equal `fake_tokens` exactly when every block held
+what it should.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.config.sampling import SamplingParams
+from phalanx.engine.messages import Admission, RankFacts, Row, RowResult, Step, StepResult, TokenLogprobs
+from phalanx.errors import StepDiverged
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out (Steele, Lea, Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _extend(before: int, token: int) -> int:
+    return _mix(before ^ (token + 1))
+
+
+def _choose(at: int, params: SamplingParams, seed: int, vocab_size: int, forbidden: Sequence[int], mask: bytes | None) -> int:
+    """The token behind the position whose cache holds `at`. Greedy requests do not look at their seed."""
+    token = _mix(at ^ (0 if params.greedy else seed & _MASK)) % vocab_size
+    for shift in range(vocab_size):
+        candidate = (token + shift) % vocab_size
+        if candidate not in forbidden and (mask is None or mask[candidate // 8] >> candidate % 8 & 1):
+            return candidate
+    return token
+
+
+def fake_tokens(
+    prompt: Sequence[int], params: SamplingParams, *, seed: int, vocab_size: int, count: int, stop_token_ids: Sequence[int] = ()
+) -> list[int]:
+    """The first `count` tokens that follow a prompt, computed alone: what a FakeExecutor must yield for an unguided request."""
+    at = 0
+    for token in prompt:
+        at = _extend(at, token)
+    found: list[int] = []
+    while len(found) < count:
+        forbidden = stop_token_ids if len(found) < params.min_tokens else ()
+        found.append(_choose(at, params, seed, vocab_size, forbidden, None))
+        at = _extend(at, found[-1])
+    return found
+
+
+@dataclass
+class _Slot:
+    """What a rank knows of one slot. `cells[p]` is what the KV cache must hold at position p."""
+
+    admission: Admission
+    tokens: list[int]
+    cells: list[int] = field(default_factory=list)
+    computed: int = 0
+    sampled: bool = False
+    begun: bool = False
+    table: list[int] = field(default_factory=list)
+    first_live: int = 0
+
+
+class StepChecker:
+    """Applies steps to a model of what ranks keep, and raises StepDiverged at the first step that breaks a rule of messages.Step.
+
+    Sizes as in SchedulerOptions. `run` returns the result that the ranks would give. `thorough` checks every position that a row
+    looks back to, otherwise the last one only.
+    """
+
+    def __init__(
+        self, *, vocab_size: int, num_blocks: int, block_size: int, max_batch_size: int, max_num_tokens: int, max_seq_len: int,
+        window: int | None = None, thorough: bool = True,
+    ) -> None:  # fmt: skip
+        self._reach = (window or max_seq_len) if thorough else 2
+        self.vocab_size, self.block_size, self.window = vocab_size, block_size, window
+        self.max_batch_size, self.max_num_tokens, self.max_seq_len = max_batch_size, max_num_tokens, max_seq_len
+        self.slots: dict[int, _Slot] = {}
+        self._holders: list[set[int]] = [set() for _ in range(num_blocks)]
+        self._cells: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)  # (position, number)
+        self._number = 0
+
+    def run(self, step: Step) -> StepResult:
+        """Check and apply one step."""
+        self._number += 1
+        self._demand(step.number == self._number, f"it is number {step.number}, and {self._number} is due")
+        self._demand(len(step.batches) == 1, f"it has {len(step.batches)} batches for 1 dp index")
+        batch = step.batches[0]
+        for slot in batch.released:
+            self._demand(slot in self.slots, f"it releases slot {slot}, which is free")
+            self._drop(slot, self.slots.pop(slot), len(self._cells))
+        for admission in batch.admitted:
+            self._admit(admission)
+        self._check_rows(batch.rows)
+        results = [self._run_row(row) for row in batch.rows]
+        if self.window is not None:
+            for row in batch.rows:
+                held = self.slots[row.slot]
+                self._drop(row.slot, held, max(0, held.computed - self.window) // self.block_size)
+        return StepResult(step.number, [results])
+
+    def _admit(self, admission: Admission) -> None:
+        slot = admission.slot
+        self._demand(0 <= slot < self.max_batch_size, f"slot {slot} is not one of {self.max_batch_size}")
+        self._demand(slot not in self.slots, f"slot {slot} is taken twice")
+        self._demand(1 <= admission.prompt_length <= len(admission.token_ids), f"slot {slot} has no prompt")
+        held = self.slots[slot] = _Slot(admission, list(admission.token_ids))
+        at = 0
+        for token in held.tokens:
+            at = _extend(at, token)
+            held.cells.append(at)
+
+    def _check_rows(self, rows: Sequence[Row]) -> None:
+        counts = [row.count for row in rows]
+        singles = sum(count == 1 for count in counts)
+        self._demand(all(count >= 1 for count in counts), "a row is empty")
+        self._demand(sum(counts) <= self.max_num_tokens, f"it has {sum(counts)} tokens, more than {self.max_num_tokens}")
+        self._demand(all(count == 1 for count in counts[:singles]), "rows of one token do not come first")
+        self._demand(len({row.slot for row in rows}) == len(rows), "a slot has two rows")
+
+    def _run_row(self, row: Row) -> RowResult:
+        self._demand(row.slot in self.slots, f"a row refers to slot {row.slot}, which is free")
+        held = self.slots[row.slot]
+        self._check_start(row, held)
+        self._check_tokens(row, held)
+        self._extend_table(row, held)
+        self._read(row, held)
+        self._write(row, held)
+        held.computed = end = row.start + row.count
+        result = RowResult()
+        if held.admission.params.prompt_logprobs is not None:
+            last = min(end, held.admission.prompt_length - 1)
+            result.prompt_logprobs = [self._logprobs(held.tokens[p], held) for p in range(row.start + 1, last + 1)]
+        if row.samples:
+            self._sample(row, held, result)
+        return result
+
+    def _check_start(self, row: Row, held: _Slot) -> None:
+        if held.begun:
+            self._demand(row.start == held.computed, f"slot {row.slot} goes on at {row.start}, and has {held.computed} computed")
+        else:
+            self._demand(row.start % self.block_size == 0, f"slot {row.slot} begins at {row.start}, inside a block")
+        held.begun = True
+        end = row.start + row.count
+        self._demand(end <= len(held.tokens), f"slot {row.slot} computes position {end - 1} of {len(held.tokens)} tokens")
+        self._demand(end < self.max_seq_len, f"slot {row.slot} would grow beyond {self.max_seq_len} tokens")
+        self._demand(
+            row.samples == (end == len(held.tokens)), f"slot {row.slot} samples={row.samples} at {end} of {len(held.tokens)}"
+        )
+
+    def _check_tokens(self, row: Row, held: _Slot) -> None:
+        if row.tokens:
+            self._demand(row.tokens == held.tokens[row.start : row.start + row.count], f"slot {row.slot} has other tokens")
+        else:
+            known = held.sampled and row.count == 1 and row.start == len(held.tokens) - 1
+            self._demand(known, f"slot {row.slot} has no tokens, and none was sampled into it")
+
+    def _extend_table(self, row: Row, held: _Slot) -> None:
+        live = 0 if self.window is None else max(0, row.start - self.window) // self.block_size
+        for block in row.blocks:
+            self._demand(0 <= block < len(self._holders), f"block {block} does not exist")
+            if len(held.table) >= live:
+                self._holders[block].add(row.slot)
+            held.table.append(block)
+        held.first_live = max(held.first_live, live)
+        room = len(held.table) * self.block_size
+        self._demand(row.start + row.count <= room, f"slot {row.slot} has blocks for {room} positions")
+
+    def _read(self, row: Row, held: _Slot) -> None:
+        """Everything that the row's attention looks back to must be there, and be this request's own past."""
+        for position in range(max(0, row.start - self._reach + 1), row.start):
+            found = self._cells[held.table[position // self.block_size] * self.block_size + position % self.block_size]
+            expected = (position, held.cells[position])
+            self._demand(found == expected, f"slot {row.slot} reads {found} where {expected} should be")
+
+    def _write(self, row: Row, held: _Slot) -> None:
+        size = self.block_size
+        for index in range(row.start // size, (row.start + row.count - 1) // size + 1):
+            holders = self._holders[held.table[index]]
+            self._demand(holders == {row.slot}, f"slot {row.slot} writes block {held.table[index]}, held by slots {holders}")
+        for position in range(row.start, row.start + row.count):
+            self._cells[held.table[position // size] * size + position % size] = (position, held.cells[position])
+
+    def _sample(self, row: Row, held: _Slot, result: RowResult) -> None:
+        asked = held.admission
+        out = len(held.tokens) - asked.prompt_length
+        forbidden = asked.stop_token_ids if out < asked.params.min_tokens else ()
+        token = _choose(held.cells[-1], asked.params, asked.seed, self.vocab_size, forbidden, row.mask)
+        held.cells.append(_extend(held.cells[-1], token))
+        held.tokens.append(token)
+        held.sampled = True
+        result.token = token
+        if asked.params.logprobs is not None:
+            result.logprobs = self._logprobs(token, held)
+
+    def _logprobs(self, token: int, held: _Slot) -> TokenLogprobs:
+        """Plausible numbers: the chosen token is the likeliest, and each alternative is half as likely as the one before it."""
+        wanted = held.admission.params.logprobs or held.admission.params.prompt_logprobs or 0
+        top = [((token + n) % self.vocab_size, -0.7 * (n + 1)) for n in range(min(wanted, self.vocab_size))]
+        return TokenLogprobs(token, -0.7, 1, top)
+
+    def _drop(self, slot: int, held: _Slot, live: int) -> None:
+        """The slot no longer holds the blocks before entry `live` of its table."""
+        for block in held.table[held.first_live : live]:
+            self._holders[block].discard(slot)
+        held.first_live = max(held.first_live, min(live, len(held.table)))
+
+    def _demand(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise StepDiverged(f"step {self._number} breaks a rule", why=otherwise, next="report this with the log")
+
+
+class FakeExecutor:
+    """An Executor of one pretended rank per stage. Every step is checked; results come `latency` seconds after a step began.
+
+    Stages overlap: with n of them, n steps take little longer than one. Other sizes as in StepChecker.
+    """
+
+    def __init__(self, checker: StepChecker, *, num_blocks: int, pipeline_stages: int = 1, latency: float = 0.0) -> None:
+        self.depth = max(pipeline_stages, 2)
+        self.checker = checker
+        self._num_blocks, self._stages, self._latency = num_blocks, pipeline_stages, latency
+        self._due: deque[tuple[float, StepResult]] = deque()  # by time.monotonic()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        self._changed = threading.Condition()
+        self._ready: deque[StepResult] = deque()
+        self._closed = False
+        if latency:
+            threading.Thread(target=self._wait, name="fake ranks", daemon=True).start()
+
+    @classmethod
+    def of(
+        cls, *, vocab_size: int, num_blocks: int = 512, block_size: int = 16, max_batch_size: int = 256, max_num_tokens: int = 2048,
+        max_seq_len: int = 4096, window: int | None = None, pipeline_stages: int = 1, latency: float = 0.0, thorough: bool = False,
+    ) -> FakeExecutor:  # fmt: skip
+        """From sizes alone."""
+        checker = StepChecker(
+            vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, max_batch_size=max_batch_size,
+            max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, window=window, thorough=thorough,
+        )  # fmt: skip
+        return cls(checker, num_blocks=num_blocks, pipeline_stages=pipeline_stages, latency=latency)
+
+    def start(self) -> tuple[list[RankFacts], int]:
+        facts = [
+            RankFacts(rank, 0, "fake", (rank, rank + 1), {"weights": 0, "kv": 0, "total": 0}, attention="fake", allreduce="seed")
+            for rank in range(self._stages)
+        ]
+        return facts, self._num_blocks
+
+    def submit(self, step: Step) -> None:
+        result = self.checker.run(step)
+        if not self._latency:
+            self._ready.append(result)
+            os.write(self._write, b".")
+            return
+        with self._changed:
+            free = self._due[-1][0] - self._latency + self._latency / self._stages if self._due else 0.0
+            self._due.append((max(time.monotonic(), free) + self._latency, result))
+            self._changed.notify()
+
+    def _wait(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._due or self._closed)
+                if self._closed:
+                    return
+                due = self._due[0][0]
+            time.sleep(max(0.0, due - time.monotonic()))
+            with self._changed:
+                if self._closed:
+                    return
+                self._ready.append(self._due.popleft()[1])
+                os.write(self._write, b".")
+
+    def collect(self) -> list[StepResult]:
+        if not self._ready:
+            return []
+        os.read(self._read, 4096)
+        found = []
+        while self._ready:
+            found.append(self._ready.popleft())
+        return found
+
+    def waitables(self) -> list[Any]:
+        return [self._read]
+
+    def stats(self) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
+        return {rank: {"total": 0} for rank in range(self._stages)}, {}
+
+    def shutdown(self) -> None:
+        with self._changed:
+            if not self._closed:
+                self._closed = True
+                self._changed.notify()
+                os.close(self._read)
+                os.close(self._write)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one request while the engine has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from phalanx.engine.messages import Add, Admission, RowResult, TokenLogprobs, Update
+from phalanx.errors import PhalanxError, RequestError
+
+
+class TokenMatcher(Protocol):
+    """What a guided request needs of its grammar; `engine.grammar.Matcher` is the real one."""
+
+    def mask(self) -> bytes:
+        """The tokens that may come next: int32 words of (vocab_size + 31) // 32, little endian."""
+
+    def accept(self, token: int) -> None: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+OpenMatcher = Callable[[str], TokenMatcher]
+
+
+def open_matcher(compiled: str) -> TokenMatcher:
+    """The matcher of a compiled grammar. Imported on first use: the scheduler itself needs no grammar library."""
+    from phalanx.engine.grammar import Matcher
+
+    return Matcher(compiled)
+
+
+def matcher_of(add: Add, open: OpenMatcher) -> TokenMatcher | None:
+    """The matcher of a guided request. Raises RequestError when its grammar was not compiled, or not into something readable."""
+    if add.params.guide is None:
+        return None
+    if not add.params.guide.compiled:
+        raise RequestError("structured output was asked for", held="the guide has no compiled grammar", next="compile it in serve")
+    try:
+        return open(add.params.guide.compiled)
+    except PhalanxError:
+        raise
+    except Exception as error:
+        raise RequestError("the compiled grammar cannot be read", why=repr(error), next="compile it again") from error
+
+
+class Request:
+    """One completion of one prompt.
+
+    Its tokens are counted in three numbers. `tokens` are those whose ids the engine knows: the prompt and the output so far.
+    `pending` more are sampled by steps in flight and known to the device only. `submitted` positions, counted from 0, have been
+    put into steps since the last admission, so the next row starts there. A row that reaches len(tokens) + pending samples.
+
+    `limit` is the length, prompt included, at which the request ends with "length". `slot` is -1 while it waits. `blocks` holds a
+    KV block per block_size positions, -1 where a block left the sliding window; those from `first_live` on are held.
+    """
+
+    __slots__ = (  # noqa: RUF023  grouped by meaning
+        "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "guided",
+        "submitted", "pending", "in_flight", "slot", "blocks", "sent", "first_live", "keys", "named", "chunk_cap",
+        "cached_tokens", "seen", "ended", "prompt_logprobs",
+    )  # fmt: skip
+
+    def __init__(self, add: Add, *, seed: int, limit: int, matcher: TokenMatcher | None) -> None:
+        self.id = add.request_id
+        self.params = add.params
+        self.tokens = list(add.token_ids)
+        self.prompt_length = len(add.token_ids)
+        self.stop_ids = frozenset(add.stop_token_ids)
+        self.eos_ids = frozenset(add.eos_token_ids)
+        self.min_length = self.prompt_length + add.params.min_tokens
+        self.seed = seed
+        self.limit = limit
+        self.matcher = matcher
+        self.guided = matcher is not None
+        self.submitted = 0
+        self.pending = 0
+        self.in_flight = 0  # rows in steps that are not settled
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.sent = 0  # how many of them the ranks know
+        self.first_live = 0
+        self.keys: list[bytes] = []
+        self.named = 0  # how many of its full blocks have been offered to the prefix cache
+        self.chunk_cap = 0
+        self.cached_tokens = 0
+        self.seen = False  # admitted at least once
+        self.ended = False
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None if add.params.prompt_logprobs is None else [None]
+
+    def admission(self) -> Admission:
+        """What the ranks learn when the request takes its slot. A copy: tokens grow while the message is on its way."""
+        return Admission(self.slot, self.tokens.copy(), self.prompt_length, self.params, self.seed, sorted(self.stop_ids))
+
+    def take_prompt_logprobs(self, start: int, found: list[TokenLogprobs]) -> None:
+        """Those of positions start+1 on, of which a recomputation may repeat some."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += found[len(self.prompt_logprobs) - 1 - start :]
+
+    def take_token(self, result: RowResult, token: int) -> Update:
+        """Append a sampled token, and say so; `ended` is set when it is the last one.
+
+        Raises RequestError when the grammar does not know the token.
+        """
+        tokens = self.tokens
+        first = len(tokens) == self.prompt_length
+        # The sampler forbids stop ids while fewer than min_tokens are out; so does this line.
+        stopping = token in self.stop_ids and len(tokens) >= self.min_length
+        tokens.append(token)
+        update = Update(self.id, [token], cached_tokens=self.cached_tokens)
+        if result.logprobs is not None:
+            update.logprobs = [result.logprobs]
+        if first:
+            update.prompt_logprobs = self.prompt_logprobs
+        if self.matcher is not None and not stopping:
+            stopping = _accept(self.matcher, token)
+        if stopping:
+            update.finish_reason = "stop"
+            if token in self.stop_ids and token not in self.eos_ids:
+                update.stop_reason = token
+        elif len(tokens) >= self.limit:
+            update.finish_reason = "length"
+        self.ended = update.finish_reason is not None
+        return update
+
+
+def _accept(matcher: TokenMatcher, token: int) -> bool:
+    """Advance the grammar; whether it is complete."""
+    try:
+        matcher.accept(token)
+        return matcher.finished
+    except PhalanxError:
+        raise
+    except Exception as error:
+        raise RequestError(f"the grammar did not take token {token}", why=repr(error)) from error

@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler under hypothesis-made traces, against the rules that a rank relies on and the tokens of each request alone."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from phalanx.config import Guide, SamplingParams
+from phalanx.engine.fake import StepChecker, fake_tokens
+from phalanx.engine.messages import Add, Refused, RowResult, Step, StepResult, Update
+from phalanx.engine.scheduler import Scheduler, SchedulerOptions
+from phalanx.errors import CapacityError, EngineError, PromptTooLong, RequestError, StepDiverged
+
+VOCAB = 50
+ROOMY = SchedulerOptions(num_blocks=256, block_size=4, max_batch_size=16, max_num_tokens=64, max_seq_len=200, vocab_size=VOCAB)
+
+
+class Evens:
+    """A grammar of even tokens that is complete after `length` of them."""
+
+    def __init__(self, compiled: str) -> None:
+        self.left = int(compiled)
+
+    def mask(self) -> bytes:
+        return bytes([0b01010101] * (4 * ((VOCAB + 31) // 32)))
+
+    def accept(self, token: int) -> None:
+        if token % 2:
+            raise ValueError(f"{token} is odd")
+        self.left -= 1
+
+    @property
+    def finished(self) -> bool:
+        return self.left <= 0
+
+
+class Ranks:
+    """A scheduler, and ranks that give results when asked to."""
+
+    def __init__(self, options: SchedulerOptions) -> None:
+        self.scheduler = Scheduler(options, Evens)
+        self.checker = StepChecker(
+            vocab_size=VOCAB, num_blocks=options.num_blocks, block_size=options.block_size, max_batch_size=options.max_batch_size,
+            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window,
+        )  # fmt: skip
+        self.results: deque[StepResult] = deque()
+        self.steps: list[Step] = []
+        self.updates: dict[str, list[Update]] = {}
+        self.refused: dict[str, Refused] = {}
+
+    def add(
+        self, name: str, prompt: list[int], stop: list[int] | None = None, eos: list[int] | None = None, **params: object
+    ) -> Add:
+        add = Add(name, list(prompt), SamplingParams(**params), stop or [], eos or [])
+        self.scheduler.add(add)
+        return add
+
+    def submit(self) -> bool:
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        self.steps.append(step)
+        self.results.append(self.checker.run(step))
+        return True
+
+    def fill(self) -> None:
+        while self.submit():
+            pass
+
+    def settle(self) -> None:
+        for said in self.scheduler.settle(self.results.popleft()):
+            if isinstance(said, Refused):
+                self.refused[said.request_id] = said
+            else:
+                self.updates.setdefault(said.request_id, []).append(said)
+
+    def finish(self, limit: int = 5000) -> None:
+        """Run until nothing is open; a request that never ends fails the test."""
+        for _ in range(limit):
+            self.fill()
+            if not self.results:
+                assert not self.scheduler.open_ids, f"nothing moves, and {self.scheduler.open_ids} are open"
+                return
+            self.settle()
+        raise AssertionError(f"{limit} steps were not enough")
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for update in self.updates.get(name, []) for token in update.tokens]
+
+
+def alone(add: Add, options: SchedulerOptions, seed: int) -> tuple[list[int], str, int | None]:
+    """What a request must yield: its tokens, finish reason and stop reason, from its own tokens alone."""
+    limit = min(options.max_seq_len, len(add.token_ids) + (add.params.max_tokens or 10**9))
+    if options.window is None or options.window // options.block_size + 2 > options.num_blocks:
+        limit = min(limit, options.num_blocks * options.block_size + 1)
+    count = limit - len(add.token_ids)
+    found = fake_tokens(
+        add.token_ids, add.params, seed=seed, vocab_size=VOCAB, count=count, stop_token_ids=add.stop_token_ids
+    )  # fmt: skip
+    for index, token in enumerate(found):
+        if token in add.stop_token_ids and index >= add.params.min_tokens:
+            return found[: index + 1], "stop", None if token in add.eos_token_ids else token
+    return found, "length", None
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> SchedulerOptions:
+    """Small pools, so that preemption is common."""
+    stages = draw(st.sampled_from([1, 1, 2, 4]))
+    chunked = draw(st.booleans())
+    max_seq_len = draw(st.integers(8, 60))
+    return SchedulerOptions(
+        num_blocks=draw(st.integers(2, 40)),
+        block_size=draw(st.sampled_from([1, 2, 4, 8])),
+        max_batch_size=draw(st.integers(1, 8)),
+        max_num_tokens=draw(st.integers(1, 40)) if chunked else max_seq_len,
+        max_seq_len=max_seq_len,
+        depth=max(stages, 2),
+        pipeline_stages=stages,
+        window=draw(st.sampled_from([None, None, 1, 5, 16])),
+        prefix_caching=draw(st.booleans()),
+        chunked_prefill=chunked,
+        vocab_size=VOCAB,
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(options=schedulers(), seed=st.integers(0, 2**32), requests=st.integers(1, 14), aborting=st.booleans())
+def test_every_request_gets_its_own_tokens_whatever_happens_around_it(
+    options: SchedulerOptions, seed: int, requests: int, aborting: bool
+) -> None:
+    chance = random.Random(seed)
+    ranks = Ranks(options)
+    roots = [[chance.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
+    added: dict[str, Add] = {}
+    seeds: dict[str, int] = {}
+    aborted: set[str] = set()
+    for number in range(requests):
+        for _ in range(chance.randrange(4)):
+            (ranks.submit if chance.random() < 0.6 or not ranks.results else ranks.settle)()
+            order = [request.id for request in ranks.scheduler.running] + [request.id for request in ranks.scheduler.waiting]
+            assert order == ranks.scheduler.open_ids, "first come, first served"
+        name = f"r{number}"
+        prompt = chance.choice(roots)[: chance.randrange(1, 60)] + [chance.randrange(VOCAB) for _ in range(chance.randrange(3))]
+        seeds[name] = chance.randrange(-5, 5)
+        stop = [chance.randrange(VOCAB) for _ in range(chance.randrange(8))]
+        length = chance.choice([None, chance.randrange(1, 30)])
+        least = chance.randrange(3) if length is None or length > 3 else 0
+        try:
+            added[name] = ranks.add(
+                name, prompt, stop, stop[:2], seed=seeds[name], max_tokens=length, min_tokens=least,
+                temperature=chance.choice([0, 1]), prompt_logprobs=chance.choice([None, None, None, 0]),
+                logprobs=chance.choice([None, 0]),
+            )  # fmt: skip
+        except (PromptTooLong, CapacityError):
+            continue
+        if aborting and chance.random() < 0.3:
+            victim = chance.choice(list(added))
+            if victim in ranks.scheduler.open_ids:
+                aborted.add(victim)
+            ranks.scheduler.abort(victim)
+        ranks.scheduler.check()
+    ranks.finish()
+
+    for name, add in added.items():
+        tokens, reason, stop_reason = alone(add, options, seeds[name])
+        updates = ranks.updates.get(name, [])
+        assert ranks.tokens(name) == tokens[: len(ranks.tokens(name))]
+        if name in aborted:
+            assert all(update.finish_reason is None for update in updates)
+            continue
+        assert ranks.tokens(name) == tokens
+        assert [update.finish_reason for update in updates] == [None] * (len(updates) - 1) + [reason]
+        assert updates[-1].stop_reason == stop_reason
+        asked = add.params.prompt_logprobs is not None
+        assert [x and x.token for x in updates[0].prompt_logprobs or []] == ([None, *add.token_ids[1:]] if asked else [])
+        assert all(update.prompt_logprobs is None for update in updates[1:])
+        assert [x.token for update in updates for x in update.logprobs] == (tokens if add.params.logprobs == 0 else [])
+    ranks.scheduler.check()
+    pool = ranks.scheduler.pool
+    assert ranks.scheduler.idle
+    assert (pool.referenced, pool.available) == (0, options.num_blocks)
+    assert options.prefix_caching or pool.cached == 0
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_as_many_steps_are_in_flight_as_there_are_stages(stages: int) -> None:
+    """The house rule of pipelines: with at least as many requests as stages, no stage waits for the whole batch."""
+    ranks = Ranks(replace(ROOMY, pipeline_stages=stages, depth=max(stages, 2)))
+    chance = random.Random(7)
+    for number in range(stages + 3):
+        ranks.add(f"r{number}", [chance.randrange(VOCAB) for _ in range(chance.randrange(1, 20))], max_tokens=60)
+    for _ in range(40):
+        ranks.fill()
+        assert ranks.scheduler.steps_in_flight >= stages
+        ranks.settle()
+    ranks.finish()
+
+
+def test_stages_get_even_shares_of_the_decodes() -> None:
+    ranks = Ranks(replace(ROOMY, pipeline_stages=4, depth=4))
+    for number in range(13):
+        ranks.add(f"r{number}", [number], max_tokens=60)
+    for _ in range(30):
+        ranks.fill()
+        ranks.settle()
+    assert sorted(len(step.batches[0].rows) for step in ranks.steps[-4:]) == [3, 3, 3, 4]
+
+
+def test_a_stage_that_loses_its_requests_gets_others() -> None:
+    ranks = Ranks(replace(ROOMY, pipeline_stages=2, depth=2))
+    for number in range(8):
+        ranks.add(f"r{number}", [number], max_tokens=100)
+    ranks.fill()
+    first = [row.slot for row in ranks.steps[0].batches[0].rows]
+    for request in list(ranks.scheduler.running):
+        if request.slot in first:
+            ranks.scheduler.abort(request.id)
+    for _ in range(6):
+        ranks.settle()
+        ranks.fill()
+    assert [len(step.batches[0].rows) for step in ranks.steps[-2:]] == [2, 2]
+
+
+def test_stages_share_one_long_prompt() -> None:
+    options = replace(ROOMY, pipeline_stages=4, depth=4, max_num_tokens=4096, max_seq_len=4096, num_blocks=1024)
+    ranks = Ranks(options)
+    ranks.add("long", [1] * 2048, max_tokens=2)
+    ranks.fill()
+    assert [step.batches[0].rows[0].count for step in ranks.steps] == [512] * 4
+    ranks.finish()
+
+
+def test_one_stage_runs_one_step_ahead_of_what_it_knows() -> None:
+    ranks = Ranks(ROOMY)
+    ranks.add("a", [1, 2, 3], max_tokens=5)
+    ranks.fill()
+    assert [step.batches[0].rows[0].tokens for step in ranks.steps] == [[1, 2, 3], []]
+    ranks.finish()
+    assert len(ranks.tokens("a")) == 5
+    assert len(ranks.steps) == 5, "the end by max_tokens is known ahead: no step beyond it"
+
+
+def test_a_token_behind_a_late_stop_is_dropped() -> None:
+    ranks = Ranks(ROOMY)
+    first = fake_tokens([1, 2, 3], SamplingParams(temperature=0), seed=0, vocab_size=VOCAB, count=1)
+    ranks.add("a", [1, 2, 3], first, temperature=0)
+    ranks.finish()
+    assert len(ranks.steps) == 2
+    assert ranks.tokens("a") == first
+    assert ranks.updates["a"][0].finish_reason == "stop"
+    assert ranks.scheduler.pool.referenced == 0
+
+
+def test_a_guided_request_waits_for_each_of_its_tokens() -> None:
+    ranks = Ranks(ROOMY)
+    ranks.add("guided", [1], max_tokens=20, guide=Guide(regex="x", compiled="4"))
+    ranks.add("free", [1], max_tokens=20)
+    ranks.fill()
+    assert [len(step.batches[0].rows) for step in ranks.steps] == [2, 1]
+    ranks.finish()
+    assert len(ranks.tokens("guided")) == 4
+    assert all(token % 2 == 0 for token in ranks.tokens("guided"))
+    assert ranks.updates["guided"][-1].finish_reason == "stop"
+    assert len(ranks.tokens("free")) == 20
+
+
+def test_a_grammar_that_cannot_be_read_refuses_its_request_only() -> None:
+    ranks = Ranks(ROOMY)
+    with pytest.raises(RequestError, match="cannot be read"):
+        ranks.add("a", [1], guide=Guide(regex="x", compiled="not a number"))
+    with pytest.raises(RequestError, match="no compiled grammar"):
+        ranks.add("b", [1], guide=Guide(regex="x"))
+    assert ranks.scheduler.idle
+
+
+def test_a_token_that_the_grammar_does_not_take_refuses_its_request_only() -> None:
+    scheduler = Scheduler(ROOMY, Evens)
+    scheduler.add(Add("a", [1], SamplingParams(guide=Guide(regex="x", compiled="4"))))
+    scheduler.add(Add("b", [1], SamplingParams(max_tokens=1)))
+    step = scheduler.schedule()
+    assert step is not None
+    refused, update = scheduler.settle(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
+    assert isinstance(refused, Refused)
+    assert "token 3" in refused.error["asked"]
+    assert isinstance(update, Update)
+    scheduler.check()
+    assert scheduler.idle
+
+
+def test_min_tokens_hold_stop_ids_back() -> None:
+    ranks = Ranks(ROOMY)
+    ranks.add("a", [1], list(range(0, VOCAB, 2)), max_tokens=30, min_tokens=6)
+    ranks.finish()
+    tokens = ranks.tokens("a")
+    assert all(token % 2 for token in tokens[:6])
+    assert tokens[-1] % 2 == 0
+    assert ranks.updates["a"][-1].stop_reason == tokens[-1]
+
+
+def test_the_last_to_come_gives_way_and_loses_no_token() -> None:
+    ranks = Ranks(replace(ROOMY, num_blocks=12, prefix_caching=False))
+    for name in "abc":
+        ranks.add(name, [ord(name) % VOCAB] * 8, max_tokens=24, seed=3)
+    ranks.finish()
+    stats = ranks.scheduler.stats()
+    assert stats.preemptions > 0
+    assert (stats.generation_tokens, stats.prompt_tokens) == (72, 24)
+    ends = [max(i for i, u in enumerate(ranks.updates[name])) for name in "abc"]
+    assert ends == [23, 23, 23]
+
+
+def test_a_shared_beginning_is_computed_once() -> None:
+    ranks = Ranks(ROOMY)
+    ranks.add("a", list(range(20)), max_tokens=4, temperature=0)
+    ranks.finish()
+    ranks.add("b", list(range(20)), max_tokens=4, temperature=0)
+    ranks.add("c", [*range(10), 30], max_tokens=4)
+    ranks.finish()
+    assert ranks.tokens("a") == ranks.tokens("b")
+    assert ranks.updates["b"][0].cached_tokens == 16, "the last token is computed, and a block is shared whole"
+    assert ranks.updates["c"][0].cached_tokens == 8
+    stats = ranks.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits) == (51, 24)
+
+
+def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
+    ranks = Ranks(ROOMY)
+    for name in "ab":
+        ranks.add(name, list(range(20)), max_tokens=1, prompt_logprobs=2)
+        ranks.finish()
+    assert ranks.updates["b"][0].cached_tokens == 0
+    found = ranks.updates["b"][0].prompt_logprobs
+    assert found is not None
+    assert len(found) == 20
+    assert found[0] is None
+
+
+def test_a_window_gives_blocks_back_while_the_request_runs() -> None:
+    ranks = Ranks(replace(ROOMY, num_blocks=6, window=8, max_num_tokens=8))
+    ranks.add("a", list(range(40)), max_tokens=100)
+    most = 0
+    for _ in range(400):
+        ranks.fill()
+        most = max(most, ranks.scheduler.pool.referenced)
+        if not ranks.results:
+            break
+        ranks.settle()
+    assert len(ranks.tokens("a")) == 100
+    assert most <= 5
+
+
+def test_a_windowed_hit_needs_only_what_the_window_reaches() -> None:
+    ranks = Ranks(replace(ROOMY, num_blocks=9, window=8, max_num_tokens=16))
+    ranks.add("a", list(range(40)), max_tokens=1)
+    ranks.finish()
+    ranks.add("b", list(range(40)), max_tokens=3)
+    ranks.finish()
+    assert ranks.updates["b"][0].cached_tokens == 36
+
+
+def test_a_prompt_without_chunks_goes_before_decodes() -> None:
+    """Otherwise a prompt as long as a step would wait until nothing else runs."""
+    ranks = Ranks(replace(ROOMY, chunked_prefill=False, max_num_tokens=20))
+    ranks.add("a", [1], max_tokens=100)
+    ranks.fill()
+    ranks.add("long", [2] * 20, max_tokens=2)
+    ranks.settle()
+    ranks.submit()
+    assert [row.count for row in ranks.steps[-1].batches[0].rows] == [20]
+    ranks.finish()
+    assert len(ranks.tokens("a")) == 100
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "error", "words"),
+    [
+        (ROOMY, 200, PromptTooLong, ["200", "max_seq_len is 200"]),
+        (replace(ROOMY, chunked_prefill=False), 70, PromptTooLong, ["70", "max_num_tokens is 64"]),
+        (replace(ROOMY, num_blocks=10), 45, CapacityError, ["45", "40 tokens", "12 blocks of 4"]),
+        (ROOMY, 0, RequestError, ["0 tokens"]),
+    ],
+)
+def test_what_cannot_run_is_refused_with_both_numbers(
+    options: SchedulerOptions, length: int, error: type[Exception], words: list[str]
+) -> None:
+    ranks = Ranks(options)
+    with pytest.raises(error) as caught:
+        ranks.add("a", [1] * length)
+    assert all(word in str(caught.value) for word in words)
+    assert ranks.scheduler.idle
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stop", "params", "name"),
+    [
+        ([VOCAB], [], {}, "prompt"),
+        ([-1], [], {}, "prompt"),
+        ([1], [VOCAB + 7], {}, "stop_token_ids"),
+        ([1], [], {"logit_bias": {99: 1.0}}, "logit_bias"),
+    ],
+)
+def test_a_token_that_the_model_does_not_have_is_refused(
+    prompt: list[int], stop: list[int], params: dict[str, object], name: str
+) -> None:
+    with pytest.raises(RequestError, match=f"in {name}; the vocabulary has tokens 0..49"):
+        Ranks(ROOMY).add("a", prompt, stop, **params)
+
+
+def test_the_longest_prompt_that_fits_runs() -> None:
+    for options in (ROOMY, replace(ROOMY, num_blocks=10)):
+        ranks = Ranks(options)
+        longest = min(options.max_seq_len - 1, options.num_blocks * options.block_size)
+        ranks.add("a", [1] * longest, max_tokens=None)
+        ranks.finish()
+        assert len(ranks.tokens("a")) == 1
+        assert ranks.updates["a"][-1].finish_reason == "length"
+
+
+def test_seeds_of_requests_that_bring_none_repeat_with_the_engine_seed() -> None:
+    def seeds(options: SchedulerOptions) -> list[int]:
+        ranks = Ranks(options)
+        for number in range(4):
+            ranks.add(str(number), [1], **({"seed": 5} if number == 2 else {}))
+        ranks.submit()
+        return [admission.seed for admission in ranks.steps[0].batches[0].admitted]
+
+    assert seeds(ROOMY) == seeds(ROOMY)
+    assert seeds(ROOMY)[2] == 5
+    assert seeds(ROOMY) != seeds(replace(ROOMY, seed=1))
+
+
+def test_a_result_of_another_step_stops_the_engine() -> None:
+    ranks = Ranks(ROOMY)
+    ranks.add("a", [1])
+    ranks.fill()
+    with pytest.raises(StepDiverged):
+        ranks.scheduler.settle(ranks.results[1])
+    with pytest.raises(StepDiverged):
+        ranks.scheduler.settle(StepResult(1, [[RowResult(token=1), RowResult(token=2)]]))
+    with pytest.raises(StepDiverged):
+        ranks.scheduler.settle(StepResult(1, [[RowResult(token=None)]]))
+
+
+def test_an_id_is_taken_once() -> None:
+    ranks = Ranks(ROOMY)
+    ranks.add("a", [1])
+    with pytest.raises(RequestError, match="twice"):
+        ranks.add("a", [1])
+    ranks.scheduler.abort("nobody")
+
+
+def test_the_check_sees_a_lost_slot() -> None:
+    scheduler = Scheduler(ROOMY)
+    scheduler._slots.pop()
+    with pytest.raises(EngineError, match="slot accounting"):
+        scheduler.check()
+
+
+def test_hundreds_of_requests_cost_little_time() -> None:
+    """A turn of 512 decodes; the bound is generous, since tests share their cores."""
+    options = replace(ROOMY, num_blocks=20_000, block_size=16, max_batch_size=512, max_num_tokens=8192, max_seq_len=2048)
+    scheduler = Scheduler(options)
+    for number in range(512):
+        scheduler.add(Add(str(number), [number % VOCAB] * 16, SamplingParams(max_tokens=1000)))
+    best = 1.0
+    for _ in range(40):
+        begin = time.perf_counter()
+        step = scheduler.schedule()
+        middle = time.perf_counter()
+        assert step is not None
+        result = StepResult(step.number, [[RowResult(token=7) for _ in step.batches[0].rows]])
+        later = time.perf_counter()
+        scheduler.settle(result)
+        best = min(best, time.perf_counter() - later + middle - begin)
+    assert best < 0.010
+
+
+def test_the_core_imports_no_torch() -> None:
+    modules = "scheduler, blocks, prefix, request, limits, loop, fake, process, messages"
+    code = f"import sys; from phalanx.engine import {modules}; assert not set(sys.modules) & {{'torch', 'transformers'}}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
