@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asker's end of the engine: starts its process, sends requests, streams what comes back, and notices when it is gone.
+
+Engine and client talk over one pair of DEALER sockets in a private folder. The client ends streams with an error in bounded time:
+when the engine says that it failed (the error names the rank), when its process ends, and when it has been silent for 30 s.
+`serve.fake` has the in-process stand-in for tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from phalanx.comm import launch
+from phalanx.config import EngineOptions, SamplingParams
+from phalanx.engine.limits import SchedulerOptions, length_limit
+from phalanx.engine.messages import (
+    Abort,
+    Add,
+    AskStats,
+    Beat,
+    EngineFacts,
+    Failed,
+    FromEngine,
+    Refused,
+    Shutdown,
+    Started,
+    Stats,
+    Stopped,
+    ToEngine,
+    Update,
+)  # fmt: skip
+from phalanx.errors import EngineClosed, EngineError, PhalanxError, RequestError
+from phalanx.log import get_logger
+
+SILENCE = 30.0
+"""Seconds without a sign of life from a started engine after which it is given up."""
+_LAST_WORDS = 0.5  # seconds that messages of an engine that has ended may take to arrive
+_PATH_LIMIT = 80  # bytes of a folder's path; the kernel's limit for the path of a socket is 107
+
+logger = get_logger(__name__)
+
+
+class Engine(Protocol):
+    """What serve needs of an engine: `EngineClient`, and `serve.fake.FakeEngineClient`."""
+
+    facts: EngineFacts
+    eos_token_ids: list[int]
+    """Tokens that end a completion unless ignore_eos. The model's; a tokenizer may add its own."""
+    latest: Stats
+    """The last Stats that came."""
+    failure: PhalanxError | None
+    """Why the engine is of no more use; None while it is."""
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise what `add` would be refused with, as far as that is known before it is sent: PromptTooLong, RequestError."""
+
+    def add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Update]:
+        """Run one completion (params.n is 1). Ends after the Update with a finish_reason; leaving early aborts the request.
+
+        Raises what the engine refuses the request with, or EngineError when the engine is lost.
+        """
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget these requests; their streams end with finish_reason "abort". Unknown ids are ignored."""
+
+    async def stats(self) -> Stats: ...
+
+    def on_failure(self, call: Callable[[PhalanxError], None]) -> None:
+        """Call back, on the event loop, once the engine is lost (not when it is closed)."""
+
+    async def close(self, timeout: float = 10.0) -> None: ...
+
+
+class Stream:
+    """Updates of one request, in order, until a finish_reason or an error."""
+
+    def __init__(self) -> None:
+        self._queue: deque[Update | PhalanxError] = deque()
+        self._filled = asyncio.Event()
+        self.ended = False
+        """The engine has nothing more to say about this request."""
+
+    def put(self, item: Update | PhalanxError) -> None:
+        self._queue.append(item)
+        self.ended = self.ended or isinstance(item, PhalanxError) or item.finish_reason is not None
+        self._filled.set()
+
+    async def next(self) -> Update:
+        while not self._queue:
+            self._filled.clear()
+            await self._filled.wait()
+        item = self._queue.popleft()
+        if isinstance(item, PhalanxError):
+            raise item
+        return item
+
+
+class EngineClient:
+    """An engine process and its requests. All methods belong to the event loop that started it. See `Engine`."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.facts: EngineFacts = _NO_FACTS
+        self.eos_token_ids: list[int] = []
+        self.latest = Stats()
+        self.failure: PhalanxError | None = None
+        self._streams: dict[str, Stream] = {}
+        self._stats: list[asyncio.Future[Stats]] = []
+        self._calls: list[Callable[[PhalanxError], None]] = []
+        self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended = asyncio.Event()
+        self._closing = False
+        self._heard = False
+        self._child: launch.Child | None = None
+        self._watch = launch.Watch()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._folder = _private_folder()
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+
+    @classmethod
+    async def start(cls, options: EngineOptions, *, executor: str = "ranks") -> EngineClient:
+        """Start an engine process and wait until it takes requests. executor: "ranks", or "fake" for tests of what lies above.
+
+        Raises what the engine could not start with (ModelError, LayoutError, CapacityError, EngineError, ...). When it raises, or
+        is cancelled, no process is left.
+        """
+        client = cls(options)
+        try:
+            client._launch(executor)
+            # The engine keeps start_timeout itself; this is for one that stands still.
+            async with asyncio.timeout(options.start_timeout + SILENCE):
+                await client._started
+        except TimeoutError:
+            await client.close(timeout=0)
+            raise EngineError(
+                "the engine was started", held=f"it was not ready after {options.start_timeout + SILENCE:.0f} s"
+            ) from None
+        except BaseException:
+            await client.close(timeout=0)
+            raise
+        return client
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        check(self._add("", token_ids, params), self.facts, chunked_prefill=self.options.enable_chunked_prefill)
+
+    async def add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Update]:
+        self._refuse_when_lost()
+        if request_id in self._streams:
+            raise RequestError(f"request id {request_id!r} was given", held="a request of this id is running", next="give another")
+        stream = self._streams[request_id] = Stream()
+        try:
+            self._send(self._add(request_id, token_ids, params))
+            while True:
+                update = await stream.next()
+                yield update
+                if update.finish_reason is not None:
+                    return
+        finally:
+            self._streams.pop(request_id, None)
+            if not stream.ended and self.failure is None:
+                self._send(Abort([request_id]))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        known = [request_id for request_id in request_ids if request_id in self._streams]
+        for request_id in known:
+            self._streams.pop(request_id).put(Update(request_id, [], finish_reason="abort"))
+        if known and self.failure is None:
+            self._send(Abort(known))
+
+    async def stats(self) -> Stats:
+        self._refuse_when_lost()
+        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._stats.append(answer)
+        self._send(AskStats())
+        return await answer
+
+    def on_failure(self, call: Callable[[PhalanxError], None]) -> None:
+        self._calls.append(call)
+
+    async def close(self, timeout: float = 10.0) -> None:
+        """End the engine: as asked within `timeout` seconds, else killed. Open streams end with EngineClosed."""
+        if not self._closing:
+            self._closing = True
+            self._lose(EngineClosed("the engine was shut down"))
+            if timeout > 0 and self._child is not None and self._child.alive:
+                self._send(Shutdown())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(timeout):
+                        await self._ended.wait()
+        await self._end()
+
+    def kill(self) -> None:
+        """End the engine's process now, without an event loop; for when there is none any more."""
+        if self._child is not None:
+            launch.stop([self._child], 0.0)
+        self._remove_folder()
+
+    # ---- the process -----------------------------------------------------------------------------------------------------
+
+    def _launch(self, executor: str) -> None:
+        address = f"ipc://{self._folder}/engine"
+        # Nothing is dropped: what is in flight is bounded by the requests.
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._socket.bind(address)
+        config = {"address": address, "options": self.options.model_dump(), "executor": executor}
+        self._child = launch.start("phalanx.engine", config, "phalanx engine")
+        self._watch.add(self._child)
+        asyncio.get_running_loop().add_reader(self._watch.fileno(), self._child_ended)
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen_for_silence())]
+
+    def _child_ended(self) -> None:
+        for end in self._watch.ended():
+            self._ended.set()
+            if not self._closing:
+                error = EngineError("a request was running", held=f"the engine process {end.words}", next="start it again")
+                asyncio.get_running_loop().call_later(_LAST_WORDS, self._lose, error)
+
+    async def _listen_for_silence(self) -> None:
+        """Seconds count only while this loop runs: a laptop that slept has not heard an engine that slept with it either."""
+        last = time.monotonic()
+        self._silent = 0.0
+        while True:
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            self._silent, last = self._silent + min(now - last, 2.0), now
+            if self._silent > SILENCE and self._started.done():
+                self._lose(
+                    EngineError(
+                        "a request was running", held=f"the engine process has said nothing for {SILENCE:.0f} s", why=_STILL
+                    )
+                )
+                return
+
+    async def _end(self) -> None:
+        """Make sure that the process is gone, then give everything back."""
+        if self._child is not None:
+            launch.stop([self._child], 0.0)
+        loop = asyncio.get_running_loop()
+        if not self._socket.closed:
+            if self._watch.fileno() >= 0:
+                loop.remove_reader(self._watch.fileno())
+            self._watch.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._socket.close(linger=0)
+            self._context.term()
+        self._remove_folder()
+
+    # ---- messages --------------------------------------------------------------------------------------------------------
+
+    def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> Add:
+        return message(request_id, token_ids, params, self.eos_token_ids)
+
+    def _send(self, message: ToEngine) -> None:
+        # There is no high-water mark, so it is queued at once and the future is done.
+        self._socket.send(self._encode(message))
+
+    async def _read(self) -> None:
+        while True:
+            for frame in await self._socket.recv_multipart():
+                self._take(self._decode(frame))
+
+    def _take(self, message: Any) -> None:
+        self._silent = 0.0
+        if not self._heard:
+            # Connected: the path has served. Nothing is left behind then, however this process ends.
+            self._heard = True
+            self._remove_folder()
+        match message:
+            case Update(request_id=request_id) if request_id in self._streams:
+                self._streams[request_id].put(message)
+            case Refused(request_id=request_id, error=error) if request_id in self._streams:
+                self._streams[request_id].put(PhalanxError.from_wire(error))
+            case Stats():
+                self.latest = message
+                for answer in self._stats:
+                    if not answer.done():
+                        answer.set_result(message)
+                self._stats.clear()
+            case Started(facts=facts):
+                self.facts, self.eos_token_ids = facts, list(facts.eos_token_ids)
+                if not self._started.done():
+                    self._started.set_result(None)
+            case Failed(error=error):
+                self._lose(PhalanxError.from_wire(error))
+            case Stopped() | Beat() | Update() | Refused():
+                pass  # of requests that nobody waits for any more
+
+    def _refuse_when_lost(self) -> None:
+        if self.failure is not None:
+            raise again(self.failure)
+
+    def _lose(self, error: PhalanxError) -> None:
+        """Nothing more comes: everybody who waits gets the error. The first one counts."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        for stream in self._streams.values():
+            stream.put(again(error))
+        for answer in self._stats:
+            if not answer.done():
+                answer.set_exception(again(error))
+        self._stats.clear()
+        if not self._started.done():
+            self._started.set_exception(again(error))
+            self._started.exception()  # nobody may be waiting
+        if not self._closing:
+            logger.error("%s", error)
+            for call in self._calls:
+                call(error)
+            self._tasks.append(asyncio.create_task(self._end_lost()))
+
+    async def _end_lost(self) -> None:
+        """A failed engine ends itself, and its ranks with it; one that stands still does not."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5.0):
+                await self._ended.wait()
+        if self._child is not None:
+            self._child.signal(9)
+
+
+def message(request_id: str, token_ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int]) -> Add:
+    """The request as the engine takes it, with the tokens that end it."""
+    eos = [] if params.ignore_eos else list(eos_token_ids)
+    stops = list(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
+    return Add(request_id, list(token_ids), params, stop_token_ids=stops, eos_token_ids=eos)
+
+
+def check(add: Add, facts: EngineFacts, *, chunked_prefill: bool = True) -> None:
+    """Raise what an engine with these facts refuses the request with, as far as that can be known outside of it."""
+    limits = SchedulerOptions(
+        num_blocks=1 << 40,  # only the engine knows how many a model with a sliding window needs at once
+        block_size=facts.block_size, max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens,
+        max_seq_len=facts.max_seq_len, chunked_prefill=chunked_prefill, vocab_size=facts.vocab_size,
+    )  # fmt: skip
+    length_limit(add, limits)
+
+
+def again(error: PhalanxError) -> PhalanxError:
+    """The same error for another who waits: an exception that is raised twice would collect the tracebacks of both."""
+    return PhalanxError.from_wire(error.to_wire())
+
+
+_STILL = "it is stopped, or its machine has no time for it"
+_NO_FACTS = EngineFacts("", "", "", 0, (0, 0, 0), 0, 0, 0, 0, 0, 0, [])
+
+
+def _private_folder() -> str:
+    folder = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="phalanx-", dir=folder if len(os.fsencode(folder)) < _PATH_LIMIT else "/tmp")

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine without a model, in this process, for tests of what lies above the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+
+from phalanx.config import SamplingParams
+from phalanx.engine.messages import Add, EngineFacts, Stats, TokenLogprobs, Update
+from phalanx.errors import EngineClosed, PhalanxError
+from phalanx.serve.client import Engine, again, check, message
+
+Tokens = Callable[[Add], Iterable[int]]
+
+
+def fake_facts(*, vocab_size: int = 1000, max_seq_len: int = 1024, eos_token_ids: Sequence[int] = ()) -> EngineFacts:
+    return EngineFacts(
+        model="fake", dtype="fp32", device="cpu", world=1, layout=(1, 1, 1), max_seq_len=max_seq_len, max_batch_size=8,
+        max_num_tokens=256, block_size=16, num_blocks=256, vocab_size=vocab_size, eos_token_ids=list(eos_token_ids),
+    )  # fmt: skip
+
+
+class FakeEngineClient(Engine):
+    """Answers each request with `tokens(add)`, one token per turn of the event loop (or per `delay` seconds).
+
+    Ends requests as an engine does: max_tokens, max_seq_len, stop tokens after min_tokens. Logprobs that are asked for are all -1.
+    added, aborted: the requests that came, and the ids that were left early, for tests to look at. `fail` loses the engine.
+    """
+
+    def __init__(self, tokens: Tokens, *, facts: EngineFacts | None = None, delay: float = 0.0) -> None:
+        self.facts = facts or fake_facts()
+        self.eos_token_ids = list(self.facts.eos_token_ids)
+        self.failure: PhalanxError | None = None
+        self.delay = delay
+        self.added: list[Add] = []
+        self.aborted: list[str] = []
+        self.latest = Stats(blocks_total=self.facts.num_blocks)
+        self._tokens = tokens
+        self._running: dict[str, asyncio.Event] = {}
+        self._calls: list[Callable[[PhalanxError], None]] = []
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
+        check(message("", token_ids, params, self.eos_token_ids), self.facts)
+
+    async def add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Update]:
+        add = message(request_id, token_ids, params, self.eos_token_ids)
+        self._refuse_when_lost()
+        check(add, self.facts)
+        self.added.append(add)
+        gone = self._running[request_id] = asyncio.Event()
+        ended = False
+        try:
+            for update in self._updates(add):
+                await asyncio.sleep(self.delay)
+                self._refuse_when_lost()
+                if gone.is_set():
+                    update = Update(request_id, [], finish_reason="abort")
+                ended = update.finish_reason is not None
+                yield update
+                if ended:
+                    return
+        finally:
+            self._running.pop(request_id, None)
+            if not ended and self.failure is None:
+                self.aborted.append(request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._running:
+                self._running[request_id].set()
+
+    async def stats(self) -> Stats:
+        self._refuse_when_lost()
+        self.latest = Stats(running=len(self._running), blocks_total=self.facts.num_blocks, blocks_referenced=len(self._running))
+        return self.latest
+
+    def on_failure(self, call: Callable[[PhalanxError], None]) -> None:
+        self._calls.append(call)
+
+    def fail(self, error: PhalanxError) -> None:
+        """Lose the engine: every open stream raises this."""
+        self.failure = error
+        for call in self._calls:
+            call(error)
+
+    async def close(self, timeout: float = 10.0) -> None:
+        self.failure = self.failure or EngineClosed("the engine was shut down")
+
+    def _updates(self, add: Add) -> Iterable[Update]:
+        room = self.facts.max_seq_len - len(add.token_ids)
+        limit = min(add.params.max_tokens or room, room)
+        scored = add.params.prompt_logprobs is not None
+        for count, token in enumerate(self._tokens(add), 1):
+            update = Update(add.request_id, [token])
+            if add.params.logprobs is not None:
+                update.logprobs = [TokenLogprobs(token, -1.0, 1, [(token, -1.0)][: add.params.logprobs])]
+            if scored and count == 1:
+                update.prompt_logprobs = [None, *(TokenLogprobs(known, -1.0, 1) for known in add.token_ids[1:])]
+            if token in add.stop_token_ids and count >= add.params.min_tokens:
+                update.finish_reason = "stop"
+                update.stop_reason = None if token in add.eos_token_ids else token
+            elif count >= limit:
+                update.finish_reason = "length"
+            yield update
+        raise AssertionError(f"the fake engine's tokens ended before request {add.request_id!r} did")
+
+    def _refuse_when_lost(self) -> None:
+        if self.failure is not None:
+            raise again(self.failure)
