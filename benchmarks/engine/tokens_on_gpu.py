@@ -77,7 +77,7 @@ def make_reference(name: str, folder: Path) -> Path:
         from tests.checkpoints import write_checkpoint
 
         model_folder = write_checkpoint(
-            folder / name, name, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64
+            folder / name, name, hidden_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128
         )
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     vocab = model.config.vocab_size
