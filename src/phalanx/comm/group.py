@@ -104,6 +104,6 @@ def finish(total: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
     """The fusion as one kernel after the sum `total` [T, H]: what an unfused strategy runs."""
     from phalanx import kernels
 
-    if fusion.quant != "none":
-        raise NotImplementedError("quantized fusions come with the tuned all-reduce")
-    return kernels.residual_rms_norm(total, fusion.residual, fusion.weight, fusion.eps)
+    return kernels.residual_rms_norm_quant(
+        total, fusion.residual, fusion.weight, fusion.eps, quant=fusion.quant, scale=fusion.scale, keep_norm=fusion.keep_norm
+    )

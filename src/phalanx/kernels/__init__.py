@@ -4,6 +4,16 @@
 The names here pick the kernel for the tensor's device; importing this room loads no Triton.
 """
 
-from phalanx.kernels.reference import residual_rms_norm, rms_norm, rope, silu_mul, write_kv
+from phalanx.kernels.norms import residual_rms_norm, residual_rms_norm_quant
+from phalanx.kernels.reference import quantize_fp8, quantize_nvfp4, rms_norm, rope, silu_mul, write_kv
 
-__all__ = ["residual_rms_norm", "rms_norm", "rope", "silu_mul", "write_kv"]
+__all__ = [
+    "quantize_fp8",
+    "quantize_nvfp4",
+    "residual_rms_norm",
+    "residual_rms_norm_quant",
+    "rms_norm",
+    "rope",
+    "silu_mul",
+    "write_kv",
+]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that every rank of a group maps: the workspace of ONESHOT and TWOSHOT on GPUs.
+
+The only file that imports torch's private symmetric memory. Multicast is not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LIMIT_BYTES = 192 << 20
+"""A workspace's size at most; longer messages go in chunks."""
+_LEAST_ONESHOT_BYTES = 1 << 20
+_VECTOR_BYTES = 16
+_ALIGNMENT = 1 << 12
+
+
+def half_bytes(world: int, message_bytes: int) -> int:
+    """One half of the workspace for messages of up to `message_bytes`: a two-shot's parts and sums, within the limit; and never
+    less than a small one-shot takes."""
+    share = -(-message_bytes // world)
+    need = max((world - 1) * share + message_bytes + _ALIGNMENT, (world - 1) * _LEAST_ONESHOT_BYTES)
+    return min(-(-need // _ALIGNMENT) * _ALIGNMENT, LIMIT_BYTES // 2)
+
+
+def workspace_bytes(world: int, message_bytes: int) -> int:
+    """GPU memory that a group of `world` ranks takes per rank, for messages of up to `message_bytes`. Pure."""
+    return 0 if world == 1 else 2 * half_bytes(world, message_bytes)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """addresses: of each rank's workspace as this rank maps it; half: vectors of 16 bytes in one of its two halves; turn: int32
+    [2] on the device, the call's number and the tickets drawn; sms: multiprocessors of the GPU; ptx: its compute capability x 10;
+    memory: keeps the mapping alive."""
+
+    rank: int
+    world: int
+    addresses: tuple[int, ...]
+    half: int
+    turn: Tensor
+    sms: int
+    ptx: int
+    memory: tuple[object, ...] = ()
+
+    @property
+    def oneshot_vectors(self) -> int:
+        """The longest one-shot that fits."""
+        return self.half // (self.world - 1)
+
+    @property
+    def twoshot_vectors(self) -> int:
+        """The longest two-shot that fits, with shares rounded up."""
+        return (self.half - self.world * SHARE_ALIGNMENT) * self.world // (2 * self.world - 1)
+
+
+SHARE_ALIGNMENT = 8
+"""A two-shot's shares start at multiples of so many vectors: 128 bytes."""
+
+
+def share_of(vectors: int, world: int) -> int:
+    """Vectors that each rank of a two-shot adds up."""
+    return -(-vectors // (world * SHARE_ALIGNMENT)) * SHARE_ALIGNMENT
+
+
+def form_workspace(process_group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> Workspace:
+    """Allocate and map the group's workspace; collective. Every pair of the group's GPUs must reach each other's memory."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    rank, world = process_group.rank(), process_group.size()
+    half = half_bytes(world, message_bytes)
+    buffer = symmetric_memory.empty(2 * half // 4, dtype=torch.int32, device=device)
+    handle = symmetric_memory.rendezvous(buffer, process_group.group_name)
+    buffer.fill_(-1)  # the sentinel of kernels.signals
+    turn = torch.zeros(2, dtype=torch.int32, device=device)
+    torch.cuda.synchronize(device)
+    handle.barrier(channel=0)  # nobody pushes into a workspace that is not filled yet
+    torch.cuda.synchronize(device)
+    properties = torch.cuda.get_device_properties(device)
+    return Workspace(
+        rank, world, tuple(int(address) for address in handle.buffer_ptrs), half // _VECTOR_BYTES, turn,
+        properties.multi_processor_count, 10 * properties.major + properties.minor, (buffer, handle),
+    )  # fmt: skip

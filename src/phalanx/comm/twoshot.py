@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TWOSHOT on GPUs: `kernels.allreduce_twoshot` over a symmetric workspace, with its launches.
+
+share r of out = round(x of rank 0 + x of rank 1 + ...) on rank r, in fp32, in rank order; gathered; then the fusion
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import ResidualRmsNorm
+from phalanx.comm.oneshot import row_block
+from phalanx.comm.symmetric import Workspace, share_of
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """programs: of the grid, all of which must run at once; flat: vectors of 16 bytes that a program sums at once; block: vectors
+    that hold a row (0 without a norm); warps: of a program; flat and block are at least 32 x warps."""
+
+    programs: int
+    flat: int
+    block: int
+    warps: int
+
+
+def flat_launch(vectors: int, world: int, sms: int) -> Launch:
+    """For a sum alone: small programs while the shares are small, else programs that keep much in flight."""
+    share = share_of(vectors, world)
+    warps = 4 if share <= 128 * 2 * sms else 16
+    flat = 32 * warps
+    return Launch(min(-(-share // flat), (2 if warps < 16 else 1) * sms), flat, 0, warps)
+
+
+def row_launch(rows: int, pitch: int, world: int, sms: int) -> Launch:
+    """For a sum with a norm, `pitch` vectors a row."""
+    block = row_block(pitch)
+    warps = min(16, block // 32)
+    flat = 32 * warps
+    programs = max(min(rows, sms), min(-(-share_of(rows * pitch, world) // flat), sms))
+    return Launch(programs, flat, block, warps)
+
+
+def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) -> Tensor:
+    """The sum over ranks of x (contiguous, a multiple of 16 bytes, 16-byte aligned), in a new tensor."""
+    from phalanx.kernels.allreduce_twoshot import twoshot
+    from phalanx.kernels.vectors import KINDS
+
+    out = torch.empty_like(x)
+    source, target = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
+    vectors = source.numel() // 4
+    for first in range(0, vectors, workspace.twoshot_vectors):
+        count = min(vectors - first, workspace.twoshot_vectors)
+        run = launch or flat_launch(count, workspace.world, workspace.sms)
+        twoshot[(run.programs,)](
+            source[4 * first :], target[4 * first :], workspace.addresses, workspace.turn, workspace.half, count,
+            share_of(count, workspace.world),
+            KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.flat, PTX=workspace.ptx,
+            num_warps=run.warps, launch_pdl=workspace.ptx >= 90,
+        )  # fmt: skip
+    return out
+
+
+def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, launch: Launch | None = None) -> tuple[Tensor, ...]:
+    """The sum over ranks of x [T, H] (as above; H a multiple of 8, for nvfp4 of 16) and its fusion, in new tensors."""
+    from phalanx.kernels.allreduce_twoshot import twoshot_norm
+    from phalanx.kernels.residual_rms_norm import Sinks, quant_mode
+    from phalanx.kernels.vectors import KINDS
+
+    mode = quant_mode(fusion.quant, fusion.scale)
+    sinks = Sinks(x, mode, fusion.keep_norm)
+    residual = fusion.residual.contiguous()
+    rows, hidden = x.shape
+    pitch = hidden * x.element_size() // 16
+    rows_at_once = workspace.twoshot_vectors // pitch
+    for first in range(0, rows, rows_at_once):
+        last = min(rows, first + rows_at_once)
+        run = launch or row_launch(last - first, pitch, workspace.world, workspace.sms)
+        twoshot_norm[(run.programs,)](
+            x[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
+            sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
+            workspace.turn, workspace.half, last - first, hidden, share_of((last - first) * pitch, workspace.world), fusion.eps,
+            KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=fusion.keep_norm, RANK=workspace.rank, WORLD=workspace.world,
+            BLOCK=run.block, FLAT=run.flat, PTX=workspace.ptx, num_warps=run.warps, launch_pdl=workspace.ptx >= 90,
+        )  # fmt: skip
+    return sinks.outputs()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+# ruff: noqa: RUF005 (Triton's tuples grow by +)
+"""One-shot all-reduce: every rank pushes its whole tensor to every peer, and adds up what arrives.
+
+    out = round(x[0] + x[1] + ... + x[world - 1])           in fp32, in rank order, rounded once
+    oneshot_norm: then what `residual_rms_norm` does with it
+
+One hop over the wire, (world - 1) tensors out and in per rank: for small messages, and for two ranks also for large ones, since a
+two-shot moves as much. `signals` says how ranks wait for each other. A call's half holds [world - 1][vectors], by `slot`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from phalanx.kernels.residual_rms_norm import finish_row
+from phalanx.kernels.signals import at, clear, dependents, enter, leave, poll, push, seal, slot
+from phalanx.kernels.vectors import add, load, pack, rounded, store, unpack
+
+
+@triton.jit
+def spread(words, peers, offset, index, mask, pitch, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Push one's words to every peer, into one's slot of `pitch` vectors there."""
+    sealed = seal(words)
+    for step in tl.static_range(1, WORLD):
+        place = slot((RANK + step) % WORLD, RANK, WORLD) * pitch.to(tl.int64) * 16
+        push(at(peers[(RANK + step) % WORLD] + offset + place, index, mask), sealed)
+
+
+@triton.jit
+def sum_in_rank_order(own, words, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Lanes (fp32) of the sum of this rank's words and those of the peers, which come by slot."""
+    for source in tl.static_range(WORLD):
+        if source == RANK:
+            part = unpack(own, KIND)
+        else:
+            part = unpack(words[4 * slot(RANK, source, WORLD) : 4 * slot(RANK, source, WORLD) + 4], KIND)
+        if source == 0:
+            total = part
+        else:
+            total = add(total, part)
+    return total
+
+
+@triton.jit
+def gather_sum(own, mine, index, mask, pitch, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Wait for the peers' vectors in my half (address `mine`), clear them, and add them to my own words: lanes, fp32."""
+    addresses = ()
+    for place in tl.static_range(WORLD - 1):
+        addresses = addresses + (at(mine + place * pitch.to(tl.int64) * 16, index, mask),)
+    words = poll(addresses)
+    for place in tl.static_range(WORLD - 1):
+        clear(addresses[place])
+    return sum_in_rank_order(own, words, KIND, RANK, WORLD)
+
+
+@triton.jit(do_not_specialize=["vectors", "half"])
+def oneshot(
+    x, out, peers, turn, half, vectors,
+    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LOOP: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
+
+    peers: the address of each rank's workspace; half: vectors in one of its halves; LOOP: there are more blocks than programs.
+    """
+    dependents(PTX)
+    number = enter(turn, PTX)
+    offset = (number & 1) * half.to(tl.int64) * 16
+    programs = tl.num_programs(0)
+    first = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    if LOOP:
+        blocks = tl.cdiv(vectors, BLOCK)
+        for block in range(first, blocks, programs):
+            index = block * BLOCK + lane
+            mask = index < vectors
+            spread(load(x, index, mask, PTX), peers, offset, index, mask, vectors, RANK, WORLD)
+        leave(turn, programs)
+        for block in range(first, blocks, programs):
+            index = block * BLOCK + lane
+            mask = index < vectors
+            total = gather_sum(load(x, index, mask, PTX), peers[RANK] + offset, index, mask, vectors, KIND, RANK, WORLD)
+            store(out, index, pack(total, KIND, PTX), mask, PTX)
+    else:
+        index = first * BLOCK + lane
+        mask = index < vectors
+        own = load(x, index, mask, PTX)
+        spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
+        leave(turn, programs)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, vectors, KIND, RANK, WORLD)
+        store(out, index, pack(total, KIND, PTX), mask, PTX)
+
+
+@triton.jit(do_not_specialize=["rows", "hidden", "half"])
+def oneshot_norm(
+    x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """The sum over ranks of x [rows, hidden], its residual, norm and quantization, one program a row (LOOP: some rows)."""
+    dependents(PTX)
+    pitch = hidden // (4 if KIND == "fp32" else 8)
+    column = tl.arange(0, BLOCK)
+    mask = column < pitch
+    factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
+    number = enter(turn, PTX)
+    offset = (number & 1) * half.to(tl.int64) * 16
+    programs = tl.num_programs(0)
+    first = tl.program_id(0)
+    vectors = rows * pitch
+    if LOOP:
+        for row in range(first, rows, programs):
+            index = row * pitch + column
+            spread(load(x, index, mask, PTX), peers, offset, index, mask, vectors, RANK, WORLD)
+        leave(turn, programs)
+        for row in range(first, rows, programs):
+            index = row * pitch + column
+            old = load(residual, index, mask, PTX)
+            total = gather_sum(load(x, index, mask, PTX), peers[RANK] + offset, index, mask, vectors, KIND, RANK, WORLD)
+            finish_row(
+                rounded(total, KIND, PTX), old, factors, row, column, mask, sinks, scale, hidden, eps,
+                KIND, QUANT, KEEP_NORM, BLOCK, PTX,
+            )  # fmt: skip
+    else:
+        index = first * pitch + column
+        own = load(x, index, mask, PTX)
+        old = load(residual, index, mask, PTX)
+        spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
+        leave(turn, programs)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, vectors, KIND, RANK, WORLD)
+        finish_row(
+            rounded(total, KIND, PTX), old, factors, first, column, mask, sinks, scale, hidden, eps,
+            KIND, QUANT, KEEP_NORM, BLOCK, PTX,
+        )  # fmt: skip

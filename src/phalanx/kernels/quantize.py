@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""Quantization of a row in Triton, behind a norm: FP8 (e4m3) with one scale, NVFP4 (e2m1) with a scale per 16 elements.
+
+The equivalent plain code is `reference.quantize_fp8` and `reference.quantize_nvfp4`; results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from phalanx.kernels.vectors import largest, largest_along, multiply
+
+FP8_MAX = tl.constexpr(448.0)
+FP4_MAX = tl.constexpr(6.0)
+SMALLEST_AMAX = tl.constexpr(1e-10)  # a row of zeros gets a scale that divides
+
+
+@triton.jit
+def e4m3_bits(value):
+    """The bits (0..255, in int32) of fp32 rounded to nearest even e4m3, clipped to +-448; NaN stays NaN."""
+    size = tl.minimum(tl.abs(value), FP8_MAX)
+    bits = size.to(tl.int32, bitcast=True)
+    # Exponent bias 127 becomes 7, and 20 of the 23 mantissa bits are rounded off.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 the step is 2^-9: adding 1.5 x 2^23 rounds size / 2^-9 to an integer, which lands in the low mantissa bits.
+    small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(size < 0.015625, small, normal)
+    return tl.where(value == value, code, 0x7F) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
+
+
+@triton.jit
+def e4m3_value(code):
+    """fp32 of non-negative, finite e4m3 bits (int32)."""
+    normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def e2m1_bits(value):
+    """The four bits (in int32) of fp32 rounded to nearest even e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), clipped to
+    +-6; NaN becomes 0, since the format has none."""
+    size = tl.abs(value)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
+    code += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
+    return code | ((value.to(tl.int32, bitcast=True) >> 28) & 0x8)
+
+
+@triton.jit
+def _e4m3_pair(low, high, PTX: tl.constexpr):
+    """Two lanes as two bytes, in an int32."""
+    if PTX >= 89:
+        both = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], tl.int16, is_pure=True, pack=1
+        )
+        result = both.to(tl.int32) & 0xFFFF
+    else:
+        result = e4m3_bits(low) | (e4m3_bits(high) << 8)
+    return result
+
+
+@triton.jit
+def fp8_vector(lanes, inverse, PTX: tl.constexpr):
+    """A vector's lanes times `inverse` as e4m3 bytes: int64 for 8 lanes, int32 for 4."""
+    scaled = multiply(lanes, inverse)
+    first = _e4m3_pair(scaled[0], scaled[1], PTX) | (_e4m3_pair(scaled[2], scaled[3], PTX) << 16)
+    if len(lanes) == 8:
+        second = _e4m3_pair(scaled[4], scaled[5], PTX) | (_e4m3_pair(scaled[6], scaled[7], PTX) << 16)
+        packed = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
+    else:
+        packed = first
+    return packed
+
+
+@triton.jit
+def token_scale(lanes):
+    """The scale that maps a row's largest magnitude to 448, a scalar (fp32). Lanes beyond the row are zero."""
+    top = tl.max(largest_along(largest(lanes), 0), 0)
+    return tl.div_rn(tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top), FP8_MAX)
+
+
+@triton.jit
+def fp4_vector(lanes, scale, BLOCK: tl.constexpr):
+    """A vector's lanes as e2m1, low nibble first (int32 for 8 lanes, int16 for 4), and the e4m3 bits of its block's scale.
+
+    Each 16 elements share one scale: largest / 6 / scale (the global one).
+    """
+    GROUP: tl.constexpr = 16 // len(lanes)
+    top = tl.reshape(largest(lanes), (BLOCK // GROUP, GROUP))
+    top = tl.reshape(tl.broadcast_to(largest_along(top, 1), (BLOCK // GROUP, GROUP)), (BLOCK,))
+    code = e4m3_bits(tl.div_rn(top, FP4_MAX * scale))
+    step = e4m3_value(code & 0x7F) * scale
+    inverse = tl.where((step > 0) & (top == top), tl.div_rn(1.0, step), 0.0)
+    packed = e2m1_bits(lanes[0] * inverse)
+    for k in tl.static_range(1, len(lanes)):
+        packed |= e2m1_bits(lanes[k] * inverse) << (4 * k)
+    if len(lanes) == 4:
+        packed = packed.to(tl.int16)
+    return packed, code

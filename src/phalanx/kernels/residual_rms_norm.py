@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+# ruff: noqa: RUF005 (Triton's tuples grow by +)
+"""residual + x, RMSNorm of that, and its quantization, in one kernel; and the same for a row as other kernels' last act.
+
+    new = x + residual                                     rounded to the dtype
+    norm = round(new * (1 / sqrt(mean(new^2) + eps))) * weight          rounded again
+    fp8: e4m3(norm / scale), scale given or largest |norm| of the token / 448;  nvfp4: see `quantize`
+
+The squares are added in fp32 within 16 bytes and in fp64 beyond, so that the result does not depend on how many threads share a
+row: a kernel that ends in `finish_row` gives the bits that this one gives after it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.quantize import fp4_vector, fp8_vector, token_scale
+from phalanx.kernels.vectors import KINDS, add, load, multiply, pack, rounded, store, unpack
+
+Quant = Literal["none", "fp8", "fp8_token", "nvfp4"]
+
+
+@triton.jit
+def _mean_square(lanes, hidden):
+    """Of a row spread over `lanes`, whose total is `hidden` elements: an fp32 scalar."""
+    squares = lanes[0] * lanes[0]
+    for k in tl.static_range(1, len(lanes)):
+        squares = tl.fma(lanes[k], lanes[k], squares)
+    return tl.div_rn(tl.sum(squares.to(tl.float64), 0).to(tl.float32), hidden.to(tl.float32))
+
+
+@triton.jit
+def finish_row(
+    total, residual, weight, row, column, mask, sinks, scale, hidden, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Residual, norm and quantization of one row.
+
+    total: lanes [BLOCK] of the sum, already as KIND holds them; residual, weight: words [BLOCK]; column: the vector's place in
+    the row; sinks: pointers (norm, new residual, quantized, scales); scale: fp32 pointer, read for "fp8" and "nvfp4".
+    """
+    norm_out, residual_out, quantized, scales = sinks
+    pitch = hidden // len(total)
+    place = row.to(tl.int64) * pitch + column
+    new = pack(add(total, unpack(residual, KIND)), KIND, PTX)
+    store(residual_out, place, new, mask, PTX)
+    lanes = unpack(new, KIND)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(_mean_square(lanes, hidden) + eps))
+    scaled = rounded(multiply(lanes, inverse), KIND, PTX)
+    factors = unpack(weight, KIND)
+    product = ()
+    for k in tl.static_range(len(scaled)):
+        product = product + (scaled[k] * factors[k],)
+    norm = pack(product, KIND, PTX)
+    if KEEP_NORM or QUANT == "none":
+        store(norm_out, place, norm, mask, PTX)
+    if QUANT == "fp8":
+        tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, tl.load(scale)), PTX), mask)
+    elif QUANT == "fp8_token":
+        found = token_scale(unpack(norm, KIND))
+        tl.store(scales + row, found)
+        tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, found), PTX), mask)
+    elif QUANT == "nvfp4":
+        SHARED: tl.constexpr = 16 // len(total)
+        packed, code = fp4_vector(unpack(norm, KIND), tl.load(scale), BLOCK)
+        tl.store(quantized + place, packed, mask)
+        tl.store(scales + place // SHARED, code.to(tl.uint8), mask & (column % SHARED == 0))
+
+
+@triton.jit(do_not_specialize=["hidden"])
+def _residual_rms_norm(
+    x, residual, weight, sinks, scale, hidden, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    LANES: tl.constexpr = 4 if KIND == "fp32" else 8
+    column = tl.arange(0, BLOCK)
+    mask = column < hidden // LANES
+    row = tl.program_id(0)
+    if PTX >= 90:
+        gdc_launch_dependents()
+    factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
+    if PTX >= 90:
+        gdc_wait()
+    place = row.to(tl.int64) * (hidden // LANES) + column
+    words = load(x, place, mask, PTX)
+    old = load(residual, place, mask, PTX)
+    finish_row(unpack(words, KIND), old, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, PTX)
+
+
+class Sinks:
+    """The tensors that a residual-norm-quantize writes, made for a sum [T, H], and their pointers as kernels take them."""
+
+    def __init__(self, like: Tensor, quant: Quant, keep_norm: bool) -> None:
+        tokens, hidden = like.shape
+        device = like.device
+        self.residual = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.norm = torch.empty_like(self.residual) if keep_norm or quant == "none" else None
+        self.quantized: Tensor | None = None
+        self.scales: Tensor | None = None
+        if quant in ("fp8", "fp8_token"):
+            self.quantized = torch.empty(tokens, hidden, dtype=torch.float8_e4m3fn, device=device)
+        if quant == "fp8_token":
+            self.scales = torch.empty(tokens, 1, dtype=torch.float32, device=device)
+        if quant == "nvfp4":
+            self.quantized = torch.empty(tokens, hidden // 2, dtype=torch.uint8, device=device)
+            self.scales = torch.empty(tokens, hidden // 16, dtype=torch.float8_e4m3fn, device=device)
+
+    def pointers(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of rows first .. last - 1, viewed as the kernels write them; what is not written is stood in for by the residual."""
+        lanes = 16 // self.residual.element_size()
+        plain = self.residual[first:last].view(torch.int32)
+        norm = plain if self.norm is None else self.norm[first:last].view(torch.int32)
+        quantized = scales = plain
+        if self.quantized is not None:
+            per_vector = lanes * self.quantized.shape[1] // self.residual.shape[1]
+            quantized = self.quantized[first:last].view({8: torch.int64, 4: torch.int32, 2: torch.int16}[per_vector])
+        if self.scales is not None:
+            scales = self.scales[first:last]
+            scales = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+        return norm, plain, quantized, scales
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """(norm, quantized, scales, residual), those that there are."""
+        return tuple(t for t in (self.norm, self.quantized, self.scales, self.residual) if t is not None)
+
+
+def quant_mode(quant: Literal["none", "fp8", "nvfp4"], scale: Tensor | None) -> Quant:
+    """The kernel's mode; raises ValueError for nvfp4 without its global scale."""
+    if quant == "nvfp4" and scale is None:
+        raise ValueError("nvfp4 needs its global scale: a fp32 scalar tensor")
+    return "fp8_token" if quant == "fp8" and scale is None else quant
+
+
+def capability(device: torch.device) -> int:
+    """90 for Hopper; 0 where there is no GPU (Triton's interpreter)."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def row_warps(block: int, rows: int) -> int:
+    """Warps for one row of `block` vectors: all the threads it can use while rows are few, else enough to fill the GPU by rows."""
+    widest = max(1, min(32, block // 32))
+    return widest if rows <= 128 else min(widest, 8)
+
+
+def residual_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    quant: Literal["none", "fp8", "nvfp4"] = "none",
+    scale: Tensor | None = None,
+    keep_norm: bool = False,
+) -> tuple[Tensor, ...]:
+    """The kernel of `reference.residual_rms_norm`, for x and residual [T, H] (bf16, fp16, fp32; H a multiple of 8, for nvfp4 of
+    16), weight [H]. Results are new tensors."""
+    mode = quant_mode(quant, scale)
+    x, residual = x.contiguous(), residual.contiguous()
+    sinks = Sinks(x, mode, keep_norm)
+    tokens, hidden = x.shape
+    if tokens:
+        block = triton.next_power_of_2(hidden * x.element_size() // 16)
+        ptx = capability(x.device)
+        _residual_rms_norm[(tokens,)](
+            x.view(torch.int32), residual.view(torch.int32), weight.view(torch.int32), sinks.pointers(0, tokens),
+            sinks.residual if scale is None else scale, hidden, eps,
+            KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=keep_norm, BLOCK=block, PTX=ptx,
+            num_warps=row_warps(block, tokens), launch_pdl=ptx >= 90,
+        )  # fmt: skip
+    return sinks.outputs()

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+# ruff: noqa: RUF005 (Triton's tuples grow by +)
+"""How kernels of one group speak to each other: data that is its own signal, in two halves of a workspace.
+
+Every rank maps every other rank's workspace. A word that holds SENTINEL has not arrived; whoever writes to a peer (`push`) never
+sends that word, and whoever waits (`poll`) reads until every word of its vectors has changed, then puts the sentinel back
+(`clear`). So there is no flag and no barrier: the data's arrival is the signal.
+
+SENTINEL is all ones: in bf16, fp16 and fp32 alike a NaN that no arithmetic produces. A payload that holds it is sent as
+0x7FFF7FFF, which is a NaN in each of the three as well; every other value, -0.0 and infinities among them, travels bit for bit.
+
+Call number n of a group, counted on the device, uses half n % 2. Two halves are enough: a peer that runs call n + 2 has finished
+call n + 1, for which it needed data of mine (directly or through a sum), which I sent after my call n had ended, with its half
+cleared. This asks that all calls of a group run in one order on every rank, each after the one before it (one stream, or streams
+joined by events), and that each rank of a call needs data of every other, as an all-reduce does.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+SENTINEL = tl.constexpr(-1)
+_SENT_INSTEAD = tl.constexpr(0x7FFF7FFF)
+
+# An address of zero stands for a lane that is masked off.
+_PUSH = tl.constexpr("""{
+  .reg .pred %go;
+  setp.ne.u64 %go, $1, 0;
+  @%go st.relaxed.sys.global.v4.b32 [$1], {$2, $3, $4, $5};
+  mov.b32 $0, 0;
+}""")
+_CLEAR = tl.constexpr("""{
+  .reg .pred %go;
+  .reg .b32 %ones;
+  setp.ne.u64 %go, $1, 0;
+  mov.b32 %ones, -1;
+  @%go st.global.v4.b32 [$1], {%ones, %ones, %ones, %ones};
+  mov.b32 $0, 0;
+}""")
+_NUMBER = tl.constexpr("ld.volatile.global.b32 $0, [$1];")
+# The first thread of each program draws a ticket; the last ticket of the grid turns the number. `inc` wraps to zero by itself.
+_LEAVE = tl.constexpr("""{
+  .reg .pred %first, %last;
+  .reg .b32 %thread, %ticket;
+  mov.u32 %thread, %tid.x;
+  setp.eq.u32 %first, %thread, 0;
+  mov.b32 %ticket, 0;
+  @%first atom.relaxed.gpu.global.inc.u32 %ticket, [$1 + 4], $2;
+  setp.eq.and.u32 %last, %ticket, $2, %first;
+  @%last red.relaxed.gpu.global.add.u32 [$1], 1;
+  mov.b32 $0, 0;
+}""")
+
+
+@triton.constexpr_function
+def _poll_asm(sources):
+    """Read one vector from each source, all of them again until no word is the sentinel."""
+    words = [[f"${4 * s + k}" for k in range(4)] for s in range(sources)]
+    at = [f"${4 * sources + s}" for s in range(sources)]
+    lines = ["{", f"  .reg .pred %again, {', '.join(f'%go{s}' for s in range(sources))};"]
+    for s in range(sources):
+        lines.append(f"  setp.ne.u64 %go{s}, {at[s]}, 0;")
+        lines += [f"  mov.b32 {word}, 0;" for word in words[s]]
+    lines.append("POLL:")
+    lines += [f"  @%go{s} ld.volatile.global.v4.b32 {{{', '.join(words[s])}}}, [{at[s]}];" for s in range(sources)]
+    every = [word for group in words for word in group]
+    lines.append(f"  setp.eq.b32 %again, {every[0]}, -1;")
+    lines += [f"  setp.eq.or.b32 %again, {word}, -1, %again;" for word in every[1:]]
+    lines += ["  @%again bra POLL;", "}"]
+    return "\n".join(lines)
+
+
+@triton.constexpr_function
+def _poll_constraints(sources):
+    return ",".join(["=&r"] * (4 * sources) + ["l"] * sources)
+
+
+@triton.constexpr_function
+def _poll_types(sources):
+    return (tl.int32,) * (4 * sources)
+
+
+@triton.constexpr_function
+def slot(rank, source, world):
+    """Where rank keeps what `source` pushes: 0 .. world - 2."""
+    return (source - rank + world - 1) % world
+
+
+@triton.jit
+def dependents(PTX: tl.constexpr):
+    """Let the next kernel start early, if it was launched so; it waits before it reads what this one writes."""
+    if PTX >= 90:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def enter(turn, PTX: tl.constexpr):
+    """Wait for the kernels before this one; then the number of this call, from turn (two int32: number, tickets drawn)."""
+    if PTX >= 90:
+        gdc_wait()
+    return tl.inline_asm_elementwise(_NUMBER, "=r,l", [turn], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def leave(turn, programs):
+    """Once per program, after all of its threads have used the number: the last one makes it the next call's."""
+    tl.debug_barrier()
+    tl.inline_asm_elementwise(_LEAVE, "=r,l,r", [turn, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def at(base, index, mask):
+    """Addresses of vectors `index` behind the integer address `base`; zero where the mask is off."""
+    return tl.where(mask, base + index.to(tl.int64) * 16, 0)
+
+
+@triton.jit
+def seal(words):
+    """The vector as it may be sent: without the sentinel."""
+    sealed = ()
+    for k in tl.static_range(4):
+        sealed = sealed + (tl.where(words[k] == SENTINEL, _SENT_INSTEAD, words[k]),)
+    return sealed
+
+
+@triton.jit
+def push(address, sealed):
+    """Write sealed vectors into a peer's (or one's own) workspace."""
+    tl.inline_asm_elementwise(
+        _PUSH, "=r,l,r,r,r,r", [address, sealed[0], sealed[1], sealed[2], sealed[3]], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def clear(address):
+    """Put the sentinel back."""
+    tl.inline_asm_elementwise(_CLEAR, "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def poll(addresses):
+    """Wait for the vectors at each of these addresses (a tuple), all sources together: their words, one source after the other."""
+    count: tl.constexpr = len(addresses)
+    return tl.inline_asm_elementwise(
+        _poll_asm(count), _poll_constraints(count), addresses, dtype=_poll_types(count), is_pure=False, pack=1
+    )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+# ruff: noqa: RUF005 (Triton's tuples grow by +)
+"""Vectors of 16 bytes in Triton: loaded and stored whole, taken apart into fp32, added up, put together again.
+
+A vector is four int32 words, a tuple of four tensors; taken apart it is a tuple of 16 / itemsize fp32 tensors ("lanes"), in the
+order of memory. KIND names what the words hold: "bf16", "fp16" or "fp32". PTX is the GPU's compute capability (90 is Hopper), or
+0 for Triton's interpreter, which knows no PTX: there the same arithmetic runs in plain Triton, bit for bit (only the sign and the
+payload of a NaN may differ).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+_LOAD = tl.constexpr("""{
+  .reg .pred %go;
+  setp.ne.s32 %go, $5, 0;
+  mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+  @%go ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
+}""")
+_STORE = tl.constexpr("""{
+  .reg .pred %go;
+  setp.ne.s32 %go, $6, 0;
+  @%go st.global.v4.b32 [$1], {$2, $3, $4, $5};
+  mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def load(base, index, mask, PTX: tl.constexpr):
+    """Vectors `index` behind the int32 pointer `base`; zeros where the mask is off."""
+    address = base + index.to(tl.int64) * 4
+    if PTX > 0:
+        words = tl.inline_asm_elementwise(
+            _LOAD,
+            "=&r,=&r,=&r,=&r,l,r",
+            [address, mask.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        words = (
+            tl.load(address, mask, 0),
+            tl.load(address + 1, mask, 0),
+            tl.load(address + 2, mask, 0),
+            tl.load(address + 3, mask, 0),
+        )
+    return words
+
+
+@triton.jit
+def store(base, index, words, mask, PTX: tl.constexpr):
+    """Write vectors `index` behind the int32 pointer `base`."""
+    address = base + index.to(tl.int64) * 4
+    if PTX > 0:
+        tl.inline_asm_elementwise(
+            _STORE,
+            "=r,l,r,r,r,r,r",
+            [address, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        for k in tl.static_range(4):
+            tl.store(address + k, words[k], mask)
+
+
+@triton.jit
+def _half_bits(value, KIND: tl.constexpr):
+    """The 16 bits of an fp32 value rounded to KIND, in an int32."""
+    if KIND == "bf16":
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+        result = tl.where(value == value, rounded, 0x7FFF)
+    else:
+        result = value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return result
+
+
+@triton.jit
+def _pair(low, high, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Two fp32 rounded to nearest even into one word of 16-bit halves."""
+    if PTX == 0:
+        word = (_half_bits(high, KIND) << 16) | _half_bits(low, KIND)
+    elif KIND == "bf16":
+        word = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, is_pure=True, pack=1)
+    else:
+        word = tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], tl.int32, is_pure=True, pack=1)
+    return word
+
+
+@triton.jit
+def unpack(words, KIND: tl.constexpr):
+    """The lanes of a vector, in fp32: exact."""
+    lanes = ()
+    for k in tl.static_range(4):
+        if KIND == "fp32":
+            lanes = lanes + (words[k].to(tl.float32, bitcast=True),)
+        elif KIND == "bf16":
+            low = (words[k] << 16).to(tl.float32, bitcast=True)
+            high = (words[k] & -65536).to(tl.float32, bitcast=True)
+            lanes = lanes + (low, high)
+        else:
+            low = (words[k] & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = ((words[k] >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            lanes = lanes + (low, high)
+    return lanes
+
+
+@triton.jit
+def pack(lanes, KIND: tl.constexpr, PTX: tl.constexpr):
+    """The vector of these lanes, each rounded once to nearest even."""
+    words = ()
+    for k in tl.static_range(4):
+        if KIND == "fp32":
+            words = words + (lanes[k].to(tl.int32, bitcast=True),)
+        else:
+            words = words + (_pair(lanes[2 * k], lanes[2 * k + 1], KIND, PTX),)
+    return words
+
+
+@triton.jit
+def rounded(lanes, KIND: tl.constexpr, PTX: tl.constexpr):
+    """The lanes as KIND holds them."""
+    return unpack(pack(lanes, KIND, PTX), KIND)
+
+
+@triton.jit
+def add(left, right):
+    """Lane by lane."""
+    total = ()
+    for k in tl.static_range(len(left)):
+        total = total + (left[k] + right[k],)
+    return total
+
+
+@triton.jit
+def multiply(lanes, factor):
+    """Every lane times one factor (a scalar, or a tensor like a lane)."""
+    product = ()
+    for k in tl.static_range(len(lanes)):
+        product = product + (lanes[k] * factor,)
+    return product
+
+
+@triton.jit
+def _larger(left, right):
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(lanes):
+    """The largest magnitude in each vector; NaN where a lane is NaN."""
+    top = tl.abs(lanes[0])
+    for k in tl.static_range(1, len(lanes)):
+        top = _larger(top, tl.abs(lanes[k]))
+    return top
+
+
+@triton.jit
+def largest_along(values, AXIS: tl.constexpr):
+    """The largest of `values` along an axis, which stays with size 1 where there is another; NaN wins."""
+    return tl.reduce(values, AXIS, _larger, keep_dims=True)
