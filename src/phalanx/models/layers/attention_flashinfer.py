@@ -123,6 +123,8 @@ class FlashInferPlan:
             entries.append(torch.arange(row * width + begin, row * width + end, dtype=torch.int64))
             indptr.append(indptr[-1] + end - begin)
             last.append((length - 1) % size + 1)
-        where = torch.cat(entries).pin_memory().to(batch.block_tables.device, non_blocking=True)
+        where, device = torch.cat(entries), batch.block_tables.device
+        if device.type == "cuda":
+            where = where.pin_memory().to(device, non_blocking=True)
         indices = batch.block_tables.view(-1)[where]
         return Pages(torch.tensor(indptr, dtype=torch.int32), indices, torch.tensor(last, dtype=torch.int32))

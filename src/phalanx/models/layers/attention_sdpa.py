@@ -67,6 +67,28 @@ def bundles(cut: Sequence[Piece], block_size: int) -> list[list[Piece]]:
     return found
 
 
+class Grown:
+    """A buffer that grows and stays: on CPU, memory fresh from the system costs more than what is copied into it."""
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    def take(self, rows: int, like: Tensor) -> Tensor:
+        """[rows, like.shape[1]] in like's dtype, on its device; holds what the last taker left."""
+        count = rows * like.shape[1]
+        if self._held is None or self._held.numel() < count or self._held.dtype != like.dtype:
+            with torch.inference_mode(False):  # so that it may be written in and outside of inference mode
+                self._held = torch.empty(count, dtype=like.dtype, device=like.device)
+        return self._held[:count].view(rows, -1)
+
+
+class Scratch:
+    """Where keys and values are gathered to, one layer after the other."""
+
+    def __init__(self) -> None:
+        self.key, self.value = Grown(), Grown()
+
+
 class Bundle:
     """R pieces padded to Q queries and L keys: one call.
 
@@ -94,27 +116,30 @@ class Bundle:
             seen &= key_at > query_at - window
         self.mask = seen.unsqueeze(1)
 
-    def attend(self, query: Tensor, cache: KvCache, scale: float) -> Tensor:
+    def attend(self, query: Tensor, cache: KvCache, scale: float, scratch: Scratch) -> Tensor:
         """query [T, heads, head_dim] -> [R * Q, heads, head_dim]."""
         heads, head_dim = query.shape[1:]
         q = query[self.tokens].view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
-        k, v = self._gather(cache.key), self._gather(cache.value)
+        k, v = self._gather(cache.key, scratch.key), self._gather(cache.value, scratch.value)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=heads != k.shape[1]
         )  # fmt: skip
         return out.transpose(1, 2).reshape(self.rows * self.queries, heads, head_dim)
 
-    def _gather(self, cache: Tensor) -> Tensor:
+    def _gather(self, cache: Tensor, grown: Grown) -> Tensor:
         """[num_blocks, block_size, kv_heads, head_dim] -> [R, kv_heads, L, head_dim]."""
-        return cache[self.blocks].view(self.rows, -1, *cache.shape[2:]).transpose(1, 2)
+        blocks = cache.view(cache.shape[0], -1)
+        into = grown.take(self.blocks.shape[0], blocks)
+        gathered = torch.index_select(blocks, 0, self.blocks, out=into)
+        return gathered.view(self.rows, -1, *cache.shape[2:]).transpose(1, 2)
 
 
 class SdpaPlan:
     """The bundles of a batch for each window that its layers ask for, made on first use; and how their outputs return to the
     order of the tokens."""
 
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, batch: Batch, scratch: Scratch) -> None:
+        self._batch, self._scratch = batch, scratch
         self._made: dict[int | None, tuple[list[Bundle], Tensor]] = {}
 
     def forward(self, query: Tensor, cache: KvCache, *, window: int | None, scale: float) -> Tensor:
@@ -122,7 +147,7 @@ class SdpaPlan:
         if window not in self._made:
             self._made[window] = self._make(window, cache.key.shape[1])
         made, order = self._made[window]
-        outs = [bundle.attend(query, cache, scale) for bundle in made]
+        outs = [bundle.attend(query, cache, scale, self._scratch) for bundle in made]
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
 
     def _make(self, window: int | None, block_size: int) -> tuple[list[Bundle], Tensor]:
@@ -146,5 +171,8 @@ class SdpaBackend:
 
     name = "sdpa"
 
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
     def plan(self, batch: Batch) -> SdpaPlan:
-        return SdpaPlan(batch)
+        return SdpaPlan(batch, self._scratch)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json in both spellings, the families' defaults, and every field that makes no sense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from phalanx.config.model import FAMILIES, ModelShape, load_config
+from phalanx.errors import ModelError, UnsupportedArchitecture
+
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 384, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def shape(**changes: Any) -> ModelShape:
+    return ModelShape.from_config({**SMALL, **changes})
+
+
+def test_old_and_new_spelling_say_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = shape(torch_dtype="bfloat16", rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    older = shape(torch_dtype="bfloat16", rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    new = shape(dtype="bfloat16", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    assert old == older == new
+    assert (new.dtype, new.rope.kind, new.rope.theta, new.rope.factor) == ("bf16", "llama3", 5e5, 8.0)
+    assert (new.rope.low_freq_factor, new.rope.high_freq_factor, new.rope.original_max_positions) == (1.0, 4.0, 64)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_what_config_json_leaves_out_is_as_in_the_reference(family: str) -> None:
+    """The defaults of our table are those of transformers' own config classes."""
+    reference = getattr(transformers, f"{family}Config")()
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    ours = ModelShape.from_config({"architectures": [f"{family}ForCausalLM"], **{name: getattr(reference, name) for name in sizes}})
+    assert ours.num_kv_heads == reference.num_key_value_heads
+    assert ours.head_dim == (getattr(reference, "head_dim", None) or reference.hidden_size // reference.num_attention_heads)
+    assert ours.max_positions == reference.max_position_embeddings
+    assert ours.rms_norm_eps == reference.rms_norm_eps
+    assert ours.rope.theta == 10_000.0
+    assert ours.tie_word_embeddings == reference.tie_word_embeddings
+    window = reference.sliding_window if family == "Mistral" else None
+    assert ours.windows == (window,) * reference.num_hidden_layers
+
+
+def test_traits_of_the_families() -> None:
+    assert set(FAMILIES) == {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+    assert shape(attention_bias=True, mlp_bias=True).output_bias
+    assert shape(mlp_bias=True).mlp_bias
+    qwen2 = shape(architectures=["Qwen2ForCausalLM"], attention_bias=True)
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    qwen3 = shape(architectures=["Qwen3ForCausalLM"])
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    assert shape(head_dim=20).head_dim == 20
+    assert shape(hidden_size=50, head_dim=10).head_dim == 10
+
+
+def test_windows_by_layer() -> None:
+    def windows(architecture: str, **fields: Any) -> tuple[int | None, ...]:
+        return shape(architectures=[f"{architecture}ForCausalLM"], **fields).windows
+
+    assert windows("Llama", sliding_window=8) == (None,) * 4
+    assert windows("Mistral", sliding_window=8) == (8,) * 4
+    assert windows("Mistral", sliding_window=None) == (None,) * 4
+    assert windows("Mistral") == (4096,) * 4
+    assert windows("Qwen2", sliding_window=8) == (None,) * 4
+    assert windows("Qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=3) == (None, None, None, 8)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert windows("Qwen3", sliding_window=8, use_sliding_window=True, layer_types=kinds) == (8, None, 8, None)
+
+
+def test_blocks_can_be_freed_only_where_every_layer_has_a_window() -> None:
+    assert shape(architectures=["MistralForCausalLM"], sliding_window=8).window == 8
+    assert shape().window is None
+    mixed = shape(architectures=["Qwen2ForCausalLM"], use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    assert mixed.window is None
+
+
+def test_eos_ids_of_both_files(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "eos_token_id": 2, "bos_token_id": 1}))
+    assert ModelShape.from_folder(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
+    found = ModelShape.from_folder(tmp_path)
+    assert found.eos_token_ids == (7, 2, 9)
+    assert found.bos_token_id == 1
+    assert load_config(tmp_path)["generation_config"] == {"eos_token_id": [7, 2, 9]}
+
+
+def test_yarn_stretches_the_context() -> None:
+    yarn = shape(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256})
+    assert yarn.max_positions == 1024
+    assert yarn.rope.attention_factor == pytest.approx(0.1 * 1.3862943611 + 1.0)
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"])
+@pytest.mark.parametrize("value", [None, 0, -4, 2.5, "48", True])
+def test_a_size_that_is_missing_or_no_size_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=name) as caught:
+        ModelShape.from_config({**SMALL, name: value}, file="/models/x/config.json")
+    assert "/models/x/config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"hidden_size": 50}, "hidden_size=50 and num_attention_heads=4"),
+        ({"head_dim": 11}, "head_dim=11"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"torch_dtype": "int8"}, "int8"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
+        ({"rope_theta": -1.0}, "rope_theta=-1.0"),
+        ({"rope_scaling": 4.0}, "rope_scaling=4.0"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor=0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per kind of layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high must exceed"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures='LlamaForCausalLM'"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]}, "1 layer_types"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked"] * 4}, "with chunked"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window=-1"),
+    ],
+)  # fmt: skip
+def test_nonsense_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        shape(**changes)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None])
+def test_an_unsupported_architecture_lists_those_that_are(architectures: Any) -> None:
+    with pytest.raises(UnsupportedArchitecture) as caught:
+        shape(architectures=architectures)
+    assert all(name in str(caught.value) for name in FAMILIES)
+    assert "".join(architectures or []) in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "said"), [(None, "No such file"), ("{", "not JSON"), ("[1]", "holds a list")])
+def test_a_faulty_file_is_named(text: str | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=said) as caught:
+        load_config(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
