@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops that turn logits into tokens, row by row, in plain torch: the same on CPU and GPU, and on every rank.
+
+No op looks from one row into another, so that a request's tokens do not depend on what else is in the batch. Filters are
+thresholds on values (tokens that tie with the last one kept are kept), so that no result depends on how a sort orders ties.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+_NEVER = float("-inf")
+_BELOW_ONE = 1.0 - 2.0**-24  # the largest fp32 below 1
+
+
+def allow(logits: Tensor, words: Tensor) -> Tensor:
+    """logits [M, V] where the bit of the token is set in words [M, (V + 31) // 32] int32 (lowest bit first), -inf elsewhere."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    allowed = ((words.unsqueeze(-1) >> bits) & 1).flatten(1)[:, : logits.shape[1]]
+    return torch.where(allowed.bool(), logits, _NEVER)
+
+
+def forbid(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """logits [S, V] with -inf at each (rows[i], tokens[i]), except in a row that would then have no token left."""
+    banned = logits.index_put((rows, tokens), logits.new_tensor(_NEVER))
+    dead = banned.amax(-1, keepdim=True) == _NEVER
+    return torch.where(dead, logits, banned)
+
+
+def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Push tokens down that were seen. logits [M, V]; counts [M, V] int32 in the output; in_prompt [M, V] bool; penalties [M].
+
+    Repetition (Keskar et al. 2019, as transformers has it; prompt and output): positive logits are divided by it, negative ones
+    multiplied. Then OpenAI's (output only): logit -= presence * (count > 0) + frequency * count.
+    """
+    repetition, presence, frequency = (x.unsqueeze(1) for x in (repetition, presence, frequency))
+    made = counts > 0
+    scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(made | in_prompt, scaled, logits)
+    return logits - presence * made - frequency * counts
+
+
+def scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - their row's maximum) / temperature; [R, V] and [R], fp32. The maximum is 0, and nothing is NaN or +inf."""
+    top = logits.amax(-1, keepdim=True)
+    shifted = logits - torch.where(top == _NEVER, 0.0, top)
+    return shifted.div_(temperature.unsqueeze(1)).nan_to_num_(nan=0.0, neginf=_NEVER)
+
+
+def keep_likely(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """scaled [R, V] (see `scale`) with -inf at what the three filters drop; each is per row [R], or None where no row has it.
+
+    top_k (int64, V is off): the k highest. top_p (fp64, above 1 is off): of those, the fewest whose probability reaches p.
+    min_p (fp32, 0 is off): those at least min_p times as likely as the likeliest. `most`: no row that has a top_p has a higher
+    top_k, and none that has a top_k; V means a full sort.
+    """
+    floor = torch.full_like(scaled[:, :1], _NEVER)
+    if top_k is not None or top_p is not None:
+        if most < scaled.shape[1]:
+            highest = scaled.topk(most, dim=-1).values
+        else:
+            highest = scaled.sort(dim=-1, descending=True).values
+        if top_k is not None:
+            kth = highest.gather(1, (top_k.clamp(max=most) - 1).unsqueeze(1))
+            floor = torch.where((top_k < scaled.shape[1]).unsqueeze(1), kth, floor)
+        if top_p is not None:
+            floor = torch.maximum(floor, _nucleus_floor(scaled, highest, floor, top_p))
+    if min_p is not None:
+        floor = torch.maximum(floor, min_p.log().unsqueeze(1))
+    return torch.where(scaled >= floor, scaled, _NEVER)
+
+
+def _nucleus_floor(scaled: Tensor, highest: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
+    """The value of the last token of the nucleus, [R, 1]. In fp64: how a sum is split must not move the edge."""
+    total = torch.where(scaled >= floor, scaled.exp(), 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    mass = torch.where(highest >= floor, highest, _NEVER).to(torch.float64).exp()
+    before = (mass.cumsum(-1) - mass) / total
+    inside = before < top_p.unsqueeze(1)
+    lowest = torch.where(inside, highest, float("inf")).amin(-1, keepdim=True)
+    return torch.where(top_p.unsqueeze(1) > 1.0, _NEVER, lowest)
+
+
+def draw(scaled: Tensor, keys: Tensor) -> Tensor:
+    """One token per row [R] int64 with probability softmax(scaled) [R, V], decided by keys [2, R] int32 alone.
+
+    Gumbel-max as an exponential race: argmax(scaled - log(E)), E = -log(1 - u), u = hash(key, token). A token at -inf never wins
+    while another is finite.
+    """
+    noise = hashed_uniform(keys, scaled.shape[1]).neg_().log1p_().neg_().log_()
+    return (scaled - noise).argmax(-1)
+
+
+def hashed_uniform(keys: Tensor, tokens: int) -> Tensor:
+    """u [R, tokens] fp32 in (0, 1): a hash of (keys[0, r], keys[1, r], token), by 32-bit integer arithmetic that wraps.
+
+    Resolution is 2^-31 near 0, where the race is decided. The mixing steps are Wellons' lowbias32
+    (nullprogram.com/blog/2018/07/31), once over the token and once more with the keys worked in.
+    """
+    h = _mixed_ids(tokens, keys.device) ^ keys[0].unsqueeze(1)
+    h ^= (h >> 16) & 0xFFFF
+    h *= _A
+    h ^= (h >> 15) & 0x1FFFF
+    h += keys[1].unsqueeze(1)
+    h *= _B
+    h ^= (h >> 16) & 0xFFFF
+    h &= 0x7FFFFFFF
+    return h.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
+
+
+_A = 0x7FEB352D
+_B = 0x846CA68B - 2**32  # as a signed 32-bit number
+
+
+@functools.lru_cache(maxsize=8)
+def _mixed_ids(tokens: int, device: torch.device) -> Tensor:
+    h = torch.arange(tokens, dtype=torch.int32, device=device) + (0x9E3779B9 - 2**32)
+    h = (h ^ ((h >> 16) & 0xFFFF)) * _A
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * _B
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def score(logits: Tensor, targets: Tensor, most: int) -> Tensor:
+    """What is reported of targets [M] int64 under softmax(logits) [M, V], as one fp64 tensor [M, 2 + 2 * most].
+
+    Columns: natural-log probability, rank (1 is the likeliest; ties share the better rank), then the ids of the `most` likeliest
+    tokens, then their log probabilities. fp64 holds each of these exactly, so that one copy to the host carries all.
+    """
+    own = logits.gather(1, targets.unsqueeze(1))
+    norm = logits.logsumexp(-1, keepdim=True)
+    rank = (logits > own).sum(-1, keepdim=True) + 1
+    columns = [own - norm, rank]
+    if most:
+        best = logits.topk(most, dim=-1)
+        columns += [best.indices, best.values - norm]
+    return torch.cat([x.to(torch.float64) for x in columns], dim=1)
