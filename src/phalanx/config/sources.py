@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from phalanx.config.options import EngineOptions, option_error, refuse_unknown
 from phalanx.config.serving import ServeOptions
-from phalanx.errors import OptionError, UnknownOption
+from phalanx.errors import LayoutError, OptionError, UnknownOption
 
 ALIASES = {
     "tp_size": "tensor_parallel_size",
@@ -114,6 +114,25 @@ def torchrun(environ: Mapping[str, str] | None = None) -> Torchrun | None:
             "torchrun's variables were read", held=str(error), why=f"{', '.join(names)} say where a rank stands"
         ) from None
     return Torchrun(rank, world, local, found["MASTER_ADDR"], port)
+
+
+def placed(options: EngineOptions, environ: Mapping[str, str] | None = None) -> tuple[EngineOptions, int]:
+    """The options of this process, and the first GPU that it may use.
+
+    Under torchrun each process is a node of one rank; otherwise the options stand, and the GPU is 0. Raises LayoutError when
+    torchrun started another number of processes than the layout has ranks.
+    """
+    run = torchrun(environ)
+    if run is None or run.world_size == 1:
+        return options, 0
+    if run.world_size != options.world_size:
+        raise LayoutError(
+            f"torchrun started {run.world_size} processes", held=f"the layout has {options.world_size} ranks",
+            why="each is one rank", next=f"start {options.world_size}, or choose sizes whose product is {run.world_size}",
+        )  # fmt: skip
+    # torchrun itself listens on MASTER_PORT.
+    where = {"node_rank": run.rank, "master_addr": run.master_addr, "master_port": run.master_port + 1}
+    return options.model_copy(update={"nnodes": run.world_size, **where}), run.local_rank
 
 
 def _from_file(path: Path, known: Iterable[str]) -> dict[str, Any]:

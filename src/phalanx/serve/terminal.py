@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `phalanx generate` and `phalanx chat` do at a terminal: text on stdout while it comes, everything else on stderr."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import httpx
+
+from phalanx.config import EngineOptions, SamplingParams
+from phalanx.config.serving import ServeOptions
+from phalanx.config.sources import Asked, build
+from phalanx.errors import EngineError, PhalanxError, RequestError
+from phalanx.serve.llm import LLM
+from phalanx.serve.outputs import RequestOutput
+
+Messages = list[dict[str, str]]
+Answer = Callable[[Messages], AsyncIterator[str]]
+
+
+def complete(options: EngineOptions, prompts: Sequence[str], params: SamplingParams) -> None:
+    """Print the completions in order: one prompt's while it comes, several each on lines of its own."""
+    with LLM(**options.model_dump()) as llm:
+        if len(prompts) > 1:
+            for output in llm.generate(list(prompts), params):
+                print(output.outputs[0].text, flush=True)
+            return
+        asyncio.run(_print(_growth(llm.generate_async(prompts[0], params))))
+
+
+def talk(target: str, asked: Asked, *, system: str | None, max_tokens: int, temperature: float) -> None:
+    """Ask for lines on stdin and print the answers, until the input ends."""
+    begin: Messages = [{"role": "system", "content": system}] if system else []
+    if target.startswith(("http://", "https://")):
+        key = build(ServeOptions, asked).api_key
+        asyncio.run(_talk(begin, _over_http(target, key, max_tokens=max_tokens, temperature=temperature)))
+        return
+    asked = Asked({**asked.values, "model": target}, {**asked.origins, "model": "MODEL"})
+    with LLM(**build(EngineOptions, asked).model_dump()) as llm:
+        asyncio.run(_talk(begin, _of_llm(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature))))
+
+
+async def _talk(messages: Messages, answer: Answer) -> None:
+    """One question after the other; what goes wrong with one ends that one only."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if not line.strip():
+            continue
+        question = [*messages, {"role": "user", "content": line.strip()}]
+        try:
+            text = await _print(answer(question))
+        except EngineError:
+            raise
+        except PhalanxError as error:
+            print(f"phalanx: {error}", file=sys.stderr)
+            continue
+        messages = [*question, {"role": "assistant", "content": text}]
+
+
+async def _print(pieces: AsyncIterator[str]) -> str:
+    """Print pieces as they come, and return them joined."""
+    text = ""
+    try:
+        async for piece in pieces:
+            text += piece
+            print(piece, end="", flush=True)
+    finally:
+        if text:
+            print(flush=True)
+    return text
+
+
+async def _growth(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
+    known = 0
+    async for output in outputs:
+        text = output.outputs[0].text
+        yield text[known:]
+        known = len(text)
+
+
+def _of_llm(llm: LLM, params: SamplingParams) -> Answer:
+    def answer(messages: Messages) -> AsyncIterator[str]:
+        return _growth(llm.chat_async(messages, params))
+
+    return answer
+
+
+def _over_http(url: str, key: str | None, *, max_tokens: int, temperature: float) -> Answer:
+    """An OpenAI-compatible server, with the first of its models."""
+    base = url.rstrip("/").removesuffix("/v1")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    async def answer(messages: Messages) -> AsyncIterator[str]:
+        try:
+            async with httpx.AsyncClient(base_url=base, headers=headers, timeout=httpx.Timeout(600.0, connect=10.0)) as client:
+                models = _checked(await client.get("/v1/models")).json()
+                body = {
+                    "model": models["data"][0]["id"], "messages": messages, "stream": True, "max_tokens": max_tokens,
+                    "temperature": temperature,
+                }  # fmt: skip
+                async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+                    if response.status_code != 200:
+                        await response.aread()
+                        _checked(response)
+                    async for line in response.aiter_lines():
+                        if line.startswith("data: ") and line != "data: [DONE]":
+                            yield _delta(json.loads(line.removeprefix("data: ")))
+        except httpx.ConnectError as error:
+            raise EngineError(f"a chat with {base} was asked for", held=str(error), next="start one with `phalanx serve`") from None
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            raise EngineError(f"a chat with {base} was asked for", held=f"{type(error).__name__}: {error}") from None
+
+    return answer
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.status_code == 200:
+        return response
+    try:
+        said = str(response.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        said = response.text[:200]
+    raise RequestError(f"the server answered with status {response.status_code}", why=said)
+
+
+def _delta(event: dict[str, object]) -> str:
+    if "error" in event:
+        raise RequestError("the server ended the answer", why=json.dumps(event["error"]))
+    choices = event["choices"]
+    return str(choices[0]["delta"].get("content") or "") if isinstance(choices, list) and choices else ""
