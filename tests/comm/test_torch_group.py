@@ -145,10 +145,6 @@ def test_a_layout_of_another_size_is_refused() -> None:
         torch_group.form(0, 2, Layout(pp=2, tp=2), "127.0.0.1:1", torch.device("cpu"))
 
 
-def test_loopback_is_reached_from_loopback() -> None:
-    assert torch_group.own_address("127.0.0.1") == "127.0.0.1"
-
-
 @pytest.mark.parametrize(
     ("error", "is_consequence"),
     [

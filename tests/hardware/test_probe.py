@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from phalanx import hardware
-from phalanx.hardware.probe import Gpu, choose, cores, look
+from phalanx.hardware.probe import Gpu, address_towards, choose, cores, look
 
 
 def gpu(index: int, uuid: str) -> Gpu:
@@ -56,6 +56,10 @@ def test_a_containers_quota_counts(tmp_path: Path) -> None:
     assert cores(tmp_path) == 1
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert cores(tmp_path) == cores(tmp_path / "none")
+
+
+def test_loopback_is_reached_from_loopback() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
 
 
 def test_probing_needs_no_torch() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, overload
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has 
 
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo, finish
 from phalanx.errors import EngineError, LayoutError
+from phalanx.hardware.probe import address_towards
 from phalanx.plan.layout import Layout
 
 ONE_SHOT_BYTES = 256 << 10
@@ -48,6 +49,7 @@ class TorchGroup:
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.process_group = process_group
         self.device = device
+        self.calls: Counter[str] = Counter()  # all-reduces so far, by "STRATEGY/FUSION"
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
@@ -57,6 +59,7 @@ class TorchGroup:
     @overload
     def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
     def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+        self.calls["NCCL/NONE" if fusion is None else "NCCL/RESIDUAL_RMS_NORM"] += 1
         total = self._sum(x.contiguous())
         return total if fusion is None else finish(total, fusion)
 
@@ -162,14 +165,6 @@ def connect(address: str, world: int, *, timeout: float) -> TCPStore:
     return TCPStore(host, int(port), world, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
 
-def own_address(peer: str) -> str:
-    """The address of the interface of this host from which `peer` (a host) is reached. Nothing is sent."""
-    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
 def form(
     rank: int,
     world: int,
@@ -193,7 +188,7 @@ def form(
         host, _, port = store.rpartition(":")
         store = listen(host, int(port), world, timeout=timeout)[0] if rank == 0 else connect(store, world, timeout=timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    options = _gloo_options(own_address(peer), timeout) if backend == "gloo" else None
+    options = _gloo_options(address_towards(peer), timeout) if backend == "gloo" else None
     limit = timedelta(seconds=timeout)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=limit, pg_options=options,

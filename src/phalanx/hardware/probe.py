@@ -7,6 +7,7 @@ NVML needs no CUDA context: looking costs no GPU memory and takes milliseconds. 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,17 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         if quota != "max" and int(quota) > 0 and int(period) > 0:
             allowed = min(allowed, max(-(-int(quota) // int(period)), 1))
     return allowed
+
+
+def address_towards(peer: str) -> str:
+    """This host's address on the interface from which `peer` (a name or address) is reached. Nothing is sent.
+
+    Raises OSError for an unknown name, or where no route leads.
+    """
+    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as asked:
+        asked.connect(address)
+        return str(asked.getsockname()[0])
 
 
 def choose(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many KV blocks a rank can offer: measured on GPU by running the largest steps, a number of bytes on CPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+
+from phalanx.config.options import EngineOptions
+from phalanx.config.sampling import SamplingParams
+from phalanx.engine.messages import Admission, Row, StepBatch
+from phalanx.engine.runner import Runner
+from phalanx.errors import CapacityError
+from phalanx.plan.memory import KvSpec, block_bytes, blocks_in
+
+DEFAULT_CPU_BYTES = 1 << 30
+GRAPH_RESERVE_BYTES = 512 << 20
+"""Set aside before the cache is sized when CUDA graphs are captured: their pool, and the kernels that capture loads."""
+
+
+def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int) -> int:
+    """Blocks in `kv_cache_bytes`, or in 1 GiB as far as max_batch_size full requests can use it. Raises CapacityError for none."""
+    if options.kv_cache_bytes is not None:
+        budget, what = options.kv_cache_bytes, f"kv_cache_bytes={options.kv_cache_bytes:,}"
+    else:
+        budget, what = DEFAULT_CPU_BYTES, "the default of 1 GiB"
+    most = options.max_batch_size * -(-max_seq_len // options.kv_block_size)
+    return min(blocks_in(budget, specs, options.kv_block_size, what=what), most)
+
+
+def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int, device: torch.device) -> int:
+    """Blocks in the fraction of what is free once weights are there, less the activations' peak and the graphs' reserve."""
+    if options.kv_cache_bytes is not None:
+        return blocks_in(options.kv_cache_bytes, specs, options.kv_block_size, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    reserve = graph_reserve(options)
+    budget = int(options.kv_cache_free_gpu_memory_fraction * (free - activations - reserve))
+    what = (
+        f"{options.kv_cache_free_gpu_memory_fraction:g} of the GPU memory left ({free:,} of {total:,} bytes free after weights, "
+        f"{activations:,} for activations, {reserve:,} for graphs)"
+    )
+    if budget < block_bytes(specs, options.kv_block_size):
+        raise CapacityError(
+            f"{what} gives the KV cache {max(budget, 0):,} bytes",
+            held=f"one block of {options.kv_block_size} tokens takes {block_bytes(specs, options.kv_block_size):,} bytes",
+            why="not a single block fits", next="use a larger tensor_parallel_size, or lower max_num_tokens or max_batch_size",
+        )  # fmt: skip
+    return blocks_in(budget, specs, options.kv_block_size, what=what)
+
+
+def graph_reserve(options: EngineOptions) -> int:
+    return GRAPH_RESERVE_BYTES if options.cuda_graphs else 0
+
+
+def largest_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
+    """The steps with the most to hold: all tokens of a step in as few prompts as can be, and every slot sampling with a sort.
+
+    All their blocks are block 0, and their results mean nothing. The last step leaves every slot free.
+    """
+    prompts: list[Row] = []
+    left = max_num_tokens
+    while left > 0 and len(prompts) < max_batch_size:
+        count = min(left, max_seq_len)
+        prompts.append(_row(len(prompts), count, block_size))
+        left -= count
+    singles = [_row(slot, 1, block_size) for slot in range(min(max_batch_size, max_num_tokens))]
+    steps = [StepBatch(admitted=[_admission(row) for row in rows], rows=rows) for rows in (prompts, singles)]
+    return [*steps, StepBatch(released=list(range(max_batch_size)))]
+
+
+def _row(slot: int, count: int, block_size: int) -> Row:
+    return Row(slot, 0, count, tokens=[0] * count, blocks=[0] * -(-count // block_size), samples=True)
+
+
+def _admission(row: Row) -> Admission:
+    return Admission(row.slot, row.tokens, row.count, SamplingParams(temperature=1.0, top_p=0.9), seed=0)
+
+
+def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device) -> int:
+    """Bytes that the steps take beyond what is held already. Collective: every rank runs the same steps."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    for step in steps:
+        runner.run(step).results()
+    return int(torch.cuda.max_memory_allocated(device) - before)

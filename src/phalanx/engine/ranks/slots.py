@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank holds per slot, and how a step's rows become the index arrays of one forward: numpy, in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.engine.messages import Admission, Row
+from phalanx.errors import EngineError
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Words = np.ndarray[Any, np.dtype[np.int32]]
+_SECTION = 16  # bytes: every array in an upload begins at a multiple
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """The index arrays of R rows with T tokens; names and shapes as in models.batch.Batch.
+
+    slots [R]; sampled_slots [S]: of the rows that sample. token_ids: 0 where the id is what was sampled into a slot: at
+    `from_slot_at` [G], of slot `from_slot` [G]. logit_rows [S + P]: the last token of each row that samples, then the tokens whose
+    successors are prompt tokens to report.
+    """
+
+    slots: Ints
+    sampled_slots: Ints
+    token_ids: Ints
+    positions: Ints
+    kv_slots: Ints
+    logit_rows: Ints
+    from_slot_at: Ints
+    from_slot: Ints
+    query_starts: Words
+    kv_lengths: Words
+
+    @property
+    def arrays(self) -> list[np.ndarray[Any, Any]]:
+        """Those that the device needs, in the order of the fields."""
+        return [
+            self.slots, self.sampled_slots, self.token_ids, self.positions, self.kv_slots, self.logit_rows,
+            self.from_slot_at, self.from_slot, self.query_starts, self.kv_lengths,
+        ]  # fmt: skip
+
+
+class SlotTables:
+    """Each slot's block table [slots, width] int32, on the host and, on GPU, once more on the device."""
+
+    def __init__(self, slots: int, max_seq_len: int, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.width = -(-max_seq_len // block_size)
+        self.host = np.zeros((slots, self.width), dtype=np.int32)
+        self._used = np.zeros(slots, dtype=np.int64)
+        # On CPU the device's table is the host's: one memory.
+        self.device = (
+            torch.from_numpy(self.host) if device.type == "cpu" else torch.zeros(self.host.shape, dtype=torch.int32, device=device)
+        )
+
+    def clear(self, slot: int) -> None:
+        """The slot's table begins anew."""
+        self._used[slot] = 0
+
+    def append(self, rows: Sequence[Row]) -> tuple[Ints, Words]:
+        """Append the rows' blocks. Returns (places in the flattened table [K], block ids [K]) for the device's copy.
+
+        Raises EngineError for more blocks than max_seq_len needs.
+        """
+        places, ids = [], []
+        for row in rows:
+            if not row.blocks:
+                continue
+            begin = int(self._used[row.slot])
+            end = begin + len(row.blocks)
+            if end > self.width:
+                raise EngineError(f"slot {row.slot} was given block {end}", held=f"max_seq_len needs {self.width} blocks at most")
+            self.host[row.slot, begin:end] = row.blocks
+            self._used[row.slot] = end
+            places.append(np.arange(row.slot * self.width + begin, row.slot * self.width + end, dtype=np.int64))
+            ids.append(np.asarray(row.blocks, dtype=np.int32))
+        if not places:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+        return np.concatenate(places), np.concatenate(ids)
+
+    def arrange(self, rows: Sequence[Row], reported: Sequence[range]) -> Arranged:
+        """The index arrays of the rows, whose blocks have been appended. `reported[r]`: which of row r's tokens (0 .. count-1) are
+        followed by a prompt token to report."""
+        count = len(rows)
+        slots = np.fromiter((row.slot for row in rows), dtype=np.int64, count=count)
+        starts = np.fromiter((row.start for row in rows), dtype=np.int64, count=count)
+        counts = np.fromiter((row.count for row in rows), dtype=np.int64, count=count)
+        ends = np.cumsum(counts)
+        begins = ends - counts
+        total = int(ends[-1])
+        positions = np.arange(total, dtype=np.int64) + np.repeat(starts - begins, counts)
+        blocks = self.host[np.repeat(slots, counts), positions // self.block_size].astype(np.int64)
+        sampled = np.fromiter((row.samples for row in rows), dtype=bool, count=count)
+        unknown = np.fromiter((not row.tokens for row in rows), dtype=bool, count=count)
+        short = starts + counts > self._used[slots] * self.block_size
+        if short.any():
+            raise EngineError(f"slots {slots[short].tolist()} were scheduled beyond their blocks", why="the KV accounting is wrong")
+        ids = [token for row in rows for token in (row.tokens or (0,))]
+        if len(ids) != total:
+            raise EngineError(
+                f"a step has {total} tokens", held=f"{len(ids)} ids are given", why="only a row of one token may have none"
+            )
+        scored = [np.arange(begin + part.start, begin + part.stop) for begin, part in zip(begins, reported, strict=True) if part]
+        return Arranged(
+            slots=slots, sampled_slots=slots[sampled], token_ids=np.asarray(ids, dtype=np.int64), positions=positions,
+            kv_slots=blocks * self.block_size + positions % self.block_size,
+            logit_rows=np.concatenate([ends[sampled] - 1, *scored]),
+            from_slot_at=begins[unknown], from_slot=slots[unknown],
+            query_starts=np.concatenate([[0], ends]).astype(np.int32), kv_lengths=(starts + counts).astype(np.int32),
+        )  # fmt: skip
+
+
+class Prompts:
+    """The prompts whose tokens' logprobs are asked for, per slot."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[list[int], int]] = {}
+
+    def admit(self, admission: Admission) -> None:
+        self.release(admission.slot)
+        if admission.params.prompt_logprobs is not None:
+            prompt = admission.token_ids[: admission.prompt_length]
+            self._held[admission.slot] = (prompt, admission.params.prompt_logprobs)
+
+    def release(self, slot: int) -> None:
+        self._held.pop(slot, None)
+
+    def reported(self, row: Row) -> range:
+        """Which of the row's tokens are followed by a prompt token to report."""
+        if row.slot not in self._held:
+            return range(0)
+        return range(max(min(row.count, len(self._held[row.slot][0]) - 1 - row.start), 0))
+
+    def targets(self, row: Row) -> tuple[list[int], list[int]]:
+        """For each of `reported`: the token that follows, and how many alternatives are asked for."""
+        part = self.reported(row)
+        if not part:
+            return [], []
+        prompt, alternatives = self._held[row.slot]
+        return prompt[row.start + 1 : row.start + 1 + len(part)], [alternatives] * len(part)
+
+
+class Upload:
+    """Many small arrays to the device in one copy, from pinned memory; on CPU the arrays themselves.
+
+    Several host buffers take turns, since a copy may still wait in the device's queue when the next step is arranged.
+    """
+
+    def __init__(self, device: torch.device, turns: int = 4) -> None:
+        self._device = device
+        self._turns = turns
+        self._capacity = 0
+        self._next = 0
+        self._host: list[Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        self._there = torch.empty(0)
+
+    def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[Tensor]:
+        """The arrays as tensors on the device, valid for work queued before the next call."""
+        if self._device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
+        offsets, size = [], 0
+        for array in arrays:
+            offsets.append(size)
+            size += -(-array.nbytes // _SECTION) * _SECTION
+        if size > self._capacity:
+            self._grow(size)
+        turn, self._next = self._next, (self._next + 1) % self._turns
+        self._copied[turn].synchronize()
+        host = self._host[turn].numpy()
+        for array, offset in zip(arrays, offsets, strict=True):
+            host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+        self._there[:size].copy_(self._host[turn][:size], non_blocking=True)
+        self._copied[turn].record()
+        found = []
+        for array, offset in zip(arrays, offsets, strict=True):
+            part = self._there[offset : offset + array.nbytes]
+            found.append(part.view(torch.int64 if array.dtype == np.int64 else torch.int32).view(array.shape))
+        return found
+
+    def _grow(self, size: int) -> None:
+        torch.cuda.synchronize(self._device)
+        self._capacity = 2 * size
+        self._host = [torch.empty(self._capacity, dtype=torch.uint8, pin_memory=True) for _ in range(self._turns)]
+        self._copied = [torch.cuda.Event() for _ in range(self._turns)]  # type: ignore[no-untyped-call]
+        self._there = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When ranks fail, several report at once, and most of them only that a peer is gone. Which report is the cause? Pure."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import IntEnum
+
+from phalanx.comm.launch import exit_words
+from phalanx.engine.ranks.wire import Trouble
+from phalanx.errors import PhalanxError, RankDied
+
+
+class Weight(IntEnum):
+    """How much a report says. From CAUSE on there is nothing better to wait for."""
+
+    CONSEQUENCE = 0  # a peer is gone
+    ENDED = 1  # the process ended; what it had to say may be under way
+    CAUSE = 2  # an error of the rank's own
+    KILLED = 3  # somebody or something killed the process
+
+
+@dataclass(frozen=True)
+class Report:
+    """One thing that went wrong."""
+
+    weight: Weight
+    error: PhalanxError
+
+
+def from_rank(trouble: Trouble) -> Report:
+    """What a rank said."""
+    return Report(Weight.CONSEQUENCE if trouble.consequence else Weight.CAUSE, PhalanxError.from_wire(trouble.error))
+
+
+def from_exit(rank: int, code: int, *, where: str, doing: str) -> Report:
+    """What a process's end says. `where`: "pid 17, node 0". `doing`: "it had begun step 5 and finished step 4"."""
+    killed = code < 0 and -code != signal.SIGABRT  # libraries abort when a peer is gone
+    nexts = {
+        -signal.SIGKILL: "if nobody did it by hand, the kernel's out-of-memory killer did: see dmesg",
+        -signal.SIGBUS: "often /dev/shm is too small: see df /dev/shm",
+    }
+    error = RankDied(f"rank {rank} ({where}) {exit_words(code)}", held=doing, next=nexts.get(code, "see its log lines above"))
+    return Report(Weight.KILLED if killed else Weight.ENDED, error)
+
+
+def cause(reports: list[Report]) -> Report | None:
+    """The report that says most; among equals the first."""
+    return max(reports, key=lambda report: report.weight, default=None)

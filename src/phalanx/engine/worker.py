@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's process (`python -m phalanx.engine.worker`, started by an executor): get ready, then run steps until told to stop.
+
+hello -> import torch -> meet -> form groups -> agree -> build, load -> measure -> offer -> allocate -> ready -> steps
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import hashlib
+import os
+import platform
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from phalanx import log
+from phalanx.comm import launch
+from phalanx.config.locate import locate
+from phalanx.config.model import ModelShape
+from phalanx.config.options import EngineOptions
+from phalanx.engine.messages import RankFacts, Step
+from phalanx.engine.ranks.link import Link
+from phalanx.engine.ranks.wire import Allocate, Done, Hello, Meet, Meeting, Offer, Progress, Ready, Stop, Trouble
+from phalanx.errors import EngineError, PhalanxError
+from phalanx.hardware.probe import cores
+from phalanx.plan import Layout, stages
+from phalanx.plan.weights import layer_bytes
+from phalanx.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from phalanx.comm.torch_group import Groups
+    from phalanx.engine.runner import Outcome, Runner
+    from phalanx.models.registry import Model
+
+logger = log.get_logger("phalanx.engine.worker")  # not __name__: this module is executed
+
+_PER_NODE = {"node_rank", "model", "tokenizer"}  # options that may differ between hosts; the model is compared by its digest
+
+
+class Stopped(Exception):
+    """The engine asked this rank to end."""
+
+
+class Worker:
+    """One rank. `config`: what `ranks.host.start` hands over."""
+
+    def __init__(self, config: dict[str, Any], link: Link) -> None:
+        self.options = EngineOptions(**config["options"])
+        self.rank: int = config["rank"]
+        self.link = link
+        self._config = config
+        self._layout = Layout(
+            self.options.pipeline_parallel_size, self.options.expert_parallel_size, self.options.tensor_parallel_size
+        )
+        self._place = self._layout.place(self.rank)
+        self._phases = log.Phases(logger)
+        self._bytes: dict[str, int] = {}
+        self._groups: Groups | None = None
+
+    def run(self) -> None:
+        """The rank's whole life. Raises what goes wrong; returns when told to stop."""
+        try:
+            runner = self._get_ready()
+            self._serve(runner)
+        except Stopped:
+            return
+
+    # ---- getting ready -----------------------------------------------------------------------------------------------
+
+    def _get_ready(self) -> Runner:
+        with self._phase("import torch"):
+            device = self._take_device()
+        self.link.start_pulse(self._bytes_now, self._calls)
+        with self._phase("find the model"):
+            folder = locate(self.options.model, self.options.revision)
+            shape = ModelShape.from_folder(folder)
+        with self._phase("form groups"):
+            groups = self._groups = self._form(device, folder)
+        with self._phase("build"):
+            model, layers = self._build(shape, device)
+        with self._phase("load weights"):
+            self._load(model, folder)
+        return self._allocate(model, layers, groups, device)
+
+    def _take_device(self) -> torch.device:
+        """Import torch, and take this rank's GPU, or its share of the cores."""
+        import torch
+
+        import phalanx.comm.torch_group
+        import phalanx.engine.runner
+        import phalanx.models.weights  # noqa: F401, what follows is quick
+
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // self._config["local_ranks"])))
+        if self.options.device != "cuda":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise EngineError(
+                "device='cuda' was asked for", held=f"torch {torch.__version__} finds no GPU that it can use",
+                why="it is built without CUDA, or the driver is too old", next="install a CUDA build of torch, or use device='cpu'",
+            )  # fmt: skip
+        device = torch.device("cuda", self._config["device_index"])
+        torch.cuda.set_device(device)
+        self._bytes["capacity"] = torch.cuda.mem_get_info(device)[1]
+        return device
+
+    def _form(self, device: torch.device, folder: Path) -> Groups:
+        from phalanx.comm import torch_group
+        from phalanx.comm.agreement import agree
+
+        world, timeout = self._layout.world, self.options.start_timeout
+        if world == 1:
+            return torch_group.form(0, 1, self._layout, "", device)
+        if self.rank == 0:
+            store, address = torch_group.listen(self._config["peer"], self._config["store_port"], world, timeout=timeout)
+            self.link.send(Meeting(0, address))
+        else:
+            store = torch_group.connect(self._await(Meet).address, world, timeout=timeout)
+        agree(store, self.rank, world, self._facts(folder))
+        return torch_group.form(
+            self.rank,
+            world,
+            self._layout,
+            store,
+            device,
+            peer=self._config["peer"],
+            timeout=max(timeout, self.options.step_timeout),
+        )
+
+    def _facts(self, folder: Path) -> dict[str, str]:
+        """What must be equal on all ranks."""
+        import torch
+
+        options = self.options.model_dump_json(exclude=_PER_NODE)
+        return {
+            "phalanx version": __version__, "torch version": torch.__version__, "Python version": platform.python_version(),
+            "options": hashlib.blake2b(options.encode(), digest_size=8).hexdigest(), "layout": repr(self._layout),
+            "checkpoint": checkpoint_digest(folder, weights=self.options.load_format != "dummy"),
+        }  # fmt: skip
+
+    def _build(self, shape: ModelShape, device: torch.device) -> tuple[Model, range]:
+        from phalanx.models import registry
+
+        assert self._groups is not None
+        name = self.options.dtype if self.options.dtype != "auto" else shape.dtype
+        per_layer, embedding, head = layer_bytes(shape, name)
+        layers = stages(per_layer, self._layout.pp, first_bytes=embedding, last_bytes=head)[self._place.pp_index]
+        model = registry.build(shape, group=self._groups.tp, layers=layers, dtype=torch_dtype(name), device=device)
+        return model, layers
+
+    def _load(self, model: Model, folder: Path) -> None:
+        from phalanx.models import weights
+
+        if self.options.load_format == "dummy":
+            weights.dummy(model, self.options.seed)
+        else:
+            weights.load(model, folder, lambda done, total: self.link.send(Progress(self.rank, "load weights", done, total)))
+        held = [*model.parameters(), *model.buffers()]
+        self._bytes["weights"] = sum({each.data_ptr(): each.nbytes for each in held}.values())
+
+    def _allocate(self, model: Model, layers: range, groups: Groups, device: torch.device) -> Runner:
+        """Measure, offer, and make the caches of the size that the engine settles on."""
+        import torch
+
+        from phalanx.engine.ranks import budget
+        from phalanx.engine.runner import Runner
+        from phalanx.engine.sampler import Sampler
+        from phalanx.models.batch import LayerCache
+        from phalanx.models.layers.attention import backend
+
+        options, specs, shape = self.options, model.kv_specs(), model.shape
+        dtype = model.seat.dtype
+        attention = backend(device, dtype, shape.head_dim)
+        last = groups.pp.rank == groups.pp.size - 1
+        max_seq_len = options.max_seq_len or shape.max_positions
+        sampler = Sampler(options.max_batch_size, shape.vocab_size, device) if last else None
+
+        def caches(blocks: int) -> list[LayerCache]:
+            return [LayerCache.zeros(blocks, options.kv_block_size, s.heads, s.head_dim, dtype, device) for s in specs]
+
+        runner = Runner(
+            model, caches(1), attention, sampler, groups.pp, max_batch_size=options.max_batch_size, max_seq_len=max_seq_len,
+            block_size=options.kv_block_size, dtype=dtype, device=device,
+        )  # fmt: skip
+        with self._phase("measure"):
+            if device.type == "cuda":
+                steps = budget.largest_steps(
+                    max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len,
+                    max_batch_size=options.max_batch_size, block_size=options.kv_block_size,
+                )  # fmt: skip
+                self._bytes["activations"] = budget.peak_of(runner, steps, device)
+                blocks = budget.gpu_blocks(options, specs, self._bytes["activations"], device)
+            else:
+                blocks = budget.cpu_blocks(options, specs, max_seq_len)
+        self.link.send(Offer(self.rank, blocks))
+        blocks = self._await(Allocate).blocks
+        with self._phase("make the KV cache"):
+            runner.caches = caches(blocks)
+            self._bytes["kv"] = sum(cache.key.nbytes + cache.value.nbytes for cache in runner.caches)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        facts = RankFacts(
+            self.rank,
+            self._config["node"],
+            name,
+            (layers.start, layers.stop),
+            self._bytes_now(),
+            self._phases.seconds,
+            attention.name,
+        )
+        self.link.send(Ready(self.rank, facts))
+        return runner
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self.link.send(Progress(self.rank, name))
+        with self._phases.phase(name):
+            yield
+
+    def _await(self, kind: Any) -> Any:
+        """The engine's next word, which is of this kind, or Stop."""
+        message = self.link.receive()
+        if isinstance(message, Stop):
+            raise Stopped
+        if not isinstance(message, kind):
+            raise EngineError(f"rank {self.rank} waits for {kind.__name__}", held=f"it was sent {type(message).__name__}")
+        return message
+
+    # ---- the pulse ---------------------------------------------------------------------------------------------------
+
+    def _bytes_now(self) -> dict[str, int]:
+        """Bytes by kind, as RankFacts names them."""
+        import torch
+
+        if self.options.device == "cuda":
+            # The allocator's own books: a CUDA call from the pulse's thread might open a context on GPU 0.
+            return {**self._bytes, "total": torch.cuda.memory_reserved(self._config["device_index"])}
+        return {**self._bytes, "total": psutil.Process().memory_info().rss, "capacity": psutil.virtual_memory().total}
+
+    def _calls(self) -> dict[str, int]:
+        return dict(getattr(self._groups.tp, "calls", {})) if self._groups is not None else {}
+
+    # ---- running steps -----------------------------------------------------------------------------------------------
+
+    def _serve(self, runner: Runner) -> None:
+        """Queue each step on the device as it comes, and report those whose results are there: the device never waits for the host.
+        The engine's depth bounds how many are under way."""
+        under_way: deque[tuple[int, bytes, Outcome]] = deque()
+        while True:
+            message = self.link.receive(0.0 if under_way else None)
+            if isinstance(message, Step):
+                self.link.begun = message.number
+                outcome = runner.run(message.batches[self._place.dp_index])
+                under_way.append((message.number, self.link.digest, outcome))
+            elif isinstance(message, Stop):
+                return
+            elif message is not None:
+                raise EngineError(f"rank {self.rank} runs steps", held=f"it was sent {type(message).__name__}")
+            if under_way and under_way[0][2].ready:
+                self._report(*under_way.popleft())
+
+    def _report(self, number: int, digest: bytes, outcome: Outcome) -> None:
+        rows, tokens = outcome.results()
+        self.link.finished = number
+        self.link.send(Done(self.rank, number, digest, tokens, rows if self._place.tp_index == 0 else None))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """ "fp32", "fp16" or "bf16" as torch calls it."""
+    import torch
+
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
+
+
+def checkpoint_digest(folder: Path, *, weights: bool) -> str:
+    """Of config.json's bytes, and with `weights` of the weight files' names and sizes: cheap, yet it tells checkpoints apart."""
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
+    if weights:
+        for file in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Never returns: a rank ends at once, as a library's own clean-up may wait for peers that are gone."""
+    config = launch.read_config()
+    rank: int = config["rank"]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # "where do you stand?", asked before a stalled rank is killed
+    log.configure(f"rank {rank}", "INFO" if rank == 0 else "WARNING")
+    link = Link(rank, config["engine"])
+    link.send(Hello(rank, config["node"], os.getpid()))
+    status = 1
+    try:
+        Worker(config, link).run()
+        status = 0
+    except BaseException as error:
+        link.send(_trouble(rank, error))
+    link.close()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _trouble(rank: int, error: BaseException) -> Trouble:
+    """The error as the engine raises it, naming the rank; with its traceback in the log when nobody raised it on purpose."""
+    if isinstance(error, PhalanxError):
+        wire = error.to_wire()
+        return Trouble(rank, {**wire, "asked": f"rank {rank}: {wire['asked']}"}, consequence=False)
+    from phalanx.comm.torch_group import lost_peer
+
+    consequence = lost_peer(error)
+    if not consequence:
+        logger.error("%s", "".join(traceback.format_exception(error)))
+    said = EngineError(f"rank {rank} failed: {type(error).__name__}: {error}", next="its traceback is in the log")
+    return Trouble(rank, said.to_wire(), consequence)
+
+
+if __name__ == "__main__":
+    main()
