@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,7 @@ def keep_likely(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor |
         if most < scaled.shape[1]:
             highest = scaled.topk(most, dim=-1).values
         else:
-            highest = scaled.sort(dim=-1, descending=True).values
+            highest = _descending(scaled)
         if top_k is not None:
             kth = highest.gather(1, (top_k.clamp(max=most) - 1).unsqueeze(1))
             floor = torch.where((top_k < scaled.shape[1]).unsqueeze(1), kth, floor)
@@ -71,6 +72,13 @@ def keep_likely(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor |
     if min_p is not None:
         floor = torch.maximum(floor, min_p.log().unsqueeze(1))
     return torch.where(scaled >= floor, scaled, _NEVER)
+
+
+def _descending(x: Tensor) -> Tensor:
+    """Each row of x [R, V] sorted, highest first. Numpy sorts values alone with vector instructions; torch carries the indices."""
+    if x.is_cpu:
+        return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
+    return x.sort(dim=-1, descending=True).values
 
 
 def _nucleus_floor(scaled: Tensor, highest: Tensor, floor: Tensor, top_p: Tensor) -> Tensor:
