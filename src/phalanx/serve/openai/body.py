@@ -2,14 +2,13 @@
 """From the bytes of a body to a checked request, with bounds on everything: size, nesting, and the time that either costs.
 
 A body is read with a cap on its bytes (413) and parsed by pydantic's JSON reader, which refuses nesting beyond 200 levels, lone
-surrogates, and numbers that no double holds. Schemas and grammars that a client brings are bounded again here, because compilers
-recurse over them.
+surrogates, and numbers that no double holds. Grammars that a client brings are bounded again here, because compilers recurse over
+them (`serve.json_schema` bounds schemas).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -22,8 +21,6 @@ MAX_BODY_BYTES = 8 * 2**20
 """A million tokens are some 4 MiB of English text; token ids as text take up to 8 bytes each."""
 THREAD_BYTES = 64 * 2**10
 """A body of this size parses in about a millisecond; a larger one must not hold up the event loop."""
-MAX_SCHEMA_DEPTH = 64
-MAX_SCHEMA_NODES = 20_000
 MAX_GRAMMAR_CHARACTERS = 2**16
 MAX_GRAMMAR_DEPTH = 100
 
@@ -71,36 +68,10 @@ async def _bounded(request: Request) -> bytes:
     return b"".join(pieces)
 
 
-def check_schema(schema: Any, param: str) -> None:
-    """Raise ApiError 400 for a JSON schema that is nested too deeply, too large, or holds a NUL character. Bounded time."""
-    layer, depth, nodes = [schema], 0, 0
-    while layer:
-        depth, nodes = depth + 1, nodes + len(layer)
-        if depth > MAX_SCHEMA_DEPTH:
-            raise bad_request(f"{param} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param=param, code="schema_too_deep")
-        if nodes > MAX_SCHEMA_NODES:
-            raise bad_request(f"{param} has more than {MAX_SCHEMA_NODES} values", param=param, code="schema_too_large")
-        layer = [child for node in layer for child in _children(node, param)]
-
-
-def _children(node: Any, param: str) -> list[Any]:
-    if isinstance(node, Mapping):
-        return [*node.keys(), *node.values()]
-    if isinstance(node, list):
-        return node
-    if isinstance(node, str):
-        _refuse_nul(node, param)
-    return []
-
-
-def _refuse_nul(text: str, param: str) -> None:
-    if "\0" in text:
-        raise bad_request(f"{param} holds a NUL character", param=param, code="invalid_value")
-
-
 def check_grammar(text: str, param: str) -> None:
     """Raise ApiError 400 for a regular expression or grammar that is too long, nested too deeply, or holds a NUL character."""
-    _refuse_nul(text, param)
+    if "\0" in text:
+        raise bad_request(f"{param} holds a NUL character", param=param, code="invalid_value")
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise bad_request(f"{param} is longer than {MAX_GRAMMAR_CHARACTERS} characters", param=param, code="grammar_too_large")
     depth = 0

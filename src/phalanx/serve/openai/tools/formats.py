@@ -80,11 +80,11 @@ def forced_guide(how: ToolFormat, tools: Sequence[Tool], choice: Literal["requir
 
 
 def strict_guide(how: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """The structural tag (JSON) under which a model writes what it likes, but once it begins a call, a valid one."""
-    trigger = how.opening("")[: how.opening("").index('"name": ') + len('"name": ')]
+    """The structural tag (JSON) under which a model writes what it likes, but once it begins a call, a valid one; without
+    `parallel` the first call ends the answer."""
     layout = {
         "type": "triggered_tags",
-        "triggers": [how.begin or trigger],
+        "triggers": [how.begin.strip() or '{"name":'],
         "tags": [_tag(how, tool.function) for tool in tools],
         "stop_after_first": not parallel,
     }

@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Generator, Iterable
 from dataclasses import dataclass
 
-from phalanx.serve.openai.tool_formats import HERMES, ToolFormat
+from phalanx.serve.openai.tools.formats import HERMES, ToolFormat
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.openai.tool_calls import Argued, Called, CallReader, Said
-from phalanx.serve.openai.tool_formats import HERMES, LLAMA
+from phalanx.serve.openai.tools.calls import Argued, Called, CallReader, Said
+from phalanx.serve.openai.tools.formats import HERMES, LLAMA
 
 NAMES = {"weather", "add"}
 

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from phalanx.config.sampling import SamplingParams
+from phalanx.engine.messages import TokenLogprobs
+from phalanx.serve.fan_out import Piece
+from phalanx.serve.openai import body
+from phalanx.serve.openai.generate import Pieces, Usage, generate
+from phalanx.serve.openai.logprobs import CompletionLogprobs
+from phalanx.serve.openai.prompts import encode_prompts, prompts_of
+from phalanx.serve.openai.sampling import guide_of, of_completion
+from phalanx.serve.openai.schema.answers import CompletionAnswer
+from phalanx.serve.openai.schema.completion import CompletionRequest
+from phalanx.serve.openai.schema.description import answers, takes
+from phalanx.serve.openai.service import Ready, Service, service_of
+from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, event
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", responses=answers(CompletionAnswer, streams=True), openapi_extra=takes(CompletionRequest))
+async def create_completion(request: Request) -> Response:
+    """Continue a prompt, or several."""
+    service = service_of(request)
+    asked = await body.read(request, CompletionRequest)
+    work = CompletionWork(service, service.ready(asked.model), asked)
+    if asked.stream:
+        return EventStream(work.events(), service.answer)
+    return WholeAnswer(work.whole(), service.answer)
+
+
+class CompletionWork:
+    """One request on its way: validated, not yet admitted."""
+
+    def __init__(self, service: Service, ready: Ready, asked: CompletionRequest) -> None:
+        self._service, self._ready, self._asked = service, ready, asked
+        self._accepted = time.monotonic()
+        self._prompts = prompts_of(asked)
+        self._params = of_completion(asked, ready.facts)
+        self._guide = guide_of(asked, None)
+        self._usage: Usage | None = None
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
+            "model": service.model_name,
+        }  # fmt: skip
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer's body."""
+        choices: dict[int, dict[str, Any]] = {}
+        async with aclosing(self._choices()) as pieces:
+            async for piece in pieces:
+                _join(choices.setdefault(piece["index"], {}), piece)
+        return {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": self._spent()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer's chunks as server-sent events."""
+        with_usage = bool(self._asked.stream_options and self._asked.stream_options.include_usage)
+        head = {**self._head, "usage": None} if with_usage else self._head
+        async with aclosing(self._choices()) as pieces:
+            async for piece in pieces:
+                yield event({**head, "choices": [piece]})
+        if with_usage:
+            yield event({**head, "choices": [], "usage": self._spent()})
+        yield DONE
+
+    def _spent(self) -> dict[str, Any] | None:
+        if self._usage is None:
+            return None
+        return self._usage.shown(made=0 if self._asked.max_tokens == 0 else None)
+
+    async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Pieces of the choices, as they are made."""
+        service, ready, params = self._service, self._ready, self._params
+        with service.admission.enter(len(self._prompts) * params.n) as ticket:
+            prompts = await service.on_thread(encode_prompts, self._prompts, ready)
+            params = await service.guided(ready, params, self._guide)
+            for tokens in prompts:
+                ready.client.check(tokens, params)
+            ticket.prompt([len(tokens) for tokens in prompts for _ in range(params.n)])
+            usage = self._usage = Usage(prompts, params.n)
+            echoes = [Echo(asked, tokens) for asked, tokens in zip(self._prompts, prompts, strict=True)]
+            writers = [Writer(ready, self._asked, echo) for echo in echoes for _ in range(params.n)]
+            running = generate(ready, prompts, params, ticket, service.metrics, accepted=self._accepted)
+            async with aclosing(_prompts_first(running, params)) as pieces:
+                async for piece in pieces:
+                    usage.add(piece)
+                    shown = writers[piece.index].push(piece)
+                    if shown is not None:
+                        yield shown
+
+
+async def _prompts_first(running: Pieces, params: SamplingParams) -> Pieces:
+    """The same pieces; where a prompt is scored, those of its other completions come after the one that brings the scores, and
+    have them too."""
+    scores: dict[int, list[TokenLogprobs | None]] = {}
+    held: dict[int, list[Piece]] = {}
+    async with aclosing(running) as pieces:
+        async for piece in pieces:
+            prompt = piece.index // params.n
+            if params.prompt_logprobs is None or params.n == 1:
+                yield piece
+            elif piece.prompt_logprobs is not None:
+                scores[prompt] = piece.prompt_logprobs
+                for one in (piece, *held.pop(prompt, ())):
+                    yield replace(one, prompt_logprobs=scores[prompt])
+            elif prompt in scores:
+                yield replace(piece, prompt_logprobs=scores[prompt])
+            else:
+                held.setdefault(prompt, []).append(piece)
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt as it came, and its token ids."""
+
+    asked: str | list[int]
+    token_ids: list[int]
+
+
+class Writer:
+    """Turns one completion's pieces into pieces of its choice: the prompt first, where it is to be echoed."""
+
+    def __init__(self, ready: Ready, asked: CompletionRequest, prompt: Echo) -> None:
+        self._tokenizer, self._prompt = ready.tokenizer, prompt
+        self._echo = bool(asked.echo)
+        self._silent = asked.max_tokens == 0
+        self._logprobs = None
+        if asked.logprobs is not None:
+            hidden = () if asked.skip_special_tokens is False else ready.tokenizer.special_ids
+            self._logprobs = CompletionLogprobs(ready.tokenizer.token_text, hidden=hidden, top=asked.logprobs > 0)
+
+    def push(self, piece: Piece) -> dict[str, Any] | None:
+        """The choice's next piece; None while there is nothing to show."""
+        text, logprobs = "", None
+        if self._echo:
+            self._echo = False
+            asked = self._prompt.asked
+            text = asked if isinstance(asked, str) else self._tokenizer.decode(asked)
+            if self._logprobs is not None:
+                logprobs = self._logprobs.push(piece.prompt_logprobs or [], self._prompt.token_ids)
+        finish, stop = piece.finish_reason, piece.stop_reason
+        if self._silent:
+            finish, stop = ("length", None) if finish else (None, None)
+        else:
+            text += piece.text
+            if self._logprobs is not None:
+                made = self._logprobs.push(piece.logprobs, piece.token_ids)
+                logprobs = made if logprobs is None else {k: _extend(logprobs[k], made[k]) for k in made}
+        if not text and logprobs is None and finish is None:
+            return None
+        return {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+
+
+def _extend(first: list[Any] | None, more: list[Any] | None) -> list[Any] | None:
+    return None if first is None or more is None else first + more
+
+
+def _join(whole: dict[str, Any], piece: dict[str, Any]) -> None:
+    """Add a piece to what there is of its choice. Lists grow in place."""
+    if not whole:
+        whole.update(piece)
+        return
+    whole["text"] += piece["text"]
+    whole["finish_reason"], whole["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
+    more = piece["logprobs"]
+    if whole["logprobs"] is None or more is None:
+        whole["logprobs"] = whole["logprobs"] or more
+        return
+    for name, values in more.items():
+        if values is not None:
+            whole["logprobs"][name].extend(values)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From prompts and messages to token ids of this model. Texts are tokenized on a thread, beside the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.errors import RequestError
+from phalanx.serve.openai.body import json_object
+from phalanx.serve.openai.errors import bad_request
+from phalanx.serve.openai.sampling import check_token
+from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Content, Message
+from phalanx.serve.openai.schema.completion import CompletionRequest
+from phalanx.serve.openai.service import Ready
+from phalanx.serve.tokenizer import Tokenizer
+
+TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize"})
+"""What a chat template gets from the server itself."""
+
+
+def prompts_of(asked: CompletionRequest) -> list[str] | list[list[int]]:
+    """The prompts as a list, whatever shape they came in."""
+    prompt: Any = asked.prompt
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return [prompt]
+    prompts: list[str] | list[list[int]] = prompt
+    return prompts
+
+
+def encode_prompts(prompts: Sequence[str] | Sequence[list[int]], ready: Ready) -> list[list[int]]:
+    """Token ids of each prompt. Raises ApiError or RequestError for one that is empty, or no prompt of this model."""
+    encoded = []
+    for prompt in prompts:
+        tokens = ready.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, str):
+            check_token(max(tokens), ready.facts, "prompt")
+        encoded.append(_not_empty(tokens))
+    return encoded
+
+
+def encode_chat(asked: ChatRequest, ready: Ready) -> list[int]:
+    """Token ids of a conversation, by the model's chat template. Raises as `encode_prompts`, and for messages it refuses."""
+    if taken := TEMPLATE_NAMES & set(asked.chat_template_kwargs or ()):
+        name = sorted(taken)[0]
+        raise bad_request(f"chat_template_kwargs: {name!r} comes from the request itself", param="chat_template_kwargs")
+    tools = None
+    if asked.tools and asked.tool_choice != "none":
+        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+    messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
+    tokenizer: Tokenizer = ready.tokenizer
+    try:
+        tokens = tokenizer.encode_chat(messages, tools=tools, **(asked.chat_template_kwargs or {}))
+    except RequestError as error:
+        raise bad_request(str(error), param="messages", code="invalid_messages") from None
+    return _not_empty(tokens)
+
+
+def _not_empty(tokens: list[int]) -> list[int]:
+    if not tokens:
+        raise bad_request("the prompt is empty: it has no tokens", param="prompt", code="empty_prompt")
+    return tokens
+
+
+def _plain(message: Message, where: str) -> dict[str, Any]:
+    """A message as templates know it: one text, arguments as objects, and `developer` by its older name."""
+    plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    plain["content"] = _text(message.content)
+    if getattr(message, "name", None):
+        plain["name"] = message.name  # type: ignore[union-attr]
+    if isinstance(message, AssistantMessage):
+        if message.tool_calls:
+            plain["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": json_object(call.function.arguments, f"{where}.tool_calls[{i}].function.arguments"),
+                    },
+                }
+                for i, call in enumerate(message.tool_calls)
+            ]
+        elif plain["content"] is None:
+            raise bad_request(f"{where}: an assistant's message has content or tool_calls", param=where)
+        plain["content"] = plain["content"] or ""
+    elif message.role == "tool":
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _text(content: Content | None) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    return "\n".join(part.text for part in content)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/openapi.json`: bodies are read by hand (see `body`), so what each route takes and answers is said here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from phalanx.serve.openai.schema.answers import ErrorAnswer, StatusAnswer
+from phalanx.serve.openai.schema.chat import ChatRequest
+from phalanx.serve.openai.schema.completion import CompletionRequest
+from phalanx.serve.openai.schema.text import DetokenizeRequest, TokenizeRequest
+from phalanx.version import __version__
+
+Answers = dict[int | str, dict[str, Any]]
+
+REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
+_REF = "#/components/schemas/{model}"
+_ERRORS = {
+    400: "The request cannot be honoured; `param` names the field.",
+    401: "The key is missing or wrong.",
+    404: "No such model.",
+    413: "The body is too large.",
+    429: "A queue is full; Retry-After says when to come again.",
+    500: "The engine failed; the message names the rank.",
+    503: "The server is starting, shutting down, or has failed.",
+}
+
+
+def takes(model: type[BaseModel]) -> dict[str, Any]:
+    """What a route reads, for its `openapi_extra`."""
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def answers(
+    model: type[BaseModel], *, streams: bool = False, chunk: type[BaseModel] | None = None, body: bool = True, key: bool = True
+) -> Answers:
+    """What a route answers, for its `responses`. body: it reads one. key: it asks for the key where there is one."""
+    found: Answers = {200: {"model": model, "description": "The answer."}}
+    if streams:
+        schema = {"type": "string", "description": f"Server-sent events: {(chunk or model).__name__} as JSON, then [DONE]."}
+        found[200]["content"] = {"text/event-stream": {"schema": schema}}
+    errors = (400, 413, 429) * body + (401, 404, 500, 503) * key
+    return found | {status: {"model": ErrorAnswer, "description": _ERRORS[status]} for status in sorted(errors)}
+
+
+def status_answers(*, can_fail: bool = True) -> Answers:
+    """What /live, /ready and /health answer."""
+    found: Answers = {200: {"model": StatusAnswer, "description": "All is well."}}
+    return found | ({503: {"model": StatusAnswer, "description": "Not now, and why."}} if can_fail else {})
+
+
+def says_text(description: str) -> Answers:
+    """An answer in plain text."""
+    return {200: {"description": description, "content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+def describe(app: FastAPI, *, with_key: bool) -> None:
+    """Have the app serve this description. with_key: /v1 and the tokenizer need a bearer key."""
+
+    def made() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _described(app, with_key=with_key)
+        return app.openapi_schema
+
+    app.openapi = made  # type: ignore[method-assign]
+
+
+def _described(app: FastAPI, *, with_key: bool) -> dict[str, Any]:
+    found = get_openapi(title="Phalanx", version=__version__, description="The OpenAI API, over many GPUs.", routes=app.routes)
+    _, schemas = models_json_schema([(model, "validation") for model in REQUESTS], ref_template=_REF)
+    parts = found.setdefault("components", {})
+    parts.setdefault("schemas", {}).update(schemas["$defs"])
+    if with_key:
+        parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, methods in found["paths"].items():
+        for route in methods.values():
+            if with_key and needs_key(path):
+                route["security"] = [{"key": []}]
+            elif not with_key:
+                route["responses"].pop("401", None)
+            route["responses"].pop("422", None)  # FastAPI's own validation, which is not used
+    return found
+
+
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/version", "/metrics", "/openapi.json"})
+
+
+def needs_key(path: str) -> bool:
+    """Whether an address asks for the key: all do but those that probes and scrapers read."""
+    return path not in OPEN_PATHS

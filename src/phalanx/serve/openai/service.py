@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every route of one server shares: the door, the metrics, the threads that tokenize, and, once it is up, the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from phalanx.config.sampling import SamplingParams
+from phalanx.engine.messages import EngineFacts
+from phalanx.errors import EngineClosed, OptionError, Overloaded, PhalanxError
+from phalanx.log import get_logger
+from phalanx.metrics import Metrics
+from phalanx.serve.admission import Admission, Phase
+from phalanx.serve.client import Engine
+from phalanx.serve.grammar import compile_guide
+from phalanx.serve.openai.errors import ApiError, answer_for, bad_request
+from phalanx.serve.openai.sampling import AskedGuide, with_guide
+from phalanx.serve.openai.tools.formats import ToolFormat
+from phalanx.serve.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+TOKENIZER_THREADS = 2
+MAX_TOKENIZING = 512
+"""Texts that may wait for a tokenizer thread; a thread takes milliseconds for each."""
+STATS_SECONDS = 1.0
+"""How long a scrape waits for the engine's counters before it shows the last ones."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An engine that takes requests, and what its prompts are made with."""
+
+    client: Engine
+    tokenizer: Tokenizer
+    tool_format: ToolFormat | None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self.client.facts
+
+
+class Service:
+    """One per server. model_name: as clients call the model."""
+
+    def __init__(self, *, model_name: str, admission: Admission, metrics: Metrics) -> None:
+        self.model_name, self.admission, self.metrics = model_name, admission, metrics
+        self.up: Ready | None = None
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._tokenizing = 0
+
+    def ready(self, model: str | None = None) -> Ready:
+        """The engine. Raises ApiError 404 for a model that is not served, EngineClosed while there is no engine."""
+        if model is not None and model != self.model_name:
+            message = f"the model {model[:200]!r} is not served here; {self.model_name!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        if self.up is None or self.admission.phase is Phase.FAILED:
+            why = str(self.admission.failure) if self.admission.failure else "the server is still starting"
+            raise EngineClosed("the engine does not take requests", why=why, next="ask /ready, and try again")
+        return self.up
+
+    async def on_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what takes long (tokenizing, compiling a guide) beside the event loop. Raises Overloaded when too much waits."""
+        if self._tokenizing >= MAX_TOKENIZING:
+            raise Overloaded("a text was to be tokenized", held=f"{MAX_TOKENIZING} texts wait for it", next="try again in 1 s")
+        self._tokenizing += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, partial(act, *args, **kwargs))
+        finally:
+            self._tokenizing -= 1
+
+    async def guided(self, ready: Ready, params: SamplingParams, asked: AskedGuide | None) -> SamplingParams:
+        """The params with their guide compiled. Raises ApiError 400 naming the field whose guide cannot be used."""
+        if asked is None:
+            return params
+        width, eos = ready.facts.vocab_size, ready.client.eos_token_ids
+        try:
+            made = await self.on_thread(compile_guide, asked.guide, ready.tokenizer, vocab_size=width, eos_token_ids=eos)
+        except OptionError as error:
+            raise bad_request(f"{asked.param}: {error}", param=asked.param, code="invalid_value") from None
+        return with_guide(params, made)
+
+    def answer(self, error: BaseException) -> ApiError:
+        """The answer to an exception; refusals at the door are counted."""
+        if isinstance(error, Overloaded):
+            self.metrics.refused("queue_full")
+        elif isinstance(error, EngineClosed):
+            self.metrics.refused("draining" if self.admission.phase is Phase.DRAINING else "not_ready")
+        return answer_for(error, retry_after=self.admission.retry_after())
+
+    async def refresh(self) -> None:
+        """Ask the engine for its counters, for a scrape; without an answer in time the last ones stand."""
+        if self.up is None or self.admission.phase is Phase.FAILED:
+            return
+        try:
+            self.metrics.engine = await asyncio.wait_for(self.up.client.stats(), STATS_SECONDS)
+        except (TimeoutError, PhalanxError) as error:
+            logger.warning("/metrics shows the engine's last counters: %s", error or "no answer in time")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def service_of(request: Request) -> Service:
+    """The server that this request came to."""
+    found: Service = request.app.state.service
+    return found

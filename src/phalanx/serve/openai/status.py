@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What load balancers, dashboards and people ask: which model, how is it, how busy, which version. None of these needs the key but
+`/v1/models`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from phalanx.serve.admission import Phase
+from phalanx.serve.openai.schema.answers import ModelCard, ModelList, VersionAnswer
+from phalanx.serve.openai.schema.description import answers, says_text, status_answers
+from phalanx.serve.openai.service import Service, service_of
+from phalanx.version import __version__
+
+router = APIRouter()
+
+
+@router.get("/v1/models", responses=answers(ModelList, body=False))
+async def list_models(request: Request) -> Response:
+    """The model that is served."""
+    return JSONResponse({"object": "list", "data": [_card(service_of(request))]})
+
+
+@router.get("/v1/models/{model:path}", responses=answers(ModelCard, body=False))
+async def get_model(request: Request, model: str) -> Response:
+    """One model by its name."""
+    service = service_of(request)
+    service.ready(model)
+    return JSONResponse(_card(service))
+
+
+@router.get("/live", responses=status_answers(can_fail=False))
+async def live() -> Response:
+    """200 as long as the process answers: restart it when this fails."""
+    return JSONResponse({"status": "live", "reason": None})
+
+
+@router.get("/ready", responses=status_answers())
+async def ready(request: Request) -> Response:
+    """200 while requests are taken: send none when this is 503."""
+    return _status(service_of(request))
+
+
+@router.get("/health", responses=status_answers())
+async def health(request: Request) -> Response:
+    """The same as /ready, by its older name."""
+    return _status(service_of(request))
+
+
+@router.get("/version", responses=answers(VersionAnswer, body=False, key=False))
+async def version() -> Response:
+    """The version of Phalanx."""
+    return JSONResponse({"version": __version__})
+
+
+@router.get("/metrics", responses=says_text("The metrics, in Prometheus' text format."))
+async def metrics(request: Request) -> Response:
+    """Counters, gauges and histograms for Prometheus."""
+    service = service_of(request)
+    await service.refresh()
+    text, content_type = service.metrics.exposition(request.headers.get("accept", ""))
+    return Response(text, headers={"Content-Type": content_type})
+
+
+def _card(service: Service) -> dict[str, Any]:
+    ready = service.ready()
+    return {
+        "id": service.model_name, "object": "model", "created": ready.created, "owned_by": "phalanx",
+        "root": ready.facts.model, "max_model_len": ready.facts.max_seq_len,
+    }  # fmt: skip
+
+
+def _status(service: Service) -> Response:
+    phase, failure = service.admission.phase, service.admission.failure
+    reason = str(failure) if failure is not None else None
+    headers = {} if phase is Phase.READY else {"Retry-After": str(service.admission.retry_after())}
+    return JSONResponse({"status": phase.value, "reason": reason}, 200 if phase is Phase.READY else 503, headers)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that end when their reader has gone: a whole body, or server-sent events, each written as it is made.
+
+`WholeAnswer` and `EventStream` do the work themselves, beside a watch on the connection. When the client disconnects, the work is
+cancelled, which aborts what runs in the engine. Nothing is sent before the first event is made, so that a request that is refused
+late (a full queue, a prompt that the engine cannot hold) still gets its status; an error after that is an event of its own. A slow
+reader holds up its own events only: writing waits until the connection takes more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from phalanx.serve.openai.errors import ApiError
+
+AnswerTo = Callable[[BaseException], ApiError]
+encode_json = msgspec.json.Encoder().encode
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event with a JSON body."""
+    return b"data: " + encode_json(data) + b"\n\n"
+
+
+class WholeAnswer(Response):
+    """A JSON body that `work` makes."""
+
+    media_type = "application/json"
+
+    def __init__(self, work: Coroutine[Any, Any, Any], answer_to: AnswerTo) -> None:
+        super().__init__()
+        self._work, self._answer_to = work, answer_to
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _unless_gone(receive, self._answer(scope, receive, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            answer = Response(encode_json(await self._work), media_type="application/json")
+        except Exception as error:
+            answer = self._answer_to(error).response()
+        await answer(scope, receive, send)
+
+
+class EventStream(Response):
+    """Server-sent events: those of `events`, then an error event if they fail. `events` ends with DONE itself."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], answer_to: AnswerTo) -> None:
+        super().__init__(headers=_HEADERS)
+        # An unknown length is sent in chunks.
+        self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
+        self._events, self._answer_to = events, answer_to
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _unless_gone(receive, self._stream(scope, receive, send))
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        try:
+            async with aclosing(self._events) as events:
+                async for data in events:
+                    if not begun:
+                        begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            answer = self._answer_to(error)
+            if not begun:
+                await answer.response()(scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": event(answer.body()), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; cancel it, and wait until it has ended, when the client disconnects first."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        if not working.done():
+            working.cancel()
+        with suppress(asyncio.CancelledError):
+            await working
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
