@@ -102,7 +102,8 @@ class StepChecker:
         batch = step.batches[0]
         for slot in batch.released:
             self._demand(slot in self.slots, f"it releases slot {slot}, which is free")
-            self._drop(slot, self.slots.pop(slot), len(self._cells))
+            held = self.slots.pop(slot)
+            self._drop(slot, held, len(held.table))
         for admission in batch.admitted:
             self._admit(admission)
         self._check_rows(batch.rows)
@@ -217,7 +218,7 @@ class StepChecker:
         """The slot no longer holds the blocks before entry `live` of its table."""
         for block in held.table[held.first_live : live]:
             self._holders[block].discard(slot)
-        held.first_live = max(held.first_live, min(live, len(held.table)))
+        held.first_live = max(held.first_live, live)
 
     def _demand(self, holds: bool, otherwise: str) -> None:
         if not holds:
@@ -277,12 +278,10 @@ class FakeExecutor:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._due or self._closed)
-                if self._closed:
-                    return
-                due = self._due[0][0]
+                due = self._due[0][0] if self._due else 0.0
             time.sleep(max(0.0, due - time.monotonic()))
             with self._changed:
-                if self._closed:
+                if self._closed:  # and so is the pipe
                     return
                 self._ready.append(self._due.popleft()[1])
                 os.write(self._write, b".")

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request: its tokens, when it ends and why, and its prompt's log-probabilities through chunks and recomputation."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.config import SamplingParams
+from phalanx.engine.messages import Add, RowResult, TokenLogprobs
+from phalanx.engine.request import Request
+
+
+def request(*, limit: int = 100, **params: object) -> Request:
+    return Request(
+        Add("a", [1, 2, 3], SamplingParams(**params), stop_token_ids=[7, 8], eos_token_ids=[8]), seed=1, limit=limit, matcher=None
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "limit", "reason", "stop_reason"),
+    [
+        ([4, 5], {}, 100, None, None),
+        ([4, 7], {}, 100, "stop", 7),
+        ([4, 8], {}, 100, "stop", None),
+        ([4, 5], {}, 5, "length", None),
+        ([4, 7], {}, 5, "stop", 7),
+        ([7, 7, 7], {"min_tokens": 2}, 100, "stop", 7),
+        ([7, 7], {"min_tokens": 2}, 100, None, None),
+    ],
+)
+def test_when_a_request_ends_and_why(
+    tokens: list[int], params: dict[str, object], limit: int, reason: str | None, stop_reason: int | None
+) -> None:
+    asked = request(limit=limit, **params)
+    updates = [asked.take_token(RowResult(), token) for token in tokens]
+    assert [update.finish_reason for update in updates[:-1]] == [None] * (len(tokens) - 1)
+    assert (updates[-1].finish_reason, updates[-1].stop_reason) == (reason, stop_reason)
+    assert asked.ended == (reason is not None)
+    assert asked.tokens == [1, 2, 3, *tokens]
+
+
+def test_prompt_logprobs_come_whole_and_once() -> None:
+    found = [TokenLogprobs(token, -1.0, 1) for token in (2, 3)]
+    asked = request(prompt_logprobs=0)
+    asked.take_prompt_logprobs(0, found[:1])
+    asked.take_prompt_logprobs(0, found[:1])  # preempted, and computed again
+    asked.take_prompt_logprobs(1, found[1:])
+    asked.take_prompt_logprobs(0, found)
+    assert asked.take_token(RowResult(), 4).prompt_logprobs == [None, *found]
+    assert asked.take_token(RowResult(), 4).prompt_logprobs is None
+
+
+def test_logprobs_come_with_their_token() -> None:
+    of_token = TokenLogprobs(4, -1.0, 1)
+    assert request().take_token(RowResult(logprobs=of_token), 4).logprobs == [of_token]
+
+
+def test_an_admission_does_not_change_when_tokens_come() -> None:
+    asked = request(min_tokens=1)
+    asked.slot = 3
+    admission = asked.admission()
+    asked.take_token(RowResult(), 4)
+    assert (admission.slot, admission.token_ids, admission.prompt_length, admission.stop_token_ids) == (3, [1, 2, 3], 3, [7, 8])
+
+
+def test_the_asker_keeps_its_list() -> None:
+    prompt = [1, 2]
+    asked = Request(Add("a", prompt, SamplingParams()), seed=0, limit=9, matcher=None)
+    asked.take_token(RowResult(), 4)
+    assert prompt == [1, 2]
