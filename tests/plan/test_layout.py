@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks and places are the same thing twice; stages are the best contiguous split."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import LayoutError
+from phalanx.plan.layout import Layout, stages
+
+SIZES = st.integers(1, 4)
+
+
+@given(SIZES, SIZES, SIZES)
+def test_every_rank_has_one_place(pp: int, dp: int, tp: int) -> None:
+    layout = Layout(pp, dp, tp)
+    places = [layout.place(rank) for rank in range(layout.world)]
+    assert len(set(places)) == layout.world == pp * dp * tp
+    assert [layout.rank(at.pp_index, at.dp_index, at.tp_index) for at in places] == list(range(layout.world))
+    for rank in range(layout.world):
+        assert rank in layout.tp_group(rank)
+        assert rank in layout.pp_group(rank)
+        assert layout.tp_group(rank) == list(range(rank // tp * tp, rank // tp * tp + tp))
+        assert set(layout.tp_group(rank)) & set(layout.pp_group(rank)) == {rank}
+
+
+def test_tp_is_fastest() -> None:
+    layout = Layout(pp=2, dp=2, tp=2)
+    assert layout.tp_group(5) == [4, 5]
+    assert layout.pp_group(5) == [1, 5]
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 1), (1, -1, 1), (1, 1, 0)])
+def test_an_empty_axis_is_refused(axes: tuple[int, int, int]) -> None:
+    with pytest.raises(LayoutError, match="at least 1"):
+        Layout(*axes)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
+    with pytest.raises(LayoutError, match=r"0\.\.3"):
+        Layout(pp=2, tp=2).place(rank)
+
+
+def _worst(cut: list[range], sizes: list[int], first: int, last: int) -> int:
+    loads = [sum(sizes[layer] for layer in stage) for stage in cut]
+    loads[0] += first
+    loads[-1] += last
+    return max(loads)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 60), st.integers(0, 60))
+def test_stages_are_contiguous_and_no_split_is_better(sizes: list[int], pp: int, first: int, last: int) -> None:
+    if pp > len(sizes):
+        with pytest.raises(LayoutError, match=f"{len(sizes)} layers"):
+            stages(sizes, pp)
+        return
+    found = stages(sizes, pp, first_bytes=first, last_bytes=last)
+    assert [layer for stage in found for layer in stage] == list(range(len(sizes)))
+    assert all(len(stage) for stage in found)
+    cuts = itertools.combinations(range(1, len(sizes)), pp - 1)
+    every = [[range(a, b) for a, b in itertools.pairwise((0, *cut, len(sizes)))] for cut in cuts]
+    assert _worst(found, sizes, first, last) == min(_worst(cut, sizes, first, last) for cut in every)
+
+
+def test_the_last_stage_holds_less_among_equals() -> None:
+    assert [len(stage) for stage in stages([1] * 5, 2)] == [3, 2]
