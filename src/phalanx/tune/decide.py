@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times become a table: a challenger must beat the incumbent by more than the noise, and neighbours agree where noise allows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+
+from phalanx.errors import TableError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables.message import Fusion
+from phalanx.tables.seed import Seed
+from phalanx.tables.strategy import INCUMBENT, Choice
+from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tune.fit import by_cell, fit_seed
+from phalanx.tune.sweep import Task
+
+FLOOR = 0.01
+"""Differences below this fraction are noise whatever the samples say: they do not repeat from day to day."""
+UNSAMPLED = 0.03
+"""The noise of a time that comes without samples, as a fraction."""
+# Between two measured points the nearer one answers, unless they are further apart than this: then what lies between is unmeasured.
+_BRIDGED_TOKENS, _BRIDGED_HIDDEN = 16, 4
+
+Times = Mapping[Choice, float]
+
+
+def noise(samples: Sequence[float] | None, us: float) -> float:
+    """The standard error, in microseconds, of a median of these samples.
+
+    1.4826 x (median absolute deviation) estimates the standard deviation, 1.2533 / sqrt(n) of which is a median's (normal errors).
+    """
+    if not samples or len(samples) < 3:
+        return UNSAMPLED * us
+    middle = statistics.median(samples)
+    deviation = 1.4826 * statistics.median(abs(sample - middle) for sample in samples)
+    return 1.2533 * deviation / math.sqrt(len(samples))
+
+
+def decide(
+    times: Mapping[Task, float],
+    fingerprint: Fingerprint,
+    *,
+    samples: Mapping[Task, Sequence[float]] | None = None,
+    expressible: bool = False,
+    seed: Seed | None = None,
+    made: dict[str, str] | None = None,
+) -> Table:
+    """The table of one machine. expressible: only choices that TensorRT-LLM's table can say (none unfused).
+
+    AUTO and strategies of another numeric class take no part. Raises TableError where nothing is left to decide among.
+    """
+    samples = samples or {}
+    cells = {
+        cell: {choice: us for choice, us in measured.items() if not (expressible and choice.unfused)}
+        for cell, measured in by_cell(times).items()
+    }
+    cells = {cell: measured for cell, measured in cells.items() if measured}
+    if not cells:
+        raise TableError(f"no times of {fingerprint} to decide by", next="measure with `phalanx allreduce bench`")
+
+    def margin(cell: tuple[str, Fusion, int, int], a: Choice, b: Choice) -> float:
+        errors = [noise(samples.get(Task(*cell, choice)), cells[cell][choice]) for choice in (a, b)]
+        return max(2 * math.hypot(*errors), FLOOR * min(cells[cell][a], cells[cell][b]))
+
+    sections = []
+    for dtype, fusion in sorted({cell[:2] for cell in cells}, key=lambda key: (key[0], list(Fusion).index(key[1]))):
+        grid: dict[int, dict[int, Times]] = {}
+        for cell, measured in cells.items():
+            if cell[:2] == (dtype, fusion):
+                grid.setdefault(cell[3], {})[cell[2]] = measured
+        allowed = {
+            hidden: {
+                tokens: within_noise(measured, lambda a, b, c=(dtype, fusion, tokens, hidden): margin(c, a, b))  # type: ignore[misc]
+                for tokens, measured in sorted(row.items())
+            }
+            for hidden, row in sorted(grid.items())
+        }
+        chosen = agree(grid, allowed)
+        sections.append(Section(dtype, fusion, _rows(grid, chosen)))
+    return Table(fingerprint, tuple(sections), seed or fit_seed(times, fingerprint), made or {})
+
+
+def within_noise(measured: Times, margin: Callable[[Choice, Choice], float]) -> list[Choice]:
+    """What a cell may choose: the fastest, and all that are slower by no more than the noise between the two."""
+    best = min(measured, key=lambda choice: measured[choice])
+    return [choice for choice, us in measured.items() if us - measured[best] <= margin(best, choice)]
+
+
+def agree(grid: dict[int, dict[int, Times]], allowed: dict[int, dict[int, list[Choice]]]) -> dict[int, dict[int, Choice]]:
+    """One choice for each cell, {hidden: {tokens: choice}}, among those that its noise allows.
+
+    Row by row, the sequence along tokens with the fewest changes; then the one that differs least from the row before; then the
+    one in which most challengers have beaten the incumbent by more than the noise; then the fastest.
+    """
+    chosen: dict[int, dict[int, Choice]] = {}
+    before: dict[int, Choice] = {}
+    for hidden in sorted(allowed):
+        row = allowed[hidden]
+        paths: dict[Choice, tuple[tuple[float, ...], list[Choice]]] = {}
+        for tokens in sorted(row):
+            longer = {}
+            for choice in row[tokens]:
+                times = grid[hidden][tokens]
+                own = (
+                    float(tokens in before and before[tokens] != choice),
+                    float(INCUMBENT in row[tokens] and choice != INCUMBENT),
+                    times[choice] / min(times.values()),
+                )
+                ways = [
+                    ((cost[0] + (path[-1] != choice), *(a + b for a, b in zip(cost[1:], own, strict=True))), path)
+                    for cost, path in paths.values()
+                ] or [((0.0, *own), [])]
+                cost, path = min(ways, key=lambda way: way[0])
+                longer[choice] = (cost, [*path, choice])
+            paths = longer
+        best = min(paths.values(), key=lambda way: way[0])[1]
+        before = chosen[hidden] = dict(zip(sorted(row), best, strict=True))
+    return chosen
+
+
+def _rows(grid: dict[int, dict[int, Times]], chosen: dict[int, dict[int, Choice]]) -> tuple[Row, ...]:
+    sizes = sorted(chosen)
+    rows = []
+    for (first, last), hidden in zip(ranges(sizes, _BRIDGED_HIDDEN, _middle), sizes, strict=True):
+        rows.append(Row(first, last, _spans(grid[hidden], chosen[hidden])))
+    return tuple(rows)
+
+
+def _spans(row: dict[int, Times], chosen: dict[int, Choice]) -> tuple[Span, ...]:
+    points = sorted(chosen)
+
+    def change(low: int, high: int) -> int:
+        """The last size at which the lower point's choice is the faster one: where the lines between the times cross."""
+        here, there = chosen[low], chosen[high]
+        if all(choice in row[point] for choice in (here, there) for point in (low, high)):
+            ahead = row[low][there] - row[low][here]
+            behind = row[high][here] - row[high][there]
+            if ahead >= 0 and behind >= 0 and ahead + behind > 0:
+                return min(low + int((high - low) * ahead / (ahead + behind)), high - 1)
+        return _middle(low, high)
+
+    spans: list[Span] = []
+    gains: list[float] = []
+    for (first, last), tokens in zip(ranges(points, _BRIDGED_TOKENS, change), points, strict=True):
+        choice = chosen[tokens]
+        if spans and spans[-1].choice == choice and spans[-1].last + 1 == first:
+            first = spans.pop().first
+        else:
+            gains = []
+        if INCUMBENT in row[tokens]:
+            gains.append(row[tokens][INCUMBENT] / row[tokens][choice])
+        gain = round(math.exp(statistics.fmean(map(math.log, gains))), 3) if gains else None
+        spans.append(Span(first, last, choice, gain))
+    return tuple(spans)
+
+
+def ranges(points: Sequence[int], bridged: int, change: Callable[[int, int], int]) -> list[tuple[int, int]]:
+    """The range of each rising point: up to where `change` says (at most the next point less 1); the outermost points end the
+    ranges, and so do two that are more than `bridged` times apart."""
+    firsts, lasts = [points[0]], []
+    for low, high in pairwise(points):
+        end = change(low, high) if high <= bridged * low else low
+        lasts.append(end)
+        firsts.append(end + 1 if high <= bridged * low else high)
+    return list(zip(firsts, [*lasts, points[-1]], strict=True))
+
+
+def _middle(low: int, high: int) -> int:
+    """The last size that is nearer to `low`, by ratio."""
+    return min(max(math.isqrt(low * high), low), high - 1)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Three pictures of a benchmark: times, winners, and how far each strategy is from the winner. x is tokens, y is hidden size.
+
+Frames have the columns of a benchmark's CSV (`fusion_op`, `time_us` and `time_ms` are read, too), of one TP size and dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import OptionError, TableError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from pandas import DataFrame
+
+# Hue is the strategy, lightness whether it is fused; told apart in grey, too.
+_COLOURS = {
+    "NCCL": "#5b6770", "GLOO": "#5b6770", "ONESHOT": "#d9822b", "TWOSHOT": "#2b6cb0", "ONESHOT+UNFUSED": "#f5cf9f",
+    "TWOSHOT+UNFUSED": "#a9cdec", "AUTO": "#7b5ea7", "NCCL_SYMMETRIC": "#3d8f63", "SYMM_MEM": "#8dc6a4", "MIN_LATENCY": "#c2557a",
+    "LOWPRECISION": "#8a6d3b", "UB": "#b0a160", "MNNVL": "#4aa3a2",
+}  # fmt: skip
+_OTHER = "#999999"
+_UNMEASURED = "#eceff1"
+_INK = "#1f2933"
+_SLOWEST_SHOWN = 100.0  # percent at which the difference map's red is full
+
+_NEEDED = ("num_tokens", "hidden_size", "strategy", "fusion", "time (us)")
+
+
+def visualize_2d_heatmap(df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None) -> Figure:
+    """One panel per strategy, coloured by time on one logarithmic scale in microseconds, each cell with its time.
+
+    Gives the figure; with `save_path` writes it there, too. Raises OptionError where `df` holds nothing of that fusion, TableError
+    where a column is missing.
+    """
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter
+
+    frame, title = _prepare(df, fusion_op)
+    low, high = float(frame["time (us)"].min()), float(frame["time (us)"].max())
+    norm = LogNorm(low, high if high > low else low * 1.01)
+    names = _names(frame)
+    figure, panels = _panels(frame, len(names), f"{title}: time")
+    for axes, name in zip(panels, names, strict=True):
+        grid = _grid(frame[frame["strategy"] == name], "time (us)", frame)
+        image = axes.imshow(grid, cmap=_colour_map("viridis_r"), norm=norm, aspect="auto", origin="lower")
+        axes.set_title(name, loc="left", color=_INK, fontweight="bold")
+        _annotate(axes, grid, _time_text, lambda value: norm(value) > 0.45)
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.015, aspect=45, format=FuncFormatter(lambda value, _: f"{value:g}"))
+    bar.set_label("time (us), logarithmic")
+    return _finish(figure, save_path)
+
+
+def visualize_2d_best_strategy(df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None) -> Figure:
+    """The fastest strategy of each cell, its time in the cell, and how many cells each wins. Arguments as above."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    frame, title = _prepare(df, fusion_op)
+    frame = frame[frame["strategy"] != "AUTO"]
+    if frame.empty:
+        raise OptionError(f"only AUTO was measured for {fusion_op}", next="measure the strategies that it chooses among, too")
+    names = _names(frame)
+    best = frame.loc[frame.groupby(["num_tokens", "hidden_size"])["time (us)"].idxmin()].copy()
+    best["place"] = best["strategy"].map(names.index)
+    grid = _grid(best, "place", frame)
+    times = _grid(best, "time (us)", frame)
+    colours = [_COLOURS.get(name, _OTHER) for name in names]
+    colour_map = ListedColormap(colours)
+    colour_map.set_bad(_UNMEASURED)
+    figure, (axes,) = _panels(frame, 1, f"{title}: fastest strategy (time in us)")
+    axes.imshow(grid, cmap=colour_map, vmin=-0.5, vmax=len(names) - 0.5, aspect="auto", origin="lower")
+    dark = {place: _luminance(colour) < 0.45 for place, colour in enumerate(colours)}
+    for row, column, place in _cells(grid):
+        ink = "white" if dark[int(place)] else _INK
+        axes.text(column, row, _time_text(times[row, column]), ha="center", va="center", fontsize=9, color=ink)
+    counts = best["strategy"].value_counts()
+    handles = [
+        Patch(
+            facecolor=colour,
+            edgecolor="#9aa5b1",
+            label=f"{name}: {counts.get(name, 0)} cells, {counts.get(name, 0) / len(best):.0%}",
+        )
+        for name, colour in zip(names, colours, strict=True)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 5), frameon=False, fontsize=10)
+    return _finish(figure, save_path)
+
+
+def visualize_strategy_difference_heatmaps(df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None) -> Figure:
+    """One panel per strategy: percent slower than the cell's fastest; white is optimal, red is slower. Arguments as above."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    frame, title = _prepare(df, fusion_op)
+    concrete = frame[frame["strategy"] != "AUTO"]
+    best = (frame if concrete.empty else concrete).groupby(["num_tokens", "hidden_size"])["time (us)"].min().rename("best")
+    frame = frame.join(best, on=["num_tokens", "hidden_size"])
+    # AUTO may be faster than the fastest of the others by noise: no less than optimal.
+    frame["slower"] = ((frame["time (us)"] / frame["best"] - 1) * 100).clip(lower=0)
+    reds = LinearSegmentedColormap.from_list("optimal to slower", ["#ffffff", "#fcd5ce", "#f28482", "#c1121f", "#7f0d15"])
+    reds.set_bad(_UNMEASURED)
+    names = _names(frame)
+    figure, panels = _panels(frame, len(names), f"{title}: percent slower than the fastest")
+    for axes, name in zip(panels, names, strict=True):
+        grid = _grid(frame[frame["strategy"] == name], "slower", frame)
+        image = axes.imshow(grid, cmap=reds, vmin=0, vmax=_SLOWEST_SHOWN, aspect="auto", origin="lower")
+        share = float((frame.loc[frame["strategy"] == name, "slower"] == 0).mean())
+        axes.set_title(f"{name}  (optimal in {share:.0%} of its cells)", loc="left", color=_INK, fontweight="bold")
+        _annotate(axes, grid, _percent_text, lambda value: value > 0.6 * _SLOWEST_SHOWN)
+    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.015, aspect=45, extend="max")
+    bar.set_label("percent slower than the fastest (white: optimal)")
+    return _finish(figure, save_path)
+
+
+def read_frame(path: Path) -> DataFrame:
+    """A benchmark's CSV, checked row by row as `records.read` does, as a frame."""
+    import pandas
+
+    from phalanx.tables.message import LONG_DTYPES
+    from phalanx.tune import records
+
+    bench = records.read(path)
+    rows = [
+        (
+            bench.world, LONG_DTYPES[task.dtype], task.bytes, task.tokens, task.hidden, task.choice.name(bench.sm),
+            task.fusion.name, "all_reduce", us,
+        )
+        for task, us in bench.times.items()
+    ]  # fmt: skip
+    return pandas.DataFrame(rows, columns=list(records.COLUMNS))
+
+
+def _prepare(df: DataFrame, fusion_op: str) -> tuple[DataFrame, str]:
+    """The rows of a fusion under the usual names, and the picture's title."""
+    all_rows = df.rename(columns={"fusion_op": "fusion", "time_us": "time (us)"})
+    if "time_ms" in all_rows.columns and "time (us)" not in all_rows.columns:
+        all_rows = all_rows.assign(**{"time (us)": all_rows["time_ms"] * 1000.0})
+    missing = [name for name in _NEEDED if name not in all_rows.columns]
+    if missing:
+        raise TableError(f"the frame lacks the column {missing[0]!r}", next=f"it needs {', '.join(_NEEDED)}")
+    frame = all_rows[all_rows["fusion"] == fusion_op].copy()
+    if frame.empty:
+        held = ", ".join(sorted(set(all_rows["fusion"]))) or "no rows at all"
+        raise OptionError(f"nothing of fusion {fusion_op!r} was measured", held=f"measured: {held}")
+    title = [fusion_op]
+    for column, text in (("world_size", "TP {}"), ("dtype", "{}")):
+        if column in frame.columns:
+            values = sorted(set(frame[column]))
+            if len(values) > 1:
+                raise OptionError(
+                    f"a picture of {column} {values}", why="a cell would hold several times", next="give one at a time"
+                )
+            title.append(text.format(values[0]))
+    return frame, ", ".join(title)
+
+
+def _names(frame: DataFrame) -> list[str]:
+    """The strategies in the order of the palette, then the unknown ones."""
+    order = list(_COLOURS)
+    return sorted(set(frame["strategy"]), key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def _grid(part: DataFrame, column: str, whole: DataFrame) -> Any:
+    """[hidden, tokens] of a column over the whole's axes, NaN (masked) where not measured."""
+    import numpy
+
+    hidden, tokens = sorted(set(whole["hidden_size"])), sorted(set(whole["num_tokens"]))
+    wide = part.pivot_table(index="hidden_size", columns="num_tokens", values=column, aggfunc="min")
+    return numpy.ma.masked_invalid(wide.reindex(index=hidden, columns=tokens).to_numpy(dtype=float))
+
+
+def _panels(frame: DataFrame, count: int, title: str) -> tuple[Figure, list[Axes]]:
+    """`count` panels below each other, large enough to read the number in each cell."""
+    from matplotlib.figure import Figure
+
+    hidden, tokens = sorted(set(frame["hidden_size"])), sorted(set(frame["num_tokens"]))
+    columns = 1 if len(tokens) > 6 or count < 3 else min(count, 3)
+    rows = math.ceil(count / columns)
+    width = max(5.5, 0.72 * len(tokens) + 1.2) * columns + 1.6
+    height = max(2.4, 0.42 * len(hidden) + 1.0) * rows + 1.1
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    made = figure.subplots(rows, columns, squeeze=False)
+    panels = list(made.flat)
+    for spare in panels[count:]:
+        spare.set_visible(False)
+    for axes in panels[:count]:
+        axes.set_xticks(range(len(tokens)), [str(value) for value in tokens])
+        axes.set_yticks(range(len(hidden)), [str(value) for value in hidden])
+        axes.set_xticks([edge - 0.5 for edge in range(1, len(tokens))], minor=True)
+        axes.set_yticks([edge - 0.5 for edge in range(1, len(hidden))], minor=True)
+        axes.grid(which="minor", color="#dde3e8", linewidth=1)
+        axes.tick_params(which="both", length=0, labelsize=9)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel("hidden size")
+    figure.suptitle(title, fontsize=13, color=_INK)
+    return figure, panels[:count]
+
+
+def _colour_map(name: str) -> Any:
+    from matplotlib import colormaps
+
+    found = colormaps[name].copy()
+    found.set_bad(_UNMEASURED)
+    return found
+
+
+def _cells(grid: Any) -> list[tuple[int, int, float]]:
+    """(row, column, value) of what was measured."""
+    import numpy
+
+    mask = numpy.ma.getmaskarray(grid)
+    return [(r, c, float(grid[r, c])) for r in range(grid.shape[0]) for c in range(grid.shape[1]) if not mask[r, c]]
+
+
+def _annotate(axes: Axes, grid: Any, words: Any, dark: Any) -> None:
+    for row, column, value in _cells(grid):
+        axes.text(column, row, words(value), ha="center", va="center", fontsize=9, color="white" if dark(value) else _INK)
+
+
+def _time_text(us: float) -> str:
+    if us < 9.95:
+        return f"{us:.1f}" if us >= 0.995 else f"{us:.2f}"
+    return f"{us:.0f}" if us < 9999.5 else f"{us / 1000:.0f}k"
+
+
+def _percent_text(percent: float) -> str:
+    if percent == 0:
+        return "0"
+    if percent < 9.95:
+        return f"{percent:.1f}"
+    return f"{percent:.0f}" if percent < 999.5 else f"{percent / 100 + 1:.0f}x"
+
+
+def _luminance(colour: str) -> float:
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(colour)
+    return 0.299 * red + 0.587 * green + 0.114 * blue
+
+
+def _finish(figure: Figure, save_path: str | Path | None) -> Figure:
+    """Write the picture whole or not at all, if a path is given."""
+    if save_path is not None:
+        path = Path(save_path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            figure.savefig(part, format=path.suffix.lstrip(".") or "png")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    return figure

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is to be measured, in which order: pure, so that every rank and the parent hold the same list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from phalanx.errors import OptionError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables.admit import admit
+from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS
+from phalanx.tables.message import DTYPE_BYTES, Fusion, Message, dtype_named
+from phalanx.tables.strategy import Choice, Strategy, choices
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One choice in one cell."""
+
+    dtype: str
+    fusion: Fusion
+    tokens: int
+    hidden: int
+    choice: Choice
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.fusion.name} {self.tokens}x{self.hidden} {self.choice}"
+
+    @classmethod
+    def parse(cls, text: str) -> Task:
+        """The inverse of str()."""
+        dtype, fusion, cell, choice = text.split(" ")
+        tokens, _, hidden = cell.partition("x")
+        return cls(dtype, Fusion.named(fusion), int(tokens), int(hidden), Choice.parse(choice))
+
+    @property
+    def bytes(self) -> int:
+        """Of one rank's tensor."""
+        return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
+
+    @property
+    def cell(self) -> tuple[str, Fusion, int, int]:
+        return self.dtype, self.fusion, self.tokens, self.hidden
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A grid of cells, and the choices to measure in each. max_bytes: larger tensors are left out, with that reason."""
+
+    fingerprint: Fingerprint
+    dtype: str = "bf16"
+    tokens: tuple[int, ...] = TOKENS
+    hidden: tuple[int, ...] = HIDDEN
+    fusions: tuple[Fusion, ...] = tuple(Fusion)
+    strategies: tuple[Strategy, ...] = (Strategy.NCCL, Strategy.ONESHOT, Strategy.TWOSHOT)
+    auto: bool = False
+    max_bytes: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        fingerprint: Fingerprint,
+        *,
+        dtype: str = "bf16",
+        tokens: str | None = None,
+        hidden: str | None = None,
+        fusions: str | None = None,
+        strategies: str | None = None,
+        auto: bool = False,
+        max_bytes: int | None = None,
+    ) -> Sweep:
+        """From what a command line says (comma-separated lists; None is the guide's grid and everything that runs).
+
+        Raises OptionError for a name nobody knows, a size below 1, or one given twice.
+        """
+        asked = cls(fingerprint, dtype_named(dtype), auto=auto, max_bytes=max_bytes)
+        if tokens is not None:
+            asked = replace(asked, tokens=_sizes(tokens, "--tokens"))
+        if hidden is not None:
+            asked = replace(asked, hidden=_sizes(hidden, "--hidden"))
+        if fusions is not None:
+            asked = replace(asked, fusions=_once([Fusion.named(name) for name in _names(fusions)], "--fusions"))
+        if strategies is not None:
+            parsed = _once([Choice.parse(name).strategy for name in _names(strategies)], "--strategies")
+            asked = replace(asked, strategies=tuple(s for s in parsed if s is not Strategy.AUTO))
+            asked = replace(asked, auto=auto or Strategy.AUTO in parsed)
+        if fingerprint.world < 2:
+            raise OptionError(f"--tp_size {fingerprint.world} has nothing to reduce", next="give at least 2")
+        return asked
+
+    def plan(self) -> tuple[list[Task], dict[Task, str]]:
+        """(what to measure, in order; what is left out, and why).
+
+        The widest hidden size first, the four fusions of the look-up table before the others, and all choices of a cell one after
+        the other: they share tensors and compiled kernels, and a run that is cut short has whole columns.
+        """
+        tasks: list[Task] = []
+        skipped: dict[Task, str] = {}
+        waves = [[f for f in self.fusions if f in LOOKUP_FUSIONS], [f for f in self.fusions if f not in LOOKUP_FUSIONS]]
+        for wave in waves:
+            for hidden in sorted(self.hidden, reverse=True):
+                for tokens in sorted(self.tokens):
+                    for fusion in wave:
+                        for choice in self._choices(fusion):
+                            task = Task(self.dtype, fusion, tokens, hidden, choice)
+                            reason = self._refuses(task)
+                            if reason is None:
+                                tasks.append(task)
+                            else:
+                                skipped[task] = reason
+        return tasks, skipped
+
+    def _choices(self, fusion: Fusion) -> list[Choice]:
+        found = [choice for choice in choices(fusion) if choice.strategy in self.strategies]
+        return [*found, Choice(Strategy.AUTO)] if self.auto else found
+
+    def _refuses(self, task: Task) -> str | None:
+        if self.max_bytes is not None and task.bytes > self.max_bytes:
+            return f"{task.bytes / 2**20:.1f} MiB is more than --max_mib {self.max_bytes / 2**20:g}"
+        message = Message("all_reduce", task.fusion, task.dtype, task.tokens, task.hidden, self.fingerprint.world)
+        asked = Strategy.NCCL if task.choice.strategy is Strategy.AUTO else task.choice.strategy
+        return admit(asked, message, self.fingerprint)
+
+    def grid(self) -> dict[str, Any]:
+        """As plain data, for the sidecar."""
+        return {
+            "dtype": self.dtype,
+            "tokens": list(self.tokens),
+            "hidden": list(self.hidden),
+            "fusions": [fusion.name for fusion in self.fusions],
+        }
+
+
+def _names(text: str) -> list[str]:
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if not found:
+        raise OptionError("an empty list was given", next="name at least one, separated by commas, or leave the flag out")
+    return found
+
+
+def _sizes(text: str, flag: str) -> tuple[int, ...]:
+    sizes = []
+    for name in _names(text):
+        if not name.isdecimal() or not 1 <= int(name) < 2**31:
+            raise OptionError(f"{flag} {name!r} is no size", next="whole numbers from 1, separated by commas")
+        sizes.append(int(name))
+    return _once(sizes, flag)
+
+
+def _once(items: Sequence[_Item], flag: str) -> tuple[_Item, ...]:
+    if len(set(items)) != len(items):
+        raise OptionError(f"{flag} names something twice", next="name each once")
+    return tuple(items)
