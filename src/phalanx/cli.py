@@ -28,7 +28,6 @@ from phalanx.version import __version__
 app = typer.Typer(
     name="phalanx",
     help="Serves large language models over many GPUs, and on any CPU.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -38,28 +37,27 @@ app = typer.Typer(
 Verb = Callable[..., None]
 
 
-def takes(*models: type[BaseModel]) -> Callable[[Verb], Verb]:
-    """Give a verb the flags of option models, and `--config FILE`; it is called with what was `asked` in file, environment and flags.
+def takes(*models: type[BaseModel], model_argument: bool = True) -> Callable[[Verb], Verb]:
+    """Give a verb the flags of option models, the argument MODEL and `--config FILE`.
 
-    Values stay text here: the option models say what is taken, whichever source it came from.
+    It is called with what was `asked` in file, environment and flags. Values stay text here: the option models say what is taken,
+    whichever source it came from.
     """
 
     def with_flags(verb: Verb) -> Verb:
         own = [parameter for name, parameter in inspect.signature(verb, eval_str=True).parameters.items() if name != "asked"]
-        # An option that the verb names itself is its own.
-        fields = {name: field for model in models for name, field in model.model_fields.items()}
-        flags = [_flag(name, field) for name, field in fields.items() if name not in {parameter.name for parameter in own}]
-        at = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG)
+        fields = {name: field for model in models for name, field in model.model_fields.items() if name != "model"}
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        parameters = [*([_none("model", _MODEL)] if model_argument else []), *parameters, _none("config", _CONFIG)]
+        parameters += [_flag(name, field) for name, field in fields.items()]
 
         def run(**given: Any) -> None:
             mine = {parameter.name: given.pop(parameter.name) for parameter in own}
-            named = {name: value for name, value in mine.items() if name in fields}
             file = given.pop("config")
-            verb(asked=gather({**given, **named}, file=file), **mine)
+            verb(asked=gather(given, file=file), **mine)
 
-        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
-        run.__signature__ = inspect.Signature([*parameters, at, *flags])  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in [*parameters, at, *flags]}
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__name__, run.__doc__ = verb.__name__, verb.__doc__
         return run
 
@@ -67,7 +65,7 @@ def takes(*models: type[BaseModel]) -> Callable[[Verb], Verb]:
 
 
 _CONFIG = Annotated[Path | None, typer.Option("--config", help="A YAML file with options; environment and flags win over it.")]
-_MODEL = Annotated[str | None, typer.Argument(help="A folder, a Hub id, or 'demo'.", show_default=False)]
+_MODEL = Annotated[str | None, typer.Argument(metavar="MODEL", help="A folder, a Hub id, or 'demo'.", show_default=False)]
 
 
 def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -75,11 +73,16 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
     help_text = str(field.description) + ("" if field.default is None or field.is_required() else f" [default: {field.default}]")
     if field.annotation is bool:
         option = typer.Option(f"--{name}/--no_{name}", help=help_text, show_default=False)
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[bool | None, option])
+        return _none(name, Annotated[bool | None, option])
     choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
     kind = "|".join(choices) if choices else _kind(field.annotation)
     option = typer.Option(*names, help=help_text, metavar=kind, show_default=False)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option])
+    return _none(name, Annotated[str | None, option])
+
+
+def _none(name: str, annotation: Any) -> inspect.Parameter:
+    """A parameter that is None unless it is given."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _kind(annotation: Any) -> str:
@@ -89,7 +92,7 @@ def _kind(annotation: Any) -> str:
 
 @app.command()
 @takes(EngineOptions, ServeOptions)
-def serve(asked: Asked, model: _MODEL = None) -> None:
+def serve(asked: Asked) -> None:
     """Serve a model over the OpenAI API."""
     engine, serving = build(EngineOptions, asked), build(ServeOptions, asked)
     from phalanx.serve.app import run
@@ -101,12 +104,11 @@ def serve(asked: Asked, model: _MODEL = None) -> None:
 @takes(EngineOptions)
 def generate(
     asked: Asked,
-    model: _MODEL = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given again; - reads one from stdin.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 128,
+    max_tokens: Annotated[int, typer.Option("--max_tokens", help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Of the likeliest tokens that add up to so much.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Of so many likeliest tokens; 0: of all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top_p", help="Of the likeliest tokens that add up to so much.")] = 1.0,
+    top_k: Annotated[int, typer.Option("--top_k", help="Of so many likeliest tokens; 0: of all.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be given again.")] = None,
 ) -> None:
     """Complete prompts, and print the text while it comes."""
@@ -117,14 +119,14 @@ def generate(
 
 
 @app.command()
-@takes(EngineOptions, ServeOptions)
+@takes(EngineOptions, ServeOptions, model_argument=False)
 def chat(
     asked: Asked,
     target: Annotated[str, typer.Argument(metavar="[URL|MODEL]", help="A server's URL, or a model to load here.")] = (
         "http://localhost:8000"
     ),
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most, in each answer.")] = 512,
+    max_tokens: Annotated[int, typer.Option("--max_tokens", help="New tokens at most, in each answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
 ) -> None:
     """Talk to a server, or to a model loaded here. End with Ctrl-D."""
@@ -143,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     log.configure()
     try:
-        return int(app(arguments, standalone_mode=False) or 0)
+        return int(app((sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False) or 0)
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except PhalanxError as error:

@@ -80,7 +80,9 @@ def build(options: type[Options], asked: Asked) -> Options:
         if name in _SECRET:
             complaint = OptionError(f"this {name} cannot be used", why="a key is a text of at least one character")
         if name not in asked.origins:
-            raise OptionError(f"{name} was not given", why="it has no default") from None
+            raise OptionError(
+                f"{name} was not given", why="it has no default", next=f"give one: {options.model_fields[name].description}"
+            ) from None
         raise OptionError(complaint.asked, held=f"by {asked.origins[name]}", why=complaint.why, next=complaint.next) from None
 
 

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: flags are the options, by all their names; what is wrong is one line and a status."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from phalanx import cli
+from phalanx.config import EngineOptions
+from phalanx.config.serving import ServeOptions
+from phalanx.version import __version__
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `phalanx serve` hands to the server."""
+    import phalanx.serve.app
+
+    taken = []
+    monkeypatch.setattr(phalanx.serve.app, "run", lambda engine, serving: taken.append((engine, serving)) or 0)
+    for name in [name for name in os.environ if name.startswith("PHALANX_")]:
+        monkeypatch.delenv(name)
+    return taken
+
+
+def given(name, field):
+    """A value that is not the default, as text."""
+    if field.annotation is bool:
+        return None
+    special = {"dtype": "bf16", "load_format": "dummy", "device": "cpu", "allreduce_strategy": "NCCL", "metrics_prefix": "vllm"}
+    if name in special:
+        return special[name]
+    return "0.5" if field.annotation is float else "7"
+
+
+@pytest.mark.parametrize("dash", ["_", "-"])
+def test_every_option_is_a_flag(served, dash):
+    for model in (EngineOptions, ServeOptions):
+        for name, field in model.model_fields.items():
+            if name == "model":
+                continue
+            text = given(name, field)
+            flag = name if text is not None else (f"no_{name}" if field.default else name)
+            line = ["serve", "demo", f"--{flag.replace('_', dash)}", *([text] if text is not None else [])]
+            assert cli.main(line) == 0, line
+            found = getattr(served[-1][model is ServeOptions], name)
+            assert str(found) == (text if text is not None else str(not field.default)), line
+            assert served[-1][0].model == "demo"
+
+
+@pytest.mark.parametrize("flag", ["--tp_size", "--tp-size", "--tensor_parallel_size", "--tensor-parallel-size"])
+def test_short_names(served, flag):
+    assert cli.main(["serve", "demo", flag, "4", "--pp-size=2", "--num_workers", "2"]) == 0
+    engine, _ = served[-1]
+    assert (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.nnodes) == (4, 2, 2)
+
+
+def test_file_then_environment_then_flags(served, monkeypatch, tmp_path):
+    path = tmp_path / "options.yaml"
+    path.write_text("model: of-file\nport: 1\nmax_batch_size: 2\nseed: 3\n", encoding="utf-8")
+    monkeypatch.setenv("PHALANX_PORT", "2")
+    monkeypatch.setenv("PHALANX_SEED", "4")
+    assert cli.main(["serve", "--config", str(path), "--port", "9"]) == 0
+    engine, serving = served[-1]
+    assert (engine.model, engine.max_batch_size, engine.seed, serving.port) == ("of-file", 2, 4, 9)
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "message"),
+    [
+        ("serve demo --tensor_paralel_size 2", 2, "--tensor_parallel_size"),
+        ("serve demo --tp_size two", 2, "tensor_parallel_size='two' was asked for"),
+        ("serve demo --tp_size 0", 2, "greater than or equal to 1"),
+        ("serve", 2, "model was not given"),
+        ("serve demo --config /none.yaml", 2, "No such file"),
+        ("serve demo more", 2, "unexpected extra argument"),
+        ("frob", 2, "No such command 'frob'"),
+        ("generate /none --prompt x", 1, "there is no folder /none"),
+        ("generate demo --temperature hot --prompt x", 2, "Invalid value for '--temperature'"),
+        ("generate demo --temperature -1 --prompt x", 2, "temperature=-1.0 was asked for"),
+        ("chat http://127.0.0.1:9", 1, "start one with `phalanx serve`"),
+    ],
+)
+def test_what_is_wrong_is_one_line(served, capsys, monkeypatch, line, status, message):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert cli.main(line.split()) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("phalanx: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_unknown_variable(served, capsys, monkeypatch):
+    monkeypatch.setenv("PHALANX_TENSOR_PARALEL_SIZE", "2")
+    assert cli.main(["serve", "demo"]) == 2
+    assert "did you mean 'PHALANX_TENSOR_PARALLEL_SIZE'" in capsys.readouterr().err
+
+
+def test_a_key_is_not_shown(served, capsys):
+    assert cli.main(["serve", "demo", "--api_key", ""]) == 2
+    assert "this api_key cannot be used" in capsys.readouterr().err
+
+
+def test_version_and_help(capsys):
+    assert cli.main(["version"]) == 0
+    assert capsys.readouterr().out == f"phalanx {__version__}\n"
+    assert cli.main([]) == 0
+    assert "Commands:" in capsys.readouterr().out
+    assert cli.main(["serve", "--help"]) == 0
+    page = capsys.readouterr().out
+    for name in (*EngineOptions.model_fields, *ServeOptions.model_fields):
+        assert name == "model" or f"--{name}" in page
+
+
+def test_the_module_runs_and_loads_no_torch():
+    code = "import sys; from phalanx.cli import main; main(['version']); sys.exit(int('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+    done = subprocess.run([sys.executable, "-m", "phalanx", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"phalanx {__version__}\n"
