@@ -72,7 +72,8 @@ def dummy(model: Model, seed: int) -> None:
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int, *, like: Tensor) -> Tensor:
-    generator = torch.Generator(like.device).manual_seed((seed * 0x1_0000_0000 + zlib.crc32(name.encode())) % 2**63)
+    # A generator on CPU heeds 32 bits of its seed only, so the two are hashed together.
+    generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     whole = torch.empty(shape, dtype=like.dtype, device=like.device)
     if len(shape) == 2:
         bound = (3.0 / shape[1]) ** 0.5

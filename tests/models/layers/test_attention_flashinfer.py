@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What we hand to FlashInfer, checked by a stand-in that takes its arguments by their documented meaning and computes plainly.
+
+That FlashInfer's own kernels agree is for the tests on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.layers.test_attention_sdpa import made_batch, naive
+
+
+class _Wrapper:
+    """The documented contract of both wrappers: page table as CSR, page_size, window_left (-1: all), causal from the end."""
+
+    made: int = 0
+
+    def __init__(self, workspace: Tensor, layout: str, **options: Any) -> None:
+        assert workspace.dtype == torch.uint8
+        assert layout == "NHD"
+        type(self).made += 1
+        self.planned: tuple[Any, ...] | None = None
+
+    def _plan(
+        self, queries: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, sizes: tuple[int, ...], options: dict[str, Any]
+    ) -> None:
+        assert {indptr.dtype, indices.dtype, last.dtype, queries.dtype} == {torch.int32}
+        assert len(indptr) == len(last) + 1 == len(queries)
+        assert len(indices) == indptr[-1]
+        assert options["q_data_type"] == options["kv_data_type"]
+        self.planned = (queries.tolist(), indptr.tolist(), indices.tolist(), last.tolist(), sizes, options)
+
+    def run(self, query: Tensor, paged: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+        assert self.planned is not None
+        queries, indptr, indices, last, (q_heads, kv_heads, head_dim, page_size), options = self.planned
+        assert query.is_contiguous()
+        assert query.shape == (queries[-1], q_heads, head_dim)
+        assert all(part.shape[1:] == (page_size, kv_heads, head_dim) for part in paged)
+        window = None if options["window_left"] == -1 else options["window_left"] + 1
+        for row in range(len(last)):
+            pages = indices[indptr[row] : indptr[row + 1]]
+            length = (len(pages) - 1) * page_size + last[row]
+            key, value = (part[pages].flatten(0, 1)[:length] for part in paged)
+            here = slice(queries[row], queries[row + 1])
+            before = length - (queries[row + 1] - queries[row])
+            out[here] = naive(query[here], key, value, before, window, options["sm_scale"])
+        return out
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
+    def plan(
+        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int,
+        page_size: int, **options: Any,
+    ) -> None:  # fmt: skip
+        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        self._plan(torch.arange(len(indptr), dtype=torch.int32), indptr, indices, last_page_len, sizes, options)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
+    def plan(
+        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
+        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool, **options: Any,
+    ) -> None:  # fmt: skip
+        assert causal
+        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
+        self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, sizes, options)
+
+
+@pytest.fixture
+def backend_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    stand_in = types.ModuleType("flashinfer")
+    for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
+        wrapper.made = 0
+        setattr(stand_in, wrapper.__name__, wrapper)
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
+    name = "phalanx.models.layers.attention_flashinfer"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("window", [None, 5, 20])
+@pytest.mark.parametrize("rows", [[(7, 1), (30, 1)], [(0, 9), (11, 6)], [(7, 1), (16, 1), (0, 9), (5, 1), (11, 6)]])
+def test_pages_and_windows(rows: list[tuple[int, int]], window: int | None, backend_module: types.ModuleType) -> None:
+    """Decodes alone, prompts and chunks alone, both; entries behind the window are poison."""
+    batch, cache, keys, values = made_batch(rows, window, padding=2)
+    query = torch.randn(batch.token_ids.shape[0], 6, 8)
+    out = (
+        backend_module.FlashInferBackend(torch.device("cpu"), torch.float32)
+        .plan(batch)
+        .forward(query, cache, window=window, scale=0.3)
+    )
+    for row, (before, _) in enumerate(rows):
+        here = slice(batch.query_starts_cpu[row], batch.query_starts_cpu[row + 1])
+        torch.testing.assert_close(out[here], naive(query[here], keys[row], values[row], before, window, 0.3), rtol=1e-5, atol=1e-5)
+
+
+def test_after_the_first_forward_plan_does_all_planning(backend_module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's forward then only launches, and wrappers are made once per kind of layer."""
+    backend = backend_module.FlashInferBackend(torch.device("cpu"), torch.float32)
+    batch, cache, _, _ = made_batch([(7, 1), (0, 9)], None)
+    query = torch.randn(10, 6, 8)
+    first = [backend.plan(batch).forward(query, cache, window=window, scale=0.3) for window in (None, 5)]
+    assert BatchDecodeWithPagedKVCacheWrapper.made == BatchPrefillWithPagedKVCacheWrapper.made == 2
+    plan = backend.plan(batch)
+    monkeypatch.setattr(backend_module.FlashInferPlan, "prepare", lambda *_: pytest.fail("planned in a forward"))
+    again = [plan.forward(query, cache, window=window, scale=0.3) for window in (None, 5)]
+    for left, right in zip(first, again, strict=True):
+        torch.testing.assert_close(left, right)
+    assert BatchDecodeWithPagedKVCacheWrapper.made == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "expected"),
+    [(torch.bfloat16, 128, True), (torch.float16, 64, True), (torch.float32, 128, False), (torch.bfloat16, 80, False)],
+)
+def test_what_flashinfer_has_kernels_for(
+    dtype: torch.dtype, head_dim: int, expected: bool, backend_module: types.ModuleType
+) -> None:
+    assert backend_module.fits(dtype, head_dim) is expected

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Split layers are the whole layer: over ranks, with the residual and the norm that follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.comm.group import Group
+from phalanx.comm.local import LocalWorld
+from phalanx.models.layers.embedding import ParallelHead, VocabParallelEmbedding
+from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
+from phalanx.models.layers.norm import RmsNorm
+from phalanx.models.slices import Seat, Sliced
+from phalanx.plan import shard
+
+CPU = torch.device("cpu")
+
+
+def fill(layer: Sliced, whole: dict[str, torch.Tensor]) -> None:
+    for part in layer.slices():
+        assert part.shape == tuple(whole[part.name].shape)
+        part.target.copy_(whole[part.name].narrow(part.dim, part.begin, part.target.shape[part.dim]))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_row_parallel_adds_its_bias_once(tp: int, bias: bool, normed: bool) -> None:
+    whole = {"o.weight": torch.randn(12, 16), "o.bias": 5 * torch.randn(12), "n.weight": torch.rand(12)}
+    x, residual = torch.randn(5, 16), torch.randn(5, 12)
+
+    def act(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        seat, mine = Seat(group, torch.float32, CPU), shard.even("inputs", 16, group.size, group.rank)
+        layer, norm = RowParallelLinear("o", 16, 12, local=mine, bias=bias, seat=seat), RmsNorm("n", 12, 1e-5, seat=seat)
+        fill(layer, whole)
+        fill(norm, whole)
+        done: tuple[torch.Tensor, torch.Tensor] = layer(x[:, mine.start : mine.stop], residual, norm if normed else None)
+        return done
+
+    total = residual + F.linear(x, whole["o.weight"], whole["o.bias"] if bias else None)
+    expected = F.rms_norm(total, (12,), whole["n.weight"], 1e-5) if normed else total
+    with torch.inference_mode():
+        for out, new_residual in LocalWorld(tp).run(act):
+            torch.testing.assert_close(new_residual, total, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("q", "kv", "tp"), [(12, 3, 4), (12, 3, 2), (6, 2, 3), (8, 1, 4), (4, 4, 2)])
+def test_qkv_holds_the_heads_of_its_rank(q: int, kv: int, tp: int) -> None:
+    names = {"a.q_proj": q, "a.k_proj": kv, "a.v_proj": kv}
+    whole = {f"{name}.weight": torch.randn(heads * 4, 10) for name, heads in names.items()}
+    whole |= {f"{name}.bias": torch.randn(heads * 4) for name, heads in names.items()}
+    x = torch.randn(3, 10)
+    full = [F.linear(x, whole[f"{name}.weight"], whole[f"{name}.bias"]).view(3, -1, 4) for name in names]
+
+    def act(group: Group) -> None:
+        layer = QkvParallelLinear("a", 10, q, kv, 4, bias=True, seat=Seat(group, torch.float32, CPU))
+        fill(layer, whole)
+        held = layer.heads
+        out = layer(x).view(3, -1, 4)
+        picked = [full[0][:, held.q.start : held.q.stop], full[1][:, list(held.kv)], full[2][:, list(held.kv)]]
+        torch.testing.assert_close(out, torch.cat(picked, dim=1), rtol=1e-5, atol=1e-5)
+
+    with torch.inference_mode():
+        LocalWorld(tp).run(act)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocab", [65, 100, 256])
+def test_the_vocabulary_at_both_ends(tp: int, tied: bool, vocab: int) -> None:
+    whole = {"e.weight": torch.randn(vocab, 8), "h.weight": torch.randn(vocab, 8)}
+    ids, rows = torch.randint(0, vocab, (20,)), torch.tensor([3, 19, 3])
+
+    def act(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        seat = Seat(group, torch.float32, CPU)
+        embedding = VocabParallelEmbedding("e", vocab, 8, seat=seat)
+        head = ParallelHead("h", vocab, 8, tied=embedding if tied else None, seat=seat)
+        for layer in (embedding, head.table):
+            fill(layer, whole)
+        vectors = embedding(ids)
+        return vectors, head(vectors, rows)
+
+    vectors = whole["e.weight"][ids]
+    logits = vectors[rows] @ whole["e.weight" if tied else "h.weight"].T
+    with torch.inference_mode():
+        for found, computed in LocalWorld(tp).run(act):
+            assert torch.equal(found, vectors)
+            assert computed.shape == (3, vocab)
+            torch.testing.assert_close(computed, logits, rtol=1e-5, atol=1e-5)

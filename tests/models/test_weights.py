@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading: each rank reads its own slices, and every way in which files and config.json can disagree is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from phalanx.comm.group import Group, Solo
+from phalanx.comm.local import LocalWorld
+from phalanx.config.model import FAMILIES, ModelShape
+from phalanx.errors import LayoutError, WeightError
+from phalanx.models import registry, weights
+from phalanx.models.checkpoint import INDEX, SINGLE
+from tests.checkpoints import write_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("sound"), "qwen2", num_attention_heads=12, num_key_value_heads=3)
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    """A copy to be spoiled."""
+    return Path(shutil.copytree(sound, tmp_path / "model"))
+
+
+def build(
+    folder: Path, group: Group | None = None, layers: range | None = None, dtype: torch.dtype = torch.float32
+) -> registry.Model:
+    shape = ModelShape.from_folder(folder)
+    return registry.build(shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=dtype, device=CPU)
+
+
+def load(folder: Path) -> None:
+    weights.load(build(folder), folder)
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replace, add or (None) leave out tensors of model.safetensors; "__" in a keyword stands for a dot."""
+    held = load_file(folder / SINGLE)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del held[name.replace("__", ".")]
+        else:
+            held[name.replace("__", ".")] = tensor
+    save_file(held, folder / SINGLE, metadata={"format": "pt"})
+
+
+def test_every_weight_is_filled_and_cast(sound: Path) -> None:
+    model = build(sound, dtype=torch.bfloat16)
+    for weight in model.parameters():
+        weight.fill_(float("nan"))
+    weights.load(model, sound)
+    assert not any(weight.isnan().any() for weight in model.parameters())
+    held = load_file(sound / SINGLE)
+    layer = model.layers[1]
+    assert torch.equal(layer.mlp.down.weight, held["model.layers.1.mlp.down_proj.weight"].bfloat16())
+    names = [f"model.layers.1.self_attn.{part}_proj.bias" for part in "qkv"]
+    assert torch.equal(layer.attention.qkv.bias, torch.cat([held[name] for name in names]).bfloat16())
+
+
+def test_ranks_hold_their_slices_and_report_only_those(sound: Path) -> None:
+    """12 query heads over 4 ranks, 3 KV heads: rank 1 holds heads 3..5, which use KV heads 0 and 1."""
+    held = load_file(sound / SINGLE)
+
+    def act(group: Group) -> tuple[registry.Model, list[tuple[int, int]]]:
+        model, seen = build(sound, group, range(1, 2)), []
+        weights.load(model, sound, progress=lambda done, total: seen.append((done, total)))
+        return model, seen
+
+    found = LocalWorld(4).run(act)
+    model, seen = found[1]
+    width = model.shape.head_dim
+    query, key = held["model.layers.1.self_attn.q_proj.weight"], held["model.layers.1.self_attn.k_proj.weight"]
+    qkv = model.layers[0].attention.qkv
+    assert (qkv.heads.q, qkv.heads.kv) == (range(3, 6), (0, 1, 1))
+    expected = torch.cat([query[3 * width : 6 * width], key[:width], key[width : 2 * width], key[width : 2 * width]])
+    assert torch.equal(qkv.weight[: 6 * width], expected)
+    assert torch.equal(model.layers[0].mlp.down.weight, held["model.layers.1.mlp.down_proj.weight"][:, 20:40])
+    assert torch.equal(model.layers[0].mlp.gate_up.weight[20:], held["model.layers.1.mlp.up_proj.weight"][20:40])
+    assert not [name for name, _ in model.named_parameters() if "embedding" in name]
+    done, total = zip(*seen, strict=True)
+    assert list(done) == sorted(done)
+    assert done[-1] == total[0] == sum(part.target.nbytes for part in weights.slices(model))
+    whole = sum(tensor.nbytes for tensor in held.values())
+    assert total[0] < whole / 4
+    assert model.head is not None
+    last = found[3][0].head
+    assert last is not None
+    assert last.table.held == 0  # 384 rows are 6 x 64: over 4 ranks of 2 x 64 the last holds padding only
+    assert not last.table.weight.any()
+
+
+def test_shards_with_an_index(tmp_path: Path, sound: Path) -> None:
+    sharded = write_checkpoint(tmp_path, "qwen2", num_attention_heads=12, num_key_value_heads=3, max_shard_size="100KB")
+    assert (sharded / INDEX).exists()
+    one, many = build(sound), build(sharded)
+    weights.load(one, sound)
+    weights.load(many, sharded)
+    for left, right in zip(one.parameters(), many.parameters(), strict=True):
+        assert torch.equal(left, right)
+    (sharded / INDEX).unlink()
+    weights.load(many, sharded)  # files without an index are looked into
+    gone = sorted(sharded.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(WeightError, match="is missing"):
+        load(sharded)
+
+
+def test_a_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
+    sharded = write_checkpoint(tmp_path, "llama", max_shard_size="100KB")
+    gone = sorted(sharded.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(WeightError) as caught:
+        load(sharded)
+    assert gone.name in str(caught.value)
+    assert INDEX in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", '{"weight_map": 3}', "{}"])
+def test_a_faulty_index_is_named(text: str, folder: Path) -> None:
+    (folder / INDEX).write_text(text)
+    with pytest.raises(WeightError, match=INDEX):
+        load(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 200, 0.5, 0.999])
+def test_a_truncated_file_is_named(kept: float, folder: Path) -> None:
+    path = folder / SINGLE
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept if kept >= 1 or kept == 0 else kept * len(content))])
+    with pytest.raises(WeightError) as caught:
+        load(folder)
+    assert str(path) in str(caught.value)
+    assert "truncated or damaged" in str(caught.value)
+
+
+def test_a_folder_without_safetensors_says_what_it_holds(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(WeightError, match=r"pytorch_model.bin.*safetensors only"):
+        load(folder)
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, model__layers__1__self_attn__k_proj__bias=None)
+    with pytest.raises(WeightError, match=r"model\.layers\.1\.self_attn\.k_proj\.bias is missing"):
+        load(folder)
+
+
+def test_an_unexpected_tensor_is_named_on_every_stage(folder: Path) -> None:
+    rewrite(folder, model__layers__0__self_attn__o_proj__bias=torch.zeros(48))
+    for layers in (range(1), range(1, 2)):
+        with pytest.raises(WeightError, match=r"model\.layers\.0\.self_attn\.o_proj\.bias"):
+            weights.load(build(folder, layers=layers), folder)
+
+
+def test_buffers_that_config_json_implies_are_passed_over(folder: Path) -> None:
+    rewrite(folder, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(2))
+    load(folder)
+
+
+def test_a_tied_head_that_is_stored_all_the_same_is_passed_over(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    rewrite(folder, lm_head__weight=torch.zeros(384, 48))
+    model = build(folder)
+    weights.load(model, folder)
+    assert model.head is not None
+    assert model.embedding is not None
+    assert model.head.table is model.embedding
+
+
+def test_a_second_copy_in_another_format_is_passed_over(folder: Path) -> None:
+    shutil.copy(folder / SINGLE, folder / "consolidated.safetensors")
+    (folder / SINGLE).rename(folder / "weights.safetensors")
+    load(folder)
+    shutil.copy(folder / "weights.safetensors", folder / "again.safetensors")
+    with pytest.raises(WeightError, match=r"again\.safetensors and in weights\.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "shapes"),
+    [
+        ({"hidden_size": 96, "num_attention_heads": 24}, ("[384, 48]", "[384, 96]")),
+        ({"intermediate_size": 160}, ("[80, 48]", "[160, 48]")),
+        ({"vocab_size": 320}, ("[384, 48]", "[320, 48]")),
+        ({"num_key_value_heads": 6}, ("[12, 48]", "[24, 48]")),
+    ],
+)
+def test_a_config_that_contradicts_the_weights_shows_both_shapes(
+    changes: dict[str, Any], shapes: tuple[str, str], folder: Path
+) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(WeightError) as caught:
+        load(folder)
+    assert all(shape in str(caught.value) for shape in shapes), caught.value
+
+
+@pytest.mark.parametrize(("layers", "said"), [(1, "model.layers.1."), (3, "model.layers.2.")])
+def test_a_wrong_number_of_layers_is_named(layers: int, said: str, folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": layers, "layer_types": None}))
+    with pytest.raises(WeightError, match=said):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64])
+def test_integers_and_quantized_values_are_refused(dtype: torch.dtype, folder: Path) -> None:
+    rewrite(folder, model__norm__weight=torch.ones(48).to(dtype))
+    with pytest.raises(WeightError, match=r"model\.norm\.weight.*dtype"):
+        load(folder)
+
+
+def test_a_tp_size_that_does_not_divide_names_those_that_do(sound: Path) -> None:
+    with pytest.raises(LayoutError, match=r"tensor_parallel_size=5.*num_attention_heads=12.*1, 2, 3, 4, 6, 12"):
+        LocalWorld(5).run(lambda group: build(sound, group))
+    with pytest.raises(LayoutError, match=r"tensor_parallel_size=3.*intermediate_size=80.*1, 2, 4, 5"):
+        LocalWorld(3).run(lambda group: build(sound, group))
+
+
+def test_dummy_weights_are_the_same_model_in_every_layout(sound: Path) -> None:
+    def made(group: Group, seed: int = 5) -> registry.Model:
+        model = build(sound, group)
+        weights.dummy(model, seed)
+        return model
+
+    whole, again, other = made(Solo()), made(Solo()), made(Solo(), 6)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(whole.layers[0].mlp.down.weight, other.layers[0].mlp.down.weight)
+    assert not torch.equal(whole.layers[0].mlp.down.weight, whole.layers[1].mlp.down.weight)
+    halves = LocalWorld(2).run(made)
+    joined = torch.cat([half.layers[0].mlp.down.weight for half in halves], dim=1)
+    assert torch.equal(joined, whole.layers[0].mlp.down.weight)
+    assert torch.equal(halves[0].layers[0].norm.weight, halves[1].layers[0].norm.weight)
+    assert all(weight.isfinite().all() for weight in whole.parameters())
+
+
+def test_layers_outside_the_model_are_refused(sound: Path) -> None:
+    shape = ModelShape.from_folder(sound)
+    for layers in (range(0), range(3), range(-1, 1), range(0, 2, 2)):
+        with pytest.raises(ValueError, match="is not a run"):
+            registry.build(shape, group=Solo(), layers=layers, dtype=torch.float32, device=CPU)
+
+
+def test_every_architecture_that_config_reads_has_a_model() -> None:
+    assert set(registry.MODELS) == set(FAMILIES)
