@@ -53,3 +53,67 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         flat = cache.view(-1, *cache.shape[2:])
         repeated = torch.where(padding[real, None, None], flat[:1], part[real])
         flat[target] = torch.where(padding[:, None, None], repeated, part)
+
+
+def all_reduce(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the ranks' tensors: in fp32, in rank order, rounded once to their dtype."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [T, H] times 1 / scale as e4m3, clipped to +-448, and the scale (fp32): the given scalar, or one per token [T, 1], which
+    maps the token's largest magnitude to 448."""
+    wide = x.float()
+    if scale is None:
+        scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+    return (wide * (1.0 / scale.float())).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
+def quantize_nvfp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, H] as e2m1 pairs in uint8 [T, H / 2], the first of a pair in the low nibble, and e4m3 scales [T, H / 16], row by row.
+
+    Each block of 16 has the scale largest magnitude / 6 / `scale` (the global one, a fp32 scalar); q x block scale x global scale
+    gives x back. Ties go to the even code.
+    """
+    blocks = x.float().view(*x.shape[:-1], -1, 16)
+    codes = (blocks.abs().amax(-1) / (6.0 * scale)).clamp(max=448.0).to(torch.float8_e4m3fn)
+    step = codes.float() * scale
+    inverse = torch.where(step > 0, 1.0 / step, 0.0)
+    values = (blocks * inverse.unsqueeze(-1)).flatten(-2)
+    size = values.abs()
+    nibble = torch.zeros_like(size, dtype=torch.uint8)
+    for bound, reached in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (torch.gt, torch.ge) * 3 + (torch.gt,), strict=True):
+        nibble += reached(size, bound)
+    nibble |= torch.signbit(values).to(torch.uint8) << 3
+    return nibble[..., ::2] | nibble[..., 1::2] << 4, codes
+
+
+def residual_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    quant: Literal["none", "fp8", "nvfp4"] = "none",
+    scale: Tensor | None = None,
+    keep_norm: bool = False,
+) -> tuple[Tensor, ...]:
+    """residual_rms_norm and the norm's quantization: (norm, residual), or ([norm if keep_norm,] quantized, [scales,] residual).
+
+    scale: fp8's static scale, or None for one per token, which is returned; nvfp4's global scale, whose block scales are returned.
+    """
+    norm, residual = residual_rms_norm(x, residual, weight, eps)
+    if quant == "none":
+        return norm, residual
+    if quant == "fp8":
+        quantized, found = quantize_fp8(norm, scale)
+        scales = (found,) if scale is None else ()
+    elif scale is None:
+        raise ValueError("nvfp4 needs its global scale: a fp32 scalar tensor")
+    else:
+        quantized, found = quantize_nvfp4(norm, scale)
+        scales = (found,)
+    return (*((norm,) if keep_norm else ()), quantized, *scales, residual)
