@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import openai
 import uvicorn
 
 from phalanx.config import EngineOptions
@@ -28,7 +29,8 @@ MODEL = "tiny"
 
 HERMES_TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    'For each call return: <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n{% endif %}'
+    'For each call return: <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    "{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n'
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -91,6 +93,12 @@ class Live:
 
     def client(self, **more) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **more)
+
+    def openai(self, **more) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=more.pop("api_key", "none"), max_retries=0, timeout=60, **more)
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 @contextmanager

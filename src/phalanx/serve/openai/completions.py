@@ -126,7 +126,7 @@ async def _prompts_first(running: Pieces, params: SamplingParams) -> Pieces:
 class Echo:
     """A prompt as it came, and its token ids."""
 
-    asked: str | list[int]
+    asked: Any  # a text, or token ids
     token_ids: list[int]
 
 

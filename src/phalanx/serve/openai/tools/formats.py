@@ -12,6 +12,7 @@ names the format.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,8 @@ from phalanx.serve.tokenizer import Tokenizer
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _PROBE = "phalanx_probe"
+_LLAMA_SAYS = re.compile(r'\{\s*"name"\s*:[^{}]*"parameters"\s*:\s*[^{\s]')
+"""`{"name": function name, "parameters": dictionary of ...}`, and not a tool's own description."""
 _WHITESPACE = 2
 """White space in a row that a guided call may hold: a model that is held to a grammar must not idle in blanks."""
 
@@ -62,7 +65,7 @@ def detect(tokenizer: Tokenizer) -> ToolFormat | None:
         return None
     if "<tool_call>" in said:
         return None if "<function=" in said else HERMES
-    return LLAMA if '"parameters":' in said.replace(_PROBE, "").replace("'", '"') and '{"name":' in said else None
+    return LLAMA if _LLAMA_SAYS.search(said) else None
 
 
 def forced_guide(how: ToolFormat, tools: Sequence[Tool], choice: Literal["required"] | NamedTool, *, parallel: bool) -> str:

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server with a scripted engine, shared by the tests of one file."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serve.openai.served import Live, Scripted, live
+
+TEXT = "Hello wörld 🙂🙃, this is a rank. 你好!"
+
+
+@pytest.fixture(scope="module")
+def server() -> Live:
+    with live(Scripted(TEXT)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with server.openai() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with server.client() as made:
+        yield made

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/chat/completions` with the official client."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import openai
+import pytest
+
+from phalanx.serve.openai.schema.answers import ChatAnswer, ChatChunk
+from tests.serve.openai.conftest import TEXT
+from tests.serve.openai.served import HERMES_TEMPLATE, LLAMA_TEMPLATE, MODEL, Scripted, live, tokenizer_of
+
+ASK = [{"role": "user", "content": "What?"}]
+TOKENS = tokenizer_of().encode(TEXT, add_special_tokens=False)
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    },
+    {"type": "function", "function": {"name": "noon"}},
+]
+
+
+def stream_of(client, **asked):
+    chunks = list(client.chat.completions.create(model=MODEL, stream=True, **asked))
+    for chunk in chunks:
+        ChatChunk.model_validate(chunk.to_dict())
+    assert len({chunk.id for chunk in chunks}) == 1
+    return chunks
+
+
+def test_whole_answer(client):
+    answer = client.chat.completions.create(model=MODEL, messages=ASK)
+    ChatAnswer.model_validate(answer.to_dict())
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
+    assert choice.message.tool_calls is None
+    assert answer.usage.completion_tokens == len(TOKENS) + 1
+
+
+def test_stream(client):
+    chunks = stream_of(client, messages=ASK, stream_options={"include_usage": True})
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == TEXT
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage.completion_tokens == len(TOKENS) + 1
+
+
+def test_n(client):
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, n=3, max_completion_tokens=2)
+    assert [c.index for c in answer.choices] == [0, 1, 2]
+    assert {c.finish_reason for c in answer.choices} == {"length"}
+    chunks = stream_of(client, messages=ASK, n=3, max_tokens=2)
+    for i in range(3):
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices[0].index == i)
+        assert text == answer.choices[i].message.content
+
+
+def test_logprobs(client):
+    content = client.chat.completions.create(model=MODEL, messages=ASK, logprobs=True, top_logprobs=1).choices[0].logprobs.content
+    assert len(content) == len(TOKENS) + 1
+    assert (content[0].logprob, len(content[0].top_logprobs)) == (-1.0, 1)
+    assert bytes(content[0].bytes).decode() == content[0].token
+    chunks = stream_of(client, messages=ASK, logprobs=True, top_logprobs=1)
+    streamed = [one for c in chunks if c.choices[0].logprobs for one in c.choices[0].logprobs.content]
+    assert streamed == content
+    bare = client.chat.completions.create(model=MODEL, messages=ASK, logprobs=True).choices[0].logprobs.content
+    assert bare[0].top_logprobs == []
+
+
+def test_messages_become_a_prompt(server, client):
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": "yes", "refusal": None, "annotations": [], "audio": None, "function_call": None},
+        {"role": "user", "content": "more", "name": "bob"},
+    ]
+    client.chat.completions.create(model=MODEL, messages=messages, max_tokens=1)
+    prompt = tokenizer_of().decode(server.engine.added[-1].token_ids, skip_special_tokens=False)
+    assert prompt == ("<s><|system|>Be brief.</s>\n<|user|>one\ntwo</s>\n<|assistant|>yes</s>\n<|user|>more</s>\n<|assistant|>")
+
+
+def test_neutral_fields_are_taken(client):
+    client.chat.completions.create(
+        model=MODEL, messages=ASK, max_completion_tokens=1, max_tokens=1, store=False, tools=[], user="me", metadata={"a": "b"},
+        parallel_tool_calls=True, service_tier="auto", modalities=["text"], response_format={"type": "text"}, tool_choice="none",
+        prompt_cache_key="k", safety_identifier="s", logit_bias={}, stop=None, reasoning_effort="none", verbosity="medium",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "says", "param"),
+    [
+        ({"store": True}, "store cannot be honoured: answers are not stored", "store"),
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio cannot be honoured", "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities cannot be honoured", "modalities"),
+        ({"service_tier": "flex"}, "one tier", "service_tier"),
+        ({"extra_body": {"temprature": 1}}, "unknown field 'temprature'; did you mean 'temperature'", "temprature"),
+        ({"extra_body": {"messages": []}}, "messages", "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only", None),
+        ({"messages": [{"role": "king", "content": "x"}]}, "role", "messages[0].role"),
+        ({"messages": [{"role": "assistant"}]}, "content or tool_calls", "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "required", "messages[0].content"),
+        ({"top_logprobs": 2}, "needs logprobs", "top_logprobs"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "contradict", "max_tokens"),
+        ({"tools": TOOLS}, "chat template teaches neither", "tools"),
+        ({"tool_choice": "required"}, "needs tools", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "none of the tools", "tool_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
+         "response_format", "response_format"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "comes from the request", "chat_template_kwargs"),
+        ({"extra_body": {"temperature": "1"}}, "temperature", "temperature"),
+        ({"extra_body": {"n": 1.5}}, "n:", "n"),
+        ({"n": 129}, "n:", "n"),
+        ({"temperature": -1}, "temperature", "temperature"),
+        ({"seed": 2**70}, "seed", "seed"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(client, asked, says, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{"model": MODEL, "messages": ASK, **asked})
+    assert says in refused.value.body["message"]
+    assert refused.value.body["type"] == "invalid_request_error"
+    if param is not None:
+        assert refused.value.param == param
+
+
+def test_unknown_model(client):
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.chat.completions.create(model="gpt-4o", messages=ASK)
+    assert refused.value.code == "model_not_found"
+
+
+def test_structured_output_reaches_the_engine(server, client):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    formats = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}},
+        {"response_format": {"type": "json_object"}},
+        {"extra_body": {"guided_json": schema}},
+        {"extra_body": {"guided_regex": "[a-z]+"}},
+        {"extra_body": {"guided_grammar": 'root ::= "a" | "b"'}},
+    ]
+    kinds = []
+    for asked in formats:
+        client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, **asked)
+        guide = server.engine.added[-1].params.guide
+        assert guide.compiled
+        kinds += [name for name in ("json_schema", "json_object", "regex", "grammar") if getattr(guide, name)]
+    assert kinds == ["json_schema", "json_object", "json_schema", "regex", "grammar"]
+
+
+CALLS = {
+    HERMES_TEMPLATE: 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "noon", "arguments": {}}\n</tool_call>',
+    LLAMA_TEMPLATE: '{"name": "weather", "parameters": {"city": "Köln"}}; {"name": "noon", "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("template", list(CALLS), ids=["hermes", "llama"])
+def test_tool_calls(template):
+    said = "I look." if template is HERMES_TEMPLATE else None
+    engine = Scripted(CALLS[template])
+    with live(engine, template=template) as server, server.openai() as client:
+        answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS)
+        ChatAnswer.model_validate(answer.to_dict())
+        choice = answer.choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", said)
+        calls = [(c.type, c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
+        assert calls == [("function", "weather", {"city": "Köln"}), ("function", "noon", {})]
+        assert len({c.id for c in choice.message.tool_calls}) == 2
+
+        chunks = stream_of(client, messages=ASK, tools=TOOLS)
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        pieces = [p for c in chunks for p in c.choices[0].delta.tool_calls or []]
+        for i, call in enumerate(choice.message.tool_calls):
+            mine = [p for p in pieces if p.index == i]
+            assert mine[0].id.startswith("call_")
+            assert mine[0].function.name == call.function.name
+            assert "".join(p.function.arguments or "" for p in mine) == call.function.arguments
+        assert len([p for p in pieces if p.index == 0]) > 3, "arguments stream in pieces"
+        assert ("".join(c.choices[0].delta.content or "" for c in chunks) or None) == said
+
+        # What was called comes back, with the tool's answer.
+        history = [
+            *ASK,
+            choice.message.to_dict(),
+            {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "7"},
+        ]
+        client.chat.completions.create(model=MODEL, messages=history, tools=TOOLS, max_tokens=1)
+        prompt = tokenizer_of().decode(engine.added[-1].token_ids, skip_special_tokens=False)
+        assert '{"city": "Köln"}' in prompt
+
+        ignored = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, tool_choice="none").choices[0]
+        assert (ignored.message.content, ignored.finish_reason) == (CALLS[template], "stop")
+        assert "weather" not in tokenizer_of().decode(engine.added[-1].token_ids)
+
+
+@pytest.mark.parametrize("template", list(CALLS), ids=["hermes", "llama"])
+def test_forced_calls_have_a_guide(template):
+    engine = Scripted(CALLS[template])
+    named = {"type": "function", "function": {"name": "weather"}}
+    strict = msgspec.json.decode(msgspec.json.encode(TOOLS))
+    strict[0]["function"]["strict"] = True
+    with live(engine, template=template) as server, server.openai() as client:
+        for asked, tags, once in (
+            ({"tools": TOOLS, "tool_choice": "required"}, 2, False),
+            ({"tools": TOOLS, "tool_choice": named}, 1, True),
+            ({"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False}, 2, True),
+            ({"tools": strict}, 2, False),
+        ):
+            client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, **asked)
+            guide = engine.added[-1].params.guide
+            layout = json.loads(guide.structural_tag)["format"]
+            assert guide.compiled
+            assert (len(layout["tags"]), layout["stop_after_first"]) == (tags, once)
+        client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, tools=TOOLS)
+        assert engine.added[-1].params.guide is None
+        answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, parallel_tool_calls=False)
+        assert [c.function.name for c in answer.choices[0].message.tool_calls] == ["weather"]
+        both = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
+        with pytest.raises(openai.BadRequestError, match="contradict"):
+            client.chat.completions.create(model=MODEL, messages=ASK, **both)
+        bad = [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "["}}]}]
+        with pytest.raises(openai.BadRequestError, match="not valid JSON"):
+            client.chat.completions.create(model=MODEL, messages=bad, tools=TOOLS)
+
+
+def test_async_client(server):
+    import asyncio
+
+    async def ask() -> str:
+        async with server.async_openai() as client:
+            stream = await client.chat.completions.create(model=MODEL, messages=ASK, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    assert asyncio.run(ask()) == TEXT

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/completions` with the official client: what is streamed is what is whole."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from phalanx.serve.openai.schema.answers import CompletionAnswer
+from tests.serve.openai.conftest import TEXT
+from tests.serve.openai.served import MODEL, tokenizer_of
+
+TOKENS = tokenizer_of().encode(TEXT, add_special_tokens=False)
+
+
+def stream_of(client, **asked):
+    chunks = list(client.completions.create(model=MODEL, stream=True, **asked))
+    for chunk in chunks:
+        CompletionAnswer.model_validate(chunk.to_dict())
+    return chunks
+
+
+def test_whole_answer(client):
+    answer = client.completions.create(model=MODEL, prompt="What?", max_tokens=100)
+    CompletionAnswer.model_validate(answer.to_dict())
+    assert answer.choices[0].text == TEXT
+    assert answer.choices[0].finish_reason == "stop"
+    prompt = len(tokenizer_of().encode("What?"))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (prompt, len(TOKENS) + 1)
+    assert answer.usage.total_tokens == prompt + len(TOKENS) + 1
+
+
+def test_sixteen_tokens_by_default(client):
+    answer = client.completions.create(model=MODEL, prompt="What?")
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 16)
+
+
+def test_streamed_text_is_the_whole_text(client):
+    chunks = stream_of(client, prompt="What?", max_tokens=100, stream_options={"include_usage": True})
+    assert "".join(c.choices[0].text for c in chunks[:-1]) == TEXT
+    assert all("\ufffd" not in c.choices[0].text for c in chunks[:-1])
+    assert len(chunks) > 10
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(TOKENS) + 1
+    assert all(c.usage is None for c in chunks[:-1])
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-2:] == [None, "stop"]
+
+
+@pytest.mark.parametrize("stop", ["wör", "🙃", "is a", [" rank", "this is"], "你好", "d 🙂"])
+def test_stop_strings_cross_tokens(client, stop):
+    first = min((TEXT.index(one) for one in ([stop] if isinstance(stop, str) else stop)))
+    whole = client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop=stop).choices[0]
+    assert whole.text == TEXT[:first]
+    assert whole.finish_reason == "stop"
+    assert whole.stop_reason in ([stop] if isinstance(stop, str) else stop)
+    chunks = stream_of(client, prompt="x", max_tokens=100, stop=stop)
+    assert "".join(c.choices[0].text for c in chunks) == whole.text
+    assert client.completions.create(
+        model=MODEL, prompt="x", max_tokens=100, stop=stop, extra_body={"include_stop_str_in_output": True}
+    ).choices[0].text == TEXT[:first] + whole.stop_reason  # fmt: skip
+
+
+@pytest.mark.parametrize("stop", ["wör", "rank"])
+def test_a_stop_string_aborts_what_runs(server, client, stop):
+    before = len(server.engine.aborted)
+    client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop=stop)
+    assert len(server.engine.aborted) == before + 1
+
+
+def test_every_cut_by_max_tokens(client):
+    for limit in range(1, len(TOKENS) + 1):
+        whole = client.completions.create(model=MODEL, prompt="x", max_tokens=limit).choices[0]
+        assert whole.text == tokenizer_of().decode(TOKENS[:limit])
+        assert "".join(c.choices[0].text for c in stream_of(client, prompt="x", max_tokens=limit)) == whole.text
+
+
+def test_many_prompts_and_n(client):
+    answer = client.completions.create(model=MODEL, prompt=["a", "bb", "ccc"], n=2, max_tokens=2, echo=True)
+    assert [c.index for c in answer.choices] == list(range(6))
+    begin = tokenizer_of().decode(TOKENS[:2])
+    assert [c.text for c in answer.choices] == [p + begin for p in ("a", "a", "bb", "bb", "ccc", "ccc")]
+    chunks = stream_of(client, prompt=["a", "bb"], n=2, max_tokens=3)
+    texts = {i: "".join(c.choices[0].text for c in chunks if c.choices[0].index == i) for i in range(4)}
+    assert set(texts.values()) == {tokenizer_of().decode(TOKENS[:3])}
+
+
+def test_token_ids(server, client):
+    client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=1)
+    assert server.engine.added[-1].token_ids == [5, 6, 7]
+    answer = client.completions.create(model=MODEL, prompt=[[5], [6, 7]], max_tokens=1)
+    assert len(answer.choices) == 2
+    with pytest.raises(openai.BadRequestError, match="none of this model's"):
+        client.completions.create(model=MODEL, prompt=[10**6], max_tokens=1)
+
+
+def test_seeds_of_n(server, client):
+    client.completions.create(model=MODEL, prompt="x", n=3, seed=7, max_tokens=1)
+    assert sorted(add.params.seed for add in server.engine.added[-3:]) == [7, 8, 9]
+
+
+def test_logprobs(client):
+    choice = client.completions.create(model=MODEL, prompt="x", max_tokens=4, logprobs=1).choices[0]
+    texts = [tokenizer_of().token_text(token) for token in TOKENS[:4]]
+    assert choice.logprobs.tokens == texts
+    assert choice.logprobs.token_logprobs == [-1.0] * 4
+    assert choice.logprobs.top_logprobs == [{text: -1.0} for text in texts]
+    assert choice.logprobs.text_offset == [sum(map(len, texts[:i])) for i in range(4)]
+    chunks = stream_of(client, prompt="x", max_tokens=4, logprobs=1)
+    assert [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens] == texts
+    assert client.completions.create(model=MODEL, prompt="x", max_tokens=4, logprobs=0).choices[0].logprobs.top_logprobs is None
+
+
+def test_scoring_a_prompt(client):
+    """echo with max_tokens 0: the prompt's own logprobs and not a token more; for each of n."""
+    answer = client.completions.create(model=MODEL, prompt="a rank", max_tokens=0, echo=True, logprobs=0, n=2)
+    prompt = tokenizer_of().encode("a rank")
+    for choice in answer.choices:
+        assert choice.text == "a rank"
+        assert choice.finish_reason == "length"
+        assert choice.logprobs.token_logprobs == [None] + [-1.0] * (len(prompt) - 1)
+        assert choice.logprobs.text_offset[1] == 0  # the begin token has no text of its own
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 0)
+
+
+def test_fields_reach_the_engine(server, client):
+    extra = {
+        "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [9], "ignore_eos": True,
+        "skip_special_tokens": False,
+    }  # fmt: skip
+    client.completions.create(
+        model=MODEL, prompt="x", max_tokens=3, temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1, seed=3,
+        logit_bias={"7": -5}, user="me", best_of=1, suffix="", extra_body=extra,
+    )  # fmt: skip
+    params = server.engine.added[-1].params
+    for name, value in {**extra, "temperature": 0.5, "top_p": 0.9, "presence_penalty": 1, "seed": 3, "logit_bias": {7: -5}}.items():
+        assert getattr(params, name) == value, name
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"best_of": 3}, "best_of=3 cannot be honoured"),
+        ({"suffix": "x"}, "suffix cannot be honoured"),
+        ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
+        ({"prompt": ""}, None),  # the begin token makes it a prompt
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"extra_body": {"min_tokens": 20, "max_tokens": 2}}, "min_tokens"),
+        ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"extra_body": {"guided_regex": "a", "guided_json": {}}}, "contradict"),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
+        ({"extra_body": {"guided_json": "{"}}, "guided_json"),
+    ],
+)
+def test_what_is_refused(client, asked, says):
+    asked = {"model": MODEL, "prompt": "x", "max_tokens": 1, **asked}
+    if says is None:
+        client.completions.create(**asked)
+        return
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
+        client.completions.create(**asked)
+    assert set(refused.value.body) == {"message", "type", "param", "code"}
+
+
+def test_async_client(server):
+    async def ask() -> list[str]:
+        async with server.async_openai() as client:
+
+            async def one(i: int) -> str:
+                stream = await client.completions.create(model=MODEL, prompt=f"{i}", max_tokens=100, stream=True)
+                return "".join([chunk.choices[0].text async for chunk in stream])
+
+            return await asyncio.gather(*(one(i) for i in range(20)))
+
+    assert asyncio.run(ask()) == [TEXT] * 20
