@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One GPU rank of the all-reduce checks: `torchrun --nproc-per-node N allreduce_rank.py CHECK ...`.
+
+Each check compares with the oracles of `kernels.reference`, bit for bit where sums are concerned, and raises at the first
+difference. `test_allreduce_gpu` starts this; it also runs alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm import oneshot, twoshot
+from phalanx.comm.group import ResidualRmsNorm
+from phalanx.comm.symmetric import Workspace, form_workspace
+from phalanx.kernels import reference, residual_rms_norm_quant
+
+STRATEGIES = {"ONESHOT": oneshot, "TWOSHOT": twoshot}
+SHAPES = ((1, 8), (3, 1000), (17, 5120), (4096, 16384))
+QUANTS = (
+    ("none", None, False),
+    ("fp8", 0.02, False),
+    ("fp8", 0.02, True),
+    ("fp8", None, False),
+    ("fp8", None, True),
+    ("nvfp4", 0.004, False),
+    ("nvfp4", 0.004, True),
+)
+
+
+def tensor_of(rank: int, tokens: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """What `rank` contributes: every rank can make everybody's."""
+    maker = torch.Generator(device="cuda").manual_seed(1000 * seed + rank)
+    return torch.randn(tokens, hidden, generator=maker, device="cuda", dtype=torch.float32).to(dtype)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        raise AssertionError(f"{what}: {found.shape} {found.dtype}, not {wanted.shape} {wanted.dtype}")
+    wrong = (found.view(torch.uint8) != wanted.view(torch.uint8)).sum().item()
+    if wrong:
+        raise AssertionError(f"{what}: {wrong} of {found.nbytes} bytes differ")
+
+
+def alike_on_all(outputs: tuple[torch.Tensor, ...], what: str) -> None:
+    for out in outputs:
+        mine = out.view(torch.uint8).reshape(-1)
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        same(mine, first, f"{what}, against rank 0's")
+
+
+def close(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: str) -> None:
+    """The residual exactly; norms, codes and scales but for the few whose last bit hangs on the order of the squares."""
+    same(found[-1], wanted[-1], f"{what}: residual")
+    for index, (left, right) in enumerate(zip(found[:-1], wanted[:-1], strict=True)):
+        if left.shape != right.shape or left.dtype != right.dtype:
+            raise AssertionError(f"{what}: output {index} is {left.shape} {left.dtype}, not {right.shape} {right.dtype}")
+        if left.dtype == torch.float32:
+            torch.testing.assert_close(left, right, rtol=2e-6, atol=0, msg=lambda m: f"{what}: output {index}: {m}")  # noqa: B023 (called here)
+            continue
+        wrong = (left.view(torch.uint8) != right.view(torch.uint8)).sum().item()
+        if wrong > max(2, 0.002 * left.nbytes):
+            raise AssertionError(f"{what}: output {index}: {wrong} of {left.nbytes} bytes differ")
+
+
+def sums(workspace: Workspace) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for tokens, hidden in SHAPES:
+            parts = [tensor_of(r, tokens, hidden, dtype) for r in range(workspace.world)]
+            wanted = reference.all_reduce(parts)
+            for name, strategy in STRATEGIES.items():
+                for repeat in range(3):
+                    found = strategy.all_reduce(parts[workspace.rank].clone(), workspace)
+                    same(found, wanted, f"{name} {dtype} {tokens}x{hidden}, time {repeat}")
+
+
+def strange_values(workspace: Workspace) -> None:
+    """-0.0, NaN, infinities, denormals, and the very word that signals absence."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        size = 4096
+        parts = []
+        for rank in range(workspace.world):
+            maker = random.Random(rank)
+            bits = torch.tensor([maker.choice((0, -1, 1, -(2**31), 0x7F800000, 0x7FC00000, 0x3F803F80, 0x80008000 - 2**32,
+                                              0x7FFF7FFF, 0x00010001)) for _ in range(size)], dtype=torch.int64)  # fmt: skip
+            parts.append(bits.to(torch.int32).cuda().view(dtype).view(8, -1))
+        wanted = reference.all_reduce(parts)
+        for name, strategy in STRATEGIES.items():
+            found = strategy.all_reduce(parts[workspace.rank], workspace)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name} {dtype}: {m}")  # noqa: B023 (called here)
+            same(found.nan_to_num(1.0), wanted.nan_to_num(1.0), f"{name} {dtype}: signs of zero")
+
+
+def fusions(workspace: Workspace) -> None:
+    cases = [(torch.bfloat16, shape) for shape in ((1, 8), (3, 1000), (3, 1008), (17, 5120))]
+    cases += [(torch.float16, (17, 5120)), (torch.float32, (5, 2048)), (torch.bfloat16, (300, 8192))]
+    for dtype, (tokens, hidden) in cases:
+        parts = [tensor_of(r, tokens, hidden, dtype, 1) for r in range(workspace.world)]
+        residual = tensor_of(99, tokens, hidden, dtype, 2)
+        weight = (1 + 0.1 * tensor_of(98, 1, hidden, dtype, 3)[0]).contiguous()
+        total = reference.all_reduce(parts)
+        for quant, scale, keep in QUANTS:
+            if (quant == "nvfp4" and hidden % 16) or (keep and dtype != torch.bfloat16):
+                continue
+            given = None if scale is None else torch.tensor(scale, device="cuda")
+            unfused = residual_rms_norm_quant(total, residual, weight, 1e-5, quant=quant, scale=given, keep_norm=keep)
+            oracle = reference.residual_rms_norm_quant(total, residual, weight, 1e-5, quant=quant, scale=given, keep_norm=keep)
+            what = f"{dtype} {tokens}x{hidden} {quant} scale {scale} keep {keep}"
+            close(unfused, oracle, f"unfused {what}")
+            for name, strategy in STRATEGIES.items():
+                fusion = ResidualRmsNorm(residual, weight, 1e-5, quant, given, keep)
+                found = strategy.all_reduce_norm(parts[workspace.rank], fusion, workspace)
+                for index, (left, right) in enumerate(zip(found, unfused, strict=True)):
+                    same(left, right, f"{name} {what}: output {index} against the unfused kernels")
+                alike_on_all(found, f"{name} {what}")
+
+
+def large_fusion(workspace: Workspace) -> None:
+    """4096 x 16384: in chunks."""
+    parts = [tensor_of(r, 4096, 16384, torch.bfloat16, 4) for r in range(workspace.world)]
+    residual, weight = tensor_of(99, 4096, 16384, torch.bfloat16, 5), torch.ones(16384, device="cuda", dtype=torch.bfloat16)
+    unfused = residual_rms_norm_quant(reference.all_reduce(parts), residual, weight, 1e-5)
+    for name, strategy in STRATEGIES.items():
+        found = strategy.all_reduce_norm(parts[workspace.rank], ResidualRmsNorm(residual, weight, 1e-5), workspace)
+        for index, (left, right) in enumerate(zip(found, unfused, strict=True)):
+            same(left, right, f"{name}: output {index}")
+
+
+def graph(workspace: Workspace) -> None:
+    """One graph of many sizes and both strategies, replayed 1,000 times by ranks that sleep at random; it checks itself."""
+    weight = torch.ones(8192, device="cuda", dtype=torch.bfloat16)
+    shapes = ((1, 8192), (17, 5120), (1, 8), (300, 4096), (3, 1000), (64, 8192), (2, 8192))
+    base = {shape: torch.randint(-8, 9, shape, device="cuda").to(torch.bfloat16) for shape in shapes}
+    step = torch.zeros(1, device="cuda", dtype=torch.bfloat16)
+    wrong = torch.zeros(1, device="cuda", dtype=torch.int64)
+    whole = {}
+    for shape, mine in base.items():
+        parts = [torch.empty_like(mine) for _ in range(workspace.world)]
+        dist.all_gather(parts, mine)
+        whole[shape] = sum(part.float() for part in parts)
+
+    def body() -> None:
+        step.copy_((step + 1) % 16)
+        for shape in shapes:
+            for strategy in STRATEGIES.values():
+                found = strategy.all_reduce(base[shape] + step, workspace)
+                wrong.add_((found.float() != whole[shape] + workspace.world * step.float()).sum())
+        for strategy in STRATEGIES.values():
+            x = base[(64, 8192)] + step
+            norm, residual = strategy.all_reduce_norm(x, ResidualRmsNorm(x, weight, 1e-5), workspace)
+            wanted = (whole[(64, 8192)] + workspace.world * step.float() + x.float()).to(torch.bfloat16)
+            wrong.add_((residual != wanted).sum() + torch.isnan(norm).sum())
+
+    body()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        body()
+    maker = random.Random(workspace.rank)
+    for replay in range(1000):
+        if maker.random() < 0.3:
+            torch.cuda._sleep(maker.randrange(200_000))
+        if maker.random() < 0.05:
+            time.sleep(maker.random() * 0.002)
+        captured.replay()
+        if replay % 97 == 0:  # eager calls in between take part in the same count of calls
+            strategy = STRATEGIES["ONESHOT" if replay % 2 else "TWOSHOT"]
+            found = strategy.all_reduce(base[(3, 1000)], workspace)
+            wrong.add_((found.float() != whole[(3, 1000)]).sum())
+    torch.cuda.synchronize()
+    if wrong.item():
+        raise AssertionError(f"{wrong.item()} elements were wrong in 1,000 replays")
+
+
+def two_groups(workspace: Workspace) -> None:
+    """Two groups at once on two streams, one call of each in flight."""
+    second = form_workspace(
+        dist.new_group(list(range(workspace.world))), torch.device("cuda", torch.cuda.current_device()), 4 << 20
+    )
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    parts = [tensor_of(r, 40, 4096, torch.bfloat16, 6) for r in range(workspace.world)]
+    wanted = reference.all_reduce(parts)
+    torch.cuda.synchronize()
+    maker = random.Random(workspace.rank)
+    results = []
+    for turn in range(200):
+        for stream, space, name in zip(streams, (workspace, second), ("ONESHOT", "TWOSHOT"), strict=True):
+            with torch.cuda.stream(stream):
+                if maker.random() < 0.2:
+                    torch.cuda._sleep(maker.randrange(100_000))
+                results.append(STRATEGIES[name if turn % 2 else "TWOSHOT"].all_reduce(parts[workspace.rank], space))
+        if turn % 20 == 19:
+            torch.cuda.synchronize()
+            for found in results:
+                same(found, wanted, f"two groups, turn {turn}")
+            results.clear()
+
+
+def pairs(workspace: Workspace) -> None:
+    """Pairs of ranks and all of them in turn."""
+    if workspace.world < 4:
+        return
+    mine = None
+    for first in range(0, workspace.world, 2):
+        made = dist.new_group([first, first + 1])
+        if workspace.rank in (first, first + 1):
+            mine = form_workspace(made, torch.device("cuda", torch.cuda.current_device()), 4 << 20)
+    assert mine is not None
+    first = workspace.rank // 2 * 2
+    parts = [tensor_of(r, 33, 2048, torch.bfloat16, 7) for r in range(workspace.world)]
+    of_all, of_two = reference.all_reduce(parts), reference.all_reduce(parts[first : first + 2])
+    for turn in range(50):
+        strategy = STRATEGIES["ONESHOT" if turn % 2 else "TWOSHOT"]
+        same(strategy.all_reduce(parts[workspace.rank], mine), of_two, "a pair")
+        same(strategy.all_reduce(parts[workspace.rank], workspace), of_all, "all")
+
+
+CHECKS = {check.__name__: check for check in (sums, strange_values, fusions, large_fusion, graph, two_groups, pairs)}
+
+
+def main(names: list[str]) -> None:
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", device_id=device)
+    workspace = form_workspace(dist.group.WORLD, device, 64 << 20)
+    for name in names or list(CHECKS):
+        began = time.monotonic()
+        CHECKS[name](workspace)
+        torch.cuda.synchronize()
+        if rank == 0:
+            print(f"ok {name} {time.monotonic() - began:.1f} s", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
