@@ -2,7 +2,7 @@
 """The asker's end of the engine: starts its process, sends requests, streams what comes back, and notices when it is gone.
 
 Engine and client talk over one pair of DEALER sockets in a private folder. The client ends streams with an error in bounded time:
-when the engine says that it failed (the error names the rank), when its process ends, and when it has been silent for 30 s.
+when the engine says that it failed (the error names the rank), when its process ends, and when it has been silent for 25 s.
 `serve.fake` has the in-process stand-in for tests.
 """
 
@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import signal
 import tempfile
 import time
 import weakref
@@ -45,7 +46,7 @@ from phalanx.engine.messages import (
 from phalanx.errors import EngineClosed, EngineError, PhalanxError, RequestError
 from phalanx.log import get_logger
 
-SILENCE = 30.0
+SILENCE = 25.0
 """Seconds without a sign of life from a started engine after which it is given up."""
 _LAST_WORDS = 0.5  # seconds that messages of an engine that has ended may take to arrive
 _PATH_LIMIT = 80  # bytes of a folder's path; the kernel's limit for the path of a socket is 107
@@ -124,6 +125,7 @@ class EngineClient:
         self._ended = asyncio.Event()
         self._closing = False
         self._heard = False
+        self._silent = 0.0  # seconds since the engine was heard
         self._child: launch.Child | None = None
         self._watch = launch.Watch()
         self._tasks: list[asyncio.Task[None]] = []
@@ -236,7 +238,6 @@ class EngineClient:
     async def _listen_for_silence(self) -> None:
         """Seconds count only while this loop runs: a laptop that slept has not heard an engine that slept with it either."""
         last = time.monotonic()
-        self._silent = 0.0
         while True:
             await asyncio.sleep(1.0)
             now = time.monotonic()
@@ -327,15 +328,15 @@ class EngineClient:
             logger.error("%s", error)
             for call in self._calls:
                 call(error)
-            self._tasks.append(asyncio.create_task(self._end_lost()))
+            self._tasks.append(asyncio.create_task(self._end_lost(5.0 if self._silent < SILENCE else 0.0)))
 
-    async def _end_lost(self) -> None:
+    async def _end_lost(self, grace: float) -> None:
         """A failed engine ends itself, and its ranks with it; one that stands still does not."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(grace):
                 await self._ended.wait()
         if self._child is not None:
-            self._child.signal(9)
+            self._child.signal(signal.SIGKILL)
 
 
 def message(request_id: str, token_ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int]) -> Add:

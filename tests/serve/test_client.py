@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client against a process that misbehaves on purpose, and against the real engine process with its fake executor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.comm import launch
+from phalanx.config import EngineOptions, SamplingParams
+from phalanx.errors import EngineClosed, EngineError, ModelError, PromptTooLong, RankDied, RequestError
+from phalanx.serve import client as client_module
+from phalanx.serve.client import EngineClient
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """EngineClient.start of an engine that behaves in the named way; its process, and the folder for sockets."""
+    started = []
+    begin = launch.start
+
+    def start_scripted(module, config, title):
+        assert (module, title) == ("phalanx.engine", "phalanx engine")
+        started.append(begin("tests.serve.scripted_engine", config, title))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "start", start_scripted)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder = tempfile.mkdtemp(prefix="t", dir="/tmp")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+
+    class Scripted:
+        children = started
+        sockets = Path(folder)
+
+        @staticmethod
+        async def start(way, **options):
+            return await EngineClient.start(EngineOptions.of(model=way, **options))
+
+    yield Scripted
+    assert all(not child.alive for child in started), "a process is left"
+    assert not list(Path(folder).iterdir()), "something is left in the folder for sockets"
+    os.rmdir(folder)
+
+
+async def tokens(client, prompt, name="r", **params):
+    found = []
+    async with aclosing(client.add(name, prompt, SamplingParams(**params))) as updates:
+        async for update in updates:
+            found += update.tokens
+    return found
+
+
+def test_requests_and_a_clean_end(scripted):
+    async def run():
+        client = await scripted.start("works")
+        assert not list(scripted.sockets.iterdir())  # nothing is left even if this process were killed now
+        assert client.facts.max_seq_len == 1024
+        assert client.eos_token_ids == [2]
+        many = [tokens(client, [1], name=str(i), max_tokens=6) for i in range(50)]
+        assert await asyncio.gather(*many) == [[0, 1, 2, 3, 4, 5]] * 50
+        assert (await client.stats()).steps == 0
+        with pytest.raises(PromptTooLong):
+            client.check([1] * 1024, SamplingParams())
+        with pytest.raises(RequestError, match="token 1000"):
+            client.check([1000], SamplingParams())
+        await client.close()
+        assert scripted.children[0].process.returncode == 0
+        await client.close()
+        with pytest.raises(EngineClosed):
+            await tokens(client, [1])
+        with pytest.raises(EngineClosed):
+            await client.stats()
+
+    asyncio.run(run())
+
+
+def test_leaving_early_and_abort(scripted):
+    async def run():
+        client = await scripted.start("works")
+        stream = client.add("a", [1], SamplingParams(max_tokens=6))
+        assert (await anext(stream)).tokens == [0, 1]
+        await stream.aclose()
+        waiting = asyncio.create_task(tokens(client, [14], name="b"))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="a request of this id is running"):
+            await tokens(client, [14], name="b")
+        client.abort(["b", "unknown"])
+        assert await waiting == []
+        cancelled = asyncio.create_task(tokens(client, [14], name="c"))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        # "a" was whole before it was left; what was left early is forgotten in the engine.
+        assert (await client.stats()).steps == 2
+        await client.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "message"),
+    [
+        ("bad model", ModelError, "they are not there"),
+        ("dies at start", EngineError, "the engine process exited with status 3"),
+    ],
+)
+def test_engines_that_do_not_start(scripted, way, kind, message):
+    with pytest.raises(kind, match=message):
+        asyncio.run(scripted.start(way))
+
+
+def test_an_engine_that_never_starts(scripted, monkeypatch):
+    monkeypatch.setattr(client_module, "SILENCE", 0.5)
+    with pytest.raises(EngineError, match="not ready after 1 s"):
+        asyncio.run(scripted.start("never starts", start_timeout=0.5))
+
+
+def test_a_start_that_is_cancelled(scripted):
+    async def run():
+        starting = asyncio.create_task(scripted.start("never starts"))
+        await asyncio.sleep(0.3)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "message"),
+    [
+        ("is killed", EngineError, "the engine process was killed by SIGKILL"),
+        ("loses a rank", RankDied, "rank 1 .*killed by SIGKILL"),
+        ("is stopped", EngineError, "has said nothing for 1 s"),
+    ],
+)
+def test_every_open_stream_hears_of_the_end(scripted, monkeypatch, way, kind, message):
+    monkeypatch.setattr(client_module, "SILENCE", 1)
+
+    async def run():
+        client = await scripted.start(way)
+        heard = []
+        client.on_failure(heard.append)
+        begin = time.monotonic()
+        found = await asyncio.gather(
+            tokens(client, [14], name="waits"), tokens(client, [13], name="ends it"), return_exceptions=True
+        )
+        assert time.monotonic() - begin < 10
+        assert [type(error) for error in found] == [kind, kind]
+        assert found[0] is not found[1]
+        assert [type(error) for error in heard] == [kind]
+        for error in (*found, *heard):
+            with pytest.raises(kind, match=message):
+                raise error
+        with pytest.raises(kind, match=message):
+            await tokens(client, [1], name="too late")
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_refusal_ends_one_request_only(scripted):
+    async def run():
+        client = await scripted.start("refuses")
+        with pytest.raises(RequestError, match="bad luck"):
+            await tokens(client, [13])
+        assert await tokens(client, [1], max_tokens=2) == [0, 1]
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_closing_ends_open_streams_and_kills_what_does_not_listen(scripted):
+    async def run():
+        client = await scripted.start("ignores shutdown")
+        waiting = asyncio.create_task(tokens(client, [14]))
+        await asyncio.sleep(0)
+        await client.close(timeout=0.3)
+        with pytest.raises(EngineClosed):
+            await waiting
+        assert scripted.children[0].process.returncode == -9
+
+    asyncio.run(run())
+
+
+def test_no_thread_or_descriptor_is_left(scripted):
+    async def once():
+        client = await scripted.start("works")
+        await tokens(client, [1], max_tokens=2)
+        await client.close()
+
+    asyncio.run(once())
+    me = psutil.Process()
+    before = me.num_fds()
+    for _ in range(3):
+        asyncio.run(once())
+    assert me.num_fds() <= before
