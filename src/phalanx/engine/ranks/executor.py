@@ -50,10 +50,9 @@ class RankExecutor:
         self._host = host.host_of(options, 0)
         host.require_devices(self._host, options.device)
         self.depth = max(self._layout.pp, 2)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
+        self._socket: zmq.Socket[bytes] | None = None  # while ranks run, or start
+        self._watch: launch.Watch | None = None
         self._children: dict[int, launch.Child] = {}
-        self._watch = launch.Watch()
         self._nodes: set[int] = set()
         self._chain = wire.Chain()
         self._ledger = Ledger(self._layout)
@@ -89,6 +88,8 @@ class RankExecutor:
         """Listen, and start this host's ranks. One host talks over a private folder that is gone once all have connected, so
         that engines never collide and nothing stays behind; several talk over two ports of host 0."""
         options = self._options
+        self._watch = launch.Watch()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = self._socket = self._context.socket(zmq.ROUTER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             router.setsockopt(option, 0)
@@ -127,7 +128,7 @@ class RankExecutor:
         return self._ledger.settled()
 
     def waitables(self) -> list[Any]:
-        return [] if self._socket is None else [self._socket, self._watch.fileno()]
+        return [] if self._socket is None or self._watch is None else [self._socket, self._watch.fileno()]
 
     def stats(self) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
         return self._bytes, self._allreduce
@@ -155,6 +156,7 @@ class RankExecutor:
 
     def _take_in(self) -> None:
         assert self._socket is not None
+        assert self._watch is not None
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -255,7 +257,7 @@ class RankExecutor:
 
     def _end(self, error: PhalanxError | None) -> None:
         """Bring everything down: at once after an error, else with a moment for ranks to end by themselves."""
-        if self._socket is None:
+        if self._socket is None or self._watch is None:
             return
         order = wire.Stop(None if error is None else error.to_wire())
         self._tell_nodes(order)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from phalanx.engine.ranks.vigil import NODE_TIMEOUT, Vigil
+from phalanx.errors import NodeLost, RankStalled
+
+
+def watched(vigil: Vigil, begin: float, end: float, *beating: int, nodes: tuple[int, ...] = ()) -> RankStalled | NodeLost | None:
+    """Look twice a second; the ranks in `beating` and `nodes` give their signs."""
+    now = begin
+    while now < end:
+        for rank in beating:
+            vigil.heard(rank, now, begun=4, finished=3)
+        for node in nodes:
+            vigil.heard_node(node, now)
+        found = vigil.silent(now)
+        if found is not None:
+            return found
+        now += 0.5
+    return None
+
+
+def test_a_silent_rank_is_named_with_its_process_and_its_last_step() -> None:
+    vigil = Vigil(20.0)
+    for rank in (0, 1):
+        vigil.know(rank, f"pid {100 + rank}, node 0")
+    assert watched(vigil, 0.0, 5.0, 0, 1) is None
+    found = watched(vigil, 5.0, 60.0, 0)
+    assert isinstance(found, RankStalled)
+    assert "rank 1 (pid 101, node 0) has given no sign of life for 20 s" in str(found)
+    assert "it had begun step 4 and finished step 3" in str(found)
+
+
+def test_a_rank_that_still_loads_its_libraries_is_not_silent() -> None:
+    vigil = Vigil(20.0)
+    vigil.know(0, "pid 1, node 0")
+    assert watched(vigil, 0.0, 100.0) is None
+    assert vigil.doing(0) == "it had begun no step"
+    assert vigil.where(7) == "not heard of yet"
+
+
+def test_a_lost_node_comes_before_its_ranks() -> None:
+    vigil = Vigil(NODE_TIMEOUT)
+    vigil.heard_node(1, 0.0, address="10.0.0.2")
+    assert watched(vigil, 0.0, 2.0, 0, 1, nodes=(1,)) is None
+    found = watched(vigil, 2.0, 60.0, 0)
+    assert isinstance(found, NodeLost)
+    assert "node 1 (10.0.0.2)" in str(found)
+
+
+def test_an_engine_that_stood_still_itself_blames_nobody() -> None:
+    vigil = Vigil(20.0)
+    assert watched(vigil, 0.0, 3.0, 0, nodes=(1,)) is None
+    assert vigil.silent(100.0) is None
+    assert watched(vigil, 100.5, 103.0, 0, nodes=(1,)) is None
+    assert isinstance(watched(vigil, 103.0, 200.0, nodes=(1,)), RankStalled)

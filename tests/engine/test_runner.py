@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank in this process: the runner's tokens and logprobs against transformers'."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from phalanx.comm.group import Solo
+from phalanx.config.model import ModelShape
+from phalanx.config.sampling import SamplingParams
+from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
+from phalanx.engine.ranks import budget
+from phalanx.engine.runner import Runner
+from phalanx.engine.sampler import Sampler
+from phalanx.errors import EngineError
+from phalanx.models import registry, weights
+from phalanx.models.batch import LayerCache
+from phalanx.models.layers.attention import backend
+from tests.checkpoints import write_checkpoint
+from tests.engine.drive import BLOCK, GREEDY, Drive, expected, prompts
+
+CPU = torch.device("cpu")
+
+
+class Pipe:
+    """Two stages in one process: what the first sends the second receives."""
+
+    def __init__(self, rank: int, lane: deque[torch.Tensor]) -> None:
+        self.rank, self.size, self._lane = rank, 2, lane
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        self._lane.append(x.clone())
+
+    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        return x.copy_(self._lane.popleft())
+
+
+def make_runner(folder: Path, layers: range | None = None, pipe: object = None) -> Runner:
+    shape = ModelShape.from_folder(folder)
+    model = registry.build(shape, group=Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
+    weights.load(model, folder)
+    caches = [LayerCache.zeros(100, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
+    return Runner(
+        model, caches, backend(CPU, torch.float32, shape.head_dim), Sampler(4, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
+        max_batch_size=4, max_seq_len=128, block_size=BLOCK, dtype=torch.float32, device=CPU,
+    )  # fmt: skip
+
+
+def drive(*stages: Runner) -> Drive:
+    results: deque[StepResult] = deque()
+
+    def submit(step: Step) -> None:
+        for stage in stages:
+            rows, crc = stage.run(step.batches[0]).results()
+            if stage is not stages[-1]:
+                assert (rows, crc) == (None, None)
+        assert rows is not None
+        results.append(StepResult(step.number, [rows]))
+
+    return Drive(submit, lambda: [results.popleft()] if results else [])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("runner") / "llama", "llama", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> Runner:
+    return make_runner(folder)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("chunk", [64, 5])
+def test_greedy_tokens_equal_transformers(folder: Path, runner: Runner, chunk: int, ahead: bool) -> None:
+    asked = prompts(4)
+    assert drive(runner).generate(asked, 8, chunk=chunk, ahead=ahead) == [expected(folder, prompt, 8) for prompt in asked]
+
+
+def test_stages_hand_on_the_residual_stream(folder: Path) -> None:
+    lane: deque[torch.Tensor] = deque()
+    first, second = (make_runner(folder, layers, Pipe(i, lane)) for i, layers in enumerate((range(2), range(2, 3))))
+    asked = prompts(3, seed=2)
+    assert drive(first, second).generate(asked, 6, chunk=7) == [expected(folder, prompt, 6) for prompt in asked]
+    with pytest.raises(EngineError, match="before their last token is known"):
+        first.run(StepBatch(admitted=[Admission(0, [5], 1, GREEDY, 1)], rows=[Row(0, 0, 1, [], [1], samples=True)]))
+
+
+def test_prompt_logprobs_come_in_chunks_and_end_with_the_prompt(folder: Path, runner: Runner) -> None:
+    prompt = prompts(1, seed=4)[0]
+    params = SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=1)
+    batches = drive(runner)
+    cut, blocks = len(prompt) // 2, list(range(-(-len(prompt) // BLOCK)))
+    known = -(-cut // BLOCK)
+    first = batches.run(StepBatch(
+        admitted=[Admission(1, prompt, len(prompt), params, 1), Admission(0, prompt[:3], 3, GREEDY, 1)],
+        rows=[Row(1, 0, cut, prompt[:cut], blocks[:known]), Row(0, 0, 3, prompt[:3], [60], samples=True)],
+    ))  # fmt: skip
+    second = batches.run(StepBatch(rows=[Row(1, cut, len(prompt) - cut, prompt[cut:], blocks[known:], samples=True)]))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        raw = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    got = first[0].prompt_logprobs + second[0].prompt_logprobs
+    assert [entry.token for entry in got] == prompt[1:]
+    for position, entry in enumerate(got):
+        assert entry.logprob == pytest.approx(raw[position, prompt[position + 1]].item(), abs=1e-4)
+        top = raw[position].topk(2)
+        assert [token for token, _ in entry.top] == top.indices.tolist()
+    assert first[1].prompt_logprobs == []
+    assert first[0].token is None
+    assert second[0].token == raw[-1].argmax().item()
+    assert second[0].logprobs is not None
+    assert second[0].logprobs.logprob == pytest.approx(raw[-1].max().item(), abs=1e-4)
+    batches.run(StepBatch(released=[0, 1]))
+
+
+def test_a_slot_begins_anew_with_each_admission(folder: Path, runner: Runner) -> None:
+    batches = drive(runner)
+    first, second = prompts(2, seed=6)
+    assert batches.generate([first], 3) == [expected(folder, first, 3)]
+    assert batches.generate([second], 3) == [expected(folder, second, 3)]
+
+
+def test_a_step_without_rows_yields_nothing(runner: Runner) -> None:
+    rows, crc = runner.run(StepBatch(released=[3])).results()
+    assert rows == []
+    assert crc == 0
+
+
+def test_more_blocks_than_a_request_can_have_are_refused(runner: Runner) -> None:
+    with pytest.raises(EngineError, match="32 blocks at most"):
+        runner.run(StepBatch(admitted=[Admission(2, [5], 1, GREEDY, 1)], rows=[Row(2, 0, 1, [5], list(range(33)), samples=True)]))
+
+
+def test_tokens_beyond_the_blocks_are_refused(runner: Runner) -> None:
+    with pytest.raises(EngineError, match="beyond their blocks"):
+        runner.run(StepBatch(admitted=[Admission(2, [5] * 9, 9, GREEDY, 1)], rows=[Row(2, 0, 9, [5] * 9, [1, 2], samples=True)]))
+
+
+def test_a_long_row_names_all_its_tokens(runner: Runner) -> None:
+    with pytest.raises(EngineError, match="only a row of one token"):
+        runner.run(StepBatch(admitted=[Admission(2, [5] * 4, 4, GREEDY, 1)], rows=[Row(2, 0, 4, [], [1], samples=True)]))
+
+
+def test_the_steps_that_memory_is_measured_with_run_and_leave_the_slots_free(folder: Path) -> None:
+    runner = make_runner(folder)
+    steps = budget.largest_steps(max_num_tokens=64, max_seq_len=48, max_batch_size=4, block_size=BLOCK)
+    assert [[row.count for row in step.rows] for step in steps] == [[48, 16], [1, 1, 1, 1], []]
+    for step in steps:
+        runner.run(step).results()
+    prompt = prompts(1, seed=8)[0]
+    assert drive(runner).generate([prompt], 4) == [expected(folder, prompt, 4)]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real rank processes over gloo: greedy tokens equal transformers' in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from phalanx.engine.executor import make
+from phalanx.engine.messages import RankFacts
+from phalanx.engine.ranks.executor import RankExecutor
+from phalanx.engine.worker import checkpoint_digest
+from tests.checkpoints import write_checkpoint
+from tests.engine.drive import Drive, expected, options, prompts
+
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("worker") / "qwen3", "qwen3", num_hidden_layers=3)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: f"tp{layout[0]}-pp{layout[1]}")
+def pool(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[RankExecutor, list[RankFacts], int, Drive]]:
+    tp, pp = request.param
+    executor = make(options(folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, kv_cache_bytes=300_000))
+    assert isinstance(executor, RankExecutor)
+    facts, blocks = executor.start()
+    yield executor, facts, blocks, Drive(executor.submit, executor.collect, blocks=min(blocks, 100))
+    executor.shutdown()
+
+
+Pool = tuple[RankExecutor, list[RankFacts], int, Drive]
+
+
+def test_greedy_tokens_equal_transformers(pool: Pool, folder: Path) -> None:
+    *_, drive = pool
+    asked = prompts(4, seed=1)
+    assert drive.generate(asked, 6, chunk=9) == [expected(folder, prompt, 6) for prompt in asked]
+
+
+def test_steps_run_ahead_of_the_host(pool: Pool, folder: Path) -> None:
+    """With stages, the host must know a token before it schedules the next one."""
+    executor, facts, _, drive = pool
+    asked = prompts(3, seed=5)
+    assert executor.depth == 2
+    one_stage = len({rank.layers for rank in facts}) == 1
+    assert drive.generate(asked, 6, ahead=one_stage) == [expected(folder, prompt, 6) for prompt in asked]
+
+
+def test_each_rank_reports_what_it_holds(pool: Pool) -> None:
+    executor, facts, blocks, _ = pool
+    assert [rank.rank for rank in facts] == list(range(len(facts)))
+    stages = sorted({rank.layers for rank in facts})
+    assert stages[0][0] == 0
+    assert stages[-1][1] == 3
+    assert all(before[1] == after[0] for before, after in pairwise(stages))
+    for rank in facts:
+        assert rank.bytes["weights"] > 0
+        # Every rank has the same number of blocks: as many as the rank with the most layers and heads can hold.
+        assert 0 < rank.bytes["kv"] <= 300_000
+        assert {"import torch", "load weights", "form groups"} <= rank.phases.keys()
+    assert blocks >= 100
+    by_rank, calls = executor.stats()
+    assert by_rank.keys() == set(range(len(facts)))
+    assert all(count > 0 for count in calls.values())
+
+
+def test_a_checkpoints_digest_tells_config_and_weights_apart(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+    whole, config = (checkpoint_digest(tmp_path, weights=weights) for weights in (True, False))
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    assert checkpoint_digest(tmp_path, weights=True) != whole
+    assert checkpoint_digest(tmp_path, weights=False) == config
+    (tmp_path / "config.json").write_text("{ }")
+    assert checkpoint_digest(tmp_path, weights=False) != config
