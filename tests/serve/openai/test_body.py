@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies that nobody should send: each is a 400 or 413 with OpenAI's error, in bounded time, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import pytest
+
+from phalanx.serve.openai.body import MAX_BODY_BYTES
+from phalanx.serve.openai.schema.answers import ErrorAnswer
+from tests.serve.openai.served import MODEL
+
+CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+
+
+def post(http, path, content, **headers):
+    began = time.monotonic()
+    answer = http.post(path, content=content, headers={"content-type": "application/json", **headers})
+    assert time.monotonic() - began < 10
+    return answer
+
+
+def refused(answer, status=400):
+    assert answer.status_code == status, answer.text
+    error = ErrorAnswer.model_validate(answer.json()).error
+    assert len(error.message) < 2000
+    return error
+
+
+def chat(**fields):
+    return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields})
+
+
+NESTED = "[" * 20_000
+DEEP_SCHEMA = '{"type":"array","items":' * 150 + "{}" + "}" * 150
+
+BAD = {
+    "nothing": (CHAT, ""),
+    "no JSON": (CHAT, "{"),
+    "NUL byte": (CHAT, '{"model": "tiny\0"}'),
+    "not UTF-8": (CHAT, b'{"model": "\xff"}'),
+    "a list": (CHAT, "[]"),
+    "a text": (CHAT, '"x"'),
+    "null": (PLAIN, "null"),
+    "brackets": (CHAT, NESTED),
+    "closed brackets": (CHAT, NESTED + "]" * 20_000),
+    "brackets as prompt": (PLAIN, '{"model": "tiny", "prompt": ' + NESTED + "]" * 20_000 + "}"),
+    "braces in a schema": (CHAT, chat()[:-1] + ', "guided_json": ' + '{"a":' * 20_000 + "1" + "}" * 20_000 + "}"),
+    "brackets in a schema text": (CHAT, chat(guided_json=NESTED)),
+    "deep schema": (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": json.loads(DEEP_SCHEMA)}})),
+    "deep tool": (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": json.loads(DEEP_SCHEMA)}}],
+                             tool_choice="required")),
+    "brackets in a regex": (CHAT, chat(guided_regex="(" * 20_000 + "a" + ")" * 20_000)),
+    "brackets in a grammar": (CHAT, chat(guided_grammar="root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000)),
+    "NUL in a regex": (CHAT, chat(guided_regex="a\0b")),
+    "NUL in a grammar": (CHAT, chat(guided_grammar='root ::= "a\0"')),
+    "long regex": (CHAT, chat(guided_regex="a" * 100_000)),
+    "lone surrogate": (PLAIN, '{"model": "tiny", "prompt": "\\ud800"}'),
+    "huge number": (PLAIN, '{"model": "tiny", "prompt": "x", "max_tokens": ' + "9" * 100_000 + "}"),
+    "huge float": (PLAIN, '{"model": "tiny", "prompt": "x", "temperature": 1e999}'),
+    "NaN": (PLAIN, '{"model": "tiny", "prompt": "x", "temperature": NaN}'),
+    "infinity": (PLAIN, '{"model": "tiny", "prompt": "x", "top_p": Infinity}'),
+    "a float for a whole": (PLAIN, '{"model": "tiny", "prompt": "x", "n": 1.0}'),
+    "a text for a number": (PLAIN, '{"model": "tiny", "prompt": "x", "n": "1"}'),
+    "a number for a truth": (PLAIN, '{"model": "tiny", "prompt": "x", "stream": 1}'),
+    "negative token": (PLAIN, '{"model": "tiny", "prompt": [-1]}'),
+    "huge token": (PLAIN, '{"model": "tiny", "prompt": [99999999999999999999]}'),
+    "mixed prompt": (PLAIN, '{"model": "tiny", "prompt": [1, "a"]}'),
+    "no prompt": (PLAIN, '{"model": "tiny"}'),
+    "no model": (PLAIN, '{"prompt": "x"}'),
+    "too many prompts": (PLAIN, json.dumps({"model": MODEL, "prompt": ["x"] * 1025})),
+    "too many completions": (PLAIN, json.dumps({"model": MODEL, "prompt": ["x"] * 10, "n": 128})),
+    "too many stops": (PLAIN, json.dumps({"model": MODEL, "prompt": "x", "stop": ["a"] * 17})),
+    "empty messages": (CHAT, '{"model": "tiny", "messages": []}'),
+    "messages as text": (CHAT, '{"model": "tiny", "messages": "hi"}'),
+    "long unknown name": (CHAT, chat(**{"x" * 100_000: 1})),
+    "unknown name with a line break": (CHAT, chat(**{"a\nb\0": 1})),
+    "too many tools": (CHAT, chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)])),
+    "token of no model": ("/detokenize", '{"tokens": [2147483647]}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_bodies(http, server, case):
+    path, content = BAD[case]
+    refused(post(http, path, content))
+    assert server.service.admission.open == 0
+    assert http.get("/live", timeout=5).status_code == 200
+
+
+def test_too_long_prompt_says_both_numbers(http):
+    error = refused(post(http, PLAIN, json.dumps({"model": MODEL, "prompt": [1] * 3000, "max_tokens": 1})))
+    assert "3000" in error.message
+    assert "1024" in error.message
+    assert error.code == "context_length_exceeded"
+
+
+def test_nul_in_a_prompt_is_text(http):
+    answer = post(http, PLAIN, json.dumps({"model": MODEL, "prompt": "a\0b", "max_tokens": 1, "echo": True}))
+    assert answer.json()["choices"][0]["text"].startswith("a\0b")
+
+
+def test_large_bodies(http, server):
+    large = json.dumps({"model": MODEL, "prompt": "x" * MAX_BODY_BYTES})
+    error = refused(post(http, PLAIN, large), 413)
+    assert error.code == "request_too_large"
+
+    def drip():
+        for _ in range(MAX_BODY_BYTES // 2**16 + 2):
+            yield b" " * 2**16
+
+    refused(post(http, PLAIN, drip()), 413)
+    assert http.get("/live").status_code == 200
+
+
+def test_large_but_fair_body(http):
+    text = "This is a rank. " * 20_000
+    error = refused(post(http, PLAIN, json.dumps({"model": MODEL, "prompt": text})))
+    assert error.code == "context_length_exceeded"
+
+
+def test_content_type(http):
+    answer = http.post(PLAIN, content='{"model": "tiny", "prompt": "x"}', headers={"content-type": "text/plain"})
+    assert refused(answer).code == "invalid_content_type"
+    assert http.post(PLAIN, data={"model": MODEL}).status_code == 400
+
+
+def test_addresses(http):
+    assert refused(http.get("/v2/nothing"), 404).code == "not_found"
+    answer = http.delete(CHAT)
+    assert refused(answer, 405).code == "method_not_allowed"
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_body_that_never_comes(server):
+    """A client that announces a body and sends none of it holds nothing but its own connection."""
+    where = urlsplit(server.url)
+    with socket.create_connection((where.hostname, where.port)) as stuck:
+        stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        with server.client() as http:
+            assert http.get("/ready").status_code == 200
+        assert server.service.admission.open == 0

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What load balancers and scrapers read, in each phase of a server's life; and who may ask."""
+
+from __future__ import annotations
+
+import logging
+
+import httpx
+import openai
+import pytest
+
+from phalanx.errors import RankDied
+from phalanx.serve.openai.schema.answers import ErrorAnswer, ModelList, StatusAnswer
+from phalanx.version import __version__
+from tests.serve.openai.served import MODEL, Scripted, live
+
+ASK = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+
+
+def statuses(http: httpx.Client) -> list[int]:
+    for path in ("/live", "/ready", "/health"):
+        StatusAnswer.model_validate(http.get(path).json())
+    return [http.get(path).status_code for path in ("/live", "/ready", "/health")]
+
+
+def test_ready(http, client):
+    assert statuses(http) == [200, 200, 200]
+    assert http.get("/version").json() == {"version": __version__}
+    card = ModelList.model_validate(http.get("/v1/models").json()).data[0]
+    assert (card.id, card.max_model_len) == (MODEL, 1024)
+    assert client.models.list().data[0].id == MODEL
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_starting():
+    with live(Scripted("x"), ready=False) as server, server.client() as http:
+        assert statuses(http) == [200, 503, 503]
+        answer = http.post("/v1/completions", json=ASK)
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "still starting" in ErrorAnswer.model_validate(answer.json()).error.message
+        assert http.get("/metrics").status_code == 200
+
+
+def test_draining():
+    with live(Scripted("x")) as server, server.client() as http:
+        server.on_loop(server.service.admission.drain)
+        assert statuses(http) == [200, 503, 503]
+        answer = http.post("/v1/completions", json=ASK)
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"]
+        assert 'request_refused_total{engine="0",model_name="tiny",reason="draining"} 1.0' in http.get("/metrics").text
+
+
+def test_failed():
+    with live(Scripted("x")) as server, server.client() as http:
+        server.on_loop(server.engine.fail, RankDied("rank 1 died", why="SIGKILL"))
+        assert statuses(http) == [200, 503, 503]
+        assert "rank 1 died" in http.get("/ready").json()["reason"]
+        answer = http.post("/v1/completions", json=ASK)
+        assert answer.status_code == 503
+        assert "rank 1 died" in answer.json()["error"]["message"]
+        assert http.get("/metrics").status_code == 200
+
+
+@pytest.mark.parametrize("key", ["secret-key", "pässwörd"])
+def test_key(key, caplog):
+    caplog.set_level(logging.DEBUG)
+    with live(Scripted("x"), api_key=key) as server, server.client() as http:
+        for path in ("/live", "/ready", "/health", "/version", "/metrics", "/openapi.json"):
+            assert http.get(path).status_code == 200, path
+        wrong = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": b"Basic " + key.encode()}, {"Authorization": key.encode()},
+                 {"Authorization": "Bearer"}, {"Authorization": b"Bearer " + key.encode()[:-1]}]  # fmt: skip
+        for headers in wrong:
+            for method, path in (
+                ("GET", "/v1/models"),
+                ("POST", "/v1/chat/completions"),
+                ("POST", "/tokenize"),
+                ("GET", "/nothing"),
+            ):
+                answer = http.request(method, path, headers=headers)
+                assert answer.status_code == 401, (headers, path)
+                assert ErrorAnswer.model_validate(answer.json()).error.code == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert key not in answer.text
+        right = {"Authorization": b"Bearer " + key.encode()}
+        assert http.get("/v1/models", headers=right).status_code == 200
+        assert http.post("/v1/completions", json=ASK, headers=right).status_code == 200
+        assert http.get("/openapi.json").json()["components"]["securitySchemes"]
+    assert key not in caplog.text
+
+
+def test_key_of_the_client():
+    with live(Scripted("x"), api_key="k1") as server:
+        with server.openai(api_key="k1") as client:
+            assert client.models.list().data
+        with server.openai(api_key="k2") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+def test_metrics_formats(http):
+    plain = http.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
+    other = http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert other.headers["content-type"].startswith("application/openmetrics-text")
+    assert other.text.endswith("# EOF\n")

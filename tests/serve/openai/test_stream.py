@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers that go, readers that are slow, and engines that fail while they write."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from phalanx.errors import RankDied
+from phalanx.serve.openai.schema.answers import ErrorAnswer
+from tests.serve.openai.served import MODEL, Live, Scripted, live
+
+LONG = "What is a rank? " * 200
+ASK = {"model": MODEL, "prompt": "x", "max_tokens": 600, "ignore_eos": True}
+
+
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not come about in time"
+        time.sleep(0.01)
+
+
+def raw(server: Live, body: dict) -> socket.socket:
+    """A connection that has asked and reads nothing."""
+    where = urlsplit(server.url)
+    made = socket.create_connection((where.hostname, where.port))
+    data = json.dumps(body).encode()
+    made.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data)
+        + data
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    "asked", [{"stream": True}, {}, {"n": 3}, {"stream": True, "n": 3}, {"prompt": ["a", "b"], "stream": True}]
+)
+def test_a_client_that_goes_aborts(asked):
+    with live(Scripted(LONG, delay=0.01)) as server:
+        count = asked.get("n", 1) * len(asked.get("prompt", "x"))
+        gone = raw(server, {**ASK, **asked})
+        until(lambda: len(server.engine.added) == count)
+        if asked.get("stream"):
+            assert gone.recv(100).startswith(b"HTTP/1.1 200")
+        gone.close()
+        until(lambda: len(server.engine.aborted) == count)
+        until(lambda: server.service.admission.open == 0)
+        with server.client() as http:
+            text = http.get("/metrics").text
+            assert f'finished_reason="abort",model_name="tiny"}} {count}.0' in text
+            assert 'phalanx:num_requests_running{engine="0",model_name="tiny"} 0.0' in text
+
+
+def test_a_client_that_goes_while_it_waits_for_a_thread():
+    """Disconnected before the engine knew of it: it never hears of it."""
+    with live(Scripted(LONG)) as server:
+        hold = threading.Event()
+        for _ in range(8):
+            server.service._threads.submit(hold.wait, 30)
+        gone = raw(server, {**ASK, "stream": True})
+        until(lambda: server.service.admission.open == 1)
+        gone.close()
+        until(lambda: server.service.admission.open == 0)
+        hold.set()
+        assert server.engine.added == []
+
+
+def test_many_that_go_at_random_moments():
+    with live(Scripted(LONG, delay=0.002), max_num_queued_reqs=1000) as server:
+
+        async def one(client: httpx.AsyncClient, chance: random.Random) -> None:
+            asked = {**ASK, "stream": chance.random() < 0.7, "n": chance.choice([1, 1, 2])}
+            try:
+                async with asyncio.timeout(chance.uniform(0.0, 0.3)):
+                    async with client.stream("POST", "/v1/completions", json=asked) as answer:
+                        async for _ in answer.aiter_lines():
+                            pass
+            except TimeoutError:
+                pass
+
+        async def all_of_them() -> None:
+            chance = random.Random(7)
+            limits = httpx.Limits(max_connections=40)
+            async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=30, trust_env=False) as client:
+                for _ in range(4):
+                    await asyncio.gather(*(one(client, chance) for _ in range(40)))
+
+        asyncio.run(all_of_them())
+        until(lambda: server.service.admission.open == 0)
+        assert server.service.admission.queued == server.service.admission.queued_tokens == 0
+        assert not server.engine._running
+        assert len(server.engine.aborted) > 50
+
+
+def test_a_slow_reader_holds_up_nobody():
+    with live(Scripted(LONG)) as server, server.openai() as client:
+        slow = raw(server, {**ASK, "stream": True, "max_tokens": 1000, "n": 2})
+        until(lambda: len(server.engine.added) == 2)
+        for _ in range(5):
+            began = time.monotonic()
+            assert client.completions.create(model=MODEL, prompt="x", max_tokens=20).usage.completion_tokens == 20
+            assert time.monotonic() - began < 5
+        got = b""
+        slow.settimeout(10)
+        while b"[DONE]" not in got:
+            piece = slow.recv(4096)
+            assert piece
+            got += piece
+        slow.close()
+        assert got.count(b'"finish_reason":"length"') == 2
+
+
+def test_an_engine_that_fails_in_mid_stream():
+    with live(Scripted(LONG, delay=0.01)) as server, server.client() as http, server.openai() as client:
+        whole: list[httpx.Response] = []
+        waits = threading.Thread(target=lambda: whole.append(http.post("/v1/completions", json=ASK)))
+        waits.start()
+        stream = client.completions.create(model=MODEL, prompt="x", max_tokens=600, stream=True, extra_body={"ignore_eos": True})
+        seen = [next(iter(stream))]
+        until(lambda: len(server.engine.added) == 2)
+        server.on_loop(server.engine.fail, RankDied("a request was running", held="rank 1 was ended by SIGKILL", next="restart"))
+        with pytest.raises(openai.APIError, match="rank 1 was ended by SIGKILL"):
+            seen.extend(stream)
+        waits.join(10)
+        assert whole[0].status_code == 500
+        error = ErrorAnswer.model_validate(whole[0].json()).error
+        assert "rank 1 was ended by SIGKILL" in error.message
+        assert error.code == "rank_died"
+
+
+def test_an_aborted_request_is_told_so():
+    with live(Scripted(LONG, delay=0.01)) as server, server.client() as http:
+        answers: list[httpx.Response] = []
+        waits = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=ASK)))
+        waits.start()
+        until(lambda: len(server.engine.added) == 1)
+        server.on_loop(server.engine.abort, [server.engine.added[0].request_id])
+        waits.join(10)
+        assert answers[0].status_code == 503
+        assert "stopped it" in answers[0].json()["error"]["message"]
