@@ -5,8 +5,8 @@ import pytest
 
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import Torchrun, build, gather, torchrun
-from phalanx.errors import OptionError, UnknownOption
+from phalanx.config.sources import Torchrun, build, gather, placed, torchrun
+from phalanx.errors import LayoutError, OptionError, UnknownOption
 
 
 def written(tmp_path, text):
@@ -118,3 +118,9 @@ def test_torchrun():
     assert torchrun({"RANK": "0", "WORLD_SIZE": "1"}) is None
     with pytest.raises(OptionError, match="torchrun"):
         torchrun(environ | {"RANK": "first"})
+    options, gpu = placed(EngineOptions.of(model="m", tensor_parallel_size=2, pipeline_parallel_size=2), environ)
+    assert (options.nnodes, options.node_rank, options.master_addr, options.master_port, gpu) == (4, 3, "host0", 29501, 1)
+    with pytest.raises(LayoutError, match=r"torchrun started 4 processes; the layout has 2 ranks"):
+        placed(EngineOptions.of(model="m", tensor_parallel_size=2), environ)
+    alone = EngineOptions.of(model="m")
+    assert placed(alone, {}) == (alone, 0)
