@@ -36,7 +36,9 @@ def chat(**fields):
 
 
 NESTED = "[" * 20_000
-DEEP_SCHEMA = '{"type":"array","items":' * 150 + "{}" + "}" * 150
+DEEP_SCHEMA = json.loads('{"type":"array","items":' * 150 + "{}" + "}" * 150)
+DEEP_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": DEEP_SCHEMA}}
+DEEP_TOOLS = [{"type": "function", "function": {"name": "f", "parameters": DEEP_SCHEMA}}]
 
 BAD = {
     "nothing": (CHAT, ""),
@@ -51,9 +53,8 @@ BAD = {
     "brackets as prompt": (PLAIN, '{"model": "tiny", "prompt": ' + NESTED + "]" * 20_000 + "}"),
     "braces in a schema": (CHAT, chat()[:-1] + ', "guided_json": ' + '{"a":' * 20_000 + "1" + "}" * 20_000 + "}"),
     "brackets in a schema text": (CHAT, chat(guided_json=NESTED)),
-    "deep schema": (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": json.loads(DEEP_SCHEMA)}})),
-    "deep tool": (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": json.loads(DEEP_SCHEMA)}}],
-                             tool_choice="required")),
+    "deep schema": (CHAT, chat(response_format=DEEP_FORMAT)),
+    "deep tool": (CHAT, chat(tools=DEEP_TOOLS, tool_choice="required")),
     "brackets in a regex": (CHAT, chat(guided_regex="(" * 20_000 + "a" + ")" * 20_000)),
     "brackets in a grammar": (CHAT, chat(guided_grammar="root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000)),
     "NUL in a regex": (CHAT, chat(guided_regex="a\0b")),

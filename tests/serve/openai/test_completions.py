@@ -50,7 +50,7 @@ def test_streamed_text_is_the_whole_text(client):
 
 @pytest.mark.parametrize("stop", ["wör", "🙃", "is a", [" rank", "this is"], "你好", "d 🙂"])
 def test_stop_strings_cross_tokens(client, stop):
-    first = min((TEXT.index(one) for one in ([stop] if isinstance(stop, str) else stop)))
+    first = min(TEXT.index(one) for one in ([stop] if isinstance(stop, str) else stop))
     whole = client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop=stop).choices[0]
     assert whole.text == TEXT[:first]
     assert whole.finish_reason == "stop"

@@ -71,9 +71,9 @@ def test_key(key, caplog):
     with live(Scripted("x"), api_key=key) as server, server.client() as http:
         for path in ("/live", "/ready", "/health", "/version", "/metrics", "/openapi.json"):
             assert http.get(path).status_code == 200, path
-        wrong = [{}, {"Authorization": "Bearer wrong"}, {"Authorization": b"Basic " + key.encode()}, {"Authorization": key.encode()},
-                 {"Authorization": "Bearer"}, {"Authorization": b"Bearer " + key.encode()[:-1]}]  # fmt: skip
-        for headers in wrong:
+        right = b"Bearer " + key.encode()
+        wrong = [b"Bearer wrong", b"Basic " + key.encode(), key.encode(), b"Bearer", right[:-1]]
+        for headers in [{}, *({"Authorization": value} for value in wrong)]:
             for method, path in (
                 ("GET", "/v1/models"),
                 ("POST", "/v1/chat/completions"),
@@ -85,9 +85,9 @@ def test_key(key, caplog):
                 assert ErrorAnswer.model_validate(answer.json()).error.code == "invalid_api_key"
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert key not in answer.text
-        right = {"Authorization": b"Bearer " + key.encode()}
-        assert http.get("/v1/models", headers=right).status_code == 200
-        assert http.post("/v1/completions", json=ASK, headers=right).status_code == 200
+        headers = {"Authorization": right}
+        assert http.get("/v1/models", headers=headers).status_code == 200
+        assert http.post("/v1/completions", json=ASK, headers=headers).status_code == 200
         assert http.get("/openapi.json").json()["components"]["securitySchemes"]
     assert key not in caplog.text
 

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names that dashboards read, what the series say, and the dashboard that comes with the project."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from phalanx.engine.messages import Stats
+from phalanx.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, Metrics
+
+DASHBOARD = Path(__file__).resolve().parents[1] / "dashboards" / "phalanx.json"
+STEMS = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_bucket", "prompt_tokens_total", "generation_tokens_total",
+    "request_success_total", "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
+]  # fmt: skip
+
+
+def filled(prefix: str = "phalanx") -> Metrics:
+    made = Metrics(prefix=prefix, model_name="demo", version="1.2")
+    made.engine = Stats(
+        running=3, waiting=2, blocks_total=100, blocks_referenced=25, preemptions=1, prefix_queries=50, prefix_hits=20,
+        prompt_tokens=60, generation_tokens=70, rank_bytes={0: {"weights": 10, "kv": 20}, 1: {"weights": 11, "kv": 21}},
+        allreduce={"ONESHOT/RESIDUAL_RMS_NORM": 8, "NCCL/NONE": 9},
+    )  # fmt: skip
+    made.startup_phases = {"weights": 1.5}
+    made.queue_limits = {"requests": 16, "tokens": 1000}
+    made.queued = lambda: (4, 400)
+    return made
+
+
+def samples(made: Metrics) -> dict[str, dict[tuple, float]]:
+    found: dict[str, dict[tuple, float]] = {}
+    for family in text_string_to_metric_families(made.exposition()[0].decode()):
+        for one in family.samples:
+            found.setdefault(one.name, {})[tuple(sorted(one.labels.items()))] = one.value
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["phalanx", "vllm"])
+def test_names_and_labels(prefix):
+    found = samples(filled(prefix))
+    for stem in STEMS:
+        series = found[f"{prefix}:{stem}"]
+        for labels in series:
+            assert {("model_name", "demo"), ("engine", "0")} <= set(labels)
+    reasons = {dict(labels)["finished_reason"] for labels in found[f"{prefix}:request_success_total"]}
+    assert {"stop", "length", "abort"} <= reasons
+    assert not any(name.endswith("_created") for name in found)
+
+
+def test_values():
+    made = filled()
+    made.first_token(0.003)
+    made.next_tokens(0.008, 2)
+    made.finished("stop", 0.5)
+    made.finished("strange", 0.5)
+    made.refused("queue_full")
+    found = samples(made)
+
+    def value(name: str, **labels: str) -> float:
+        return found[f"phalanx:{name}"][tuple(sorted({"model_name": "demo", "engine": "0", **labels}.items()))]
+
+    assert value("num_requests_running") == 3
+    assert value("num_requests_waiting") == 2
+    assert value("kv_cache_usage_perc") == 0.25
+    assert value("prompt_tokens_total") == 60
+    assert value("generation_tokens_total") == 70
+    assert value("prefix_cache_hits_total") == 20
+    assert value("rank_memory_bytes", rank="1", kind="kv") == 21
+    assert value("allreduce_calls_total", strategy="ONESHOT", fusion="RESIDUAL_RMS_NORM") == 8
+    assert value("startup_phase_seconds", phase="weights") == 1.5
+    assert value("queue_limit", kind="tokens") == 1000
+    assert value("num_requests_queued") == 4
+    assert value("build_info", version="1.2") == 1
+    assert value("time_to_first_token_seconds_count") == 1
+    assert value("time_to_first_token_seconds_bucket", le="0.003") == 1
+    assert value("inter_token_latency_seconds_count") == 2
+    assert value("inter_token_latency_seconds_sum") == pytest.approx(0.008)
+    assert value("request_success_total", finished_reason="stop") == 1
+    assert value("request_success_total", finished_reason="error") == 1
+    assert value("request_refused_total", reason="queue_full") == 1
+
+
+def test_before_the_engine():
+    found = samples(Metrics(prefix="phalanx", model_name="demo", version="1"))
+    assert "phalanx:build_info" in found
+    assert "phalanx:num_requests_running" not in found
+
+
+@pytest.mark.parametrize("buckets", [TTFT_BUCKETS, ITL_BUCKETS, E2E_BUCKETS])
+def test_buckets_are_fine_below_ten_milliseconds(buckets):
+    assert list(buckets) == sorted(set(buckets))
+    assert len([bound for bound in buckets if bound < 0.01]) >= 6
+
+
+def test_rank_bytes_of_the_start_stand_until_there_are_newer():
+    made = filled()
+    made.rank_bytes = {0: {"kv": 1}}
+    made.engine = Stats()
+    assert len(samples(made)["phalanx:rank_memory_bytes"]) == 1
+
+
+def queries() -> list[str]:
+    board = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    exprs = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    return exprs + [variable["query"] for variable in board["templating"]["list"] if variable["type"] == "query"]
+
+
+def test_the_dashboard_asks_for_series_that_are_there():
+    found = samples(filled())
+    asked = queries()
+    assert len(asked) > 20
+    for expr in asked:
+        named = re.findall(r"((?:phalanx:|process_)\w+)(?:\{([^}]*)\})?", expr)
+        assert named, f"no metric in {expr}"
+        grouped = {word for group in re.findall(r"by \(([^)]*)\)", expr) for word in group.replace(",", " ").split()}
+        for name, selector in named:
+            assert name in found, f"{name} of the dashboard is not exported"
+            known = {label for labels in found[name] for label, _ in labels}
+            wanted = grouped | set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", selector))
+            assert wanted <= known, f"{expr}: {name} has no {sorted(wanted - known)}"
+
+
+def test_the_dashboard_shows_every_series():
+    shown = " ".join(queries())
+    for name in samples(filled()):
+        if name.startswith("phalanx:") and not name.endswith(("_count", "_sum")):
+            assert name in shown, f"{name} is on no panel"
