@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy tokens and log probabilities equal transformers', over every layout, with everything in the way that an engine does.
+
+One engine per family and layout: real rank processes over gloo. Its cache is small enough that requests are preempted, its steps
+short enough that prompts are chunked, and the prompts share beginnings, so that the prefix cache is hit; the tests assert that
+each happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from phalanx import LLM, SamplingParams
+from tests.checkpoints import write_checkpoint
+
+LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# Odd head counts: 12 query heads over 3 KV heads leave 1.5 KV heads to each of two ranks, 0.75 to each of four.
+CHECKPOINTS = {
+    "llama": {"num_attention_heads": 12, "num_key_value_heads": 3, "rope_parameters": {"rope_theta": 5000.0, **ROPE}},
+    "mistral": {"num_attention_heads": 4, "num_key_value_heads": 4, "sliding_window": 13, "tie_word_embeddings": True},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 96},
+    "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": True},
+}
+NEW_TOKENS, BLOCK = 20, 4
+
+
+@dataclass
+class Reference:
+    folder: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    shared = torch.randint(3, 380, (28,), generator=generator).tolist()
+    lengths = [1, 5, 17, 33, 46]
+    own = [torch.randint(3, 380, (length,), generator=generator).tolist() for length in lengths]
+    return [*own, shared + own[1], shared + own[2], shared]
+
+
+@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+def reference(request, tmp_path_factory) -> Reference:
+    family = request.param
+    folder = write_checkpoint(tmp_path_factory.mktemp(family), family, num_hidden_layers=3, **CHECKPOINTS[family])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts, tokens, logprobs = _prompts(), [], []
+    for prompt in prompts:
+        whole = torch.tensor([prompt])
+        with torch.inference_mode():
+            for _ in range(NEW_TOKENS):
+                whole = torch.cat([whole, model(whole).logits[:, -1:].argmax(-1)], dim=1)
+            scores = model(whole).logits[0].log_softmax(-1)
+        new = whole[0, len(prompt) :].tolist()
+        tokens.append(new)
+        logprobs.append([scores[len(prompt) - 1 + i, token].item() for i, token in enumerate(new)])
+    return Reference(folder, prompts, tokens, logprobs)
+
+
+@pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=lambda n: str(n))
+def test_tokens_equal_transformers(reference, tp, pp):
+    longest = max(len(prompt) for prompt in reference.prompts) + NEW_TOKENS
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
+    with LLM(
+        reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", kv_block_size=BLOCK,
+        max_num_tokens=16, max_batch_size=6, max_seq_len=longest, kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
+    ) as llm:  # fmt: skip
+        for _ in range(2):  # the second time, prompts hit blocks that the first left behind
+            outputs = llm.generate(reference.prompts, params, use_tqdm=False)
+            for output, tokens, logprobs in zip(outputs, reference.tokens, reference.logprobs, strict=True):
+                made = output.outputs[0]
+                assert made.token_ids == tokens
+                assert [entry.logprob for entry in made.logprobs] == pytest.approx(logprobs, abs=1e-4)
+        stats = llm.stats()
+    assert stats.preemptions > 0
+    assert stats.prefix_hits > 0
+    assert stats.blocks_referenced == 0
+
+
+def _cache_bytes(reference: Reference, tp: int, pp: int, longest: int) -> int:
+    """Room for one request of full length and a half, on the rank with the most layers."""
+    from phalanx.config.model import ModelShape, load_config
+    from phalanx.plan.shard import heads
+
+    shape = ModelShape.from_config(load_config(reference.folder))
+    kv_heads = len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv)
+    block = 2 * kv_heads * shape.head_dim * 4 * BLOCK * -(-shape.num_layers // pp)
+    return block * (3 * longest // (2 * BLOCK) + 1)
