@@ -99,7 +99,7 @@ class Running:
 def start(config: dict[str, Any]) -> Running:
     """Settle the options, start the ranks, and size the scheduler by what they have. Raises what stands in the way."""
     phases = log.Phases(logger)
-    asked = EngineOptions(**config["options"])
+    asked = EngineOptions.of(**config["options"])
     with phases.phase("read the model's shape"):
         shape, options, reasons = _settle(asked, config)
     with phases.phase("start the ranks"):

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loop between a client's socket and the fake ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from phalanx.config import Guide, SamplingParams
+from phalanx.engine.fake import FakeExecutor, fake_tokens
+from phalanx.engine.loop import Loop
+from phalanx.engine.messages import (
+    Abort,
+    Add,
+    AskStats,
+    Beat,
+    Failed,
+    FromEngine,
+    Refused,
+    Shutdown,
+    Stats,
+    Step,
+    StepResult,
+    Stopped,
+    Update,
+)  # fmt: skip
+from phalanx.engine.scheduler import Scheduler, SchedulerOptions
+from phalanx.errors import RankDied
+
+SIZES: dict[str, int] = {"num_blocks": 64, "block_size": 4, "max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 128}
+
+
+class Breaks(FakeExecutor):
+    """Ranks that die at a step."""
+
+    at = 5
+
+    def submit(self, step: Step) -> None:
+        super().submit(step)
+        if step.number == self.at:
+            raise self.error()
+
+    def error(self) -> Exception:
+        return RankDied("rank 1 was killed by SIGKILL")
+
+
+class Bug(Breaks):
+    def error(self) -> Exception:
+        return ZeroDivisionError("a bug")
+
+
+def no_grammar(compiled: str) -> Any:
+    raise ValueError(f"{compiled!r} is no grammar")
+
+
+class Client:
+    """The client's end, and the loop on a thread."""
+
+    def __init__(self, executor: FakeExecutor | None = None, warm: Callable[[], None] = lambda: None) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.bind("inproc://engine")
+        self.engine_end = self.context.socket(zmq.DEALER)
+        self.engine_end.connect("inproc://engine")
+        self.executor = executor or FakeExecutor.of(vocab_size=50, **SIZES)
+        self.scheduler = Scheduler(SchedulerOptions(**SIZES, vocab_size=50), no_grammar)
+        self.loop = Loop(self.engine_end, self.executor, self.scheduler, warm=warm)
+        self.heard: list[Any] = []
+        self.status: int | None = None
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        self.status = self.loop.run()
+
+    def say(self, *messages: Any) -> None:
+        for message in messages:
+            self.socket.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
+
+    def add(self, name: str, prompt: list[int], **params: Any) -> None:
+        self.say(Add(name, prompt, SamplingParams(**params)))
+
+    def hear(self, kind: type, count: int = 1, seconds: float = 30.0) -> list[Any]:
+        """All messages of a kind so far, once there are so many."""
+        deadline = time.monotonic() + seconds
+        while sum(isinstance(message, kind) for message in self.heard) < count:
+            assert self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))), f"{count} {kind.__name__} did not come"
+            self.heard += [msgspec.msgpack.decode(frame, type=FromEngine) for frame in self.socket.recv_multipart()]
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def tokens(self, name: str) -> list[int]:
+        return [t for m in self.heard if isinstance(m, Update) and m.request_id == name for t in m.tokens]
+
+    def finish(self) -> int | None:
+        if self.thread.is_alive():
+            self.say(Shutdown())
+        self.thread.join(30)
+        self.socket.close(linger=0)
+        self.engine_end.close(linger=0)
+        self.context.term()
+        return self.status
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Client]]:
+    made: list[Client] = []
+
+    def make(*args: Any, **options: Any) -> Client:
+        made.append(Client(*args, **options))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.finish()
+        assert not client.thread.is_alive()
+
+
+def ended(client: Client, count: int) -> None:
+    while sum(isinstance(m, Update) and m.finish_reason is not None for m in client.heard) < count:
+        client.hear(Update, sum(isinstance(m, Update) for m in client.heard) + 1)
+
+
+def test_requests_are_answered_with_their_own_tokens(make: Callable[..., Client]) -> None:
+    client = make()
+    for number in range(20):
+        client.add(f"r{number}", [number, 1, 2], temperature=0, max_tokens=12)
+    ended(client, 20)
+    for number in range(20):
+        expected = fake_tokens([number, 1, 2], SamplingParams(temperature=0), seed=0, vocab_size=50, count=12)
+        assert client.tokens(f"r{number}") == expected
+    client.say(Shutdown())
+    client.hear(Stopped)
+    assert client.finish() == 0
+    assert not [m for m in client.heard if isinstance(m, (Refused, Failed))]
+
+
+def test_stats_come_while_there_is_work_and_once_it_is_done(make: Callable[..., Client]) -> None:
+    client = make()
+    client.add("a", [1], max_tokens=100)
+    ended(client, 1)
+    last = client.hear(Stats, 2)[-1]
+    assert (last.running, last.waiting, last.blocks_referenced, last.blocks_total) == (0, 0, 0, 64)
+    assert (last.prompt_tokens, last.generation_tokens) == (1, 100)
+    assert last.rank_bytes == {0: {"total": 0}}
+    client.say(AskStats())
+    client.hear(Stats, 3)
+
+
+def test_an_idle_engine_beats_and_does_not_spin(make: Callable[..., Client]) -> None:
+    client = make()
+    turns = 0
+    step = client.loop.step
+
+    def counted() -> None:
+        nonlocal turns
+        turns += 1
+        step()
+
+    client.loop.step = counted
+    client.hear(Beat, 3)
+    assert turns < 30
+    assert not [m for m in client.heard if isinstance(m, Stats)]
+
+
+def test_an_abort_frees_what_the_request_held(make: Callable[..., Client]) -> None:
+    client = make(FakeExecutor.of(vocab_size=50, **SIZES, latency=0.01))
+    for name in "abcdefghijkl":
+        client.add(name, [1, 2, 3], max_tokens=120)
+    client.hear(Update, 5)
+    client.say(Abort(list("abcdefghijkl")))
+    deadline = time.monotonic() + 30
+    while True:
+        assert time.monotonic() < deadline
+        client.say(AskStats())
+        stats = client.hear(Stats, len(client.hear(Stats, 0)) + 1)[-1]
+        if not (stats.running or stats.waiting):
+            break
+    assert stats.blocks_referenced == 0
+
+
+def test_what_cannot_run_is_refused_and_the_rest_goes_on(make: Callable[..., Client]) -> None:
+    client = make()
+    broken = msgspec.msgpack.encode(["Add", "broken", [1], {"temperature": -1.0}])
+    client.say(b"noise", msgspec.msgpack.encode(["Add"]), msgspec.msgpack.encode({"a": 1}), broken)
+    client.add("long", [1] * 500)
+    client.add("unknown token", [50])
+    client.add("good", [1], max_tokens=3)
+    ended(client, 1)
+    refused = {message.request_id: message.error for message in client.hear(Refused, 3)}
+    assert refused["broken"]["kind"] == "OptionError"
+    assert "temperature" in refused["broken"]["why"]
+    assert refused["long"]["kind"] == "PromptTooLong"
+    assert refused["unknown token"]["kind"] == "RequestError"
+    assert len(client.tokens("good")) == 3
+
+
+@pytest.mark.parametrize(("ranks", "kind", "words"), [(Breaks, "RankDied", "SIGKILL"), (Bug, "EngineError", "ZeroDivisionError")])
+def test_every_open_request_hears_why_the_engine_ends(
+    make: Callable[..., Client], ranks: type[FakeExecutor], kind: str, words: str
+) -> None:
+    client = make(ranks.of(vocab_size=50, **SIZES, latency=0.02))
+    for number in range(12):
+        client.add(str(number), [1], max_tokens=100)
+    (failed,) = client.hear(Failed)
+    assert client.finish() == 1
+    assert failed.error["kind"] == kind
+    assert words in str(failed.error)
+    assert sorted(int(message.request_id) for message in client.hear(Refused, 12)) == list(range(12))
+    assert all(message.error == failed.error for message in client.hear(Refused))
+
+
+def test_a_shutdown_refuses_what_is_open_and_stops(make: Callable[..., Client]) -> None:
+    client = make(FakeExecutor.of(vocab_size=50, **SIZES, latency=0.05))
+    client.add("a", [1], max_tokens=100)
+    client.hear(Update)
+    client.loop.stop()
+    client.hear(Stopped)
+    assert client.finish() == 0
+    assert [message.error["kind"] for message in client.hear(Refused)] == ["EngineClosed"]
+
+
+def test_a_broken_accounting_is_found_when_the_engine_is_idle(make: Callable[..., Client]) -> None:
+    client = make()
+    client.scheduler.pool.take(1)
+    client.add("a", [1], max_tokens=2)
+    (failed,) = client.hear(Failed)
+    assert "accounting is broken" in failed.error["asked"]
+    assert client.finish() == 1
+
+
+def test_guided_requests_wait_for_grammars_and_the_others_do_not(make: Callable[..., Client]) -> None:
+    gate = threading.Event()
+    loads: list[int] = []
+
+    def warm() -> None:
+        loads.append(1)
+        gate.wait(30)
+
+    client = make(warm=warm)
+    for name in ("guided", "aborted", "another"):
+        client.add(name, [1], guide=Guide(regex="x", compiled="{}"))
+    client.add("free", [1], max_tokens=3)
+    client.say(Abort(["aborted"]))
+    ended(client, 1)
+    assert len(client.tokens("free")) == 3
+    assert not client.hear(Refused, 0)
+    gate.set()
+    assert {message.request_id for message in client.hear(Refused, 2)} == {"guided", "another"}
+    assert loads == [1]
+
+
+def test_a_result_of_no_step_ends_the_engine(make: Callable[..., Client]) -> None:
+    class Strays(FakeExecutor):
+        def collect(self) -> list[StepResult]:
+            return [StepResult(99, [[]]) for _ in super().collect()]
+
+    client = make(Strays.of(vocab_size=50, **SIZES))
+    client.add("a", [1])
+    assert client.hear(Failed)[0].error["kind"] == "StepDiverged"

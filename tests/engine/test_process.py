@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine process, started as a client starts it, with the fake ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from phalanx.comm import launch
+from phalanx.config import SamplingParams
+from phalanx.engine.fake import fake_tokens
+from phalanx.engine.messages import Add, Beat, EngineFacts, Failed, FromEngine, RankFacts, Shutdown, Started, Stopped, Update
+from phalanx.engine.process import facts_line
+
+SHAPE = {
+    "architectures": ["MistralForCausalLM"], "vocab_size": 90, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "sliding_window": None, "eos_token_id": 3,
+}  # fmt: skip
+
+
+class Engine:
+    """The client's end of a real engine process."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], **config: Any) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.bind(address := f"ipc://{folder}/engine")
+        full = {"executor": "fake", "address": address, "options": {"device": "cpu", **options}, **config}
+        self.child = launch.start("phalanx.engine", full, "phalanx engine")
+
+    def say(self, message: Any) -> None:
+        self.socket.send(msgspec.msgpack.encode(message))
+
+    def hear(self, *kinds: type, seconds: float = 60.0) -> Any:
+        """The next message of one of these kinds."""
+        deadline = time.monotonic() + seconds
+        while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            for frame in self.socket.recv_multipart():
+                message = msgspec.msgpack.decode(frame, type=FromEngine)
+                if isinstance(message, kinds):
+                    return message
+        raise AssertionError(f"no {kinds} came")
+
+    def close(self) -> None:
+        launch.stop([self.child], 0.0)
+        self.socket.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short: a socket's path is
+
+        def make(options: dict[str, Any], **config: Any) -> Engine:
+            made.append(Engine(Path(folder), options, **config))
+            return made[-1]
+
+        yield make
+        for each in made:
+            each.close()
+
+
+def test_a_whole_life(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    process = engine({"model": str(tmp_path), "pipeline_parallel_size": 2})
+    process.say(Add("early", [1, 2], SamplingParams(temperature=0, max_tokens=1)))  # before it is ready
+    facts = process.hear(Started).facts
+    assert (facts.vocab_size, facts.eos_token_ids, facts.max_seq_len, facts.layout) == (90, [3], 256, (2, 1, 1))
+    assert (facts.dtype, facts.device, len(facts.ranks)) == ("fp32", "cpu", 2)
+    assert set(facts.reasons) >= {"max_seq_len", "dtype", "max_num_tokens"}
+    assert set(facts.phases) == {"read the model's shape", "start the ranks"}
+    expected = fake_tokens([1, 2], SamplingParams(temperature=0), seed=0, vocab_size=90, count=1)
+    assert process.hear(Update).tokens == expected
+    os.kill(process.child.pid, signal.SIGINT)  # Ctrl-C is the front's
+    process.hear(Beat)
+    process.say(Shutdown())
+    process.hear(Stopped)
+    assert process.child.process.wait(20) == 0
+
+
+def test_a_termination_signal_is_a_shutdown(engine: Callable[..., Engine]) -> None:
+    process = engine({"model": "none"}, fake={"vocab_size": 10, "eos_token_ids": [1], "num_blocks": 4})
+    facts = process.hear(Started).facts
+    assert (facts.num_blocks, facts.vocab_size, facts.max_seq_len) == (4, 10, 64), "no longer than the cache"
+    assert "the KV cache holds" in facts.reasons["max_seq_len"]
+    process.child.process.send_signal(signal.SIGTERM)
+    process.hear(Stopped)
+    assert process.child.process.wait(20) == 0
+
+
+@pytest.mark.parametrize("way", ["message", "signal"])
+def test_a_shutdown_while_ranks_start_interrupts_that(engine: Callable[..., Engine], tmp_path: Path, way: str) -> None:
+    os.mkfifo(tmp_path / "config.json")  # reading it stands still, as a start may
+    process = engine({"model": str(tmp_path)})
+    process.hear(Beat)
+    time.sleep(0.2)
+    if way == "message":
+        process.say(Shutdown())
+    else:
+        process.child.process.send_signal(signal.SIGTERM)
+    assert isinstance(process.hear(Stopped, Started, Failed), Stopped)
+    assert process.child.process.wait(20) == 0
+
+
+def test_what_stands_in_the_way_is_told(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    process = engine({"model": str(tmp_path)})
+    error = process.hear(Failed).error
+    assert error["kind"] == "ModelNotFound"
+    assert "config.json" in str(error)
+    assert process.child.process.wait(20) == 1
+
+
+def test_an_option_that_cannot_be_is_told(engine: Callable[..., Engine]) -> None:
+    process = engine({"model": "none", "max_batch_size": "many"}, fake={"vocab_size": 10})
+    error = process.hear(Failed).error
+    assert error["kind"] == "OptionError"
+    assert "max_batch_size='many'" in error["asked"]
+    assert process.child.process.wait(20) == 1
+
+
+def test_the_engine_ends_with_its_client(engine: Callable[..., Engine]) -> None:
+    process = engine({"model": "none"}, fake={"vocab_size": 10})
+    process.hear(Started)
+    assert process.child.process.stdin is not None
+    process.child.process.stdin.close()
+    assert process.child.process.wait(10) != 0
+
+
+def test_the_line_of_facts_has_the_numbers() -> None:
+    ranks = [RankFacts(0, 0, "cpu", (0, 2), {"weights": 3 << 20, "kv": 5 << 30})]
+    facts = EngineFacts("m", "fp32", "cpu", 1, (1, 1, 1), 1000, 8, 64, 16, 500, 90, [], ranks, {"a": 1.0, "b": 2.5})
+    line = facts_line(facts)
+    for part in ("3.5 s", "8,000 tokens", "8.0 requests of full length 1,000", "rank 0 (cpu): weights 3.0 MiB, kv 5.00 GiB"):
+        assert part in line
