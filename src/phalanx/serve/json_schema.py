@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which JSON schemas we take: those whose every demand the grammar enforces, and small enough to compile in moments.
+
+xgrammar drops some keywords in silence, and some strings that it lets through are not JSON (all seen with 0.2.8); an answer could
+then break the schema that it was promised to follow. So each of these is refused by name, with where it stands, or said in another
+way. Keywords that only annotate (title, default, description, examples, ...) pass, as the JSON Schema specification has it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from phalanx.errors import OptionError
+
+MAX_BYTES = 128 * 1024
+MAX_DEPTH = 48
+"""Brackets open at once in the text; compile time grows with a power of it."""
+MAX_NODES = 10_000
+MAX_PROPERTIES = 256
+"""Of one object: a grammar in which each may be left out grows with their square."""
+
+_IGNORED = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies",
+    "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+_CHOICES = ("$ref", "anyOf", "oneOf", "allOf")
+_ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$schema", "$id", "$anchor",
+     "$defs", "definitions", "discriminator", "nullable")
+)  # fmt: skip
+_ONE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
+_FOR_ONE_TYPE = (
+    "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
+)  # fmt: skip
+_LENGTHS = ("minLength", "maxLength")
+_NEGATED_CLASS = re.compile(r"\[\^(?:\\.|[^\]\\])*\]", re.DOTALL)
+_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+_CONTROL = re.compile(r"[\x00-\x1f]|\\[nrtfv0c]|\\x[01]|\\u00[01]")
+_QUOTE = re.compile(r'"|\\\\|\\x(?:22|5[cC])|\\u00(?:22|5[cC])')
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def read_json(text: str, *, what: str) -> Any:
+    """The JSON of a guide, bounded in size and nesting. Raises OptionError that says which bound, or where it is not JSON."""
+    if len(text.encode("utf-8", "replace")) > MAX_BYTES:
+        raise OptionError(f"a {what} of {len(text)} characters was asked for", why=f"it may have {MAX_BYTES} bytes")
+    try:
+        parsed = json.loads(text)
+    except RecursionError:
+        raise _too_deep(what) from None
+    except ValueError as error:
+        raise OptionError(f"the {what} is not JSON", why=str(error)) from None
+    nodes, level = 0, [parsed]
+    for _ in range(MAX_DEPTH):
+        nodes += len(level)
+        level = [child for node in level for child in _children(node)]
+    if level:
+        raise _too_deep(what)
+    if nodes > MAX_NODES:
+        raise OptionError(f"a {what} of {nodes} values was asked for", why=f"it may have {MAX_NODES}")
+    return parsed
+
+
+def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
+    """A schema (parsed JSON; changed in place) as xgrammar enforces it whole.
+
+    A string with a length becomes one with a pattern, since xgrammar's own rule for lengths lets control characters into the JSON.
+    Raises OptionError for the first demand that the grammar would not enforce.
+    """
+    if not isinstance(schema, (dict, bool)):
+        raise OptionError(f"the {what} is {json.dumps(schema)[:60]}", why="a schema is a JSON object")
+    for where, node in _schemas(schema, "#"):
+        complaint = _complaint(node)
+        if complaint:
+            raise OptionError(
+                f"the {what} asks at {where} for {complaint}", why="the grammar cannot enforce it", next="leave it out"
+            )
+        low, high = node.get("minLength", 0), node.get("maxLength", "")
+        if (
+            any(name in node for name in _LENGTHS)
+            and isinstance(low, int)
+            and isinstance(high or 0, int)
+            and 0 <= low <= (high or low)
+        ):
+            node["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{low},{high}}}$'
+            for name in _LENGTHS:
+                node.pop(name, None)
+    return schema
+
+
+def _complaint(node: dict[str, Any]) -> str | None:
+    for keyword in _IGNORED:
+        if keyword in node:
+            return repr(keyword)
+    if node.get("uniqueItems") is True:
+        return "'uniqueItems'"
+    return _complaint_of_choice(node) or _complaint_of_value(node) or _complaint_of_object(node)
+
+
+def _complaint_of_value(node: dict[str, Any]) -> str | None:
+    typed = [keyword for keyword in _FOR_ONE_TYPE if keyword in node]
+    if typed and not any(keyword in node for keyword in ("type", "enum", "const")):
+        return f"{typed[0]!r} without a 'type'"
+    length = any(name in node for name in _LENGTHS)
+    for keyword in ("pattern", "format"):
+        if length and keyword in node:
+            return f"{keyword!r} together with a length"
+    pattern = node.get("pattern")
+    if isinstance(pattern, str):
+        # Such a character comes out as it is, not escaped; classes leave quotation marks out by themselves.
+        plain = _NEGATED_CLASS.sub("", pattern)
+        if _CONTROL.search(plain) or _QUOTE.search(_CLASS.sub("", plain)):
+            return "a 'pattern' with a character that JSON escapes (a quotation mark, a backslash, a control character)"
+    return None
+
+
+def _complaint_of_choice(node: dict[str, Any]) -> str | None:
+    if isinstance(node.get("$ref"), str) and not node["$ref"].startswith("#"):
+        return f"the schema {node['$ref']!r}, which is not part of it"
+    if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
+        return "'allOf' with more than one schema"
+    choices = [keyword for keyword in _CHOICES if keyword in node]
+    beside = sorted(set(node) - _ANNOTATIONS - set(choices[:1])) if choices else []
+    return f"{choices[0]!r} together with {', '.join(repr(name) for name in beside)}" if beside else None
+
+
+def _complaint_of_object(node: dict[str, Any]) -> str | None:
+    properties, required = node.get("properties", {}), node.get("required", [])
+    if isinstance(properties, dict) and isinstance(required, list):
+        if len(properties) > MAX_PROPERTIES:
+            return f"{len(properties)} properties in one object (the most is {MAX_PROPERTIES})"
+        unknown = [name for name in required if name not in properties]
+        if unknown:
+            return f"the required property {unknown[0]!r}, which 'properties' does not describe"
+    return None
+
+
+def _schemas(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every schema in a schema, with its JSON pointer; data (enum, const, default) and property names are not schemas."""
+    if not isinstance(schema, dict):
+        return
+    yield where, schema
+    for keyword in _ONE:
+        yield from _schemas(schema.get(keyword), f"{where}/{keyword}")
+    for keyword in _LISTS:
+        listed = schema.get(keyword)
+        for i, child in enumerate(listed if isinstance(listed, list) else ()):
+            yield from _schemas(child, f"{where}/{keyword}/{i}")
+    for keyword in _MAPS:
+        mapped = schema.get(keyword)
+        for name, child in mapped.items() if isinstance(mapped, dict) else ():
+            yield from _schemas(child, f"{where}/{keyword}/{name}")
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return node if isinstance(node, list) else []
+
+
+def _too_deep(what: str) -> OptionError:
+    return OptionError(f"a {what} nested deeper than {MAX_DEPTH} was asked for", why="compiling it would take too long")

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matcher: its masks allow what the grammar allows, and a file that cannot be read is a refusal."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import xgrammar
+
+from phalanx.engine.grammar import Matcher, warm
+from phalanx.errors import RequestError
+
+VOCABULARY = [bytes([i]) for i in range(256)] + [b"ab", b"abc", b"<end>", b""]
+EOS, VOCAB = 258, 300  # logits are wider than the tokenizer
+
+
+def write(folder, regex, *, eos=(EOS,)):
+    info = xgrammar.TokenizerInfo(VOCABULARY, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=list(eos))
+    grammar = xgrammar.GrammarCompiler(info, max_threads=1).compile_regex(regex)
+    files = {"tokenizer": folder / "tokenizer.json", "grammar": folder / "grammar.json"}
+    files["tokenizer"].write_text(info.serialize_json(), encoding="utf-8")
+    files["grammar"].write_text(grammar.serialize_json(), encoding="utf-8")
+    return json.dumps({name: str(path) for name, path in files.items()})
+
+
+def allowed(mask):
+    assert len(mask) == 4 * ((VOCAB + 31) // 32)
+    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")).tolist()
+
+
+def test_masks_follow_the_tokens(tmp_path):
+    warm()
+    matcher = Matcher(write(tmp_path, "abc?"))
+    assert allowed(matcher.mask()) == [ord("a"), 256, 257]
+    matcher.accept(256)
+    assert allowed(matcher.mask()) == [ord("c"), EOS]
+    assert not matcher.finished
+    matcher.accept(EOS)
+    assert matcher.finished
+    assert allowed(matcher.mask()) == [EOS]
+    matcher.accept(EOS)  # a step that was in flight
+    matcher.accept(3)
+    assert matcher.finished
+
+
+def test_two_matchers_of_one_grammar_are_independent(tmp_path):
+    compiled = write(tmp_path, "a+")
+    one, two = Matcher(compiled), Matcher(compiled)
+    one.accept(ord("a"))
+    assert EOS in allowed(one.mask())
+    assert EOS not in allowed(two.mask())
+
+
+def test_without_a_stop_token_the_end_of_the_grammar_ends(tmp_path):
+    matcher = Matcher(write(tmp_path, "ab", eos=()))
+    matcher.accept(ord("a"))
+    assert not matcher.finished
+    matcher.accept(ord("b"))
+    assert matcher.finished
+    assert allowed(matcher.mask()) == list(range(VOCAB))
+
+
+def test_a_token_that_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="token 98"):
+        Matcher(write(tmp_path, "a")).accept(98)
+
+
+@pytest.mark.parametrize("compiled", ["", "{", "[]", "{}", '{"tokenizer": "/nowhere/t", "grammar": "/nowhere/g"}'])
+def test_what_cannot_be_read_is_refused(compiled):
+    with pytest.raises(RequestError, match="cannot be read"):
+        Matcher(compiled)
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    compiled = write(tmp_path, "a")
+    path = tmp_path / "grammar.json"
+    path.write_text(path.read_text(encoding="utf-8")[:100], encoding="utf-8")
+    with pytest.raises(RequestError, match="cannot be read"):
+        Matcher(compiled)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemas that the grammar would not enforce, or not compile in moments, are refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.errors import OptionError
+from phalanx.serve.json_schema import enforceable, read_json
+
+INTEGER = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": INTEGER}, "'not'"),
+        ({"type": "object", "properties": {"a": {"if": {}, "then": {}}}}, "#/properties/a for 'if'"),
+        ({"type": "array", "items": {"contains": {}}}, "#/items for 'contains'"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "string", "pattern": "a+", "maxLength": 3}, "'pattern' together"),
+        ({"$ref": "http://example.com/x.json"}, "not part of it"),
+        ({"allOf": [INTEGER, {"minimum": 3}]}, "allOf"),
+        ({"anyOf": [{"required": ["a"]}], "type": "object"}, "'anyOf' together with 'type'"),
+        ({"$ref": "#/$defs/x", "$defs": {"x": INTEGER}, "minimum": 3}, "'\\$ref' together with 'minimum'"),
+        ({"type": "object", "properties": {"a": INTEGER}, "required": ["b"]}, "'b'"),
+        ({"type": "object", "properties": {f"p{i}": INTEGER for i in range(300)}}, "300 properties"),
+        ({"anyOf": [INTEGER, {"$defs": {"q": {"not": {}}}}]}, "#/anyOf/1/\\$defs/q"),
+        ({"type": "string", "format": "email", "maxLength": 3}, "'format' together"),
+        ({"minimum": 3}, "'minimum' without a 'type'"),
+        ({"type": "string", "pattern": 'say "a"'}, "JSON escapes"),
+        ({"type": "string", "pattern": "a\\nb"}, "JSON escapes"),
+        ({"type": "string", "pattern": "[\\t ]b"}, "JSON escapes"),
+        ({"type": "string", "pattern": "a\\\\b"}, "JSON escapes"),
+        ([], "a schema is a JSON object"),
+        (3, "a schema is a JSON object"),
+    ],
+)
+def test_what_is_not_enforced_is_named(schema, names):
+    with pytest.raises(OptionError, match=names):
+        enforceable(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {},
+        {"type": "object", "properties": {"not": INTEGER, "if": {"type": "string"}, "uniqueItems": INTEGER}, "required": ["not"]},
+        {"enum": [{"not": 1}], "default": {"contains": 1}, "examples": [{"if": 1}]},
+        {"$ref": "#/$defs/x", "description": "fine", "$defs": {"x": INTEGER}},
+        {"anyOf": [INTEGER, {"type": "null"}], "default": None, "title": "X"},
+        {"type": "array", "uniqueItems": False},
+        {"allOf": [INTEGER]},
+        {"type": "string", "pattern": '^[^"\\\\\\n]+[a-z"]\\d\\.$'},
+    ],
+)
+def test_what_is_enforced_passes_as_it_is(schema):
+    assert enforceable(read_json(json.dumps(schema), what="json_schema")) == schema
+
+
+@pytest.mark.parametrize(
+    ("bounds", "times"), [({"minLength": 2}, "{2,}"), ({"maxLength": 5}, "{0,5}"), ({"minLength": 1, "maxLength": 1}, "{1,1}")]
+)
+def test_a_length_becomes_a_pattern_that_keeps_to_json(bounds, times):
+    made = enforceable({"type": "array", "items": {"type": "string", **bounds}})["items"]
+    assert made == {"type": "string", "pattern": '^[^"\\\\\\x00-\\x1f]' + times + "$"}
+
+
+@pytest.mark.parametrize("bounds", [{"minLength": 3, "maxLength": 1}, {"maxLength": "3"}, {"minLength": -1}])
+def test_lengths_that_make_no_sense_are_left_to_the_compiler(bounds):
+    assert enforceable({"type": "string", **bounds}) == {"type": "string", **bounds}
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "not JSON"),
+        ("", "not JSON"),
+        ("[" * 49 + "]" * 49, "nested deeper"),
+        ("[" * 20000 + "]" * 20000, "nested deeper"),
+        ('{"enum": [' + "1," * 20000 + "1]}", "values"),
+        ('"' + "x" * 140000 + '"', "bytes"),
+        ('"' + "é" * 70000 + '"', "bytes"),
+    ],
+)
+def test_bounds(text, why):
+    with pytest.raises(OptionError, match=why):
+        read_json(text, what="json_schema")
+
+
+def test_nesting_up_to_the_bound_passes():
+    read_json("[" * 48 + "]" * 48, what="json_schema")
