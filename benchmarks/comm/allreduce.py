@@ -2,8 +2,8 @@
 """Time the all-reduce strategies and their launches on GPUs: `torchrun --nproc-per-node N benchmarks/comm/allreduce.py OUT.csv`.
 
 A sample is 50 calls in one CUDA graph on fixed tensors; a figure is the median of 9 replays, the maximum over ranks. NCCL and
-torch's symmetric-memory collectives run beside ours. `--sweep` tries launches beside the default ones. `--ranks 2` uses the first two only.
-`phalanx allreduce bench` measures tables; this is for the work on the kernels.
+torch's symmetric-memory collectives run beside ours. `--sweep` tries launches beside the default ones. `--ranks 2` uses the first
+two only. `phalanx allreduce bench` measures tables; this is for the work on the kernels.
 """
 
 from __future__ import annotations
@@ -78,10 +78,12 @@ def launches_flat(vectors: int, world: int, sms: int, sweep: bool) -> Iterator[t
         for warps, per_sm in ((4, 4), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1), (32, 2)):
             yield f"ONESHOT loop {warps}w {per_sm}/sm", oneshot, oneshot.Launch(per_sm * sms, 32 * warps, warps, True)
     share = share_of(vectors, world)
-    for warps, per_sm in ((2, 4), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (16, 1), (16, 2), (32, 1)):
+    for warps, per_sm in ((2, 4), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (16, 3), (32, 1), (32, 2)):
         programs = min(-(-share // (32 * warps)), per_sm * sms)
         if per_sm == 1 or programs > (per_sm // 2) * sms:
-            yield f"TWOSHOT {programs}x{32 * warps}", twoshot, twoshot.Launch(programs, 32 * warps, 0, warps)
+            registers = 65536 // (per_sm * warps * 32) // 8 * 8  # so that all run at once
+            launch = twoshot.Launch(programs, 32 * warps, 0, warps, min(registers, 128) if world < 8 else None)
+            yield f"TWOSHOT {programs}x{32 * warps}", twoshot, launch
 
 
 def launches_norm(rows: int, pitch: int, world: int, sms: int, sweep: bool) -> Iterator[tuple[str, Any, Any]]:
@@ -90,17 +92,22 @@ def launches_norm(rows: int, pitch: int, world: int, sms: int, sweep: bool) -> I
     if not sweep:
         return
     block = oneshot.row_block(pitch)
-    for warps in (8, 16, 32):
+    for warps in (4, 8, 16, 32):
+        if rows <= 32:
+            piece = 32 * warps
+            yield f"ONESHOT pieces {warps}w", oneshot, oneshot.Launch(rows, block, warps, False, piece)
         if rows * warps <= 48 * sms:
             yield f"ONESHOT rows {warps}w", oneshot, oneshot.Launch(rows, block, warps, False)
     for warps, per_sm in ((4, 4), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)):
         if rows > per_sm * sms:
             yield f"ONESHOT loop {warps}w {per_sm}/sm", oneshot, oneshot.Launch(per_sm * sms, block, warps, True)
     if rows >= 8:
-        for warps, flat, per_sm in ((8, 8, 1), (8, 8, 2), (16, 16, 1), (32, 32, 1), (16, 32, 1)):
+        tries = ((8, 8, 1), (8, 8, 3), (8, 16, 3), (16, 16, 1), (16, 16, 2), (16, 32, 2), (32, 32, 1), (32, 64, 1))
+        for warps, flat, per_sm in tries:
             programs = min(max(rows, -(-share_of(rows * pitch, world) // (32 * flat))), per_sm * sms)
             if per_sm == 1 or programs > sms:
-                yield f"TWOSHOT {programs} {warps}w flat {32 * flat}", twoshot, twoshot.Launch(programs, 32 * flat, block, warps)
+                launch = twoshot.Launch(programs, 32 * flat, block, warps, {1: None, 2: 64, 3: 80}[per_sm])
+                yield f"TWOSHOT {programs} {warps}w flat {32 * flat}", twoshot, launch
 
 
 def cases(x: torch.Tensor, workspace: Workspace, group: dist.ProcessGroup, buffer: torch.Tensor, options: Any) -> Iterator[Case]:

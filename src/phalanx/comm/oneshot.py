@@ -18,12 +18,14 @@ from phalanx.comm.symmetric import Workspace
 @dataclass(frozen=True, slots=True)
 class Launch:
     """programs: of the grid; block: vectors of 16 bytes that a program handles at once (with a norm: that hold a row), at least
-    32 x warps, since a vector must belong to one thread; warps: of a program; loop: programs handle more than one block."""
+    32 x warps, since a vector must belong to one thread; warps: of a program; loop: programs handle more than one block; piece:
+    where not 0, a row is pushed by programs of its own (not counted in `programs`), `piece` vectors each."""
 
     programs: int
     block: int
     warps: int
     loop: bool
+    piece: int = 0
 
 
 def flat_launch(vectors: int, sms: int) -> Launch:
@@ -84,11 +86,13 @@ def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, la
     for first in range(0, rows, rows_at_once):
         last = min(rows, first + rows_at_once)
         run = launch or row_launch(last - first, pitch, workspace.sms)
-        oneshot_norm[(run.programs,)](
+        pushers = (last - first) * -(-pitch // run.piece) if run.piece else 0
+        oneshot_norm[(pushers + run.programs,)](
             x[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
             sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
             workspace.turn, workspace.half, last - first, hidden, fusion.eps,
             KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=fusion.keep_norm, RANK=workspace.rank, WORLD=workspace.world,
-            BLOCK=run.block, LOOP=run.loop, PTX=workspace.ptx, num_warps=run.warps, launch_pdl=workspace.ptx >= 90,
+            BLOCK=run.block, LOOP=run.loop, PIECE=run.piece, PTX=workspace.ptx, num_warps=run.warps,
+            launch_pdl=workspace.ptx >= 90,
         )  # fmt: skip
     return sinks.outputs()

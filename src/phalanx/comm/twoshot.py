@@ -19,12 +19,14 @@ from phalanx.comm.symmetric import Workspace, share_of
 @dataclass(frozen=True, slots=True)
 class Launch:
     """programs: of the grid, all of which must run at once; flat: vectors of 16 bytes that a program sums at once; block: vectors
-    that hold a row (0 without a norm); warps: of a program; flat and block are at least 32 x warps."""
+    that hold a row (0 without a norm); warps: of a program; flat and block are at least 32 x warps; registers: of a thread at most,
+    so that two programs fit a multiprocessor (None: the compiler's choice)."""
 
     programs: int
     flat: int
     block: int
     warps: int
+    registers: int | None = None
 
 
 def flat_launch(vectors: int, world: int, sms: int) -> Launch:
@@ -59,7 +61,7 @@ def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) ->
             source[4 * first :], target[4 * first :], workspace.addresses, workspace.turn, workspace.half, count,
             share_of(count, workspace.world),
             KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.flat, PTX=workspace.ptx,
-            num_warps=run.warps, launch_pdl=workspace.ptx >= 90,
+            num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
         )  # fmt: skip
     return out
 
@@ -84,6 +86,6 @@ def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, la
             sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
             workspace.turn, workspace.half, last - first, hidden, share_of((last - first) * pitch, workspace.world), fusion.eps,
             KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=fusion.keep_norm, RANK=workspace.rank, WORLD=workspace.world,
-            BLOCK=run.block, FLAT=run.flat, PTX=workspace.ptx, num_warps=run.warps, launch_pdl=workspace.ptx >= 90,
+            BLOCK=run.block, FLAT=run.flat, PTX=workspace.ptx, num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
         )  # fmt: skip
     return sinks.outputs()

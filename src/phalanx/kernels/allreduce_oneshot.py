@@ -94,13 +94,49 @@ def oneshot(
         store(out, index, pack(total, KIND, PTX), mask, PTX)
 
 
+@triton.jit
+def _finish_rows(
+    x, residual, factors, sinks, scale, peers, offset, first, step, rows, hidden, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Wait for the parts of rows first, first + step, ..., and finish them."""
+    pitch = hidden // (4 if KIND == "fp32" else 8)
+    column = tl.arange(0, BLOCK)
+    mask = column < pitch
+    for row in range(first, rows, step):
+        index = row * pitch + column
+        own = load(x, index, mask, PTX)
+        old = load(residual, index, mask, PTX)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD)
+        finish_row(
+            rounded(total, KIND, PTX), old, factors, row, column, mask, sinks, scale, hidden, eps,
+            KIND, QUANT, KEEP_NORM, BLOCK, PTX,
+        )  # fmt: skip
+
+
+@triton.jit
+def _push_piece(
+    x, peers, offset, number, rows, pitch, RANK: tl.constexpr, WORLD: tl.constexpr, PIECE: tl.constexpr, PTX: tl.constexpr
+):
+    """Push the number-th piece of PIECE vectors, counted row by row."""
+    pieces = tl.cdiv(pitch, PIECE)
+    within = number % pieces * PIECE + tl.arange(0, PIECE)
+    mask = within < pitch
+    index = number // pieces * pitch + within
+    spread(load(x, index, mask, PTX), peers, offset, index, mask, rows * pitch, RANK, WORLD)
+
+
 @triton.jit(do_not_specialize=["rows", "hidden", "half"])
 def oneshot_norm(
     x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, LOOP: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, LOOP: tl.constexpr, PIECE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks of x [rows, hidden], its residual, norm and quantization, one program a row (LOOP: some rows)."""
+    """The sum over ranks of x [rows, hidden], its residual, norm and quantization, one program a row (LOOP: some rows).
+
+    PIECE: where not 0, the first programs push, so many vectors of a row each, and the last `rows` only wait and finish.
+    """
     dependents(PTX)
     pitch = hidden // (4 if KIND == "fp32" else 8)
     column = tl.arange(0, BLOCK)
@@ -110,27 +146,32 @@ def oneshot_norm(
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     first = tl.program_id(0)
-    vectors = rows * pitch
-    if LOOP:
-        for row in range(first, rows, programs):
-            index = row * pitch + column
-            spread(load(x, index, mask, PTX), peers, offset, index, mask, vectors, RANK, WORLD)
+    if PIECE > 0:
+        pushers = programs - rows
+        if first < pushers:
+            _push_piece(x, peers, offset, first, rows, pitch, RANK, WORLD, PIECE, PTX)
         leave(turn, programs)
+        if first >= pushers:
+            _finish_rows(
+                x, residual, factors, sinks, scale, peers, offset, first - pushers, rows, rows, hidden, eps,
+                KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, PTX,
+            )  # fmt: skip
+    elif LOOP:
         for row in range(first, rows, programs):
             index = row * pitch + column
-            old = load(residual, index, mask, PTX)
-            total = gather_sum(load(x, index, mask, PTX), peers[RANK] + offset, index, mask, vectors, KIND, RANK, WORLD)
-            finish_row(
-                rounded(total, KIND, PTX), old, factors, row, column, mask, sinks, scale, hidden, eps,
-                KIND, QUANT, KEEP_NORM, BLOCK, PTX,
-            )  # fmt: skip
+            spread(load(x, index, mask, PTX), peers, offset, index, mask, rows * pitch, RANK, WORLD)
+        leave(turn, programs)
+        _finish_rows(
+            x, residual, factors, sinks, scale, peers, offset, first, programs, rows, hidden, eps,
+            KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, PTX,
+        )  # fmt: skip
     else:
         index = first * pitch + column
         own = load(x, index, mask, PTX)
         old = load(residual, index, mask, PTX)
-        spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
+        spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
         leave(turn, programs)
-        total = gather_sum(own, peers[RANK] + offset, index, mask, vectors, KIND, RANK, WORLD)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD)
         finish_row(
             rounded(total, KIND, PTX), old, factors, first, column, mask, sinks, scale, hidden, eps,
             KIND, QUANT, KEEP_NORM, BLOCK, PTX,
