@@ -46,7 +46,7 @@ def test_reasons():
     assert inside.source == "table"
     assert "1.50x the speed of NCCL" in inside.reason
     assert outside.source == "seed"
-    assert "not at this size" in outside.reason
+    assert "not measured at this size" in outside.reason
     assert "nothing of its kind" in table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 1, 128).reason
 
 

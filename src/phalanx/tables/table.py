@@ -154,8 +154,8 @@ class Table:
         if entry is not None:
             return entry
         choice, us = self.seed.choose(dtype, fusion, tokens, hidden)
-        what = "nothing of its kind" if index is None else "not at this size"
-        reason = f"measured {what}; the seed ({self.seed.origin}) expects {us:.1f} us of {choice.name(self.fingerprint.sm)}"
+        what = "nothing of its kind was measured" if index is None else "not measured at this size"
+        reason = f"{what}: the seed ({self.seed.origin}) expects {us:.1f} us of {choice.name(self.fingerprint.sm)}"
         return Entry(choice.strategy, choice.fuses(fusion), "seed", reason)
 
 

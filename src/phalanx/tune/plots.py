@@ -38,7 +38,7 @@ def visualize_2d_heatmap(df: DataFrame, fusion_op: str = "NONE", save_path: str 
     where a column is missing.
     """
     from matplotlib.colors import LogNorm
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     frame, title = _prepare(df, fusion_op)
     low, high = float(frame["time (us)"].min()), float(frame["time (us)"].max())
@@ -50,7 +50,15 @@ def visualize_2d_heatmap(df: DataFrame, fusion_op: str = "NONE", save_path: str 
         image = axes.imshow(grid, cmap=_colour_map("viridis_r"), norm=norm, aspect="auto", origin="lower")
         axes.set_title(name, loc="left", color=_INK, fontweight="bold")
         _annotate(axes, grid, _time_text, lambda value: norm(value) > 0.45)
-    bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.015, aspect=45, format=FuncFormatter(lambda value, _: f"{value:g}"))
+    bar = figure.colorbar(
+        image,
+        ax=panels,
+        shrink=0.9,
+        pad=0.015,
+        aspect=45,
+        ticks=LogLocator(subs=(1.0, 2.0, 5.0)),
+        format=FuncFormatter(lambda value, _: f"{value:g}"),
+    )
     bar.set_label("time (us), logarithmic")
     return _finish(figure, save_path)
 
@@ -104,7 +112,7 @@ def visualize_strategy_difference_heatmaps(df: DataFrame, fusion_op: str = "NONE
     reds = LinearSegmentedColormap.from_list("optimal to slower", ["#ffffff", "#fcd5ce", "#f28482", "#c1121f", "#7f0d15"])
     reds.set_bad(_UNMEASURED)
     names = _names(frame)
-    figure, panels = _panels(frame, len(names), f"{title}: percent slower than the fastest")
+    figure, panels = _panels(frame, len(names), f"{title}: percent slower than the fastest (white: optimal)")
     for axes, name in zip(panels, names, strict=True):
         grid = _grid(frame[frame["strategy"] == name], "slower", frame)
         image = axes.imshow(grid, cmap=reds, vmin=0, vmax=_SLOWEST_SHOWN, aspect="auto", origin="lower")
@@ -112,7 +120,7 @@ def visualize_strategy_difference_heatmaps(df: DataFrame, fusion_op: str = "NONE
         axes.set_title(f"{name}  (optimal in {share:.0%} of its cells)", loc="left", color=_INK, fontweight="bold")
         _annotate(axes, grid, _percent_text, lambda value: value > 0.6 * _SLOWEST_SHOWN)
     bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.015, aspect=45, extend="max")
-    bar.set_label("percent slower than the fastest (white: optimal)")
+    bar.set_label("percent slower")
     return _finish(figure, save_path)
 
 

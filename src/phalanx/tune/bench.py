@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a benchmark: start a group of ranks, follow them, and bring every candidate to a time or to a recorded skip.
+
+A candidate that hangs or kills a rank costs one restart of the group: it is skipped, with the reason, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.comm import launch
+from phalanx.errors import EngineError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.log import get_logger
+from phalanx.tune import records
+from phalanx.tune.journal import Journal, journal_path
+from phalanx.tune.records import Bench
+from phalanx.tune.sweep import Sweep, Task
+
+_log = get_logger(__name__)
+_POLL_S = 0.02
+_LAST_WORDS_S = 0.5  # for the ranks that follow a failed one, so that the cause is found among what they say
+_GIVE_UP_AFTER = 3  # hangs of one choice in one fusion, after which the rest of its kind is skipped
+_MODULE = "phalanx.tune.ranks.process"
+
+Progress = Callable[[int, int, str], None]
+"""Told (done, of, what is next)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to run. sweep: the plan for the machine that the ranks find themselves on. Seconds: deadline of one candidate, start of
+    the group, and limit of the whole run (None: none). extend: measure only what the CSV there lacks. module: of the ranks."""
+
+    world: int
+    device: str
+    folder: Path
+    sweep: Callable[[Fingerprint], Sweep]
+    deadline: float = 60.0
+    start_timeout: float = 180.0
+    time_limit: float | None = None
+    restart: bool = False
+    extend: bool = False
+    method: dict[str, Any] = field(default_factory=dict)
+    max_bytes: int = 256 << 20
+    module: str = _MODULE
+
+
+def bench(run: Run, progress: Progress | None = None) -> Bench:
+    """Measure all that `run` plans, and write CSV and sidecar. What a broken run has measured already is taken from its journal.
+
+    A run that its time limit ends writes what it has, keeps the journal and says so in facts["complete"].
+    Raises EngineError when the ranks cannot start, OptionError when the folder holds another run's journal.
+    """
+    end = time.monotonic() + run.time_limit if run.time_limit else float("inf")
+    state: State | None = None
+    while True:
+        with _ranks(run) as ranks:
+            fingerprint, facts = ranks.hello()
+            if state is None:
+                state = State(run, fingerprint, facts, progress)
+            left = state.left()
+            state.told()
+            ranks.work(left)
+            at_fault, why = _follow(ranks, state, run.deadline, end)
+        if why is None or why == _TIME_IS_UP:
+            return state.write(complete=why is None)
+        if at_fault is None:
+            raise EngineError(
+                f"the benchmark's ranks at tp {run.world} were at no task", why=why, next="see the ranks' messages above"
+            )
+        _log.warning("%s is skipped: %s; the group starts again", at_fault, why)
+        state.fault(at_fault, why)
+
+
+_TIME_IS_UP = "the time limit"
+
+
+def _follow(ranks: _Ranks, state: State, deadline: float, end: float) -> tuple[Task | None, str | None]:
+    """Take results until the last: (None, None); or (the task that was running, why the group cannot go on)."""
+    running: Task | None = None
+    since = time.monotonic()
+    while True:
+        for event in ranks.events():
+            since = time.monotonic()
+            if "begin" in event:
+                running = Task.parse(event["begin"])
+            elif "task" in event:
+                state.result(event)
+            elif event.get("end"):
+                return None, None
+        error = ranks.error()
+        if error is not None:
+            return running, error
+        now = time.monotonic()
+        if now > end:
+            return running, _TIME_IS_UP
+        if now - since > deadline:
+            return running, f"no answer within the deadline of {deadline:g} s"
+        time.sleep(_POLL_S)
+
+
+class State:
+    """What is known of one run: its plan, its journal, and what was there before."""
+
+    def __init__(self, run: Run, fingerprint: Fingerprint, facts: dict[str, str], progress: Progress | None) -> None:
+        from phalanx.tune.ranks.machine import run_facts
+
+        self.fingerprint, self.facts, self.progress = fingerprint, facts | run_facts(), progress
+        self.folder, self.sweep = run.folder, run.sweep(fingerprint)
+        self.tasks, self.refused = self.sweep.plan()
+        self.before: Bench | None = None
+        path = records.csv_path(run.folder, fingerprint.world, fingerprint.sm)
+        if run.extend and path.exists():
+            self.before = records.read(path)
+        same = {key: facts[key] for key in ("torch", "triton", "nccl", "gpu", "driver", "cpu", "phalanx") if key in facts}
+        head = {"fingerprint": str(fingerprint), "method": run.method} | same
+        self.journal = Journal(journal_path(run.folder, fingerprint), head, restart=run.restart)
+        self.hangs: Counter[tuple[Any, ...]] = Counter()
+        if self.journal.resumed:
+            _log.info("%d results of a broken run are taken from %s", self.journal.resumed, self.journal.path)
+
+    def left(self) -> list[Task]:
+        held = set(self.journal.samples) | set(self.journal.skips) | set(self.before.times if self.before else ())
+        return [task for task in self.tasks if task not in held]
+
+    def told(self, what: str = "") -> None:
+        if self.progress is not None:
+            self.progress(len(self.tasks) - len(self.left()), len(self.tasks), what)
+
+    def result(self, event: dict[str, Any]) -> None:
+        task = Task.parse(event["task"])
+        if "skip" in event:
+            _log.warning("%s is skipped: %s", task, event["skip"])
+            self.journal.skip(task, event["skip"])
+        else:
+            self.journal.done(task, event["samples"])
+        self.told(str(task))
+
+    def fault(self, task: Task, why: str) -> None:
+        """Skip a task that broke the group; and the rest of its kind once that has happened too often."""
+        self.journal.skip(task, why)
+        kind = (task.choice, task.fusion)
+        self.hangs[kind] += 1
+        if self.hangs[kind] >= _GIVE_UP_AFTER:
+            for other in self.left():
+                if (other.choice, other.fusion) == kind:
+                    self.journal.skip(other, f"not tried after {self.hangs[kind]} faults of its kind, the last: {why}")
+
+    def write(self, *, complete: bool) -> Bench:
+        """CSV and sidecar of all that is known; the journal goes when the run is complete."""
+        left = len(self.left())
+        self.facts["complete"] = "yes" if complete else f"no: {left} of {len(self.tasks)} are left; run the same command again"
+        found = Bench(
+            self.fingerprint.sm,
+            self.fingerprint.world,
+            times={task: statistics.median(samples) for task, samples in self.journal.samples.items()},
+            samples=dict(self.journal.samples),
+            skips=self.refused | self.journal.skips,
+            facts=self.facts,
+            grid=self.sweep.grid(),
+            link=self.fingerprint.link,
+        )
+        if self.before is not None:
+            found = _joined(self.before, found)
+        if found.times:
+            records.write(found, self.folder)
+        if complete:
+            self.journal.finish()
+        else:
+            self.journal.close()
+        return found
+
+
+def _joined(old: Bench, new: Bench) -> Bench:
+    """Both; where both have a cell, the new one."""
+    grid = dict(new.grid or {})
+    for axis in ("tokens", "hidden", "fusions"):
+        grid[axis] = [*grid[axis], *(value for value in (old.grid or {}).get(axis, []) if value not in grid[axis])]
+    if old.grid is None:
+        grid["tokens"] = sorted({*grid["tokens"], *(task.tokens for task in old.times)})
+        grid["hidden"] = sorted({*grid["hidden"], *(task.hidden for task in old.times)})
+    times, samples = old.times | new.times, old.samples | new.samples
+    skips = {task: why for task, why in (old.skips | new.skips).items() if task not in times}
+    facts = new.facts | ({"extends": old.facts["date"]} if "date" in old.facts else {})
+    return Bench(new.sm, new.world, times, samples, skips, facts, grid, new.link)
+
+
+class _Ranks:
+    """The rank processes of one start, and the folder through which they talk."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.folder, self.run = folder, run
+        self.since = time.monotonic()
+        config = {
+            "folder": str(folder), "world": run.world, "device": run.device, "method": run.method, "max_bytes": run.max_bytes,
+            "timeout": run.start_timeout,
+        }  # fmt: skip
+        self.children = [
+            launch.start(run.module, config | {"rank": rank}, f"phalanx bench rank {rank} of {run.world}")
+            for rank in range(run.world)
+        ]
+        self._read = [0] * run.world
+
+    def hello(self) -> tuple[Fingerprint, dict[str, str]]:
+        """What rank 0 says of the machine, once all ranks are there."""
+        while time.monotonic() - self.since < self.run.start_timeout:
+            for event in self.events():
+                if "hello" in event:
+                    return Fingerprint.parse(event["hello"]), event["facts"]
+            error = self.error()
+            if error is not None:
+                raise EngineError(
+                    f"a benchmark of {self.run.world} ranks was to start", why=error, next="see the ranks' messages above"
+                )
+            time.sleep(_POLL_S)
+        raise EngineError(
+            f"a benchmark of {self.run.world} ranks was to start",
+            why=f"they have not met within {self.run.start_timeout:g} s",
+            next="see the ranks' messages above, or give a longer --start_timeout",
+        )
+
+    def work(self, tasks: list[Task]) -> None:
+        part = self.folder / "work.part"
+        part.write_text(json.dumps([str(task) for task in tasks]), encoding="utf-8")
+        part.replace(self.folder / "work")
+
+    def events(self, rank: int = 0) -> list[dict[str, Any]]:
+        """What a rank has told since the last call."""
+        path = self.folder / f"events.{rank}"
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self._read[rank])
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read[rank] += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def error(self) -> str | None:
+        """Why a rank has ended before its time, by what it said or how it ended; None while none has. A rank that only lost its
+        peers is the last to be named."""
+        if not any(child.process.poll() for child in self.children):
+            return None
+        launch.wait(self.children, _LAST_WORDS_S)
+        causes: list[str] = []
+        consequences: list[str] = []
+        for rank, child in enumerate(self.children):
+            code = child.process.poll()
+            if not code:
+                continue
+            said = [event for event in self._all(rank) if "error" in event]
+            text = f"rank {rank}: {said[-1]['error']}" if said else f"rank {rank} {launch.exit_words(code)}"
+            (consequences if said and said[-1]["lost_peer"] else causes).append(text)
+        return (causes or consequences)[0]
+
+    def _all(self, rank: int) -> list[dict[str, Any]]:
+        path = self.folder / f"events.{rank}"
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith(b"}")]
+
+
+@contextlib.contextmanager
+def _ranks(run: Run) -> Iterator[_Ranks]:
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
+        ranks = _Ranks(run, Path(folder))
+        try:
+            yield ranks
+        finally:
+            # Those that have told their last end by themselves; a hung one hears nothing but SIGKILL.
+            launch.wait(ranks.children, 0.5)
+            launch.stop(ranks.children, grace=0)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The journal of a run: a line for each result as it comes, so that a broken run resumes. One process writes it.
+
+The first line says what the run is of; each other line is a task and its samples, or why it was skipped. A last line that was cut
+short is dropped: its task is measured again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import OptionError, TableError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tune.sweep import Task
+
+
+def journal_path(folder: Path, fingerprint: Fingerprint) -> Path:
+    return folder / f"benchmark.tp{fingerprint.world}.sm{fingerprint.sm}.journal"
+
+
+class Journal:
+    """samples: microseconds by task; skips: reasons by task; both as of before this run and from it."""
+
+    def __init__(self, path: Path, head: dict[str, Any], *, restart: bool = False) -> None:
+        """Open or begin a journal at `path`. head: what must be equal for results to belong together.
+
+        Raises OptionError where another run's journal is there, TableError where the file is none.
+        """
+        self.path = path
+        self.samples: dict[Task, list[float]] = {}
+        self.skips: dict[Task, str] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if restart:
+            path.unlink(missing_ok=True)
+        whole = self._read(head) if path.exists() else 0
+        self._file = path.open("r+b" if whole else "wb")
+        self._file.seek(whole)
+        self._file.truncate()
+        if not whole:
+            self._write({"head": head})
+
+    @property
+    def resumed(self) -> int:
+        return len(self.samples) + len(self.skips)
+
+    def done(self, task: Task, samples: list[float]) -> None:
+        self.samples[task] = samples
+        self._write({"task": str(task), "samples": samples})
+
+    def skip(self, task: Task, reason: str) -> None:
+        self.skips[task] = reason
+        self._write({"task": str(task), "skip": reason})
+
+    def finish(self) -> None:
+        """The results are in their CSV: the journal has done its work."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def _read(self, head: dict[str, Any]) -> int:
+        """Take what is there; gives how many bytes of it are whole lines."""
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        for number, text in enumerate(data[:whole].splitlines(), 1):
+            try:
+                line = json.loads(text)
+                if number == 1:
+                    held = line["head"]
+                elif "samples" in line:
+                    self.samples[Task.parse(line["task"])] = [float(us) for us in line["samples"]]
+                else:
+                    self.skips[Task.parse(line["task"])] = str(line["skip"])
+            except (ValueError, KeyError, TypeError, OptionError) as error:
+                raise TableError(
+                    f"{self.path.name} line {number} is no line of a journal",
+                    why=f"{type(error).__name__}: {error}",
+                    next="give --restart to begin anew, or another --save_csv_dir",
+                ) from None
+        if whole and held != head:
+            differs = ", ".join(sorted(key for key in {*held, *head} if held.get(key) != head.get(key)))
+            raise OptionError(
+                f"{self.path} holds a broken run of something else",
+                why=f"it differs in {differs}",
+                next="give --restart to drop it and begin anew, or another --save_csv_dir",
+            )
+        return whole

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategies of `comm` as candidates of a benchmark: the same functions that the runtime calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Group, ResidualRmsNorm, finish
+from phalanx.hardware.fingerprint import Fingerprint, link_class
+from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tune.ranks.measure import Candidate
+
+Sum = Callable[[Tensor], Tensor]
+SumNorm = Callable[[Tensor, ResidualRmsNorm], tuple[Tensor, ...]]
+
+
+class Built:
+    """Candidates by strategy. fingerprint: of the machine that the group stands on."""
+
+    def __init__(self, fingerprint: Fingerprint) -> None:
+        self.fingerprint = fingerprint
+        self._sums: dict[Strategy, Sum] = {}
+        self._norms: dict[Strategy, SumNorm] = {}
+        self._refused: dict[Strategy, str] = {}
+
+    def add(self, strategy: Strategy, total: Sum, norm: SumNorm | None) -> None:
+        """norm: sum and fusion in one kernel; None where the fusion always follows as a kernel of its own."""
+        self._sums[strategy] = total
+        if norm is not None:
+            self._norms[strategy] = norm
+
+    def refuse(self, strategy: Strategy, reason: str) -> None:
+        self._refused[strategy] = reason
+
+    def get(self, choice: Choice) -> Candidate:
+        if choice.strategy not in self._sums:
+            raise KeyError(self._refused.get(choice.strategy, f"{choice.strategy.name} is not built here"))
+        total, norm = self._sums[choice.strategy], self._norms.get(choice.strategy)
+
+        def run(x: Tensor, fusion: ResidualRmsNorm | None) -> tuple[Tensor, ...]:
+            if fusion is None:
+                return (total(x),)
+            if norm is None or choice.unfused:
+                return finish(total(x), fusion)
+            return norm(x, fusion)
+
+        return run
+
+
+def open_group(group: Group, device: torch.device, max_bytes: int) -> Built:
+    """What the ranks of `group` can run; collective. max_bytes: the longest message that a workspace must hold without chunks."""
+    built = Built(fingerprint_here(group.size, device))
+    built.add(Strategy.NCCL, group.all_reduce, None)
+    if device.type == "cuda":
+        _add_symmetric(built, group, device, max_bytes)
+    return built
+
+
+def _add_symmetric(built: Built, group: Group, device: torch.device, max_bytes: int) -> None:
+    from phalanx.comm import oneshot, twoshot
+    from phalanx.comm.symmetric import form_workspace
+    from phalanx.comm.torch_group import TorchGroup
+
+    assert isinstance(group, TorchGroup)
+    workspace = form_workspace(group.process_group, device, max_bytes)
+    built.add(Strategy.ONESHOT, lambda x: oneshot.all_reduce(x, workspace), lambda x, f: oneshot.all_reduce_norm(x, f, workspace))
+    built.add(Strategy.TWOSHOT, lambda x: twoshot.all_reduce(x, workspace), lambda x, f: twoshot.all_reduce_norm(x, f, workspace))
+
+
+def fingerprint_here(world: int, device: torch.device) -> Fingerprint:
+    """Of the first `world` devices of this host."""
+    if device.type == "cpu":
+        return Fingerprint(0, "shm", world)
+    major, minor = torch.cuda.get_device_capability(device)
+    return Fingerprint(10 * major + minor, link_class(device="cuda", peer_access=True, nvlink=True), world)

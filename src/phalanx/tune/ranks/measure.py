@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part of a measurement: verify, then time, with one verdict for the group.
+
+On GPUs: `calls` calls in one CUDA graph on fixed tensors, timed by events over `replays` replays. On CPU: loops of calls, the same
+statistic, a monotonic clock. A candidate's time is the slowest rank's median.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Group, ResidualRmsNorm
+from phalanx.tables.message import Fusion
+from phalanx.tables.strategy import Choice
+from phalanx.tune.ranks import verify
+from phalanx.tune.sweep import Task
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Candidate(Protocol):
+    """A way to run one message: every rank of the group calls it in the same order. x may be overwritten."""
+
+    def __call__(self, x: Tensor, fusion: ResidualRmsNorm | None) -> tuple[Tensor, ...]: ...
+
+
+class Candidates(Protocol):
+    """What a rank can run: the seam between measuring and the strategies."""
+
+    def get(self, choice: Choice) -> Candidate:
+        """The choice's candidate. Raises KeyError where it cannot run here, with the reason."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """calls: in one sample, at most; replays: samples; long_us: a call that takes longer needs no 50 of its kind for a time that
+    is 50 times longer than any launch, and gets `long_calls`; cpu_sample_us: on CPU, how long a sample should take."""
+
+    calls: int = 50
+    replays: int = 9
+    long_us: float = 400.0
+    long_calls: int = 10
+    cpu_sample_us: float = 3000.0
+
+
+class Rank:
+    """This rank among its group. `group` carries verdicts and times (it is no candidate)."""
+
+    def __init__(self, group: Group, device: torch.device, candidates: Candidates, method: Method) -> None:
+        self.group, self.device, self.candidates, self.method = group, device, candidates, method
+        self._key: tuple[str, Fusion, int, int] | None = None
+        self._cell: verify.Cell | None = None
+
+    def measure(self, task: Task) -> list[float] | str:
+        """Samples in microseconds of the slowest rank; or why this choice is left out, the same words on every rank.
+
+        Collective. An error of the device is raised: the group cannot go on after it.
+        """
+        cell = self._tensors(task)
+        try:
+            candidate: Candidate | None = self.candidates.get(task.choice)
+            reason = ""
+        except KeyError as error:
+            candidate, reason = None, str(error.args[0])
+        if not self._all(candidate is not None) or candidate is None:
+            return reason or "another rank cannot run it"
+        x = cell.x.clone()
+        with verify.nan_filled():
+            got = candidate(x, cell.fusion)
+        wrong = verify.fault(task.fusion, got, cell.expected)
+        del got
+        if not self._all(wrong is None):
+            return f"wrong: {wrong}" if wrong else "wrong on another rank"
+        x.copy_(cell.x)
+        samples = self._time(lambda: candidate(x, cell.fusion))
+        return self._slowest(samples)
+
+    def _tensors(self, task: Task) -> verify.Cell:
+        """The cell's tensors, made once for all its choices."""
+        if self._cell is None or self._key != task.cell:
+            self._cell = None  # free the last cell's memory first
+            self._key, dtype = task.cell, DTYPES[task.dtype]
+            self._cell = verify.cell(
+                task.fusion, task.tokens, task.hidden, dtype, self.device, rank=self.group.rank, world=self.group.size
+            )  # fmt: skip
+        return self._cell
+
+    def _all(self, fine: bool) -> bool:
+        """Whether all ranks say so."""
+        votes = torch.tensor([1.0 if fine else 0.0], device=self.device)
+        return int(self.group.all_reduce(votes).item()) == self.group.size
+
+    def _gather(self, values: list[float]) -> Tensor:
+        """[ranks, values], on the host."""
+        mine = torch.tensor([values], dtype=torch.float32, device=self.device)
+        return self.group.all_gather(mine, dim=0).cpu()
+
+    def _slowest(self, samples: list[float]) -> list[float]:
+        everybody = self._gather(samples)
+        slowest = int(everybody.median(dim=1).values.argmax())
+        return [round(float(us), 3) for us in everybody[slowest]]
+
+    def _time(self, call: Callable[[], object]) -> list[float]:
+        return self._time_graph(call) if self.device.type == "cuda" else self._time_loop(call)
+
+    def _time_loop(self, call: Callable[[], object]) -> list[float]:
+        def sample(calls: int) -> float:
+            self.group.barrier()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call()
+            return (time.perf_counter() - begin) * 1e6 / calls
+
+        sample(1)
+        # The ranks must run the same number of calls: the slowest rank's estimate decides.
+        estimate = float(self._gather([sample(1)]).max())
+        calls = max(1, min(self.method.calls, round(self.method.cpu_sample_us / max(estimate, 1.0))))
+        return [sample(calls) for _ in range(self.method.replays)]
+
+    def _time_graph(self, call: Callable[[], object]) -> list[float]:
+        """Two graphs for long calls: a first, short one tells how long they are."""
+        estimate = float(self._gather([statistics.median(self._replay(call, 2, 3))]).max()) if self._is_large() else 0.0
+        calls = self.method.long_calls if estimate > self.method.long_us else self.method.calls
+        return self._replay(call, calls, self.method.replays)
+
+    def _is_large(self) -> bool:
+        return self._cell is not None and self._cell.x.nbytes >= 32 << 20
+
+    def _replay(self, call: Callable[[], object], calls: int, replays: int) -> list[float]:
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            call()  # compiles, and makes the library's connections, outside the graph
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(calls):
+                call()
+        ready = torch.zeros(1, device=self.device)
+        events = [(_event(), _event()) for _ in range(replays)]
+        graph.replay()
+        torch.cuda.synchronize(self.device)
+        for begin, end in events:
+            self.group.all_reduce(ready)  # ranks begin a replay together
+            begin.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return [begin.elapsed_time(end) * 1000.0 / calls for begin, end in events]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

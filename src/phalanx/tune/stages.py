@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stages behind the verbs: from options to files, and what a person sees while they run."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.errors import OptionError, TableError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.log import get_logger
+from phalanx.tables import cpp_lookup, shipped
+from phalanx.tables.grid import TP_SIZES
+from phalanx.tables.message import Fusion, dtype_named
+from phalanx.tables.strategy import INCUMBENT, SUPPORTED
+from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tables.table_file import load, save
+from phalanx.tune.bench import Progress, Run
+from phalanx.tune.ranks.outside import Place
+from phalanx.tune.records import csv_path, read, read_folder
+from phalanx.tune.sweep import Sweep
+
+_log = get_logger(__name__)
+_MIB = 2**20
+_CPU_MAX_MIB = 4.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A benchmark as the command line asks for it. Lists are comma-separated text; None is the guide's grid, and everything."""
+
+    tokens: str | None = None
+    hidden: str | None = None
+    fusions: str | None = None
+    strategies: str | None = None
+    dtype: str = "bf16"
+    auto: bool = False
+    folder: Path = Path("data")
+    device: str = "auto"
+    max_mib: float | None = None
+    calls: int = 50
+    replays: int = 9
+    deadline: float = 60.0
+    start_timeout: float = 180.0
+    time_limit: float | None = None
+    restart: bool = False
+    extend: bool = False
+
+    def run(self, world: int, device: str) -> Run:
+        mib = _CPU_MAX_MIB if self.max_mib is None and device == "cpu" else self.max_mib
+
+        def sweep(fingerprint: Fingerprint) -> Sweep:
+            return Sweep.of(
+                fingerprint, dtype=self.dtype, tokens=self.tokens, hidden=self.hidden, fusions=self.fusions,
+                strategies=self.strategies, auto=self.auto, max_bytes=None if mib is None else int(mib * _MIB),
+            )  # fmt: skip
+
+        sweep(Fingerprint(0, "shm", world))  # a bad option is an error before any rank starts
+        return Run(
+            world, device, self.folder, sweep, self.deadline, self.start_timeout, self.time_limit, self.restart, self.extend,
+            {"calls": self.calls, "replays": self.replays},
+        )  # fmt: skip
+
+
+def place(elastic: str | None, env: tuple[int | None, ...], mpi: tuple[int | None, ...], address: str) -> Place | None:
+    """Where this process stands under torchrun (`elastic` is set) or mpirun, from their (rank, world, local rank); else None."""
+    rank, world, local = env if elastic is not None else mpi
+    if rank is None or world is None or world < 2:
+        return None
+    return Place(rank, world, rank if local is None else local, None if elastic is not None else address)
+
+
+def bench(tp_size: str, asked: Asked, outside: Place | None) -> list[Path]:
+    """Measure each TP size; the CSVs written. Raises OptionError before anything starts where an option cannot be honoured."""
+    device, count = _device(asked.device)
+    if outside is not None:
+        return _bench_outside(tp_size, asked, device, outside)
+    paths = []
+    for world in _tp_sizes(tp_size, device, count):
+        from phalanx.tune import bench as bench_
+
+        with _progress(f"tp {world}") as progress:
+            found = bench_.bench(asked.run(world, device), progress)
+        paths.append(csv_path(asked.folder, found.world, found.sm))
+        _log.info(
+            "tp %d: %d times, %d candidates left out, complete: %s",
+            world,
+            len(found.times),
+            len(found.skips),
+            found.facts["complete"],
+        )
+    return paths
+
+
+def _bench_outside(tp_size: str, asked: Asked, device: str, outside: Place) -> list[Path]:
+    from phalanx.tune.ranks import outside as outside_
+
+    if tp_size not in ("all", str(outside.world)):
+        raise OptionError(f"--tp_size {tp_size} was asked for", held=f"the launcher started {outside.world} ranks")
+    if asked.time_limit is not None:
+        raise OptionError("--time_limit was asked for", why="a launcher's ranks are not ours to end", next="leave it out")
+    found = outside_.bench(asked.run(outside.world, device), outside)
+    return [] if found is None else [csv_path(asked.folder, found.world, found.sm)]
+
+
+def codegen(
+    folder: Path, *, sm_version: int | None = None, link: str | None = None, tables: list[Path] | None = None
+) -> list[Path]:
+    """Tables and C++ from the CSVs of a folder, or C++ from tables alone; the paths written."""
+    from phalanx.tune.codegen import generate, write_code
+
+    if tables:
+        return write_code([load(path) for path in tables], folder)
+    with _extra():
+        return generate(read_folder(folder, sm_version), folder, link)[1]
+
+
+def plot(folder: Path) -> list[Path]:
+    with _extra():
+        from phalanx.tune import report
+
+        return report.draw(folder)
+
+
+def install(folder: Path, into: Path | None = None) -> list[Path]:
+    """Put a folder's tables where engines on this host find them."""
+    paths = []
+    for path in sorted((folder / "tables").glob("*.json")):
+        table = load(path)
+        paths.append((into or shipped.user_folder()) / shipped.file_name(table.fingerprint))
+        save(table, paths[-1])
+    return paths
+
+
+def explain(
+    tp_size: int, hidden: int, dtype: str, fusions: str | None, machine: str | None, table: Path | None, device: str
+) -> Iterator[str]:
+    """The lines of `explain`."""
+    from phalanx.tune.explain import lines
+
+    if table is not None:
+        held = load(table)
+    else:
+        fingerprint = Fingerprint.parse(machine) if machine else _here(tp_size, device)
+        if fingerprint.world != tp_size:
+            raise OptionError(f"--tp_size {tp_size} of --machine {machine}", next="give the same number of ranks in both")
+        held = shipped.table_for(fingerprint)
+        advice = shipped.advice(fingerprint)
+        if advice:
+            yield advice
+    chosen = tuple(Fusion.named(name.strip()) for name in fusions.split(",")) if fusions else tuple(Fusion)
+    yield from lines(held, dtype_named(dtype), hidden, chosen)
+
+
+def import_(files: list[Path], link: str, folder: Path | None) -> Iterator[str]:
+    """Read every file, then install every table; a line for each, and for what cannot run here and becomes NCCL."""
+    from phalanx.tune.codegen import decided
+
+    tables: list[Table] = []
+    for path in files:
+        if path.suffix == ".csv":
+            with _extra():
+                tables += [one.table for one in decided([read(path)], link)]
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TableError(f"{path} cannot be read", why=str(error), next="give a CSV or a C++ table") from None
+        for lookup in cpp_lookup.parse(text, path.name):
+            tables += cpp_lookup.tables_of(lookup, link).values()
+    for table in tables:
+        runnable, replaced = _runnable(table)
+        path = (folder or shipped.user_folder()) / shipped.file_name(table.fingerprint)
+        save(runnable, path)
+        yield f"installed {path}" + (f" ({replaced} ranges of strategies that do not run here became NCCL)" if replaced else "")
+
+
+def _runnable(table: Table) -> tuple[Table, int]:
+    """The table with NCCL in place of what Phalanx does not run, and in how many ranges that was."""
+    replaced = 0
+
+    def one(span: Span) -> Span:
+        nonlocal replaced
+        if span.choice.strategy in SUPPORTED:
+            return span
+        replaced += 1
+        return Span(span.first, span.last, INCUMBENT)
+
+    sections = tuple(
+        Section(s.dtype, s.fusion, tuple(Row(row.first, row.last, tuple(one(span) for span in row.spans)) for row in s.rows))
+        for s in table.sections
+    )
+    models = {f: {c: m for c, m in held.items() if c.strategy in SUPPORTED} for f, held in table.seed.models.items()}
+    default = shipped.seed_for(table.fingerprint)
+    seed = type(table.seed)(table.seed.origin, {f: held or default.models[f] for f, held in models.items()})
+    return Table(table.fingerprint, sections, seed, table.made), replaced
+
+
+def _device(asked: str) -> tuple[str, int]:
+    """("cuda" or "cpu", how many ranks of it this machine can form)."""
+    if asked not in ("auto", "cuda", "cpu"):
+        raise OptionError(f"--device {asked!r} is unknown", next="auto, cuda or cpu")
+    gpus = 0 if asked == "cpu" else _gpu_count()
+    if asked == "cuda" and not gpus:
+        raise OptionError("--device cuda was asked for", held="no GPU is to be seen here", next="give --device cpu")
+    if gpus:
+        return "cuda", gpus
+    return "cpu", max(TP_SIZES)
+
+
+def _gpu_count() -> int:
+    """GPUs that ranks would see, without a CUDA context here."""
+    try:
+        from phalanx.hardware.probe import look
+
+        return len(look().gpus)
+    except ImportError:  # without NVML's bindings, as on a machine that has torch only
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+            return sum(line.startswith("GPU ") for line in ran.stdout.splitlines())
+        return 0
+
+
+def _tp_sizes(asked: str, device: str, count: int) -> list[int]:
+    """The sizes to measure. On CPU "all" is those of the guide that have a core for each rank, and at least 2."""
+    if asked != "all":
+        sizes = [int(part) if part.strip().isdecimal() else 0 for part in asked.split(",")]
+        if not all(2 <= size <= count for size in sizes) or len(set(sizes)) != len(sizes):
+            raise OptionError(f"--tp_size {asked} was asked for", held=f"this machine can form 2 to {count} ranks on {device}")
+        return sizes
+    if device == "cpu":
+        from phalanx.hardware.probe import cores
+
+        count = max(2, cores())
+    sizes = [size for size in TP_SIZES if size <= count]
+    if not sizes:
+        raise OptionError(
+            "a benchmark was asked for", held=f"{count} GPU here", why="one rank has nothing to reduce", next="--device cpu"
+        )
+    return sizes
+
+
+def _here(tp_size: int, device: str) -> Fingerprint:
+    """The fingerprint of the first `tp_size` devices of this machine."""
+    kind = _device(device)[0]
+    if kind == "cpu":
+        return Fingerprint(0, "shm", tp_size)
+    import torch
+
+    from phalanx.tune.ranks.candidates import fingerprint_here
+
+    return fingerprint_here(tp_size, torch.device(kind, 0))
+
+
+@contextlib.contextmanager
+def _extra() -> Iterator[None]:
+    """Names the extra that holds what is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("scipy", "pandas", "matplotlib", "seaborn"):
+            raise
+        raise OptionError(f"{error.name} is not installed", next="install the extra: pip install 'phalanx[tune]'") from None
+
+
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[Progress | None]:
+    """A bar on a terminal; elsewhere a line at every twentieth."""
+    if not sys.stderr.isatty():
+        yield _lines(title)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+
+
+def _lines(title: str) -> Callable[[int, int, str], None]:
+    told = -1
+
+    def line(done: int, of: int, what: str) -> None:
+        nonlocal told
+        step = done * 20 // of if of else 20
+        if step != told:
+            told = step
+            _log.info("%s: %d of %d %s", title, done, of, what)
+
+    return line
