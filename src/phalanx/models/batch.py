@@ -33,6 +33,11 @@ class Batch:
     attention: Any = None
 
 
+def first_block(position: int, window: int | None, block_size: int) -> int:
+    """The first block of a row that a query at `position`, or a later one, sees; entries before it may be stale."""
+    return 0 if window is None else max(0, position - window + 1) // block_size
+
+
 class KvCache(Protocol):
     """One layer's cache: `key` and `value` [num_blocks, block_size, kv_heads, head_dim]."""
 

@@ -74,7 +74,7 @@ def test_rows_of_every_kind(rows: list[tuple[int, int]], window: int | None, lim
     batch, cache, keys, values = made_batch(rows, window, padding)
     query = torch.randn(batch.token_ids.shape[0], 6, 8, generator=torch.Generator().manual_seed(4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_sdpa, "MASK_LIMIT", limit)
+        patch.setitem(attention_sdpa.MASK_LIMITS, "cpu", limit)
         out = backend(CPU, torch.float32, 8).plan(batch).forward(query, cache, window=window, scale=0.4)
     assert out.shape == query.shape
     for row, (before, _) in enumerate(rows):
@@ -96,18 +96,16 @@ def test_one_plan_serves_layers_with_different_windows() -> None:
 def test_many_decodes_are_one_call() -> None:
     """64 rows of like length are one bundle; a long one among them does not widen the others."""
     starts = list(range(66))
-    cut = pieces(starts, [100 + row % 20 for row in range(64)] + [4000], None, 16)
-    assert sorted(len(members) for members in bundles(cut, 16)) == [1, 64]
+    cut = pieces(starts, [100 + row % 20 for row in range(64)] + [4000], None, 16, 1 << 24)
+    assert sorted(len(members) for members in bundles(cut, 16, 1 << 24)) == [1, 64]
 
 
 @given(ROWS, st.one_of(st.none(), st.integers(1, 15)))
 def test_pieces_cover_every_token_once(rows: list[tuple[int, int]], window: int | None) -> None:
     starts = [0, *itertools.accumulate(now for _, now in rows)]
     lengths = [before + now for before, now in rows]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_sdpa, "MASK_LIMIT", 100)
-        cut = pieces(starts, lengths, window, BLOCK)
-        together = bundles(cut, BLOCK)
+    cut = pieces(starts, lengths, window, BLOCK, 100)
+    together = bundles(cut, BLOCK, 100)
     assert [piece.first_token + i for piece in cut for i in range(piece.count)] == list(range(starts[-1]))
     assert sorted((p.row, p.first_token) for members in together for p in members) == [(p.row, p.first_token) for p in cut]
     for piece in cut:

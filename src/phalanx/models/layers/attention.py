@@ -35,11 +35,6 @@ class AttentionBackend(Protocol):
         """Host work and copies to the device, once per batch; reads no tensor back from the device."""
 
 
-def first_block(position: int, window: int | None, block_size: int) -> int:
-    """The first block of a row that a query at `position`, or a later one, sees; entries before it may be stale."""
-    return 0 if window is None else max(0, position - window + 1) // block_size
-
-
 def backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
     """FlashInfer on GPU where it is installed and knows dtype and head_dim; else torch's scaled_dot_product_attention."""
     if device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None:

@@ -14,8 +14,7 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from phalanx.models.batch import Batch, KvCache
-from phalanx.models.layers.attention import first_block
+from phalanx.models.batch import Batch, KvCache, first_block
 
 WORKSPACE_BYTES = 256 << 20
 """For partial results of split rows; shared by all wrappers, which run one after the other on one stream."""

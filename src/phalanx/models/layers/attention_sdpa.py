@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.models.batch import Batch, KvCache
-from phalanx.models.layers.attention import first_block
+from phalanx.models.batch import Batch, KvCache, first_block
 
-MASK_LIMIT = 1 << 24
-"""Elements of one mask: a long prompt is attended in pieces, so that memory does not grow with its square."""
+MASK_LIMITS = {"cpu": 1 << 24, "cuda": 1 << 22}
+"""Elements of one mask, by device: a long prompt is attended in pieces, so that memory does not grow with its square. On GPU a
+masked call may hold the scores of all heads, in fp32, beside the mask."""
 
 _FEW_BLOCKS = 8  # Rows with up to this many blocks are padded to one another: fewer calls are worth more than the padding.
 
@@ -35,15 +35,15 @@ class Piece:
     blocks: int
 
 
-def pieces(starts: Sequence[int], lengths: Sequence[int], window: int | None, block_size: int) -> list[Piece]:
-    """Cut a batch's rows (Batch.query_starts_cpu, kv_lengths_cpu) so that queries times keys stays under MASK_LIMIT.
+def pieces(starts: Sequence[int], lengths: Sequence[int], window: int | None, block_size: int, limit: int) -> list[Piece]:
+    """Cut a batch's rows (Batch.query_starts_cpu, kv_lengths_cpu) so that a piece's queries times keys stays within `limit`.
 
     Only blocks that some query of the piece can see are named: entries behind the window may be stale.
     """
     found = []
     for row, length in enumerate(lengths):
         first_token, end = starts[row], starts[row + 1]
-        most = max(1, MASK_LIMIT // max(length, 1))
+        most = max(1, limit // max(length, 1))
         while first_token < end:
             count = min(most, end - first_token)
             position = length - (end - first_token)
@@ -54,15 +54,15 @@ def pieces(starts: Sequence[int], lengths: Sequence[int], window: int | None, bl
     return found
 
 
-def bundles(cut: Sequence[Piece], block_size: int) -> list[list[Piece]]:
-    """Pieces whose padded sizes are alike, within a factor of two, together; each bundle's mask within MASK_LIMIT."""
+def bundles(cut: Sequence[Piece], block_size: int, limit: int) -> list[list[Piece]]:
+    """Pieces whose padded sizes are alike, within a factor of two, together; each bundle's mask within `limit`."""
     alike: dict[tuple[int, int], list[Piece]] = {}
     for piece in cut:
         key = ((piece.count - 1).bit_length(), (max(piece.blocks, _FEW_BLOCKS) - 1).bit_length())
         alike.setdefault(key, []).append(piece)
     found = []
     for (queries, blocks), members in alike.items():
-        most = max(1, MASK_LIMIT // ((1 << queries) * (1 << blocks) * block_size))
+        most = max(1, limit // ((1 << queries) * (1 << blocks) * block_size))
         found += [members[at : at + most] for at in range(0, len(members), most)]
     return found
 
@@ -151,8 +151,9 @@ class SdpaPlan:
         return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
 
     def _make(self, window: int | None, block_size: int) -> tuple[list[Bundle], Tensor]:
-        batch = self._batch
-        together = bundles(pieces(batch.query_starts_cpu, batch.kv_lengths_cpu, window, block_size), block_size)
+        batch, limit = self._batch, MASK_LIMITS[self._batch.block_tables.device.type]
+        cut = pieces(batch.query_starts_cpu, batch.kv_lengths_cpu, window, block_size, limit)
+        together = bundles(cut, block_size, limit)
         made, order, at = [], [0] * batch.token_ids.shape[0], 0
         for members in together:
             bundle = Bundle(members, batch, window, block_size)
