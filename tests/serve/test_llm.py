@@ -12,6 +12,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -365,7 +366,7 @@ def test_three_lines_without_a_guard(tmp_path, folder, reference):
 INTERRUPTED = """
 from phalanx import LLM, SamplingParams
 llm = LLM({folder!r}, tensor_parallel_size=2, max_batch_size=2)
-long = SamplingParams(temperature=0, max_tokens=240, ignore_eos=True)
+long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 try:
     print("running", flush=True)
     llm.generate([[5]] * 500, long, use_tqdm=False)
@@ -385,7 +386,7 @@ def test_ctrl_c_leaves_the_llm_usable_and_sigkill_leaves_nothing(tmp_path, folde
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline().startswith("interrupted ")
-        assert process.stdout.readline() == "240\n"
+        assert process.stdout.readline() == "100\n"
         assert process.stdout.readline() == "again\n"
         family = descendants(process.pid)
         assert len(family) >= 3  # the engine and two ranks
@@ -431,3 +432,16 @@ def test_a_killed_rank_is_named(folder):
     with pytest.raises(RankDied, match=r"rank 1\b"):
         llm.generate([5])
     llm.shutdown()
+
+
+def test_torchrun(tmp_path, folder, reference):
+    """Each of its processes runs the same script; rank 0 has the LLM, the other serves and then leaves."""
+    path = tmp_path / "script.py"
+    path.write_text(THREE_LINES.format(folder=str(folder)), encoding="utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == reference([5, 6, 7], 4)[0]
