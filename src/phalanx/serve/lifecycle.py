@@ -19,7 +19,6 @@ from starlette.types import ASGIApp
 from phalanx.config.locate import locate
 from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.engine.grammar import warm
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.serve.client import Engine
@@ -108,11 +107,7 @@ class Lifecycle:
             raise OptionError("skip_tokenizer_init was asked for", why="a server reads and writes text", next="leave it out")
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
         tool_format = await asyncio.to_thread(detect, tokenizer) if tokenizer.has_chat_template else None
-        # Guides are compiled with a library that takes seconds to import and holds the interpreter meanwhile: now, not on the first
-        # guided request, beside which other streams would stand still.
-        warming = asyncio.create_task(asyncio.to_thread(warm))
         client = self._client = await self._start(asked)
-        await warming
         if not client.eos_token_ids and tokenizer.eos_token_id is not None:
             client.eos_token_ids = [tokenizer.eos_token_id]
         facts, metrics = client.facts, service.metrics

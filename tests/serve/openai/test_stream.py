@@ -66,7 +66,7 @@ def test_a_client_that_goes_while_it_waits_for_a_thread():
     with live(Scripted(LONG)) as server:
         hold = threading.Event()
         for _ in range(8):
-            server.service._threads.submit(hold.wait, 30)
+            server.service._texts._pool.submit(hold.wait, 30)
         gone = raw(server, {**ASK, "stream": True})
         until(lambda: server.service.admission.open == 1)
         gone.close()

@@ -29,8 +29,9 @@ from phalanx.serve.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 TOKENIZER_THREADS = 2
-MAX_TOKENIZING = 512
+MAX_TEXTS = 512
 """Texts that may wait for a tokenizer thread; a thread takes milliseconds for each."""
+MAX_GUIDES = 64
 STATS_SECONDS = 1.0
 """How long a scrape waits for the engine's counters before it shows the last ones."""
 
@@ -52,14 +53,36 @@ class Ready:
         return self.client.facts
 
 
+class Threads:
+    """A few threads, and a bound on what may wait for them."""
+
+    def __init__(self, name: str, count: int, *, most: int) -> None:
+        self._name, self._most, self._inside = name, most, 0
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
+
+    async def run(self, act: Callable[[], T]) -> T:
+        """Run it there. Raises Overloaded when too much waits."""
+        if self._inside >= self._most:
+            raise Overloaded(f"a thread was asked for ({self._name})", held=f"{self._inside} tasks wait", next="try again in 1 s")
+        self._inside += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, act)
+        finally:
+            self._inside -= 1
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 class Service:
     """One per server. model_name: as clients call the model."""
 
     def __init__(self, *, model_name: str, admission: Admission, metrics: Metrics) -> None:
         self.model_name, self.admission, self.metrics = model_name, admission, metrics
         self.up: Ready | None = None
-        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._tokenizing = 0
+        self._texts = Threads("tokenizer", TOKENIZER_THREADS, most=MAX_TEXTS)
+        # Apart from texts: a guide may take seconds, and only those who brought one should wait for it.
+        self._guides = Threads("guides", 1, most=MAX_GUIDES)
 
     def ready(self, model: str | None = None) -> Ready:
         """The engine. Raises ApiError 404 for a model that is not served, EngineClosed while there is no engine."""
@@ -72,14 +95,8 @@ class Service:
         return self.up
 
     async def on_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what takes long (tokenizing, compiling a guide) beside the event loop. Raises Overloaded when too much waits."""
-        if self._tokenizing >= MAX_TOKENIZING:
-            raise Overloaded("a text was to be tokenized", held=f"{MAX_TOKENIZING} texts wait for it", next="try again in 1 s")
-        self._tokenizing += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, partial(act, *args, **kwargs))
-        finally:
-            self._tokenizing -= 1
+        """Run what reads texts beside the event loop. Raises Overloaded when too much waits."""
+        return await self._texts.run(partial(act, *args, **kwargs))
 
     async def guided(self, ready: Ready, params: SamplingParams, asked: AskedGuide | None) -> SamplingParams:
         """The params with their guide compiled. Raises ApiError 400 naming the field whose guide cannot be used."""
@@ -87,7 +104,9 @@ class Service:
             return params
         width, eos = ready.facts.vocab_size, ready.client.eos_token_ids
         try:
-            made = await self.on_thread(compile_guide, asked.guide, ready.tokenizer, vocab_size=width, eos_token_ids=eos)
+            made = await self._guides.run(
+                partial(compile_guide, asked.guide, ready.tokenizer, vocab_size=width, eos_token_ids=eos)
+            )
         except OptionError as error:
             raise bad_request(f"{asked.param}: {error}", param=asked.param, code="invalid_value") from None
         return with_guide(params, made)
@@ -110,7 +129,8 @@ class Service:
             logger.warning("/metrics shows the engine's last counters: %s", error or "no answer in time")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._texts.close()
+        self._guides.close()
 
 
 def service_of(request: Request) -> Service:
