@@ -33,7 +33,7 @@ CHECKPOINTS = {
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 96},
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": True},
 }
-NEW_TOKENS, BLOCK = 20, 4
+NEW_TOKENS, BLOCK, STEP_TOKENS = 20, 4, 16
 
 
 @dataclass
@@ -76,7 +76,7 @@ def test_tokens_equal_transformers(reference, tp, pp):
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0)
     with LLM(
         reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", kv_block_size=BLOCK,
-        max_num_tokens=16, max_batch_size=6, max_seq_len=longest, kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
+        max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest, kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
     ) as llm:  # fmt: skip
         for _ in range(2):  # the second time, prompts hit blocks that the first left behind
             outputs = llm.generate(reference.prompts, params, use_tqdm=False)
@@ -91,11 +91,12 @@ def test_tokens_equal_transformers(reference, tp, pp):
 
 
 def _cache_bytes(reference: Reference, tp: int, pp: int, longest: int) -> int:
-    """Room for one request of full length and a half, on the rank with the most layers."""
+    """Room for one request at its largest and a half, on the rank with the most layers; a window bounds what a request keeps."""
     from phalanx.config.model import ModelShape, load_config
     from phalanx.plan.shard import heads
 
     shape = ModelShape.from_config(load_config(reference.folder))
     kv_heads = len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv)
     block = 2 * kv_heads * shape.head_dim * 4 * BLOCK * -(-shape.num_layers // pp)
-    return block * (3 * longest // (2 * BLOCK) + 1)
+    most = longest if shape.window is None else shape.window + STEP_TOKENS + 2 * BLOCK
+    return block * (3 * most // (2 * BLOCK) + 1)
