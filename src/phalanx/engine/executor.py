@@ -60,10 +60,20 @@ def make(options: EngineOptions) -> Executor:
 def join(options: EngineOptions, *, local_rank: int = 0) -> int:
     """Host this node's ranks for an engine on node 0 (`options.master_addr`) until it ends; returns an exit status (0: as asked).
 
+    The options are those that were given on node 0, but for `node_rank`; "auto" is settled here as it is there. Raises OptionError,
+    LayoutError or ModelError for what cannot be, before anything starts.
+
     For `--node_rank` > 0, and for every torchrun process with RANK > 0. Under torchrun each process counts as a node with one
     rank: nnodes = WORLD_SIZE, node_rank = RANK, `local_rank` = LOCAL_RANK (the first GPU to use), master_addr = MASTER_ADDR, and
     master_port = MASTER_PORT + 1, since torchrun itself listens on MASTER_PORT (and the second of our ports is the one after).
     """
+    from phalanx.config.locate import locate
+    from phalanx.config.model import ModelShape
+    from phalanx.config.resolve import resolve
     from phalanx.engine.ranks.node import Node
+    from phalanx.hardware.probe import look
 
-    return Node(options, local_rank).run()
+    # As the engine does on node 0: both must come to the same, and the ranks compare it.
+    shape = ModelShape.from_folder(locate(options.model, options.revision))
+    settled = resolve(options, shape, len(look().gpus)).options
+    return Node(settled, local_rank).run()

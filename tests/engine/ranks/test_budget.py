@@ -18,7 +18,7 @@ def test_bytes_hold_so_many_blocks() -> None:
 
 
 def test_no_more_than_full_requests_can_use() -> None:
-    assert budget.cpu_blocks(options(Path("x")), SPECS, 128) == 4 * 32
+    assert budget.cpu_blocks(options(Path("x"), kv_cache_bytes=None), SPECS, 128) == 4 * 32
     assert budget.cpu_blocks(options(Path("x"), kv_cache_bytes=1 << 30), SPECS, 128) == 4 * 32
 
 

@@ -99,7 +99,7 @@ def test_a_rank_killed_in_mid_step_is_named_and_takes_all_along(make_executor: M
 
 
 def test_a_stopped_rank_is_named(make_executor: Make) -> None:
-    executor = make_executor(tensor_parallel_size=2, stall_timeout=3.0)
+    executor = make_executor(tensor_parallel_size=2, stall_timeout=6.0)
     executor.start()
     held = pids(executor)
     executor.submit(Step(1, [FIRST]))

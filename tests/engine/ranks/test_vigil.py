@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from phalanx.engine.ranks.vigil import NODE_TIMEOUT, Vigil
+from phalanx.engine.ranks.vigil import NODE_TIMEOUT, SUSPECT_TIMEOUT, Vigil
 from phalanx.errors import NodeLost, RankStalled
 
 
@@ -46,6 +46,16 @@ def test_a_lost_node_comes_before_its_ranks() -> None:
     found = watched(vigil, 2.0, 60.0, 0)
     assert isinstance(found, NodeLost)
     assert "node 1 (10.0.0.2)" in str(found)
+
+
+def test_a_closed_line_shortens_the_patience_with_nodes() -> None:
+    vigil = Vigil(20.0)
+    assert watched(vigil, 0.0, 2.0, 0, nodes=(1, 2)) is None
+    vigil.suspect(2.0)
+    assert watched(vigil, 2.0, 2.0 + SUSPECT_TIMEOUT - 0.6, 0, nodes=(2,)) is None
+    found = watched(vigil, 2.0 + SUSPECT_TIMEOUT - 0.6, 2.0 + SUSPECT_TIMEOUT + 1.0, 0, nodes=(2,))
+    assert isinstance(found, NodeLost)
+    assert "node 1 " in str(found)
 
 
 def test_an_engine_that_stood_still_itself_blames_nobody() -> None:

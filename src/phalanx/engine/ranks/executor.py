@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.comm import launch
 from phalanx.config.options import EngineOptions
@@ -52,6 +53,7 @@ class RankExecutor:
         self.depth = max(self._layout.pp, 2)
         self._socket: zmq.Socket[bytes] | None = None  # while ranks run, or start
         self._watch: launch.Watch | None = None
+        self._lines: zmq.Socket[bytes] | None = None  # tells of closed lines to other nodes
         self._children: dict[int, launch.Child] = {}
         self._nodes: set[int] = set()
         self._chain = wire.Chain()
@@ -105,6 +107,7 @@ class RankExecutor:
             router.bind(address)
         peer, store_port = LOOPBACK, 0
         if options.nnodes > 1:
+            self._lines = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             bind_tcp(router, options.master_addr, options.master_port)
             peer, store_port = options.master_addr, options.master_port + 1
             log.info("waiting for %d nodes at %s:%d", options.nnodes - 1, options.master_addr, options.master_port)
@@ -147,6 +150,9 @@ class RankExecutor:
         if self._nodes and now - self._nodes_told >= 1.0:
             self._nodes_told = now
             self._tell_nodes(wire.EnginePulse())
+        while self._lines is not None and self._lines.poll(0):
+            if recv_monitor_message(self._lines)["endpoint"].startswith(b"tcp:"):
+                self._vigil.suspect(now)
         silent = self._vigil.silent(now)
         if silent is not None:
             raise self._fail(silent)
@@ -268,6 +274,9 @@ class RankExecutor:
             self._failed = error
         launch.stop(self._children.values(), grace=0)
         self._watch.close()
+        if self._lines is not None:
+            self._socket.disable_monitor()
+            self._lines.close(linger=0)
         self._socket.close(linger=1000 if self._nodes else 0)
         self._socket = None
         self._context.term()

@@ -11,7 +11,7 @@ from phalanx.comm import launch
 from phalanx.config.options import EngineOptions
 from phalanx.errors import LayoutError
 
-WORKER = "phalanx.engine.worker"
+WORKER = "phalanx.engine.ranks.worker"
 
 
 @dataclass(frozen=True)

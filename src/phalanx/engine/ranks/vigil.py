@@ -11,6 +11,10 @@ NODE_TIMEOUT = 8.0
 """Seconds without a sign of life after which a node, or for a node the engine, counts as lost. A node's sign comes from a loop
 that does nothing else; with this, all is over within 10 seconds also where a cut link sends no reset."""
 
+SUSPECT_TIMEOUT = 3.0
+"""The same for a while after some line to another node was closed: a killed process closes its lines."""
+_SUSPECT_SECONDS = 6.0
+
 _BLIND = 5.0  # If nobody looked for so long, it was the engine that stood still: signs of life lie unread, so begin anew.
 
 
@@ -30,6 +34,7 @@ class Vigil:
         self._ranks: dict[int, _Rank] = {}
         self._nodes: dict[int, tuple[str, float]] = {}
         self._looked = 0.0
+        self._suspicious_until = 0.0
 
     def know(self, rank: int, where: str) -> None:
         """A rank's process runs; `where` names it in errors."""
@@ -42,6 +47,10 @@ class Vigil:
 
     def heard_node(self, node: int, now: float, *, address: str | None = None) -> None:
         self._nodes[node] = (address or self._nodes.get(node, ("address unknown", 0.0))[0], now)
+
+    def suspect(self, now: float) -> None:
+        """A line to some node was closed, and nothing says whose."""
+        self._suspicious_until = now + _SUSPECT_SECONDS
 
     def where(self, rank: int) -> str:
         """For errors: which process the rank is."""
@@ -61,10 +70,11 @@ class Vigil:
             for known in self._ranks.values():
                 known.heard = None if known.heard is None else now
             self._nodes = {node: (address, now) for node, (address, _) in self._nodes.items()}
+        limit = SUSPECT_TIMEOUT if now < self._suspicious_until else NODE_TIMEOUT
         for node, (address, heard) in self._nodes.items():
-            if now - heard > NODE_TIMEOUT:
+            if now - heard > limit:
                 return NodeLost(
-                    f"node {node} ({address}) has been silent for {now - heard:.0f} s", held=f"the limit is {NODE_TIMEOUT:g} s",
+                    f"node {node} ({address}) has been silent for {now - heard:.0f} s", held=f"the limit is {limit:g} s",
                     why="its process is gone or the link to it is cut", next="look at that host and the network between",
                 )  # fmt: skip
         for rank, known in self._ranks.items():

@@ -12,7 +12,7 @@ import pytest
 from phalanx.engine.executor import make
 from phalanx.engine.messages import RankFacts
 from phalanx.engine.ranks.executor import RankExecutor
-from phalanx.engine.worker import checkpoint_digest
+from phalanx.engine.ranks.worker import checkpoint_digest
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import Drive, expected, options, prompts
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's process (`python -m phalanx.engine.worker`, started by an executor): get ready, then run steps until told to stop.
+"""A rank's process (`python -m phalanx.engine.ranks.worker`, started by an executor): get ready, then run steps until told to stop.
 
 hello -> import torch -> meet -> form groups -> agree -> build, load -> measure -> offer -> allocate -> ready -> steps
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from phalanx.engine.runner import Outcome, Runner
     from phalanx.models.registry import Model
 
-logger = log.get_logger("phalanx.engine.worker")  # not __name__: this module is executed
+logger = log.get_logger("phalanx.engine.ranks.worker")  # not __name__: this module is executed
 
 _PER_NODE = {"node_rank", "model", "tokenizer"}  # options that may differ between hosts; the model is compared by its digest
 

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two nodes on loopback, two stages across: they serve as one; whichever end is lost, the other ends in bounded time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.config.options import EngineOptions
+from phalanx.engine.executor import make
+from phalanx.engine.messages import RankFacts
+from phalanx.engine.ranks import vigil
+from phalanx.engine.ranks.executor import RankExecutor
+from phalanx.engine.ranks.node import Node
+from phalanx.errors import NodeLost, RankDied
+from tests.checkpoints import write_checkpoint
+from tests.engine.drive import Drive, await_results, expected, options, prompts
+
+NODE = """
+import json, sys
+from phalanx import log
+from phalanx.config.options import EngineOptions
+from phalanx.engine.executor import join
+log.configure("node")
+sys.exit(join(EngineOptions(**json.loads(sys.argv[1]))))
+"""
+
+ENGINE = """
+import json, sys, time
+from phalanx.config.options import EngineOptions
+from phalanx.engine.executor import make
+executor = make(EngineOptions(**json.loads(sys.argv[1])))
+executor.start()
+print("started", flush=True)
+while True:
+    executor._wait(1.0)
+    executor.collect()
+"""
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The engine loses patience earlier than it does by default, which is early enough."""
+    assert vigil.NODE_TIMEOUT < 10
+    monkeypatch.setattr(vigil, "NODE_TIMEOUT", 4.0)
+    return 4.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("node") / "llama", "llama")
+
+
+def free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def two_nodes(folder: Path) -> EngineOptions:
+    port = 23000 + os.getpid() % 4000 * 2
+    while not (free(port) and free(port + 1)):
+        port += 2
+    return options(folder, pipeline_parallel_size=2, nnodes=2, master_port=port)
+
+
+def start_node(asked: EngineOptions, code: str = NODE, node: int = 1) -> subprocess.Popen[bytes]:
+    text = asked.model_copy(update={"node_rank": node}).model_dump_json()
+    return subprocess.Popen([sys.executable, "-c", code, text], stdout=subprocess.PIPE)
+
+
+@contextmanager
+def formed(folder: Path) -> Iterator[tuple[RankExecutor, list[RankFacts], subprocess.Popen[bytes]]]:
+    asked = two_nodes(folder)
+    executor = make(asked)
+    assert isinstance(executor, RankExecutor)
+    node = start_node(asked)
+    try:
+        facts, _ = executor.start()
+        yield executor, facts, node
+    finally:
+        executor.shutdown()
+        for child in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []:
+            child.kill()
+        node.kill()
+        node.communicate()
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def ranks_of(node: subprocess.Popen[bytes]) -> list[int]:
+    return [child.pid for child in psutil.Process(node.pid).children()]
+
+
+def test_two_nodes_serve_as_one_and_end_together(folder: Path) -> None:
+    with formed(folder) as (executor, facts, node):
+        assert [(rank.node, rank.layers) for rank in facts] == [(0, (0, 1)), (1, (1, 2))]
+        asked = prompts(2, seed=9)
+        tokens = Drive(executor.submit, executor.collect).generate(asked, 4)
+        assert tokens == [expected(folder, prompt, 4) for prompt in asked]
+        executor.shutdown()
+        assert node.wait(15) == 0
+
+
+def test_a_rank_killed_on_another_node_is_named(folder: Path) -> None:
+    with formed(folder) as (executor, _, node):
+        (rank,) = ranks_of(node)
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(RankDied, match=rf"rank 1 \(pid {rank}, node 1\) was killed by SIGKILL"):
+            await_results(executor.collect, 1, 10)
+        assert node.wait(10) == 1
+
+
+def test_a_silent_node_is_named_in_time(folder: Path, soon: float) -> None:
+    """As when the link is cut: nothing comes any more, and no reset either."""
+    with formed(folder) as (executor, _, node):
+        stopped = [node.pid, *ranks_of(node)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(NodeLost, match=r"node 1 \(127.0.0.1\) has been silent"):
+            await_results(executor.collect, 1, 30)
+        assert time.monotonic() - begin < soon + 6
+        # The node wakes up: its engine is gone, and so is it.
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        assert node.wait(25) == 1
+        assert gone(stopped[1:], 5)
+
+
+def test_a_killed_node_takes_its_ranks_along_and_is_named_at_once(folder: Path) -> None:
+    with formed(folder) as (executor, _, node):
+        held = ranks_of(node)
+        node.kill()
+        node.wait()
+        assert gone(held, 10)
+        begin = time.monotonic()
+        with pytest.raises(NodeLost, match="node 1"):
+            await_results(executor.collect, 1, 10)
+        assert time.monotonic() - begin < vigil.NODE_TIMEOUT
+
+
+def test_a_killed_engine_ends_the_other_node_at_once(folder: Path) -> None:
+    asked = two_nodes(folder)
+    engine, node = start_node(asked, ENGINE, 0), start_node(asked)
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == b"started\n"
+    held = [*ranks_of(node), *ranks_of(engine)]
+    assert len(held) == 2
+    engine.kill()
+    engine.communicate()
+    assert node.wait(10) == 1
+    node.communicate()
+    assert gone(held, 10)
+
+
+def test_a_node_without_an_engine_gives_up(folder: Path) -> None:
+    asked = two_nodes(folder).model_copy(update={"node_rank": 1, "start_timeout": 0.5})
+    node = Node(asked)
+    assert node.run() == 1
+    assert all(not child.alive for child in node._children.values())
+
+
+def test_an_engine_whose_node_never_comes_says_so(folder: Path) -> None:
+    executor = make(two_nodes(folder).model_copy(update={"start_timeout": 1.0}))
+    with pytest.raises(NodeLost, match="node 1 has not joined"):
+        executor.start()
