@@ -9,6 +9,7 @@ other failure one line and 1.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -148,6 +149,10 @@ def main(arguments: list[str] | None = None) -> int:
         return int(app((sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False) or 0)
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`). Nothing may be written at the interpreter's end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except PhalanxError as error:
         return _say(str(error), 2 if isinstance(error, OptionError) else 1)
     except Exception as error:

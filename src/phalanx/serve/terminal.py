@@ -114,7 +114,7 @@ def _over_http(url: str, key: str | None, *, max_tokens: int, temperature: float
                             yield _delta(json.loads(line.removeprefix("data: ")))
         except httpx.ConnectError as error:
             raise EngineError(f"a chat with {base} was asked for", held=str(error), next="start one with `phalanx serve`") from None
-        except (httpx.HTTPError, ValueError, LookupError) as error:
+        except (httpx.HTTPError, json.JSONDecodeError, LookupError) as error:
             raise EngineError(f"a chat with {base} was asked for", held=f"{type(error).__name__}: {error}") from None
 
     return answer
