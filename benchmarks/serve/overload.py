@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ten times the capacity, for a minute: only 200 and 429, memory flat, and what is accepted comes as fast as without the rush.
+
+Serves the demo model on CPU. First as many clients as the batch has places, each asking again when it has its answer: the capacity.
+Then ten times as many requests a second, come what may. Then the same once more, with SIGTERM in the middle: whoever was accepted
+gets the whole answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import record
+
+TIMES = 10
+MARGIN = 0.10
+FLAT_BYTES = 32 * 2**20
+GONE = 0
+"""Stands for the status of a request that found no server."""
+
+
+@dataclass
+class Load:
+    """What came of a load. statuses: how many of each; rate: whole answers per second while it lasted."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    seconds: float = 0.0
+    whole_in_time: int = 0
+    broken: list[str] = field(default_factory=list)  # accepted, and not answered in full
+    without_retry_after: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.whole_in_time / self.seconds
+
+    def take(self, answer: httpx.Response, tokens: int, *, in_time: bool) -> None:
+        self.statuses[answer.status_code] += 1
+        if answer.status_code == 200:
+            made = answer.json()["usage"]["completion_tokens"]
+            if made == tokens:
+                self.whole_in_time += in_time
+            else:
+                self.broken.append(f"{made} tokens of {tokens}")
+        elif answer.status_code in (429, 503) and "retry-after" not in answer.headers:
+            self.without_retry_after += 1
+
+
+async def closed_loop(client: httpx.AsyncClient, body: dict[str, Any], *, clients: int, seconds: float) -> Load:
+    """So many clients, each of which asks again as soon as it has its answer."""
+    load = Load()
+    begin = time.monotonic()
+
+    async def one() -> None:
+        while time.monotonic() - begin < seconds:
+            answer = await client.post("/v1/completions", json=body)
+            load.take(answer, body["max_tokens"], in_time=time.monotonic() - begin <= seconds)
+
+    await asyncio.gather(*(one() for _ in range(clients)))
+    load.seconds = seconds
+    return load
+
+
+async def open_loop(
+    client: httpx.AsyncClient,
+    body: dict[str, Any],
+    *,
+    rate: float,
+    seconds: float,
+    halfway: Callable[[], None] | None = None,
+) -> Load:
+    """`rate` requests a second whatever becomes of them. halfway: called in the middle; who comes later may find nobody."""
+    load = Load()
+    begin = time.monotonic()
+    called = False
+
+    async def one() -> None:
+        late = called
+        try:
+            answer = await client.post("/v1/completions", json=body)
+        except httpx.TransportError as error:
+            if late:
+                load.statuses[GONE] += 1
+            else:
+                load.broken.append(repr(error))
+            return
+        load.take(answer, body["max_tokens"], in_time=time.monotonic() - begin <= seconds)
+
+    tasks: list[asyncio.Task[None]] = []
+    for number in range(int(rate * seconds)):
+        await asyncio.sleep(max(0.0, begin + number / rate - time.monotonic()))
+        if halfway is not None and not called and time.monotonic() - begin >= seconds / 2:
+            halfway()
+            await asyncio.sleep(0.2)  # what was sent before is with the server by then
+            called = True
+        tasks.append(asyncio.create_task(one()))
+    await asyncio.gather(*tasks)
+    load.seconds = seconds
+    return load
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    """A client without a bound on connections: a queue inside it would hide the rush from the server."""
+    return httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False, limits=httpx.Limits(max_connections=None))
+
+
+def resident(process: psutil.Process) -> int:
+    """Bytes of the server and its children, together."""
+    return sum(int(one.memory_info().rss) for one in (process, *process.children(recursive=True)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--new_tokens", type=int, default=64)
+    parser.add_argument("--tp_size", type=int, default=1)
+    asked = parser.parse_args()
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", str(asked.tp_size), "--port", str(port), "--device", "cpu",
+         "--max_batch_size", str(asked.batch), "--max_num_queued_reqs", str(asked.batch)]
+    )  # fmt: skip
+    try:
+        return asyncio.run(_run(asked, f"http://localhost:{port}", server))
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+async def _run(asked: argparse.Namespace, url: str, server: subprocess.Popen[bytes]) -> int:
+    body = {"model": "demo", "prompt": "What is a rank?", "max_tokens": asked.new_tokens, "ignore_eos": True, "temperature": 0}
+    process = psutil.Process(server.pid)
+    async with client_of(url) as client:
+        await _ready(client)
+        await closed_loop(client, body, clients=2, seconds=2.0)
+        capacity = await closed_loop(client, body, clients=asked.batch, seconds=asked.seconds / 3)
+        await open_loop(client, body, rate=TIMES * capacity.rate, seconds=3.0)
+        before = resident(process)
+        rush = await open_loop(client, body, rate=TIMES * capacity.rate, seconds=asked.seconds)
+        grown = resident(process) - before
+        last = await open_loop(
+            client, body, rate=TIMES * capacity.rate, seconds=10.0, halfway=lambda: server.send_signal(signal.SIGTERM)
+        )
+    status = server.wait(60)
+    kept = rush.rate / capacity.rate
+    print(f"capacity:   {capacity.rate:6.2f} answers/s with {asked.batch} clients")
+    print(f"rush:       {rush.rate:6.2f} answers/s at {TIMES * capacity.rate:.0f} requests/s for {asked.seconds:g} s ({kept:.2f})")
+    print(f"statuses:   {dict(rush.statuses)}, without Retry-After {rush.without_retry_after}, broken {len(rush.broken)}")
+    print(f"memory:     {grown / 2**20:+.1f} MiB over the rush")
+    print(f"SIGTERM:    {dict(last.statuses)}, broken {len(last.broken)}, exit status {status}")
+    good = (
+        set(rush.statuses) <= {200, 429} and not rush.broken and not rush.without_retry_after and grown < FLAT_BYTES
+        and kept >= 1 - MARGIN and set(last.statuses) <= {200, 429, 503, GONE} and not last.broken and status == 0
+    )  # fmt: skip
+    figures = {
+        "asked": vars(asked), "capacity_per_s": capacity.rate, "rush_per_s": rush.rate, "kept": kept,
+        "statuses": dict(rush.statuses), "grown_bytes": grown, "sigterm": dict(last.statuses), "lost": len(last.broken),
+    }  # fmt: skip
+    print(f"written: {record.write('serve_overload_cpu', figures).relative_to(record.ROOT)}")
+    print("good" if good else "NOT as asked")
+    return 0 if good else 1
+
+
+async def _ready(client: httpx.AsyncClient) -> None:
+    for _ in range(600):
+        try:
+            if (await client.get("/ready")).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        await asyncio.sleep(0.2)
+    raise SystemExit("the server was not ready after 120 s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
