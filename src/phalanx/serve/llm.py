@@ -17,8 +17,6 @@ import msgspec
 
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.locate import locate
-from phalanx.config.model import ModelShape
-from phalanx.config.resolve import resolve
 from phalanx.config.sources import nearest_by_alias, placed
 from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import EngineClosed, RequestError, UnknownOption
@@ -58,7 +56,9 @@ class LLM:
                 raise UnknownOption(f"LLM option {name!r} is unknown", next=f"did you mean {long!r}?")
         self.options, local_rank = placed(EngineOptions.of(model=model, **options))
         if self.options.node_rank > 0:
-            raise SystemExit(_lend_ranks(self.options, local_rank))
+            from phalanx.engine.executor import join
+
+            raise SystemExit(join(self.options, local_rank=local_rank))
         self.tokenizer: Tokenizer | None = None
         if not self.options.skip_tokenizer_init:
             # Before anything is started: a model that is not there is known in milliseconds.
@@ -353,15 +353,6 @@ class _Background:
             self._thread.join(_SETTLE)
             if not self._thread.is_alive():
                 self._loop.close()
-
-
-def _lend_ranks(options: EngineOptions, local_rank: int) -> int:
-    """Serve as ranks of the engine on node 0, with the options that it comes to as well."""
-    from phalanx.engine.executor import join
-    from phalanx.hardware.probe import look
-
-    shape = ModelShape.from_folder(locate(options.model, options.revision))
-    return join(resolve(options, shape, len(look().gpus)).options, local_rank=local_rank)
 
 
 @contextmanager
