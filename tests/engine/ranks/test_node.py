@@ -22,7 +22,7 @@ from phalanx.engine.messages import RankFacts
 from phalanx.engine.ranks import vigil
 from phalanx.engine.ranks.executor import RankExecutor
 from phalanx.engine.ranks.node import Node
-from phalanx.errors import NodeLost, RankDied
+from phalanx.errors import EngineError, NodeLost, RankDied
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import Drive, await_results, expected, options, prompts
 
@@ -120,6 +120,16 @@ def test_two_nodes_serve_as_one_and_end_together(folder: Path) -> None:
         assert tokens == [expected(folder, prompt, 4) for prompt in asked]
         executor.shutdown()
         assert node.wait(15) == 0
+
+
+def test_nodes_that_were_given_other_options_are_told_which(folder: Path) -> None:
+    asked = two_nodes(folder)
+    executor = make(asked)
+    node = start_node(asked.model_copy(update={"max_num_tokens": 32}))
+    with pytest.raises(EngineError, match="same option max_num_tokens; rank 0: 64, rank 1: 32"):
+        executor.start()
+    assert node.wait(20) == 1
+    node.communicate()
 
 
 def test_a_rank_killed_on_another_node_is_named(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
+import json
 import os
 import platform
 import signal
@@ -140,10 +141,10 @@ class Worker:
         """What must be equal on all ranks."""
         import torch
 
-        options = self.options.model_dump_json(exclude=_PER_NODE)
+        options = self.options.model_dump(mode="json", exclude=_PER_NODE)
         return {
+            **{f"option {name}": json.dumps(value) for name, value in options.items()},
             "phalanx version": __version__, "torch version": torch.__version__, "Python version": platform.python_version(),
-            "options": hashlib.blake2b(options.encode(), digest_size=8).hexdigest(), "layout": repr(self._layout),
             "checkpoint": checkpoint_digest(folder, weights=self.options.load_format != "dummy"),
         }  # fmt: skip
 
@@ -295,6 +296,9 @@ def main() -> None:
     rank: int = config["rank"]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # "where do you stand?", asked before a stalled rank is killed
+    # What ends a rank is its engine: a service manager that sends SIGTERM to every process must not cut a drain short.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     log.configure(f"rank {rank}", "INFO" if rank == 0 else "WARNING")
     link = Link(rank, config["engine"])
     link.send(Hello(rank, config["node"], os.getpid()))
