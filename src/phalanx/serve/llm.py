@@ -22,8 +22,7 @@ from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import EngineClosed, RequestError, UnknownOption
 from phalanx.serve.chat_template import Message
 from phalanx.serve.client import EngineClient
-from phalanx.serve.fan_out import Piece, completions, empty_output, grow
-from phalanx.serve.outputs import RequestOutput
+from phalanx.serve.fan_out import Piece, RequestOutput, completions, empty_output, grow
 from phalanx.serve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]

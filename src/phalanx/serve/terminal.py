@@ -14,8 +14,8 @@ from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import Asked, build
 from phalanx.errors import EngineError, PhalanxError, RequestError
+from phalanx.serve.fan_out import RequestOutput
 from phalanx.serve.llm import LLM
-from phalanx.serve.outputs import RequestOutput
 
 Messages = list[dict[str, str]]
 Answer = Callable[[Messages], AsyncIterator[str]]
