@@ -36,6 +36,9 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 24, 40
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--checkpoints", default=",".join(["demo", *FAMILIES]))
+    parser.add_argument("--dtypes", default=",".join(DTYPES))
+    parser.add_argument("--everywhere", default="demo,llama", help="those that run in every layout; others: 1 x 1, 2 x 2")
     parser.add_argument("--job", help="(internal) run one job, described as JSON")
     asked = parser.parse_args()
     if asked.job:
@@ -43,13 +46,13 @@ def main() -> int:
         return 0
     gpus = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines())
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = {name: make_reference(name, Path(folder)) for name in ["demo", *FAMILIES]}
+        checkpoints = {name: make_reference(name, Path(folder)) for name in asked.checkpoints.split(",")}
         jobs = [
             {"checkpoint": name, "reference": str(path), "dtype": dtype, "tp": tp, "pp": pp}
             for name, path in checkpoints.items()
-            for dtype in DTYPES
+            for dtype in asked.dtypes.split(",")
             for tp, pp in LAYOUTS
-            if tp * pp <= gpus and (name == "demo" or (tp, pp) in {(1, 1), (2, 2)})
+            if tp * pp <= gpus and (name in asked.everywhere.split(",") or (tp, pp) in {(1, 1), (2, 2)})
         ]
         results = run_jobs(sorted(jobs, key=lambda job: -job["tp"] * job["pp"]), gpus)
     for result in results:
@@ -68,16 +71,18 @@ def main() -> int:
 def make_reference(name: str, folder: Path) -> Path:
     """Sequences, margins and noise of one checkpoint by transformers on CPU; returns the file's path."""
     import torch
-    from phalanx.config.locate import locate
     from transformers import AutoModelForCausalLM
+
+    from phalanx.config.locate import locate
 
     if name == "demo":
         model_folder = locate("demo")
     else:
         from tests.checkpoints import write_checkpoint
 
+        # Weights small enough that the dtype's noise stays well below most margins.
         model_folder = write_checkpoint(
-            folder / name, name, hidden_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128
+            folder / name, name, hidden_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128, std=0.05
         )
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     vocab = model.config.vocab_size
