@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Draw every CSV of a folder, fusion by fusion, into viz/{FUSION}/: times, fastest strategies, and how far each is from the fastest.
+"""Draw every CSV of a folder, fusion by fusion, into viz/{FUSION}/: times, fastest strategies, and distances from them.
 
 The flag, files, folders and functions of TensorRT-LLM's tool of this name; and one report with all of them, viz/report.html.
 """
