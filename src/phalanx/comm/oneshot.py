@@ -65,8 +65,8 @@ def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) ->
         run = launch or flat_launch(count, workspace.sms)
         oneshot[(run.programs,)](
             source[4 * first :], target[4 * first :], workspace.addresses, workspace.turn, workspace.half, count,
-            KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.block, LOOP=run.loop, PTX=workspace.ptx,
-            num_warps=run.warps, launch_pdl=workspace.ptx >= 90,
+            KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.block, WARPS=run.warps,
+            LOOP=run.loop, PTX=workspace.ptx, num_warps=run.warps, launch_pdl=workspace.ptx >= 90,
         )  # fmt: skip
     return out
 
@@ -92,7 +92,7 @@ def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, la
             sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
             workspace.turn, workspace.half, last - first, hidden, fusion.eps,
             KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=fusion.keep_norm, RANK=workspace.rank, WORLD=workspace.world,
-            BLOCK=run.block, LOOP=run.loop, PIECE=run.piece, PTX=workspace.ptx, num_warps=run.warps,
+            BLOCK=run.block, WARPS=run.warps, LOOP=run.loop, PIECE=run.piece, PTX=workspace.ptx, num_warps=run.warps,
             launch_pdl=workspace.ptx >= 90,
         )  # fmt: skip
     return sinks.outputs()

@@ -18,15 +18,18 @@ from phalanx.comm.symmetric import Workspace, share_of
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """programs: of the grid, all of which must run at once; flat: vectors of 16 bytes that a program sums at once; block: vectors
+    """programs: of the grid, all of which must run at once; flat: vectors of 16 bytes that a program moves at once; block: vectors
     that hold a row (0 without a norm); warps: of a program; flat and block are at least 32 x warps; registers: of a thread at most,
-    so that two programs fit a multiprocessor (None: the compiler's choice)."""
+    so that all programs fit (None: the compiler's choice); movers: programs that move, the others collect; pause: nanoseconds
+    between a collector's looks."""
 
     programs: int
     flat: int
     block: int
     warps: int
+    movers: int
     registers: int | None = None
+    pause: int = 0
 
 
 def flat_launch(vectors: int, world: int, sms: int) -> Launch:
@@ -34,7 +37,8 @@ def flat_launch(vectors: int, world: int, sms: int) -> Launch:
     share = share_of(vectors, world)
     warps = 4 if share <= 128 * 2 * sms else 16
     flat = 32 * warps
-    return Launch(min(-(-share // flat), (2 if warps < 16 else 1) * sms), flat, 0, warps)
+    programs = min(-(-share // flat), (2 if warps < 16 else 1) * sms)
+    return Launch(programs, flat, 0, warps, programs)
 
 
 def row_launch(rows: int, pitch: int, world: int, sms: int) -> Launch:
@@ -43,7 +47,7 @@ def row_launch(rows: int, pitch: int, world: int, sms: int) -> Launch:
     warps = min(16, block // 32)
     flat = 32 * warps
     programs = max(min(rows, sms), min(-(-share_of(rows * pitch, world) // flat), sms))
-    return Launch(programs, flat, block, warps)
+    return Launch(programs, flat, block, warps, programs)
 
 
 def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) -> Tensor:
@@ -59,9 +63,9 @@ def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) ->
         run = launch or flat_launch(count, workspace.world, workspace.sms)
         twoshot[(run.programs,)](
             source[4 * first :], target[4 * first :], workspace.addresses, workspace.turn, workspace.half, count,
-            share_of(count, workspace.world),
-            KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.flat, PTX=workspace.ptx,
-            num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
+            share_of(count, workspace.world), run.movers,
+            KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.flat, WARPS=run.warps, PAUSE=run.pause,
+            PTX=workspace.ptx, num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
         )  # fmt: skip
     return out
 
@@ -84,8 +88,10 @@ def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, la
         twoshot_norm[(run.programs,)](
             x[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
             sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
-            workspace.turn, workspace.half, last - first, hidden, share_of((last - first) * pitch, workspace.world), fusion.eps,
+            workspace.turn, workspace.half, last - first, hidden, share_of((last - first) * pitch, workspace.world), run.movers,
+            fusion.eps,
             KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=fusion.keep_norm, RANK=workspace.rank, WORLD=workspace.world,
-            BLOCK=run.block, FLAT=run.flat, PTX=workspace.ptx, num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
+            BLOCK=run.block, FLAT=run.flat, WARPS=run.warps, PAUSE=run.pause, PTX=workspace.ptx,
+            num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
         )  # fmt: skip
     return sinks.outputs()

@@ -7,8 +7,8 @@
     out = round(x[0] + x[1] + ... + x[world - 1])           in fp32, in rank order, rounded once
     oneshot_norm: then what `residual_rms_norm` does with it
 
-One hop over the wire, (world - 1) tensors out and in per rank: for small messages, and for two ranks also for large ones, since a
-two-shot moves as much. `signals` says how ranks wait for each other. A call's half holds [world - 1][vectors], by `slot`.
+One hop over the wire, (world - 1) tensors out and in per rank: for small messages. `signals` says how ranks wait for each other.
+A call's half holds [world - 1][vectors], by `slot`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from phalanx.kernels.residual_rms_norm import finish_row
-from phalanx.kernels.signals import at, clear, dependents, enter, leave, poll, push, seal, slot
+from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
 from phalanx.kernels.vectors import add, load, pack, rounded, store, unpack
 
 
@@ -46,12 +46,15 @@ def sum_in_rank_order(own, words, KIND: tl.constexpr, RANK: tl.constexpr, WORLD:
 
 
 @triton.jit
-def gather_sum(own, mine, index, mask, pitch, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr):
+def gather_sum(
+    own, mine, index, mask, pitch,
+    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, PAUSE: tl.constexpr,
+):  # fmt: skip
     """Wait for the peers' vectors in my half (address `mine`), clear them, and add them to my own words: lanes, fp32."""
     addresses = ()
     for place in tl.static_range(WORLD - 1):
         addresses = addresses + (at(mine + place * pitch.to(tl.int64) * 16, index, mask),)
-    words = poll(addresses)
+    words = poll(addresses, BLOCK, WARPS, PAUSE)
     for place in tl.static_range(WORLD - 1):
         clear(addresses[place])
     return sum_in_rank_order(own, words, KIND, RANK, WORLD)
@@ -60,7 +63,8 @@ def gather_sum(own, mine, index, mask, pitch, KIND: tl.constexpr, RANK: tl.const
 @triton.jit(do_not_specialize=["vectors", "half"])
 def oneshot(
     x, out, peers, turn, half, vectors,
-    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, LOOP: tl.constexpr, PTX: tl.constexpr,
+    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
 
@@ -72,33 +76,38 @@ def oneshot(
     programs = tl.num_programs(0)
     first = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
+    mine = peers[RANK] + offset
     if LOOP:
         blocks = tl.cdiv(vectors, BLOCK)
         for block in range(first, blocks, programs):
             index = block * BLOCK + lane
             mask = index < vectors
             spread(load(x, index, mask, PTX), peers, offset, index, mask, vectors, RANK, WORLD)
-        leave(turn, programs)
+        ticket = draw_ticket(turn, programs)
         for block in range(first, blocks, programs):
             index = block * BLOCK + lane
             mask = index < vectors
-            total = gather_sum(load(x, index, mask, PTX), peers[RANK] + offset, index, mask, vectors, KIND, RANK, WORLD)
+            total = gather_sum(
+                load(x, index, mask, PTX), mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS, 0
+            )  # fmt: skip
             store(out, index, pack(total, KIND, PTX), mask, PTX)
+        leave(turn, programs, ticket)
     else:
         index = first * BLOCK + lane
         mask = index < vectors
         own = load(x, index, mask, PTX)
         spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
-        leave(turn, programs)
-        total = gather_sum(own, peers[RANK] + offset, index, mask, vectors, KIND, RANK, WORLD)
+        ticket = draw_ticket(turn, programs)
+        total = gather_sum(own, mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS, 0)
         store(out, index, pack(total, KIND, PTX), mask, PTX)
+        leave(turn, programs, ticket)
 
 
 @triton.jit
 def _finish_rows(
     x, residual, factors, sinks, scale, peers, offset, first, step, rows, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Wait for the parts of rows first, first + step, ..., and finish them."""
     pitch = hidden // (4 if KIND == "fp32" else 8)
@@ -108,7 +117,7 @@ def _finish_rows(
         index = row * pitch + column
         own = load(x, index, mask, PTX)
         old = load(residual, index, mask, PTX)
-        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS, 0)
         finish_row(
             rounded(total, KIND, PTX), old, factors, row, column, mask, sinks, scale, hidden, eps,
             KIND, QUANT, KEEP_NORM, BLOCK, PTX,
@@ -118,7 +127,7 @@ def _finish_rows(
 @triton.jit
 def _push_piece(
     x, peers, offset, number, rows, pitch, RANK: tl.constexpr, WORLD: tl.constexpr, PIECE: tl.constexpr, PTX: tl.constexpr
-):
+):  # fmt: skip
     """Push the number-th piece of PIECE vectors, counted row by row."""
     pieces = tl.cdiv(pitch, PIECE)
     within = number % pieces * PIECE + tl.arange(0, PIECE)
@@ -131,7 +140,7 @@ def _push_piece(
 def oneshot_norm(
     x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, LOOP: tl.constexpr, PIECE: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr, PIECE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of x [rows, hidden], its residual, norm and quantization, one program a row (LOOP: some rows).
 
@@ -150,29 +159,30 @@ def oneshot_norm(
         pushers = programs - rows
         if first < pushers:
             _push_piece(x, peers, offset, first, rows, pitch, RANK, WORLD, PIECE, PTX)
-        leave(turn, programs)
+        ticket = draw_ticket(turn, programs)
         if first >= pushers:
             _finish_rows(
                 x, residual, factors, sinks, scale, peers, offset, first - pushers, rows, rows, hidden, eps,
-                KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, PTX,
+                KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, WARPS, PTX,
             )  # fmt: skip
     elif LOOP:
         for row in range(first, rows, programs):
             index = row * pitch + column
             spread(load(x, index, mask, PTX), peers, offset, index, mask, rows * pitch, RANK, WORLD)
-        leave(turn, programs)
+        ticket = draw_ticket(turn, programs)
         _finish_rows(
             x, residual, factors, sinks, scale, peers, offset, first, programs, rows, hidden, eps,
-            KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, PTX,
+            KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, WARPS, PTX,
         )  # fmt: skip
     else:
         index = first * pitch + column
         own = load(x, index, mask, PTX)
         old = load(residual, index, mask, PTX)
         spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
-        leave(turn, programs)
-        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD)
+        ticket = draw_ticket(turn, programs)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS, 0)
         finish_row(
             rounded(total, KIND, PTX), old, factors, first, column, mask, sinks, scale, hidden, eps,
             KIND, QUANT, KEEP_NORM, BLOCK, PTX,
         )  # fmt: skip
+    leave(turn, programs, ticket)

@@ -9,8 +9,11 @@
     the sum would put more on the wire, which is what a large message waits for
 
 Two hops, 2 (world - 1) / world tensors out and in per rank. A call's half holds [world - 1][share] parts by `slot`, then the sums
-[vectors] in the message's order. Every program pushes all of its parts before it waits for any, and no program waits for one that
-is not running: the grid must fit the GPU at once.
+[vectors] in the message's order.
+
+The first `movers` programs of the grid push and sum; the others collect sums as they come. Where all are movers, they collect
+when they have moved. A mover pushes all of its parts before it waits for any, and nobody waits for a program that does not run:
+the whole grid must fit the GPU at once.
 """
 
 from __future__ import annotations
@@ -20,14 +23,17 @@ import triton.language as tl
 
 from phalanx.kernels.allreduce_oneshot import gather_sum
 from phalanx.kernels.residual_rms_norm import finish_row
-from phalanx.kernels.signals import at, clear, dependents, enter, leave, poll, push, seal, slot
+from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
 from phalanx.kernels.vectors import load, pack, store, unpack
 
 
 @triton.jit
-def _scatter(x, peers, offset, vectors, share, PTX: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+def _scatter(
+    x, peers, offset, vectors, share, movers,
+    PTX: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Push each peer's share of my tensor to it."""
-    for block in range(tl.program_id(0), tl.cdiv(share, BLOCK), tl.num_programs(0)):
+    for block in range(tl.program_id(0), tl.cdiv(share, BLOCK), movers):
         index = block * BLOCK + tl.arange(0, BLOCK)
         for step in tl.static_range(1, WORLD):
             source = (RANK + step) % WORLD * share + index
@@ -38,16 +44,18 @@ def _scatter(x, peers, offset, vectors, share, PTX: tl.constexpr, RANK: tl.const
 
 @triton.jit
 def _sum_and_push(
-    x, out, peers, offset, vectors, share,
-    PTX: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+    x, out, peers, offset, vectors, share, movers,
+    PTX: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
     """Add up my share and push it to all: with NORM into my own half too, else into out."""
     sums = offset + (WORLD - 1) * share.to(tl.int64) * 16
-    for block in range(tl.program_id(0), tl.cdiv(share, BLOCK), tl.num_programs(0)):
+    for block in range(tl.program_id(0), tl.cdiv(share, BLOCK), movers):
         index = block * BLOCK + tl.arange(0, BLOCK)
         place = RANK * share + index
         mask = (index < share) & (place < vectors)
-        total = gather_sum(load(x, place, mask, PTX), peers[RANK] + offset, index, mask, share, KIND, RANK, WORLD)
+        own = load(x, place, mask, PTX)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, share, KIND, RANK, WORLD, BLOCK, WARPS, 0)
         words = pack(total, KIND, PTX)
         sealed = seal(words)
         for step in tl.static_range(1, WORLD):
@@ -58,44 +66,59 @@ def _sum_and_push(
             store(out, place, words, mask, PTX)
 
 
-@triton.jit(do_not_specialize=["vectors", "share", "half"])
+@triton.jit
+def _collector(movers, programs):
+    """(first, step) of the blocks that this program collects; none of them below zero."""
+    own = tl.program_id(0)
+    first = tl.where(movers == programs, own, own - movers)
+    return tl.where(first < 0, 0x7FFFFFFF, first), tl.where(movers == programs, programs, programs - movers)
+
+
+@triton.jit(do_not_specialize=["vectors", "share", "half", "movers"])
 def twoshot(
-    x, out, peers, turn, half, vectors, share,
-    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    x, out, peers, turn, half, vectors, share, movers,
+    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, PAUSE: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
 
     share: vectors that each rank adds up, world x share >= vectors; peers: the address of each rank's workspace; half: vectors in
-    one of its halves.
+    one of its halves; PAUSE: nanoseconds between a collector's looks.
     """
     dependents(PTX)
     number = enter(turn, PTX)
     offset = (number & 1) * half.to(tl.int64) * 16
-    _scatter(x, peers, offset, vectors, share, PTX, RANK, WORLD, BLOCK)
-    leave(turn, tl.num_programs(0))
-    _sum_and_push(x, out, peers, offset, vectors, share, PTX, KIND, RANK, WORLD, BLOCK, False)
+    programs = tl.num_programs(0)
+    moves = tl.program_id(0) < movers
+    if moves:
+        _scatter(x, peers, offset, vectors, share, movers, PTX, RANK, WORLD, BLOCK)
+    ticket = draw_ticket(turn, programs)
+    if moves:
+        _sum_and_push(x, out, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, BLOCK, WARPS, False)
     mine = peers[RANK] + offset + (WORLD - 1) * share.to(tl.int64) * 16
-    for block in range(tl.program_id(0), tl.cdiv(share, BLOCK), tl.num_programs(0)):
+    first, hop = _collector(movers, programs)
+    for block in range(first, tl.cdiv(share, BLOCK), hop):
         index = block * BLOCK + tl.arange(0, BLOCK)
         addresses = ()
         for step in tl.static_range(1, WORLD):
             place = (RANK + step) % WORLD * share + index
             addresses = addresses + (at(mine, place, (index < share) & (place < vectors)),)
-        words = poll(addresses)
+        words = poll(addresses, BLOCK, WARPS, PAUSE)
         for step in tl.static_range(1, WORLD):
             clear(addresses[step - 1])
             place = (RANK + step) % WORLD * share + index
             store(out, place, words[4 * step - 4 : 4 * step], (index < share) & (place < vectors), PTX)
+    leave(turn, programs, ticket)
 
 
-@triton.jit(do_not_specialize=["rows", "hidden", "share", "half"])
+@triton.jit(do_not_specialize=["rows", "hidden", "share", "half", "movers"])
 def twoshot_norm(
-    x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, share, eps,
+    x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, share, movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, WARPS: tl.constexpr, PAUSE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of x [rows, hidden], its residual, norm and quantization. BLOCK: vectors that hold a row; FLAT: vectors
-    that a program moves at once while it sums."""
+    that a program moves at once."""
     dependents(PTX)
     pitch = hidden // (4 if KIND == "fp32" else 8)
     vectors = rows * pitch
@@ -104,17 +127,27 @@ def twoshot_norm(
     factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
     number = enter(turn, PTX)
     offset = (number & 1) * half.to(tl.int64) * 16
-    _scatter(x, peers, offset, vectors, share, PTX, RANK, WORLD, FLAT)
-    leave(turn, tl.num_programs(0))
-    _sum_and_push(x, x, peers, offset, vectors, share, PTX, KIND, RANK, WORLD, FLAT, True)
+    programs = tl.num_programs(0)
+    moves = tl.program_id(0) < movers
+    if moves:
+        _scatter(x, peers, offset, vectors, share, movers, PTX, RANK, WORLD, FLAT)
+    ticket = draw_ticket(turn, programs)
+    if moves:
+        _sum_and_push(x, x, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, FLAT, WARPS, True)
     mine = peers[RANK] + offset + (WORLD - 1) * share.to(tl.int64) * 16
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        index = row * pitch + column
-        old = load(residual, index, mask, PTX)
-        address = at(mine, index, mask)
-        words = poll((address,))
-        clear(address)
-        finish_row(
-            unpack(words, KIND), old, factors, row, column, mask, sinks, scale, hidden, eps,
-            KIND, QUANT, KEEP_NORM, BLOCK, PTX,
-        )  # fmt: skip
+    first, hop = _collector(movers, programs)
+    # Shares fill up side by side: so rows are taken from each share in turn.
+    depth = tl.cdiv(rows, WORLD)
+    for turn_of in range(first, depth * WORLD, hop):
+        row = turn_of % WORLD * depth + turn_of // WORLD
+        if row < rows:
+            index = row * pitch + column
+            old = load(residual, index, mask, PTX)
+            address = at(mine, index, mask)
+            words = poll((address,), BLOCK, WARPS, PAUSE)
+            clear(address)
+            finish_row(
+                unpack(words, KIND), old, factors, row, column, mask, sinks, scale, hidden, eps,
+                KIND, QUANT, KEEP_NORM, BLOCK, PTX,
+            )  # fmt: skip
+    leave(turn, programs, ticket)

@@ -43,45 +43,57 @@ _CLEAR = tl.constexpr("""{
 }""")
 _NUMBER = tl.constexpr("ld.volatile.global.b32 $0, [$1];")
 # The first thread of each program draws a ticket; the last ticket of the grid turns the number. `inc` wraps to zero by itself.
-_LEAVE = tl.constexpr("""{
-  .reg .pred %first, %last;
-  .reg .b32 %thread, %ticket;
+# The two steps stand apart, so that the wait for the data hides the ticket's way to memory and back.
+_TICKET = tl.constexpr("""{
+  .reg .pred %first;
+  .reg .b32 %thread;
   mov.u32 %thread, %tid.x;
   setp.eq.u32 %first, %thread, 0;
-  mov.b32 %ticket, 0;
-  @%first atom.relaxed.gpu.global.inc.u32 %ticket, [$1 + 4], $2;
-  setp.eq.and.u32 %last, %ticket, $2, %first;
+  mov.b32 $0, -1;
+  @%first atom.relaxed.gpu.global.inc.u32 $0, [$1 + 4], $2;
+}""")
+_TURN = tl.constexpr("""{
+  .reg .pred %last;
+  setp.eq.u32 %last, $2, $3;
   @%last red.relaxed.gpu.global.add.u32 [$1], 1;
   mov.b32 $0, 0;
 }""")
 
 
 @triton.constexpr_function
-def _poll_asm(sources):
-    """Read one vector from each source, all of them again until no word is the sentinel."""
-    words = [[f"${4 * s + k}" for k in range(4)] for s in range(sources)]
-    at = [f"${4 * sources + s}" for s in range(sources)]
-    lines = ["{", f"  .reg .pred %again, {', '.join(f'%go{s}' for s in range(sources))};"]
-    for s in range(sources):
-        lines.append(f"  setp.ne.u64 %go{s}, {at[s]}, 0;")
-        lines += [f"  mov.b32 {word}, 0;" for word in words[s]]
-    lines.append("POLL:")
-    lines += [f"  @%go{s} ld.volatile.global.v4.b32 {{{', '.join(words[s])}}}, [{at[s]}];" for s in range(sources)]
+def _poll_asm(sources, pack, pause):
+    """Read `pack` vectors from each source, all of them again until no word is the sentinel; `pause` ns between the rounds."""
+    groups = sources * pack
+    # Triton orders registers by tensor, then by the element in the pack: word k of source s, element e.
+    words = [[f"${(4 * s + k) * pack + e}" for k in range(4)] for s in range(sources) for e in range(pack)]
+    at = [f"${4 * groups + g}" for g in range(groups)]
+    lines = ["{", f"  .reg .pred %again, {', '.join(f'%go{g}' for g in range(groups))};"]
+    for g in range(groups):
+        lines.append(f"  setp.ne.u64 %go{g}, {at[g]}, 0;")
+        lines += [f"  mov.b32 {word}, 0;" for word in words[g]]
+    lines += ["  bra.uni READ;", "WAIT:", f"  nanosleep.u32 {pause};", "READ:"] if pause else ["READ:"]
+    lines += [f"  @%go{g} ld.volatile.global.v4.b32 {{{', '.join(words[g])}}}, [{at[g]}];" for g in range(groups)]
     every = [word for group in words for word in group]
     lines.append(f"  setp.eq.b32 %again, {every[0]}, -1;")
     lines += [f"  setp.eq.or.b32 %again, {word}, -1, %again;" for word in every[1:]]
-    lines += ["  @%again bra POLL;", "}"]
+    lines += [f"  @%again bra {'WAIT' if pause else 'READ'};", "}"]
     return "\n".join(lines)
 
 
 @triton.constexpr_function
-def _poll_constraints(sources):
-    return ",".join(["=&r"] * (4 * sources) + ["l"] * sources)
+def _poll_constraints(sources, pack):
+    return ",".join(["=&r"] * (4 * sources * pack) + ["l"] * (sources * pack))
 
 
 @triton.constexpr_function
 def _poll_types(sources):
     return (tl.int32,) * (4 * sources)
+
+
+@triton.constexpr_function
+def _pack_of(sources, block, warps):
+    """Vectors of one thread that are read together: two, where it has them and the registers are not too many."""
+    return 2 if block % (64 * warps) == 0 and sources <= 3 else 1
 
 
 @triton.constexpr_function
@@ -106,10 +118,16 @@ def enter(turn, PTX: tl.constexpr):
 
 
 @triton.jit
-def leave(turn, programs):
-    """Once per program, after all of its threads have used the number: the last one makes it the next call's."""
+def draw_ticket(turn, programs):
+    """Once per program, after all of its threads have used the number."""
     tl.debug_barrier()
-    tl.inline_asm_elementwise(_LEAVE, "=r,l,r", [turn, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(_TICKET, "=&r,l,r", [turn, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def leave(turn, programs, ticket):
+    """Once per program, later: whoever drew the last ticket makes the number the next call's."""
+    tl.inline_asm_elementwise(_TURN, "=r,l,r,r", [turn, ticket, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -142,9 +160,14 @@ def clear(address):
 
 
 @triton.jit
-def poll(addresses):
-    """Wait for the vectors at each of these addresses (a tuple), all sources together: their words, one source after the other."""
-    count: tl.constexpr = len(addresses)
+def poll(addresses, BLOCK: tl.constexpr, WARPS: tl.constexpr, PAUSE: tl.constexpr):
+    """Wait for the vectors at each of these addresses (a tuple), all sources together: their words, one source after the other.
+
+    BLOCK: vectors of each source; WARPS: of the program; PAUSE: nanoseconds between looks, 0 where every one counts.
+    """
+    SOURCES: tl.constexpr = len(addresses)
+    PACK: tl.constexpr = _pack_of(SOURCES, BLOCK, WARPS)
     return tl.inline_asm_elementwise(
-        _poll_asm(count), _poll_constraints(count), addresses, dtype=_poll_types(count), is_pure=False, pack=1
-    )
+        _poll_asm(SOURCES, PACK, PAUSE), _poll_constraints(SOURCES, PACK), addresses, dtype=_poll_types(SOURCES),
+        is_pure=False, pack=PACK,
+    )  # fmt: skip
