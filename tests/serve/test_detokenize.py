@@ -149,6 +149,14 @@ def test_a_character_waits_for_its_bytes(tokenizers):
     assert set("".join(pieces)) == {"�"}
 
 
+def test_a_token_that_ends_one_character_and_begins_the_next(tokenizers):
+    tokenizer = tokenizers["byte_level"]
+    ids = tokenizer.encode("🙂🙂", add_special_tokens=False)
+    _, pieces = pushed(tokenizer, ids, SamplingParams())
+    for count in range(1, len(ids)):
+        assert "".join(pieces[:count]) == tokenizer.decode(ids[:count]).rstrip("�")
+
+
 def test_stop_string_automaton_overlaps():
     stop = StopString("aab")
     assert [stop.push(letter) for letter in "aaaabaab"] == [False] * 4 + [True] + [False, False, True]
@@ -166,8 +174,11 @@ def test_time_per_token_does_not_grow(tokenizers, kind):
     def seconds(count):
         best = float("inf")
         for _ in range(3):
+            made = Detokenizer(tokenizer, SamplingParams(stop=["zzz"]))
             begin = time.perf_counter()
-            pushed(tokenizer, [token] * count, SamplingParams(stop=["zzz"]))
+            for _ in range(count):
+                made.push([token])
+            made.finish()
             best = min(best, time.perf_counter() - begin)
         return best
 

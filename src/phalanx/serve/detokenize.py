@@ -27,6 +27,7 @@ class TextStream:
         self._ids: list[int] = []
         self._read_from = 0
         self._context = ""  # the text of the tokens before read_from
+        self._partial = ""  # what went out of the text of the tokens from read_from on
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is unfinished. O(1) amortized."""
@@ -34,16 +35,17 @@ class TextStream:
             return ""  # decoding drops these before it joins anything, and so they must not lengthen what is decoded again
         self._ids.append(token_id)
         text = self._pending()
-        if not text or text.endswith(_UNFINISHED):
-            return self._cut() if len(self._ids) - self._read_from > _PATIENCE else ""
-        self._advance(len(self._ids))
-        return text
+        if text and not text.endswith(_UNFINISHED):
+            return self._advance(text, len(self._ids))
+        if len(self._ids) - self._read_from > _PATIENCE and (cut := self._cut(text)):
+            return cut
+        # A token may end one character and begin the next.
+        new, self._partial = self._beyond(text.rstrip(_UNFINISHED)), text.rstrip(_UNFINISHED)
+        return new
 
     def finish(self) -> str:
         """What is left, with U+FFFD for an unfinished character."""
-        text = self._pending()
-        self._advance(len(self._ids))
-        return text
+        return self._advance(self._pending(), len(self._ids))
 
     def _pending(self) -> str:
         whole = self._decode(self._ids)
@@ -53,22 +55,26 @@ class TextStream:
         # is out; the rest is decoded by itself.
         return self._decode(self._ids[self._read_from :])
 
-    def _cut(self) -> str:
+    def _cut(self, whole: str) -> str:
         """Bytes that are no text could be held back for ever. A character spans 4 tokens at most, so that one of the last cuts that
         leave 3 or more tokens is between characters: the text before it is final."""
-        whole = self._pending()
         for end in range(len(self._ids) - 3, len(self._ids) - 8, -1):
             before, after = self._decode(self._ids[self._read_from : end]), self._decode(self._ids[end:])
-            if before and before + after == whole:
-                self._advance(end)
-                return before
+            if before and before + after == whole and before.startswith(self._partial):
+                return self._advance(before, end)
         return ""
 
-    def _advance(self, end: int) -> None:
-        """Tokens before `end` are out; the ones that went out last stay as context."""
+    def _beyond(self, text: str) -> str:
+        """What of a text is not out yet."""
+        return text[len(self._partial) :] if text.startswith(self._partial) else ""
+
+    def _advance(self, text: str, end: int) -> str:
+        """Let the text of the tokens before `end` out; those that went out last stay as context."""
+        new, self._partial = self._beyond(text), ""
         del self._ids[: self._read_from]
         self._read_from = end - self._read_from
         self._context = self._decode(self._ids[: self._read_from])
+        return new
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special) if ids else ""
