@@ -93,7 +93,7 @@ def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
         app.add_exception_handler(kind, answer)
     if api_key is not None:
         app.add_middleware(KeyCheck, api_key=api_key)
-    describe(app, with_key=api_key is not None)
+    describe(app, model_name=service.model_name, with_key=api_key is not None)
     return app
 
 

@@ -29,7 +29,7 @@ from phalanx.serve.openai.tools.calls import Argued, Called, CallReader, Event, 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", responses=answers(ChatAnswer, streams=True, chunk=ChatChunk), openapi_extra=takes(ChatRequest))
+@router.post("/v1/chat/completions", responses=answers(ChatAnswer, streams=ChatChunk), openapi_extra=takes(ChatRequest))
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)

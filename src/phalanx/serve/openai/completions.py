@@ -31,7 +31,9 @@ from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, event
 router = APIRouter()
 
 
-@router.post("/v1/completions", responses=answers(CompletionAnswer, streams=True), openapi_extra=takes(CompletionRequest))
+@router.post(
+    "/v1/completions", responses=answers(CompletionAnswer, streams=CompletionAnswer), openapi_extra=takes(CompletionRequest)
+)
 async def create_completion(request: Request) -> Response:
     """Continue a prompt, or several."""
     service = service_of(request)

@@ -104,9 +104,7 @@ class Service:
             return params
         width, eos = ready.facts.vocab_size, ready.client.eos_token_ids
         try:
-            made = await self._guides.run(
-                partial(compile_guide, asked.guide, ready.tokenizer, vocab_size=width, eos_token_ids=eos)
-            )
+            made = await self._guides.run(partial(compile_guide, asked.guide, ready.tokenizer, vocab_size=width, eos_token_ids=eos))
         except OptionError as error:
             raise bad_request(f"{asked.param}: {error}", param=asked.param, code="invalid_value") from None
         return with_guide(params, made)

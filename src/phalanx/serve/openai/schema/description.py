@@ -10,7 +10,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from phalanx.serve.openai.schema.answers import ErrorAnswer, StatusAnswer
+from phalanx.serve.openai.schema.answers import ChatChunk, ErrorAnswer, StatusAnswer
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.text import DetokenizeRequest, TokenizeRequest
@@ -37,16 +37,23 @@ def takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def answers(
-    model: type[BaseModel], *, streams: bool = False, chunk: type[BaseModel] | None = None, body: bool = True, key: bool = True
-) -> Answers:
-    """What a route answers, for its `responses`. body: it reads one. key: it asks for the key where there is one."""
+def answers(model: type[BaseModel], *, streams: type[BaseModel] | None = None, body: bool = True, key: bool = True) -> Answers:
+    """What a route answers, for its `responses`. streams: what its events hold, where it can stream. body: it reads one. key: it
+    asks for the key where there is one."""
     found: Answers = {200: {"model": model, "description": "The answer."}}
-    if streams:
-        schema = {"type": "string", "description": f"Server-sent events: {(chunk or model).__name__} as JSON, then [DONE]."}
-        found[200]["content"] = {"text/event-stream": {"schema": schema}}
+    if streams is not None:
+        found[200]["content"] = {"text/event-stream": {"schema": _event(streams.__name__)}}
     errors = (400, 413, 429) * body + (401, 404, 500, 503) * key
     return found | {status: {"model": ErrorAnswer, "description": _ERRORS[status]} for status in sorted(errors)}
+
+
+def _event(chunk: str) -> dict[str, Any]:
+    """The schema of one server-sent event (OpenAPI 3.1 has no word for a sequence of them)."""
+    bodies = [{"$ref": _REF.format(model=name)} for name in (chunk, "ErrorAnswer")]
+    parsed = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}}
+    data = {"anyOf": [{"const": "[DONE]"}, parsed]}
+    says = f"One event: a {chunk}, or the error that ended the stream; the last one is [DONE]."
+    return {"type": "object", "required": ["data"], "properties": {"data": data}, "description": says}
 
 
 def status_answers(*, can_fail: bool = True) -> Answers:
@@ -60,22 +67,26 @@ def says_text(description: str) -> Answers:
     return {200: {"description": description, "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-def describe(app: FastAPI, *, with_key: bool) -> None:
-    """Have the app serve this description. with_key: /v1 and the tokenizer need a bearer key."""
+def describe(app: FastAPI, *, model_name: str, with_key: bool) -> None:
+    """Have the app serve this description. model_name: what is served. with_key: /v1 and the tokenizer need a bearer key."""
 
     def made() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _described(app, with_key=with_key)
+            app.openapi_schema = _described(app, model_name=model_name, with_key=with_key)
         return app.openapi_schema
 
     app.openapi = made  # type: ignore[method-assign]
 
 
-def _described(app: FastAPI, *, with_key: bool) -> dict[str, Any]:
+def _described(app: FastAPI, *, model_name: str, with_key: bool) -> dict[str, Any]:
     found = get_openapi(title="Phalanx", version=__version__, description="The OpenAI API, over many GPUs.", routes=app.routes)
-    _, schemas = models_json_schema([(model, "validation") for model in REQUESTS], ref_template=_REF)
+    shown: list[type[BaseModel]] = [*REQUESTS, ChatChunk]
+    _, schemas = models_json_schema([(model, "validation") for model in shown], ref_template=_REF)
     parts = found.setdefault("components", {})
     parts.setdefault("schemas", {}).update(schemas["$defs"])
+    for kind in REQUESTS:
+        described = schemas["$defs"][kind.__name__]
+        described["properties"]["model"] = {"enum": [model_name] if "model" in described["required"] else [model_name, None]}
     if with_key:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, methods in found["paths"].items():

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemathesis over `/openapi.json`: data that fits the schema and data that does not, in all phases. No 5xx, every answer as the
+schema says, every misfit refused; and the engine is alive after it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.serve.processes import MODEL, fake_server, until
+
+EXAMPLES = 8
+"""Per operation and phase, made at random; the coverage phase goes through every boundary of the schema besides."""
+
+CONFIG = """
+[checks.negative_data_rejection]
+expected-statuses = [400, 404, 405, 413, 429]
+"""
+"""A misfit may be so large that its size is what is refused."""
+NOT_CHECKED = "positive_data_acceptance"
+"""What fits the schema may still ask for what a model cannot do: a prompt longer than its context, a token that it has not."""
+
+
+def test_schemathesis(tmp_path, tiny_model):
+    (tmp_path / "schemathesis.toml").write_text(CONFIG, encoding="utf-8")
+    # A short context: what asks for tokens until the end gets them soon.
+    with fake_server(tmp_path, tiny_model, engine={"max_batch_size": 64, "max_seq_len": 256}) as served:
+        served.wait_ready()
+        command = [
+            str(Path(sys.executable).parent / "schemathesis"), "--config-file", str(tmp_path / "schemathesis.toml"), "run",
+            f"{served.url}/openapi.json", "--phases", "examples,coverage,fuzzing,stateful", "--mode", "all", "--checks", "all",
+            "--exclude-checks", NOT_CHECKED, "--max-examples", str(EXAMPLES), "--seed", "7", "--continue-on-failure",
+            "--request-timeout", "60", "--no-color",
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+        assert "Tested: 11" in done.stdout
+        for stem in ("num_requests_running", "num_requests_waiting", "num_requests_queued", "kv_cache_usage_perc"):
+            until(lambda stem=stem: served.metric(stem) == 0)
+        with served.openai() as client:
+            answer = client.completions.create(model=MODEL, prompt="alive?", max_tokens=3, extra_body={"ignore_eos": True})
+            assert answer.usage.completion_tokens == 3
+        assert "Traceback" not in served.log
+        assert {process.pid for process in served.tree} <= {process.pid for process in psutil.process_iter()}
