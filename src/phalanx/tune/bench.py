@@ -63,23 +63,25 @@ def bench(run: Run, progress: Progress | None = None) -> Bench:
     """
     end = time.monotonic() + run.time_limit if run.time_limit else float("inf")
     state: State | None = None
-    while True:
-        with _ranks(run) as ranks:
-            fingerprint, facts = ranks.hello()
-            if state is None:
-                state = State(run, fingerprint, facts, progress)
-            left = state.left()
-            state.told()
-            ranks.work(left)
-            at_fault, why = _follow(ranks, state, run.deadline, end)
-        if why is None or why == _TIME_IS_UP:
-            return state.write(complete=why is None)
-        if at_fault is None:
-            raise EngineError(
-                f"the benchmark's ranks at tp {run.world} were at no task", why=why, next="see the ranks' messages above"
-            )
-        _log.warning("%s is skipped: %s; the group starts again", at_fault, why)
-        state.fault(at_fault, why)
+    try:
+        while True:
+            with _ranks(run) as ranks:
+                fingerprint, facts = ranks.hello()
+                if state is None:
+                    state = State(run, fingerprint, facts, progress)
+                state.told()
+                ranks.work(state.left())
+                at_fault, why = _follow(ranks, state, run.deadline, end)
+            if why is None or why == _TIME_IS_UP:
+                return state.write(complete=why is None)
+            if at_fault is None:
+                message = f"the benchmark's ranks at tp {run.world} were at no task"
+                raise EngineError(message, why=why, next="see the ranks' messages above")
+            _log.warning("%s is skipped: %s; the group starts again", at_fault, why)
+            state.fault(at_fault, why)
+    finally:
+        if state is not None:
+            state.journal.close()
 
 
 _TIME_IS_UP = "the time limit"
@@ -176,8 +178,6 @@ class State:
             records.write(found, self.folder)
         if complete:
             self.journal.finish()
-        else:
-            self.journal.close()
         return found
 
 

@@ -7,7 +7,6 @@ short is dropped: its task is measured again.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -61,9 +60,10 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        """May be called again."""
+        if not self._file.closed:
             os.fsync(self._file.fileno())
-        self._file.close()
+            self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")

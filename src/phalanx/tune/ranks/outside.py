@@ -72,7 +72,9 @@ def bench(run: Run, place: Place, progress: Progress | None = None) -> Bench | N
             state.result({"task": str(task)} | ({"skip": result} if isinstance(result, str) else {"samples": result}))
     watch.end()
     group.barrier()
-    return state.write(complete=True) if state is not None else None
+    if state is None:
+        return None
+    return state.write(complete=True)
 
 
 class _Watch:

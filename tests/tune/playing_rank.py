@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of a benchmark that only plays: no torch, made-up samples, and the faults that PHALANX_TEST_FAULTS names.
+
+{task: "hang" | "die" | "raise"}; a rank other than 0 does nothing but wait for the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from phalanx.comm.launch import read_config
+from phalanx.tune.ranks.process import Events, _await
+
+
+def main() -> None:
+    config = read_config()
+    folder, rank = Path(config["folder"]), config["rank"]
+    if rank > 0:
+        while '"end"' not in _await(folder / "events.0"):
+            time.sleep(0.02)
+        return
+    faults = json.loads(Path(os.environ["PHALANX_TEST_FAULTS"]).read_text())
+    events = Events(folder, rank)
+    events.tell(hello=f"sm0.shm.tp{config['world']}", facts={"cpu": "a played one"})
+    for task in json.loads(_await(folder / "work")):
+        events.tell(begin=task)
+        if faults.get(task) == "hang":
+            time.sleep(600)
+        elif faults.get(task) == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif faults.get(task) == "raise":
+            events.tell(error="ArithmeticError: a kernel said no", lost_peer=False)
+            os._exit(1)
+        events.tell(task=task, samples=[5.0, 6.0, 7.0][: config["method"]["replays"]])
+    events.tell(end=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verdict before timing: right outputs pass, each kind of wrong one fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.tables.message import Fusion
+from phalanx.tune.ranks import verify
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def cell(fusion, dtype=torch.bfloat16, tokens=17, hidden=128):
+    return verify.cell(fusion, tokens, hidden, dtype, CPU, rank=1, world=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integers_sum_exactly(dtype):
+    parts = [verify.part(rank, 17, 1000, dtype, CPU).double() for rank in range(8)]
+    assert torch.equal(sum(parts), cell_sum(dtype))
+    assert max(part.abs().max() for part in parts) == 4
+    assert any(torch.signbit(part[part == 0]).any() for part in parts)
+    for a in range(8):
+        assert not any(torch.equal(parts[a], parts[b]) for b in range(a))
+
+
+def cell_sum(dtype):
+    return verify.cell(Fusion.NONE, 17, 1000, dtype, CPU, rank=0, world=8).expected[0].double()
+
+
+@pytest.mark.parametrize("fusion", Fusion)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_oracle_passes(fusion, dtype):
+    made = cell(fusion, dtype)
+    assert verify.fault(fusion, tuple(t.clone() for t in made.expected), made.expected) is None
+
+
+@pytest.mark.parametrize("fusion", Fusion)
+def test_every_output_can_fail(fusion):
+    made = cell(fusion)
+    for place, name in enumerate(verify._names(fusion)):
+        for damage in (_unwritten, _shifted):
+            got = [t.clone() for t in made.expected]
+            got[place] = damage(got[place])
+            assert verify.fault(fusion, tuple(got), made.expected).startswith(name), (name, damage)
+    assert "outputs instead of" in verify.fault(fusion, made.expected[1:], made.expected)
+
+
+def _unwritten(tensor):
+    with verify.nan_filled():
+        return torch.empty_like(tensor)
+
+
+def _shifted(tensor):
+    return tensor.view(torch.uint8).roll(8).view(tensor.dtype) if tensor.element_size() == 1 else tensor.roll(1)
+
+
+@pytest.mark.parametrize("fusion", Fusion)
+def test_a_missing_rank_is_seen(fusion):
+    made = cell(fusion)
+    less = verify.cell(fusion, 17, 128, torch.bfloat16, CPU, rank=1, world=3)
+    assert verify.fault(fusion, less.expected, made.expected) is not None
+
+
+def test_tolerances_can_fail():
+    made = cell(Fusion.RESIDUAL_RMS_NORM)
+    norm, residual = made.expected
+    one = norm.clone()
+    one[3, 5] *= 1 + 2.0**-8
+    assert verify.fault(Fusion.RESIDUAL_RMS_NORM, (one, residual), made.expected) is None
+    one[3, 5] *= 1 + 2.0**-6
+    assert "first [3, 5]" in verify.fault(Fusion.RESIDUAL_RMS_NORM, (one, residual), made.expected)
+    fp8 = Fusion.RESIDUAL_RMS_NORM_QUANT_FP8
+    quantized, residual = cell(fp8).expected
+    bits = quantized.view(torch.uint8).clone()
+    bits[0, 0] ^= 1
+    assert verify.fault(fp8, (bits.view(torch.float8_e4m3fn), residual), cell(fp8).expected) is None
+    bits[:, ::2] ^= 1
+    assert "differ by a step" in verify.fault(fp8, (bits.view(torch.float8_e4m3fn), residual), cell(fp8).expected)
+
+
+def test_nan_filled_is_undone():
+    with verify.nan_filled():
+        assert torch.empty(64).isnan().all()
+        assert not torch.zeros(64).any()
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever one candidate does, the others get their times, and nothing is measured twice. Processes are real; some only play."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.errors import EngineError, OptionError
+from phalanx.tables.strategy import Strategy
+from phalanx.tune import records
+from phalanx.tune.bench import Run, bench
+from phalanx.tune.sweep import Sweep, Task
+from tests.house.sources import ROOT
+
+ONESHOT, TWOSHOT = "bf16 NONE {}x128 ONESHOT", "bf16 NONE {}x128 TWOSHOT"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(faults, **fields of Run) -> (Bench, tasks that were measured now)."""
+    monkeypatch.setenv("PHALANX_TEST_FAULTS", str(tmp_path / "faults.json"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def go(faults=None, *, tokens="1,16", strategies="GLOO,ONESHOT", stop_after=None, **fields):
+        (tmp_path / "faults.json").write_text(json.dumps(faults or {}), encoding="utf-8")
+        fields = {"method": {"calls": 2, "replays": 3}, "module": "tests.tune.playing_rank"} | fields
+        told: list[str] = []
+
+        def progress(done, of, what):
+            told.append(what)
+            if stop_after is not None and len(told) > stop_after:
+                raise KeyboardInterrupt
+
+        def sweep(fingerprint):
+            return Sweep.of(fingerprint, tokens=tokens, hidden="128", fusions="NONE", strategies=strategies)
+
+        found = bench(Run(2, "cpu", tmp_path / "data", sweep, **fields), progress)
+        return found, [Task.parse(what) for what in told if what]
+
+    go.folder = tmp_path / "data"
+    return go
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_times_of_real_ranks_and_wrong_candidates(run):
+    faults = {TWOSHOT.format(1): "wrong", TWOSHOT.format(2): "unwritten", TWOSHOT.format(4): "refuse", TWOSHOT.format(8): "raise"}
+    found, _ = run(faults, tokens="1,2,4,8,16", strategies="GLOO,TWOSHOT", module="tests.tune.faulty_rank")
+    assert {str(task): reason for task, reason in found.skips.items()} == {
+        TWOSHOT.format(1): "wrong on another rank",
+        TWOSHOT.format(2): "wrong on another rank",
+        TWOSHOT.format(4): "another rank cannot run it",
+        TWOSHOT.format(8): "rank 1: ArithmeticError: a kernel said no",
+    }
+    assert len(found.times) == 6
+    assert all(us > 1 for us in found.times.values())
+    assert all(len(samples) == 3 for samples in found.samples.values())
+    assert found.facts["complete"] == "yes"
+    assert {"torch", "cpu", "date", "command"} <= set(found.facts)
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").skips == found.skips
+
+
+def test_a_hang_and_a_death_cost_one_candidate_each(run):
+    faults = {ONESHOT.format(1): "hang", ONESHOT.format(2): "die"}
+    found, _ = run(faults, tokens="1,2,4", deadline=2.0)
+    assert {str(task): reason for task, reason in found.skips.items()} == {
+        ONESHOT.format(1): "no answer within the deadline of 2 s",
+        ONESHOT.format(2): "rank 0 was killed by SIGKILL",
+    }
+    assert len(found.times) == 4
+
+
+def test_a_kind_that_keeps_failing_is_given_up(run):
+    faults = {ONESHOT.format(tokens): "raise" for tokens in (1, 2, 4, 8, 16)}
+    found, _ = run(faults, tokens="1,2,4,8,16")
+    reasons = [found.skips[Task.parse(ONESHOT.format(tokens))] for tokens in (1, 2, 4, 8, 16)]
+    assert all("a kernel said no" in reason for reason in reasons)
+    assert [reason.startswith("not tried after 3 faults") for reason in reasons] == [False, False, False, True, True]
+    assert {task.choice.strategy for task in found.times} == {Strategy.NCCL}
+
+
+def test_a_broken_run_resumes_and_a_finished_one_extends(run):
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_after=2)
+    assert files(run.folder) == ["benchmark.tp2.sm0.journal"]
+    with pytest.raises(OptionError, match="differs in method"):
+        run(method={"calls": 1, "replays": 3})
+    part, measured = run({ONESHOT.format(16): "hang"}, time_limit=1.5)
+    assert len(measured) == 1
+    assert part.facts["complete"].startswith("no: 1 of 4 are left")
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.journal", "benchmark.tp2.sm0.json"]
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 3
+    whole, measured = run()
+    assert [str(task) for task in measured] == [ONESHOT.format(16)]
+    assert whole.facts["complete"] == "yes"
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
+    more, measured = run(extend=True, tokens="16,32", strategies="GLOO,ONESHOT,TWOSHOT")
+    assert len(measured) == 4
+    assert more.times.items() >= whole.times.items()
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 8
+
+
+def test_a_journal_can_be_dropped(run):
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_after=2)
+    _, measured = run(restart=True)
+    assert len(measured) == 4
+
+
+def test_ranks_that_cannot_start(run):
+    with pytest.raises(EngineError, match="exited with status 1"):
+        run(module="phalanx.tune.no_such_module")
+    assert not run.folder.exists()
