@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`phalanx serve` at tp 2, real ranks over a tiny random checkpoint: the official client, and ranks that die and stand still."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import threading
+import time
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoints import write_checkpoint
+from tests.serve.openai.served import HERMES_TEMPLATE
+from tests.serve.processes import MODEL, rank_server, until
+
+LONG = {"model": MODEL, "prompt": "What is a rank?", "max_tokens": 5000, "temperature": 0, "extra_body": {"ignore_eos": True}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "measure", "parameters": SCHEMA}}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp("ranks"), "llama", max_position_embeddings=8192)
+    (folder / "template.jinja").write_text(HERMES_TEMPLATE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory, model):
+    folder = tmp_path_factory.mktemp("served")
+    with rank_server(folder, model, "--tp-size", "2", "--chat-template", str(model / "template.jinja")) as running:
+        yield running.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with served.openai() as made:
+        yield made
+
+
+def complete(client, **asked):
+    return client.completions.create(**{"model": MODEL, "prompt": "What is a rank?", "max_tokens": 24, "temperature": 0, **asked})
+
+
+def test_processes_and_metrics(served, client):
+    titles = {process.cmdline()[0].strip() for process in served.tree}
+    assert {"phalanx server", "phalanx engine", "phalanx rank 0", "phalanx rank 1"} <= titles
+    before = served.metric("generation_tokens_total")
+    complete(client, extra_body={"ignore_eos": True})
+    assert served.metric("generation_tokens_total") == before + 24
+    assert served.metric("allreduce_calls_total") > 0
+    with served.http() as http:
+        text = http.get("/metrics").text
+    for series in (
+        'rank_memory_bytes{engine="0",kind="weights",model_name="tiny",rank="1"}',
+        "startup_phase_seconds{",
+        "build_info{",
+    ):
+        assert f"phalanx:{series}" in text
+
+
+def test_streamed_text_is_the_whole_text(client):
+    """Random weights write broken characters, special tokens and all: whatever it is, in pieces it is the same."""
+    for seed in range(3):
+        asked = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "logprobs": 2}
+        whole = complete(client, **asked).choices[0]
+        chunks = list(complete(client, stream=True, **asked))
+        assert "".join(c.choices[0].text for c in chunks) == whole.text
+        assert [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens] == whole.logprobs.tokens
+        assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(begin=st.integers(0, 24), length=st.integers(1, 12))
+def test_any_part_of_the_text_stops_it(client, begin, length):
+    """A stop string that crosses tokens, and characters of several bytes, wherever it lies."""
+    asked = {"temperature": 1.0, "seed": 3, "max_tokens": 30}
+    text = complete(client, **asked).choices[0].text
+    stop = text[begin : begin + length]
+    if not stop:
+        return
+    whole = complete(client, **asked, stop=stop).choices[0]
+    assert whole.text == text[: text.index(stop)]
+    assert (whole.finish_reason, whole.stop_reason) == ("stop", stop)
+    assert "".join(c.choices[0].text for c in complete(client, **asked, stop=stop, stream=True)) == whole.text
+
+
+def test_seeds_and_n(client):
+    asked = {"temperature": 1.0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+    three = [choice.text for choice in complete(client, n=3, seed=5, **asked).choices]
+    assert len(set(three)) == 3
+    assert [complete(client, seed=5 + i, **asked).choices[0].text for i in range(3)] == three
+
+
+def test_scores_of_a_prompt_are_those_of_its_completion(client):
+    made = complete(client, max_tokens=8, logprobs=0, extra_body={"ignore_eos": True}, prompt=[5, 6, 7])
+    with_tokens = complete(client, max_tokens=8, extra_body={"ignore_eos": True}, prompt=[5, 6, 7], logprobs=1, echo=True)
+    scores = with_tokens.choices[0].logprobs.token_logprobs
+    assert scores[0] is None
+    assert scores[3:] == pytest.approx(made.choices[0].logprobs.token_logprobs, abs=1e-4)
+    assert all(score < 0 for score in scores[1:])
+
+
+def test_sampling_fields_do_what_they_say(client):
+    free = complete(client, max_tokens=1, logprobs=5).choices[0]
+    ids = client.post("/../tokenize", body={"prompt": "a", "add_special_tokens": False}, cast_to=object)["tokens"]
+    forced = complete(client, max_tokens=5, logit_bias={str(ids[0]): 100}).choices[0]
+    assert forced.text == "aaaaa"
+    assert free.text != "a"
+    stopped = complete(client, max_tokens=5, logit_bias={str(ids[0]): 100}, extra_body={"stop_token_ids": ids}).choices[0]
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", ids[0])
+    least = complete(client, max_tokens=5, logit_bias={str(ids[0]): 100}, extra_body={"stop_token_ids": ids, "min_tokens": 3})
+    assert least.usage.completion_tokens == 4  # three others, then the stop
+
+
+def test_structured_output(client):
+    messages = [{"role": "user", "content": "Measure it."}]
+    how = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+    answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=200, response_format=how)
+    thing = json.loads(answer.choices[0].message.content)
+    assert set(thing) == {"name", "size"}
+    assert 0 <= thing["size"] <= 99
+    regex = complete(client, max_tokens=50, extra_body={"guided_regex": "(yes|no)! [0-9]{3}"}).choices[0].text
+    assert regex[:4] in ("yes!", "no! ")
+    assert regex[-3:].isdigit()
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "measure"}}], ids=["required", "named"])
+def test_forced_tool_calls(client, choice):
+    asked = {
+        "model": MODEL, "messages": [{"role": "user", "content": "Measure it."}], "tools": TOOLS, "tool_choice": choice,
+        "parallel_tool_calls": False, "temperature": 0, "max_tokens": 300,
+    }  # fmt: skip
+    message = client.chat.completions.create(**asked).choices[0]
+    assert message.finish_reason == "tool_calls"
+    [call] = message.message.tool_calls
+    assert call.function.name == "measure"
+    assert set(json.loads(call.function.arguments)) == {"name", "size"}
+    pieces = [p for c in client.chat.completions.create(stream=True, **asked) for p in c.choices[0].delta.tool_calls or []]
+    assert "".join(p.function.arguments or "" for p in pieces) == call.function.arguments
+
+
+def test_many_async_streams(served):
+    async def ask() -> None:
+        async with served.async_openai() as client:
+
+            async def one(number: int) -> tuple[int, str]:
+                stream = await client.chat.completions.create(
+                    model=MODEL, messages=[{"role": "user", "content": f"number {number % 4}"}], stream=True, temperature=0,
+                    max_tokens=16, extra_body={"ignore_eos": True},
+                )  # fmt: skip
+                return number % 4, "".join([c.choices[0].delta.content or "" async for c in stream])
+
+            texts = await asyncio.gather(*(one(number) for number in range(24)))
+            assert len(set(texts)) == len({number for number, _ in texts}), "the same question had two answers"
+
+    asyncio.run(ask())
+    until(lambda: served.metric("num_requests_running") == 0)
+    assert served.metric("kv_cache_usage_perc") == 0
+
+
+def broken(served, send: int, seconds: float) -> tuple[str, str, float]:
+    """Send a signal to rank 1 under a stream and a whole request: what each heard, and after how long all was over."""
+    heard: list[str] = []
+
+    def whole() -> None:
+        with served.openai() as client:
+            with pytest.raises(openai.InternalServerError) as error:
+                client.completions.create(**LONG)
+            heard.append(str(error.value.body))
+
+    waiting = threading.Thread(target=whole)
+    with served.openai() as client:
+        stream = client.completions.create(stream=True, **LONG)
+        waiting.start()
+        next(iter(stream))
+        until(lambda: served.metric("num_requests_running") == 2)
+        victim = served.child("phalanx rank 1")
+        began = time.monotonic()
+        victim.send_signal(send)
+        with pytest.raises(openai.APIError) as error:
+            for _ in stream:
+                pass
+        named = time.monotonic() - began
+    waiting.join(seconds)
+    assert served.process.wait(seconds) == 1
+    served.gone(seconds)
+    return str(error.value), heard[0], named
+
+
+def test_a_rank_is_killed(tmp_path, model):
+    with rank_server(tmp_path, model, "--tp_size", "2") as served:
+        served.wait_ready()
+        began = time.monotonic()
+        streamed, whole, _ = broken(served, signal.SIGKILL, 10.0)
+        assert "rank 1" in streamed
+        assert "rank 1" in whole
+        assert time.monotonic() - began < 15
+
+
+def test_a_rank_is_stopped(tmp_path, model):
+    with rank_server(tmp_path, model, "--tp_size", "2", "--stall_timeout", "4") as served:
+        served.wait_ready()
+        streamed, whole, named = broken(served, signal.SIGSTOP, 15.0)
+        assert "rank 1" in streamed
+        assert "rank 1" in whole
+        assert named < 15
