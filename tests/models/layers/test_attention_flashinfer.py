@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.layers.test_attention_sdpa import made_batch, naive
+from tests.models.layers.test_attention_sdpa import as_read, in_fp8, made_batch, naive
 
 
 class _Wrapper:
@@ -36,10 +36,12 @@ class _Wrapper:
         assert {indptr.dtype, indices.dtype, last.dtype, queries.dtype} == {torch.int32}
         assert len(indptr) == len(last) + 1 == len(queries)
         assert len(indices) == indptr[-1]
-        assert options["q_data_type"] == options["kv_data_type"]
+        assert options["kv_data_type"] in (options["q_data_type"], torch.float8_e4m3fn)
         self.planned = (queries.tolist(), indptr.tolist(), indices.tolist(), last.tolist(), sizes, options)
 
-    def run(self, query: Tensor, paged: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+    def run(
+        self, query: Tensor, paged: tuple[Tensor, Tensor], *, out: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> Tensor:
         assert self.planned is not None
         queries, indptr, indices, last, (q_heads, kv_heads, head_dim, page_size), options = self.planned
         assert query.is_contiguous()
@@ -49,10 +51,11 @@ class _Wrapper:
         for row in range(len(last)):
             pages = indices[indptr[row] : indptr[row + 1]]
             length = (len(pages) - 1) * page_size + last[row]
-            key, value = (part[pages].flatten(0, 1)[:length] for part in paged)
+            assert all(part.dtype == options["kv_data_type"] for part in paged)
+            key, value = (part[pages].flatten(0, 1)[:length].to(query.dtype) for part in paged)
             here = slice(queries[row], queries[row + 1])
             before = length - (queries[row + 1] - queries[row])
-            out[here] = naive(query[here], key, value, before, window, options["sm_scale"])
+            out[here] = naive(query[here], key * k_scale, value * v_scale, before, window, options["sm_scale"])
         return out
 
 
@@ -117,6 +120,17 @@ def test_after_the_first_forward_plan_does_all_planning(backend_module: types.Mo
     for left, right in zip(first, again, strict=True):
         torch.testing.assert_close(left, right)
     assert BatchDecodeWithPagedKVCacheWrapper.made == 2
+
+
+def test_a_cache_in_fp8_is_planned_as_such_and_scaled(backend_module: types.ModuleType) -> None:
+    rows, scales = [(7, 1), (0, 9)], (0.25, 0.03)
+    batch, cache, keys, values = made_batch(rows, None)
+    query = torch.randn(10, 6, 8)
+    plan = backend_module.FlashInferBackend(torch.device("cpu"), torch.float32).plan(batch)
+    out = plan.forward(query, in_fp8(cache, scales), window=None, scale=0.3, kv_scales=scales)
+    for row, here in ((0, slice(0, 1)), (1, slice(1, 10))):
+        key, value = as_read(keys[row], scales[0]), as_read(values[row], scales[1])
+        torch.testing.assert_close(out[here], naive(query[here], key, value, rows[row][0], None, 0.3), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

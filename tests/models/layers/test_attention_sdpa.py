@@ -53,6 +53,18 @@ def made_batch(
     return batch, cache, keys, values
 
 
+def in_fp8(cache: LayerCache, scales: tuple[float, float]) -> LayerCache:
+    """The cache in e4m3, to be multiplied by the scales when read."""
+    return LayerCache(
+        (cache.key / scales[0]).to(torch.float8_e4m3fn), (cache.value / scales[1]).to(torch.float8_e4m3fn)
+    )  # fmt: skip
+
+
+def as_read(values: Tensor, scale: float) -> Tensor:
+    """What a cache in e4m3 with this scale gives back."""
+    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
 def naive(query: Tensor, key: Tensor, value: Tensor, before: int, window: int | None, scale: float) -> Tensor:
     """query [now, 6, 8], key and value [length, 2, 8]: each query over what it sees, one at a time."""
     out = torch.empty_like(query)
@@ -91,6 +103,18 @@ def test_one_plan_serves_layers_with_different_windows() -> None:
         out = plan.forward(query, cache, window=window, scale=1.0)
         torch.testing.assert_close(out[:1], naive(query[:1], keys[0], values[0], 9, window, 1.0), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(out[1:], naive(query[1:], keys[1], values[1], 0, window, 1.0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scales", [None, (0.25, 0.03)])
+def test_a_cache_in_fp8_is_widened_and_scaled(scales: tuple[float, float] | None) -> None:
+    rows = [(9, 1), (0, 12)]
+    batch, cache, keys, values = made_batch(rows, 5)
+    query, used = torch.randn(13, 6, 8), scales or (1.0, 1.0)
+    plan = backend(CPU, torch.float32, 8).plan(batch)
+    out = plan.forward(query, in_fp8(cache, used), window=5, scale=0.7, kv_scales=scales)
+    for row, here in ((0, slice(0, 1)), (1, slice(1, 13))):
+        key, value = as_read(keys[row], used[0]), as_read(values[row], used[1])
+        torch.testing.assert_close(out[here], naive(query[here], key, value, rows[row][0], 5, 0.7), rtol=1e-5, atol=1e-5)
 
 
 def test_many_decodes_are_one_call() -> None:

@@ -18,10 +18,13 @@ from phalanx.models.batch import Batch, KvCache
 class AttentionPlan(Protocol):
     """One batch, ready for each layer to attend."""
 
-    def forward(self, query: Tensor, cache: KvCache, *, window: int | None, scale: float) -> Tensor:
+    def forward(
+        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float, kv_scales: tuple[float, float] | None = None
+    ) -> Tensor:
         """Each query sees the keys of its own row up to its own position, the last `window` of them (itself among them) or all.
 
-        query [T, heads, head_dim]; the batch's own keys and values are in the cache already. Returns query's shape and dtype;
+        query [T, heads, head_dim]; the batch's own keys and values are in the cache already. kv_scales: what the cached keys and
+        the cached values are to be multiplied by, where the cache is quantized; None for 1. Returns query's shape and dtype;
         what stands at padding tokens means nothing.
         """
 

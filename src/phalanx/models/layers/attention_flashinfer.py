@@ -34,6 +34,7 @@ class Kind(NamedTuple):
     block_size: int
     window: int | None
     scale: float
+    kv_dtype: torch.dtype
 
 
 class Pages(NamedTuple):
@@ -77,19 +78,22 @@ class FlashInferPlan:
         rows = len(batch.kv_lengths_cpu)
         self._decodes = next((row for row in range(rows) if starts[row + 1] - starts[row] != 1), rows)
 
-    def forward(self, query: Tensor, cache: KvCache, *, window: int | None, scale: float) -> Tensor:
+    def forward(
+        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float, kv_scales: tuple[float, float] | None = None
+    ) -> Tensor:
         """As AttentionPlan."""
-        kind = Kind(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale)
+        kind = Kind(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale, cache.key.dtype)
         if kind not in self._ready:
             self.prepare(kind)
         decode, prefill = self._backend.wrappers[kind]
         query, paged = query.contiguous(), (cache.key, cache.value)
         out = torch.empty_like(query)
         split, end = self._decodes, self._batch.query_starts_cpu[-1]
+        scales = {} if kv_scales is None else {"k_scale": kv_scales[0], "v_scale": kv_scales[1]}
         if split:
-            decode.run(query[:split], paged, out=out[:split])
+            decode.run(query[:split], paged, out=out[:split], **scales)
         if end > split:
-            prefill.run(query[split:end], paged, out=out[split:end])
+            prefill.run(query[split:end], paged, out=out[split:end], **scales)
         return out
 
     def prepare(self, kind: Kind) -> None:
@@ -100,7 +104,7 @@ class FlashInferPlan:
         starts, split, rows = self._batch.query_starts_cpu, self._decodes, len(self._batch.kv_lengths_cpu)
         shared = {
             "sm_scale": kind.scale, "window_left": -1 if kind.window is None else kind.window - 1,
-            "q_data_type": self._backend.dtype, "kv_data_type": self._backend.dtype,
+            "q_data_type": self._backend.dtype, "kv_data_type": kind.kv_dtype,
         }  # fmt: skip
         sizes = (kind.q_heads, kind.kv_heads, kind.head_dim, kind.block_size)
         if split:

@@ -117,10 +117,12 @@ class Bundle:
         self.mask = seen.unsqueeze(1)
 
     def attend(self, query: Tensor, cache: KvCache, scale: float, scratch: Scratch) -> Tensor:
-        """query [T, heads, head_dim] -> [R * Q, heads, head_dim]."""
+        """query [T, heads, head_dim] -> [R * Q, heads, head_dim]. A quantized cache is widened once gathered."""
         heads, head_dim = query.shape[1:]
         q = query[self.tokens].view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
         k, v = self._gather(cache.key, scratch.key), self._gather(cache.value, scratch.value)
+        if k.dtype != q.dtype:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=heads != k.shape[1]
         )  # fmt: skip
@@ -142,13 +144,17 @@ class SdpaPlan:
         self._batch, self._scratch = batch, scratch
         self._made: dict[int | None, tuple[list[Bundle], Tensor]] = {}
 
-    def forward(self, query: Tensor, cache: KvCache, *, window: int | None, scale: float) -> Tensor:
+    def forward(
+        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float, kv_scales: tuple[float, float] | None = None
+    ) -> Tensor:
         """As AttentionPlan."""
+        key_scale, value_scale = kv_scales or (1.0, 1.0)
         if window not in self._made:
             self._made[window] = self._make(window, cache.key.shape[1])
         made, order = self._made[window]
-        outs = [bundle.attend(query, cache, scale, self._scratch) for bundle in made]
-        return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
+        outs = [bundle.attend(query, cache, scale * key_scale, self._scratch) for bundle in made]
+        out = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
+        return out if value_scale == 1.0 else out * value_scale
 
     def _make(self, window: int | None, block_size: int) -> tuple[list[Bundle], Tensor]:
         batch, limit = self._batch, MASK_LIMITS[self._batch.block_tables.device.type]
