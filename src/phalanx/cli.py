@@ -24,6 +24,7 @@ from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import ALIASES, Asked, build, gather
 from phalanx.errors import OptionError, PhalanxError
+from phalanx.tune.verbs import app as allreduce
 from phalanx.version import __version__
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_"), "help_option_names": ["-h", "--help"]},
 )
+app.add_typer(allreduce, name="allreduce")
 
 Verb = Callable[..., None]
 
