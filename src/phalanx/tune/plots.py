@@ -78,8 +78,7 @@ def visualize_2d_best_strategy(df: DataFrame, fusion_op: str = "NONE", save_path
     grid = _grid(best, "place", frame)
     times = _grid(best, "time (us)", frame)
     colours = [_COLOURS.get(name, _OTHER) for name in names]
-    colour_map = ListedColormap(colours)
-    colour_map.set_bad(_UNMEASURED)
+    colour_map = ListedColormap(colours).with_extremes(bad=_UNMEASURED)
     figure, (axes,) = _panels(frame, 1, f"{title}: fastest strategy (time in us)")
     axes.imshow(grid, cmap=colour_map, vmin=-0.5, vmax=len(names) - 0.5, aspect="auto", origin="lower")
     dark = {place: _luminance(colour) < 0.45 for place, colour in enumerate(colours)}
@@ -109,8 +108,8 @@ def visualize_strategy_difference_heatmaps(df: DataFrame, fusion_op: str = "NONE
     frame = frame.join(best, on=["num_tokens", "hidden_size"])
     # AUTO may be faster than the fastest of the others by noise: no less than optimal.
     frame["slower"] = ((frame["time (us)"] / frame["best"] - 1) * 100).clip(lower=0)
-    reds = LinearSegmentedColormap.from_list("optimal to slower", ["#ffffff", "#fcd5ce", "#f28482", "#c1121f", "#7f0d15"])
-    reds.set_bad(_UNMEASURED)
+    fades = ["#ffffff", "#fcd5ce", "#f28482", "#c1121f", "#7f0d15"]
+    reds = LinearSegmentedColormap.from_list("optimal to slower", fades).with_extremes(bad=_UNMEASURED)
     names = _names(frame)
     figure, panels = _panels(frame, len(names), f"{title}: percent slower than the fastest (white: optimal)")
     for axes, name in zip(panels, names, strict=True):
@@ -211,9 +210,7 @@ def _panels(frame: DataFrame, count: int, title: str) -> tuple[Figure, list[Axes
 def _colour_map(name: str) -> Any:
     from matplotlib import colormaps
 
-    found = colormaps[name].copy()
-    found.set_bad(_UNMEASURED)
-    return found
+    return colormaps[name].with_extremes(bad=_UNMEASURED)
 
 
 def _cells(grid: Any) -> list[tuple[int, int, float]]:
