@@ -39,13 +39,20 @@ class Admission:
     phase: Phase. open: sequences inside. queued: those without a token. queued_tokens: their prompt tokens. why: of FAILED.
     """
 
-    def __init__(self, *, max_tokens: int | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        max_tokens: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        refused: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """refused: told the reason of each refusal: "queue_full", "draining" or "not_ready"."""
         self.phase = Phase.STARTING
         self.failure: PhalanxError | None = None
         self.open = self.queued = self.queued_tokens = 0
         self.batch = self.max_reqs = 0
         self.max_tokens = max_tokens
-        self._clock = clock
+        self._clock, self._refused = clock, refused
         self._left: deque[float] = deque(maxlen=_RECENT)
         self._empty = asyncio.Event()
         self._empty.set()
@@ -73,6 +80,8 @@ class Admission:
     def enter(self, sequences: int) -> Ticket:
         """Places for so many sequences. Raises Overloaded when they would wait beyond the cap, RequestError when they never could
         be held, EngineClosed when the server is not ready, draining, or failed."""
+        if self.phase is not Phase.READY:
+            self._refused("draining" if self.phase is Phase.DRAINING else "not_ready")
         if self.phase is Phase.FAILED and self.failure is not None:
             raise EngineClosed("a completion was asked for", held="the engine has failed", why=str(self.failure))
         if self.phase is not Phase.READY:
@@ -85,6 +94,7 @@ class Admission:
                 next="ask for fewer, in several requests",
             )  # fmt: skip
         if self.queued + sequences > self.max_reqs + free:
+            self._refused("queue_full")
             raise Overloaded(
                 "the server is at its limit", held=f"{self.queued} completions wait, and {self.max_reqs} may (max_num_queued_reqs)",
                 next=f"try again in {self.retry_after()} s",
@@ -132,6 +142,7 @@ class Ticket:
         """The prompts' lengths, one per sequence. Raises Overloaded when they do not fit beside those that wait."""
         held, asked = self._admission, sum(tokens)
         if held.max_tokens is not None and held.queued_tokens and held.queued_tokens + asked > held.max_tokens:
+            held._refused("queue_full")
             raise Overloaded(
                 f"a prompt of {asked} tokens was asked for",
                 held=f"{held.queued_tokens} tokens are waiting, and {held.max_tokens} may wait (max_num_queued_tokens)",

@@ -74,7 +74,7 @@ def make_service(engine: EngineOptions, serving: ServeOptions) -> Service:
     """The state that the routes of one server share; no engine yet."""
     name = serving.served_model_name or engine.model
     metrics = Metrics(prefix=serving.metrics_prefix, model_name=name, version=__version__)
-    admission = Admission(max_tokens=serving.max_num_queued_tokens)
+    admission = Admission(max_tokens=serving.max_num_queued_tokens, refused=metrics.refused)
     metrics.queued = lambda: (admission.queued, admission.queued_tokens)
     return Service(model_name=name, admission=admission, metrics=metrics)
 

@@ -58,6 +58,7 @@ class Lifecycle:
         self._asked: asyncio.Event = asyncio.Event()
         self._lost: asyncio.Event = asyncio.Event()
         self._starting: asyncio.Task[None] | None = None
+        self._warming: asyncio.Task[None] | None = None
 
     async def live(self) -> int:
         """Serve until a signal or a failure."""
@@ -93,6 +94,9 @@ class Lifecycle:
         gc.collect()
         gc.freeze()  # what is here now stays; a collection that walks over it would hold up every stream
         await _first(self._lost.wait(), self._asked.wait(), http)
+        if http.done() and not self._asked.is_set():
+            logger.error("the HTTP server has ended by itself: %s", http.exception())
+            return 1
         if not self._lost.is_set():
             await self._drain()
         if self._lost.is_set():
@@ -119,6 +123,8 @@ class Lifecycle:
         if service.admission.max_tokens is not None:
             metrics.queue_limits["tokens"] = service.admission.max_tokens
         service.up = Ready(client, tokenizer, tool_format)
+        if facts.device != "cpu":  # a CPU has no cores to spare for it
+            self._warming = asyncio.create_task(service.warm(service.up))
         client.on_failure(self._engine_lost)
         if client.failure is not None:
             self._engine_lost(client.failure)

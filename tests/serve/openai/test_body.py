@@ -119,9 +119,13 @@ def test_large_bodies(http, server):
 
 
 def test_large_but_fair_body(http):
-    text = "This is a rank. " * 20_000
-    error = refused(post(http, PLAIN, json.dumps({"model": MODEL, "prompt": text})))
-    assert error.code == "context_length_exceeded"
+    for text in ("This is a rank. " * 200, "This is a rank. " * 400_000):  # the second is refused before it is tokenized
+        error = refused(post(http, PLAIN, json.dumps({"model": MODEL, "prompt": text})))
+        assert error.code == "context_length_exceeded"
+        assert "1024" in error.message
+        error = refused(post(http, CHAT, chat(messages=[{"role": "user", "content": text}])))
+        assert error.code == "context_length_exceeded"
+    refused(post(http, "/tokenize", json.dumps({"prompt": "x" * (2**20 + 1)})))
 
 
 def test_content_type(http):

@@ -116,6 +116,7 @@ def test_neutral_fields_are_taken(client):
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
          "response_format", "response_format"),
         ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "comes from the request", "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "comes from the request", "chat_template_kwargs"),
         ({"extra_body": {"temperature": "1"}}, "temperature", "temperature"),
         ({"extra_body": {"n": 1.5}}, "n:", "n"),
         ({"n": 129}, "n:", "n"),

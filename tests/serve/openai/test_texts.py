@@ -21,6 +21,15 @@ def test_there_and_back(http, text):
     assert http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == made.tokens[1:]
 
 
+def test_warm(server, caplog):
+    """What compiles guides can be started early; that it cannot be is no reason to fail."""
+    import asyncio
+
+    ready = server.service.up
+    asyncio.run_coroutine_threadsafe(server.service.warm(ready), server.loop).result(120)
+    assert "not at hand" not in caplog.text
+
+
 def test_refusals(http):
     assert http.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404
     assert http.post("/tokenize", json={"prompt": 3}).status_code == 400

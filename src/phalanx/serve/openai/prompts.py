@@ -13,9 +13,8 @@ from phalanx.serve.openai.sampling import check_token
 from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Content, Message
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.service import Ready
-from phalanx.serve.tokenizer import Tokenizer
 
-TEMPLATE_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize"})
+TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "tokenize"})
 """What a chat template gets from the server itself."""
 
 
@@ -32,7 +31,7 @@ def encode_prompts(prompts: Sequence[str] | Sequence[list[int]], ready: Ready) -
     """Token ids of each prompt. Raises ApiError or RequestError for one that is empty, or no prompt of this model."""
     encoded = []
     for prompt in prompts:
-        tokens = ready.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = ready.encode(prompt) if isinstance(prompt, str) else prompt
         if not isinstance(prompt, str):
             check_token(max(tokens), ready.facts, "prompt")
         encoded.append(_not_empty(tokens))
@@ -48,12 +47,11 @@ def encode_chat(asked: ChatRequest, ready: Ready) -> list[int]:
     if asked.tools and asked.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
     messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
-    tokenizer: Tokenizer = ready.tokenizer
     try:
-        tokens = tokenizer.encode_chat(messages, tools=tools, **(asked.chat_template_kwargs or {}))
+        text = ready.tokenizer.apply_chat_template(messages, tools=tools, **(asked.chat_template_kwargs or {}))
     except RequestError as error:
         raise bad_request(str(error), param="messages", code="invalid_messages") from None
-    return _not_empty(tokens)
+    return _not_empty(ready.encode(text, add_special_tokens=False))
 
 
 def _not_empty(tokens: list[int]) -> list[int]:

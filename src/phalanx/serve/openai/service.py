@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import ParamSpec, TypeVar
 
 from starlette.requests import Request
 
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling import Guide, SamplingParams
 from phalanx.engine.messages import EngineFacts
-from phalanx.errors import EngineClosed, OptionError, Overloaded, PhalanxError
+from phalanx.errors import EngineClosed, OptionError, Overloaded, PhalanxError, PromptTooLong
 from phalanx.log import get_logger
 from phalanx.metrics import Metrics
 from phalanx.serve.admission import Admission, Phase
@@ -52,17 +52,36 @@ class Ready:
     def facts(self) -> EngineFacts:
         return self.client.facts
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt. Raises PromptTooLong, for a text that is far too long without tokenizing it: that costs a second
+        and 200 MB per million characters."""
+        least = len(text) // self._most_characters
+        if least > self.facts.max_seq_len:
+            raise PromptTooLong(
+                f"a prompt of {least} tokens or more was asked for", held=f"max_seq_len is {self.facts.max_seq_len}",
+                next="shorten the prompt",
+            )  # fmt: skip
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    @cached_property
+    def _most_characters(self) -> int:
+        """Of a text, in one token. A normalizer may join characters first; none that is in use makes one of more than 4."""
+        backend = self.tokenizer.backend
+        longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest if backend.normalizer is None else 4 * longest
+
 
 class Threads:
     """A few threads, and a bound on what may wait for them."""
 
-    def __init__(self, name: str, count: int, *, most: int) -> None:
-        self._name, self._most, self._inside = name, most, 0
+    def __init__(self, name: str, count: int, *, most: int, refused: Callable[[str], None]) -> None:
+        self._name, self._most, self._inside, self._refused = name, most, 0, refused
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
 
     async def run(self, act: Callable[[], T]) -> T:
         """Run it there. Raises Overloaded when too much waits."""
         if self._inside >= self._most:
+            self._refused("queue_full")
             raise Overloaded(f"a thread was asked for ({self._name})", held=f"{self._inside} tasks wait", next="try again in 1 s")
         self._inside += 1
         try:
@@ -80,9 +99,9 @@ class Service:
     def __init__(self, *, model_name: str, admission: Admission, metrics: Metrics) -> None:
         self.model_name, self.admission, self.metrics = model_name, admission, metrics
         self.up: Ready | None = None
-        self._texts = Threads("tokenizer", TOKENIZER_THREADS, most=MAX_TEXTS)
+        self._texts = Threads("tokenizer", TOKENIZER_THREADS, most=MAX_TEXTS, refused=metrics.refused)
         # Apart from texts: a guide may take seconds, and only those who brought one should wait for it.
-        self._guides = Threads("guides", 1, most=MAX_GUIDES)
+        self._guides = Threads("guides", 1, most=MAX_GUIDES, refused=metrics.refused)
 
     def ready(self, model: str | None = None) -> Ready:
         """The engine. Raises ApiError 404 for a model that is not served, EngineClosed while there is no engine."""
@@ -90,6 +109,7 @@ class Service:
             message = f"the model {model[:200]!r} is not served here; {self.model_name!r} is"
             raise ApiError(404, message, param="model", code="model_not_found")
         if self.up is None or self.admission.phase is Phase.FAILED:
+            self.metrics.refused("not_ready")
             why = str(self.admission.failure) if self.admission.failure else "the server is still starting"
             raise EngineClosed("the engine does not take requests", why=why, next="ask /ready, and try again")
         return self.up
@@ -109,12 +129,15 @@ class Service:
             raise bad_request(f"{asked.param}: {error}", param=asked.param, code="invalid_value") from None
         return with_guide(params, made)
 
+    async def warm(self, ready: Ready) -> None:
+        """Start what compiles guides, which takes seconds, before a guide comes."""
+        try:
+            await self.guided(ready, SamplingParams(), AskedGuide(Guide(json_object=True), "response_format"))
+        except (ApiError, PhalanxError) as error:
+            logger.warning("structured output is not at hand: %s", error)
+
     def answer(self, error: BaseException) -> ApiError:
-        """The answer to an exception; refusals at the door are counted."""
-        if isinstance(error, Overloaded):
-            self.metrics.refused("queue_full")
-        elif isinstance(error, EngineClosed):
-            self.metrics.refused("draining" if self.admission.phase is Phase.DRAINING else "not_ready")
+        """The answer to an exception."""
         return answer_for(error, retry_after=self.admission.retry_after())
 
     async def refresh(self) -> None:

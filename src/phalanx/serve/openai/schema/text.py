@@ -11,7 +11,7 @@ from phalanx.serve.openai.schema.fields import Body, TokenId
 class TokenizeRequest(Body):
     """A text to cut into tokens. `add_special_tokens`: begin as the model's prompts begin."""
 
-    prompt: str
+    prompt: str = Field(max_length=2**20)
     model: str | None = Field(None, min_length=1, max_length=512)
     add_special_tokens: bool | None = None
 
