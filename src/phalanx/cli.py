@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from phalanx import log
+from phalanx.bench.verbs import register as register_bench
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import ALIASES, Asked, build, gather
@@ -142,6 +143,9 @@ def chat(
 def version() -> None:
     """Print the version."""
     print(f"phalanx {__version__}")
+
+
+register_bench(app, takes)
 
 
 def main(arguments: list[str] | None = None) -> int:

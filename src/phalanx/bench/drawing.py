@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of `phalanx bench scaling`: throughput beside the ideal, latency, efficiency. Sizes that did not run are named."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.bench import report
+from phalanx.bench.scaling import OK, Row, name_of, reference
+from phalanx.errors import OptionError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_INK, _FAINT, _IDEAL = "#1f2933", "#7b8794", "#c2cbd2"
+_TENSOR, _PIPED = "#2b6cb0", "#d9822b"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw(document: report.Document, path: Path) -> None:
+    """Write the picture (PNG, or what the path's suffix says). Raises OptionError where matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OptionError(f"{path} was to be drawn", why=str(error), next="install phalanx[tune]") from None
+    rows = sorted(document["rows"], key=lambda row: (row["pp"] > 1, row["gpus"], row["pp"]))
+    base = reference(rows)
+    batch, decode = document["asked"]["workloads"]
+    figure = Figure(figsize=(max(11.0, 1.5 * len(rows) + 5), 4.6), dpi=130, layout="constrained")
+    rate, wait, share = figure.subplots(1, 3)
+    figure.suptitle(f"{document['asked']['model']}: {_where(document)}", fontsize=12, color=_INK, x=0.01, ha="left")
+    ideals = (
+        [] if base is None else [base["output_tok_s"] / base["gpus"] * row["gpus"] if row["status"] == OK else 0.0 for row in rows]
+    )
+    if ideals:
+        rate.bar(range(len(rows)), ideals, width=0.74, color="none", edgecolor=_IDEAL, linestyle="--", linewidth=1.2)
+    _bars(rate, rows, [row.get("output_tok_s") for row in rows], "{:,.0f}", ideals)
+    rate.set_title("output tokens/s (dashed: ideal)\n" + batch, loc="left", fontsize=10, color=_INK)
+    _bars(wait, rows, [row.get("tpot_ms") for row in rows], "{:.2f}")
+    wait.set_title("ms per token\n" + decode, loc="left", fontsize=10, color=_INK)
+    _bars(share, rows, [100 * row["efficiency"] if row["efficiency"] is not None else None for row in rows], "{:.0f}%")
+    share.axhline(100, color=_IDEAL, linestyle="--", linewidth=1.2, zorder=0)
+    against = f"throughput / (GPUs x {name_of(base)} per GPU)" if base is not None else "no size ran"
+    share.set_title(f"efficiency\n{against}", loc="left", fontsize=10, color=_INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _where(document: report.Document) -> str:
+    machine = document["about"]["machine"]
+    ran: list[dict[str, Any]] = [row["engine"] for row in document["rows"] if "engine" in row]
+    on_gpu = bool(machine["gpus"]) and (not ran or ran[0]["device"].startswith("cuda"))
+    place = machine["gpus"][0] if on_gpu else machine["cpu"]
+    return f"{ran[0]['dtype']}, {place}" if ran else place
+
+
+def _bars(axes: Axes, rows: Sequence[Row], values: Sequence[float | None], words: str, ceilings: Sequence[float] = ()) -> None:
+    """A bar for each size, with its figure; the word that stands for it where it did not run."""
+    top = max([value for value in values if value is not None] + list(ceilings), default=1.0)
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        if value is None:
+            axes.text(place, 0.02 * top, row["status"], ha="center", va="bottom", rotation=90, fontsize=10, color=_FAINT)
+            continue
+        axes.bar(place, value, width=0.74, color=_PIPED if row["pp"] > 1 else _TENSOR)
+        axes.text(place, value + 0.015 * top, words.format(value), ha="center", va="bottom", fontsize=9, color=_INK)
+    axes.set_xticks(range(len(rows)), [name_of(row).replace(" x ", "\n") for row in rows], fontsize=9)
+    axes.set_xlim(-0.6, len(rows) - 0.4)
+    axes.set_ylim(0, 1.14 * top)
+    axes.tick_params(length=0, colors=_INK)
+    axes.spines[["top", "right"]].set_visible(False)

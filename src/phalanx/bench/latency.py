@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast tokens come when a fixed number of requests decode together: `phalanx bench latency`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.bench import offline, report, roof
+from phalanx.bench.offline import Subject
+from phalanx.bench.roof import Bandwidth
+from phalanx.bench.workloads import Workload, prompts
+from phalanx.serve.llm import LLM
+
+_WARM_TOKENS = 8
+
+
+def run(subject: Subject, workloads: Sequence[Workload]) -> report.Document:
+    """Start an engine, measure every workload, end it; the report. Raises what an LLM raises."""
+    offline.check(subject, workloads)
+    bandwidth = roof.measure(subject.device)
+    with offline.engine(subject) as (llm, start_s):
+        results = [measure(subject, llm, workload, bandwidth) for workload in workloads]
+        return offline.document(subject, llm.facts, bandwidth, start_s, results)
+
+
+def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
+    """One decode workload: ms per token, ms to the first token, and the fraction of the roof."""
+    ids = prompts(workload, llm.facts.vocab_size, subject.options.seed)
+    offline.seconds_of(llm, ids, min(_WARM_TOKENS, workload.output_len))
+    first, whole = [], []
+    for _ in range(workload.repeats):
+        first.append(offline.seconds_of(llm, ids, 1))
+        whole.append(offline.seconds_of(llm, ids, workload.output_len))
+    seconds = per_token(whole, first, workload.output_len)
+    least = roof.decode_seconds(subject.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
+    found = {
+        "workload": workload.name, "requests": workload.requests, "input_len": workload.input_len,
+        "output_len": workload.output_len, "tpot_ms": seconds * 1e3, "prefill_s": min(first),
+        "output_tok_s": workload.requests / seconds if seconds > 0 else None,
+        "roof_ms": least * 1e3 if least is not None else None, "fraction_of_roof": roof.fraction(least, seconds),
+        "samples_s": {"first_token": first, "all_tokens": whole},
+    }  # fmt: skip
+    offline.logger.info("%s: %.3f ms per token", workload.name, found["tpot_ms"])
+    return found
+
+
+def per_token(whole: Sequence[float], first: Sequence[float], output_len: int) -> float:
+    """Seconds per token after the first: (t(output_len tokens) - t(1 token)) / (output_len - 1), the best of each."""
+    return (min(whole) - min(first)) / (output_len - 1)
+
+
+def table(document: report.Document) -> Any:
+    rows = [
+        [
+            row["workload"], f"{row['tpot_ms']:.3f}", f"{row['prefill_s']:.4f}", _number(row["output_tok_s"]),
+            "-" if row["roof_ms"] is None else f"{row['roof_ms']:.3f}", report.percent_text(row["fraction_of_roof"]),
+        ]
+        for row in document["results"]
+    ]  # fmt: skip
+    columns = ["workload", "ms per token", "first token s", "output tok/s", "roof ms", "of the roof"]
+    return report.table(report.title(document), columns, rows, report.caption(document))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a figure is kept with (machine, versions, commit, command), and how figures are shown: JSON and tables."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from phalanx.hardware import probe
+from phalanx.tables.table_file import write_whole
+
+_PACKAGES = ("phalanx", "torch", "triton", "flashinfer-python", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "pyzmq")
+_HERE = Path(__file__).resolve().parent
+
+Document = dict[str, Any]
+
+
+def about() -> Document:
+    """Where a figure comes from. What cannot be found out is left out, or "unknown"."""
+    machine = probe.look()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "command": _command(),
+        "machine": {
+            "cpu": _cpu(), "cores": machine.cores, "gpus": [gpu.name for gpu in machine.gpus],
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
+        },
+        "python": platform.python_version(),
+        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+    }  # fmt: skip
+
+
+def write(path: Path, document: Document) -> None:
+    """Write a document as JSON, whole or not at all."""
+    write_whole(path, json.dumps(document, indent=1) + "\n")
+
+
+def give(document: Document, tables: Sequence[Any], json_file: str | None) -> None:
+    """Show a report: tables on stdout and, where asked for, the JSON in a file. "-": JSON on stdout, and tables on stderr."""
+    if json_file == "-":
+        print(json.dumps(document, indent=1))
+    elif json_file is not None:
+        write(Path(json_file), document)
+    show(*tables, to_stderr=json_file == "-")
+
+
+def show(*parts: Any, to_stderr: bool = False) -> None:
+    """Print tables and lines; as wide as they are where nobody looks on."""
+    from rich.console import Console
+
+    console = Console(stderr=to_stderr, highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    for part in parts:
+        console.print(part)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Any:
+    """A rich table: the first column to the left, the figures to the right."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(title=title, caption=caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def title(document: Document) -> str:
+    """One line that says what ran."""
+    engine, machine = document["engine"], document["about"]["machine"]
+    where = machine["gpus"][0] if engine["device"].startswith("cuda") and machine["gpus"] else machine["cpu"]
+    layout = f"tp {engine['tp']} pp {engine['pp']}"
+    return f"{document['asked']['model']}, {engine['dtype']}, {layout}, on {where}; up in {engine['start_s']} s"
+
+
+def caption(document: Document) -> str:
+    """What the roof is."""
+    measured = document["roof"]
+    if "best_GBps" not in measured:
+        return f"roof: bandwidth not measured ({measured['not_measured']})"
+    ways = ", ".join(f"{way} {rate:,.0f}" for way, rate in measured["ways_GBps"].items())
+    return f"roof: bytes that a step must read at {measured['best_GBps']:,.0f} GB/s (measured GB/s: {ways})"
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value below which so many percent lie, linear between the two nearest ranks; nan of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def percent_text(fraction: float | None) -> str:
+    if fraction is None:
+        return "not measured"
+    return f"{fraction:.0%}" if fraction >= 0.0995 else f"{fraction:.1%}"
+
+
+def _commit() -> str:
+    """The commit of these sources, with a mark where they differ from it."""
+    if not _output("git", "ls-files", Path(__file__).name):
+        return "unknown"
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", "..")
+    return _output("git", "rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
+
+
+def _command() -> str:
+    """The command line. A path is shown as seen from here, or by its last part: where a folder lies is nobody's business."""
+    words = (
+        ["phalanx", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("phalanx", "__main__") else [Path(sys.argv[0]).name, *sys.argv[1:]]
+    )
+    here = Path.cwd()
+    for place, word in enumerate(words):
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        path = Path(value)
+        if path.is_absolute():
+            words[place] = flag + equals + (str(path.relative_to(here)) if path.is_relative_to(here) else path.name)
+    return shlex.join(words)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=_HERE, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

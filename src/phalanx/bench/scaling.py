@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What more GPUs bring: `phalanx bench scaling`. Each size is an engine of its own, one after the other; what is known is written
+after each, so that nothing is lost by what happens later.
+
+Efficiency = throughput / (GPUs x throughput of one GPU). Where one GPU does not hold the model, the smallest size that does takes
+its place, and the column says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.bench import latency, offline, report, roof, throughput
+from phalanx.bench.offline import Subject
+from phalanx.bench.roof import Bandwidth
+from phalanx.bench.workloads import Workload
+from phalanx.errors import CapacityError, OptionError, PhalanxError
+
+DEFAULT_SIZES = "1,2,4,8,1x2,2x2,4x2"
+OK, OOM, NO_GPUS, FAILED = "ok", "OOM", "no GPUs", "failed"
+
+Row = dict[str, Any]
+Measure = Callable[[Subject, Sequence[Workload], Bandwidth], Row]
+
+_SIZE = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
+_MEMORY = re.compile(r"out of memory|OutOfMemory|CUDA_ERROR_OUT_OF_MEMORY|cannot allocate memory", re.I)
+
+
+def sizes_of(text: str) -> list[tuple[int, int]]:
+    """ "1,4,2x2" -> [(1, 1), (4, 1), (2, 2)]: (tp, pp). Raises OptionError."""
+    found = [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise OptionError(f"sizes {text!r} were asked for", why="a size is TP or TPxPP", next=f"write them like {DEFAULT_SIZES}")
+    return list(dict.fromkeys((int(match[1]), int(match[2] or 1)) for match in found if match))
+
+
+def run(
+    subject: Subject, sizes: Sequence[tuple[int, int]], batch: Workload, decode: Workload, *, json_file: Path | None = None,
+    measure: Measure | None = None,
+) -> report.Document:  # fmt: skip
+    """Measure each size that `json_file` does not hold yet, and write there after each; the report.
+
+    A size that does not fit is a row that says OOM, one with more ranks than GPUs a row that says so, and an error a row with that
+    error. Raises OptionError where the file holds another model, workload or options.
+    """
+    offline.check(_sized(subject, 1, 1), [batch, decode])
+    asked = offline.asked_for(subject)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        asked.pop(name, None)
+    asked |= {"workloads": [batch.name, decode.name]}
+    rows = _held(json_file, asked)
+    bandwidth: Bandwidth | None = None
+    document: report.Document = {}
+    for tp, pp in sizes:
+        if not any((row["tp"], row["pp"]) == (tp, pp) and row["status"] != FAILED for row in rows):
+            if bandwidth is None and _present(subject, tp * pp):
+                bandwidth = roof.measure(subject.device)
+            rows = [row for row in rows if (row["tp"], row["pp"]) != (tp, pp)]
+            rows.append(_row(_sized(subject, tp, pp), [batch, decode], bandwidth or Bandwidth(None), measure or measure_size))
+        document = {"about": report.about(), "asked": asked, "rows": with_efficiency(rows)}
+        if json_file is not None:
+            report.write(json_file, document)
+    return document
+
+
+def measure_size(subject: Subject, workloads: Sequence[Workload], bandwidth: Bandwidth) -> Row:
+    """Throughput and latency of one size, through an engine of its own."""
+    batch, decode = workloads
+    with offline.engine(subject) as (llm, start_s):
+        fast = latency.measure(subject, llm, decode, bandwidth)
+        many = throughput.measure(subject, llm, batch, bandwidth)
+        return {
+            "output_tok_s": many["output_tok_s"], "tpot_ms": fast["tpot_ms"], "preemptions": many["preemptions"],
+            "fraction_of_roof": {"throughput": many["fraction_of_roof"], "latency": fast["fraction_of_roof"]},
+            "roof": bandwidth.as_json(), "engine": offline.engine_facts(llm.facts, start_s),
+        }  # fmt: skip
+
+
+def _row(subject: Subject, workloads: Sequence[Workload], bandwidth: Bandwidth, measure: Measure) -> Row:
+    options = subject.options
+    row: Row = {
+        "tp": options.tensor_parallel_size, "pp": options.pipeline_parallel_size, "gpus": options.world_size,
+        "nodes": options.nnodes,
+    }  # fmt: skip
+    if not _present(subject, options.world_size):
+        return {**row, "status": NO_GPUS, "why": f"{options.world_size} ranks, and this host shows {subject.gpus} GPUs"}
+    offline.logger.info("tp %d, pp %d", row["tp"], row["pp"])
+    try:
+        return {**row, "status": OK, **measure(subject, workloads, bandwidth)}
+    except PhalanxError as error:
+        status = OOM if does_not_fit(error) else FAILED
+        offline.logger.warning("tp %d, pp %d: %s: %s", row["tp"], row["pp"], status, error)
+        return {**row, "status": status, "why": str(error)}
+
+
+def does_not_fit(error: PhalanxError) -> bool:
+    """Whether an error says that there is too little memory: the budget's own, or a rank that ran out of it."""
+    return isinstance(error, CapacityError) or bool(_MEMORY.search(str(error)))
+
+
+def _present(subject: Subject, ranks: int) -> bool:
+    return subject.device != "cuda" or ranks // subject.options.nnodes <= subject.gpus
+
+
+def _sized(subject: Subject, tp: int, pp: int) -> Subject:
+    options = subject.options.model_copy(update={"tensor_parallel_size": tp, "pipeline_parallel_size": pp})
+    return dataclasses.replace(subject, options=options)
+
+
+def _held(json_file: Path | None, asked: dict[str, Any]) -> list[Row]:
+    """The rows of an earlier run of the same."""
+    if json_file is None or not json_file.exists():
+        return []
+    try:
+        held = json.loads(json_file.read_text(encoding="utf-8"))
+        found, rows = held["asked"], list(held["rows"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise OptionError(
+            f"{json_file} was to be extended", why=f"{type(error).__name__}: {error}", next="name a new file"
+        ) from None
+    differs = sorted(name for name in {*found, *asked} if found.get(name) != json.loads(json.dumps(asked.get(name))))
+    if differs:
+        raise OptionError(f"{json_file} was to be extended", held=f"its {', '.join(differs)} differ", next="name a new file")
+    return rows
+
+
+# ---- what it means ---------------------------------------------------------------------------------------------------
+
+
+def with_efficiency(rows: Sequence[Row]) -> list[Row]:
+    """The rows with "efficiency" (1 is perfect) and "efficiency_of" (the size that it is against, for example "TP1"); None where a
+    row has no throughput."""
+    base = reference(rows)
+    found = []
+    for row in rows:
+        row = {**row, "efficiency": None, "efficiency_of": None}
+        if base is not None and row["status"] == OK:
+            row["efficiency"] = efficiency(row["output_tok_s"], row["gpus"], base["output_tok_s"], base["gpus"])
+            row["efficiency_of"] = name_of(base)
+        found.append(row)
+    return found
+
+
+def efficiency(rate: float, gpus: int, base_rate: float, base_gpus: int) -> float:
+    """Throughput per GPU, against that of the base."""
+    return (rate / gpus) / (base_rate / base_gpus)
+
+
+def reference(rows: Sequence[Row]) -> Row | None:
+    """One GPU, else the smallest size that ran; of equal ones that with the larger tp."""
+    ran = [row for row in rows if row["status"] == OK]
+    return min(ran, key=lambda row: (row["gpus"], -row["tp"]), default=None)
+
+
+def name_of(row: Row) -> str:
+    return f"TP{row['tp']}" + (f" x PP{row['pp']}" if row["pp"] > 1 else "")
+
+
+def tables(document: report.Document) -> list[Any]:
+    """The guide's two tables: over all sizes; and, where pipelines were measured, those by nodes beside the same tp without one."""
+    rows = document["rows"]
+    base = reference(rows)
+    against = f"efficiency (of {name_of(base)})" if base is not None else "efficiency"
+    batch, decode = document["asked"]["workloads"]
+    piped = any(row["pp"] > 1 for row in rows)
+    columns = ["GPUs", "TP size", *(["PP size"] if piped else []), "throughput tok/s", "latency ms/token", against, "of the roof"]
+    lines = [
+        [str(row["gpus"]), str(row["tp"]), *([str(row["pp"])] if piped else []), *_figures(row)]
+        for row in sorted(rows, key=lambda row: (row["pp"] > 1, row["gpus"], row["pp"]))
+    ]
+    roof_text = "of the roof: throughput / latency, as bytes that a step must read over measured bandwidth"
+    found = [report.table(f"{document['asked']['model']}: {batch}, latency {decode}", columns, lines, roof_text)]
+    if piped:
+        beside = {row["tp"] for row in rows if row["pp"] > 1}
+        lines = [
+            [str(row["nodes"]), str(row["tp"]), str(row["pp"]), str(row["gpus"]), _figures(row)[0]]
+            for row in sorted(rows, key=lambda row: (row["tp"], row["pp"]))
+            if row["tp"] in beside
+        ]
+        columns = ["nodes", "TP", "PP", "GPUs", "throughput tok/s"]
+        found.append(report.table(f"{document['asked']['model']}: pipelines", columns, lines))
+    return found
+
+
+def _figures(row: Row) -> list[str]:
+    if row["status"] != OK:
+        return [row["status"], "-", "-", "-"]
+    roofs = [report.percent_text(row["fraction_of_roof"][what]) for what in ("throughput", "latency")]
+    return [f"{row['output_tok_s']:,.0f}", f"{row['tpot_ms']:.2f}", f"{row['efficiency']:.0%}", " / ".join(roofs)]

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published model shapes by name: a folder with config.json (and a stand-in tokenizer) is all that dummy weights need.
+
+Dimensions: config.json of meta-llama/Meta-Llama-3-8B, Meta-Llama-3-70B and Llama-3.1-405B on the Hugging Face Hub.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import OptionError
+
+_LLAMA_3: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "rope_theta": 500000.0, "max_position_embeddings": 8192, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    "attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128001,
+}  # fmt: skip
+_LONG: dict[str, Any] = {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        **_LLAMA_3, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+    }  # fmt: skip
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": _llama(4096, 14336, 32, 32),
+    "llama-3-70b": _llama(8192, 28672, 80, 64),
+    "llama-3.1-405b": {**_llama(16384, 53248, 126, 128), **_LONG},
+}
+"""Name -> config.json."""
+
+
+def write(name: str, folder: Path) -> Path:
+    """Write config.json and a tokenizer of a shape into `folder` (made when it is missing); returns the folder.
+
+    The tokenizer stands in for the real one, which cannot be had without a network: bytes first, then made-up words up to the
+    vocabulary's size, so that every token id has a text. It gives no idea of how many tokens a text takes.
+    Raises OptionError for an unknown name, or where the folder holds a model already.
+    """
+    if name not in SHAPES:
+        raise OptionError(f"shape {name!r} is unknown", next=f"known: {', '.join(SHAPES)}")
+    config = SHAPES[name]
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "config.json").exists():
+        raise OptionError(f"shape {name!r} was to be written to {folder}", held="a config.json is there", next="name a new folder")
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    special = {config["bos_token_id"]: "<|begin|>", config["eos_token_id"]: "<|end|>"}
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config["vocab_size"], special)), encoding="utf-8")
+    named = {
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
+    return folder
+
+
+@contextmanager
+def folder_of(model: str) -> Iterator[str]:
+    """The model as an engine takes it: for a shape's name a folder that lives as long as the context, else the name itself."""
+    if model not in SHAPES:
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="phalanx-shape-") as parent:
+        yield str(write(model, Path(parent) / model))
+
+
+def _tokenizer(vocab_size: int, special: dict[int, str]) -> dict[str, Any]:
+    """tokenizer.json: byte-level BPE without merges."""
+    letters = _byte_letters()
+    words = (f"\u0120{_word(number)}" for number in range(vocab_size))
+    vocabulary = {special.get(i) or (letters[i] if i < 256 else next(words)): i for i in range(vocab_size)}
+    added = [
+        {"id": i, "content": text, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        for i, text in sorted(special.items())
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "pre_tokenizer": level,
+        "post_processor": None, "decoder": level,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+            "fuse_unk": False, "byte_fallback": False, "ignore_merges": False, "vocab": vocabulary, "merges": [],
+        },
+    }  # fmt: skip
+
+
+def _word(number: int) -> str:
+    """0, 1, 2, ... as words of at least two letters: ba, bb, ..."""
+    text = ""
+    number += 26
+    while number:
+        number, letter = divmod(number, 26)
+        text = chr(ord("a") + letter) + text
+    return text
+
+
+def _byte_letters() -> list[str]:
+    """The 256 letters by which byte-level BPE writes bytes: printable ones as they are, the others from U+0100 on, in order."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of `phalanx bench`: latency, throughput, scaling, serve, shape. The flags of the engine come from the command above."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.config import EngineOptions
+from phalanx.config.sources import Asked
+from phalanx.errors import OptionError
+
+Verb = Callable[..., None]
+Takes = Callable[..., Callable[[Verb], Verb]]
+
+Workloads = Annotated[list[str] | None, typer.Option("--workload", "-w", help="By name; may be given again.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report there, too; - for stdout.")]
+
+_DECODES = ("decode-1", "decode-64")
+_BATCH = "batch-512x1000x1000"
+
+
+def register(command: typer.Typer, takes: Takes) -> None:
+    """Add `bench` to the command. takes: `cli.takes`, which gives a verb the engine's flags."""
+    app = typer.Typer(
+        name="bench",
+        help="How well it runs: latency, throughput, load over HTTP, scaling; each beside its roof.",
+        invoke_without_command=True,
+        rich_markup_mode=None,
+    )
+    app.callback()(_help)
+    app.command()(takes(EngineOptions)(latency))
+    app.command()(takes(EngineOptions)(throughput))
+    app.command()(takes(EngineOptions)(scaling))
+    app.command()(serve)
+    app.command()(shape)
+    command.add_typer(app)
+
+
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def latency(asked: Asked, workload: Workloads = None, json: Json = None) -> None:
+    """Time per token while a fixed number of requests decode: decode-1 and decode-64, or others by --workload.
+
+    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
+    """
+    from phalanx.bench import latency as bench
+    from phalanx.bench import offline, report, workloads
+
+    wanted = [workloads.parse(name, "decode") for name in workload or _DECODES]
+    with offline.subject(asked) as subject:
+        document = bench.run(subject, wanted)
+    report.give(document, [bench.table(document)], json)
+
+
+def throughput(asked: Asked, workload: Workloads = None, json: Json = None) -> None:
+    """Tokens per second with all requests queued at once: batch-512x1000x1000, or others by --workload.
+
+    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
+    """
+    from phalanx.bench import offline, report, workloads
+    from phalanx.bench import throughput as bench
+
+    wanted = [workloads.parse(name, "batch") for name in workload or [_BATCH]]
+    with offline.subject(asked) as subject:
+        document = bench.run(subject, wanted)
+    report.give(document, [bench.table(document)], json)
+
+
+def scaling(
+    asked: Asked,
+    sizes: Annotated[str, typer.Option(help="TP or TPxPP, separated by commas.")] = "1,2,4,8,1x2,2x2,4x2",
+    workload: Annotated[str, typer.Option("--workload", "-w", help="The throughput's.")] = _BATCH,
+    decode: Annotated[str, typer.Option("--decode", help="The latency's workload.")] = "decode-1",
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Written after each size; sizes that it holds are not run again.")
+    ] = None,
+    plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw it; beside --json's file otherwise.")] = None,
+) -> None:
+    """Throughput, latency and efficiency over sizes, each an engine of its own: the deployment guide's two tables, and a picture.
+
+    A size that does not fit says OOM; one with more ranks than there are GPUs says so. MODEL may be the name of a shape.
+    """
+    from phalanx.bench import drawing, offline, report, workloads
+    from phalanx.bench import scaling as bench
+
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if name in asked.values:
+            raise OptionError(
+                f"{name}={asked.values[name]} was asked for", held=f"by {asked.origins[name]}", next="give --sizes instead"
+            )
+    batch, latency_workload = workloads.parse(workload, "batch"), workloads.parse(decode, "decode")
+    file = None if json in (None, "-") else Path(str(json))
+    with offline.subject(asked) as subject:
+        document = bench.run(subject, bench.sizes_of(sizes), batch, latency_workload, json_file=file)
+    report.give(document, bench.tables(document), json)
+    if plot is not None:
+        drawing.draw(document, Path(plot))
+    elif file is not None and drawing.can_draw():
+        drawing.draw(document, file.with_suffix(".png"))
+    if any(row["status"] == bench.FAILED for row in document["rows"]):
+        raise typer.Exit(1)
+
+
+def serve(
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="A running server.")] = "http://localhost:8000",
+    rate: Annotated[float | None, typer.Option(help="Requests per second, as a Poisson process; inf: all at once.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Streams, each sending its next request when its last ended.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many in all.")] = 256,
+    input_len: Annotated[int, typer.Option("--input_len", min=1, help="Tokens of each prompt.")] = 128,
+    output_len: Annotated[int, typer.Option("--output_len", min=1, help="New tokens of each.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of arrival times and prompts.")] = 0,
+    vocab_size: Annotated[int, typer.Option("--vocab_size", help="Prompts are random token ids below it.")] = 256,
+    warmup: Annotated[int, typer.Option(min=0, help="Short requests before the clock starts.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds of one request.")] = 600.0,
+    model: Annotated[str | None, typer.Option(help="As the server calls it; its first otherwise.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api_key", envvar="PHALANX_API_KEY", help="The server's key.")] = None,
+    offline: Annotated[
+        Path | None, typer.Option("--offline", help="A report of `bench throughput` of the same work, to set it against.")
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Drive a running OpenAI-compatible server at a request rate or a concurrency: first token, between tokens, whole requests."""
+    from phalanx.bench import load, report
+
+    wanted = load.Load(
+        requests=requests, input_len=input_len, output_len=output_len, rate=rate, concurrency=concurrency, seed=seed,
+        vocab_size=vocab_size, warmup=warmup, timeout=timeout, model=model,
+    )  # fmt: skip
+    document = load.run(url, api_key, wanted, offline)
+    report.give(document, [load.table(document)], json)
+    if document["results"]["failed"]:
+        raise typer.Exit(1)
+
+
+def shape(
+    name: Annotated[str, typer.Argument(help="llama-3-8b, llama-3-70b or llama-3.1-405b.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder.")],
+) -> None:
+    """Write a shape's config.json and a stand-in tokenizer, for `phalanx serve FOLDER --load_format dummy`."""
+    from phalanx.bench import shapes
+
+    print(shapes.write(name, folder))
