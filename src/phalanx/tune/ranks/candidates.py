@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
 from phalanx.hardware.fingerprint import Fingerprint, link_class
+from phalanx.tables.message import Fusion, dtype_named
+from phalanx.tables.shipped import table_for
 from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tables.table import Table
+from phalanx.tune.explain import answer
 from phalanx.tune.ranks.measure import Candidate
 
 Sum = Callable[[Tensor], Tensor]
@@ -36,6 +41,8 @@ class Built:
         self._refused[strategy] = reason
 
     def get(self, choice: Choice) -> Candidate:
+        if choice.strategy is Strategy.AUTO:
+            return self._auto
         if choice.strategy not in self._sums:
             raise KeyError(self._refused.get(choice.strategy, f"{choice.strategy.name} is not built here"))
         total, norm = self._sums[choice.strategy], self._norms.get(choice.strategy)
@@ -49,6 +56,18 @@ class Built:
 
         return run
 
+    def _auto(self, x: Tensor, fusion: ResidualRmsNorm | None) -> tuple[Tensor, ...]:
+        """What the machine's table (or seed) says for this size."""
+        kind = Fusion.NONE
+        if fusion is not None:
+            kind = Fusion.of(fusion.quant, token_scale=fusion.scale is None, keep_norm=fusion.keep_norm)
+        entry = answer(self._table, dtype_named(str(x.dtype)), kind, x.shape[0], x.shape[1])
+        return self.get(Choice(entry.strategy, unfused=not entry.fused))(x, fusion)
+
+    @cached_property
+    def _table(self) -> Table:
+        return table_for(self.fingerprint)
+
 
 def open_group(group: Group, device: torch.device, max_bytes: int) -> Built:
     """What the ranks of `group` can run; collective. max_bytes: the longest message that a workspace must hold without chunks."""
@@ -56,7 +75,21 @@ def open_group(group: Group, device: torch.device, max_bytes: int) -> Built:
     built.add(Strategy.NCCL, group.all_reduce, None)
     if device.type == "cuda":
         _add_symmetric(built, group, device, max_bytes)
+    else:
+        _add_shared(built, group, max_bytes)
     return built
+
+
+def _add_shared(built: Built, group: Group, max_bytes: int) -> None:
+    from phalanx.comm import shared_memory
+
+    memory = shared_memory.form(group, max_bytes)
+    if isinstance(memory, str):
+        for strategy in (Strategy.ONESHOT, Strategy.TWOSHOT):
+            built.refuse(strategy, memory)
+        return
+    built.add(Strategy.ONESHOT, memory.oneshot, memory.oneshot_norm)
+    built.add(Strategy.TWOSHOT, memory.twoshot, memory.twoshot_norm)
 
 
 def _add_symmetric(built: Built, group: Group, device: torch.device, max_bytes: int) -> None:
