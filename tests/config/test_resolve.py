@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.config import EngineOptions
 from phalanx.config.model import ModelShape
-from phalanx.config.resolve import resolve
+from phalanx.config.quantization import ON_LOAD
+from phalanx.config.resolve import arithmetic, resolve
 from phalanx.errors import LayoutError, OptionError
 
 SHAPE = ModelShape(
@@ -23,7 +26,8 @@ def test_on_cpu():
     made = found.options
     assert (made.device, made.dtype, made.max_num_tokens, made.max_seq_len) == ("cpu", "fp32", 2048, 16384)
     assert (made.kv_cache_bytes, made.cuda_graphs) == (1 << 30, False)
-    assert set(found.reasons) == {"device", "dtype", "max_num_tokens", "max_seq_len", "kv_cache_bytes", "cuda_graphs"}
+    resolved = {"device", "dtype", "kv_cache_dtype", "max_num_tokens", "max_seq_len", "kv_cache_bytes", "cuda_graphs"}
+    assert set(found.reasons) == resolved
     assert "no GPU" in found.reasons["device"]
 
 
@@ -42,7 +46,9 @@ def test_on_gpus():
 
 
 def test_what_is_said_stays_and_needs_no_reason():
-    asked = options(device="cpu", dtype="fp16", max_num_tokens=7, max_seq_len=9, kv_cache_bytes=5000, cuda_graphs=False)
+    asked = options(
+        device="cpu", dtype="fp16", kv_cache_dtype="fp8", max_num_tokens=7, max_seq_len=9, kv_cache_bytes=5000, cuda_graphs=False
+    )
     found = resolve(asked, SHAPE, gpus=8)
     assert found.options == asked
     assert found.reasons == {}
@@ -50,8 +56,25 @@ def test_what_is_said_stays_and_needs_no_reason():
 
 def test_nothing_is_left_open():
     made = resolve(options(), SHAPE, gpus=1).options
-    assert "auto" not in (made.device, made.dtype)
+    assert "auto" not in (made.device, made.dtype, made.kv_cache_dtype)
     assert None not in (made.max_num_tokens, made.max_seq_len)
+
+
+def test_fp8_stays_fp8_and_leaves_the_rest_in_16_bit():
+    assert resolve(options(dtype="fp8"), SHAPE, gpus=1).options.dtype == "fp8"
+    assert arithmetic("fp8", SHAPE, "cuda") == "bf16"
+    assert arithmetic("fp8", replace(SHAPE, dtype="fp16"), "cuda") == "fp16"
+    assert arithmetic("fp8", replace(SHAPE, dtype="fp32"), "cuda") == "bf16"
+    assert arithmetic("fp8", SHAPE, "cpu") == arithmetic("auto", SHAPE, "cpu") == "fp32"
+    assert arithmetic("auto", replace(SHAPE, dtype="fp32"), "cuda") == "fp32"
+    assert arithmetic("auto", replace(SHAPE, dtype="fp32", quantization=ON_LOAD), "cuda") == "bf16"
+
+
+@pytest.mark.parametrize("kv", [False, True])
+def test_the_cache_is_fp8_where_the_checkpoint_was_made_for_it(kv):
+    shape = replace(SHAPE, quantization=replace(ON_LOAD, kv=kv))
+    assert resolve(options(), shape, gpus=1).options.kv_cache_dtype == ("fp8" if kv else "model")
+    assert resolve(options(kv_cache_dtype="model"), shape, gpus=1).options.kv_cache_dtype == "model"
 
 
 def test_longer_than_the_model_names_both_numbers():

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.fields import Fields
+from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import Rope, read_rope
 from phalanx.errors import ModelError, UnsupportedArchitecture
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -69,6 +70,7 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
+    quantization: Quantization | None = None
     dtype: str = "fp32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -121,6 +123,7 @@ class ModelShape:
             mlp_bias=family.reads_mlp_bias and fields.flag("mlp_bias", False),
             qk_norm=family.qk_norm,
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            quantization=read_quantization(fields),
             dtype=_dtype(fields),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=_eos(fields),
@@ -131,11 +134,14 @@ _NO_GROUPS = "each key-value head must serve the same number of query heads"
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder; generation_config.json, where there is one, stands in it under "generation_config".
+    """config.json of a folder; generation_config.json, where there is one, stands in it under "generation_config", and
+    hf_quant_config.json under "quantization_config" where config.json has none.
 
-    Raises ModelError when either is missing (config.json), is not JSON, or holds something else than an object.
+    Raises ModelError when any is missing (config.json), is not JSON, or holds something else than an object.
     """
     config = _read_json(folder / CONFIG)
+    if config.get("quantization_config") is None and (folder / MODELOPT).exists():
+        config["quantization_config"] = from_modelopt(_read_json(folder / MODELOPT))
     generation = folder / GENERATION
     config["generation_config"] = _read_json(generation) if generation.exists() else {}
     return config
@@ -166,12 +172,6 @@ def _architecture(fields: Fields) -> str:
 
 def _refuse_unread(fields: Fields) -> None:
     """What config.json may ask for and nobody here computes."""
-    quantization = fields.optional_mapping("quantization_config")
-    if quantization is not None:
-        raise ModelError(
-            f"{fields.file} has a quantization_config (quant_method={quantization.get('quant_method')!r})",
-            why="quantized checkpoints are not read yet", next="use the checkpoint in bf16, fp16 or fp32",
-        )  # fmt: skip
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{fields.file} has hidden_act={activation!r}", why="only 'silu' is computed")

@@ -20,7 +20,7 @@ def _dtype_name(value: Any) -> Any:
     return _DTYPE_SPELLINGS.get(value, value) if isinstance(value, str) else value
 
 
-Dtype = Annotated[Literal["auto", "fp32", "fp16", "bf16"], BeforeValidator(_dtype_name)]
+Dtype = Annotated[Literal["auto", "fp32", "fp16", "bf16", "fp8"], BeforeValidator(_dtype_name)]
 
 
 class EngineOptions(BaseModel):
@@ -34,7 +34,14 @@ class EngineOptions(BaseModel):
     model: str = Field(description="A folder, a Hub id, or 'demo'.")
     tokenizer: str | None = Field(None, description="A folder or Hub id of another tokenizer; the model's own otherwise.")
     revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
-    dtype: Dtype = Field("auto", description="Of weights and arithmetic: auto takes the checkpoint's, and fp32 on CPU.")
+    dtype: Dtype = Field(
+        "auto",
+        description="Of weights and arithmetic: auto takes the checkpoint's, and fp32 on CPU. fp8: products in FP8, quantized as a "
+        "16-bit checkpoint is read; what is between them as auto. A checkpoint in FP8 stays so whatever is said here.",
+    )
+    kv_cache_dtype: Literal["auto", "model", "fp8"] = Field(
+        "auto", description="model: as the arithmetic; fp8: half of that; auto: fp8 where the checkpoint was made for it."
+    )
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto", description="auto and safetensors read the checkpoint; dummy makes seeded random weights on the device."
     )

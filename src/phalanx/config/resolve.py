@@ -36,10 +36,12 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
     device = _device(options, gpus, chosen)
     _check_layout(options, shape, gpus if device == "cuda" else None)
     if options.dtype == "auto":
-        if device == "cuda":
-            chosen["dtype"] = shape.dtype, "the checkpoint's own"
-        else:
-            chosen["dtype"] = "fp32", "CPUs compute fastest and most exactly in it"
+        why = "the checkpoint's own" if device == "cuda" else "CPUs compute fastest and most exactly in it"
+        chosen["dtype"] = arithmetic("auto", shape, device), why
+    if options.kv_cache_dtype == "auto":
+        made_for_it = shape.quantization is not None and shape.quantization.kv
+        why = "the checkpoint was made for it" if made_for_it else "nothing says that the model bears less"
+        chosen["kv_cache_dtype"] = ("fp8" if made_for_it else "model"), why
     max_seq_len = _max_seq_len(options, shape, chosen)
     _max_num_tokens(options, device, max_seq_len, chosen)
     if device == "cpu":
@@ -51,6 +53,19 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
         options.model_copy(update={name: value for name, (value, _) in chosen.items()}),
         {name: f"{value}: {why}" for name, (value, why) in chosen.items()},
     )
+
+
+def arithmetic(dtype: str, shape: ModelShape, device: str) -> str:
+    """What `dtype` means for everything but products in FP8, and for those where the device has none: "fp32", "fp16" or "bf16".
+
+    With "auto" and "fp8" the checkpoint's own, but fp32 on CPU, and 16 bit for products in FP8 on GPU.
+    """
+    if dtype not in ("auto", "fp8"):
+        return dtype
+    if device == "cpu":
+        return "fp32"
+    in_fp8 = dtype == "fp8" or shape.quantization is not None
+    return "bf16" if in_fp8 and shape.dtype == "fp32" else shape.dtype
 
 
 def _device(options: EngineOptions, gpus: int, chosen: dict[str, tuple[Any, str]]) -> str:

@@ -5,15 +5,19 @@ The names here pick the kernel for the tensor's device; importing this room load
 """
 
 from phalanx.kernels.norms import residual_rms_norm, residual_rms_norm_quant
-from phalanx.kernels.reference import quantize_fp8, quantize_nvfp4, rms_norm, rope, silu_mul, write_kv
+from phalanx.kernels.reference import dequantize, quantize_fp8, quantize_nvfp4, rms_norm, rope, silu_mul, write_kv
+from phalanx.kernels.scaled_mm import scaled_mm, silu_mul_quant_fp8
 
 __all__ = [
+    "dequantize",
     "quantize_fp8",
     "quantize_nvfp4",
     "residual_rms_norm",
     "residual_rms_norm_quant",
     "rms_norm",
     "rope",
+    "scaled_mm",
     "silu_mul",
+    "silu_mul_quant_fp8",
     "write_kv",
 ]

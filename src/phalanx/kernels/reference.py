@@ -117,3 +117,39 @@ def residual_rms_norm_quant(
         quantized, found = quantize_nvfp4(norm, scale)
         scales = (found,)
     return (*((norm,) if keep_norm else ()), quantized, *scales, residual)
+
+
+def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """quantize_fp8 of silu_mul: e4m3 [T, I], and the scale, given or one per token [T, 1]."""
+    return quantize_fp8(silu_mul(gate_up), scale)
+
+
+def scaled_mm(values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """(values [T, in] e4m3 * row_scale [T, 1] or ()) @ (weight [out, in] e4m3 * scale [out]).T, in fp32, rounded to `dtype`."""
+    return ((values.float() @ weight.float().t()) * row_scale * scale).to(dtype)
+
+
+def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, block: int = 0, begin: int = 0) -> Tensor:
+    """weight [out, in] e4m3 times its scales, fp32: one per row [out], or one for each `block` columns of a row [out, blocks],
+    where the first column of the weight is number `begin` of the first block. In `dtype`."""
+    if not block:
+        return (weight.float() * scale.unsqueeze(-1)).to(dtype)
+    spread = scale.repeat_interleave(block, dim=1)[:, begin : begin + weight.shape[1]]
+    return (weight.float() * spread).to(dtype)
+
+
+def rope_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
+    kv_scales: tuple[float, float] | None = None,
+) -> Tensor:  # fmt: skip
+    """rope of the query and key heads of qkv [T, q_heads + 2 * kv_heads, D], and write_kv of its key and value heads: the queries
+    [T, q_heads, D]. cos, sin, caches and slots as there. Into a cache in e4m3 go keys and values divided by their kv_scales (None:
+    1), clipped to +-448."""
+    kv_heads = (qkv.shape[1] - q_heads) // 2
+    turned = rope(qkv[:, : q_heads + kv_heads], cos, sin)
+    parts = [turned[:, q_heads:], qkv[:, q_heads + kv_heads :]]
+    if key_cache.dtype == torch.float8_e4m3fn:
+        scaled = [part.float() * (1.0 / scale) for part, scale in zip(parts, kv_scales or (1.0, 1.0), strict=True)]
+        parts = [part.clamp(-448.0, 448.0).to(key_cache.dtype) for part in scaled]
+    write_kv(*parts, key_cache, value_cache, slots)
+    return turned[:, :q_heads]

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.errors import WeightError
-from phalanx.models.slices import Slice
+from phalanx.models.slices import Scale, Slice
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _READ_DTYPES = ("F64", "F32", "F16", "BF16")
+_FP8 = "F8_E4M3"
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 """Buffers that old versions of transformers saved among the weights; they follow from config.json."""
@@ -68,7 +70,7 @@ def _by_index(index: Path) -> dict[str, Path]:
     return found
 
 
-def require_known(found: dict[str, Path], known: dict[str, Any], *, tied_head: str | None) -> None:
+def require_known(found: dict[str, Path], known: Collection[str], *, tied_head: str | None) -> None:
     """Raise WeightError for a tensor that the model has no place for. A tied head may be stored a second time."""
     strange = [name for name in found if name not in known and name != tied_head and not _IGNORED.search(name)]
     if strange:
@@ -102,10 +104,34 @@ def read(reader: Any, part: Slice, file: Path) -> Tensor:
             f"{part.name} in {file} has shape {list(shape)}", held=f"config.json implies {list(part.shape)}",
             why="the two contradict each other", next="check that config.json belongs to these weights",
         )  # fmt: skip
-    if dtype not in _READ_DTYPES:
+    in_fp8 = part.target.dtype == torch.float8_e4m3fn and part.scale is None
+    if dtype not in ((_FP8,) if in_fp8 else _READ_DTYPES):
         raise WeightError(
-            f"{part.name} in {file} has dtype {dtype}", held=f"read are: {', '.join(_READ_DTYPES)}",
-            why="quantized weights are not read yet", next="use the checkpoint in bf16, fp16 or fp32",
+            f"{part.name} in {file} has dtype {dtype}", held=f"read here: {_FP8 if in_fp8 else ', '.join(_READ_DTYPES)}",
+            why="by its quantization_config this tensor is in FP8" if in_fp8
+            else "no quantization_config that is read makes this tensor a quantized one",
+            next="check that config.json belongs to these weights, or use the checkpoint in bf16, fp16 or fp32",
         )  # fmt: skip
     whole: Tensor = stored[part.begin : part.end] if part.dim == 0 else stored[:, part.begin : part.end]
     return whole
+
+
+def read_scale(reader: Any, scale: Scale, file: Path) -> Tensor:
+    """The whole scale in fp32, of one of `scale.shapes`. Raises WeightError for another shape or dtype, and for values that are not
+    finite and positive."""
+    held: Tensor = reader.get_tensor(scale.name)
+    if tuple(held.shape) not in scale.shapes:
+        raise WeightError(
+            f"{scale.name} in {file} has shape {list(held.shape)}",
+            held=f"config.json implies {' or '.join(str(list(shape)) for shape in scale.shapes)}",
+            next="check that config.json belongs to these weights",
+        )  # fmt: skip
+    if not held.is_floating_point() or held.element_size() < 2:
+        raise WeightError(f"{scale.name} in {file} has dtype {held.dtype}", held="scales are read in 16 and 32 bit")
+    wide = held.float()
+    if not bool((torch.isfinite(wide) & ((wide > 0) | (wide == 0) & scale.may_be_zero)).all()):
+        raise WeightError(
+            f"{scale.name} in {file} holds a value that is not finite and positive", why="nothing can be scaled by it",
+            next="download the checkpoint again",
+        )  # fmt: skip
+    return wide

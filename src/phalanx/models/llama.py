@@ -16,6 +16,8 @@ from phalanx import kernels
 from phalanx.config.model import ModelShape
 from phalanx.models.batch import Batch, KvCache
 from phalanx.models.layers.embedding import ParallelHead, VocabParallelEmbedding
+from phalanx.models.layers.fp8 import Activation
+from phalanx.models.layers.kv_store import KvStore
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.mlp import GatedMlp
 from phalanx.models.layers.norm import RmsNorm
@@ -36,21 +38,23 @@ class Attention(nn.Module):
         self.qkv = QkvParallelLinear(name, shape.hidden_size, heads, kv_heads, head_dim, bias=shape.qkv_bias, seat=seat)
         self.q_heads, self.kv_heads, self.head_dim = len(self.qkv.heads.q), len(self.qkv.heads.kv), head_dim
         self.window, self.scale = window, head_dim**-0.5
+        self.store = KvStore(name, seat=seat)
         mine = range(self.qkv.heads.q.start * head_dim, self.qkv.heads.q.stop * head_dim)
         self.out = RowParallelLinear(
             f"{name}.o_proj", heads * head_dim, shape.hidden_size, local=mine, bias=shape.output_bias, seat=seat
         )
 
     def forward(
-        self, x: Tensor, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, norm: RmsNorm
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Activation, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, norm: RmsNorm
+    ) -> tuple[Activation, Tensor]:
         """x and residual [T, hidden] -> (norm(residual + attention(x)), residual + attention(x))."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         query_and_key, value = torch.split(heads, [self.q_heads + self.kv_heads, self.kv_heads], dim=1)
         query, key = torch.split(self.turn(query_and_key, turns), [self.q_heads, self.kv_heads], dim=1)
-        kernels.write_kv(key, value, cache.key, cache.value, batch.kv_slots)
-        seen = batch.attention.forward(query, cache, window=self.window, scale=self.scale)
-        done: tuple[Tensor, Tensor] = self.out(seen.reshape(x.shape[0], -1), residual, norm)
+        self.store(key, value, cache, batch.kv_slots)
+        scales = self.store.read_scales
+        seen = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
+        done: tuple[Activation, Tensor] = self.out(seen.reshape(x.shape[0], -1), residual, norm)
         return done
 
     def turn(self, query_and_key: Tensor, turns: Turns) -> Tensor:
@@ -67,13 +71,15 @@ class DecoderLayer(nn.Module):
         self.attention = attention
         self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps, seat=seat)
         self.mlp = GatedMlp(f"{name}.mlp", shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias, seat=seat)
+        self.norm.feed(self.attention.qkv.fp8)
+        self.mlp_norm.feed(self.mlp.gate_up.fp8)
 
     def forward(
-        self, x: Tensor, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, next_norm: RmsNorm | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Activation, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, next_norm: RmsNorm | None
+    ) -> tuple[Activation, Tensor]:
         """x: norm(residual) [T, hidden]. Returns (next_norm(new residual), new residual); without next_norm the latter twice."""
         x, residual = self.attention(x, turns, batch, cache, residual, self.mlp_norm)
-        done: tuple[Tensor, Tensor] = self.mlp(x, residual, next_norm)
+        done: tuple[Activation, Tensor] = self.mlp(x, residual, next_norm)
         return done
 
 
@@ -117,6 +123,6 @@ class Llama(nn.Module):
 
     def kv_specs(self) -> list[KvSpec]:
         """What each held layer keeps per token on this rank."""
-        size = torch.empty((), dtype=self.seat.dtype, device="cpu").element_size()
+        size = torch.empty((), dtype=self.seat.cache_dtype, device="cpu").element_size()
         attentions = [layer.attention for layer in self.layers]
         return [KvSpec(each.kv_heads, each.head_dim, size, each.window) for each in attentions]

@@ -10,11 +10,16 @@ import torch
 
 from phalanx.comm.group import Group
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
+from phalanx.kernels.scaled_mm import has_fp8_products
+from phalanx.log import get_logger
 from phalanx.models.llama import Llama
 from phalanx.models.mistral import Mistral
 from phalanx.models.qwen2 import Qwen2
 from phalanx.models.qwen3 import Qwen3
 from phalanx.models.slices import Seat
+
+logger = get_logger(__name__)
 
 Model = Llama
 """What every family is: `forward(batch, caches, hidden)`, `kv_specs()`, and the `shape` that it was built from."""
@@ -27,13 +32,23 @@ MODELS: dict[str, type[Model]] = {
 }
 
 
-def build(shape: ModelShape, *, group: Group, layers: range, dtype: torch.dtype, device: torch.device) -> Model:
+def build(
+    shape: ModelShape, *, group: Group, layers: range, dtype: torch.dtype, device: torch.device, fp8: bool = False,
+    fp8_cache: bool = False, fp8_products: bool | None = None,
+) -> Model:  # fmt: skip
     """The part of a model that holds `layers` on rank `group.rank`, with uninitialized weights (`weights.load` fills them).
 
-    It is the first stage if `layers` starts at 0, the last if it ends at shape.num_layers. Raises LayoutError when group.size does
-    not divide the heads or the intermediate size.
+    dtype: of the arithmetic, and of all weights that are not in FP8. fp8: products in FP8 though the checkpoint is not; one that is
+    in FP8 (shape.quantization) is so anyway. fp8_cache: keys and values in FP8. fp8_products: whether activations are quantized and
+    multiplied in FP8; None: where the device can. It is the first stage if `layers` starts at 0, the last if it ends at
+    shape.num_layers. Raises LayoutError when group.size does not divide the heads or the intermediate size.
     """
     if not (0 <= layers.start < layers.stop <= shape.num_layers and layers.step == 1):
         raise ValueError(f"{layers} is not a run of the model's {shape.num_layers} layers")
-    model = MODELS[shape.architecture](shape, layers=layers, seat=Seat(group, dtype, device))
-    return model.eval()
+    quantization = shape.quantization or (ON_LOAD if fp8 else None)
+    products = has_fp8_products(device) if fp8_products is None else fp8_products
+    if quantization is not None and (not products or quantization.activations == "none"):
+        why = f"{device.type} has no such products here" if not products else "the checkpoint does not quantize activations"
+        logger.info("weights are in FP8, and products run in %s: %s", str(dtype).removeprefix("torch."), why)
+    seat = Seat(group, dtype, device, quantization, products, fp8_cache)
+    return MODELS[shape.architecture](shape, layers=layers, seat=seat).eval()

@@ -3,42 +3,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from phalanx import kernels
 from phalanx.comm.group import Group
+from phalanx.config.quantization import Quantization
+
+_ROWS_AT_ONCE = 4096  # quantized together, so that what is held in fp32 meanwhile stays small
 
 
 @dataclass(frozen=True)
 class Slice:
     """Rows (dim 0) or columns (dim 1) begin .. begin + target.shape[dim] of checkpoint tensor `name`, whose whole shape config.json
-    implies to be `shape`; they are copied into `target`, a view of a weight on this rank."""
+    implies to be `shape`; they are copied into `target`, a view of a weight on this rank.
+
+    scale: where the target is e4m3 and the checkpoint is not: one per row of the target, fp32, made as it is stored. Ranks that
+    hold other columns of the same rows have scales of their own, since each multiplies its partial product by them itself.
+    """
 
     name: str
     shape: tuple[int, ...]
     target: Tensor
     begin: int = 0
     dim: int = 0
+    scale: Tensor | None = None
 
     @property
     def end(self) -> int:
         return self.begin + self.target.shape[self.dim]
 
+    def store(self, values: Tensor) -> None:
+        """Put what was read, of the target's shape, into its place."""
+        if self.scale is None:
+            self.target.copy_(values)
+            return
+        for at in range(0, len(values), _ROWS_AT_ONCE):
+            rows = slice(at, at + _ROWS_AT_ONCE)
+            quantized, scale = kernels.quantize_fp8(values[rows].to(self.target.device))
+            self.target[rows].copy_(quantized)
+            self.scale[rows].copy_(scale.squeeze(-1))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A quantization scale of the checkpoint, which has one of `shapes`. `store` takes it whole, in fp32, on CPU.
+
+    optional: a checkpoint may leave it out; 1 then. may_be_zero: that of weights that are all zero. inputs: of the product whose
+    weight it scales; 0 for the scale of activations.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    store: Callable[[Tensor], None]
+    optional: bool = False
+    may_be_zero: bool = False
+    inputs: int = 0
+
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a layer's weights live: the ranks that share it, the dtype of weights and arithmetic, the device."""
+    """Where a layer's weights live: the ranks that share it, the dtype of weights and arithmetic, the device.
+
+    quantization: which products are in FP8 instead, and how. fp8_products: their activations are FP8 too; else the weights are
+    widened for each product. fp8_cache: keys and values are kept in FP8.
+    """
 
     group: Group
     dtype: torch.dtype
     device: torch.device
+    quantization: Quantization | None = None
+    fp8_products: bool = False
+    fp8_cache: bool = False
 
-    def weight(self, *shape: int) -> nn.Parameter:
-        """An uninitialized weight."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of keys and values in the cache."""
+        return torch.float8_e4m3fn if self.fp8_cache else self.dtype
+
+    def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An uninitialized weight, in the seat's dtype unless another is named."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
 
 class Sliced(nn.Module):
@@ -47,3 +95,7 @@ class Sliced(nn.Module):
     def slices(self) -> Iterator[Slice]:
         """What to read from a checkpoint, covering every weight of this layer."""
         raise NotImplementedError
+
+    def scales(self) -> Iterator[Scale]:
+        """The quantization scales to read beside them."""
+        return iter(())

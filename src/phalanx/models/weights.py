@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,10 +13,14 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import WeightError
-from phalanx.models.checkpoint import locate_tensors, opened, read, require_known
+from phalanx.models.checkpoint import locate_tensors, opened, read, read_scale, require_known
 from phalanx.models.registry import Model
-from phalanx.models.slices import Slice, Sliced
+from phalanx.models.slices import Scale, Slice, Sliced
 from phalanx.plan import weights as catalog
+
+FP8_MAX = 448.0  # e4m3's largest
+TILE = 4096  # rows and columns of dummy FP8 weights that are made at once
+ACTIVATION_MAX = 32.0  # what dummy static scales take for the largest activation
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes to read), both of this rank, in the model's dtype."""
@@ -28,29 +33,42 @@ def slices(model: Model) -> Iterator[Slice]:
             yield from module.slices()
 
 
+def scales(model: Model) -> Iterator[Scale]:
+    """The quantization scales that it reads."""
+    for module in model.modules():
+        if isinstance(module, Sliced):
+            yield from module.scales()
+
+
 def load(model: Model, folder: Path, progress: Progress | None = None) -> None:
-    """Read this rank's slices from the safetensors of `folder` into the model, cast to its dtype.
+    """Read this rank's slices from the safetensors of `folder` into the model, cast to its dtype or quantized to its FP8.
 
     Raises WeightError before anything is read for a missing file or tensor, or one that the model has no place for; and while
     reading for a truncated file, a shape that contradicts config.json, or a dtype that is not read.
     """
     files = locate_tensors(folder)
     shape = model.shape
-    require_known(files, catalog.tensors(shape), tied_head=catalog.HEAD if shape.tie_word_embeddings else None)
-    by_file: dict[Path, list[Slice]] = defaultdict(list)
-    for part in slices(model):
-        if part.name not in files:
+    known = catalog.tensors(shape).keys() | catalog.scales(shape)
+    require_known(files, known, tied_head=catalog.HEAD if shape.tie_word_embeddings else None)
+    by_file: dict[Path, list[Slice | Scale]] = defaultdict(list)
+    wanted: list[Slice | Scale] = [*slices(model), *scales(model)]
+    for part in wanted:
+        if part.name in files:
+            by_file[files[part.name]].append(part)
+        elif not (isinstance(part, Scale) and part.optional):
             raise WeightError(
                 f"{part.name} is missing", held=f"{folder} holds {len(files)} tensors",
                 why="config.json implies it", next="check that config.json belongs to these weights",
             )  # fmt: skip
-        by_file[files[part.name]].append(part)
-    total = sum(part.target.nbytes for parts in by_file.values() for part in parts)
+    total = sum(part.target.nbytes for parts in by_file.values() for part in parts if isinstance(part, Slice))
     done = 0
     for file, parts in sorted(by_file.items()):
         with opened(file) as reader:
             for part in parts:
-                part.target.copy_(read(reader, part, file))
+                if isinstance(part, Scale):
+                    part.store(read_scale(reader, part, file))
+                    continue
+                part.store(read(reader, part, file))
                 done += part.target.nbytes
                 if progress is not None:
                     progress(done, total)
@@ -58,14 +76,21 @@ def load(model: Model, folder: Path, progress: Progress | None = None) -> None:
 
 def dummy(model: Model, seed: int) -> None:
     """Random weights, made on the model's device. The values depend on the seed and a tensor's name only: any layout of ranks over
-    devices of one kind holds parts of the same model.
+    devices of one kind holds parts of the same model. Weights in FP8 are made as such, piece by piece.
 
     Products keep the size of what they are given (standard deviation 1 / sqrt(inputs)), so that activations stay sane.
     """
+    for scale in scales(model):
+        inputs = scale.inputs
+        scale.store(torch.full(scale.shapes[0], _bound(inputs) / FP8_MAX if inputs else ACTIVATION_MAX / FP8_MAX))
     by_name: dict[str, list[Slice]] = defaultdict(list)
     for part in slices(model):
         by_name[part.name].append(part)
     for name, parts in by_name.items():
+        if parts[0].target.dtype == torch.float8_e4m3fn:
+            for part in parts:
+                _fill_fp8(part, seed)
+            continue
         whole = _random(name, parts[0].shape, seed, like=parts[0].target)
         for part in parts:
             part.target.copy_(whole.narrow(part.dim, part.begin, part.target.shape[part.dim]))
@@ -76,7 +101,33 @@ def _random(name: str, shape: tuple[int, ...], seed: int, *, like: Tensor) -> Te
     generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     whole = torch.empty(shape, dtype=like.dtype, device=like.device)
     if len(shape) == 2:
-        bound = (3.0 / shape[1]) ** 0.5
+        bound = _bound(shape[1])
         return whole.uniform_(-bound, bound, generator=generator)
     center = 0.0 if name.endswith(".bias") else 1.0
     return whole.uniform_(center - 0.1, center + 0.1, generator=generator)
+
+
+def _bound(inputs: int) -> float:
+    """Of uniform values with the standard deviation 1 / sqrt(inputs)."""
+    return math.sqrt(3.0 / inputs)
+
+
+def _fill_fp8(part: Slice, seed: int) -> None:
+    """Uniform over e4m3's range, tile by tile of the whole tensor, so that no more than a tile is ever held in 16 bit; the scale
+    of a row that is quantized on load is what gives it the bound."""
+    device = part.target.device
+    first_row, first_column = (part.begin, 0) if part.dim == 0 else (0, part.begin)
+    rows, columns = part.target.shape
+    for top in range(first_row // TILE * TILE, first_row + rows, TILE):
+        for left in range(first_column // TILE * TILE, first_column + columns, TILE):
+            generator = torch.Generator(device).manual_seed(zlib.crc32(f"{seed} {part.name} {top} {left}".encode()))
+            tile = torch.empty(
+                min(TILE, part.shape[0] - top), min(TILE, part.shape[1] - left), dtype=torch.bfloat16, device=device
+            )  # fmt: skip
+            tile.uniform_(-FP8_MAX, FP8_MAX, generator=generator)
+            from_row, to_row = max(top, first_row), min(top + tile.shape[0], first_row + rows)
+            from_column, to_column = max(left, first_column), min(left + tile.shape[1], first_column + columns)
+            target = part.target[from_row - first_row : to_row - first_row, from_column - first_column : to_column - first_column]
+            target.copy_(tile[from_row - top : to_row - top, from_column - left : to_column - left])
+    if part.scale is not None:
+        part.scale.fill_(_bound(part.shape[1]) / FP8_MAX)

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from phalanx.config.model import ModelShape
+from phalanx.config.quantization import ON_LOAD
 
-ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2}
+ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
+"""Bytes of one value, by the dtype that was asked for; "fp8" says what is left beside the products in FP8."""
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -30,11 +32,31 @@ class WeightBytes(NamedTuple):
 
 
 def layer_bytes(shape: ModelShape, dtype: str) -> WeightBytes:
-    """For `plan.layout.stages(layers, pp, first_bytes=embedding, last_bytes=head)`. dtype: "fp32", "fp16" or "bf16"."""
+    """For `plan.layout.stages(layers, pp, first_bytes=embedding, last_bytes=head)`. dtype: "fp32", "fp16", "bf16", or "fp8" for
+    products in FP8, their scales among them, and 2 bytes elsewhere. Products that the checkpoint has in FP8 stay so with each.
+
+    A rank that holds a slice of a product's columns has scales of its own for it; they are counted once here.
+    """
     size = ITEMSIZE[dtype]
     vocabulary = shape.vocab_size * shape.hidden_size * size
-    one = size * sum(math.prod(dims) for dims in layer_tensors(shape, 0).values())
-    return WeightBytes([one] * shape.num_layers, vocabulary, vocabulary + shape.hidden_size * size)
+    layers = [sum(_bytes(shape, name, dims, dtype) for name, dims in layer_tensors(shape, i).items()) for i in _kinds(shape)]
+    per_layer = layers if len(layers) > 1 else layers * shape.num_layers
+    return WeightBytes(per_layer, vocabulary, vocabulary + shape.hidden_size * size)
+
+
+def _kinds(shape: ModelShape) -> range:
+    """The layers that may differ in bytes: with a quantization that ignores some, any; else one stands for all."""
+    ignores = shape.quantization is not None and (shape.quantization.ignore or shape.quantization.targets)
+    return range(shape.num_layers if ignores else 1)
+
+
+def _bytes(shape: ModelShape, name: str, dims: tuple[int, ...], dtype: str) -> int:
+    quantization = shape.quantization or (ON_LOAD if dtype == "fp8" else None)
+    if quantization is None or len(dims) == 1 or not quantization.covers(name.removesuffix(".weight")):
+        return math.prod(dims) * ITEMSIZE[dtype]
+    by_row = 1 if quantization.block is None else -(-dims[1] // quantization.block[1])
+    static = 4 if quantization.activations == "static" else 0
+    return math.prod(dims) + 4 * dims[0] * by_row + static
 
 
 def tensors(shape: ModelShape) -> Tensors:
@@ -44,6 +66,20 @@ def tensors(shape: ModelShape) -> Tensors:
         found[HEAD] = (shape.vocab_size, shape.hidden_size)
     for layer in range(shape.num_layers):
         found |= layer_tensors(shape, layer)
+    return found
+
+
+def scales(shape: ModelShape) -> set[str]:
+    """The names that the scales of a quantized checkpoint may have."""
+    found: set[str] = set()
+    quantization = shape.quantization
+    for layer in range(shape.num_layers if quantization is not None else 0):
+        for name in layer_tensors(shape, layer):
+            product = name.removesuffix(".weight")
+            if name.endswith("_proj.weight") and quantization is not None and quantization.covers(product):
+                found |= {f"{product}.{quantization.scale_name}", f"{product}.input_scale"}
+        attention = f"model.layers.{layer}.self_attn"
+        found |= {f"{attention}.{inner}{kind}_scale" for kind in "kv" for inner in ("", f"{kind}_proj.")}
     return found
 
 

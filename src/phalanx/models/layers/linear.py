@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers, named for the way the ranks of a tensor-parallel group split them."""
+"""Linear layers, named for the way the ranks of a tensor-parallel group split them.
+
+A layer in FP8 (`fp8`) holds e4m3 weights with scales, and takes activations as they are or quantized.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.group import finish
+from phalanx.models.layers.fp8 import Activation, hold
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import Seat, Slice, Sliced
+from phalanx.models.slices import Scale, Seat, Slice, Sliced
 from phalanx.plan import shard
 
 
@@ -32,25 +36,40 @@ class ColumnParallelLinear(Sliced):
     weight [local_out, in]: the given runs of rows, below one another.
     """
 
+    weight: Tensor
+
     def __init__(self, rows: Sequence[Rows], in_features: int, *, bias: bool, seat: Seat) -> None:
         super().__init__()
         self.rows = tuple(rows)
         self.in_features = in_features
         out = sum(run.count for run in rows)
-        self.weight = seat.weight(out, in_features)
+        self.fp8 = hold(self, [run.name for run in rows], out, in_features, seat=seat)
         self.bias = seat.weight(out) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Activation) -> Tensor:
         """x [T, in] -> [T, local_out]."""
+        if self.fp8 is not None:
+            return self.fp8.linear(x, self.weight, self.bias)
+        assert isinstance(x, Tensor)
         return F.linear(x, self.weight, self.bias)
 
     def slices(self) -> Iterator[Slice]:
         at = 0
         for run in self.rows:
             here = slice(at, at + run.count)
-            yield Slice(f"{run.name}.weight", (run.total, self.in_features), self.weight[here], run.begin)
+            scale = None if self.fp8 is None else self.fp8.scale_on_load(here)
+            yield Slice(f"{run.name}.weight", (run.total, self.in_features), self.weight[here], run.begin, scale=scale)
             if self.bias is not None:
                 yield Slice(f"{run.name}.bias", (run.total,), self.bias[here], run.begin)
+            at += run.count
+
+    def scales(self) -> Iterator[Scale]:
+        at = 0
+        for run in self.rows:
+            if self.fp8 is None:
+                return
+            rows, here = range(run.begin, run.begin + run.count), slice(at, at + run.count)
+            yield from self.fp8.scales(run.name, (run.total, self.in_features), rows, here)
             at += run.count
 
 
@@ -99,18 +118,23 @@ class RowParallelLinear(Sliced):
     """y = x W^T + b, split by input features: each rank holds a partial sum, the all-reduce makes it whole, and what follows it in
     a decoder, the residual add and the next norm, is fused to it. The bias is added once, after the sum.
 
-    weight [out, in / tp]; bias [out], whole on each rank.
+    weight [out, in / tp]; bias [out], whole on each rank. In FP8 a rank multiplies its partial sum by its own scales.
     """
+
+    weight: Tensor
 
     def __init__(self, name: str, in_features: int, out_features: int, *, local: range, bias: bool, seat: Seat) -> None:
         super().__init__()
         self.name, self.local, self.seat = name, local, seat
         self.in_features, self.out_features = in_features, out_features
-        self.weight = seat.weight(out_features, len(local))
+        self.fp8 = hold(self, [name], out_features, len(local), seat=seat, begin=local.start)
         self.bias = seat.weight(out_features) if bias else None
 
-    def forward(self, x: Tensor, residual: Tensor, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
-        """x [T, in / tp], residual [T, out] -> (norm(residual + y), residual + y); without a norm the residual stands for both."""
+    def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
+        """x [T, in / tp], residual [T, out] -> (norm(residual + y), residual + y); without a norm the residual stands for both.
+
+        The norm comes quantized where it feeds a layer that takes it so.
+        """
         group = self.seat.group
         partial = self._partial(x)
         if norm is None:
@@ -119,20 +143,27 @@ class RowParallelLinear(Sliced):
             return residual, residual
         fusion = norm.after(residual)
         if self.bias is None:
-            normed, residual = group.all_reduce(partial, fusion)
-        else:
-            normed, residual = finish(group.all_reduce(partial) + self.bias, fusion)
-        return normed, residual
+            return norm.taken(group.all_reduce(partial, fusion))
+        return norm.taken(finish(group.all_reduce(partial) + self.bias, fusion))
 
-    def _partial(self, x: Tensor) -> Tensor:
-        group = self.seat.group
-        if group.size == 1:
-            return F.linear(x, self.weight)
-        out = group.empty(x.shape[0], self.out_features, dtype=x.dtype, device=x.device)
-        return torch.mm(x, self.weight.t(), out=out)
+    def _partial(self, x: Activation) -> Tensor:
+        group, seat = self.seat.group, self.seat
+        out = None
+        if group.size > 1:
+            out = group.empty(x.shape[0], self.out_features, dtype=seat.dtype, device=seat.device)
+        if self.fp8 is not None:
+            return self.fp8.linear(x, self.weight, out=out)
+        assert isinstance(x, Tensor)
+        return F.linear(x, self.weight) if out is None else torch.mm(x, self.weight.t(), out=out)
 
     def slices(self) -> Iterator[Slice]:
         shape = (self.out_features, self.in_features)
-        yield Slice(f"{self.name}.weight", shape, self.weight, self.local.start, dim=1)
+        scale = None if self.fp8 is None else self.fp8.scale_on_load(slice(None))
+        yield Slice(f"{self.name}.weight", shape, self.weight, self.local.start, dim=1, scale=scale)
         if self.bias is not None:
             yield Slice(f"{self.name}.bias", (self.out_features,), self.bias)
+
+    def scales(self) -> Iterator[Scale]:
+        if self.fp8 is not None:
+            shape = (self.out_features, self.in_features)
+            yield from self.fp8.scales(self.name, shape, range(self.out_features), slice(None))

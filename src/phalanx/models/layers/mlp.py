@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from phalanx import kernels
+from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat
@@ -23,7 +24,12 @@ class GatedMlp(nn.Module):
         self.gate_up = MergedColumnParallelLinear(names, hidden_size, intermediate_size, what=what, bias=bias, seat=seat)
         self.down = RowParallelLinear(f"{name}.down_proj", intermediate_size, hidden_size, local=mine, bias=bias, seat=seat)
 
-    def forward(self, x: Tensor, residual: Tensor, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
         """x [T, hidden] -> as RowParallelLinear: (norm(residual + mlp(x)), residual + mlp(x))."""
-        down: tuple[Tensor, Tensor] = self.down(kernels.silu_mul(self.gate_up(x)), residual, norm)
+        gate_up, fp8 = self.gate_up(x), self.down.fp8
+        if fp8 is not None and fp8.products:
+            inner: Activation = kernels.silu_mul_quant_fp8(gate_up, fp8.input_scale)
+        else:
+            inner = kernels.silu_mul(gate_up)
+        down: tuple[Activation, Tensor] = self.down(inner, residual, norm)
         return down

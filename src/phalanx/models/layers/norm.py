@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, alone and as what an all-reduce fuses to its sum."""
+"""RMSNorm, alone and as what an all-reduce fuses to its sum; quantized for the layer that it feeds where that one takes FP8."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from phalanx import kernels
 from phalanx.comm.group import ResidualRmsNorm
+from phalanx.kernels.scaled_mm import Quantized
+from phalanx.models.layers.fp8 import Activation, Fp8
 from phalanx.models.slices import Seat, Slice, Sliced
 
 
@@ -19,14 +21,29 @@ class RmsNorm(Sliced):
         super().__init__()
         self.name, self.eps = name, eps
         self.weight = seat.weight(size)
+        self._fed: Fp8 | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] -> the same shape and dtype."""
-        return kernels.rms_norm(x, self.weight, self.eps)
+    def feed(self, fp8: Fp8 | None) -> None:
+        """Say what the norm goes to, and nowhere else: a layer with these scales, or (None) one that takes it as it is."""
+        self._fed = fp8 if fp8 is not None and fp8.products else None
+
+    def forward(self, x: Tensor) -> Activation:
+        """x [..., size] -> the same shape and dtype, or quantized."""
+        normed = kernels.rms_norm(x, self.weight, self.eps)
+        return normed if self._fed is None else self._fed.quantize(normed)
 
     def after(self, residual: Tensor) -> ResidualRmsNorm:
         """This norm as a fusion: of residual [T, size] plus the sum."""
-        return ResidualRmsNorm(residual, self.weight, self.eps)
+        if self._fed is None:
+            return ResidualRmsNorm(residual, self.weight, self.eps)
+        return ResidualRmsNorm(residual, self.weight, self.eps, quant="fp8", scale=self._fed.input_scale)
+
+    def taken(self, outputs: tuple[Tensor, ...]) -> tuple[Activation, Tensor]:
+        """What the all-reduce gave for `after`: (norm, new residual)."""
+        if self._fed is None:
+            return outputs[0], outputs[1]
+        scale = self._fed.input_scale
+        return Quantized(outputs[0], outputs[1] if scale is None else scale), outputs[-1]
 
     def slices(self) -> Iterator[Slice]:
         yield Slice(f"{self.name}.weight", tuple(self.weight.shape), self.weight)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a checkpoint's products are stored in FP8, as its files say: `Quantization`. No torch.
+
+Read are the declarations of three families of tools: ModelOpt (hf_quant_config.json, or the same in config.json),
+compressed-tensors, and "fp8" (block-scaled as DeepSeek writes it, or one scale per tensor).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from phalanx.config.fields import Fields
+from phalanx.errors import ModelError
+
+SUPPORTED = (
+    "read are: modelopt (quant_algo FP8 or FP8_PER_CHANNEL_PER_TOKEN), compressed-tensors (format float-quantized; 8-bit float "
+    "weights per tensor, channel or block; activations none, dynamic, or static per tensor), fp8 (weight_block_size, or one scale "
+    "per tensor)"
+)
+
+Weights = Literal["load", "tensor", "channel", "block"]
+Activations = Literal["none", "token", "static"]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Products in e4m3: value = stored * scale.
+
+    weights: one scale for the "tensor", one for each output "channel", one for each "block" of rows x columns; or "load": the
+    checkpoint is not quantized, and gets a scale per output channel as it is read. activations: one scale per "token", found as
+    the product runs; "static", which the checkpoint brings; "none": they stay in 16 bit. kv: the cache is meant to be FP8 too.
+    targets, ignore: regular expressions of layer names; no targets are all.
+    """
+
+    method: str
+    weights: Weights
+    activations: Activations
+    block: tuple[int, int] | None = None
+    scale_name: str = "weight_scale"
+    kv: bool = False
+    targets: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def covers(self, layer: str) -> bool:
+        """Whether the product of this name ("model.layers.0.mlp.up_proj") is stored in FP8."""
+        if self.targets and not any(re.fullmatch(pattern, layer) for pattern in self.targets):
+            return False
+        return not any(re.fullmatch(pattern, layer) for pattern in self.ignore)
+
+
+ON_LOAD = Quantization("fp8 on load", "load", "token")
+"""What dtype="fp8" makes of a 16-bit checkpoint."""
+
+
+def read_quantization(fields: Fields) -> Quantization | None:
+    """From config.json's quantization_config, where `load_config` puts hf_quant_config.json too; None for a plain checkpoint.
+
+    Raises ModelError naming the field, and what is read, for anything else.
+    """
+    held = fields.optional_mapping("quantization_config")
+    if held is None:
+        return None
+    config = Fields(held, fields.file, "quantization_config.")
+    method = config.text("quant_method", "")
+    readers = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    if method not in readers:
+        raise _refused(config, "quant_method")
+    return readers[method](config)
+
+
+def _refused(config: Fields, name: str, why: str = "") -> ModelError:
+    return ModelError(
+        f"{config.file} has {config.prefix}{name}={config.values.get(name)!r}", held=SUPPORTED, why=why,
+        next="use a checkpoint in one of these forms, or the 16-bit one with dtype='fp8'",
+    )  # fmt: skip
+
+
+def _modelopt(config: Fields) -> Quantization:
+    algorithm = config.text("quant_algo", "")
+    kinds: dict[str, tuple[Weights, Activations]] = {"FP8": ("tensor", "static"), "FP8_PER_CHANNEL_PER_TOKEN": ("channel", "token")}
+    if algorithm not in kinds:
+        raise _refused(config, "quant_algo")
+    cache = config.values.get("kv_cache_quant_algo")
+    if cache not in (None, "FP8"):
+        raise _refused(config, "kv_cache_quant_algo", "a cache is read in 16 bit or FP8")
+    excluded = config.optional_texts("exclude_modules") or config.optional_texts("ignore") or []
+    kv = cache == "FP8" or _kv_scheme(config)
+    return Quantization("modelopt", *kinds[algorithm], kv=kv, ignore=tuple(fnmatch.translate(name) for name in excluded))
+
+
+def _fp8(config: Fields) -> Quantization:
+    scheme = config.text("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise _refused(config, "activation_scheme")
+    if config.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise _refused(config, "fmt", "values are read as e4m3")
+    skipped = [*(config.optional_texts("modules_to_not_convert") or []), *(config.optional_texts("ignored_layers") or [])]
+    ignore = tuple(rf"(.*\.)?{re.escape(name)}(\..*)?" for name in [*skipped, "lm_head"])
+    if config.values.get("weight_block_size") is None:
+        activations: Activations = "static" if scheme == "static" else "token"
+        return Quantization("fp8", "tensor", activations, kv=False, ignore=ignore)
+    if scheme == "static":
+        raise _refused(config, "activation_scheme", "with weight_block_size it is dynamic")
+    block = _block(config, "weight_block_size")
+    # Activations are meant to have a scale per 128 values; in 16 bit they lose nothing.
+    return Quantization("fp8", "block", "none", block=block, scale_name="weight_scale_inv", ignore=ignore)
+
+
+def _block(config: Fields, name: str) -> tuple[int, int]:
+    sizes = config.values.get(name)
+    if not (isinstance(sizes, list) and len(sizes) == 2 and all(isinstance(size, int) and size > 0 for size in sizes)):
+        raise _refused(config, name, "it must be two sizes, rows and columns")
+    return sizes[0], sizes[1]
+
+
+def _compressed_tensors(config: Fields) -> Quantization:
+    if config.text("format", "") != "float-quantized":
+        raise _refused(config, "format")
+    groups = config.optional_mapping("config_groups")
+    if not groups:
+        raise _refused(config, "config_groups", "it must name at least one group")
+    found = []
+    targets: list[str] = []
+    for name in groups:
+        group = Fields(_mapping(config, "config_groups", groups[name]), config.file, f"{config.prefix}config_groups.{name}.")
+        found.append((*_weights_of(group), _activations_of(group)))
+        targets += group.optional_texts("targets") or []
+    if len(set(found)) > 1:
+        raise _refused(config, "config_groups", "its groups differ from each other")
+    weights, block, activations = found[0]
+    chosen = () if "Linear" in targets else tuple(_pattern(target) for target in targets)
+    ignore = tuple(_pattern(name) for name in config.optional_texts("ignore") or [])
+    return Quantization(
+        "compressed-tensors", weights, "none" if weights == "block" else activations, block=block, kv=_kv_scheme(config),
+        targets=chosen, ignore=ignore,
+    )  # fmt: skip
+
+
+def _mapping(config: Fields, name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _refused(config, name, "each group must be an object")
+    return value
+
+
+def _pattern(name: str) -> str:
+    """compressed-tensors' way to name layers: a name, or "re:" and what the name begins with."""
+    return name[3:] + ".*" if name.startswith("re:") else re.escape(name)
+
+
+def _weights_of(group: Fields) -> tuple[Weights, tuple[int, int] | None]:
+    held = group.optional_mapping("weights") or {}
+    weights = Fields(held, group.file, f"{group.prefix}weights.")
+    _require_float8(weights)
+    strategy = weights.text("strategy", "tensor")
+    if strategy == "block":
+        return "block", _block(weights, "block_structure")
+    if strategy not in ("tensor", "channel") or held.get("dynamic"):
+        raise _refused(weights, "strategy" if not held.get("dynamic") else "dynamic")
+    return ("tensor", None) if strategy == "tensor" else ("channel", None)
+
+
+def _activations_of(group: Fields) -> Activations:
+    held = group.optional_mapping("input_activations")
+    if held is None:
+        return "none"
+    activations = Fields(held, group.file, f"{group.prefix}input_activations.")
+    _require_float8(activations)
+    if held.get("dynamic") is True:
+        return "token"
+    if activations.text("strategy", "tensor") != "tensor":
+        raise _refused(activations, "strategy", "static activations have one scale per tensor")
+    return "static"
+
+
+def _require_float8(scheme: Fields) -> None:
+    for name, expected in (("type", "float"), ("num_bits", 8), ("symmetric", True)):
+        if scheme.values.get(name, True if name == "symmetric" else None) != expected:
+            raise _refused(scheme, name)
+
+
+def _kv_scheme(config: Fields) -> bool:
+    held = config.optional_mapping("kv_cache_scheme")
+    if held is None:
+        return False
+    scheme = Fields(held, config.file, f"{config.prefix}kv_cache_scheme.")
+    for name, expected in (("type", "float"), ("num_bits", 8)):
+        if scheme.values.get(name) != expected:
+            raise _refused(scheme, name, "a cache is read in 16 bit or FP8")
+    if scheme.values.get("dynamic") or scheme.text("strategy", "tensor") != "tensor":
+        raise _refused(scheme, "strategy", "a cache has one static scale per layer for keys, one for values")
+    return True
+
+
+def from_modelopt(content: Mapping[str, Any]) -> dict[str, Any]:
+    """hf_quant_config.json's content as a quantization_config."""
+    held = content.get("quantization")
+    return {"quant_method": "modelopt", **(held if isinstance(held, Mapping) else {})}
+
+
+def require_whole(quantization: Quantization, layers: Sequence[str]) -> bool:
+    """Whether the layers, which run as one product, are in FP8: all of them or none. Raises ModelError otherwise."""
+    covered = [layer for layer in layers if quantization.covers(layer)]
+    if covered and len(covered) < len(layers):
+        plain = [layer for layer in layers if layer not in covered]
+        raise ModelError(
+            f"{covered[0]} is in FP8 and {plain[0]} is not", held=f"by the checkpoint's {quantization.method} configuration",
+            why="they run as one product", next="use a checkpoint that quantizes both or neither",
+        )  # fmt: skip
+    return bool(covered)

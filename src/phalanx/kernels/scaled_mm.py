@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products in FP8: e4m3 activations times e4m3 weights, each with scales, summed in fp32 and given in 16 or 32 bit.
+
+    out = (x.values * x.scale) @ (weight * scale[:, None]).T
+
+The equivalent plain code is `reference.scaled_mm`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels import reference
+
+FP8 = torch.float8_e4m3fn
+ALIGNMENT = 16  # cuBLAS and CUTLASS want both sizes of an FP8 weight in multiples of this
+
+
+class Quantized(NamedTuple):
+    """values [T, H] e4m3, to be multiplied by scale: fp32, one per token [T, 1] or a scalar ()."""
+
+    values: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+
+@cache
+def has_fp8_products(device: torch.device) -> bool:
+    """Whether the device multiplies e4m3 matrices: Ada (compute capability 8.9), Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """x [T, in] times weight [out, in] e4m3 with scale [out] fp32 -> [T, out] in `dtype`, written into `out` where one is given.
+
+    On GPUs both sizes of the weight must be multiples of 16.
+    """
+    if not x.values.is_cuda:
+        product = reference.scaled_mm(x.values, x.scale, weight, scale, dtype)
+        return product if out is None else out.copy_(product)
+    # Scales by row and column need [T, 1] and [1, out], and give bf16 only: its rounding is a sixteenth of e4m3's own.
+    rows = x.scale if x.scale.dim() == 2 else x.scale.expand(x.shape[0], 1).contiguous()
+    columns, bf16 = scale.view(1, -1), torch.bfloat16
+    if out is not None and dtype == bf16:
+        return torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True, out=out)
+    product = torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True)
+    return product.to(dtype) if out is None else out.copy_(product)
+
+
+def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> Quantized:
+    """silu(gate) * up of gate_up [T, 2 * I] in e4m3: with the given scale, or with one per token."""
+    return Quantized(*reference.silu_mul_quant_fp8(gate_up, scale))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in e4m3 and the products with them: what a linear layer holds beside its weight when it is in FP8.
+
+Where the device multiplies e4m3 (Ada, Hopper and later), activations are quantized too, by whoever makes them: the norm or the
+SiLU before the layer if it can, else the layer itself. Elsewhere, and for weights scaled by block, the weight is widened for each
+product and activations stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx import kernels
+from phalanx.config.quantization import Quantization, require_whole
+from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized
+from phalanx.log import get_logger
+from phalanx.models.slices import Scale, Seat, Sliced
+
+logger = get_logger(__name__)
+
+Activation = Tensor | Quantized
+"""What flows into a linear layer: in 16 or 32 bit, or quantized for a layer that takes that."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """One layer's scales, and how it multiplies.
+
+    weight_scale: fp32 [out], or [out, blocks] for weights scaled by block, each row with its block's scale. input_scale: a fp32
+    scalar where activations have a static scale. products: activations are e4m3 too. begin: the whole weight's column that is
+    the first here.
+    """
+
+    quantization: Quantization
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    products: bool
+    dtype: torch.dtype
+    begin: int = 0
+
+    def quantize(self, x: Tensor) -> Quantized:
+        """x [T, in] as this layer's products take it."""
+        return Quantized(*kernels.quantize_fp8(x, self.input_scale))
+
+    def linear(self, x: Activation, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """x [T, in] times weight [out, in] -> [T, out]."""
+        if self.products or isinstance(x, Quantized):
+            quantized = x if isinstance(x, Quantized) else self.quantize(x)
+            product = kernels.scaled_mm(quantized, weight, self.weight_scale, dtype=self.dtype, out=out)
+            return product if bias is None else product + bias
+        wide = self.widened(weight)
+        return F.linear(x, wide, bias) if out is None else torch.mm(x, wide.t(), out=out)
+
+    def widened(self, weight: Tensor) -> Tensor:
+        """The weight's values in 16 or 32 bit."""
+        if self.quantization.block is None:
+            return kernels.dequantize(weight, self.weight_scale, self.dtype)
+        columns = self.quantization.block[1]
+        return kernels.dequantize(weight, self.weight_scale, self.dtype, block=columns, begin=self.begin % columns)
+
+    def scale_on_load(self, rows: slice) -> Tensor | None:
+        """Where the scales go of rows that are quantized as they are read, [rows]."""
+        return self.weight_scale[rows] if self.quantization.weights == "load" else None
+
+    def scales(self, name: str, whole: tuple[int, int], rows: range, here: slice) -> Iterator[Scale]:
+        """What to read for `rows` of checkpoint layer `name`, whose weight is `whole` [out, in]; they stand at rows `here`."""
+        kind, block = self.quantization.weights, self.quantization.block
+        if kind == "load":
+            return
+        shapes: tuple[tuple[int, ...], ...] = ((), (1,)) if kind == "tensor" else ((whole[0], 1), (whole[0],))
+        if block is not None:
+            shapes = ((-(-whole[0] // block[0]), -(-whole[1] // block[1])),)
+        target = self.weight_scale[here]
+
+        def store(scale: Tensor) -> None:
+            if block is not None:
+                first = self.begin // block[1]
+                by_row = torch.tensor(rows, dtype=torch.int64) // block[0]
+                target.copy_(scale[by_row, first : first + target.shape[1]])
+            else:
+                target.copy_(scale.reshape(-1).expand(whole[0])[rows.start : rows.stop])
+
+        yield Scale(f"{name}.{self.quantization.scale_name}", shapes, store, may_be_zero=True, inputs=whole[1])
+        if self.input_scale is not None:
+            yield Scale(f"{name}.input_scale", ((), (1,)), self._store_input_scale)
+
+    def _store_input_scale(self, scale: Tensor) -> None:
+        # Layers that run as one product share their input, and so the scale that holds all of it.
+        assert self.input_scale is not None
+        self.input_scale.copy_(torch.maximum(self.input_scale, scale.reshape(()).to(self.input_scale.device)))
+
+
+def hold(layer: Sliced, names: Sequence[str], out: int, inputs: int, *, seat: Seat, begin: int = 0) -> Fp8 | None:
+    """Give `layer` its uninitialized weight [out, inputs], and its scales if the checkpoint layers `names`, which it merges, are
+    in FP8 (None if not). begin: the whole weight's column that is its first."""
+    quantization = seat.quantization
+    if quantization is None or not require_whole(quantization, names):
+        layer.weight = seat.weight(out, inputs)
+        return None
+    layer.weight = seat.weight(out, inputs, dtype=FP8)
+    blocks: tuple[int, ...] = ()
+    if quantization.block is not None:
+        columns = quantization.block[1]
+        blocks = (-(-(begin % columns + inputs) // columns),)
+    layer.weight_scale = seat.weight(out, *blocks, dtype=torch.float32)
+    products = seat.fp8_products and quantization.activations != "none"
+    if products and (out % ALIGNMENT or inputs % ALIGNMENT):
+        logger.info(
+            "%s runs in %s: its weight is %d x %d on this rank, and FP8 products need multiples of %d", names[0], seat.dtype, out,
+            inputs, ALIGNMENT,
+        )  # fmt: skip
+        products = False
+    if quantization.activations == "static":
+        layer.input_scale = nn.Parameter(torch.zeros((), dtype=torch.float32, device=seat.device), requires_grad=False)
+    return Fp8(quantization, layer.weight_scale, getattr(layer, "input_scale", None), products, seat.dtype, begin)
