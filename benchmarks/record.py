@@ -30,12 +30,18 @@ def write(name: str, figures: dict[str, Any], folder: Path | None = None) -> Pat
 def about() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or "unknown",
-        "command": shlex.join([Path(sys.executable).name, os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        # A machine that has the tree without its history is told the commit.
+        "commit": _output("git", "rev-parse", "--short=12", "HEAD") or os.environ.get("BENCH_COMMIT", "unknown"),
+        "command": shlex.join([Path(sys.executable).name, os.path.relpath(sys.argv[0], ROOT), *map(_local, sys.argv[1:])]),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "gpus": _output("nvidia-smi", "-L").splitlines()},
         "python": platform.python_version(),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
     }
+
+
+def _local(argument: str) -> str:
+    """An absolute path says something about one machine only: keep its name."""
+    return Path(argument).name if os.path.isabs(argument) else argument
 
 
 def _cpu() -> str:
