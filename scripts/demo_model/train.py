@@ -3,7 +3,7 @@
 
     python scripts/demo_model/train.py [--out src/phalanx/demo_model] [--steps N] [--seed 0] [--device auto]
 
-On a GPU it takes about two minutes, on one CPU core a quarter of an hour (with fewer steps). It writes a checkpoint as transformers
+On a GPU it takes a minute or two, on one CPU core about half an hour. It writes a checkpoint as transformers
 does (config.json, model.safetensors in bf16, tokenizer.json, ...), and training.json: seed, steps, seconds, loss, and how many
 questions the written model answers exactly, those that it learnt and those that were held back.
 """
@@ -81,7 +81,7 @@ def main() -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--out", type=Path, default=corpus.ROOT / "src/phalanx/demo_model")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=1700)
     parser.add_argument("--rows", type=int, default=64, help="Samples in a batch.")
     parser.add_argument("--rate", type=float, default=2e-3, help="The highest learning rate.")
     parser.add_argument("--seed", type=int, default=0)
