@@ -69,9 +69,11 @@ def _bars(axes: Axes, rows: Sequence[Row], values: Sequence[float | None], words
             axes.text(place, 0.02 * top, row["status"], ha="center", va="bottom", rotation=90, fontsize=10, color=_FAINT)
             continue
         axes.bar(place, value, width=0.74, color=_PIPED if row["pp"] > 1 else _TENSOR)
-        axes.text(place, value + 0.015 * top, words.format(value), ha="center", va="bottom", fontsize=9, color=_INK)
+        figures = axes.text(place, value + 0.02 * top, words.format(value), ha="center", va="bottom", fontsize=9, color=_INK)
+        figures.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})  # over the dashes of the ideal
     axes.set_xticks(range(len(rows)), [name_of(row).replace(" x ", "\n") for row in rows], fontsize=9)
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.14 * top)
-    axes.tick_params(length=0, colors=_INK)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.tick_params(length=0, colors=_INK, labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)

@@ -162,7 +162,8 @@ def name_of(row: Row) -> str:
 
 
 def tables(document: report.Document) -> list[Any]:
-    """The guide's two tables: over all sizes; and, where pipelines were measured, those by nodes beside the same tp without one."""
+    """The guide's two tables, and notes as lines: over all sizes; and, where pipelines were measured, those by nodes beside the
+    same tp without one."""
     rows = document["rows"]
     base = reference(rows)
     against = f"efficiency (of {name_of(base)})" if base is not None else "efficiency"
@@ -173,8 +174,9 @@ def tables(document: report.Document) -> list[Any]:
         [str(row["gpus"]), str(row["tp"]), *([str(row["pp"])] if piped else []), *_figures(row)]
         for row in sorted(rows, key=lambda row: (row["pp"] > 1, row["gpus"], row["pp"]))
     ]
-    roof_text = "of the roof: throughput / latency, as bytes that a step must read over measured bandwidth"
-    found = [report.table(f"{document['asked']['model']}: {batch}, latency {decode}", columns, lines, roof_text)]
+    notes = ["of the roof: throughput / latency; the roof: bytes that a step must read, over measured bandwidth"]
+    notes += [f"{name_of(row)}: {row['status']}: {row['why']}" for row in rows if row["status"] in (OOM, FAILED)]
+    found = [report.table(f"{document['asked']['model']}: {batch}, latency {decode}", columns, lines), *notes]
     if piped:
         beside = {row["tp"] for row in rows if row["pp"] > 1}
         lines = [
@@ -183,7 +185,7 @@ def tables(document: report.Document) -> list[Any]:
             if row["tp"] in beside
         ]
         columns = ["nodes", "TP", "PP", "GPUs", "throughput tok/s"]
-        found.append(report.table(f"{document['asked']['model']}: pipelines", columns, lines))
+        found += ["", report.table(f"{document['asked']['model']}: pipelines", columns, lines)]
     return found
 
 
