@@ -70,31 +70,18 @@ def launches_flat(vectors: int, world: int, sms: int, sweep: bool) -> Iterator[t
     if not sweep:
         return
     for warps in (1, 2, 4, 8):
-        block = 32 * warps
-        programs = -(-vectors // block)
+        programs = -(-vectors // (32 * warps))
         if vectors <= 1 << 17 and programs * warps <= 32 * sms:
-            yield f"ONESHOT {programs}x{block}", oneshot, oneshot.Launch(programs, block, warps, False)
+            yield f"ONESHOT {programs}x{32 * warps}", oneshot, oneshot.Launch(programs, 32 * warps, warps, False)
     share = share_of(vectors, world)
-    for warps, per_sm, halves, pause in (
-        (1, 4, 0, 0), (2, 4, 0, 0), (4, 1, 0, 0), (4, 2, 0, 0), (4, 4, 0, 0), (8, 2, 0, 0), (16, 1, 0, 0), (16, 2, 0, 0),
-        (4, 4, 1, 0), (8, 2, 1, 0), (8, 4, 1, 0), (16, 2, 1, 0), (16, 2, 1, 40), (16, 2, 1, 200), (8, 4, 1, 100),
-        (16, 3, 1, 0), (16, 3, 1, 100), (16, 3, 2, 0), (32, 2, 1, 0),
-    ):  # fmt: skip
+    for warps, per_sm, moving in ((4, 1, 1), (4, 2, 2), (16, 1, 1), (16, 2, 2), (16, 2, 1), (16, 3, 2), (8, 4, 2)):
         blocks = -(-share // (32 * warps))
-        programs = min(blocks, per_sm * sms)
-        if halves == 0 and (per_sm == 1 or programs > (per_sm // 2) * sms or warps == 1):
-            yield f"TWOSHOT {programs}x{32 * warps}", twoshot, bounded(programs, programs, 32 * warps, 0, warps, per_sm, 0)
-        elif halves and blocks >= sms // 2:
-            movers = min(blocks, halves * sms if per_sm == 3 else per_sm * sms // 2)
-            collectors = min(blocks, per_sm * sms - movers)
-            name = f"TWOSHOT {movers}+{collectors}x{32 * warps} {pause}ns"
-            yield name, twoshot, bounded(movers + collectors, movers, 32 * warps, 0, warps, per_sm, pause)
-
-
-def bounded(programs: int, movers: int, flat: int, block: int, warps: int, per_sm: int, pause: int) -> twoshot.Launch:
-    """With so few registers a thread that `per_sm` programs run on a multiprocessor at once."""
-    registers = min(65536 // (per_sm * warps * 32) // 8 * 8, 255)
-    return twoshot.Launch(programs, flat, block, warps, movers, registers if per_sm > 1 else None, pause)
+        movers = min(blocks, moving * sms)
+        programs = movers + min(blocks, (per_sm - moving) * sms)
+        registers = min(65536 // (per_sm * warps * 32) // 8 * 8, 255) if per_sm > 1 else None
+        if movers > (moving - 1) * sms:
+            launch = twoshot.Launch(programs, 32 * warps, 0, warps, movers, registers)
+            yield f"TWOSHOT {movers} of {programs} x{32 * warps}", twoshot, launch
 
 
 def launches_norm(rows: int, pitch: int, world: int, sms: int, sweep: bool) -> Iterator[tuple[str, Any, Any]]:
@@ -103,29 +90,23 @@ def launches_norm(rows: int, pitch: int, world: int, sms: int, sweep: bool) -> I
     if not sweep:
         return
     block = oneshot.row_block(pitch)
-    for warps in (8, 16, 32):
-        if rows <= 64:
-            piece = 32 * warps
-            yield f"ONESHOT pieces {warps}w", oneshot, oneshot.Launch(rows, block, warps, False, piece)
+    for warps in (1, 2, 4, 8):
+        pieces = -(-pitch // (32 * warps))
+        if pieces > 1 and rows * pieces * warps <= 32 * sms:
+            yield f"ONESHOT {pieces} pieces", oneshot, oneshot.Launch(rows * pieces, 32 * warps, warps, False, pieces)
+    for warps in (8, 16):
+        if rows <= 4 * sms:
             yield f"ONESHOT rows {warps}w", oneshot, oneshot.Launch(rows, block, warps, False)
     share = share_of(rows * pitch, world)
-    tries = ((8, 8, 1, 0, 0), (16, 16, 1, 0, 0), (16, 16, 2, 0, 0), (16, 32, 2, 0, 0), (32, 32, 1, 0, 0), (4, 4, 4, 0, 0),
-             (16, 16, 2, 1, 0), (16, 16, 2, 1, 100), (32, 32, 2, 1, 0), (8, 8, 4, 1, 0), (16, 32, 2, 1, 0),
-             (16, 16, 3, 1, 0), (16, 16, 3, 2, 0))  # fmt: skip
-    for warps, flat, per_sm, halves, pause in tries:
-        if rows < 8:
+    for warps, per_sm, moving in ((8, 1, 1), (16, 1, 1), (16, 2, 2), (32, 1, 1), (16, 2, 1), (8, 4, 2), (16, 3, 1)):
+        if rows < 8 or (per_sm > 1 and rows < 64):
             continue
-        blocks = -(-share // (32 * flat))
-        if halves == 0:
-            programs = min(max(rows, blocks), per_sm * sms)
-            if per_sm == 1 or programs > sms:
-                name = f"TWOSHOT {programs} {warps}w flat {32 * flat}"
-                yield name, twoshot, bounded(programs, programs, 32 * flat, block, warps, per_sm, 0)
-        elif rows >= 32:
-            movers = min(blocks, halves * sms if per_sm == 3 else per_sm * sms // 2)
-            collectors = min(rows, per_sm * sms - movers)
-            name = f"TWOSHOT {movers}+{collectors} {warps}w flat {32 * flat} {pause}ns"
-            yield name, twoshot, bounded(movers + collectors, movers, 32 * flat, block, warps, per_sm, pause)
+        blocks = -(-share // (32 * warps))
+        movers = min(blocks if per_sm > moving else max(blocks, rows), moving * sms)
+        programs = movers + min(rows, (per_sm - moving) * sms)
+        registers = min(65536 // (per_sm * warps * 32) // 8 * 8, 255) if per_sm > 1 else None
+        launch = twoshot.Launch(programs, 32 * warps, block, warps, movers, registers)
+        yield f"TWOSHOT {movers} of {programs}, {warps}w", twoshot, launch
 
 
 def cases(x: torch.Tensor, workspace: Workspace, group: dist.ProcessGroup, buffer: torch.Tensor, options: Any) -> Iterator[Case]:

@@ -17,21 +17,22 @@ from phalanx.comm.symmetric import Workspace
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """programs: of the grid; block: vectors of 16 bytes that a program handles at once (with a norm: that hold a row), at least
-    32 x warps, since a vector must belong to one thread; warps: of a program; loop: programs handle more than one block; piece:
-    where not 0, a row is pushed by programs of its own (not counted in `programs`), `piece` vectors each."""
+    """programs: of the grid; block: vectors of 16 bytes that a program handles at once, at least 32 x warps, since a vector must
+    belong to one thread (with a norm: that hold a row, or a piece of one); warps: of a program; loop: programs handle more than
+    one block; pieces: programs of one row, 1 where a row lies on one."""
 
     programs: int
     block: int
     warps: int
     loop: bool
-    piece: int = 0
+    pieces: int = 1
 
 
 def flat_launch(vectors: int, sms: int) -> Launch:
     """For a sum alone: small programs on many multiprocessors while all fit at once, else as many as fit, in a loop."""
+    warps = 1 if vectors <= 1 << 13 else 4
     if vectors <= 4 * sms * 128:
-        return Launch(-(-vectors // 128), 128, 4, False)
+        return Launch(-(-vectors // (32 * warps)), 32 * warps, warps, False)
     programs = min(-(-vectors // 512), 2 * sms)
     return Launch(programs, 512, 16, programs * 512 < vectors)
 
@@ -41,15 +42,20 @@ def row_block(pitch: int) -> int:
     return max(32, 1 << (pitch - 1).bit_length())
 
 
-def row_launch(rows: int, pitch: int, sms: int) -> Launch:
-    """For a sum with a norm, `pitch` vectors a row: all the threads that a row can use while there is a multiprocessor for each
-    row, else half of them."""
+def row_launch(rows: int, pitch: int, sms: int, *, whole_rows: bool = False) -> Launch:
+    """For a sum with a norm, `pitch` vectors a row: rows in pieces on many multiprocessors while all pieces run at once, else one
+    program a row. whole_rows: a row must lie on one program."""
+    pieces = -(-pitch // PIECE)
+    if not whole_rows and pieces > 1 and rows * pieces <= 4 * sms:
+        return Launch(rows * pieces, PIECE, PIECE // 32, False, pieces)
     block = row_block(pitch)
-    warps = min(32, block // 32)
-    if rows > sms:
-        warps = max(1, min(16, warps))
-    programs = min(rows, sms if warps > 16 else 2 * sms)
+    warps = min(16 if rows <= sms else 8, block // 32)
+    programs = min(rows, 4 * sms)
     return Launch(programs, block, warps, programs < rows)
+
+
+PIECE = 128
+"""Vectors of a piece of a row."""
 
 
 def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) -> Tensor:
@@ -73,7 +79,7 @@ def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) ->
 
 def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, launch: Launch | None = None) -> tuple[Tensor, ...]:
     """The sum over ranks of x [T, H] (as above; H a multiple of 8, for nvfp4 of 16) and its fusion, in new tensors."""
-    from phalanx.kernels.allreduce_oneshot import oneshot_norm
+    from phalanx.kernels.allreduce_oneshot import oneshot_norm, oneshot_norm_pieces
     from phalanx.kernels.residual_rms_norm import Sinks, quant_mode
     from phalanx.kernels.vectors import KINDS
 
@@ -85,14 +91,23 @@ def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, la
     rows_at_once = workspace.oneshot_vectors // pitch
     for first in range(0, rows, rows_at_once):
         last = min(rows, first + rows_at_once)
-        run = launch or row_launch(last - first, pitch, workspace.sms)
-        pushers = (last - first) * -(-pitch // run.piece) if run.piece else 0
-        oneshot_norm[(pushers + run.programs,)](
+        run = launch or row_launch(last - first, pitch, workspace.sms, whole_rows=mode == "fp8_token")
+        inputs = (
             x[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
             sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
-            workspace.turn, workspace.half, last - first, hidden, fusion.eps,
-            KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=fusion.keep_norm, RANK=workspace.rank, WORLD=workspace.world,
-            BLOCK=run.block, WARPS=run.warps, LOOP=run.loop, PIECE=run.piece, PTX=workspace.ptx, num_warps=run.warps,
-            launch_pdl=workspace.ptx >= 90,
+            workspace.turn,
         )  # fmt: skip
+        fixed = {
+            "KIND": KINDS[x.dtype], "QUANT": mode, "KEEP_NORM": fusion.keep_norm, "RANK": workspace.rank, "WORLD": workspace.world,
+            "WARPS": run.warps, "PTX": workspace.ptx, "num_warps": run.warps, "launch_pdl": workspace.ptx >= 90,
+        }  # fmt: skip
+        if run.pieces > 1:
+            oneshot_norm_pieces[(run.programs,)](
+                *inputs, workspace.board, workspace.half, last - first, hidden, fusion.eps,
+                PIECE=run.block, PIECES=1 << (run.pieces - 1).bit_length(), **fixed,
+            )  # fmt: skip
+        else:
+            oneshot_norm[(run.programs,)](
+                *inputs, workspace.half, last - first, hidden, fusion.eps, BLOCK=run.block, LOOP=run.loop, **fixed
+            )
     return sinks.outputs()

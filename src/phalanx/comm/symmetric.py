@@ -35,14 +35,16 @@ def workspace_bytes(world: int, message_bytes: int) -> int:
 @dataclass(frozen=True)
 class Workspace:
     """addresses: of each rank's workspace as this rank maps it; half: vectors of 16 bytes in one of its two halves; turn: int32
-    [2] on the device, the call's number and the tickets drawn; sms: multiprocessors of the GPU; ptx: its compute capability x 10;
-    memory: keeps the mapping alive."""
+    [2] on the device, the call's number and the tickets drawn; board: int64 [BOARD_PLACES, 2] on the device, where programs of one
+    kernel tell each other sums; sms: multiprocessors of the GPU; ptx: its compute capability x 10; memory: keeps the mapping
+    alive."""
 
     rank: int
     world: int
     addresses: tuple[int, ...]
     half: int
     turn: Tensor
+    board: Tensor
     sms: int
     ptx: int
     memory: tuple[object, ...] = ()
@@ -58,6 +60,8 @@ class Workspace:
         return (self.half - self.world * SHARE_ALIGNMENT) * self.world // (2 * self.world - 1)
 
 
+BOARD_PLACES = 1 << 12
+"""Programs that one kernel may have, where they tell each other sums."""
 SHARE_ALIGNMENT = 8
 """A two-shot's shares start at multiples of so many vectors: 128 bytes."""
 
@@ -77,11 +81,12 @@ def form_workspace(process_group: dist.ProcessGroup, device: torch.device, messa
     handle = symmetric_memory.rendezvous(buffer, process_group.group_name)
     buffer.fill_(-1)  # the sentinel of kernels.signals
     turn = torch.zeros(2, dtype=torch.int32, device=device)
+    board = torch.zeros(BOARD_PLACES, 2, dtype=torch.int64, device=device)
     torch.cuda.synchronize(device)
     handle.barrier(channel=0)  # nobody pushes into a workspace that is not filled yet
     torch.cuda.synchronize(device)
     properties = torch.cuda.get_device_properties(device)
     return Workspace(
         rank, world, tuple(int(address) for address in handle.buffer_ptrs), half // _VECTOR_BYTES, turn,
-        properties.multi_processor_count, 10 * properties.major + properties.minor, (buffer, handle),
+        board, properties.multi_processor_count, 10 * properties.major + properties.minor, (buffer, handle),
     )  # fmt: skip

@@ -19,9 +19,8 @@ from phalanx.comm.symmetric import Workspace, share_of
 @dataclass(frozen=True, slots=True)
 class Launch:
     """programs: of the grid, all of which must run at once; flat: vectors of 16 bytes that a program moves at once; block: vectors
-    that hold a row (0 without a norm); warps: of a program; flat and block are at least 32 x warps; registers: of a thread at most,
-    so that all programs fit (None: the compiler's choice); movers: programs that move, the others collect; pause: nanoseconds
-    between a collector's looks."""
+    that hold a row (0 without a norm); warps: of a program; flat and block are at least 32 x warps; movers: programs that move, the
+    others collect (none: movers collect when they have moved); registers: of a thread at most, so that all programs fit."""
 
     programs: int
     flat: int
@@ -29,25 +28,42 @@ class Launch:
     warps: int
     movers: int
     registers: int | None = None
-    pause: int = 0
 
 
 def flat_launch(vectors: int, world: int, sms: int) -> Launch:
-    """For a sum alone: small programs while the shares are small, else programs that keep much in flight."""
+    """For a sum alone: small programs while the shares are small, at most one to a multiprocessor; then larger ones; then
+    collectors too."""
     share = share_of(vectors, world)
-    warps = 4 if share <= 128 * 2 * sms else 16
-    flat = 32 * warps
-    programs = min(-(-share // flat), (2 if warps < 16 else 1) * sms)
-    return Launch(programs, flat, 0, warps, programs)
+    if share <= 256 * sms:
+        programs = min(-(-share // 128), sms)
+        return Launch(programs, 128, 0, 4, programs)
+    if share <= 3072 * sms:
+        programs = min(-(-share // 512), sms)
+        return Launch(programs, 512, 0, 16, programs)
+    if world == 2:
+        return Launch(3 * sms, 512, 0, 16, 2 * sms, _registers(3, 16))
+    return Launch(2 * sms, 512, 0, 16, sms, _registers(2, 16))
 
 
 def row_launch(rows: int, pitch: int, world: int, sms: int) -> Launch:
-    """For a sum with a norm, `pitch` vectors a row."""
+    """For a sum with a norm, `pitch` vectors a row: a program for each row, then two to a multiprocessor, then collectors too."""
     block = row_block(pitch)
+    if rows <= sms:
+        warps = min(16 if rows <= sms // 4 else 32, block // 32)
+        programs = max(rows, min(-(-share_of(rows * pitch, world) // (32 * warps)), sms))
+        return Launch(programs, 32 * warps, block, warps, programs)
     warps = min(16, block // 32)
-    flat = 32 * warps
-    programs = max(min(rows, sms), min(-(-share_of(rows * pitch, world) // flat), sms))
-    return Launch(programs, flat, block, warps, programs)
+    if rows <= 8 * sms:
+        programs = min(2 * sms, rows)
+        return Launch(programs, 32 * warps, block, warps, programs, _registers(2, 16))
+    if world <= 4:
+        return Launch(3 * sms, 32 * warps, block, warps, sms, _registers(3, 16))
+    return Launch(2 * sms, 32 * warps, block, warps, sms, _registers(2, 16))
+
+
+def _registers(per_sm: int, warps: int) -> int:
+    """With at most so many registers a thread, `per_sm` programs of `warps` warps run on a multiprocessor at once."""
+    return 65536 // (per_sm * warps * 32) // 8 * 8
 
 
 def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) -> Tensor:
@@ -64,7 +80,7 @@ def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) ->
         twoshot[(run.programs,)](
             source[4 * first :], target[4 * first :], workspace.addresses, workspace.turn, workspace.half, count,
             share_of(count, workspace.world), run.movers,
-            KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.flat, WARPS=run.warps, PAUSE=run.pause,
+            KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.flat, WARPS=run.warps,
             PTX=workspace.ptx, num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
         )  # fmt: skip
     return out
@@ -91,7 +107,7 @@ def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, la
             workspace.turn, workspace.half, last - first, hidden, share_of((last - first) * pitch, workspace.world), run.movers,
             fusion.eps,
             KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=fusion.keep_norm, RANK=workspace.rank, WORLD=workspace.world,
-            BLOCK=run.block, FLAT=run.flat, WARPS=run.warps, PAUSE=run.pause, PTX=workspace.ptx,
+            BLOCK=run.block, FLAT=run.flat, WARPS=run.warps, PTX=workspace.ptx,
             num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
         )  # fmt: skip
     return sinks.outputs()

@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.kernels.residual_rms_norm import finish_row
-from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
+from phalanx.kernels.residual_rms_norm import add_residual, finish_row, normalize, square_sum
+from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, hear, leave, poll, push, seal, slot, tell
 from phalanx.kernels.vectors import add, load, pack, rounded, store, unpack
 
 
@@ -48,13 +48,13 @@ def sum_in_rank_order(own, words, KIND: tl.constexpr, RANK: tl.constexpr, WORLD:
 @triton.jit
 def gather_sum(
     own, mine, index, mask, pitch,
-    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, PAUSE: tl.constexpr,
+    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Wait for the peers' vectors in my half (address `mine`), clear them, and add them to my own words: lanes, fp32."""
     addresses = ()
     for place in tl.static_range(WORLD - 1):
         addresses = addresses + (at(mine + place * pitch.to(tl.int64) * 16, index, mask),)
-    words = poll(addresses, BLOCK, WARPS, PAUSE)
+    words = poll(addresses, BLOCK, WARPS)
     for place in tl.static_range(WORLD - 1):
         clear(addresses[place])
     return sum_in_rank_order(own, words, KIND, RANK, WORLD)
@@ -88,7 +88,7 @@ def oneshot(
             index = block * BLOCK + lane
             mask = index < vectors
             total = gather_sum(
-                load(x, index, mask, PTX), mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS, 0
+                load(x, index, mask, PTX), mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS
             )  # fmt: skip
             store(out, index, pack(total, KIND, PTX), mask, PTX)
         leave(turn, programs, ticket)
@@ -98,7 +98,7 @@ def oneshot(
         own = load(x, index, mask, PTX)
         spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
-        total = gather_sum(own, mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS, 0)
+        total = gather_sum(own, mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS)
         store(out, index, pack(total, KIND, PTX), mask, PTX)
         leave(turn, programs, ticket)
 
@@ -117,35 +117,20 @@ def _finish_rows(
         index = row * pitch + column
         own = load(x, index, mask, PTX)
         old = load(residual, index, mask, PTX)
-        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS, 0)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
         finish_row(
             rounded(total, KIND, PTX), old, factors, row, column, mask, sinks, scale, hidden, eps,
             KIND, QUANT, KEEP_NORM, BLOCK, PTX,
         )  # fmt: skip
 
 
-@triton.jit
-def _push_piece(
-    x, peers, offset, number, rows, pitch, RANK: tl.constexpr, WORLD: tl.constexpr, PIECE: tl.constexpr, PTX: tl.constexpr
-):  # fmt: skip
-    """Push the number-th piece of PIECE vectors, counted row by row."""
-    pieces = tl.cdiv(pitch, PIECE)
-    within = number % pieces * PIECE + tl.arange(0, PIECE)
-    mask = within < pitch
-    index = number // pieces * pitch + within
-    spread(load(x, index, mask, PTX), peers, offset, index, mask, rows * pitch, RANK, WORLD)
-
-
 @triton.jit(do_not_specialize=["rows", "hidden", "half"])
 def oneshot_norm(
     x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr, PIECE: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks of x [rows, hidden], its residual, norm and quantization, one program a row (LOOP: some rows).
-
-    PIECE: where not 0, the first programs push, so many vectors of a row each, and the last `rows` only wait and finish.
-    """
+    """The sum over ranks of x [rows, hidden], its residual, norm and quantization, one program a row (LOOP: some rows)."""
     dependents(PTX)
     pitch = hidden // (4 if KIND == "fp32" else 8)
     column = tl.arange(0, BLOCK)
@@ -155,17 +140,7 @@ def oneshot_norm(
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     first = tl.program_id(0)
-    if PIECE > 0:
-        pushers = programs - rows
-        if first < pushers:
-            _push_piece(x, peers, offset, first, rows, pitch, RANK, WORLD, PIECE, PTX)
-        ticket = draw_ticket(turn, programs)
-        if first >= pushers:
-            _finish_rows(
-                x, residual, factors, sinks, scale, peers, offset, first - pushers, rows, rows, hidden, eps,
-                KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, WARPS, PTX,
-            )  # fmt: skip
-    elif LOOP:
+    if LOOP:
         for row in range(first, rows, programs):
             index = row * pitch + column
             spread(load(x, index, mask, PTX), peers, offset, index, mask, rows * pitch, RANK, WORLD)
@@ -180,9 +155,47 @@ def oneshot_norm(
         old = load(residual, index, mask, PTX)
         spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
-        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS, 0)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
         finish_row(
             rounded(total, KIND, PTX), old, factors, first, column, mask, sinks, scale, hidden, eps,
             KIND, QUANT, KEEP_NORM, BLOCK, PTX,
         )  # fmt: skip
+    leave(turn, programs, ticket)
+
+
+@triton.jit(do_not_specialize=["rows", "hidden", "half"])
+def oneshot_norm_pieces(
+    x, residual, weight, sinks, scale, peers, turn, board, half, rows, hidden, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """As oneshot_norm, for few rows: a row lies on several programs, of PIECE vectors each, which tell each other their sums of
+    squares on the board. One multiprocessor would take longer to read a row from every peer than all of them take to talk.
+
+    The grid is rows x ceil(vectors of a row / PIECE), all of which must run at once; PIECES is a power of two, at least that many.
+    QUANT is not "fp8_token", which would ask for a second talk.
+    """
+    dependents(PTX)
+    pitch = hidden // (4 if KIND == "fp32" else 8)
+    pieces = tl.cdiv(pitch, PIECE)
+    row = tl.program_id(0) // pieces
+    column = tl.program_id(0) % pieces * PIECE + tl.arange(0, PIECE)
+    mask = column < pitch
+    factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
+    number = enter(turn, PTX)
+    offset = (number & 1) * half.to(tl.int64) * 16
+    programs = tl.num_programs(0)
+    index = row * pitch + column
+    own = load(x, index, mask, PTX)
+    old = load(residual, index, mask, PTX)
+    spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
+    ticket = draw_ticket(turn, programs)
+    total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, PIECE, WARPS)
+    lanes = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
+    tell(board, tl.program_id(0), square_sum(lanes), number)
+    each = tl.arange(0, PIECES)
+    squares = tl.sum(hear(board, row * pieces + each, each < pieces, number), 0)
+    normalize(
+        lanes, squares, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, PIECE, PTX
+    )  # fmt: skip
     leave(turn, programs, ticket)

@@ -55,7 +55,7 @@ def _sum_and_push(
         place = RANK * share + index
         mask = (index < share) & (place < vectors)
         own = load(x, place, mask, PTX)
-        total = gather_sum(own, peers[RANK] + offset, index, mask, share, KIND, RANK, WORLD, BLOCK, WARPS, 0)
+        total = gather_sum(own, peers[RANK] + offset, index, mask, share, KIND, RANK, WORLD, BLOCK, WARPS)
         words = pack(total, KIND, PTX)
         sealed = seal(words)
         for step in tl.static_range(1, WORLD):
@@ -77,13 +77,13 @@ def _collector(movers, programs):
 @triton.jit(do_not_specialize=["vectors", "share", "half", "movers"])
 def twoshot(
     x, out, peers, turn, half, vectors, share, movers,
-    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, PAUSE: tl.constexpr,
+    KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
 
     share: vectors that each rank adds up, world x share >= vectors; peers: the address of each rank's workspace; half: vectors in
-    one of its halves; PAUSE: nanoseconds between a collector's looks.
+    one of its halves.
     """
     dependents(PTX)
     number = enter(turn, PTX)
@@ -103,7 +103,7 @@ def twoshot(
         for step in tl.static_range(1, WORLD):
             place = (RANK + step) % WORLD * share + index
             addresses = addresses + (at(mine, place, (index < share) & (place < vectors)),)
-        words = poll(addresses, BLOCK, WARPS, PAUSE)
+        words = poll(addresses, BLOCK, WARPS)
         for step in tl.static_range(1, WORLD):
             clear(addresses[step - 1])
             place = (RANK + step) % WORLD * share + index
@@ -115,7 +115,7 @@ def twoshot(
 def twoshot_norm(
     x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, share, movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, WARPS: tl.constexpr, PAUSE: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of x [rows, hidden], its residual, norm and quantization. BLOCK: vectors that hold a row; FLAT: vectors
     that a program moves at once."""
@@ -144,7 +144,7 @@ def twoshot_norm(
             index = row * pitch + column
             old = load(residual, index, mask, PTX)
             address = at(mine, index, mask)
-            words = poll((address,), BLOCK, WARPS, PAUSE)
+            words = poll((address,), BLOCK, WARPS)
             clear(address)
             finish_row(
                 unpack(words, KIND), old, factors, row, column, mask, sinks, scale, hidden, eps,

@@ -9,7 +9,7 @@
     fp8: e4m3(norm / scale), scale given or largest |norm| of the token / 448;  nvfp4: see `quantize`
 
 The squares are added in fp32 within 16 bytes and in fp64 beyond, so that the result does not depend on how many threads share a
-row: a kernel that ends in `finish_row` gives the bits that this one gives after it.
+row: a kernel that ends in `finish_row` gives the bits that this one gives behind its sum.
 """
 
 from __future__ import annotations
@@ -29,32 +29,36 @@ Quant = Literal["none", "fp8", "fp8_token", "nvfp4"]
 
 
 @triton.jit
-def _mean_square(lanes, hidden):
-    """Of a row spread over `lanes`, whose total is `hidden` elements: an fp32 scalar."""
-    squares = lanes[0] * lanes[0]
-    for k in tl.static_range(1, len(lanes)):
-        squares = tl.fma(lanes[k], lanes[k], squares)
-    return tl.div_rn(tl.sum(squares.to(tl.float64), 0).to(tl.float32), hidden.to(tl.float32))
+def add_residual(total, residual, place, mask, residual_out, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Store total (lanes, as KIND holds them) + residual (words); return its lanes."""
+    new = pack(add(total, unpack(residual, KIND)), KIND, PTX)
+    store(residual_out, place, new, mask, PTX)
+    return unpack(new, KIND)
 
 
 @triton.jit
-def finish_row(
-    total, residual, weight, row, column, mask, sinks, scale, hidden, eps,
+def square_sum(lanes):
+    """The sum of squares of all lanes: an fp64 scalar."""
+    squares = lanes[0] * lanes[0]
+    for k in tl.static_range(1, len(lanes)):
+        squares = tl.fma(lanes[k], lanes[k], squares)
+    return tl.sum(squares.to(tl.float64), 0)
+
+
+@triton.jit
+def normalize(
+    lanes, squares, weight, row, column, mask, sinks, scale, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Residual, norm and quantization of one row.
+    """Norm and quantization of a row, or of a part of one that is whole blocks of 16 elements ("fp8_token": of a whole row).
 
-    total: lanes [BLOCK] of the sum, already as KIND holds them; residual, weight: words [BLOCK]; column: the vector's place in
-    the row; sinks: pointers (norm, new residual, quantized, scales); scale: fp32 pointer, read for "fp8" and "nvfp4".
+    lanes [BLOCK]: of the new residual; squares: the whole row's; weight: words [BLOCK]; column: the vector's place in the row;
+    sinks: pointers (norm, new residual, quantized, scales); scale: fp32 pointer, read for "fp8" and "nvfp4".
     """
-    norm_out, residual_out, quantized, scales = sinks
-    pitch = hidden // len(total)
-    place = row.to(tl.int64) * pitch + column
-    new = pack(add(total, unpack(residual, KIND)), KIND, PTX)
-    store(residual_out, place, new, mask, PTX)
-    lanes = unpack(new, KIND)
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(_mean_square(lanes, hidden) + eps))
-    scaled = rounded(multiply(lanes, inverse), KIND, PTX)
+    norm_out, _, quantized, scales = sinks
+    place = row.to(tl.int64) * (hidden // len(lanes)) + column
+    mean = tl.div_rn(squares.to(tl.float32), hidden.to(tl.float32))
+    scaled = rounded(multiply(lanes, tl.div_rn(1.0, tl.sqrt_rn(mean + eps))), KIND, PTX)
     factors = unpack(weight, KIND)
     product = ()
     for k in tl.static_range(len(scaled)):
@@ -69,10 +73,22 @@ def finish_row(
         tl.store(scales + row, found)
         tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, found), PTX), mask)
     elif QUANT == "nvfp4":
-        SHARED: tl.constexpr = 16 // len(total)
+        SHARED: tl.constexpr = 16 // len(lanes)
         packed, code = fp4_vector(unpack(norm, KIND), tl.load(scale), BLOCK)
         tl.store(quantized + place, packed, mask)
         tl.store(scales + place // SHARED, code.to(tl.uint8), mask & (column % SHARED == 0))
+
+
+@triton.jit
+def finish_row(
+    total, residual, weight, row, column, mask, sinks, scale, hidden, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Residual, norm and quantization of one row. total: lanes [BLOCK] of the sum, as KIND holds them; residual: words [BLOCK];
+    the rest as in `normalize`."""
+    place = row.to(tl.int64) * (hidden // len(total)) + column
+    lanes = add_residual(total, residual, place, mask, sinks[1], KIND, PTX)
+    normalize(lanes, square_sum(lanes), weight, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, PTX)
 
 
 @triton.jit(do_not_specialize=["hidden"])

@@ -60,9 +60,40 @@ _TURN = tl.constexpr("""{
 }""")
 
 
+# Programs of one kernel tell each other an fp64, each half of it beside the call's number, which makes it new.
+_TELL = tl.constexpr("""{
+  .reg .pred %first;
+  .reg .b32 %thread;
+  .reg .b64 %one, %two;
+  mov.u32 %thread, %tid.x;
+  setp.eq.u32 %first, %thread, 0;
+  mov.b64 %one, {$2, $4};
+  mov.b64 %two, {$3, $4};
+  @%first st.relaxed.gpu.global.v2.b64 [$1], {%one, %two};
+  mov.b32 $0, 0;
+}""")
+_HEAR = tl.constexpr("""{
+  .reg .pred %go, %again;
+  .reg .b32 %first, %second;
+  .reg .b64 %one, %two;
+  setp.ne.u64 %go, $2, 0;
+  mov.b32 $0, 0;
+  mov.b32 $1, 0;
+  mov.b32 %first, $3;
+  mov.b32 %second, $3;
+HEAR:
+  @%go ld.volatile.global.v2.b64 {%one, %two}, [$2];
+  @%go mov.b64 {$0, %first}, %one;
+  @%go mov.b64 {$1, %second}, %two;
+  setp.ne.b32 %again, %first, $3;
+  setp.ne.or.b32 %again, %second, $3, %again;
+  @%again bra HEAR;
+}""")
+
+
 @triton.constexpr_function
-def _poll_asm(sources, pack, pause):
-    """Read `pack` vectors from each source, all of them again until no word is the sentinel; `pause` ns between the rounds."""
+def _poll_asm(sources, pack):
+    """Read `pack` vectors from each source, all of them again until no word is the sentinel."""
     groups = sources * pack
     # Triton orders registers by tensor, then by the element in the pack: word k of source s, element e.
     words = [[f"${(4 * s + k) * pack + e}" for k in range(4)] for s in range(sources) for e in range(pack)]
@@ -71,12 +102,12 @@ def _poll_asm(sources, pack, pause):
     for g in range(groups):
         lines.append(f"  setp.ne.u64 %go{g}, {at[g]}, 0;")
         lines += [f"  mov.b32 {word}, 0;" for word in words[g]]
-    lines += ["  bra.uni READ;", "WAIT:", f"  nanosleep.u32 {pause};", "READ:"] if pause else ["READ:"]
+    lines.append("READ:")
     lines += [f"  @%go{g} ld.volatile.global.v4.b32 {{{', '.join(words[g])}}}, [{at[g]}];" for g in range(groups)]
     every = [word for group in words for word in group]
     lines.append(f"  setp.eq.b32 %again, {every[0]}, -1;")
     lines += [f"  setp.eq.or.b32 %again, {word}, -1, %again;" for word in every[1:]]
-    lines += [f"  @%again bra {'WAIT' if pause else 'READ'};", "}"]
+    lines += ["  @%again bra READ;", "}"]
     return "\n".join(lines)
 
 
@@ -160,14 +191,31 @@ def clear(address):
 
 
 @triton.jit
-def poll(addresses, BLOCK: tl.constexpr, WARPS: tl.constexpr, PAUSE: tl.constexpr):
+def poll(addresses, BLOCK: tl.constexpr, WARPS: tl.constexpr):
     """Wait for the vectors at each of these addresses (a tuple), all sources together: their words, one source after the other.
 
-    BLOCK: vectors of each source; WARPS: of the program; PAUSE: nanoseconds between looks, 0 where every one counts.
+    BLOCK: vectors of each source; WARPS: of the program.
     """
     SOURCES: tl.constexpr = len(addresses)
     PACK: tl.constexpr = _pack_of(SOURCES, BLOCK, WARPS)
     return tl.inline_asm_elementwise(
-        _poll_asm(SOURCES, PACK, PAUSE), _poll_constraints(SOURCES, PACK), addresses, dtype=_poll_types(SOURCES),
-        is_pure=False, pack=PACK,
-    )  # fmt: skip
+        _poll_asm(SOURCES, PACK), _poll_constraints(SOURCES, PACK), addresses, dtype=_poll_types(SOURCES), is_pure=False, pack=PACK
+    )
+
+
+@triton.jit
+def tell(board, place, value, number):
+    """Put an fp64 scalar on the board (a pointer, 16 bytes a place), for `hear` in other programs of call `number`."""
+    bits = value.to(tl.int64, bitcast=True)
+    address = board.to(tl.int64) + place.to(tl.int64) * 16
+    halves = [address, bits.to(tl.int32), (bits >> 32).to(tl.int32), number + 1]
+    tl.inline_asm_elementwise(_TELL, "=r,l,r,r,r", halves, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def hear(board, places, mask, number):
+    """Wait for what was told at these places in call `number`: fp64; zero where the mask is off. Reading twice does no harm."""
+    low, high = tl.inline_asm_elementwise(
+        _HEAR, "=&r,=&r,l,r", [at(board.to(tl.int64), places, mask), number + 1], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+    )
+    return ((low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)).to(tl.float64, bitcast=True)
