@@ -4,8 +4,9 @@
 The names here pick the kernel for the tensor's device; importing this room loads no Triton.
 """
 
+from phalanx.kernels.between_products import rope_store, silu_mul
 from phalanx.kernels.norms import residual_rms_norm, residual_rms_norm_quant
-from phalanx.kernels.reference import dequantize, quantize_fp8, quantize_nvfp4, rms_norm, rope, silu_mul, write_kv
+from phalanx.kernels.reference import dequantize, quantize_fp8, quantize_nvfp4, rms_norm, rope, write_kv
 from phalanx.kernels.scaled_mm import scaled_mm, silu_mul_quant_fp8
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "residual_rms_norm_quant",
     "rms_norm",
     "rope",
+    "rope_store",
     "scaled_mm",
     "silu_mul",
     "silu_mul_quant_fp8",

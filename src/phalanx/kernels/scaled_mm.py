@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels import reference
+from phalanx.kernels import between_products, reference
 
 FP8 = torch.float8_e4m3fn
 ALIGNMENT = 16  # cuBLAS and CUTLASS want both sizes of an FP8 weight in multiples of this
@@ -56,4 +56,4 @@ def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype
 
 def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> Quantized:
     """silu(gate) * up of gate_up [T, 2 * I] in e4m3: with the given scale, or with one per token."""
-    return Quantized(*reference.silu_mul_quant_fp8(gate_up, scale))
+    return Quantized(*between_products.silu_mul_quant_fp8(gate_up, scale))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx import kernels
 from phalanx.config.model import ModelShape
 from phalanx.models.batch import Batch, KvCache
 from phalanx.models.layers.embedding import ParallelHead, VocabParallelEmbedding
@@ -49,17 +48,15 @@ class Attention(nn.Module):
     ) -> tuple[Activation, Tensor]:
         """x and residual [T, hidden] -> (norm(residual + attention(x)), residual + attention(x))."""
         heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        query_and_key, value = torch.split(heads, [self.q_heads + self.kv_heads, self.kv_heads], dim=1)
-        query, key = torch.split(self.turn(query_and_key, turns), [self.q_heads, self.kv_heads], dim=1)
-        self.store(key, value, cache, batch.kv_slots)
+        query = self.store(self.prepare(heads), turns, self.q_heads, cache, batch.kv_slots)
         scales = self.store.read_scales
         seen = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
         done: tuple[Activation, Tensor] = self.out(seen.reshape(x.shape[0], -1), residual, norm)
         return done
 
-    def turn(self, query_and_key: Tensor, turns: Turns) -> Tensor:
-        """[T, q_heads + kv_heads, head_dim], turned by the positions."""
-        return kernels.rope(query_and_key, *turns)
+    def prepare(self, heads: Tensor) -> Tensor:
+        """What families do to heads [T, q_heads + 2 * kv_heads, head_dim] before queries and keys are turned by their positions."""
+        return heads
 
 
 class DecoderLayer(nn.Module):

@@ -6,10 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx import kernels
 from phalanx.config.model import ModelShape
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.llama import Attention, Llama, Turns
+from phalanx.models.llama import Attention, Llama
 from phalanx.models.slices import Seat
 
 
@@ -21,9 +20,9 @@ class NormedAttention(Attention):
         self.q_norm = RmsNorm(f"{name}.q_norm", shape.head_dim, shape.rms_norm_eps, seat=seat)
         self.k_norm = RmsNorm(f"{name}.k_norm", shape.head_dim, shape.rms_norm_eps, seat=seat)
 
-    def turn(self, query_and_key: Tensor, turns: Turns) -> Tensor:
-        query, key = torch.split(query_and_key, [self.q_heads, self.kv_heads], dim=1)
-        return kernels.rope(torch.cat((self.q_norm(query), self.k_norm(key)), dim=1), *turns)
+    def prepare(self, heads: Tensor) -> Tensor:
+        query, key, value = torch.split(heads, [self.q_heads, self.kv_heads, self.kv_heads], dim=1)
+        return torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
 
 
 class Qwen3(Llama):

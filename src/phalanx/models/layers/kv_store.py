@@ -23,12 +23,10 @@ class KvStore(Sliced):
         self.name, self.seat = name, seat
         self.read_scales: tuple[float, float] | None = None
 
-    def forward(self, key: Tensor, value: Tensor, cache: KvCache, slots: Tensor) -> None:
-        """key and value [T, kv_heads, head_dim] into slots [T] (see `Batch.kv_slots`)."""
-        if self.seat.fp8_cache:
-            key_scale, value_scale = self.read_scales or (1.0, 1.0)
-            key, value = _shrunk(key, key_scale, cache.key), _shrunk(value, value_scale, cache.value)
-        kernels.write_kv(key, value, cache.key, cache.value, slots)
+    def forward(self, heads: Tensor, turns: tuple[Tensor, Tensor], q_heads: int, cache: KvCache, slots: Tensor) -> Tensor:
+        """heads [T, q_heads + 2 * kv_heads, head_dim], not turned yet; turns: cosines and sines of their positions. Keys, turned,
+        and values go into slots [T] (see `Batch.kv_slots`); returns the queries, turned, [T, q_heads, head_dim]."""
+        return kernels.rope_store(heads, *turns, cache.key, cache.value, slots, q_heads, self.read_scales)
 
     def slices(self) -> Iterator[Slice]:
         return iter(())
@@ -45,9 +43,3 @@ class KvStore(Sliced):
         held = list(self.read_scales or (1.0, 1.0))
         held[at] = float(scale)
         self.read_scales = None if held == [1.0, 1.0] else (held[0], held[1])
-
-
-def _shrunk(x: Tensor, scale: float, cache: Tensor) -> Tensor:
-    # Out of range is clipped: e4m3 has no infinity, and a plain cast gives NaN.
-    scaled = x if scale == 1.0 else x.float() * (1.0 / scale)
-    return scaled.clamp(-448.0, 448.0).to(cache.dtype)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""What lies between the QKV product and attention, in one kernel: turn queries and keys, store keys and values.
+
+    query = rope(qkv[:, :q_heads])
+    key_cache[slot], value_cache[slot] = rope(qkv[:, q_heads : q_heads + kv_heads]), qkv[:, q_heads + kv_heads :]    unless slot < 0
+
+A program has some heads of one token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.quantize import FP8_MAX, e4m3_bits
+from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.silu_gate import nearest
+
+HEADS = 8
+"""Heads that one program works on."""
+
+
+@triton.jit
+def _kept(values, inverse, FP8: tl.constexpr, PTX: tl.constexpr):
+    """As the cache holds them: e4m3 bytes of values * inverse, or the values."""
+    if FP8:
+        scaled = values.to(tl.float32) * inverse
+        if PTX >= 89:
+            kept = tl.clamp(scaled, -FP8_MAX, FP8_MAX).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        else:
+            kept = e4m3_bits(scaled).to(tl.uint8)
+    else:
+        kept = values
+    return kept
+
+
+@triton.jit
+def _store(cache, place, mask, first, second, half, FP8: tl.constexpr, PTX: tl.constexpr, inverse):
+    tl.store(cache + place, _kept(first, inverse, FP8, PTX), mask)
+    tl.store(cache + place + half, _kept(second, inverse, FP8, PTX), mask)
+
+
+@triton.jit
+def _rope_store(
+    qkv, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, key_inverse, value_inverse,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    if PTX >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    pair = tl.arange(0, HALF)[None, :]
+    heads = q_heads + 2 * kv_heads
+    inside = (head < heads) & (pair < half)
+    place = (token * heads + head) * (2 * half) + pair
+    first = tl.load(qkv + place, inside, 0.0)
+    second = tl.load(qkv + place + half, inside, 0.0)
+    c = tl.load(cos + token * half + pair, pair < half, 0.0)
+    s = tl.load(sin + token * half + pair, pair < half, 0.0)
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    turned_first = nearest(wide_first * c - wide_second * s, first, PTX)
+    turned_second = nearest(wide_second * c + wide_first * s, first, PTX)
+
+    is_query = inside & (head < q_heads)
+    place = (token * q_heads + head) * (2 * half) + pair
+    tl.store(query + place, turned_first, is_query)
+    tl.store(query + place + half, turned_second, is_query)
+
+    slot = tl.load(slots + token)
+    stored = inside & (slot >= 0)
+    is_key = stored & (head >= q_heads) & (head < q_heads + kv_heads)
+    place = (slot * kv_heads + head - q_heads) * (2 * half) + pair
+    _store(key_cache, place, is_key, turned_first, turned_second, half, FP8, PTX, key_inverse)
+    is_value = stored & (head >= q_heads + kv_heads)
+    place = (slot * kv_heads + head - q_heads - kv_heads) * (2 * half) + pair
+    _store(value_cache, place, is_value, first, second, half, FP8, PTX, value_inverse)
+
+
+def rope_store(
+    qkv: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
+    kv_scales: tuple[float, float] | None = None,
+) -> Tensor:  # fmt: skip
+    """The kernel of `reference.rope_store`, for contiguous tensors; qkv in bf16, fp16 or fp32, caches in its dtype or e4m3."""
+    tokens, heads, head_dim = qkv.shape
+    query = torch.empty((tokens, q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if tokens:
+        ptx = capability(qkv.device)
+        fp8 = key_cache.dtype == torch.float8_e4m3fn
+        key_scale, value_scale = kv_scales or (1.0, 1.0)
+        caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
+        _rope_store[(tokens, triton.cdiv(heads, HEADS))](
+            qkv, cos, sin, query, *caches, slots, q_heads, (heads - q_heads) // 2, head_dim // 2,
+            1.0 / key_scale, 1.0 / value_scale,
+            BLOCK=HEADS, HALF=triton.next_power_of_2(head_dim // 2), FP8=fp8, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90,
+        )  # fmt: skip
+    return query

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels between products: in Triton's interpreter against the reference, and compiled for three generations of GPUs.
+
+The interpreter is chosen when a kernel is defined, so what runs in it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def check_silu_mul() -> None:
+    from phalanx.kernels import reference, silu_gate
+
+    for dtype, (tokens, width) in itertools.product(DTYPES.values(), [(1, 64), (3, 100), (2, 2100), (0, 8)]):
+        gate_up = (torch.randn(tokens, 2 * width) * 3).to(dtype)
+        # Two roundings: where exp() differs in its last bit, either may fall on the other side.
+        step = 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(silu_gate.silu_mul(gate_up), reference.silu_mul(gate_up), rtol=step, atol=1e-6)
+        for scale in (None, torch.tensor(0.02)):
+            got, scales = silu_gate.silu_mul_quant_fp8(gate_up, scale)
+            wanted, wanted_scales = reference.silu_mul_quant_fp8(gate_up, scale)
+            assert got.dtype == torch.float8_e4m3fn
+            torch.testing.assert_close(scales, wanted_scales, rtol=step, atol=0)
+            near = (got.float() - wanted.float()).abs() <= wanted.float().abs() / 8 + 2.0**-9
+            assert near.all()
+            assert (got.float() == wanted.float()).float().mean() > 0.98 if tokens else True
+
+
+def check_a_row_of_zeros_quantizes() -> None:
+    from phalanx.kernels import silu_gate
+
+    values, scales = silu_gate.silu_mul_quant_fp8(torch.zeros(2, 64))
+    assert (values.float() == 0).all()
+    assert (scales > 0).all()
+
+
+def check_rope_store() -> None:
+    from phalanx.kernels import reference, rope_to_cache
+
+    shapes = [(4, 2, 8), (6, 1, 12), (12, 4, 16)]
+    for (name, dtype), (q_heads, kv_heads, head_dim), fp8 in itertools.product(DTYPES.items(), shapes, (False, True)):
+        qkv = torch.randn(5, q_heads + 2 * kv_heads, head_dim).to(dtype)
+        angles = torch.rand(5, head_dim // 2) * 7
+        slots = torch.tensor([5, -1, 11, 0, -1])
+        kind = torch.float8_e4m3fn if fp8 else dtype
+        held = [torch.randn(3, 4, kv_heads, head_dim).to(kind) for _ in range(2)]
+        scales = (0.25, 0.004) if fp8 else None
+        expected = [cache.clone() for cache in held]
+        wanted = reference.rope_store(qkv, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
+        query = rope_to_cache.rope_store(qkv, angles.cos(), angles.sin(), *held, slots, q_heads, scales)
+        step = torch.finfo(dtype).eps
+        torch.testing.assert_close(query, wanted, rtol=2 * step, atol=step)
+        for got, want in zip(held, expected, strict=True):
+            if fp8:
+                assert (got.float() == want.float()).float().mean() > 0.98, name
+            torch.testing.assert_close(got.float(), want.float(), rtol=0.126 if fp8 else 2 * step, atol=2.0**-8 if fp8 else step)
+        untouched = [3, 7, 8]  # -1 stores nothing, not even at the end of the cache
+        for got, want in zip(held, expected, strict=True):
+            assert torch.equal(got.float().flatten(0, 1)[untouched], want.float().flatten(0, 1)[untouched])
+
+
+CHECKS = [check_silu_mul, check_a_row_of_zeros_quantizes, check_rope_store]
+
+
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.test_between_products"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("kernel", ["silu_mul", "silu_mul_quant_fp8", "rope_store", "rope_store_fp8"])
+def test_compiles(kernel: str, arch: int) -> None:
+    """Down to machine code. The launch's own choices (PDL from Hopper on, the FP8 conversion from Ada on) compile with it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from phalanx.kernels import rope_to_cache, silu_gate
+
+    bf16, bytes_, fp32, int64 = "*bf16", "*u8", "*fp32", "*i64"
+    if kernel == "silu_mul":
+        function, signature = silu_gate._silu_mul, {"gate_up": bf16, "out": bf16, "width": "i32"}
+        constants = {"BLOCK": 2048}
+    elif kernel == "silu_mul_quant_fp8":
+        function, signature = silu_gate._silu_mul_quant_fp8, {"gate_up": bf16, "out": bytes_, "scales": fp32, "width": "i32"}
+        constants = {"GIVEN": False, "BLOCK": 16384}
+    else:
+        cache = bytes_ if kernel.endswith("fp8") else bf16
+        function = rope_to_cache._rope_store
+        signature = {
+            "qkv": bf16, "cos": fp32, "sin": fp32, "query": bf16, "key_cache": cache, "value_cache": cache, "slots": int64,
+            "q_heads": "i32", "kv_heads": "i32", "half": "i32", "key_inverse": "fp32", "value_inverse": "fp32",
+        }  # fmt: skip
+        constants = {"BLOCK": rope_to_cache.HEADS, "HALF": 64, "FP8": kernel.endswith("fp8")}
+    constants["PTX"] = arch
+    signature |= dict.fromkeys(constants, "constexpr")
+    compiled = triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", arch, 32))
+    assert len(compiled.asm["cubin"]) > 0
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for check in CHECKS:
+        check()
+        print(check.__name__)
