@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
+from phalanx.comm.symmetric import Workspace
 from phalanx.hardware.fingerprint import Fingerprint, link_class
+from phalanx.hardware.links import nvlink_everywhere
 from phalanx.tables.message import Fusion, dtype_named
 from phalanx.tables.shipped import table_for
 from phalanx.tables.strategy import Choice, Strategy
@@ -23,10 +25,11 @@ SumNorm = Callable[[Tensor, ResidualRmsNorm], tuple[Tensor, ...]]
 
 
 class Built:
-    """Candidates by strategy. fingerprint: of the machine that the group stands on."""
+    """Candidates by strategy. fingerprint: of the machine that the group stands on; workspace: of its GPUs, where they have one."""
 
     def __init__(self, fingerprint: Fingerprint) -> None:
         self.fingerprint = fingerprint
+        self.workspace: Workspace | None = None
         self._sums: dict[Strategy, Sum] = {}
         self._norms: dict[Strategy, SumNorm] = {}
         self._refused: dict[Strategy, str] = {}
@@ -73,10 +76,15 @@ def open_group(group: Group, device: torch.device, max_bytes: int) -> Built:
     """What the ranks of `group` can run; collective. max_bytes: the longest message that a workspace must hold without chunks."""
     built = Built(fingerprint_here(group.size, device))
     built.add(Strategy.NCCL, group.all_reduce, None)
-    if device.type == "cuda":
-        _add_symmetric(built, group, device, max_bytes)
-    else:
+    if device.type == "cpu":
         _add_shared(built, group, max_bytes)
+    elif built.fingerprint.peers_reach:
+        from phalanx.comm.symmetric import form_workspace
+        from phalanx.comm.torch_group import TorchGroup
+
+        assert isinstance(group, TorchGroup)
+        built.workspace = form_workspace(group.process_group, device, max_bytes)
+        add_symmetric(built, built.workspace)
     return built
 
 
@@ -92,20 +100,20 @@ def _add_shared(built: Built, group: Group, max_bytes: int) -> None:
     built.add(Strategy.TWOSHOT, memory.twoshot, memory.twoshot_norm)
 
 
-def _add_symmetric(built: Built, group: Group, device: torch.device, max_bytes: int) -> None:
+def add_symmetric(built: Built, workspace: Workspace) -> None:
+    """ONESHOT and TWOSHOT on GPUs."""
     from phalanx.comm import oneshot, twoshot
-    from phalanx.comm.symmetric import form_workspace
-    from phalanx.comm.torch_group import TorchGroup
 
-    assert isinstance(group, TorchGroup)
-    workspace = form_workspace(group.process_group, device, max_bytes)
     built.add(Strategy.ONESHOT, lambda x: oneshot.all_reduce(x, workspace), lambda x, f: oneshot.all_reduce_norm(x, f, workspace))
     built.add(Strategy.TWOSHOT, lambda x: twoshot.all_reduce(x, workspace), lambda x, f: twoshot.all_reduce_norm(x, f, workspace))
 
 
 def fingerprint_here(world: int, device: torch.device) -> Fingerprint:
-    """Of the first `world` devices of this host."""
+    """Of the first `world` devices of this host. Multicast does not enter: no strategy here uses it."""
     if device.type == "cpu":
-        return Fingerprint(0, "shm", world)
+        return Fingerprint(0, link_class(device="cpu"), world)
     major, minor = torch.cuda.get_device_capability(device)
-    return Fingerprint(10 * major + minor, link_class(device="cuda", peer_access=True, nvlink=True), world)
+    pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
+    reach = all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    linked = reach and nvlink_everywhere([str(torch.cuda.get_device_properties(index).uuid) for index in range(world)])
+    return Fingerprint(10 * major + minor, link_class(device="cuda", peer_access=reach, nvlink=linked), world)

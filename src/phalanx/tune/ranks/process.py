@@ -67,13 +67,16 @@ def _run(config: dict[str, Any], events: Events) -> None:
 
 def measure(group: Any, device: Any, config: dict[str, Any], folder: Path, events: Events) -> None:
     """Tell who this is, take the tasks, and measure them."""
-    from phalanx.tune.ranks import candidates, machine
+    from phalanx.tune.ranks import candidates, machine, precompile
     from phalanx.tune.ranks.measure import Method, Rank
     from phalanx.tune.sweep import Task
 
     found = candidates.open_group(group, device, config["max_bytes"])
     events.tell(hello=str(found.fingerprint), facts=machine.facts(device))
     work = [Task.parse(text) for text in json.loads(_await(folder / "work"))]
+    if found.workspace is not None and len(work) >= precompile.WORTH_IT and (count := precompile.helpers(group.size)):
+        precompile.run(work, found.workspace, device, count, lambda: events.tell(compiling=True))
+        group.barrier()
     one = Rank(group, device, found, Method(**config["method"]))
     for task in work:
         events.tell(begin=str(task))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile a benchmark's kernels before it, on many cores at once: a rank alone would spend most of its time compiling.
+
+Each helper process calls the candidates of its part of the tasks with launches left out, which leaves the kernels in Triton's cache
+on disk, where the rank finds them. Helpers only save time: what they do not get done, the rank compiles itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from phalanx.comm import launch
+from phalanx.comm.group import ResidualRmsNorm
+from phalanx.log import get_logger
+from phalanx.tables.message import Fusion
+from phalanx.tables.strategy import Strategy
+from phalanx.tune.ranks.measure import DTYPES
+from phalanx.tune.sweep import Task
+
+_log = get_logger(__name__)
+WORTH_IT = 100
+"""Tasks from which on starting helpers pays."""
+_MODULE = "phalanx.tune.ranks.precompile"
+
+
+def helpers(world: int) -> int:
+    """How many processes each rank of this host may start."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(cores // world - 1, 0)
+
+
+def run(
+    tasks: list[Task], workspace: Any, device: torch.device, count: int, alive: Callable[[], None], limit: float = 150.0
+) -> None:
+    """Have `count` helpers compile what `tasks` need; returns when they are done, or after `limit` seconds. alive: called often."""
+    plain = _plain(workspace)
+    parts = [[str(task) for task in tasks[first::count]] for first in range(count)]
+    children = [
+        launch.start(_MODULE, {"workspace": plain, "tasks": part, "device": device.index}, f"phalanx compile {number}")
+        for number, part in enumerate(parts)
+    ]
+    begin = time.monotonic()
+    while any(child.alive for child in children) and time.monotonic() - begin < limit:
+        alive()
+        time.sleep(0.2)
+    failed = [child for child in children if child.process.poll() != 0]
+    launch.stop(children, grace=0)
+    if failed:
+        _log.warning("%d of %d helpers have not compiled their part; the ranks do it as they go", len(failed), count)
+
+
+def _plain(workspace: Any) -> dict[str, Any]:
+    """A workspace's fields as JSON: numbers as they are, tensors by dtype and shape (a kernel's binary depends on no more)."""
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(workspace):
+        value = getattr(workspace, field.name)
+        if isinstance(value, torch.Tensor):
+            plain[field.name] = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        elif isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, int) for item in value)):
+            plain[field.name] = value
+    return plain
+
+
+def _likeness(plain: dict[str, Any], device: torch.device) -> Any:
+    """A workspace that compiles like the one that `plain` describes; nothing may be launched on it."""
+    from phalanx.comm.symmetric import Workspace
+
+    fields: dict[str, Any] = {}
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            fields[name] = torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device=device)
+        else:
+            fields[name] = tuple(value) if isinstance(value, list) else value
+    return Workspace(**fields)
+
+
+def main() -> None:
+    config = launch.read_config()
+    device = torch.device("cuda", config["device"])
+    torch.cuda.set_device(device)
+    _leave_launches_out()
+    from phalanx.tune.ranks.candidates import Built, add_symmetric, fingerprint_here
+
+    workspace = _likeness(config["workspace"], device)
+    built = Built(fingerprint_here(workspace.world, device))
+    built.add(Strategy.NCCL, lambda x: x, None)
+    add_symmetric(built, workspace)
+    for text in config["tasks"]:
+        task = Task.parse(text)
+        built.get(task.choice)(*_tensors(task, device))
+
+
+def _tensors(task: Task, device: torch.device) -> tuple[torch.Tensor, ResidualRmsNorm | None]:
+    """The task's arguments, of any content."""
+    shape, dtype = (task.tokens, task.hidden), DTYPES[task.dtype]
+    x = torch.empty(shape, dtype=dtype, device=device)
+    if task.fusion is Fusion.NONE:
+        return x, None
+    given = task.fusion.quant != "none" and not task.fusion.token_scale
+    scale = torch.empty((), dtype=torch.float32, device=device) if given else None
+    weight = torch.empty(task.hidden, dtype=dtype, device=device)
+    quant: Any = task.fusion.quant
+    return x, ResidualRmsNorm(torch.empty_like(x), weight, 1e-5, quant, scale, task.fusion.keeps_norm)
+
+
+def _leave_launches_out() -> None:
+    """Make every kernel stop after it is compiled (Triton's own warm-up mode)."""
+    from phalanx.kernels import allreduce_oneshot
+
+    kind: Any = type(allreduce_oneshot.oneshot)
+    plain = kind.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **(kwargs | {"warmup": True}))
+
+    kind.run = compile_only
+
+
+if __name__ == "__main__":
+    main()
