@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The method of the targets holds unless it is said otherwise, and what cannot run is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.bench import offline, workloads
+from phalanx.errors import EngineError, OptionError
+from tests.bench.conftest import asked_for
+
+
+def test_the_method_of_the_targets(tiny_shape):
+    with offline.subject(asked_for(tiny_shape)) as subject:
+        options = subject.options
+        assert (options.max_batch_size, options.max_num_tokens, options.enable_prefix_caching) == (512, 8192, False)
+        assert options.max_seq_len == 512  # of the model, which is less than 4096
+        assert options.skip_tokenizer_init
+    with offline.subject(asked_for(tiny_shape, max_batch_size=8, enable_prefix_caching=True)) as subject:
+        assert (subject.options.max_batch_size, subject.options.enable_prefix_caching) == (8, True)
+        assert offline.asked_for(subject)["max_batch_size"] == 8
+
+
+def test_a_shape_by_name_needs_no_download():
+    asked = asked_for("llama-3-70b")
+    asked.values.pop("load_format")
+    with offline.subject(asked) as subject:
+        assert subject.options.load_format == "dummy"
+        assert (subject.shape.num_layers, subject.options.max_seq_len) == (80, 4096)
+        assert offline.asked_for(subject)["model"] == "llama-3-70b"
+
+
+def test_bad_values_name_their_source(tiny_shape):
+    with (
+        pytest.raises(OptionError, match=r"max_batch_size='many'.*by the test"),
+        offline.subject(asked_for(tiny_shape, max_batch_size="many")),
+    ):
+        pass
+
+
+def test_requests_that_are_too_long(subject):
+    with pytest.raises(OptionError, match=r"requests of 601 tokens.*max_seq_len is 512"):
+        offline.check(subject, [workloads.parse("decode-1x100x500")])
+
+
+def test_another_number_of_tokens_is_an_error(running, monkeypatch):
+    _, llm = running
+    monkeypatch.setattr(offline, "params", lambda count: workloads.params(count - 1))
+    with pytest.raises(EngineError, match="5 new tokens were asked for; 4 came"):
+        offline.seconds_of(llm, [[5, 6, 7]], 5)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes have the published numbers of parameters, and a tokenizer that gives each id a text."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from phalanx.bench import shapes
+from phalanx.config.model import ModelShape
+from phalanx.errors import OptionError
+from phalanx.plan.weights import tensors
+from phalanx.serve.tokenizer import Tokenizer
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("llama-3-8b", 8_030_261_248), ("llama-3-70b", 70_553_706_496), ("llama-3.1-405b", 405_853_388_800)]
+)
+def test_published_parameters(name, parameters):
+    shape = ModelShape.from_config(shapes.SHAPES[name])
+    assert sum(math.prod(dims) for dims in tensors(shape).values()) == parameters
+    assert (shape.num_kv_heads, shape.head_dim, shape.dtype) == (8, 128, "bf16")
+
+
+def test_a_folder_that_lives_as_long_as_it_is_needed():
+    with shapes.folder_of("llama-3-8b") as folder:
+        assert ModelShape.from_folder(Path(folder)).num_layers == 32
+    assert not Path(folder).exists()
+    with shapes.folder_of("demo") as folder:
+        assert folder == "demo"
+
+
+def test_every_id_has_a_text(tmp_path):
+    tokenizer = Tokenizer.load(shapes.write("llama-3-8b", tmp_path / "new"))
+    assert tokenizer.vocab_size == 128256
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (128000, 128001)
+    assert tokenizer.decode(tokenizer.encode("A rank? 世界")) == "A rank? 世界"
+    texts = {tokenizer.decode([token], skip_special_tokens=False) for token in range(256, 128256)}
+    assert len(texts) == 128256 - 256
+    assert "" not in texts
+
+
+def test_what_is_there_stays(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(OptionError, match=r"a config.json is there"):
+        shapes.write("llama-3-8b", tmp_path)
+    assert (tmp_path / "config.json").read_text() == "{}"
+    with pytest.raises(OptionError, match=r"'llama-4' is unknown; known: llama-3-8b, "):
+        shapes.write("llama-4", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
