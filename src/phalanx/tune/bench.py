@@ -38,8 +38,13 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Run:
-    """How to run. sweep: the plan for the machine that the ranks find themselves on. Seconds: deadline of one candidate, start of
-    the group, and limit of the whole run (None: none). extend: measure only what the CSV there lacks. module: of the ranks."""
+    """How to run.
+
+    sweep: the plan for the machine that the ranks find themselves on. Seconds: deadline of one candidate, start of the group, and
+    limit of the whole run (None: none). restart: drop a broken run's journal. extend: measure only what the CSV there lacks.
+    method: fields of `ranks.measure.Method`. max_bytes: the longest message without chunks. module: of the ranks. commit: where
+    git cannot say.
+    """
 
     world: int
     device: str
@@ -53,6 +58,7 @@ class Run:
     method: dict[str, Any] = field(default_factory=dict)
     max_bytes: int = 256 << 20
     module: str = _MODULE
+    commit: str | None = None
 
 
 def bench(run: Run, progress: Progress | None = None) -> Bench:
@@ -117,7 +123,7 @@ class State:
     def __init__(self, run: Run, fingerprint: Fingerprint, facts: dict[str, str], progress: Progress | None) -> None:
         from phalanx.tune.ranks.machine import run_facts
 
-        self.fingerprint, self.facts, self.progress = fingerprint, facts | run_facts(), progress
+        self.fingerprint, self.facts, self.progress = fingerprint, facts | run_facts(run.commit), progress
         self.folder, self.sweep = run.folder, run.sweep(fingerprint)
         self.tasks, self.refused = self.sweep.plan()
         self.before: Bench | None = None

@@ -49,6 +49,7 @@ class Asked:
     time_limit: float | None = None
     restart: bool = False
     extend: bool = False
+    commit: str | None = None
 
     def run(self, world: int, device: str) -> Run:
         mib = _CPU_MAX_MIB if self.max_mib is None and device == "cpu" else self.max_mib
@@ -62,7 +63,7 @@ class Asked:
         sweep(Fingerprint(0, "shm", world))  # a bad option is an error before any rank starts
         return Run(
             world, device, self.folder, sweep, self.deadline, self.start_timeout, self.time_limit, self.restart, self.extend,
-            {"calls": self.calls, "replays": self.replays},
+            {"calls": self.calls, "replays": self.replays}, commit=self.commit,
         )  # fmt: skip
 
 

@@ -45,6 +45,7 @@ StartTimeout = Annotated[float, typer.Option("--start_timeout", min=1, help="Sec
 TimeLimit = Annotated[float | None, typer.Option("--time_limit", help="Seconds per TP size, after which what there is is written.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Drop what a broken run has measured.")]
 Extend = Annotated[bool, typer.Option("--extend", help="Measure only what the CSV there lacks, and keep the rest of it.")]
+Commit = Annotated[str | None, typer.Option("--commit", help="What this is, for the sidecar, where git cannot say.")]
 Launched = Annotated[str | None, typer.Option(hidden=True, envvar="TORCHELASTIC_RUN_ID")]
 MpiRank = Annotated[int | None, typer.Option(hidden=True, envvar=["OMPI_COMM_WORLD_RANK", "PMI_RANK"])]
 MpiWorld = Annotated[int | None, typer.Option(hidden=True, envvar=["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])]
@@ -75,6 +76,7 @@ def bench(
     time_limit: TimeLimit = None,
     restart: Restart = False,
     extend: Extend = False,
+    commit: Commit = None,
     master_addr: Address = "127.0.0.1",
     master_port: Port = 29544,
     elastic: Launched = None,
@@ -97,7 +99,7 @@ def bench(
     asked = stages.Asked(
         tokens=tokens, hidden=hidden, fusions=fusions, strategies=strategies, dtype=dtype, auto=enable_auto, folder=save_csv_dir,
         device=device, max_mib=max_mib, calls=calls, replays=replays, deadline=deadline, start_timeout=start_timeout,
-        time_limit=time_limit, restart=restart, extend=extend,
+        time_limit=time_limit, restart=restart, extend=extend, commit=commit,
     )  # fmt: skip
     for path in stages.bench(tp_size, asked, place):
         print(path)
@@ -122,6 +124,7 @@ def tune(
     time_limit: TimeLimit = None,
     restart: Restart = False,
     extend: Extend = False,
+    commit: Commit = None,
     install: Annotated[
         bool, typer.Option("--install/--no_install", help="Put the tables where engines on this host find them.")
     ] = True,
@@ -132,7 +135,7 @@ def tune(
     asked = stages.Asked(
         tokens=tokens, hidden=hidden, fusions=fusions, strategies=strategies, dtype=dtype, auto=enable_auto, folder=save_csv_dir,
         device=device, max_mib=max_mib, calls=calls, replays=replays, deadline=deadline, start_timeout=start_timeout,
-        time_limit=time_limit, restart=restart, extend=extend,
+        time_limit=time_limit, restart=restart, extend=extend, commit=commit,
     )  # fmt: skip
     for path in [*stages.bench(tp_size, asked, None), *stages.codegen(save_csv_dir), *stages.plot(save_csv_dir)]:
         print(path)

@@ -36,12 +36,13 @@ def facts(device: torch.device) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def run_facts() -> dict[str, str]:
-    """Commit, date and command of this run, as the process that a person started sees them."""
+def run_facts(commit: str | None = None) -> dict[str, str]:
+    """Commit, date and command of this run, as the process that a person started sees them. commit: where git cannot say."""
     here = Path(__file__).resolve().parent
-    commit = _first_line(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--match="])
+    commit = commit or _first_line(["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12", "--match="])
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    # An absolute path says something about one machine only: its name stays.
+    command = " ".join([Path(sys.argv[0]).name, *(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])])
     return {name: value for name, value in (("commit", commit), ("date", when), ("command", command)) if value}
 
 
