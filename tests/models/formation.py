@@ -23,9 +23,13 @@ CPU = torch.device("cpu")
 
 
 class Formation:
-    """Sequences by index, each with a block table that grows; block 0 is poison: it holds NaN, and nothing may read it."""
+    """Sequences by index, each with a block table that grows; block 0 is poison: it holds NaN, and nothing may read it.
 
-    def __init__(self, folder: Path, *, tp: int = 1, pp: int = 1, block_size: int = 4, blocks: int = 64) -> None:
+    options: those of `registry.build` for FP8.
+    """
+
+    def __init__(self, folder: Path, *, tp: int = 1, pp: int = 1, block_size: int = 4, blocks: int = 64, **options: bool) -> None:
+        self.options = options
         self.shape = ModelShape.from_folder(folder)
         self.world, self.block_size = LocalWorld(tp), block_size
         held = layer_bytes(self.shape, "fp32")
@@ -38,12 +42,13 @@ class Formation:
         self.lengths: dict[int, int] = {}
 
     def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
-        model = registry.build(self.shape, group=group, layers=layers, dtype=torch.float32, device=CPU)
+        model = registry.build(self.shape, group=group, layers=layers, dtype=torch.float32, device=CPU, **self.options)
         weights.load(model, folder)
         return model
 
     def _caches(self, model: registry.Model, blocks: int) -> list[LayerCache]:
-        found = [LayerCache.zeros(blocks, self.block_size, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
+        dtype = model.seat.cache_dtype
+        found = [LayerCache.zeros(blocks, self.block_size, s.heads, s.head_dim, dtype, CPU) for s in model.kv_specs()]
         for cache in found:
             cache.key[0], cache.value[0] = float("nan"), float("nan")
         return found

@@ -35,7 +35,8 @@ def layer_bytes(shape: ModelShape, dtype: str) -> WeightBytes:
     """For `plan.layout.stages(layers, pp, first_bytes=embedding, last_bytes=head)`. dtype: "fp32", "fp16", "bf16", or "fp8" for
     products in FP8, their scales among them, and 2 bytes elsewhere. Products that the checkpoint has in FP8 stay so with each.
 
-    A rank that holds a slice of a product's columns has scales of its own for it; they are counted once here.
+    A rank that holds a slice of a product's columns has scales of its own for it; they are counted once here. Static scales of
+    activations, 4 bytes each, are not counted.
     """
     size = ITEMSIZE[dtype]
     vocabulary = shape.vocab_size * shape.hidden_size * size
@@ -55,8 +56,7 @@ def _bytes(shape: ModelShape, name: str, dims: tuple[int, ...], dtype: str) -> i
     if quantization is None or len(dims) == 1 or not quantization.covers(name.removesuffix(".weight")):
         return math.prod(dims) * ITEMSIZE[dtype]
     by_row = 1 if quantization.block is None else -(-dims[1] // quantization.block[1])
-    static = 4 if quantization.activations == "static" else 0
-    return math.prod(dims) + 4 * dims[0] * by_row + static
+    return math.prod(dims) + 4 * dims[0] * by_row
 
 
 def tensors(shape: ModelShape) -> Tensors:

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers in FP8: who quantizes what, and that it does not matter who does."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx import kernels
+from phalanx.comm.group import Group, ResidualRmsNorm, Solo
+from phalanx.comm.local import LocalWorld
+from phalanx.config.quantization import ON_LOAD
+from phalanx.kernels.scaled_mm import Quantized
+from phalanx.models.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from phalanx.models.layers.norm import RmsNorm
+from phalanx.models.slices import Seat, Sliced
+from phalanx.plan import shard
+from tests.checkpoints import write_checkpoint
+from tests.models.formation import CPU, Formation
+
+SEAT = Seat(Solo(), torch.float32, CPU, ON_LOAD, fp8_products=True)
+
+
+def fill(*layers: Sliced) -> None:
+    for layer in layers:
+        for part in layer.slices():
+            generator = torch.Generator().manual_seed(len(part.name))
+            whole = torch.rand(part.shape, generator=generator) - (0.5 if len(part.shape) == 2 else 0.0)
+            part.store(whole.narrow(part.dim, part.begin, part.target.shape[part.dim]))
+
+
+def merged(seat: Seat) -> MergedColumnParallelLinear:
+    return MergedColumnParallelLinear(["gate_proj", "up_proj"], 32, 64, what="inner", bias=True, seat=seat)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: int, bias: bool) -> None:
+    """(values, scale, residual) come from the all-reduce, and the next product is that of the plain norm, quantized then."""
+    x, residual = torch.randn(5, 64), torch.randn(5, 32)
+    quantization = replace(ON_LOAD, activations="static" if static else "token")
+
+    def act(group: Group) -> None:
+        seat = replace(SEAT, group=group, quantization=quantization)
+        mine = shard.even("inputs", 64, tp, group.rank)
+        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=bias, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
+        after = merged(seat)
+        fill(out, norm, after)
+        for layer in (out, after):
+            if static:
+                layer.fp8.input_scale.fill_(0.011)
+        plain, plain_residual = out(x[:, mine.start : mine.stop], residual, norm)
+        assert isinstance(plain, torch.Tensor)
+        norm.feed(after.fp8)
+        fused, new_residual = out(x[:, mine.start : mine.stop], residual, norm)
+        assert isinstance(fused, Quantized)
+        assert torch.equal(plain_residual, new_residual)
+        values, scale = kernels.quantize_fp8(plain, after.fp8.input_scale)
+        assert torch.equal(fused.values.float(), values.float())
+        assert torch.equal(fused.scale, scale)
+        assert fused.scale.shape == (() if static else (5, 1))
+        wide = after.fp8.widened(after.weight)
+        torch.testing.assert_close(after(fused), (values.float() * scale) @ wide.t() + after.bias, rtol=1e-5, atol=1e-5)
+        assert torch.equal(after(fused), after(plain))
+        assert isinstance(norm(residual), Quantized)
+
+    with torch.inference_mode():
+        LocalWorld(tp).run(act)
+
+
+def test_what_the_norm_asks_of_the_all_reduce() -> None:
+    norm, layer = RmsNorm("n", 32, 1e-5, seat=SEAT), merged(SEAT)
+    assert norm.after(torch.zeros(1, 32)).quant == "none"
+    norm.feed(layer.fp8)
+    asked: ResidualRmsNorm = norm.after(torch.zeros(1, 32))
+    assert (asked.quant, asked.scale) == ("fp8", None)
+    norm.feed(merged(replace(SEAT, fp8_products=False)).fp8)
+    assert norm.after(torch.zeros(1, 32)).quant == "none"
+
+
+def test_sizes_that_fp8_products_cannot_have(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="phalanx"):
+        layer = MergedColumnParallelLinear(["gate_proj", "up_proj"], 40, 64, what="inner", bias=False, seat=SEAT)
+    assert "128 x 40" in caplog.text
+    assert "multiples of 16" in caplog.text
+    assert not layer.fp8.products
+    fill(layer)
+    x = torch.randn(3, 40)
+    assert torch.equal(layer(x), x @ layer.fp8.widened(layer.weight).t())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_model_with_its_seams_is_the_model_without(tp: int, tmp_path: Path) -> None:
+    """Bit for bit: each layer quantizing what it is given, against norms and SiLU doing it for the next layer."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "std": 0.15}
+    folder = write_checkpoint(tmp_path / "m", "qwen3", **sizes)
+    ids = torch.randint(0, 384, (9,))
+    fused = Formation(folder, tp=tp, fp8=True, fp8_products=True)
+    apart = Formation(folder, tp=tp, fp8=True, fp8_products=True)
+    for model in apart.models[0]:
+        for layer in model.layers:
+            layer.norm.feed(None)
+            layer.mlp_norm.feed(None)
+    assert torch.equal(fused.step([(0, ids)])[0], apart.step([(0, ids)])[0])
+    widened = Formation(folder, tp=tp, fp8=True, fp8_products=False)
+    assert not torch.equal(fused.step([(1, ids)])[0], widened.step([(1, ids)])[0])

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values reach the cache as they are, or in FP8: scaled, and clipped instead of lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.comm.group import Solo
+from phalanx.config.quantization import ON_LOAD
+from phalanx.models.batch import LayerCache
+from phalanx.models.layers.kv_store import KvStore
+from phalanx.models.slices import Seat
+
+CPU = torch.device("cpu")
+SEAT = Seat(Solo(), torch.float32, CPU)
+
+
+def stored(store: KvStore, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
+    """Of positions that turn nothing; slot 5, none, slot 8."""
+    cache = LayerCache.zeros(3, 4, 2, 8, store.seat.cache_dtype, CPU)
+    query = torch.randn(3, 4, 8)
+    unturned = torch.ones(3, 4), torch.zeros(3, 4)
+    heads = torch.cat((query, key, value), dim=1)
+    assert torch.equal(store(heads, unturned, 4, cache, torch.tensor([5, -1, 8])), query)
+    return cache
+
+
+def test_as_they_are() -> None:
+    key, value = torch.randn(2, 3, 2, 8)
+    cache = stored(KvStore("a", seat=SEAT), key, value)
+    assert torch.equal(cache.key[1, 1], key[0])
+    assert torch.equal(cache.value[2, 0], value[2])
+
+
+@pytest.mark.parametrize("scales", [None, (0.5, 0.125)])
+def test_in_fp8(scales: tuple[float, float] | None) -> None:
+    key, value = torch.randn(2, 3, 2, 8)
+    key[0, 0, 0], value[2, 1, 7] = 1e4, -1e4
+    store = KvStore("a", seat=replace(SEAT, fp8_cache=True))
+    store.read_scales = scales
+    cache = stored(store, key, value)
+    for held, given, scale in ((cache.key, key, (scales or (1.0,))[0]), (cache.value, value, (scales or (1.0, 1.0))[1])):
+        assert held.dtype == torch.float8_e4m3fn
+        expected = (given / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert torch.equal(held[1, 1].float(), expected[0])
+        assert torch.equal(held[2, 0].float(), expected[2])
+        assert not held[0].float().any()
+
+
+@pytest.mark.parametrize(("method", "inner"), [("modelopt", "v_proj."), ("compressed-tensors", "")])
+def test_which_scales_it_reads(method: str, inner: str) -> None:
+    quantization = replace(ON_LOAD, method=method, kv=True)
+    store = KvStore("a", seat=replace(SEAT, quantization=quantization, fp8_cache=True))
+    names = [scale.name for scale in store.scales()]
+    assert names[1] == f"a.{inner}v_scale"
+    assert store.read_scales is None
+    for scale, value in zip(store.scales(), (0.5, 0.25), strict=True):
+        assert scale.optional
+        scale.store(torch.tensor([value]))
+    assert store.read_scales == (0.5, 0.25)
+    assert not list(KvStore("a", seat=replace(SEAT, quantization=quantization)).scales())
