@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import pytest
@@ -34,6 +35,7 @@ with httpx.stream("POST", sys.argv[1] + "/v1/completions", json=body, timeout=60
 @dataclass
 class Hosts:
     names: tuple[str, str]
+    logs: Path
 
     def command(self, host: int, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.names[host], *words]
@@ -41,9 +43,11 @@ class Hosts:
     def start(self, host: int) -> subprocess.Popen[str]:
         flags = ["--tp_size", "2", "--pp_size", "2", "--nnodes", "2", "--node_rank", str(host), "--master_addr", ADDRESSES[0]]
         words = [sys.executable, "-m", "phalanx", "serve", "demo", "--host", ADDRESSES[0], "--port", str(PORT), "--device", "cpu"]
-        return subprocess.Popen(
-            self.command(host, *words, *flags, "--max_seq_len", "512"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        with (self.logs / f"host{host}").open("w") as log:
+            return subprocess.Popen(self.command(host, *words, *flags, "--max_seq_len", "512"), stdout=log, stderr=log, text=True)
+
+    def log(self) -> str:
+        return "".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.logs.iterdir()))
 
     def cut(self) -> None:
         """Both ends fall silent: packets vanish, no reset is sent."""
@@ -52,7 +56,7 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts() -> Iterator[Hosts]:
+def hosts(tmp_path) -> Iterator[Hosts]:
     names = (f"phalanx{os.getpid()}a", f"phalanx{os.getpid()}b")
 
     def ip(*words: str) -> None:
@@ -66,7 +70,7 @@ def hosts() -> Iterator[Hosts]:
             ip("-n", name, "address", "add", f"{ADDRESSES[host]}/24", "dev", f"ph{host}")
             ip("-n", name, "link", "set", f"ph{host}", "up")
             ip("-n", name, "link", "set", "lo", "up")
-        yield Hosts(names)
+        yield Hosts(names, tmp_path)
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
@@ -81,11 +85,11 @@ def _wait_ready(hosts: Hosts, servers: list[subprocess.Popen[str]]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         for server in servers:
-            assert server.poll() is None, server.stdout.read()
+            assert server.poll() is None, hosts.log()
         if subprocess.run(hosts.command(0, sys.executable, "-c", probe), capture_output=True, check=False).returncode == 0:
             return
         time.sleep(0.5)
-    pytest.fail("not ready after 120 s")
+    pytest.fail("not ready after 120 s:\n" + hosts.log())
 
 
 def test_two_hosts_serve_and_a_cut_link_is_named(hosts):

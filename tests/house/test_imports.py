@@ -91,6 +91,7 @@ def _known(target: str, graph: dict) -> str | None:
 READS_ENVIRONMENT = {
     "phalanx.config.sources",  # the one reader
     "phalanx.comm.launch",  # hands the environment on to children
+    "phalanx.comm.torch_group",  # gloo is told its interface there and nowhere else
     "phalanx.hardware.probe",  # which of the GPUs of the host this process may see is a fact of the machine
 }
 

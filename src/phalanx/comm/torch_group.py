@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections import Counter, deque
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, overload
+from typing import overload
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -188,10 +190,11 @@ def form(
         host, _, port = store.rpartition(":")
         store = listen(host, int(port), world, timeout=timeout)[0] if rank == 0 else connect(store, world, timeout=timeout)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    options = _gloo_options(address_towards(peer), timeout) if backend == "gloo" else None
+    if backend == "gloo":
+        _bind_gloo(peer)
     limit = timedelta(seconds=timeout)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=limit, pg_options=options,
+        backend, store=store, rank=rank, world_size=world, timeout=limit,
         device_id=device if backend == "nccl" else None,
     )  # fmt: skip
     whole = dist.group.WORLD
@@ -203,7 +206,7 @@ def form(
         for ranks in members:
             if len(ranks) == 1:
                 continue
-            made = whole if len(ranks) == world else dist.new_group(list(ranks), backend=backend, timeout=limit, pg_options=options)
+            made = whole if len(ranks) == world else dist.new_group(list(ranks), backend=backend, timeout=limit)
             if rank in ranks:
                 mine = TorchGroup(made, device)
         return mine
@@ -216,12 +219,17 @@ def form(
     return groups
 
 
-def _gloo_options(host: str, timeout: float) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=timeout)
-    options._threads = 2
-    return options
+def _bind_gloo(peer: str) -> None:
+    """Make gloo talk over the interface from which `peer` is reached, unless the user named one.
+
+    torch.distributed makes gloo's device from GLOO_SOCKET_IFNAME or the host's name, and takes it from nowhere else; a host's name
+    often leads to an address that other hosts cannot reach.
+    """
+    address = address_towards(peer)
+    for interface, held in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in held):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            return
 
 
 def lost_peer(error: BaseException) -> bool:
