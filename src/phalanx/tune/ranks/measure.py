@@ -57,6 +57,8 @@ class Rank:
         self.group, self.device, self.candidates, self.method = group, device, candidates, method
         self._key: tuple[str, Fusion, int, int] | None = None
         self._cell: verify.Cell | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: tuple[int, int] | None = None
 
     def measure(self, task: Task) -> list[float] | str:
         """Samples in microseconds of the slowest rank; or why this choice is left out, the same words on every rank.
@@ -134,15 +136,19 @@ class Rank:
         return self._cell is not None and self._cell.x.nbytes >= 32 << 20
 
     def _replay(self, call: Callable[[], object], calls: int, replays: int) -> list[float]:
-        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            call()  # compiles, and makes the library's connections, outside the graph
-        torch.cuda.synchronize(self.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.stream(self._stream):
+            call()  # compiles, and makes the library's connections, outside the graph
+            torch.cuda.synchronize(self.device)
+            # Not torch.cuda.graph(): that empties the allocator's cache, and thousands of candidates would pay for it.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             for _ in range(calls):
                 call()
+            graph.capture_end()
         ready = torch.zeros(1, device=self.device)
         events = [(_event(), _event()) for _ in range(replays)]
         graph.replay()
