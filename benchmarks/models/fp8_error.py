@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FP8 costs in quality: the demo model's next-token distributions in FP8 beside those in bf16, on the questions it was taught.
+
+Each text is a question and its answer; every model reads the same tokens. Two sets of positions: those of the answers, of which the
+model is sure, and those of the questions, of which it is not. Figures: how often the likeliest token is the same (top-1), and the
+Kullback-Leibler divergence KL(bf16 || other) in nats, its mean and its 99th percentile. fp32 shows how far bf16 itself is off.
+
+Runs on CPU too: there `fp8_products` quantizes activations and multiplies them as a GPU does, but sums in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "demo_model"))
+from benchmarks import record
+from phalanx.comm.group import Solo
+from phalanx.config.locate import locate
+from phalanx.config.model import ModelShape
+from phalanx.models import registry, weights
+from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.layers.attention import backend
+from phalanx.serve.tokenizer import Tokenizer
+
+BLOCK = 16
+ROWS = 16  # texts of one forward
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": torch.float32},
+    "fp8 weights": {"fp8": True, "fp8_products": False},
+    "fp8 weights and activations": {"fp8": True, "fp8_products": True},
+    "fp8 cache": {"fp8_cache": True},
+    "fp8 weights, activations and cache": {"fp8": True, "fp8_products": True, "fp8_cache": True},
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids, and where the answer begins."""
+
+    tokens: list[int]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Error:
+    """Against the reference, over `positions`. KL in nats."""
+
+    positions: int
+    top1: float
+    kl_mean: float
+    kl_p99: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=int, default=0, help="at most so many; 0: all")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    asked = parser.parse_args()
+    found = compare(texts(asked.texts or None), torch.device(asked.device))
+    print(f"{'':38} {'answers: top-1':>15} {'mean KL':>10} {'p99 KL':>10} {'questions: top-1':>18} {'mean KL':>10} {'p99 KL':>10}")
+    for name, by_part in found.items():
+        answers, questions = by_part["answers"], by_part["questions"]
+        print(
+            f"{name:38} {answers.top1:15.4f} {answers.kl_mean:10.6f} {answers.kl_p99:10.6f} {questions.top1:18.4f} "
+            f"{questions.kl_mean:10.6f} {questions.kl_p99:10.6f}"
+        )
+    figures = {name: {part: asdict(error) for part, error in by_part.items()} for name, by_part in found.items()}
+    path = record.write("fp8_error", {"model": "demo", "reference": "bf16", "device": asked.device, "against_bf16": figures})
+    print(f"written: {path.relative_to(record.ROOT)}")
+    return 0
+
+
+def texts(most: int | None = None) -> list[Text]:
+    """One for each answer that the demo model was taught."""
+    import corpus
+
+    tokenizer = Tokenizer.load(locate("demo"))
+    found = []
+    for questions, answer in corpus.entries()[:most]:
+        asked = tokenizer.encode_chat([{"role": "user", "content": questions[0]}])
+        found.append(Text(asked + tokenizer.encode(answer, add_special_tokens=False), len(asked)))
+    return found
+
+
+def compare(read: list[Text], device: torch.device) -> dict[str, dict[str, Error]]:
+    """Variant -> "answers" and "questions" -> its error against bf16."""
+    exact = logits(read, device, dtype=torch.bfloat16)
+    found = {}
+    for name, options in VARIANTS.items():
+        other = logits(read, device, **{"dtype": torch.bfloat16, **options})
+        # The token at a position is foretold one position before it.
+        parts = {"answers": [slice(t.answer - 1, -1) for t in read], "questions": [slice(0, t.answer - 1) for t in read]}
+        found[name] = {
+            part: error(_picked(exact, where), _picked(other, where)) for part, where in parts.items()
+        }  # fmt: skip
+    return found
+
+
+def _picked(by_text: list[Tensor], where: list[slice]) -> Tensor:
+    return torch.cat([one[here] for one, here in zip(by_text, where, strict=True)])
+
+
+def error(exact: Tensor, other: Tensor) -> Error:
+    """exact, other: logits [positions, vocabulary]."""
+    reference, found = exact.double().log_softmax(-1), other.double().log_softmax(-1)
+    divergence = (reference.exp() * (reference - found)).sum(-1)
+    agrees = exact.argmax(-1) == other.argmax(-1)
+    return Error(len(exact), float(agrees.double().mean()), float(divergence.mean()), float(divergence.quantile(0.99)))
+
+
+@torch.inference_mode()
+def logits(read: list[Text], device: torch.device, *, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+    """Of each text, [tokens, vocabulary] fp32, from a model built with these options."""
+    folder = locate("demo")
+    shape = ModelShape.from_folder(folder)
+    model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, **options)
+    weights.load(model, folder)
+    found: list[Tensor] = []
+    for at in range(0, len(read), ROWS):
+        batch, blocks = prefill([text.tokens for text in read[at : at + ROWS]], device)
+        batch.attention = backend(device, dtype, shape.head_dim).plan(batch)
+        caches = [
+            LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, model.seat.cache_dtype, device) for spec in model.kv_specs()
+        ]
+        found += torch.split(model(batch, caches), [len(text.tokens) for text in read[at : at + ROWS]])
+    return found
+
+
+def prefill(rows: list[list[int]], device: torch.device) -> tuple[Batch, int]:
+    """All tokens of all rows in one forward, and how many KV blocks it needs."""
+    starts, positions, slots, tables, blocks = [0], [], [], [], 0
+    for row in rows:
+        needed = -(-len(row) // BLOCK)
+        tables.append(list(range(blocks, blocks + needed)))
+        slots += range(blocks * BLOCK, blocks * BLOCK + len(row))
+        positions += range(len(row))
+        starts.append(starts[-1] + len(row))
+        blocks += needed
+    wide, lengths = max(map(len, tables)), [len(row) for row in rows]
+
+    def sent(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    batch = Batch(
+        token_ids=sent([token for row in rows for token in row]), positions=sent(positions), kv_slots=sent(slots),
+        query_starts=sent(starts, torch.int32), kv_lengths=sent(lengths, torch.int32),
+        block_tables=sent([table + [0] * (wide - len(table)) for table in tables], torch.int32),
+        logit_rows=torch.arange(starts[-1], device=device), query_starts_cpu=starts, kv_lengths_cpu=lengths,
+    )  # fmt: skip
+    return batch, blocks
+
+
+if __name__ == "__main__":
+    sys.exit(main())
