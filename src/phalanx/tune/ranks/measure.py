@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,8 +57,7 @@ class Rank:
         self.group, self.device, self.candidates, self.method = group, device, candidates, method
         self._key: tuple[str, Fusion, int, int] | None = None
         self._cell: verify.Cell | None = None
-        self._stream: torch.cuda.Stream | None = None
-        self._pool: tuple[int, int] | None = None
+        self._graphs: _Graphs | None = None
 
     def measure(self, task: Task) -> list[float] | str:
         """Samples in microseconds of the slowest rank; or why this choice is left out, the same words on every rank.
@@ -136,19 +135,9 @@ class Rank:
         return self._cell is not None and self._cell.x.nbytes >= 32 << 20
 
     def _replay(self, call: Callable[[], object], calls: int, replays: int) -> list[float]:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-            self._pool = torch.cuda.graph_pool_handle()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            call()  # compiles, and makes the library's connections, outside the graph
-            torch.cuda.synchronize(self.device)
-            # Not torch.cuda.graph(): that empties the allocator's cache, and thousands of candidates would pay for it.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            for _ in range(calls):
-                call()
-            graph.capture_end()
+        if self._graphs is None:
+            self._graphs = _Graphs(self.device)
+        graph = self._graphs.capture(call, calls)
         ready = torch.zeros(1, device=self.device)
         events = [(_event(), _event()) for _ in range(replays)]
         graph.replay()
@@ -160,6 +149,33 @@ class Rank:
             end.record()
         torch.cuda.synchronize(self.device)
         return [begin.elapsed_time(end) * 1000.0 / calls for begin, end in events]
+
+
+class _Graphs:
+    """Captures graphs one after the other into one pool of memory.
+
+    Not by torch.cuda.graph(): that empties the allocator's cache each time, and thousands of candidates would pay for it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        # A pool lives as long as a graph uses it; this one is kept.
+        self._anchor = self.capture(lambda: torch.zeros(1, device=device), 1)
+
+    def capture(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+        """`calls` calls as a graph, after one that compiles and makes the library's connections."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            call()
+            torch.cuda.synchronize(self._device)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            for _ in range(calls):
+                call()
+            graph.capture_end()
+        return graph
 
 
 def _event() -> torch.cuda.Event:
