@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels import between_products, reference
+from phalanx.kernels.norms import triton_is_here
 
 FP8 = torch.float8_e4m3fn
+WIDEST_ROW = 65536  # what the threads of one program hold in registers
 ALIGNMENT = 16  # cuBLAS and CUTLASS want both sizes of an FP8 weight in multiples of this
 
 
@@ -52,6 +54,15 @@ def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype
         return torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True, out=out)
     product = torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True)
     return product.to(dtype) if out is None else out.copy_(product)
+
+
+def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See `reference.quantize_fp8`."""
+    if x.is_cuda and x.dim() == 2 and x.is_contiguous() and x.shape[1] <= WIDEST_ROW and triton_is_here():
+        from phalanx.kernels.quantize_rows import quantize_fp8 as kernel
+
+        return kernel(x, scale)
+    return reference.quantize_fp8(x, scale)
 
 
 def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> Quantized:

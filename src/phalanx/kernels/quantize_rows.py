@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""Rows in e4m3, for activations that no norm or gate before them has quantized, and for weights as they are read.
+
+    quantized: e4m3(x / scale), scale given, or largest |x| of the row / 448
+
+A program has a row, which it needs whole for the scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
+from phalanx.kernels.residual_rms_norm import capability
+
+
+@triton.jit
+def _quantize_fp8(x, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """scales: read where it is GIVEN, one for all; else written, one per row."""
+    if PTX >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    begin = row.to(tl.int64) * width
+    value = tl.load(x + begin + column, mask, 0.0).to(tl.float32)
+    if GIVEN:
+        scale = tl.load(scales)
+    else:
+        top = tl.max(tl.abs(value), 0)
+        scale = tl.div_rn(tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top), FP8_MAX)
+        tl.store(scales + row, scale)
+    scaled = value * tl.div_rn(1.0, scale)
+    if PTX >= 89:
+        kept = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out + begin + column, kept.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask)
+    else:
+        tl.store(out + begin + column, e4m3_bits(scaled).to(tl.uint8), mask)
+
+
+def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The kernel of `reference.quantize_fp8`, for x [T, H] contiguous (bf16, fp16, fp32), H up to
+    `scaled_mm.WIDEST_ROW`."""
+    tokens, width = x.shape
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device) if scale is None else scale
+    if tokens:
+        ptx = capability(x.device)
+        block = triton.next_power_of_2(width)
+        _quantize_fp8[(tokens,)](
+            x, out.view(torch.uint8), scales, width, GIVEN=scale is not None, BLOCK=block, PTX=ptx,
+            num_warps=max(1, min(32 if tokens <= 128 else 16, block // 256)), launch_pdl=ptx >= 90,
+        )  # fmt: skip
+    return out, scales
