@@ -37,4 +37,4 @@ def test_what_cannot_run_is_said():
     text = list(lines(Table(here, (), default(here)), "bf16", 1004, (Fusion.NONE,)))
     assert "no table: the seed decides everywhere" in text[1]
     assert "NCCL" in text[3]
-    assert "ONESHOT cannot run: ONESHOT moves 8 elements at a time" in text[3]
+    assert "cannot run this: ONESHOT moves 8 elements at a time" in text[3]

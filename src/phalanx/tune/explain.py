@@ -6,29 +6,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from phalanx.comm.choose import Decision, Rules, choose
 from phalanx.hardware.fingerprint import LINKS
-from phalanx.tables.admit import admit
 from phalanx.tables.message import Fusion, Message
 from phalanx.tables.shipped import mean_gain
 from phalanx.tables.strategy import Choice, Strategy
-from phalanx.tables.table import Entry, Table
+from phalanx.tables.table import Table
 
 MAX_TOKENS = 32_768
 
 
-def answer(table: Table, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> Entry:
-    """The table's answer, or NCCL with the reason where that cannot run."""
-    entry = table.lookup(dtype, fusion, tokens, hidden)
-    message = Message("all_reduce", fusion, dtype, tokens, hidden, table.fingerprint.world)
-    refused = admit(entry.strategy, message, table.fingerprint)
-    if refused is None:
-        return entry
-    return Entry(Strategy.NCCL, False, entry.source, f"{entry.strategy.name} cannot run: {refused}")
+def rules(table: Table) -> Rules:
+    """As a group decides that runs by this table, with nothing forced."""
+    return Rules(table.fingerprint, {}, table.lookup)
 
 
 def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = tuple(Fusion)) -> Iterator[str]:
     """For people: the machine, then a line for each range of tokens of each fusion."""
-    machine = table.fingerprint
+    machine, decide = table.fingerprint, rules(table)
     yield f"{machine}: {LINKS[machine.link]}; {machine.world} ranks"
     if table.sections:
         incumbent = Choice(Strategy.NCCL).name(machine.sm)
@@ -38,7 +33,9 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
         yield f"no table: the seed decides everywhere ({table.seed.origin})"
     for fusion in fusions:
         yield f"{fusion.name}, {dtype}, hidden {hidden}"
-        found = ((tokens, answer(table, dtype, fusion, tokens, hidden)) for tokens in range(1, MAX_TOKENS + 1))
+        sizes = range(1, MAX_TOKENS + 1)
+        messages = (Message("all_reduce", fusion, dtype, tokens, hidden, machine.world) for tokens in sizes)
+        found = ((message.tokens, choose(message, decide)) for message in messages)
         for _, same in groupby(found, key=lambda item: (item[1].strategy, item[1].fused, item[1].source)):
             members = list(same)
             (first, entry), last = members[0], members[-1][0]
@@ -46,7 +43,7 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
             yield f"  {first:>6} {upto:<9} tokens: {how(entry, fusion, machine.sm):<24} ({entry.reason})"
 
 
-def how(entry: Entry, fusion: Fusion, sm: int) -> str:
+def how(entry: Decision, fusion: Fusion, sm: int) -> str:
     """ "ONESHOT, fused", "NCCL, then a kernel", "ONESHOT"."""
     name = Choice(entry.strategy).name(sm)
     if fusion is Fusion.NONE:

@@ -93,5 +93,5 @@ def test_auto_asks_the_machines_table(monkeypatch, tmp_path):
         built.add(strategy, lambda x, s=strategy: (ran.append(s), x.clone())[1], None)
     for tokens in (1, 4096):
         built.get(Choice(Strategy.AUTO))(torch.zeros(tokens, 128, dtype=torch.bfloat16), None)
-    expected = [built._table.lookup("bf16", Fusion.NONE, tokens, 128).strategy for tokens in (1, 4096)]
+    expected = [built._chooser(tokens, 128, "bf16", Fusion.NONE).strategy for tokens in (1, 4096)]
     assert ran == expected

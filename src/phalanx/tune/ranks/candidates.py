@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from phalanx.comm import shared_memory
+from phalanx.comm.choose import Chooser, Rules
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
 from phalanx.comm.symmetric import Workspace
 from phalanx.hardware.fingerprint import Fingerprint, link_class
@@ -16,8 +19,6 @@ from phalanx.hardware.links import nvlink_everywhere
 from phalanx.tables.message import Fusion, dtype_named
 from phalanx.tables.shipped import table_for
 from phalanx.tables.strategy import Choice, Strategy
-from phalanx.tables.table import Table
-from phalanx.tune.explain import answer
 from phalanx.tune.ranks.measure import Candidate
 
 Sum = Callable[[Tensor], Tensor]
@@ -64,21 +65,24 @@ class Built:
         kind = Fusion.NONE
         if fusion is not None:
             kind = Fusion.of(fusion.quant, token_scale=fusion.scale is None, keep_norm=fusion.keep_norm)
-        entry = answer(self._table, dtype_named(str(x.dtype)), kind, x.shape[0], x.shape[1])
-        return self.get(Choice(entry.strategy, unfused=not entry.fused))(x, fusion)
+        chosen = self._chooser(x.shape[0], x.shape[1], dtype_named(str(x.dtype)), kind)
+        return self.get(Choice(chosen.strategy, unfused=not chosen.fused))(x, fusion)
 
     @cached_property
-    def _table(self) -> Table:
-        return table_for(self.fingerprint)
+    def _chooser(self) -> Chooser:
+        return Chooser(Rules(self.fingerprint, self._refused, table_for(self.fingerprint).lookup))
 
 
 def open_group(group: Group, device: torch.device, max_bytes: int) -> Built:
     """What the ranks of `group` can run; collective. max_bytes: the longest message that a workspace must hold without chunks."""
-    built = Built(fingerprint_here(group.size, device))
+    hosts = len(set(shared_memory.share_text(group, socket.gethostname(), device)))
+    built = Built(fingerprint_here(group.size, device, hosts))
     built.add(Strategy.NCCL, group.all_reduce, None)
+    if not built.fingerprint.peers_reach:
+        return built  # tables.admit knows, and says why
     if device.type == "cpu":
         _add_shared(built, group, max_bytes)
-    elif built.fingerprint.peers_reach:
+    else:
         from phalanx.comm.symmetric import form_workspace
         from phalanx.comm.torch_group import TorchGroup
 
@@ -89,8 +93,6 @@ def open_group(group: Group, device: torch.device, max_bytes: int) -> Built:
 
 
 def _add_shared(built: Built, group: Group, max_bytes: int) -> None:
-    from phalanx.comm import shared_memory
-
     memory = shared_memory.form(group, max_bytes)
     if isinstance(memory, str):
         for strategy in (Strategy.ONESHOT, Strategy.TWOSHOT):
@@ -108,11 +110,13 @@ def add_symmetric(built: Built, workspace: Workspace) -> None:
     built.add(Strategy.TWOSHOT, lambda x: twoshot.all_reduce(x, workspace), lambda x, f: twoshot.all_reduce_norm(x, f, workspace))
 
 
-def fingerprint_here(world: int, device: torch.device) -> Fingerprint:
-    """Of the first `world` devices of this host. Multicast does not enter: no strategy here uses it."""
+def fingerprint_here(world: int, device: torch.device, hosts: int = 1) -> Fingerprint:
+    """Of the first `world` devices of this host, as one process sees it: what a group of them would find."""
     if device.type == "cpu":
-        return Fingerprint(0, link_class(device="cpu"), world)
+        return Fingerprint(0, link_class(device="cpu", hosts=hosts), world)
     major, minor = torch.cuda.get_device_capability(device)
+    if hosts > 1:
+        return Fingerprint(10 * major + minor, link_class(device="cuda", hosts=hosts), world)
     pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
     reach = all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     linked = reach and nvlink_everywhere([str(torch.cuda.get_device_properties(index).uuid) for index in range(world)])

@@ -17,9 +17,11 @@ import torch
 
 from phalanx.comm import launch
 from phalanx.comm.group import ResidualRmsNorm
+from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.log import get_logger
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
+from phalanx.tune.ranks.candidates import Built, add_symmetric
 from phalanx.tune.ranks.measure import DTYPES
 from phalanx.tune.sweep import Task
 
@@ -35,16 +37,11 @@ def helpers(world: int) -> int:
     return max(cores // world - 1, 0)
 
 
-def run(
-    tasks: list[Task], workspace: Any, device: torch.device, count: int, alive: Callable[[], None], limit: float = 150.0
-) -> None:
+def run(tasks: list[Task], built: Built, device: torch.device, count: int, alive: Callable[[], None], limit: float = 150.0) -> None:
     """Have `count` helpers compile what `tasks` need; returns when they are done, or after `limit` seconds. alive: called often."""
-    plain = _plain(workspace)
+    config = {"workspace": _plain(built.workspace), "machine": str(built.fingerprint), "device": device.index}
     parts = [[str(task) for task in tasks[first::count]] for first in range(count)]
-    children = [
-        launch.start(_MODULE, {"workspace": plain, "tasks": part, "device": device.index}, f"phalanx compile {number}")
-        for number, part in enumerate(parts)
-    ]
+    children = [launch.start(_MODULE, config | {"tasks": part}, f"phalanx compile {number}") for number, part in enumerate(parts)]
     begin = time.monotonic()
     while any(child.alive for child in children) and time.monotonic() - begin < limit:
         alive()
@@ -85,10 +82,8 @@ def main() -> None:
     device = torch.device("cuda", config["device"])
     torch.cuda.set_device(device)
     _leave_launches_out()
-    from phalanx.tune.ranks.candidates import Built, add_symmetric, fingerprint_here
-
     workspace = _likeness(config["workspace"], device)
-    built = Built(fingerprint_here(workspace.world, device))
+    built = Built(Fingerprint.parse(config["machine"]))
     built.add(Strategy.NCCL, lambda x: x, None)
     add_symmetric(built, workspace)
     for text in config["tasks"]:

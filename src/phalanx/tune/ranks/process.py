@@ -75,7 +75,7 @@ def measure(group: Any, device: Any, config: dict[str, Any], folder: Path, event
     events.tell(hello=str(found.fingerprint), facts=machine.facts(device))
     work = [Task.parse(text) for text in json.loads(_await(folder / "work"))]
     if found.workspace is not None and len(work) >= precompile.WORTH_IT and (count := precompile.helpers(group.size)):
-        precompile.run(work, found.workspace, device, count, lambda: events.tell(compiling=True))
+        precompile.run(work, found, device, count, lambda: events.tell(compiling=True))
         group.barrier()
     one = Rank(group, device, found, Method(**config["method"]))
     for task in work:
