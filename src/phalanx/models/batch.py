@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,11 @@ class Batch:
     for padding. query_starts [R+1] int32: row r's tokens are query_starts[r]..query_starts[r+1]. kv_lengths [R] int32: tokens of
     the row in the cache once this forward has stored its own. block_tables [R, W] int32: block ids, stale or 0 beyond what is used.
     logit_rows [S] int64: which of the T tokens yield logits. `attention` is what the back end planned for this batch.
-    The `*_cpu` lists are the same facts on the host, for back ends that plan there.
+    The `*_cpu` facts are the same on the host, for back ends that plan there; `block_tables_cpu` is left out where none does.
+
+    fixed: a batch of R rows of one token each that a captured graph forwards again and again: every tensor stays where it is, and
+    what changes between the replays is planned from the host's facts alone; `block_tables` may be on the host.
+    logits [S, vocab_size] fp32: where the logits are to be written; None for a new tensor.
     """
 
     token_ids: Tensor
@@ -30,7 +35,10 @@ class Batch:
     logit_rows: Tensor
     query_starts_cpu: list[int]
     kv_lengths_cpu: list[int]
+    block_tables_cpu: np.ndarray[Any, np.dtype[np.int32]] | None = None
     attention: Any = None
+    fixed: bool = False
+    logits: Tensor | None = None
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:

@@ -115,7 +115,7 @@ class Llama(nn.Module):
         next_norms = [*(layer.norm for layer in self.layers[1:]), self.norm]
         for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
             x, residual = layer(x, turns, batch, cache, residual, next_norm)
-        out: Tensor = x if self.head is None else self.head(x, batch.logit_rows)
+        out: Tensor = x if self.head is None else self.head(x, batch.logit_rows, batch.logits)
         return out
 
     def kv_specs(self) -> list[KvSpec]:

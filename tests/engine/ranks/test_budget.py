@@ -25,8 +25,3 @@ def test_no_more_than_full_requests_can_use() -> None:
 def test_a_budget_that_holds_no_block_says_what_would_fit() -> None:
     with pytest.raises(CapacityError, match=r"kv_cache_bytes=3,071.*at least 3,072"):
         budget.cpu_blocks(options(Path("x"), kv_cache_bytes=3071), SPECS, 128)
-
-
-def test_graphs_are_budgeted_before_they_are_captured() -> None:
-    assert budget.graph_reserve(options(Path("x"), cuda_graphs=True)) > 0
-    assert budget.graph_reserve(options(Path("x"), cuda_graphs=False)) == 0

@@ -50,6 +50,7 @@ def made_batch(
         tokens, tokens, tokens, torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32),
         torch.tensor([table + [0] * (wide - len(table)) for table in tables], dtype=torch.int32), tokens, starts, lengths,
     )  # fmt: skip
+    batch.block_tables_cpu = batch.block_tables.numpy()
     return batch, cache, keys, values
 
 

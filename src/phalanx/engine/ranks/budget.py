@@ -16,8 +16,8 @@ from phalanx.errors import CapacityError
 from phalanx.plan.memory import KvSpec, block_bytes, blocks_in
 
 DEFAULT_CPU_BYTES = 1 << 30
-GRAPH_RESERVE_BYTES = 512 << 20
-"""Set aside before the cache is sized when CUDA graphs are captured: their pool, and the kernels that capture loads."""
+GRAPH_BYTES = 8 << 20
+"""Set aside for each CUDA graph beside the memory that all share, which the capture of the largest measures."""
 
 
 def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int) -> int:
@@ -30,18 +30,15 @@ def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int
     return min(blocks_in(budget, specs, options.kv_block_size, what=what), most)
 
 
-def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int, device: torch.device) -> int:
-    """Blocks in the fraction of what is free once weights are there, less the activations' peak and the graphs' reserve."""
+def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int, graphs: int, device: torch.device) -> int:
+    """Blocks in the fraction of what is free once weights are there, less the bytes for the activations' peak and for graphs."""
     if options.kv_cache_bytes is not None:
         return blocks_in(options.kv_cache_bytes, specs, options.kv_block_size, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    reserve = graph_reserve(options)
-    budget = int(options.kv_cache_free_gpu_memory_fraction * (free - activations - reserve))
+    free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
+    budget = int(options.kv_cache_free_gpu_memory_fraction * (free - activations - graphs))
     what = (
         f"{options.kv_cache_free_gpu_memory_fraction:g} of the GPU memory left ({free:,} of {total:,} bytes free after weights, "
-        f"{activations:,} for activations, {reserve:,} for graphs)"
+        f"{activations:,} for activations, {graphs:,} for graphs)"
     )
     if budget < block_bytes(specs, options.kv_block_size):
         raise CapacityError(
@@ -50,10 +47,6 @@ def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int
             why="not a single block fits", next="use a larger tensor_parallel_size, or lower max_num_tokens or max_batch_size",
         )  # fmt: skip
     return blocks_in(budget, specs, options.kv_block_size, what=what)
-
-
-def graph_reserve(options: EngineOptions) -> int:
-    return GRAPH_RESERVE_BYTES if options.cuda_graphs else 0
 
 
 def largest_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
@@ -88,3 +81,23 @@ def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device) ->
     for step in steps:
         runner.run(step).results()
     return int(torch.cuda.max_memory_allocated(device) - before)
+
+
+def graphs_of(runner: Runner, device: torch.device) -> int:
+    """Bytes that the graphs will take, 0 where there are none: the largest is captured on trial and dropped. Collective."""
+    graphs = runner.graphs
+    if graphs is None:
+        return 0
+    before = free_bytes(device)
+    for _ in runner.capture(graphs.sizes[-1:]):
+        taken = before - free_bytes(device)
+    graphs.forget()
+    return max(taken, 0) + GRAPH_BYTES * len(graphs.sizes)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of the device's memory, once nothing is kept for reuse."""
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])

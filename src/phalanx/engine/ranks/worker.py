@@ -169,10 +169,11 @@ class Worker:
         self._bytes["weights"] = sum({each.data_ptr(): each.nbytes for each in held}.values())
 
     def _allocate(self, model: Model, layers: range, groups: Groups, device: torch.device) -> Runner:
-        """Measure, offer, and make the caches of the size that the engine settles on."""
+        """Measure, offer, make the caches of the size that the engine settles on, and capture the decode steps over them."""
         import torch
 
         from phalanx.engine.ranks import budget
+        from phalanx.engine.ranks.graphs import CudaTape
         from phalanx.engine.runner import Runner
         from phalanx.engine.sampler import Sampler
         from phalanx.models.batch import LayerCache
@@ -186,11 +187,14 @@ class Worker:
         sampler = Sampler(options.max_batch_size, shape.vocab_size, device) if last else None
 
         def caches(blocks: int) -> list[LayerCache]:
-            return [LayerCache.zeros(blocks, options.kv_block_size, s.heads, s.head_dim, dtype, device) for s in specs]
+            return [
+                LayerCache.zeros(blocks, options.kv_block_size, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in specs
+            ]
 
         runner = Runner(
             model, caches(1), attention, sampler, groups.pp, max_batch_size=options.max_batch_size, max_seq_len=max_seq_len,
             block_size=options.kv_block_size, dtype=dtype, device=device,
+            tape=CudaTape(device) if options.cuda_graphs and device.type == "cuda" else None,
         )  # fmt: skip
         with self._phase("measure"):
             if device.type == "cuda":
@@ -199,7 +203,8 @@ class Worker:
                     max_batch_size=options.max_batch_size, block_size=options.kv_block_size,
                 )  # fmt: skip
                 self._bytes["activations"] = budget.peak_of(runner, steps, device)
-                blocks = budget.gpu_blocks(options, specs, self._bytes["activations"], device)
+                graphs = budget.graphs_of(runner, device)
+                blocks = budget.gpu_blocks(options, specs, self._bytes["activations"], graphs, device)
             else:
                 blocks = budget.cpu_blocks(options, specs, max_seq_len)
         self.link.send(Offer(self.rank, blocks))
@@ -207,6 +212,7 @@ class Worker:
         with self._phase("make the KV cache"):
             runner.caches = caches(blocks)
             self._bytes["kv"] = sum(cache.key.nbytes + cache.value.nbytes for cache in runner.caches)
+        self._capture(runner, device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         facts = RankFacts(
             self.rank,
@@ -219,6 +225,18 @@ class Worker:
         )
         self.link.send(Ready(self.rank, facts))
         return runner
+
+    def _capture(self, runner: Runner, device: torch.device) -> None:
+        """Capture the decode steps of all sizes, where graphs are wanted and the attention back end bears them."""
+        from phalanx.engine.ranks import budget
+
+        if runner.graphs is None:
+            return
+        total, before = len(runner.graphs.sizes), budget.free_bytes(device)
+        with self._phase("capture graphs"):
+            for done, _ in enumerate(runner.capture(), start=1):
+                self.link.send(Progress(self.rank, "capture graphs", done, total))
+        self._bytes["graphs"] = max(before - budget.free_bytes(device), 0)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

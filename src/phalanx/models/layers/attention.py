@@ -33,9 +33,14 @@ class AttentionBackend(Protocol):
     """How attention is computed on this device."""
 
     name: str
+    captures: bool
+    """Whether it plans fixed batches (`Batch.fixed`): forwards with their plans may be captured in a CUDA graph and replayed."""
 
     def plan(self, batch: Batch) -> AttentionPlan:
         """Host work and copies to the device, once per batch; reads no tensor back from the device."""
+
+    def hold(self, rows: int, pages: int) -> None:
+        """Before the first fixed batch: such batches will have up to `rows` rows, and `pages` entries of block tables in all."""
 
 
 def backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:

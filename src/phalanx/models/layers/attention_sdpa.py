@@ -177,9 +177,13 @@ class SdpaBackend:
     """torch's scaled_dot_product_attention over gathered blocks."""
 
     name = "sdpa"
+    captures = False  # the shapes of its calls follow the lengths
 
     def __init__(self) -> None:
         self._scratch = Scratch()
 
     def plan(self, batch: Batch) -> SdpaPlan:
         return SdpaPlan(batch, self._scratch)
+
+    def hold(self, rows: int, pages: int) -> None:
+        return

@@ -57,10 +57,11 @@ class ParallelHead(Sliced):
         self.vocab_size, self.group = vocab_size, seat.group
         self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, seat=seat) if tied is None else tied
 
-    def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32."""
+    def forward(self, hidden: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32, in `out` where one is given."""
         local = F.linear(hidden.index_select(0, rows), self.table.weight)
-        return self.group.all_gather(local, dim=-1)[:, : self.vocab_size].float()
+        logits = self.group.all_gather(local, dim=-1)[:, : self.vocab_size]
+        return logits.float() if out is None else out.copy_(logits)
 
     def slices(self) -> Iterator[Slice]:
         """None: what it reads, its table reads."""

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Padded decode steps on CPU: `Rerun` does again what a CUDA graph would replay, on the same tensors at the same places."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Solo
+from phalanx.config.model import ModelShape
+from phalanx.config.sampling import SamplingParams
+from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
+from phalanx.engine.ranks.graphs import Replay, Rerun, sizes
+from phalanx.engine.runner import Runner
+from phalanx.engine.sampler import Sampler
+from phalanx.errors import EngineError
+from phalanx.models import registry, weights
+from phalanx.models.batch import LayerCache
+from phalanx.models.layers.attention_sdpa import SdpaBackend
+from tests.checkpoints import write_checkpoint
+from tests.engine.drive import BLOCK, GREEDY, Drive, expected, prompts
+from tests.engine.test_runner import Pipe
+
+CPU = torch.device("cpu")
+SLOTS, BLOCKS = 11, 100
+
+
+class Fixed(SdpaBackend):
+    """Plans anew for each rerun, as nothing here is really captured."""
+
+    captures = True
+
+
+class Counting(Rerun):
+    """How often was replayed, by the number of the recording (0: the largest size)."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replays: Counter[int] = Counter()
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        number, self.recorded = self.recorded, self.recorded + 1
+        again = super().record(work)
+
+        def replay() -> None:
+            self.replays[number] += 1
+            again()
+
+        return replay
+
+
+def make_runner(folder: Path, tape: Rerun | None, layers: range | None = None, pipe: object = None) -> Runner:
+    shape = ModelShape.from_folder(folder)
+    model = registry.build(shape, group=Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
+    weights.load(model, folder)
+    caches = [LayerCache.zeros(BLOCKS, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
+    runner = Runner(
+        model, caches, Fixed(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
+        max_batch_size=SLOTS, max_seq_len=128, block_size=BLOCK, dtype=torch.float32, device=CPU, tape=tape,
+    )  # fmt: skip
+    list(runner.capture())
+    return runner
+
+
+def drive(*stages: Runner) -> Drive:
+    results: deque[StepResult] = deque()
+
+    def submit(step: Step) -> None:
+        for stage in stages:
+            rows, _ = stage.run(step.batches[0]).results()
+        assert rows is not None
+        results.append(StepResult(step.number, [rows]))
+
+    return Drive(submit, lambda: [results.popleft()] if results else [], blocks=BLOCKS)
+
+
+def held(runner: Runner) -> list[Tensor]:
+    """Keys and values by slot of the cache."""
+    return [part.flatten(0, 1) for cache in runner.caches for part in (cache.key, cache.value)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("graphs") / "mistral", "mistral", num_hidden_layers=3)
+
+
+def test_sizes_end_at_the_most_and_stay_close() -> None:
+    assert sizes(1) == [1]
+    assert sizes(11) == [1, 2, 4, 8, 11]
+    for most in (64, 256, 512):
+        found = sizes(most)
+        assert found == sorted(set(found))
+        assert found[-1] == most
+        assert len(found) < 40
+        assert all(later <= 2 * size and later - size <= 32 for size, later in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_tokens_equal_the_eager_path_and_transformers(folder: Path, count: int, ahead: bool) -> None:
+    asked, tape = prompts(count, seed=count), Counting()
+    got = drive(make_runner(folder, tape)).generate(asked, 7, ahead=ahead)
+    assert got == drive(make_runner(folder, None)).generate(asked, 7, ahead=ahead)
+    assert got[0] == expected(folder, asked[0], 7)
+    used = len(sizes(SLOTS)) - 1 - next(at for at, size in enumerate(sizes(SLOTS)) if size >= count)
+    assert tape.replays == {used: 6}
+
+
+def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> None:
+    """Everything that no row owns is poison or must stay as it is, block 0 among them, which padding points at."""
+    runner, plain = make_runner(folder, Counting()), make_runner(folder, None)
+    prompt, used = prompts(1, seed=5)[0][:6], {7: [1, 2], 2: [3, 4], 4: [5, 6]}
+    steps = [
+        StepBatch(
+            admitted=[Admission(slot, prompt, 6, GREEDY, 1) for slot in used],
+            rows=[Row(slot, 0, 6, prompt, blocks, samples=True) for slot, blocks in used.items()],
+        ),
+        StepBatch(rows=[Row(slot, 6, 1, [9] if slot == 2 else [], [], samples=True) for slot in used]),
+    ]
+    strangers = [slot for slot in range(BLOCKS * BLOCK) if not 1 <= slot // BLOCK <= 6]
+    tokens = []
+    for each in (runner, plain):
+        for part in held(each):
+            part[strangers] = float("nan")
+        each.run(steps[0]).results()
+        before = [part.clone() for part in held(each)]
+        rows, _ = each.run(steps[1]).results()
+        assert rows is not None
+        tokens.append([row.token for row in rows])
+        written = {blocks[1] * BLOCK + 2 for blocks in used.values()}  # position 6
+        for part, old in zip(held(each), before, strict=True):
+            changed = ((part != old) & ~(part.isnan() & old.isnan())).flatten(1).any(1).nonzero().flatten().tolist()
+            assert set(changed) == written
+    assert tokens[0] == tokens[1]
+    assert runner.graphs is not None
+    assert runner.graphs.size_of(3) == 4
+
+
+def test_draws_do_not_depend_on_padding(folder: Path) -> None:
+    asked, params = prompts(3, seed=9), SamplingParams(temperature=0.9, top_p=0.8, logprobs=2)
+    runs = [drive(make_runner(folder, tape)).generate(asked, 6, params=params) for tape in (Counting(), None)]
+    assert runs[0] == runs[1]
+
+
+def test_steps_that_no_graph_fits_run_eagerly(folder: Path) -> None:
+    """A prompt, a chunk of one token that does not sample, and a reported prompt token beside a decode."""
+    tape = Counting()
+    runner = make_runner(folder, tape)
+    batches, prompt = drive(runner), prompts(1, seed=3)[0]
+    reporting = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    batches.run(StepBatch(admitted=[Admission(0, prompt, 5, GREEDY, 1)], rows=[Row(0, 0, 5, prompt[:5], [1, 2], samples=True)]))
+    batches.run(StepBatch(
+        admitted=[Admission(1, prompt, 3, reporting, 1)],
+        rows=[Row(0, 5, 1, [], [], samples=True), Row(1, 0, 1, prompt[:1], [3])],
+    ))  # fmt: skip
+    batches.run(StepBatch(rows=[Row(0, 6, 1, [], [], samples=True), Row(1, 1, 1, prompt[1:2], [])]))
+    assert not tape.replays
+    batches.run(StepBatch(rows=[Row(0, 7, 1, [], [], samples=True), Row(1, 2, 1, prompt[2:3], [], samples=True)]))
+    assert sum(tape.replays.values()) == 1
+
+
+def test_stages_hand_on_the_residual_stream_of_real_rows_only(folder: Path) -> None:
+    lane: deque[Tensor] = deque()
+    tapes = Counting(), Counting()
+    stages = [
+        make_runner(folder, tape, layers, Pipe(i, lane))
+        for i, (tape, layers) in enumerate(zip(tapes, (range(2), range(2, 3)), strict=True))
+    ]
+    asked = prompts(3, seed=2)
+    assert drive(*stages).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+    assert tapes[0].replays == tapes[1].replays
+    assert sum(tapes[0].replays.values()) == 5
+    with pytest.raises(EngineError, match="before their last token is known"):
+        stages[0].run(StepBatch(admitted=[Admission(0, [5], 1, GREEDY, 1)], rows=[Row(0, 0, 1, [], [1], samples=True)]))
+
+
+def test_a_back_end_that_cannot_be_captured_has_no_graphs(folder: Path) -> None:
+    runner = make_runner(folder, None)
+    assert runner.graphs is None
+    assert list(runner.capture()) == []
+    shape = ModelShape.from_folder(folder)
+    model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=torch.float32, device=CPU)
+    plain = Runner(
+        model, [], SdpaBackend(), None, Solo(), max_batch_size=2, max_seq_len=8, block_size=4, dtype=torch.float32, device=CPU,
+        tape=Rerun(),
+    )  # fmt: skip
+    assert plain.graphs is None
+
+
+def test_forgotten_graphs_are_not_used(folder: Path) -> None:
+    tape = Counting()
+    runner = make_runner(folder, tape)
+    assert runner.graphs is not None
+    runner.graphs.forget()
+    asked = prompts(2, seed=4)
+    assert drive(runner).generate(asked, 4) == [expected(folder, prompt, 4) for prompt in asked]
+    assert not tape.replays
