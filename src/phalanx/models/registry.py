@@ -48,7 +48,7 @@ def build(
     quantization = shape.quantization or (ON_LOAD if fp8 else None)
     products = has_fp8_products(device) if fp8_products is None else fp8_products
     if quantization is not None and (not products or quantization.activations == "none"):
-        why = f"{device.type} has no such products here" if not products else "the checkpoint does not quantize activations"
+        why = f"this {device.type} has no FP8 products" if not products else "the checkpoint does not quantize activations"
         logger.info("weights are in FP8, and products run in %s: %s", str(dtype).removeprefix("torch."), why)
     seat = Seat(group, dtype, device, quantization, products, fp8_cache)
     return MODELS[shape.architecture](shape, layers=layers, seat=seat).eval()

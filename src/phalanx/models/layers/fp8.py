@@ -9,7 +9,7 @@ product and activations stay as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -42,10 +42,25 @@ class Fp8:
     products: bool
     dtype: torch.dtype
     begin: int = 0
+    _spread: list[Tensor] = field(default_factory=list)
 
     def quantize(self, x: Tensor) -> Quantized:
         """x [T, in] as this layer's products take it."""
-        return Quantized(*kernels.quantize_fp8(x, self.input_scale))
+        return self.took(*kernels.quantize_fp8(x, self.input_scale))
+
+    def took(self, values: Tensor, scale: Tensor | None) -> Quantized:
+        """values [T, in] e4m3, quantized with this layer's `input_scale`, or with `scale` [T, 1] where it has none."""
+        if self.input_scale is not None:
+            scale = self._static_rows(values.shape[0])
+        assert scale is not None
+        return Quantized(values, scale)
+
+    def _static_rows(self, tokens: int) -> Tensor:
+        """The static scale, [tokens, 1]: products want one for each row, and a buffer saves each of them a launch."""
+        assert self.input_scale is not None
+        if not self._spread or self._spread[0].shape[0] < tokens:
+            self._spread[:] = [self.input_scale.expand(1 << (tokens - 1).bit_length(), 1).contiguous()]
+        return self._spread[0][:tokens]
 
     def linear(self, x: Activation, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """x [T, in] times weight [out, in] -> [T, out]."""
@@ -92,6 +107,7 @@ class Fp8:
     def _store_input_scale(self, scale: Tensor) -> None:
         # Layers that run as one product share their input, and so the scale that holds all of it.
         assert self.input_scale is not None
+        self._spread.clear()
         self.input_scale.copy_(torch.maximum(self.input_scale, scale.reshape(()).to(self.input_scale.device)))
 
 

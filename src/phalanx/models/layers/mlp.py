@@ -28,7 +28,7 @@ class GatedMlp(nn.Module):
         """x [T, hidden] -> as RowParallelLinear: (norm(residual + mlp(x)), residual + mlp(x))."""
         gate_up, fp8 = self.gate_up(x), self.down.fp8
         if fp8 is not None and fp8.products:
-            inner: Activation = kernels.silu_mul_quant_fp8(gate_up, fp8.input_scale)
+            inner: Activation = fp8.took(*kernels.silu_mul_quant_fp8(gate_up, fp8.input_scale))
         else:
             inner = kernels.silu_mul(gate_up)
         down: tuple[Activation, Tensor] = self.down(inner, residual, norm)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from phalanx import kernels
 from phalanx.comm.group import ResidualRmsNorm
-from phalanx.kernels.scaled_mm import Quantized
 from phalanx.models.layers.fp8 import Activation, Fp8
 from phalanx.models.slices import Seat, Slice, Sliced
 
@@ -42,8 +41,7 @@ class RmsNorm(Sliced):
         """What the all-reduce gave for `after`: (norm, new residual)."""
         if self._fed is None:
             return outputs[0], outputs[1]
-        scale = self._fed.input_scale
-        return Quantized(outputs[0], outputs[1] if scale is None else scale), outputs[-1]
+        return self._fed.took(outputs[0], outputs[1] if self._fed.input_scale is None else None), outputs[-1]
 
     def slices(self) -> Iterator[Slice]:
         yield Slice(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
