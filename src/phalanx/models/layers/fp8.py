@@ -58,9 +58,10 @@ class Fp8:
     def _static_rows(self, tokens: int) -> Tensor:
         """The static scale, [tokens, 1]: products want one for each row, and a buffer saves each of them a launch."""
         assert self.input_scale is not None
-        if not self._spread or self._spread[0].shape[0] < tokens:
-            self._spread[:] = [self.input_scale.expand(1 << (tokens - 1).bit_length(), 1).contiguous()]
-        return self._spread[0][:tokens]
+        if not self._spread or self._spread[-1].shape[0] < tokens:
+            # A smaller one is kept: a captured graph may read it.
+            self._spread.append(self.input_scale.expand(1 << (tokens - 1).bit_length(), 1).contiguous())
+        return self._spread[-1][:tokens]
 
     def linear(self, x: Activation, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """x [T, in] times weight [out, in] -> [T, out]."""
