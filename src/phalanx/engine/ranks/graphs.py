@@ -32,6 +32,9 @@ class Tape(Protocol):
     def record(self, work: Callable[[], None]) -> Replay:
         """Do the work once, and return what does it again on the same tensors."""
 
+    def rewind(self) -> None:
+        """All that was recorded has been dropped; what is recorded from now on begins anew."""
+
 
 class CudaTape:
     """CUDA graphs in one pool of memory, captured on a stream of their own."""
@@ -56,6 +59,9 @@ class CudaTape:
         self._pool = self._pool or graph.pool()
         return graph.replay
 
+    def rewind(self) -> None:
+        self._pool = None  # it went with its last graph
+
 
 class Rerun:
     """On CPU: nothing is captured, the work is done again."""
@@ -63,6 +69,9 @@ class Rerun:
     def record(self, work: Callable[[], None]) -> Replay:
         work()
         return work
+
+    def rewind(self) -> None:
+        return
 
 
 def sizes(max_batch_size: int) -> list[int]:
@@ -148,6 +157,7 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Drop all graphs, and their memory."""
         self._captured.clear()
+        self._tape.rewind()
 
     def _forward(self, batch: Batch, caches: Sequence[KvCache]) -> None:
         size = len(batch.kv_lengths_cpu)

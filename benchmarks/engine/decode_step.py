@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step of Llama-3-8B shapes in bf16 on one GPU, eager and from graphs: same tokens, time per token, kernels by time.
+
+1. tokens: a small checkpoint decodes greedily in batches of several sizes; graphs and eager steps must give the same tokens.
+2. tpot: through the whole engine, (t(129 tokens) - t(1 token)) / 128 at input 128, best of 2, as the peers were measured.
+3. steps: the runner alone, one step ahead as the engine keeps it, milliseconds per step by the wall clock; and the kernels of one
+   replayed step by time (torch's profiler), with the bytes that the step must read over the time.
+
+    python benchmarks/engine/decode_step.py --out DIR [--parts tokens,steps,tpot] [--requests 1,64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+
+from benchmarks import record
+from phalanx import LLM, SamplingParams
+from phalanx.bench import shapes
+from phalanx.comm.group import Solo
+from phalanx.config.model import ModelShape
+from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
+from phalanx.engine.ranks.graphs import CudaTape
+from phalanx.engine.runner import Runner
+from phalanx.engine.sampler import Sampler
+from phalanx.models import registry, weights
+from phalanx.models.batch import LayerCache
+from phalanx.models.layers.attention import backend
+
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1000)
+PROMPT, STEPS = 128, 64
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--parts", default="tokens,steps,tpot")
+    parser.add_argument("--requests", default="1,64")
+    parser.add_argument("--modes", default="graphs,eager")
+    asked = parser.parse_args()
+    parts, modes = asked.parts.split(","), asked.modes.split(",")
+    requests = [int(count) for count in asked.requests.split(",")]
+    figures: dict[str, Any] = {}
+    for part, measure in (("tokens", tokens), ("steps", lambda: steps(requests, modes)), ("tpot", lambda: tpot(requests, modes))):
+        if part in parts:
+            begin = time.monotonic()
+            figures[part] = measure()
+            print(f"{part}: {time.monotonic() - begin:.1f} s\n{show(part, figures[part])}", flush=True)
+            record.write("decode_step", figures, asked.out)
+    return 0 if figures.get("tokens", {"equal": True})["equal"] else 1
+
+
+def show(part: str, figure: dict[str, Any]) -> str:
+    if part != "steps":
+        return json.dumps(figure)
+    lines = []
+    for name, found in figure.items():
+        lines.append(f"{name}: " + json.dumps({key: value for key, value in found.items() if key != "kernels"}))
+        lines += [f"  {k['us']:9.1f} us {k['calls']:4} x  {k['name'][:100]}" for k in found.get("kernels", [])[:16]]
+    return "\n".join(lines)
+
+
+def make_runner(folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: list[int] | None) -> Runner:
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    shape = ModelShape.from_folder(folder)
+    model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device)
+    if dummy:
+        weights.dummy(model, 0)
+    else:
+        weights.load(model, folder)
+    caches = [LayerCache.zeros(slots * 20 + 1, 16, s.heads, s.head_dim, dtype, device) for s in model.kv_specs()]
+    runner = Runner(
+        model, caches, backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
+        max_batch_size=slots, max_seq_len=320, block_size=16, dtype=dtype, device=device,
+        tape=CudaTape(device) if graphs else None,
+    )  # fmt: skip
+    # Kinds of layers are met in an eager step.
+    runner.run(StepBatch(admitted=[Admission(0, [5], 1, GREEDY, 1)], rows=[Row(0, 0, 1, [5], [0], samples=True)])).results()
+    runner.run(StepBatch(released=[0]))
+    begin = time.monotonic()
+    done = list(runner.capture(captured))
+    if done:
+        print(f"captured {len(done)} sizes in {time.monotonic() - begin:.2f} s", flush=True)
+    return runner
+
+
+def tokens() -> dict[str, Any]:
+    """Greedy tokens of graphs against the eager path's."""
+    import tests.engine.drive as drive_module
+    from tests.checkpoints import write_checkpoint
+
+    drive_module.BLOCK = 16
+    with tempfile.TemporaryDirectory() as parent:
+        folder = write_checkpoint(
+            Path(parent) / "llama", "llama", hidden_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128, std=0.05
+        )
+        found: dict[bool, list[Any]] = {}
+        for graphs in (True, False):
+            runner, results = make_runner(folder, 20, graphs=graphs, dummy=False, captured=None), deque[StepResult]()
+
+            def submit(step: Step, runner: Runner = runner, results: deque[StepResult] = results) -> None:
+                results.append(StepResult(step.number, [runner.run(step.batches[0]).results()[0] or []]))
+
+            def collect(results: deque[StepResult] = results) -> list[StepResult]:
+                return [results.popleft()] if results else []
+
+            drive = drive_module.Drive(submit, collect, blocks=380)
+            found[graphs] = [
+                drive.generate(drive_module.prompts(count, seed=count), 40, ahead=ahead)
+                for count in (1, 3, 9, 17)
+                for ahead in (False, True)
+            ]
+    rows = [(a, b) for left, right in zip(found[True], found[False], strict=True) for a, b in zip(left, right, strict=True)]
+    return {"equal": found[True] == found[False], "requests": len(rows), "different": sum(a != b for a, b in rows)}
+
+
+def steps(requests: list[int], modes: list[str]) -> dict[str, Any]:
+    """The runner alone."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as parent:
+        folder = shapes.write("llama-3-8b", Path(parent) / "model")
+        for mode in modes:
+            runner = make_runner(folder, max(requests), graphs=mode == "graphs", dummy=True, captured=requests)
+            for count in requests:
+                found[f"{mode} {count}"] = step_times(runner, count, profiled=mode == "graphs")
+            del runner
+            torch.cuda.empty_cache()
+    return found
+
+
+def step_times(runner: Runner, count: int, *, profiled: bool) -> dict[str, Any]:
+    prompt = list(range(100, 100 + PROMPT))
+    blocks = [list(range(1 + slot * 20, 21 + slot * 20)) for slot in range(count)]
+    rows = [Row(slot, 0, PROMPT, prompt, blocks[slot], samples=True) for slot in range(count)]
+    for row in rows:
+        runner.run(StepBatch(admitted=[Admission(row.slot, prompt, PROMPT, GREEDY, 1)], rows=[row])).results()
+    at = PROMPT
+
+    def step() -> Any:
+        nonlocal at
+        outcome = runner.run(StepBatch(rows=[Row(slot, at, 1, [], [], samples=True) for slot in range(count)]))
+        at += 1
+        return outcome
+
+    def ahead(number: int) -> tuple[float, float]:
+        """Seconds per step with one step ahead of the results, and seconds per step that the host spends in `run`."""
+        torch.cuda.synchronize()
+        begin, host = time.perf_counter(), 0.0
+        waiting = deque([step()])
+        for _ in range(number - 1):
+            mark = time.perf_counter()
+            waiting.append(step())
+            host += time.perf_counter() - mark
+            waiting.popleft().results()
+        waiting.popleft().results()
+        return (time.perf_counter() - begin) / number, host / max(number - 1, 1)
+
+    ahead(8)
+    times = [ahead(STEPS) for _ in range(2)]
+    best = min(times)
+    result: dict[str, Any] = {"ms_per_step": round(best[0] * 1e3, 3), "host_ms": round(best[1] * 1e3, 3)}
+    if profiled:
+        result |= profile(step)
+    runner.run(StepBatch(released=list(range(count))))
+    return result
+
+
+def profile(step: Any) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(4):
+            step().results()
+        torch.cuda.synchronize()
+    kernels: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    table = [{"name": name, "calls": len(all_) // 4, "us": round(sum(all_) / 4, 1)} for name, all_ in kernels.items()]
+    return {
+        "kernel_us": round(sum(row["us"] for row in table), 1), "launches": sum(row["calls"] for row in table),
+        "kernels": sorted(table, key=lambda row: -row["us"])[:30],
+    }  # fmt: skip
+
+
+def tpot(requests: list[int], modes: list[str]) -> dict[str, Any]:
+    """Through the engine."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as parent:
+        folder = shapes.write("llama-3-8b", Path(parent) / "model")
+        for mode in modes:
+            begin = time.monotonic()
+            with LLM(
+                str(folder), dtype="bf16", load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False,
+                max_batch_size=512, max_num_tokens=8192, max_seq_len=4096, cuda_graphs=mode == "graphs",
+            ) as llm:  # fmt: skip
+                rank = llm.facts.ranks[0]
+                found[f"{mode} start"] = {
+                    "seconds": round(time.monotonic() - begin, 1), "phases": {k: round(v, 2) for k, v in rank.phases.items()},
+                    "bytes": rank.bytes,
+                }  # fmt: skip
+                generator = torch.Generator().manual_seed(1)
+                for count in requests:
+                    asked = torch.randint(10, 120000, (count, PROMPT), generator=generator).tolist()
+                    seconds = {}
+                    for length in (1, 129):
+                        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
+                        runs = []
+                        for _ in range(3):
+                            mark = time.perf_counter()
+                            llm.generate(asked, params, use_tqdm=False)
+                            runs.append(time.perf_counter() - mark)
+                        seconds[length] = min(runs[1:])
+                    found[f"{mode} {count}"] = {"tpot_ms": round((seconds[129] - seconds[1]) / 128 * 1e3, 3), "seconds": seconds}
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
