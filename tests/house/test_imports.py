@@ -28,7 +28,7 @@ ONLY_IN = {
     "scipy": {"tune", "bench"},
     "triton": {"kernels"},
     "tokenizers": {"serve"},
-    "typer": {"cli", "tune"},
+    "typer": {"cli", "tune", "bench"},
 }
 NEVER_IN = {
     "torch": {"config", "hardware", "tables", "plan", "errors", "log", "metrics"},
