@@ -27,6 +27,7 @@ from phalanx.comm import launch
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
+from phalanx.config.resolve import arithmetic
 from phalanx.engine.messages import RankFacts, Step
 from phalanx.engine.ranks.link import Link
 from phalanx.engine.ranks.wire import Allocate, Done, Hello, Meet, Meeting, Offer, Progress, Ready, Stop, Trouble
@@ -152,10 +153,14 @@ class Worker:
         from phalanx.models import registry
 
         assert self._groups is not None
-        name = self.options.dtype if self.options.dtype != "auto" else shape.dtype
-        per_layer, embedding, head = layer_bytes(shape, name)
+        asked = self.options.dtype
+        name = arithmetic(asked, shape, device.type)
+        per_layer, embedding, head = layer_bytes(shape, "fp8" if asked == "fp8" else name)
         layers = stages(per_layer, self._layout.pp, first_bytes=embedding, last_bytes=head)[self._place.pp_index]
-        model = registry.build(shape, group=self._groups.tp, layers=layers, dtype=torch_dtype(name), device=device)
+        model = registry.build(
+            shape, group=self._groups.tp, layers=layers, dtype=torch_dtype(name), device=device, fp8=asked == "fp8",
+            fp8_cache=self.options.kv_cache_dtype == "fp8",
+        )  # fmt: skip
         return model, layers
 
     def _load(self, model: Model, folder: Path) -> None:
