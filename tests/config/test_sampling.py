@@ -44,7 +44,8 @@ def test_a_whole_number_is_taken_or_refused_by_name(name, value):
     [
         ("stop", ""), ("stop", ["a", ""]), ("stop", [3]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
         ("logit_bias", {-1: 0.0}), ("logit_bias", {1: math.nan}), ("logit_bias", {1: 101.0}), ("seed", 2**63), ("seed", 1.5),
-        ("prompt_logprobs", 21), ("n", 0), ("n", 10**9),
+        ("prompt_logprobs", 21), ("n", 0), ("n", 10**9), ("stop", 5), ("stop", ("",)), ("stop_token_ids", 5), ("logit_bias", [1]),
+        ("logit_bias", {"1": 1.0}), ("guide", {"regex": "a"}), ("ignore_eos", "no"), ("detokenize", None),
     ],
 )  # fmt: skip
 def test_bad_values(name, value):
@@ -58,14 +59,16 @@ def test_min_tokens_beyond_max_tokens():
 
 
 def test_unknown_field():
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(TypeError, match="'temprature' is unknown; did you mean 'temperature'"):
         SamplingParams(temprature=1.0)
+    with pytest.raises(TypeError, match="0 without a name"):
+        SamplingParams(0)
 
 
 def test_stops_is_a_list():
     assert SamplingParams().stops == []
     assert SamplingParams(stop="a").stops == ["a"]
-    assert SamplingParams(stop=["a", "b"]).stops == ["a", "b"]
+    assert SamplingParams(stop=["a", "b"]).stops == SamplingParams(stop=("a", "b")).stops == ["a", "b"]
 
 
 def test_a_guide_is_one_thing():
@@ -74,6 +77,10 @@ def test_a_guide_is_one_thing():
     with pytest.raises(OptionError, match="2 are set"):
         Guide(regex="a", grammar="b")
     assert Guide(json_object=True).json_object
+    with pytest.raises(OptionError, match=r"json_schema=\{'type': 'object'\} .*json\.dumps"):
+        Guide(json_schema={"type": "object"})
+    with pytest.raises(TypeError, match="did you mean 'json_schema'"):
+        Guide(json_scheme="{}")
 
 
 def test_travels_in_msgpack():

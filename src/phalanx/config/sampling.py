@@ -4,18 +4,30 @@
 from __future__ import annotations
 
 import math
+from types import NoneType
 from typing import Any
 
 import msgspec
 
-from phalanx.errors import OptionError
+from phalanx.config.options import refuse_unknown
+from phalanx.errors import OptionError, UnknownOption
 
 MAX_LOGPROBS = 20
 """The most alternatives per token that `logprobs` and `prompt_logprobs` may ask for (the OpenAI API's limit)."""
 MAX_TOKEN_COUNT = 2**31 - 1
 
 
-class Guide(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Named(msgspec.StructMeta):
+    """Makes structs whose unknown keywords are errors that name the nearest known one."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        if args:
+            raise UnknownOption(f"{cls.__name__} was given {args[0]!r} without a name", next=f"say which: {cls.__name__}(name=...)")
+        refuse_unknown(given, cls.__struct_fields__, what=f"{cls.__name__} field")
+        return super().__call__(**given)
+
+
+class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Named):
     """Structured output: exactly one of the fields is set.
 
     `json_schema` is a JSON schema as text, `regex` a regular expression, `grammar` EBNF (xgrammar's dialect), `json_object`
@@ -38,9 +50,12 @@ class Guide(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 held=f"{sum(x is not None for x in given)} are set",
                 next="set one",
             )
+        _kind("json_object", self.json_object, (bool,), "True or False")
+        for name in ("json_schema", "regex", "grammar", "structural_tag"):
+            _kind(name, getattr(self, name), (str, NoneType), "a text (of JSON: json.dumps makes one)")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Named):
     """How the tokens of one request are chosen, and when it ends.
 
     n: completions per prompt. max_tokens: new tokens at most; None means up to `max_seq_len`. min_tokens: no stop (eos,
@@ -51,7 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     (which ignore_eos switches off). logprobs: alternatives per new token (0: the chosen one only; None: off); prompt_logprobs:
     the same for the prompt. logit_bias: token id -> added to its logit, -100..100. guide: structured output.
 
-    Raises OptionError naming the field, its value and the values that are taken.
+    Raises OptionError naming the field, its value and the values that are taken; UnknownOption, a TypeError, naming the nearest
+    field for one that is not there.
     """
 
     n: int = 1
@@ -97,11 +113,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _whole(name, value, 0, MAX_LOGPROBS)
+        _kind("stop", self.stop, (str, list, tuple, NoneType), "a text, or a list of texts")
         for text in self.stops:
             if not isinstance(text, str) or not text:
                 raise OptionError(f"stop={text!r} was asked for", why="a stop string is a text of at least one character")
+        _kind("stop_token_ids", self.stop_token_ids, (list, tuple, NoneType), "a list of token ids")
         for token in self.stop_token_ids or ():
             _whole("stop_token_ids", token, 0, MAX_TOKEN_COUNT)
+        _kind("logit_bias", self.logit_bias, (dict, NoneType), "a dict of token id to a number")
+        _kind("guide", self.guide, (Guide, NoneType), "a Guide")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            _kind(name, getattr(self, name), (bool,), "True or False")
         for token, bias in (self.logit_bias or {}).items():
             _whole("logit_bias token", token, 0, MAX_TOKEN_COUNT)
             _number(f"logit_bias[{token}]", bias, -100.0, 100.0)
@@ -121,6 +143,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def _whole(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise OptionError(f"{name}={value!r} was asked for", why=f"{name} is a whole number from {low} to {high}")
+
+
+def _kind(name: str, value: Any, kinds: tuple[type, ...], words: str) -> None:
+    if not isinstance(value, kinds):
+        raise OptionError(f"{name}={value!r} was asked for", why=f"{name} is {words}")
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_below: bool = False) -> None:
