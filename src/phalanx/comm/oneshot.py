@@ -42,14 +42,14 @@ def row_block(pitch: int) -> int:
     return max(32, 1 << (pitch - 1).bit_length())
 
 
-def row_launch(rows: int, pitch: int, sms: int, *, whole_rows: bool = False) -> Launch:
-    """For a sum with a norm, `pitch` vectors a row: rows in pieces on many multiprocessors while all pieces run at once, else one
-    program a row. whole_rows: a row must lie on one program."""
+def row_launch(rows: int, pitch: int, world: int, sms: int, *, whole_rows: bool = False) -> Launch:
+    """For a sum with a norm, `pitch` vectors a row: one program a row; with many peers to read from, a few rows in pieces, on as
+    many multiprocessors, while all pieces run at once. whole_rows: a row must lie on one program."""
     pieces = -(-pitch // PIECE)
-    if not whole_rows and pieces > 1 and rows * pieces <= 4 * sms:
+    if world > 2 and not whole_rows and pieces > 1 and rows * pieces <= 4 * sms:
         return Launch(rows * pieces, PIECE, PIECE // 32, False, pieces)
     block = row_block(pitch)
-    warps = min(16 if rows <= sms else 8, block // 32)
+    warps = min(16 if 16 < rows <= sms else 8, block // 32)
     programs = min(rows, 4 * sms)
     return Launch(programs, block, warps, programs < rows)
 
@@ -91,7 +91,7 @@ def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, la
     rows_at_once = workspace.oneshot_vectors // pitch
     for first in range(0, rows, rows_at_once):
         last = min(rows, first + rows_at_once)
-        run = launch or row_launch(last - first, pitch, workspace.sms, whole_rows=mode == "fp8_token")
+        run = launch or row_launch(last - first, pitch, workspace.world, workspace.sms, whole_rows=mode == "fp8_token")
         inputs = (
             x[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
             sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,

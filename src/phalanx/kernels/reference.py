@@ -78,7 +78,7 @@ def quantize_nvfp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     Each block of 16 has the scale largest magnitude / 6 / `scale` (the global one, a fp32 scalar); q x block scale x global scale
     gives x back. Ties go to the even code.
     """
-    blocks = x.float().view(*x.shape[:-1], -1, 16)
+    blocks = x.float().view(*x.shape[:-1], x.shape[-1] // 16, 16)
     codes = (blocks.abs().amax(-1) / (6.0 * scale)).clamp(max=448.0).to(torch.float8_e4m3fn)
     step = codes.float() * scale
     inverse = torch.where(step > 0, 1.0 / step, 0.0)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which strategy runs a message: the table, else the seed, else NCCL. A pure function of what all ranks hold alike, so that every
+rank comes to the same answer without asking the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables.admit import admit
+from phalanx.tables.message import Fusion, Message
+from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tables.table import Entry
+
+Lookup = Callable[[str, Fusion, int, int], Entry]
+"""(dtype, fusion, tokens, hidden) -> what is fastest there: `tables.Table.lookup`."""
+
+_MAX_CACHED = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """strategy: what runs. fused: the fusion runs in the collective's own kernel. source: who decided. reason: for people. name:
+    "ONESHOT/RESIDUAL_RMS_NORM", under which calls are counted."""
+
+    strategy: Strategy
+    fused: bool
+    source: Literal["table", "seed", "forced", "fallback"]
+    reason: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a group decides by. refused: strategies that this group cannot run at all, with the reason; forced: the strategy that
+    the user asked for, None for AUTO; deterministic: no sums of NCCL's own while something else can run."""
+
+    fingerprint: Fingerprint
+    refused: Mapping[Strategy, str]
+    lookup: Lookup | None
+    forced: Strategy | None = None
+    deterministic: bool = False
+
+
+def choose(message: Message, rules: Rules) -> Decision:
+    """What runs `message`, and why."""
+
+    def refusal(strategy: Strategy) -> str | None:
+        return rules.refused.get(strategy) or admit(strategy, message, rules.fingerprint)
+
+    def decide(strategy: Strategy, fused: bool, source: Literal["table", "seed", "forced", "fallback"], reason: str) -> Decision:
+        fused = Choice(strategy, unfused=not fused).fuses(message.fusion)
+        return Decision(strategy, fused, source, reason, f"{Choice(strategy).name(rules.fingerprint.sm)}/{message.fusion.name}")
+
+    def fall_back(why: str) -> Decision:
+        others = (Strategy.TWOSHOT, Strategy.ONESHOT) if rules.deterministic else ()
+        for strategy in others:
+            if refusal(strategy) is None:
+                return decide(strategy, True, "fallback", f"{why}; sums in rank order were asked for")
+        return decide(Strategy.NCCL, False, "fallback", why)
+
+    if rules.forced is not None:
+        why = refusal(rules.forced)
+        if why is None:
+            return decide(rules.forced, True, "forced", "allreduce_strategy asks for it")
+        return fall_back(f"allreduce_strategy asks for {rules.forced.name}, which cannot run this: {why}")
+    if rules.lookup is None:
+        return fall_back("there is no table")
+    entry = rules.lookup(message.dtype, message.fusion, message.tokens, message.hidden)
+    why = refusal(entry.strategy)
+    if why is not None:
+        return fall_back(f"{entry.strategy.name} ({entry.reason}) cannot run this: {why}")
+    if rules.deterministic and entry.strategy is Strategy.NCCL and rules.fingerprint.on_gpu:
+        return fall_back(f"NCCL ({entry.reason}) adds in an order of its own")
+    return decide(entry.strategy, entry.fused, entry.source, entry.reason)
+
+
+class Chooser:
+    """`choose` with its answers kept: a look-up in a dict for each size that has come before."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._kept: dict[tuple[int, int, str, Fusion], Decision] = {}
+
+    def __call__(self, tokens: int, hidden: int, dtype: str, fusion: Fusion) -> Decision:
+        """For a tensor [tokens, hidden] per rank; dtype: bf16, fp16 or fp32."""
+        key = (tokens, hidden, dtype, fusion)
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= _MAX_CACHED:
+                self._kept.clear()
+            message = Message("all_reduce", fusion, dtype, tokens, hidden, self.rules.fingerprint.world)
+            found = self._kept[key] = choose(message, self.rules)
+        return found

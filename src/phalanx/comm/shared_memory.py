@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ONESHOT and TWOSHOT between CPU ranks of one host: tensors in memory that all of them map.
+
+    oneshot:  every rank posts its tensor, waits for everybody's, and adds them all up
+    twoshot:  every rank adds up its share of the rows (with a fusion: and finishes them), posts it, and copies the others' shares
+
+Sums are in fp32, in rank order, rounded once. A rank says how far it is in a counter of its own; call n uses half n % 2 of the
+memory. Two halves are enough: who posts in call n + 1 has read all that it needed of call n - 1, and nobody goes on to call n + 1
+before all have posted in call n.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Group, ResidualRmsNorm, finish
+from phalanx.errors import RankStalled
+
+FOLDER = Path("/dev/shm")
+CHUNK_BYTES = 2 << 20
+"""A rank's longest post; longer messages go in chunks."""
+_LINE = 64  # bytes of a cache line: one counter on each
+_OUTPUTS = 3  # chunks that the outputs of a fusion may take: norm, its quantization, scales, residual
+_ROUNDS_BEFORE_YIELD, _ROUNDS_BEFORE_NAP, _NAP = 50, 2000, 50e-6
+
+
+def chunk_bytes(message_bytes: int) -> int:
+    return -(-max(min(message_bytes, CHUNK_BYTES), 1 << 16) // 4096) * 4096
+
+
+def memory_bytes(world: int, message_bytes: int) -> int:
+    """Shared memory that a group takes on its host, for messages of up to `message_bytes`."""
+    return world * _LINE + 2 * (world + _OUTPUTS) * chunk_bytes(message_bytes)
+
+
+def refusal(world: int, message_bytes: int, folder: Path = FOLDER) -> str | None:
+    """Why this host cannot do it, for a person; None when it can."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return f"shared memory needs a processor that keeps stores in order (x86-64), and this is {platform.machine()}"
+    need = memory_bytes(world, message_bytes)
+    try:
+        held = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder} cannot be used: {error.strerror}"
+    free = held.f_bavail * held.f_frsize
+    if free >= need:
+        return None
+    return f"{folder} has {free >> 20} MiB free, and {-(-need >> 20)} MiB are needed (a container: --shm-size)"
+
+
+class SharedMemory:
+    """The memory of one group, mapped by each of its ranks. Make it with `form`."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, world: int, chunk: int, timeout: float) -> None:
+        self.rank, self.world, self._chunk, self._timeout = rank, world, chunk, timeout
+        self._counters = memoryview(memory).cast("q")
+        self._step = 0
+        self._calls = 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of writable buffers
+            whole = torch.frombuffer(memory, dtype=torch.uint8)
+        body = whole[world * _LINE :].view(2, (world + _OUTPUTS) * chunk)
+        self._slots = [[half[r * chunk : (r + 1) * chunk] for r in range(world)] for half in body]
+        self._outputs = [half[world * chunk :] for half in body]
+        self._views: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
+
+    def oneshot(self, x: Tensor) -> Tensor:
+        """The sum over ranks of x, in a new tensor."""
+        flat = x.reshape(-1)
+        parts = [self._oneshot_chunk(flat[first:last]) for first, last in self._chunks(flat.numel(), x.element_size())]
+        return parts[0].view(x.shape) if len(parts) == 1 else torch.cat(parts).view(x.shape)
+
+    def oneshot_norm(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        """The sum over ranks of x [T, H], and the fusion of all rows on every rank."""
+        return finish(self.oneshot(x), fusion)
+
+    def twoshot(self, x: Tensor) -> Tensor:
+        """The sum over ranks of x, in a new tensor."""
+        flat, out = x.reshape(-1), torch.empty(x.numel(), dtype=x.dtype)
+        for first, last in self._chunks(flat.numel(), x.element_size()):
+            half = self._post(flat[first:last])
+            count = last - first
+            mine = self._share(count)
+            total = self._outputs[half][: count * x.element_size()].view(x.dtype)
+            total[mine] = self._sum(half, count, x.dtype, mine)
+            self._arrive()
+            self._wait()
+            out[first:last] = total
+        return out.view(x.shape)
+
+    def twoshot_norm(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        """The sum over ranks of x [T, H], and the fusion: each rank finishes whole rows."""
+        hidden = x.shape[1]
+        rows_at_once = max(1, self._chunk // (hidden * x.element_size()))
+        if hidden * x.element_size() > self._chunk:
+            return finish(self.twoshot(x), fusion)
+        parts: list[tuple[Tensor, ...]] = []
+        for first in range(0, x.shape[0], rows_at_once):
+            rows = x[first : first + rows_at_once]
+            parts.append(self._norm_chunk(rows, replace(fusion, residual=fusion.residual[first : first + rows_at_once])))
+        return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+    def _norm_chunk(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        rows, hidden = x.shape
+        half = self._post(x.reshape(-1))
+        mine = self._share(rows)
+        total = self._sum(half, x.numel(), x.dtype, slice(mine.start * hidden, mine.stop * hidden)).view(-1, hidden)
+        done = finish(total, replace(fusion, residual=fusion.residual[mine]))
+        outputs, at = [], 0
+        for out in done:
+            width = out.shape[1] * out.element_size()
+            held = self._outputs[half][at : at + rows * width].view(rows, width)
+            held = held.view(out.dtype)
+            held[mine] = out
+            outputs.append(held)
+            at += -(-rows * width // _LINE) * _LINE
+        self._arrive()
+        self._wait()
+        return tuple(held.clone() for held in outputs)
+
+    def _oneshot_chunk(self, flat: Tensor) -> Tensor:
+        half = self._post(flat)
+        return self._sum(half, flat.numel(), flat.dtype, slice(0, flat.numel()))
+
+    def _chunks(self, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
+        most = self._chunk // itemsize
+        for first in range(0, count, most):
+            yield first, min(first + most, count)
+
+    def _share(self, count: int) -> slice:
+        size = -(-count // self.world)
+        return slice(min(self.rank * size, count), min((self.rank + 1) * size, count))
+
+    def _post(self, flat: Tensor) -> int:
+        """Copy my part where all can read it, wait for everybody's; returns the half that holds them."""
+        half = self._calls % 2
+        self._calls += 1
+        self._parts(flat.numel(), flat.dtype)[half][self.rank].copy_(flat)
+        self._arrive()
+        self._wait()
+        return half
+
+    def _parts(self, count: int, dtype: torch.dtype) -> list[list[Tensor]]:
+        """Every rank's slot in both halves, as so many values."""
+        found = self._views.get((count, dtype))
+        if found is None:
+            if len(self._views) > 256:
+                self._views.clear()
+            found = [[slot[: count * dtype.itemsize].view(dtype) for slot in half] for half in self._slots]
+            self._views[count, dtype] = found
+        return found
+
+    def _sum(self, half: int, count: int, dtype: torch.dtype, where: slice) -> Tensor:
+        parts = self._parts(count, dtype)[half]
+        if where.stop - where.start != count:
+            parts = [part[where] for part in parts]
+        if dtype == torch.float32 or self.world == 2:  # torch adds two narrow numbers in fp32, and rounds once
+            total = parts[0] + parts[1]
+            for part in parts[2:]:
+                total += part
+            return total
+        wide = parts[0].float()
+        for part in parts[1:]:
+            wide += part
+        return wide.to(dtype)
+
+    def _arrive(self) -> None:
+        self._step += 1
+        self._counters[self.rank * _LINE // 8] = self._step
+
+    def _wait(self) -> None:
+        """Until every rank has come as far as this one. Raises RankStalled that names the first one that has not."""
+        counters, step, rounds, began = self._counters, self._step, 0, 0.0
+        for place in range(0, self.world * _LINE // 8, _LINE // 8):
+            while counters[place] < step:
+                rounds += 1
+                if rounds < _ROUNDS_BEFORE_YIELD:
+                    continue
+                if rounds < _ROUNDS_BEFORE_NAP:
+                    os.sched_yield()
+                    continue
+                began = began or time.monotonic()
+                if time.monotonic() - began > self._timeout:
+                    raise RankStalled(
+                        f"rank {place * 8 // _LINE} of a group of {self.world} has not come to an all-reduce",
+                        why=f"rank {self.rank} has waited for {self._timeout:.0f} s",
+                        next="see what that rank last logged",
+                    )
+                time.sleep(_NAP)
+
+
+def form(group: Group, message_bytes: int, *, timeout: float = 300.0, folder: Path = FOLDER) -> SharedMemory | str:
+    """Map the group's memory, or say why not; collective, and every rank comes to the same answer.
+
+    group: the ranks, all on this host. message_bytes: of one rank's longest message. timeout: seconds that one rank may keep the
+    others waiting.
+    """
+    chunk, size = chunk_bytes(message_bytes), memory_bytes(group.size, message_bytes)
+    why = refusal(group.size, message_bytes, folder)
+    name = f"phalanx-{secrets.token_hex(8)}"
+    path = folder / name
+    memory = None
+    if group.rank == 0 and why is None:
+        why = _create(path, size)
+    names = share_text(group, f"{'' if why is None else why}\n{name}")
+    path = folder / names[0].split("\n")[1]
+    refusals = [text.split("\n")[0] for text in names]
+    try:
+        if not any(refusals):
+            try:
+                with path.open("r+b") as file:
+                    memory = mmap.mmap(file.fileno(), size)
+            except OSError as error:
+                why = f"{path} cannot be mapped: {error.strerror}"
+            refusals = share_text(group, why or "")
+    finally:
+        if group.rank == 0:
+            path.unlink(missing_ok=True)
+    refused = [(rank, text) for rank, text in enumerate(refusals) if text]
+    if refused:
+        return f"rank {refused[0][0]}: {refused[0][1]}"
+    assert memory is not None
+    return SharedMemory(memory, group.rank, group.size, chunk, timeout)
+
+
+def _create(path: Path, size: int) -> str | None:
+    """A file of zeros whose pages are really there; otherwise the reason."""
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, size)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        return f"{size >> 20} MiB in {path.parent} cannot be had: {error.strerror}"
+    return None
+
+
+def share_text(group: Group, text: str, device: torch.device | None = None) -> list[str]:
+    """Everybody's text (the last 256 bytes of it), by rank. device: of the tensors that the group sends, None for CPU."""
+    mine = torch.zeros(256, dtype=torch.int64)
+    coded = text.encode()[-256:]
+    mine[: len(coded)] = torch.tensor(list(coded), dtype=torch.int64)
+    rows = group.all_gather(mine.view(1, -1).to(device or "cpu"), dim=0).cpu()
+    return [bytes(value for value in row.tolist() if value).decode(errors="replace") for row in rows]

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group whose all-reduce is the one that the machine's table names; all else is the group's below."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import nccl
+from phalanx.comm.agreement import difference
+from phalanx.comm.choose import Chooser, Rules
+from phalanx.comm.group import Group, ResidualRmsNorm, finish
+from phalanx.comm.shared_memory import share_text
+from phalanx.comm.torch_group import TorchGroup
+from phalanx.hardware.fingerprint import Fingerprint, link_class
+from phalanx.hardware.links import nvlink_everywhere
+from phalanx.log import get_logger
+from phalanx.tables.message import Fusion
+from phalanx.tables.shipped import advice, table_for
+from phalanx.tables.strategy import Strategy
+from phalanx.tables.table import Table
+
+_log = get_logger(__name__)
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NONE, _RMS = Fusion.NONE, Fusion.RESIDUAL_RMS_NORM
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One strategy's functions: the sum, and the sum with its fusion in one kernel."""
+
+    total: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor, ResidualRmsNorm], tuple[Tensor, ...]]
+
+
+class TunedGroup:
+    """A `Group` whose `all_reduce` picks a strategy by size. `calls` counts them: "ONESHOT/RESIDUAL_RMS_NORM" -> how many (a call
+    that is captured in a CUDA graph counts once, when it is captured; whoever replays the graph adds what it holds).
+
+    `digest`: of the table that decides, or "seed". On GPUs, ranks issue the calls of one group in the same order, each after the
+    one before it: on one stream, or on streams that events join.
+    """
+
+    def __init__(self, base: Group, chooser: Chooser, runners: Mapping[Strategy, Runner], digest: str) -> None:
+        self.base, self.chooser, self.digest = base, chooser, digest
+        self.rank, self.size = base.rank, base.size
+        self.calls: dict[str, int] = {}
+        self._runners = runners
+
+    @overload
+    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    @overload
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+        dtype = _DTYPES.get(x.dtype)
+        if dtype is None or x.numel() == 0 or x.dim() == 0:
+            return self.base.all_reduce(x) if fusion is None else self.base.all_reduce(x, fusion)
+        hidden = x.shape[-1]
+        kind = _NONE if fusion is None else _kind(fusion)
+        decision = self.chooser(x.numel() // hidden, hidden, dtype, kind)
+        self.calls[decision.name] = self.calls.get(decision.name, 0) + 1
+        runner = self._runners[decision.strategy]
+        if not x.is_contiguous() or x.data_ptr() % 16:
+            x = x.clone(memory_format=torch.contiguous_format)
+        if fusion is None:
+            return runner.total(x)
+        return runner.norm(x, fusion) if decision.fused else finish(runner.total(x), fusion)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return self.base.all_gather(x, dim)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return self.base.broadcast(x, source)
+
+    def send(self, x: Tensor, to: int) -> None:
+        self.base.send(x, to)
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        return self.base.receive(x, source)
+
+    def barrier(self) -> None:
+        self.base.barrier()
+
+    def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Any tensor will do: our strategies push straight from where the producer wrote, in stream order, and stage nothing. So
+        it may be rewritten as soon as the stream has passed the all-reduce."""
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+
+def _kind(fusion: ResidualRmsNorm) -> Fusion:
+    if fusion.quant == "none":
+        return _RMS
+    return Fusion.of(fusion.quant, token_scale=fusion.scale is None, keep_norm=fusion.keep_norm)
+
+
+def tuned(
+    base: Group,
+    *,
+    message_bytes: int,
+    strategy: str = "AUTO",
+    deterministic: bool = False,
+    timeout: float = 300.0,
+    tables: Path | None = None,
+) -> Group:
+    """`base` with tuned all-reduces; collective over its ranks. A group of one, or one not over torch, is returned as it is.
+
+    message_bytes: of one rank's longest message, max_num_tokens x hidden size x bytes of an element; it bounds the workspace (on a
+    GPU `symmetric.workspace_bytes`). strategy: AUTO, NCCL, ONESHOT or TWOSHOT. timeout: seconds that a CPU rank may keep the others
+    waiting. tables: where tuned tables lie, instead of the user's folder. Raises EngineError when ranks hold different tables.
+    """
+    if base.size == 1 or not isinstance(base, TorchGroup):
+        return base
+    fingerprint = _fingerprint(base)
+    table = table_for(fingerprint, tables)
+    digest = table.digest if table.sections else "seed"
+    _compare(base, {"all-reduce table": table.digest, "allreduce_strategy": f"{strategy}, deterministic {deterministic}"})
+    runners, refused = _runners(base, fingerprint, message_bytes, timeout)
+    forced = None if strategy == "AUTO" else Strategy[strategy]
+    rules = Rules(fingerprint, refused, table.lookup, forced, deterministic)
+    _announce(base, table, refused, tables)
+    return TunedGroup(base, Chooser(rules), runners, digest)
+
+
+def _announce(base: TorchGroup, table: Table, refused: Mapping[Strategy, str], tables: Path | None) -> None:
+    if base.rank:
+        return
+    for strategy, reason in refused.items():
+        _log.warning("%s is not used: %s", strategy.name, reason)
+    line = advice(table.fingerprint, tables)
+    if line:
+        _log.info("%s", line)
+
+
+def _fingerprint(base: TorchGroup) -> Fingerprint:
+    """Of the machine that the group stands on; every rank comes to the same."""
+    device = base.device
+    host = f"{_boot()} {socket.gethostname()}"
+    if device.type == "cpu":
+        hosts = len(set(share_text(base, host, device)))
+        return Fingerprint(0, link_class(device="cpu", hosts=hosts), base.size)
+    properties = torch.cuda.get_device_properties(device)
+    held = [
+        text.rsplit(" ", 2) for text in share_text(base, f"{host} {properties.uuid} {properties.major}{properties.minor}", device)
+    ]
+    hosts, uuids = len({text[0] for text in held}), [text[1] for text in held]
+    reach = hosts == 1 and _reaches(device, uuids)
+    linked = reach and nvlink_everywhere(uuids)
+    verdicts = share_text(base, f"{int(reach)}{int(linked)}", device)
+    link = link_class(
+        device="cuda", hosts=hosts, peer_access=all(v[0] == "1" for v in verdicts), nvlink=all(v[1] == "1" for v in verdicts)
+    )
+    return Fingerprint(min(int(text[2]) for text in held), link, base.size)
+
+
+def _boot() -> str:
+    """Differs between hosts; empty where the system does not say."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+
+def _reaches(device: torch.device, uuids: list[str]) -> bool:
+    """Whether this rank's GPU maps the memory of all these. A GPU that this process cannot see is left to the link's own check."""
+    seen = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
+    mine = device.index if device.index is not None else torch.cuda.current_device()
+    others = [seen[uuid] for uuid in uuids if uuid in seen and seen[uuid] != mine]
+    if len(others) < len(uuids) - 1 and not nvlink_everywhere(uuids):
+        return False
+    return all(torch.cuda.can_device_access_peer(mine, other) for other in others)
+
+
+def _compare(base: TorchGroup, facts: dict[str, str]) -> None:
+    texts = share_text(base, "\n".join(facts.values()), base.device)
+    verdict = difference([dict(zip(facts, text.split("\n"), strict=True)) for text in texts])
+    if verdict is not None:
+        raise verdict
+
+
+def _runners(
+    base: TorchGroup, fingerprint: Fingerprint, message_bytes: int, timeout: float
+) -> tuple[dict[Strategy, Runner], dict[Strategy, str]]:
+    """What can run here, and why the rest cannot."""
+    library = Runner(partial(nccl.all_reduce, group=base), partial(nccl.all_reduce_norm, group=base))
+    runners = {Strategy.NCCL: library}
+    if not fingerprint.peers_reach:
+        return runners, {}  # tables.admit knows, and says why
+    ours = _on_cpu(base, message_bytes, timeout) if fingerprint.link == "shm" else _on_gpu(base, message_bytes)
+    if isinstance(ours, str):
+        return runners, dict.fromkeys((Strategy.ONESHOT, Strategy.TWOSHOT), ours)
+    return runners | ours, {}
+
+
+def _on_cpu(base: TorchGroup, message_bytes: int, timeout: float) -> dict[Strategy, Runner] | str:
+    from phalanx.comm import shared_memory
+
+    memory = shared_memory.form(base, message_bytes, timeout=timeout)
+    if isinstance(memory, str):
+        return memory
+    return {
+        Strategy.ONESHOT: Runner(memory.oneshot, memory.oneshot_norm),
+        Strategy.TWOSHOT: Runner(memory.twoshot, memory.twoshot_norm),
+    }
+
+
+def _on_gpu(base: TorchGroup, message_bytes: int) -> dict[Strategy, Runner] | str:
+    from phalanx.comm import oneshot, twoshot
+    from phalanx.comm.symmetric import form_workspace
+    from phalanx.kernels.norms import triton_is_here
+
+    why, space = "", None
+    if any(share_text(base, "" if triton_is_here() else "no", base.device)):
+        return "Triton is not installed"
+    try:
+        space = form_workspace(base.process_group, base.device, message_bytes)
+    except RuntimeError as error:
+        why = f"symmetric memory: {str(error).splitlines()[0][:150]}"
+    refused = [(rank, text) for rank, text in enumerate(share_text(base, why, base.device)) if text]
+    if refused:
+        return f"rank {refused[0][0]}: {refused[0][1]}"
+    assert space is not None
+    return {
+        Strategy.ONESHOT: Runner(partial(oneshot.all_reduce, workspace=space), partial(oneshot.all_reduce_norm, workspace=space)),
+        Strategy.TWOSHOT: Runner(partial(twoshot.all_reduce, workspace=space), partial(twoshot.all_reduce_norm, workspace=space)),
+    }

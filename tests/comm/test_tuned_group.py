@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU ranks whose all-reduce is picked by size, by force, or refused; and what is counted."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.comm.group import Solo
+from phalanx.comm.tuned_group import TunedGroup, tuned
+from phalanx.kernels import reference
+from tests.comm import cpu_ranks
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory needs stores in order: x86-64")
+
+BODY = """
+import pathlib
+from phalanx.comm.group import ResidualRmsNorm
+from phalanx.comm.tuned_group import tuned
+empty = pathlib.Path("/nonexistent")
+
+def mine(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+for strategy in ("AUTO", "NCCL", "ONESHOT", "TWOSHOT"):
+    group_of = tuned(group, message_bytes=1 << 20, strategy=strategy, tables=empty)
+    fusion = ResidualRmsNorm(torch.ones(5, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16), 1e-5)
+    found[strategy] = {
+        "sum": group_of.all_reduce(mine(5, 64)),
+        "fused": group_of.all_reduce(mine(5, 64), fusion),
+        "strided": group_of.all_reduce(mine(64, 5).t()),
+        "three dims": group_of.all_reduce(mine(2, 3, 16)),
+        "one dim": group_of.all_reduce(mine(24)),
+        "odd": group_of.all_reduce(mine(3, 5)),
+        "whole numbers": group_of.all_reduce(torch.full((3,), rank)),
+        "nothing": group_of.all_reduce(mine(0, 64)),
+        "gathered": group_of.all_gather(mine(1, 2), dim=0),
+        "calls": dict(group_of.calls),
+        "digest": group_of.digest,
+        "buffer": group_of.empty(2, 3, dtype=torch.bfloat16, device=torch.device("cpu")).shape,
+    }
+    group_of.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return cpu_ranks.run(2, BODY, tmp_path_factory.mktemp("tuned"))
+
+
+def mine(rank: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("strategy", ["AUTO", "NCCL", "ONESHOT", "TWOSHOT"])
+def test_every_strategy_gives_the_same_bits(ranks: list[dict], strategy: str) -> None:
+    total = reference.all_reduce([mine(rank, 5, 64) for rank in range(2)])
+    ones = torch.ones(5, 64, dtype=torch.bfloat16)
+    norm, residual = reference.residual_rms_norm(total, ones, ones[0], 1e-5)
+    for found in (rank[strategy] for rank in ranks):
+        assert torch.equal(found["sum"], total)
+        assert torch.equal(found["fused"][0], norm)
+        assert torch.equal(found["fused"][1], residual)
+        assert torch.equal(found["strided"], reference.all_reduce([mine(rank, 64, 5).t() for rank in range(2)]))
+        assert torch.equal(found["three dims"], reference.all_reduce([mine(rank, 2, 3, 16) for rank in range(2)]))
+        assert torch.equal(found["one dim"], reference.all_reduce([mine(rank, 24) for rank in range(2)]))
+        assert torch.equal(found["odd"], reference.all_reduce([mine(rank, 3, 5) for rank in range(2)]))
+        assert found["whole numbers"].tolist() == [1, 1, 1]
+        assert found["nothing"].shape == (0, 64)
+        assert torch.equal(found["gathered"], torch.cat([mine(0, 1, 2), mine(1, 1, 2)]))
+        assert found["buffer"] == (2, 3)
+
+
+def test_calls_are_counted_by_strategy_and_fusion(ranks: list[dict]) -> None:
+    calls = ranks[0]["TWOSHOT"]["calls"]
+    # Rows of 5 are no whole vectors, so gloo runs that one.
+    assert calls == {"TWOSHOT/NONE": 4, "TWOSHOT/RESIDUAL_RMS_NORM": 1, "GLOO/NONE": 1}
+    assert ranks[0]["NCCL"]["calls"] == {"GLOO/NONE": 5, "GLOO/RESIDUAL_RMS_NORM": 1}
+    assert sum(ranks[0]["AUTO"]["calls"].values()) == 6
+
+
+def test_the_seed_decides_on_a_machine_without_a_table(ranks: list[dict]) -> None:
+    assert {rank["AUTO"]["digest"] for rank in ranks} == {"seed"}
+
+
+def test_ranks_that_hold_different_options_refuse(tmp_path: Path) -> None:
+    body = """
+from phalanx.comm.tuned_group import tuned
+from phalanx.errors import EngineError
+try:
+    tuned(group, message_bytes=8, strategy="ONESHOT" if rank else "AUTO", tables=folder / "none")
+except EngineError as error:
+    found["error"] = str(error)
+"""
+    for rank in cpu_ranks.run(2, body, tmp_path):
+        assert "rank 1: ONESHOT" in rank["error"]
+
+
+def test_no_shared_memory_means_gloo_with_the_reason(tmp_path: Path) -> None:
+    body = """
+from phalanx.comm import shared_memory
+from phalanx.comm.tuned_group import tuned
+from phalanx.tables.message import Fusion
+shared_memory.refusal = lambda *_: "no room in /dev/shm"
+made = tuned(group, message_bytes=1 << 20, strategy="ONESHOT", tables=folder / "none")
+found["sum"] = made.all_reduce(torch.ones(1, 8))
+found["calls"], found["reason"] = made.calls, made.chooser(1, 8, "fp32", Fusion.NONE).reason
+"""
+    for rank in cpu_ranks.run(2, body, tmp_path):
+        assert torch.equal(rank["sum"], torch.full((1, 8), 2.0))
+        assert rank["calls"] == {"GLOO/NONE": 1}
+        assert "no room in /dev/shm" in rank["reason"]
+
+
+def test_a_group_of_one_stays_as_it_is() -> None:
+    alone = Solo()
+    assert tuned(alone, message_bytes=8) is alone
+    assert not isinstance(alone, TunedGroup)
