@@ -18,6 +18,8 @@ import torch.distributed as dist
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import Workspace, form_workspace
+from phalanx.comm.torch_group import TorchGroup
+from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import reference, residual_rms_norm_quant
 
 STRATEGIES = {"ONESHOT": oneshot, "TWOSHOT": twoshot}
@@ -221,7 +223,34 @@ def pairs(workspace: Workspace) -> None:
         same(strategy.all_reduce(parts[workspace.rank], workspace), of_all, "all")
 
 
-CHECKS = {check.__name__: check for check in (sums, strange_values, fusions, large_fusion, graph, two_groups, pairs)}
+def picked(workspace: Workspace) -> None:
+    """The group that picks: each strategy forced, and AUTO, eager and in a graph, with the calls counted."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    base = TorchGroup(dist.group.WORLD, device)
+    parts = [tensor_of(r, 24, 4096, torch.bfloat16, 8) for r in range(workspace.world)]
+    residual, weight = tensor_of(99, 24, 4096, torch.bfloat16, 9), torch.ones(4096, device=device, dtype=torch.bfloat16)
+    wanted = residual_rms_norm_quant(reference.all_reduce(parts), residual, weight, 1e-5)
+    for strategy in ("ONESHOT", "TWOSHOT", "AUTO", "NCCL"):
+        group = tuned(base, message_bytes=1 << 20, strategy=strategy)
+        assert isinstance(group, TunedGroup)
+        assert group.chooser.rules.fingerprint.peers_reach, group.chooser.rules.fingerprint
+        fusion = ResidualRmsNorm(residual, weight, 1e-5)
+        group.all_reduce(parts[workspace.rank].clone(), fusion)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            found = group.all_reduce(parts[workspace.rank].clone(), fusion)
+        captured.replay()
+        if strategy == "NCCL":
+            torch.testing.assert_close(found[1], wanted[1], rtol=2e-2, atol=2e-2)
+        else:
+            same(found[0], wanted[0], f"{strategy}: norm")
+            same(found[1], wanted[1], f"{strategy}: residual")
+        name, count = next(iter(group.calls.items()))
+        if count != 2 or (strategy != "AUTO" and name != f"{strategy}/RESIDUAL_RMS_NORM"):
+            raise AssertionError(f"{strategy} was counted as {group.calls}")
+
+
+CHECKS = {check.__name__: check for check in (sums, strange_values, fusions, large_fusion, graph, two_groups, pairs, picked)}
 
 
 def main(names: list[str]) -> None:
