@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -158,9 +158,8 @@ class _Answer(asyncio.Protocol):
     # ---- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(self._request)
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by class
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         if self.done.done():

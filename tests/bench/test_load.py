@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load on a real server over fake ranks; the arithmetic exactly; and what is counted when requests fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from itertools import pairwise
+
+import pytest
+
+from phalanx.bench import load, report, shapes
+from phalanx.bench.load import Load
+from phalanx.bench.stream import Sample
+from phalanx.errors import EngineError, OptionError, RequestError
+from tests.serve.processes import fake_server
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A server over ranks that take 10 ms a step, with the shape and the stand-in tokenizer of a published model."""
+    folder = tmp_path_factory.mktemp("served")
+    model = shapes.write("llama-3-8b", folder / "model")
+    engine = {"max_batch_size": 4, "max_seq_len": 512, "load_format": "dummy"}
+    with fake_server(folder, model, fake={"latency": 0.01}, engine=engine, max_num_queued_reqs=4) as found:
+        yield found.wait_ready()
+
+
+def test_due_times():
+    due = load.due_times(20.0, 4000, 1)
+    assert due[0] == 0
+    assert due == sorted(due) == load.due_times(20.0, 4000, 1) != load.due_times(20.0, 4000, 2)
+    gaps = [later - earlier for earlier, later in pairwise(due)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(1 / 20, rel=0.06)
+    assert math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) == pytest.approx(mean, rel=0.1)  # as of a Poisson process
+    assert load.due_times(math.inf, 3, 0) == [0.0] * 3
+
+
+def test_the_arithmetic():
+    samples = [
+        Sample(10.0, [10.5, 10.6, 10.8], 11.0, 3), Sample(10.0, [11.5, 11.6], 12.0, 3), Sample(10.0, [], 14.0, 0, "status 429"),
+        Sample(10.0, [10.2], 10.3, 1, "1 of 3 tokens"), Sample(10.0, [], 10.1, 0, "status 429"),
+    ]  # fmt: skip
+    found = load.summary(samples)
+    assert (found["completed"], found["failed"]) == (2, 3)
+    assert found["errors"] == {"status 429": 2, "1 of 3 tokens": 1}
+    assert (found["seconds"], found["output_tokens"]) == (4.0, 6)
+    assert (found["output_tok_s"], found["requests_s"]) == (1.5, 0.5)
+    assert found["ttft_ms"]["p50"] == pytest.approx(1000)
+    assert found["itl_ms"]["mean"] == pytest.approx((100 + 200 + 100) / 3)
+    assert found["itl_ms"]["max"] == pytest.approx(200)
+    assert found["tpot_ms"]["mean"] == pytest.approx((150 + 50) / 2)
+    assert found["e2e_ms"]["p90"] == pytest.approx(1900)
+    assert load.summary([])["itl_ms"] is None
+
+
+@pytest.mark.parametrize("asked", [{}, {"rate": 1.0, "concurrency": 2}, {"rate": 0.0}, {"rate": math.nan}])
+def test_a_rate_or_a_concurrency(asked):
+    with pytest.raises(OptionError, match="rate"):
+        Load(1, 1, 1, **asked)
+
+
+def test_open_loop_counts_from_when_a_request_was_due():
+    async def slow(number, due):
+        time.sleep(0.05)  # holds up the loop, as a server can hold up its client
+        return Sample(due, [time.perf_counter()], time.perf_counter(), 1)
+
+    samples = asyncio.run(load.open_loop(slow, [0.0, 0.0, 0.0]))
+    assert load.summary(samples)["ttft_ms"]["max"] >= 150
+
+
+def test_closed_loop_keeps_so_many_open():
+    open_now, most = 0, 0
+
+    async def one(number, due):
+        nonlocal open_now, most
+        open_now += 1
+        most = max(most, open_now)
+        await asyncio.sleep(0.001)
+        open_now -= 1
+        return Sample(due)
+
+    assert len(asyncio.run(load.closed_loop(one, 20, 3))) == 20
+    assert most == 3
+
+
+def test_a_concurrency_on_a_real_server(served, capsys):
+    document = load.run(served.url, None, Load(8, 16, 12, concurrency=4))
+    found = document["results"]
+    assert (found["completed"], found["failed"], found["output_tokens"]) == (8, 0, 96)
+    assert found["itl_ms"]["p50"] > 5  # ranks take 10 ms a step
+    assert found["ttft_ms"]["p50"] < found["e2e_ms"]["p50"]
+    assert document["asked"]["model"] == "tiny"
+    json.dumps(document, allow_nan=False)
+    report.show(load.table(document))
+    shown = capsys.readouterr().out
+    assert "4 streams" in shown
+    assert "roof: not known over HTTP" in shown
+
+
+def test_a_rate_that_is_too_much(served):
+    found = load.run(served.url, None, Load(40, 16, 12, rate=math.inf))["results"]
+    assert found["errors"] == {"status 429": found["failed"]}
+    assert found["failed"] > 0
+    assert found["completed"] + found["failed"] == 40
+
+
+def test_every_request_refused(served):
+    with pytest.raises(RequestError, match=r"3 requests were sent to .*none was answered; status 404 \(3\)"):
+        load.run(served.url, None, Load(3, 16, 4, concurrency=1, model="another", warmup=0))
+
+
+def test_nobody_there():
+    with pytest.raises(EngineError, match=r"ConnectError.*start it with `phalanx serve`"):
+        load.run("http://127.0.0.1:9", None, Load(1, 1, 1, concurrency=1))
+
+
+def test_against_the_offline_figure(served, tmp_path):
+    file = tmp_path / "offline.json"
+    row = {"requests": 4, "input_len": 16, "output_len": 8, "output_tok_s": 100.0, "roof_tok_s": 1000.0}
+    file.write_text(json.dumps({"results": [{"requests": 4, "input_len": 16, "output_len": 8}, {**row, "requests": 5}, row]}))
+    found = load.run(served.url, None, Load(4, 16, 8, concurrency=4), file)["results"]
+    assert found["fraction_of_offline"] == pytest.approx(found["output_tok_s"] / 100)
+    assert found["fraction_of_roof"] == pytest.approx(found["output_tok_s"] / 1000)
+    with pytest.raises(OptionError, match=r"it has no batch-9x16x8; make one"):
+        load.offline_row(file, Load(9, 16, 8, concurrency=4))
+    with pytest.raises(OptionError, match="FileNotFoundError"):
+        load.offline_row(tmp_path / "none", Load(9, 16, 8, concurrency=4))

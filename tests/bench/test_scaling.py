@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes that fit, that do not, and that fail; efficiency; and that nothing measured is lost or measured twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from phalanx.bench import report, scaling, workloads
+from phalanx.bench.roof import Bandwidth
+from phalanx.errors import CapacityError, EngineError, OptionError
+from tests.bench.conftest import asked_for
+
+BATCH, DECODE = workloads.parse("batch-8x16x8"), workloads.parse("decode-1x16x8")
+RATES = {(1, 1): 100.0, (2, 1): 180.0, (4, 1): 300.0, (1, 2): 150.0, (2, 2): 320.0}
+
+
+class Machine:
+    """Stands in for engines: sizes have rates, or errors."""
+
+    def __init__(self, **errors):
+        self.errors = {tuple(map(int, name[1:].split("x"))): error for name, error in errors.items()}
+        self.ran = []
+
+    def __call__(self, subject, wanted, bandwidth):
+        size = subject.options.tensor_parallel_size, subject.options.pipeline_parallel_size
+        self.ran.append(size)
+        assert list(wanted) == [BATCH, DECODE]
+        assert bandwidth.best
+        if size in self.errors:
+            raise self.errors[size]
+        return {"output_tok_s": RATES[size], "tpot_ms": 1.0, "fraction_of_roof": {"throughput": 0.5, "latency": None}}
+
+
+@pytest.fixture(autouse=True)
+def bandwidth(monkeypatch):
+    monkeypatch.setattr(scaling.roof, "measure", lambda device: Bandwidth(1e9, {"copy": 1e9}))
+
+
+def run(subject, sizes, machine, json_file=None):
+    return scaling.run(subject, scaling.sizes_of(sizes), BATCH, DECODE, json_file=json_file, measure=machine)
+
+
+def test_sizes():
+    assert scaling.sizes_of("1, 4,2x2,4") == [(1, 1), (4, 1), (2, 2)]
+    for text in ("", "0", "2x", "x2", "2,two"):
+        with pytest.raises(OptionError, match="TP or TPxPP"):
+            scaling.sizes_of(text)
+    assert scaling.sizes_of(scaling.DEFAULT_SIZES)
+
+
+def test_efficiency_of_one_gpu(subject):
+    rows = run(subject, "1,2,4,2x2", Machine())["rows"]
+    assert [row["efficiency"] for row in rows] == pytest.approx([1.0, 0.9, 0.75, 0.8])
+    assert {row["efficiency_of"] for row in rows} == {"TP1"}
+
+
+def test_efficiency_of_the_smallest_that_fits(subject):
+    document = run(subject, "1,2,4,1x2", Machine(_1x1=CapacityError("no room"), _2x1=EngineError("rank 0: CUDA out of memory.")))
+    rows = document["rows"]
+    assert [row["status"] for row in rows] == ["OOM", "OOM", "ok", "ok"]
+    assert [row["efficiency_of"] for row in rows] == [None, None, "TP1 x PP2", "TP1 x PP2"]
+    assert rows[2]["efficiency"] == pytest.approx((300 / 4) / (150 / 2))
+
+
+def test_the_guides_two_tables(subject, capsys):
+    document = run(subject, "1,2,1x2,2x2", Machine(_1x1=CapacityError("not a single block fits")))
+    report.show(*scaling.tables(document))
+    shown = capsys.readouterr().out
+    assert "efficiency (of TP2)" in shown
+    assert next(line.split() for line in shown.splitlines() if "OOM" in line)[:4] == ["1", "1", "1", "OOM"]
+    assert "TP1: OOM: not a single block fits" in shown
+    pipelines = shown[shown.index("pipelines") :].splitlines()
+    assert pipelines[2].split() == ["nodes", "TP", "PP", "GPUs", "throughput", "tok/s"]
+    assert [line.split() for line in pipelines[4:8]] == [
+        ["1", "1", "1", "1", "OOM"], ["1", "1", "2", "2", "150"], ["1", "2", "1", "2", "180"], ["1", "2", "2", "4", "320"],
+    ]  # fmt: skip
+    report.show(*scaling.tables(run(subject, "1,2", Machine())))
+    assert "pipelines" not in capsys.readouterr().out
+
+
+def test_more_ranks_than_gpus(subject):
+    machine = Machine()
+    here = dataclasses.replace(subject, device="cuda", gpus=2, options=subject.options.model_copy(update={"device": "cuda"}))
+    rows = run(here, "1,2,4,2x2", machine)["rows"]
+    assert [row["status"] for row in rows] == ["ok", "ok", "no GPUs", "no GPUs"]
+    assert rows[2]["why"] == "4 ranks, and this host shows 2 GPUs"
+    assert machine.ran == [(1, 1), (2, 1)]
+
+
+def test_a_crash_loses_nothing(subject, tmp_path):
+    file = tmp_path / "s.json"
+    with pytest.raises(KeyboardInterrupt):
+        run(subject, "1,2,4", Machine(_4x1=KeyboardInterrupt()), file)
+    assert [row["tp"] for row in json.loads(file.read_text())["rows"]] == [1, 2]
+    machine = Machine(_1x2=EngineError("rank 1 was killed by SIGKILL"))
+    document = run(subject, "1,2,4,1x2", machine, file)
+    assert machine.ran == [(4, 1), (1, 2)]
+    assert [row["status"] for row in document["rows"]] == ["ok", "ok", "ok", "failed"]
+    assert json.loads(file.read_text()) == json.loads(json.dumps(document))
+    machine = Machine()  # what failed is tried again
+    assert [row["status"] for row in run(subject, "1,1x2", machine, file)["rows"]] == ["ok"] * 4
+    assert machine.ran == [(1, 2)]
+
+
+def test_a_file_of_something_else(subject, tiny_shape, tmp_path):
+    file = tmp_path / "s.json"
+    run(subject, "1", Machine(), file)
+    other = dataclasses.replace(subject, options=subject.options.model_copy(update={"max_batch_size": 3}))
+    held = file.read_text()
+    with pytest.raises(OptionError, match=r"its max_batch_size differ"):
+        run(other, "1", Machine(), file)
+    assert file.read_text() == held
+    file.write_text("{")
+    with pytest.raises(OptionError, match=r"to be extended; JSONDecodeError"):
+        run(subject, "1", Machine(), file)
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (CapacityError("x"), True), (EngineError("rank 3: OutOfMemoryError: CUDA out of memory. Tried to allocate"), True),
+        (EngineError("x", why="out of memory"), True), (EngineError("rank 3 was killed"), False),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit(error, memory):
+    assert scaling.does_not_fit(error) is memory
+
+
+def test_a_real_engine_that_does_not_fit(tiny_shape):
+    with scaling.offline.subject(asked_for(tiny_shape, kv_cache_bytes=16)) as subject:
+        row = scaling.run(subject, [(1, 1)], BATCH, DECODE)["rows"][0]
+    assert row["status"] == "OOM"
+    assert "not a single block fits" in row["why"]
+
+
+def test_a_real_engine(tiny_shape):
+    with scaling.offline.subject(asked_for(tiny_shape)) as subject:
+        row = scaling.run(subject, [(2, 1)], BATCH, DECODE)["rows"][0]
+    assert (row["status"], row["gpus"], row["efficiency"], row["efficiency_of"]) == ("ok", 2, 1.0, "TP2")
+    assert row["engine"]["tp"] == 2
+    assert row["output_tok_s"] > 0
