@@ -129,6 +129,16 @@ def test_an_option_that_cannot_be_is_told(engine: Callable[..., Engine]) -> None
     assert process.child.process.wait(20) == 1
 
 
+def test_a_layout_that_does_not_suit_the_model_starts_no_rank(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    process = engine({"model": str(tmp_path), "tensor_parallel_size": 3}, executor="ranks")
+    error = process.hear(Failed).error
+    assert error["kind"] == "LayoutError"
+    assert error["asked"] == "tensor_parallel_size=3 was asked for"  # a rank would have named itself
+    assert error["next"].endswith(": 1, 2")
+    assert process.child.process.wait(20) == 1
+
+
 def test_the_engine_ends_with_its_client(engine: Callable[..., Engine]) -> None:
     process = engine({"model": "none"}, fake={"vocab_size": 10})
     process.hear(Started)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.config.model import ModelShape
 from phalanx.errors import LayoutError
-from phalanx.plan.layout import Layout, stages
+from phalanx.plan.layout import Layout, require_suits, stages
 
 SIZES = st.integers(1, 4)
 
@@ -69,3 +70,17 @@ def test_stages_are_contiguous_and_no_split_is_better(sizes: list[int], pp: int,
 
 def test_the_last_stage_holds_less_among_equals() -> None:
     assert [len(stage) for stage in stages([1] * 5, 2)] == [3, 2]
+
+
+def test_a_layout_that_does_not_suit_the_model_names_those_that_do() -> None:
+    shape = ModelShape(
+        architecture="LlamaForCausalLM", vocab_size=90, hidden_size=48, intermediate_size=36, num_layers=3, num_heads=24,
+        num_kv_heads=4, head_dim=2, max_positions=64,
+    )  # fmt: skip
+    require_suits(Layout(pp=3, tp=12), shape)
+    with pytest.raises(LayoutError, match=r"size=5 .*num_attention_heads=24; .*: 1, 2, 3, 4, 6, 12$"):
+        require_suits(Layout(tp=5), shape)
+    with pytest.raises(LayoutError, match=r"size=8 .*intermediate_size=36; 36 does not divide by 8; .*: 1, 2, 3, 4, 6, 12$"):
+        require_suits(Layout(tp=8), shape)
+    with pytest.raises(LayoutError, match=r"pipeline_parallel_size=4 .*3 layers.*at most 3"):
+        require_suits(Layout(pp=4), shape)

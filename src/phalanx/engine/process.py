@@ -34,6 +34,7 @@ from phalanx.engine.messages import Beat, EngineFacts, Failed, FromEngine, Shutd
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError, PhalanxError
 from phalanx.hardware.probe import look
+from phalanx.plan.layout import Layout, require_suits
 
 logger = log.get_logger(__name__)
 
@@ -161,6 +162,9 @@ def _settle(asked: EngineOptions, config: dict[str, Any]) -> tuple[ModelShape, E
         shape = ModelShape.from_folder(locate(asked.model, asked.revision))
     machine = look()
     resolved = resolve(asked, shape, len(machine.gpus))
+    if "vocab_size" not in fake:  # a model that is none suits every layout
+        options = resolved.options
+        require_suits(Layout(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size), shape)
     return shape, resolved.options, dict(resolved.reasons)
 
 

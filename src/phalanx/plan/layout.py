@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phalanx.config.model import ModelShape
 from phalanx.errors import LayoutError
+
+_LARGEST_NAMED = 64  # tp sizes beyond are not listed
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,27 @@ class Layout:
         return [self.rank(p, at.dp_index, at.tp_index) for p in range(self.pp)]
 
 
+def require_suits(layout: Layout, shape: ModelShape) -> None:
+    """Raise LayoutError where the model cannot be laid out so, naming the sizes that it can; before any rank is started."""
+    for name, size in (("num_attention_heads", shape.num_heads), ("intermediate_size", shape.intermediate_size)):
+        if size % layout.tp:
+            both = math.gcd(shape.num_heads, shape.intermediate_size)
+            fits = [str(tp) for tp in range(1, min(both, _LARGEST_NAMED) + 1) if both % tp == 0]
+            raise LayoutError(
+                f"tensor_parallel_size={layout.tp} was asked for", held=f"the model has {name}={size}",
+                why=f"{size} does not divide by {layout.tp}", next=f"sizes that divide all it must: {', '.join(fits)}",
+            )  # fmt: skip
+    _require_layers(layout.pp, shape.num_layers)
+
+
+def _require_layers(pp: int, count: int) -> None:
+    if pp > count:
+        raise LayoutError(
+            f"pipeline_parallel_size={pp} was asked for", held=f"the model has {count} layers",
+            why="every stage holds at least one layer", next=f"use at most {count}",
+        )  # fmt: skip
+
+
 def stages(layer_bytes: Sequence[int], pp: int, *, first_bytes: int = 0, last_bytes: int = 0) -> list[range]:
     """Contiguous layer ranges, one per stage, whose largest stage in bytes is as small as can be.
 
@@ -64,11 +89,7 @@ def stages(layer_bytes: Sequence[int], pp: int, *, first_bytes: int = 0, last_by
     Raises LayoutError when there are more stages than layers. Dynamic programming over cut points, O(pp x layers^2).
     """
     count = len(layer_bytes)
-    if pp > count:
-        raise LayoutError(
-            f"pipeline_parallel_size={pp} was asked for", held=f"the model has {count} layers",
-            why="every stage holds at least one layer", next=f"use at most {count}",
-        )  # fmt: skip
+    _require_layers(pp, count)
     prefix = [0]
     for size in layer_bytes:
         prefix.append(prefix[-1] + size)
