@@ -211,8 +211,16 @@ def test_chat(llm):
     assert one.prompt_token_ids == ids_of(llm, one.prompt)
     many = llm.chat([messages, messages], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in many] == [one.outputs[0].token_ids] * 2
-    with pytest.raises(RequestError, match="a message is a dict"):
-        llm.chat(["hello"], params)
+    for wrong, message in (
+        (["hello"], "a message is a dict"),
+        ("hello", "a chat is a list of messages"),
+        ([], "a chat is a list of messages"),
+        (messages[0], "a chat is a list of messages"),
+        (None, "a chat is a list of messages"),
+        ([messages, []], "a chat without a message"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.chat(wrong, params)
 
 
 def test_many_threads_share_the_engine(llm):
@@ -251,6 +259,14 @@ def test_bad_prompts_lose_nothing(llm, prompt, message):
     with pytest.raises(RequestError, match=message):
         llm.generate([[5], *prompt] if prompt == ["a", 3] else [prompt], use_tqdm=False)
     assert llm.stats().prompt_tokens == before
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 2.5, b"bytes", {1: "a", "b": 2}])
+def test_what_is_no_prompt_at_all(llm, prompts):
+    with pytest.raises(RequestError, match="prompt"):
+        llm.generate(prompts)
+    with pytest.raises(RequestError, match="prompt"):
+        llm.generate_async(prompts)
 
 
 def test_bad_params(llm):

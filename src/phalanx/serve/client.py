@@ -321,11 +321,13 @@ class EngineClient:
             if not answer.done():
                 answer.set_exception(again(error))
         self._stats.clear()
-        if not self._started.done():
+        starting = not self._started.done()
+        if starting:
             self._started.set_exception(again(error))
             self._started.exception()  # nobody may be waiting
         if not self._closing:
-            logger.error("%s", error)
+            if not starting:  # then it is raised to the one who starts it, and need not be said twice
+                logger.error("%s", error)
             for call in self._calls:
                 call(error)
             self._tasks.append(asyncio.create_task(self._end_lost(5.0 if self._silent < SILENCE else 0.0)))

@@ -7,7 +7,7 @@ import asyncio
 import itertools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +29,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}."""
 
 Result = TypeVar("Result")
+_A_MESSAGE = "give [{'role': 'user', 'content': '...'}]"
 _SETTLE = 15.0  # seconds that cancelled work may take to give back what it holds
 
 
@@ -76,7 +77,6 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
     ) -> Any:
         """Complete one prompt (gives a RequestOutput) or a list of them (gives a list of RequestOutput, in the same order).
@@ -89,7 +89,7 @@ class LLM:
         aborts the requests of this call; the LLM goes on.
         """
         single = _is_one(prompts)
-        wanted = cast("list[Prompt]", [prompts] if single else list(prompts))
+        wanted = cast("list[Prompt]", [prompts] if single or not isinstance(prompts, Iterable) else list(prompts))
         jobs = self._jobs([self._tokens_of(prompt) for prompt in wanted], sampling_params, single=single)
         outputs = self._finish(jobs, use_tqdm=use_tqdm and not single)
         return outputs[0] if single else outputs
@@ -115,7 +115,9 @@ class LLM:
 
         messages: [{"role": "user", "content": "..."}, ...]. `RequestOutput.prompt` is the rendered template. Else as `generate`.
         """
-        single = not messages or isinstance(messages[0], Mapping)
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence) or not messages:
+            raise RequestError(f"a chat is a list of messages, or a list of such lists, not {_named(messages)}", next=_A_MESSAGE)
+        single = isinstance(messages[0], Mapping)
         talks = cast("list[Sequence[Message]]", [messages] if single else list(messages))
         variables = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         jobs = self._jobs([self._tokens_of_chat(talk, **variables) for talk in talks], sampling_params, single=single)
@@ -154,7 +156,7 @@ class LLM:
         """The text of a prompt, if it is one, and its token ids."""
         if isinstance(prompt, Mapping):
             if len(prompt) != 1 or next(iter(prompt)) not in ("prompt", "prompt_token_ids"):
-                raise RequestError(f"a prompt with {sorted(prompt)} was given", next="give either 'prompt' or 'prompt_token_ids'")
+                raise RequestError(f"a prompt with {list(prompt)} was given", next="give either 'prompt' or 'prompt_token_ids'")
             prompt = cast("Prompt", next(iter(prompt.values())))
         if isinstance(prompt, str):
             return prompt, self._need_tokenizer("a text prompt was given").encode(prompt)
@@ -164,6 +166,8 @@ class LLM:
 
     def _tokens_of_chat(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[int]]:
         tokenizer = self._need_tokenizer("a chat was asked for")
+        if not messages:
+            raise RequestError("a chat without a message was asked for", next=_A_MESSAGE)
         text = tokenizer.apply_chat_template(messages, **variables)
         # The template wrote the special tokens that stand around a prompt.
         return text, tokenizer.encode(text, add_special_tokens=False)
