@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode step of Llama-3-8B shapes in bf16 on one GPU, eager and from graphs: same tokens, time per token, kernels by time.
 
+0. products: one row times each of the model's matrices by the kernels that there are, over copies that no cache holds.
 1. tokens: a small checkpoint decodes greedily in batches of several sizes; graphs and eager steps must give the same tokens.
 2. tpot: through the whole engine, (t(129 tokens) - t(1 token)) / 128 at input 128, best of 2, as the peers were measured.
 3. steps: the runner alone, one step ahead as the engine keeps it, milliseconds per step by the wall clock; and the kernels of one
    replayed step by time (torch's profiler), with the bytes that the step must read over the time.
 
-    python benchmarks/engine/decode_step.py --out DIR [--parts tokens,steps,tpot] [--requests 1,64]
+    python benchmarks/engine/decode_step.py --out DIR [--parts products,tokens,steps,tpot] [--requests 1,64]
 """
 
 from __future__ import annotations
@@ -43,14 +44,19 @@ PROMPT, STEPS = 128, 64
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    parser.add_argument("--parts", default="tokens,steps,tpot")
+    parser.add_argument("--parts", default="products,tokens,steps,tpot")
     parser.add_argument("--requests", default="1,64")
     parser.add_argument("--modes", default="graphs,eager")
     asked = parser.parse_args()
     parts, modes = asked.parts.split(","), asked.modes.split(",")
     requests = [int(count) for count in asked.requests.split(",")]
     figures: dict[str, Any] = {}
-    for part, measure in (("tokens", tokens), ("steps", lambda: steps(requests, modes)), ("tpot", lambda: tpot(requests, modes))):
+    for part, measure in (
+        ("products", products),
+        ("tokens", tokens),
+        ("steps", lambda: steps(requests, modes)),
+        ("tpot", lambda: tpot(requests, modes)),
+    ):
         if part in parts:
             begin = time.monotonic()
             figures[part] = measure()
@@ -91,6 +97,63 @@ def make_runner(folder: Path, slots: int, *, graphs: bool, dummy: bool, captured
     if done:
         print(f"captured {len(done)} sizes in {time.monotonic() - begin:.2f} s", flush=True)
     return runner
+
+
+VARIANTS = [
+    (4, 1024, 4),
+    (2, 1024, 4),
+    (1, 1024, 2),
+    (1, 1024, 4),
+    (2, 2048, 4),
+    (4, 512, 4),
+    (8, 512, 4),
+    (8, 1024, 8),
+    (4, 2048, 8),
+]
+"""(rows, block, warps) of `one_row`."""
+
+
+def products() -> dict[str, Any]:
+    """Microseconds and TB/s."""
+    from functools import partial
+
+    import torch.nn.functional as F
+
+    from phalanx.kernels.products.one_row import one_row
+
+    found: dict[str, Any] = {}
+    sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
+    candidates: dict[str, Any] = {"torch": F.linear}
+    candidates |= {str(v): partial(one_row, rows=v[0], block=v[1], warps=v[2]) for v in VARIANTS}
+    for name, (outputs, inputs) in sizes.items():
+        count = max(2, (600 << 20) // (2 * outputs * inputs))
+        matrices = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
+        x = torch.randn(1, inputs, dtype=torch.bfloat16, device="cuda")
+        wanted = (x.double() @ matrices[0].double().t()).float()
+        row: dict[str, Any] = {}
+        for label, candidate in candidates.items():
+            off = ((candidate(x, matrices[0]).float() - wanted).norm() / wanted.norm()).item()
+            if not off < 5e-3:
+                row[label] = f"wrong: {off}"
+                continue
+            replay = CudaTape(torch.device("cuda", 0)).record(partial(each_of, candidate, x, matrices))
+            times = []
+            for _ in range(9):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                replay()
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / count * 1e3)
+            microseconds = sorted(times)[4]
+            row[label] = [round(microseconds, 2), round(2 * outputs * inputs / microseconds / 1e6, 2)]
+        found[name] = row
+    return found
+
+
+def each_of(product: Any, x: torch.Tensor, matrices: list[torch.Tensor]) -> None:
+    for matrix in matrices:
+        product(x, matrix)
 
 
 def tokens() -> dict[str, Any]:

@@ -128,6 +128,16 @@ def test_forbid_leaves_a_row_its_last_token():
     assert got.argmax(-1).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("parts", [2, 8, 32])
+def test_the_likeliest_by_parts_is_argmax(parts):
+    logits = logits_of(40, 64).round(decimals=0)  # many ties
+    logits[3] = -math.inf
+    logits[4, 50] = logits[4, 61] = math.nan
+    logits[5, 63] = math.inf
+    assert torch.equal(sampling._likeliest_by_parts(logits, parts), logits.argmax(-1))
+    assert torch.equal(sampling.likeliest(logits), logits.argmax(-1))
+
+
 def test_noise_is_uniform_and_tokens_keys_are_independent():
     u = sampling.hashed_uniform(random_keys(256, seed=4), 4096)
     assert u.min() > 0

@@ -164,7 +164,7 @@ class Sampler:
     def _choose(self, logits: Tensor, needs: _Needs, positions: Sequence[int]) -> Tensor:
         """tokens [S] int64: the likeliest in greedy rows, a draw in the others."""
         if not needs.random_rows:
-            return logits.argmax(-1)
+            return sampling.likeliest(logits)
         seeds = np.array([needs.held[i].seed for i in needs.random_rows], dtype=np.uint64)
         places = np.array([positions[i] for i in needs.random_rows], dtype=np.uint64)
         keys = self._send(_noise_keys(seeds, places), torch.int32)
@@ -177,7 +177,7 @@ class Sampler:
                 scaled = sampling.keep_likely(scaled, needs.most_likely, top_k, top_p, min_p)
             drawn.append(sampling.draw(scaled, keys[:, part]))
         tokens = torch.cat(drawn)
-        return tokens if needs.random is None else logits.argmax(-1).index_copy(0, needs.random, tokens)
+        return tokens if needs.random is None else sampling.likeliest(logits).index_copy(0, needs.random, tokens)
 
     def _send(self, values: Any, dtype: torch.dtype) -> Tensor:
         """Host values as a tensor on the device, without waiting for it."""

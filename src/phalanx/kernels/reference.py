@@ -151,5 +151,10 @@ def rope_store(
     if key_cache.dtype == torch.float8_e4m3fn:
         scaled = [part.float() * (1.0 / scale) for part, scale in zip(parts, kv_scales or (1.0, 1.0), strict=True)]
         parts = [part.clamp(-448.0, 448.0).to(key_cache.dtype) for part in scaled]
-    write_kv(*parts, key_cache, value_cache, slots)
+    write_kv(parts[0], parts[1], key_cache, value_cache, slots)
     return turned[:, :q_heads]
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, in] times weight [out, in] transposed -> [T, out]: summed in fp32, rounded once."""
+    return (x.float() @ weight.float().t()).to(x.dtype)

@@ -44,6 +44,25 @@ def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, repetition: Tens
     return logits - presence * made - frequency * counts
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """argmax of each row of logits [S, V]: [S] int64, the lowest id among equals, and the first NaN where there is one.
+
+    On GPU a row is cut into parts first: torch gives a row of its argmax too little of the GPU where rows are few.
+    """
+    width = logits.shape[1]
+    parts = next((count for count in (256, 128, 64, 32) if width % count == 0), 1) if logits.is_cuda else 1
+    if parts == 1:
+        return logits.argmax(-1)
+    return _likeliest_by_parts(logits, parts)
+
+
+def _likeliest_by_parts(logits: Tensor, parts: int) -> Tensor:
+    rows, width = logits.shape
+    best, place = logits.reshape(rows, parts, width // parts).max(-1)
+    part = best.argmax(-1, keepdim=True)
+    return (part * (width // parts) + place.gather(1, part)).squeeze(1)
+
+
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
     """(logits - their row's maximum) / temperature; [R, V] and [R], fp32. The maximum is 0, and nothing is NaN or +inf."""
     top = logits.amax(-1, keepdim=True)

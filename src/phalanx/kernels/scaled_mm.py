@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels import between_products, reference
+from phalanx.kernels import between, reference
 from phalanx.kernels.norms import triton_is_here
 
 FP8 = torch.float8_e4m3fn
@@ -67,4 +67,4 @@ def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
 
 def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> Quantized:
     """silu(gate) * up of gate_up [T, 2 * I] in e4m3: with the given scale, or with one per token."""
-    return Quantized(*between_products.silu_mul_quant_fp8(gate_up, scale))
+    return Quantized(*between.silu_mul_quant_fp8(gate_up, scale))

@@ -102,25 +102,39 @@ class Wrapper:
 
 
 class FixedTable:
-    """The page table of one kind's fixed batches, on the device where graphs find it: indptr, last_page_len, indices."""
+    """The page table of one kind's fixed batches, on the device where graphs find it: indptr, last_page_len, indices.
+
+    Few rows are split, so that they keep the whole GPU busy, and are planned for each batch. Where rows times KV heads are more
+    programs than the GPU runs at once, a split would gain nothing: each is one program, whatever its length, so that one plan does
+    for good. It is made without FlashInfer's own support of graphs, which would launch programs that nobody needs.
+    """
 
     def __init__(self, rows: int, room: int, device: torch.device) -> None:
         self._rows = rows
         self._words = torch.zeros(2 * rows + 1 + room, dtype=torch.int32, device=device)
         self._indices = self._words[2 * rows + 1 :]
 
-    def wrapper(self, rows: int, workspace: Tensor) -> Wrapper:
-        """For fixed batches of so many rows."""
+    def splitting(self, rows: int, workspace: Tensor) -> Wrapper:
+        """For fixed batches of so few rows, planned for each."""
+        indptr, last = self._places(rows)
         made = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=self._words[: rows + 1],
-            paged_kv_last_page_len_buffer=self._words[self._rows + 1 :][:rows], paged_kv_indices_buffer=self._indices,
+            workspace, "NHD", use_cuda_graph=True, use_tensor_cores=True, paged_kv_indptr_buffer=indptr,
+            paged_kv_last_page_len_buffer=last, paged_kv_indices_buffer=self._indices,
         )  # fmt: skip
-        device = workspace.device
-        made.reset_workspace_buffer(workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device))
-        # Where rows are not split, the kernel has more programs than the plan has entries, and no mask for the others: they read
-        # what lies behind the plan. Zeros there make them repeat what the first row's program does.
-        made._pin_memory_int_workspace_buffer.zero_()
-        return Wrapper(made, device)
+        made.reset_workspace_buffer(workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device))
+        return Wrapper(made, workspace.device)
+
+    def whole(self, rows: int, workspace: Tensor, kind: Kind, options: dict[str, Any]) -> Wrapper:
+        """For fixed batches of so many rows that none is split; planned. Waits for the device, as it is made once."""
+        indptr, last = self._places(rows)
+        made = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+        made.reset_workspace_buffer(workspace, torch.empty(PLAN_BYTES, dtype=torch.uint8, device=workspace.device))
+        wrapper = Wrapper(made, workspace.device)
+        wrapper.plan(indptr, self._indices, last, *kind.sizes, disable_split_kv=True, **options)  # keeps these very tensors
+        return wrapper
+
+    def _places(self, rows: int) -> tuple[Tensor, Tensor]:
+        return self._words[: rows + 1], self._words[self._rows + 1 :][:rows]
 
     def fill(self, table: Pages) -> None:
         """One copy."""
@@ -174,16 +188,17 @@ class FlashInferBackend:
         if kind not in self.tables:
             self.tables[kind] = FixedTable(*self._most, self.device)
         self.tables[kind].fill(table)
-        known = (kind, rows) in self.fixed
+        known, options = (kind, rows) in self.fixed, kind.options(self.dtype)
+        if rows * kind.kv_heads >= 2 * self.processors:
+            if not known:
+                self.fixed[kind, rows] = self.tables[kind].whole(rows, self.workspace, kind, options)
+            return
         if not known:
-            self.fixed[kind, rows] = self.tables[kind].wrapper(rows, self.workspace)
-        # More rows than the GPU has room for at once: a split would gain nothing, and cost its partial results and their merging.
-        alone = rows * kind.kv_heads >= 2 * self.processors
+            self.fixed[kind, rows] = self.tables[kind].splitting(rows, self.workspace)
         host = [torch.from_numpy(words) for words in table]
-        options = kind.options(self.dtype)
         if known:
             options["global_override_indptr_cpu"] = host[0]
-        self.fixed[kind, rows].plan(*host, *kind.sizes, quickly=known, disable_split_kv=alone, **options)
+        self.fixed[kind, rows].plan(*host, *kind.sizes, quickly=known, **options)
 
 
 class FlashInferPlan:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx import kernels
 from phalanx.models.slices import Seat, Slice, Sliced
 from phalanx.plan import shard
 
@@ -59,7 +60,7 @@ class ParallelHead(Sliced):
 
     def forward(self, hidden: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32, in `out` where one is given."""
-        local = F.linear(hidden.index_select(0, rows), self.table.weight)
+        local = kernels.linear(hidden.index_select(0, rows), self.table.weight)
         logits = self.group.all_gather(local, dim=-1)[:, : self.vocab_size]
         return logits.float() if out is None else out.copy_(logits)
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx import kernels
 from phalanx.comm.group import finish
 from phalanx.models.layers.fp8 import Activation, hold
 from phalanx.models.layers.norm import RmsNorm
@@ -51,7 +50,7 @@ class ColumnParallelLinear(Sliced):
         if self.fp8 is not None:
             return self.fp8.linear(x, self.weight, self.bias)
         assert isinstance(x, Tensor)
-        return F.linear(x, self.weight, self.bias)
+        return kernels.linear(x, self.weight, self.bias)
 
     def slices(self) -> Iterator[Slice]:
         at = 0
@@ -154,7 +153,7 @@ class RowParallelLinear(Sliced):
         if self.fp8 is not None:
             return self.fp8.linear(x, self.weight, out=out)
         assert isinstance(x, Tensor)
-        return F.linear(x, self.weight) if out is None else torch.mm(x, self.weight.t(), out=out)
+        return kernels.linear(x, self.weight, out=out)
 
     def slices(self) -> Iterator[Slice]:
         shape = (self.out_features, self.in_features)

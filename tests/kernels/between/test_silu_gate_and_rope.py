@@ -20,7 +20,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_silu_mul() -> None:
-    from phalanx.kernels import reference, silu_gate
+    from phalanx.kernels import reference
+    from phalanx.kernels.between import silu_gate
 
     for dtype, (tokens, width) in itertools.product(DTYPES.values(), [(1, 64), (3, 100), (2, 2100), (0, 8)]):
         gate_up = (torch.randn(tokens, 2 * width) * 3).to(dtype)
@@ -38,7 +39,7 @@ def check_silu_mul() -> None:
 
 
 def check_a_row_of_zeros_quantizes() -> None:
-    from phalanx.kernels import silu_gate
+    from phalanx.kernels.between import silu_gate
 
     values, scales = silu_gate.silu_mul_quant_fp8(torch.zeros(2, 64))
     assert (values.float() == 0).all()
@@ -46,7 +47,8 @@ def check_a_row_of_zeros_quantizes() -> None:
 
 
 def check_rope_store() -> None:
-    from phalanx.kernels import reference, rope_to_cache
+    from phalanx.kernels import reference
+    from phalanx.kernels.between import rope_to_cache
 
     shapes = [(4, 2, 8), (6, 1, 12), (12, 4, 16)]
     for (name, dtype), (q_heads, kv_heads, head_dim), fp8 in itertools.product(DTYPES.items(), shapes, (False, True)):
@@ -75,7 +77,7 @@ CHECKS = [check_silu_mul, check_a_row_of_zeros_quantizes, check_rope_store]
 
 def test_in_the_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_between_products"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", "tests.kernels.between.test_silu_gate_and_rope"], env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -90,7 +92,7 @@ def test_compiles(kernel: str, arch: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from phalanx.kernels import rope_to_cache, silu_gate
+    from phalanx.kernels.between import rope_to_cache, silu_gate
 
     bf16, bytes_, fp32, int64 = "*bf16", "*u8", "*fp32", "*i64"
     if kernel == "silu_mul":

@@ -19,7 +19,7 @@ def _kernel_takes(x: Tensor) -> bool:
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See `reference.silu_mul`."""
     if _kernel_takes(gate_up) and gate_up.dim() == 2:
-        from phalanx.kernels.silu_gate import silu_mul as kernel
+        from phalanx.kernels.between.silu_gate import silu_mul as kernel
 
         return kernel(gate_up)
     return reference.silu_mul(gate_up)
@@ -28,7 +28,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.silu_mul_quant_fp8`."""
     if _kernel_takes(gate_up) and gate_up.dim() == 2:
-        from phalanx.kernels.silu_gate import silu_mul_quant_fp8 as kernel
+        from phalanx.kernels.between.silu_gate import silu_mul_quant_fp8 as kernel
 
         return kernel(gate_up, scale)
     return reference.silu_mul_quant_fp8(gate_up, scale)
@@ -40,7 +40,7 @@ def rope_store(
 ) -> Tensor:  # fmt: skip
     """See `reference.rope_store`."""
     if _kernel_takes(qkv) and key_cache.is_contiguous() and value_cache.is_contiguous():
-        from phalanx.kernels.rope_to_cache import rope_store as kernel
+        from phalanx.kernels.between.rope_to_cache import rope_store as kernel
 
         return kernel(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales)
     return reference.rope_store(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales)

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.between.silu_gate import nearest
 from phalanx.kernels.quantize import FP8_MAX, e4m3_bits
 from phalanx.kernels.residual_rms_norm import capability
-from phalanx.kernels.silu_gate import nearest
 
 HEADS = 8
 """Heads that one program works on."""

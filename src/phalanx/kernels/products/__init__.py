@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of activations and weights in 16 and 32 bit: `linear` picks the code."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.kernels.norms import triton_is_here
+
+__all__ = ["linear"]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out], written into `out` where one is given (without a
+    bias); summed in fp32, rounded to x's dtype.
+
+    One row on a GPU reads the weight and does next to nothing else: it has a kernel that does only that.
+    """
+    if x.is_cuda and x.shape[0] == 1 and bias is None and _one_row_takes(x, weight):
+        from phalanx.kernels.products.one_row import one_row
+
+        return one_row(x, weight, out)
+    if out is not None:
+        return torch.mm(x, weight.t(), out=out)
+    return F.linear(x, weight, bias)
+
+
+def _one_row_takes(x: Tensor, weight: Tensor) -> bool:
+    whole = weight.shape[1] % 8 == 0 and x.is_contiguous() and weight.is_contiguous()
+    return whole and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and triton_is_here()

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""One row times a matrix, as fast as the matrix can be read.
+
+    out[0, n] = round(sum over k of x[0, k] * weight[n, k])          in fp32, rounded once
+
+A program has some rows of the weight, and small programs are many on a processor at once: their loads are what is under way. The
+first of them is asked for before the kernel waits for the one before it, since no kernel writes weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.between.silu_gate import nearest
+from phalanx.kernels.residual_rms_norm import capability
+
+ROWS, BLOCK, WARPS = 4, 1024, 4
+"""Rows of the weight and columns of each that a program reads at a time, and its warps: measured on H200."""
+
+
+@triton.jit
+def _one_row(x, weight, out, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    if PTX >= 90:
+        gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None]
+    place = weight + row[:, None].to(tl.int64) * COLUMNS + column
+    coming = tl.load(place, inside & (column < COLUMNS), 0.0)
+    if PTX >= 90:
+        gdc_wait()
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for begin in range(0, COLUMNS, BLOCK):
+        here = coming
+        coming = tl.load(place + begin + BLOCK, inside & (begin + BLOCK + column < COLUMNS), 0.0)
+        factor = tl.load(x + begin + column, begin + column < COLUMNS, 0.0)
+        total += here.to(tl.float32) * factor.to(tl.float32)
+    tl.store(out + row, nearest(tl.sum(total, 1), coming, PTX), row < rows)
+
+
+def one_row(
+    x: Tensor, weight: Tensor, out: Tensor | None = None, *, rows: int = ROWS, block: int = BLOCK, warps: int = WARPS
+) -> Tensor:
+    """x [1, in] times weight [out, in], both contiguous in bf16, fp16 or fp32 -> [1, out], in `out` where one is given."""
+    outputs, inputs = weight.shape
+    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if out is None else out
+    ptx = capability(x.device)
+    _one_row[(triton.cdiv(outputs, rows),)](
+        x, weight, out, outputs, COLUMNS=inputs, ROWS=rows, BLOCK=block, PTX=ptx, num_warps=warps, launch_pdl=ptx >= 90
+    )
+    return out

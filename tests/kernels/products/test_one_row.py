@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row times a matrix: in Triton's interpreter against the reference, and compiled for three generations of GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+def check() -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.products.one_row import one_row
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for outputs, inputs, block in ((1, 8, 64), (7, 200, 64), (33, 128, 64), (5, 1032, 1024)):
+            x, weight = torch.randn(1, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+            wanted = reference.linear(x, weight)
+            torch.testing.assert_close(one_row(x, weight, block=block), wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
+            into = torch.full((1, outputs), float("nan"), dtype=dtype)
+            assert one_row(x, weight, into, block=block) is into
+            torch.testing.assert_close(into, wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.products.test_one_row"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "checked"
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_compiles(arch: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from phalanx.kernels.products import one_row
+
+    constants = {"COLUMNS": 4096, "ROWS": one_row.ROWS, "BLOCK": one_row.BLOCK, "PTX": arch}
+    signature = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "rows": "i32"}
+    source = ASTSource(one_row._one_row, signature | dict.fromkeys(constants, "constexpr"), constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    assert len(compiled.asm["cubin"]) > 0
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
+
+
+def test_linear_on_cpu_is_torchs() -> None:
+    from phalanx import kernels
+
+    x, weight, bias = torch.randn(1, 8), torch.randn(5, 8), torch.randn(5)
+    assert torch.equal(kernels.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
+    out = torch.empty(1, 5)
+    assert kernels.linear(x, weight, out=out) is out
+    torch.testing.assert_close(out, x @ weight.t())
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    check()
+    print("checked")
