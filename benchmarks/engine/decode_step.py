@@ -164,11 +164,11 @@ def tokens() -> dict[str, Any]:
     drive_module.BLOCK = 16
     with tempfile.TemporaryDirectory() as parent:
         folder = write_checkpoint(
-            Path(parent) / "llama", "llama", hidden_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=128, std=0.05
+            Path(parent) / "llama", "llama", hidden_size=512, num_attention_heads=8, num_key_value_heads=8, head_dim=128, std=0.05
         )
         found: dict[bool, list[Any]] = {}
         for graphs in (True, False):
-            runner, results = make_runner(folder, 20, graphs=graphs, dummy=False, captured=None), deque[StepResult]()
+            runner, results = make_runner(folder, 44, graphs=graphs, dummy=False, captured=None), deque[StepResult]()
 
             def submit(step: Step, runner: Runner = runner, results: deque[StepResult] = results) -> None:
                 results.append(StepResult(step.number, [runner.run(step.batches[0]).results()[0] or []]))
@@ -176,10 +176,10 @@ def tokens() -> dict[str, Any]:
             def collect(results: deque[StepResult] = results) -> list[StepResult]:
                 return [results.popleft()] if results else []
 
-            drive = drive_module.Drive(submit, collect, blocks=380)
+            drive = drive_module.Drive(submit, collect, blocks=880)
             found[graphs] = [
                 drive.generate(drive_module.prompts(count, seed=count), 40, ahead=ahead)
-                for count in (1, 3, 9, 17)
+                for count in (1, 3, 17, 40)
                 for ahead in (False, True)
             ]
     rows = [(a, b) for left, right in zip(found[True], found[False], strict=True) for a, b in zip(left, right, strict=True)]
