@@ -39,32 +39,37 @@ def main() -> int:
     parser.add_argument("--checkpoints", default=",".join(["demo", *FAMILIES]))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--everywhere", default="demo,llama", help="those that run in every layout; others: 1 x 1, 2 x 2")
+    parser.add_argument("--layouts", default=",".join(f"{tp}x{pp}" for tp, pp in LAYOUTS), help="tp x pp")
+    parser.add_argument("--strategies", default="AUTO", help="all-reduce strategies, each an engine of its own")
+    parser.add_argument("--name", default="tokens_on_gpu", help="of the results file")
     parser.add_argument("--job", help="(internal) run one job, described as JSON")
     asked = parser.parse_args()
     if asked.job:
         print("RESULT " + json.dumps(run_job(json.loads(asked.job))), flush=True)
         return 0
-    gpus = len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout.splitlines())
+    gpus = visible_gpus()
+    layouts = [tuple(map(int, layout.split("x"))) for layout in asked.layouts.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = {name: make_reference(name, Path(folder)) for name in asked.checkpoints.split(",")}
         jobs = [
-            {"checkpoint": name, "reference": str(path), "dtype": dtype, "tp": tp, "pp": pp}
+            {"checkpoint": name, "reference": str(path), "dtype": dtype, "tp": tp, "pp": pp, "strategy": strategy}
             for name, path in checkpoints.items()
             for dtype in asked.dtypes.split(",")
-            for tp, pp in LAYOUTS
-            if tp * pp <= gpus and (name in asked.everywhere.split(",") or (tp, pp) in {(1, 1), (2, 2)})
+            for strategy in asked.strategies.split(",")
+            for tp, pp in layouts
+            if tp * pp <= len(gpus) and (name in asked.everywhere.split(",") or (tp, pp) in {(1, 1), (2, 2)})
         ]
         results = run_jobs(sorted(jobs, key=lambda job: -job["tp"] * job["pp"]), gpus)
     for result in results:
         print(
-            f"{result['checkpoint']:8} {result['dtype']} tp{result['tp']} pp{result['pp']}: "
+            f"{result['checkpoint']:8} {result['dtype']} tp{result['tp']} pp{result['pp']} {result['strategy']}: "
             + (
                 result.get("error")
-                or "{compared} compared, {within_noise} within noise, {wrong} wrong; {attention}".format(**result)
+                or "{compared} compared, {within_noise} within noise, {wrong} wrong; {attention}; {allreduce}".format(**result)
             )
         )
     wrong = sum(bool(result.get("error")) or result["wrong"] > 0 for result in results)
-    print("written:", record.write("tokens_on_gpu", {"jobs": results}, asked.out))
+    print("written:", record.write(asked.name, {"jobs": results}, asked.out))
     return 1 if wrong or not results else 0
 
 
@@ -111,9 +116,17 @@ def make_reference(name: str, folder: Path) -> Path:
     return path
 
 
-def run_jobs(jobs: list[dict[str, Any]], gpus: int) -> list[dict[str, Any]]:
+def visible_gpus() -> list[int]:
+    """The host's GPUs, or those that CUDA_VISIBLE_DEVICES names by number."""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return [int(number) for number in visible.split(",")]
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
+    return list(range(len(listed.splitlines())))
+
+
+def run_jobs(jobs: list[dict[str, Any]], gpus: list[int]) -> list[dict[str, Any]]:
     """Run the jobs beside each other, each on GPUs of its own."""
-    free = list(range(gpus))
+    free = list(gpus)
     running: list[tuple[dict[str, Any], list[int], subprocess.Popen[str]]] = []
     results = []
     while jobs or running:
@@ -131,7 +144,7 @@ def run_jobs(jobs: list[dict[str, Any]], gpus: int) -> list[dict[str, Any]]:
                 running.remove(entry)
                 free.extend(mine)
                 lines = [line for line in process.stdout.read().splitlines() if line.startswith("RESULT ")]
-                described = {key: job[key] for key in ("checkpoint", "dtype", "tp", "pp")}
+                described = {key: job[key] for key in ("checkpoint", "dtype", "tp", "pp", "strategy")}
                 outcome = json.loads(lines[0][7:]) if lines else {"error": f"exit status {process.returncode}"}
                 results.append({**described, **outcome})
         time.sleep(0.1)
@@ -148,6 +161,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     with LLM(
         reference["folder"], tensor_parallel_size=job["tp"], pipeline_parallel_size=job["pp"], dtype=job["dtype"], device="cuda",
         kv_cache_bytes=256 << 20, max_num_tokens=64, max_seq_len=256, skip_tokenizer_init=True,
+        allreduce_strategy=job["strategy"],
     ) as llm:  # fmt: skip
         started = time.monotonic() - begin
         forced = llm.generate(
@@ -156,6 +170,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         prompts = [sequence[:PROMPT_TOKENS] for sequence in sequences]
         free = llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True), use_tqdm=False)
         attention = sorted({rank.attention for rank in llm.facts.ranks})
+        time.sleep(1.5)  # ranks report their all-reduces once a second
+        allreduce = {"table": llm.facts.ranks[0].allreduce, "calls": llm.stats().allreduce}
     compared = within = wrong = 0
     for row, output in enumerate(forced):
         # prompt_logprobs[i] is about position i, which the logits at i - 1 predict.
@@ -175,6 +191,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
                 break
     return {
         "compared": compared, "within_noise": within, "wrong": wrong, "noise": noise, "attention": ", ".join(attention),
+        "allreduce": allreduce,
         "start_s": round(started, 1), "seconds": round(time.monotonic() - begin, 1),
     }  # fmt: skip
 

@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ class Worker:
             folder = locate(self.options.model, self.options.revision)
             shape = ModelShape.from_folder(folder)
         with self._phase("form groups"):
-            groups = self._groups = self._form(device, folder)
+            groups = self._groups = self._tune(self._form(device, folder), shape, device)
         with self._phase("build"):
             model, layers = self._build(shape, device)
         with self._phase("load weights"):
@@ -137,6 +138,19 @@ class Worker:
             peer=self._config["peer"],
             timeout=max(timeout, self.options.step_timeout),
         )
+
+    def _tune(self, groups: Groups, shape: ModelShape, device: torch.device) -> Groups:
+        """The groups, with the all-reduce of the tensor-parallel one as the machine's table has it."""
+        from phalanx.comm.tuned_group import tuned
+
+        options = self.options
+        dtype = torch_dtype(arithmetic(options.dtype, shape, device.type))
+        tokens = options.max_num_tokens or options.max_seq_len or shape.max_positions
+        group = tuned(
+            groups.tp, message_bytes=tokens * shape.hidden_size * dtype.itemsize, strategy=options.allreduce_strategy,
+            deterministic=options.deterministic, timeout=options.step_timeout,
+        )  # fmt: skip
+        return replace(groups, tp=group)
 
     def _facts(self, folder: Path) -> dict[str, str]:
         """What must be equal on all ranks."""
@@ -227,6 +241,7 @@ class Worker:
             self._bytes_now(),
             self._phases.seconds,
             attention.name,
+            getattr(groups.tp, "digest", ""),
         )
         self.link.send(Ready(self.rank, facts))
         return runner
