@@ -338,6 +338,27 @@ def test_after_shutdown(folder, fake_ranks):
             call()
 
 
+FORKED = """
+import os, sys
+from phalanx import LLM, PhalanxError, SamplingParams
+llm = LLM({folder!r})
+pid = os.fork()
+if pid == 0:
+    try:
+        llm.generate([5])
+    except PhalanxError as error:
+        sys.exit(7 if "belongs to process" in str(error) else 8)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+print(status, len(llm.generate([5], SamplingParams(max_tokens=2, min_tokens=2)).outputs[0].token_ids))
+"""
+
+
+def test_a_forked_copy_neither_uses_nor_ends_the_engine(tmp_path, folder):
+    process = script(tmp_path, FORKED.format(folder=str(folder)))
+    assert process.communicate(timeout=120)[0] == "7 2\n"
+    assert process.returncode == 0
+
+
 def test_an_llm_that_is_forgotten_is_shut_down(folder, fake_ranks):
     llm = LLM(folder)
     engine = llm._engine.client._child.process
@@ -372,9 +393,15 @@ print(llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=4, ignore
 """
 
 
-def test_three_lines_without_a_guard(tmp_path, folder, reference):
-    process = script(tmp_path, THREE_LINES.format(folder=str(folder)))
-    out, _ = process.communicate(timeout=120)
+@pytest.mark.parametrize("way", ["file", "input", "without stderr"])
+def test_three_lines_without_a_guard(tmp_path, folder, reference, way):
+    text = THREE_LINES.format(folder=str(folder))
+    if way == "file":
+        process = script(tmp_path, text)
+    else:
+        shell = ["sh", "-c", f"exec '{sys.executable}' - {'2>&-' if way == 'without stderr' else ''}"]
+        process = subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    out, _ = process.communicate(None if way == "file" else text, timeout=120)
     assert process.returncode == 0
     assert json.loads(out) == reference([5, 6, 7], 4)[0]
 

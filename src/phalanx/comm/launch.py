@@ -89,9 +89,11 @@ def start(module: str, config: dict[str, Any], title: str) -> Child:
     Raises EngineError when the process is gone before it took its config.
     """
     line = json.dumps({"title": title, "config": config}).encode() + b"\n"
+    # A service may have been started without a standard error: its number then belongs to some other file.
+    log = subprocess.DEVNULL if sys.__stderr__ is None else _STDERR
     # -P: a file called torch.py in the user's folder is not torch.
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=_STDERR, start_new_session=True, bufsize=0
+        [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, bufsize=0
     )
     child = Child(title, process)
     assert process.stdin is not None

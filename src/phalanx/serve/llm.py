@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -292,10 +293,15 @@ class _Background:
         self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx LLM", daemon=True)
         self._lock = threading.Lock()
         self._stopped = False
+        self._pid = os.getpid()
         self._thread.start()
 
     @property
     def client(self) -> EngineClient:
+        if os.getpid() != self._pid:
+            raise EngineClosed(
+                "a request was made", held=f"this LLM belongs to process {self._pid}, which forked", next="make another"
+            )
         if self._client is None or self._stopped:
             raise EngineClosed("a request was made", held="this LLM was shut down", next="make another")
         return self._client
@@ -339,6 +345,8 @@ class _Background:
 
     def stop(self) -> None:
         """Close the client and end the thread. Safe at the end of the interpreter, and from any thread."""
+        if os.getpid() != self._pid:
+            return  # a forked copy has neither the thread nor a say in the engine
         with self._lock:
             if self._stopped:
                 return
