@@ -28,7 +28,7 @@ def test_keyword_like_nothing_lists_the_known():
     [
         ("tensor_parallel_size", 0), ("max_batch_size", -1), ("kv_cache_free_gpu_memory_fraction", 0.0),
         ("kv_cache_free_gpu_memory_fraction", 1.5), ("dtype", "int3"), ("device", "tpu"), ("stall_timeout", float("nan")),
-        ("max_seq_len", "many"), ("master_port", 70000),
+        ("max_seq_len", "many"), ("max_seq_len", 1), ("master_port", 70000), ("max_batch_size", 10**9),
     ],
 )  # fmt: skip
 def test_bad_values_name_option_and_value(name, value):
@@ -39,6 +39,12 @@ def test_bad_values_name_option_and_value(name, value):
 @pytest.mark.parametrize(("spelling", "dtype"), [("float16", "fp16"), ("bfloat16", "bf16"), ("half", "fp16"), ("fp32", "fp32")])
 def test_dtype_spellings(spelling, dtype):
     assert EngineOptions.of(model="m", dtype=spelling).dtype == dtype
+
+
+@pytest.mark.parametrize("model", ["", 5, None])
+def test_a_model_is_a_name(model):
+    with pytest.raises(OptionError, match="model="):
+        EngineOptions.of(model=model)
 
 
 def test_options_are_frozen_and_a_path_is_a_model():

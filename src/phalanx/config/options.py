@@ -31,7 +31,7 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: str = Field(description="A folder, a Hub id, or 'demo'.")
+    model: str = Field(min_length=1, description="A folder, a Hub id, or 'demo'.")
     tokenizer: str | None = Field(None, description="A folder or Hub id of another tokenizer; the model's own otherwise.")
     revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
     dtype: Dtype = Field(
@@ -58,9 +58,9 @@ class EngineOptions(BaseModel):
     master_addr: str = Field("127.0.0.1", description="Address of host 0, as every host reaches it.")
     master_port: int = Field(29400, ge=1, le=65535, description="First of the two ports that host 0 listens on for ranks.")
 
-    max_batch_size: int = Field(256, ge=1, description="Requests that run at once, at most.")
+    max_batch_size: int = Field(256, ge=1, le=1 << 16, description="Requests that run at once, at most.")
     max_num_tokens: int | None = Field(None, ge=1, description="Tokens of one step, at most; None: 8192 on GPU, 2048 on CPU.")
-    max_seq_len: int | None = Field(None, ge=1, description="Prompt and output of one request; None: the model's own limit.")
+    max_seq_len: int | None = Field(None, ge=2, description="Prompt and output of one request; None: the model's own limit.")
     kv_cache_free_gpu_memory_fraction: float = Field(
         0.9, gt=0.0, le=1.0, description="Of the GPU memory left after weights, graphs and workspaces, the KV cache's part."
     )
