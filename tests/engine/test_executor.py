@@ -39,6 +39,11 @@ def test_ranks_that_do_not_spread_over_the_nodes_are_refused(tmp_path: Path) -> 
         join(options(write_checkpoint(tmp_path / "llama", "llama"), node_rank=1))
 
 
+def test_a_layout_that_the_model_cannot_have_is_refused_on_every_host(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match=r"tensor_parallel_size=5 .*sizes that divide"):
+        join(options(write_checkpoint(tmp_path / "llama", "llama"), tensor_parallel_size=5, nnodes=5, node_rank=1))
+
+
 def test_a_joining_process_needs_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.hardware.look", lambda: Machine((Gpu(0, "GPU-0", "NVIDIA H200", 90, 1, 1),), 1, 1, 1))
     asked = options(Path("x"), device="cuda", tensor_parallel_size=2, nnodes=2, node_rank=1)

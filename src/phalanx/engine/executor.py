@@ -10,6 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from phalanx.config.locate import locate
+from phalanx.config.model import ModelShape
+from phalanx.config.resolve import Resolved, resolve
+from phalanx.hardware.probe import look
+from phalanx.plan.layout import Layout, require_suits
+
 if TYPE_CHECKING:
     from phalanx.config.options import EngineOptions
     from phalanx.engine.messages import RankFacts, Step, StepResult
@@ -67,13 +73,19 @@ def join(options: EngineOptions, *, local_rank: int = 0) -> int:
     rank: nnodes = WORLD_SIZE, node_rank = RANK, `local_rank` = LOCAL_RANK (the first GPU to use), master_addr = MASTER_ADDR, and
     master_port = MASTER_PORT + 1, since torchrun itself listens on MASTER_PORT (and the second of our ports is the one after).
     """
-    from phalanx.config.locate import locate
-    from phalanx.config.model import ModelShape
-    from phalanx.config.resolve import resolve
     from phalanx.engine.ranks.node import Node
-    from phalanx.hardware.probe import look
 
-    # As the engine does on node 0: both must come to the same, and the ranks compare it.
+    _, settled = settle(options)
+    return Node(settled.options, local_rank).run()
+
+
+def settle(options: EngineOptions) -> tuple[ModelShape, Resolved]:
+    """The model's shape, and the options with nothing left open; the same on every host, as the ranks will compare it.
+
+    Raises OptionError, LayoutError or ModelError for what cannot be.
+    """
     shape = ModelShape.from_folder(locate(options.model, options.revision))
-    settled = resolve(options, shape, len(look().gpus)).options
-    return Node(settled, local_rank).run()
+    settled = resolve(options, shape, len(look().gpus))
+    layout = Layout(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size)
+    require_suits(layout, shape)
+    return shape, settled

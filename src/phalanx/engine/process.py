@@ -23,18 +23,16 @@ import zmq
 
 from phalanx import log
 from phalanx.comm import launch
-from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
-from phalanx.engine.executor import Executor, make
+from phalanx.engine.executor import Executor, make, settle
 from phalanx.engine.fake import FakeExecutor
 from phalanx.engine.loop import BEAT_SECONDS, Loop, decode_to_engine
 from phalanx.engine.messages import Beat, EngineFacts, Failed, FromEngine, Shutdown, Started, Stopped
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError, PhalanxError
 from phalanx.hardware.probe import look
-from phalanx.plan.layout import Layout, require_suits
 
 logger = log.get_logger(__name__)
 
@@ -152,19 +150,15 @@ def _bytes(size: int) -> str:
 def _settle(asked: EngineOptions, config: dict[str, Any]) -> tuple[ModelShape, EngineOptions, dict[str, str]]:
     """The model's shape, options without "auto" and None, and why they have their values."""
     fake = config.get("fake", {})
-    if "vocab_size" in fake:
+    if "vocab_size" not in fake:
+        shape, resolved = settle(asked)
+    else:
         shape = ModelShape(
             architecture="none", vocab_size=fake["vocab_size"], hidden_size=1, intermediate_size=1,
             num_layers=asked.pipeline_parallel_size, num_heads=1, num_kv_heads=1, head_dim=1,
             max_positions=asked.max_seq_len or 2048, eos_token_ids=tuple(fake.get("eos_token_ids", ())),
         )  # fmt: skip
-    else:
-        shape = ModelShape.from_folder(locate(asked.model, asked.revision))
-    machine = look()
-    resolved = resolve(asked, shape, len(machine.gpus))
-    if "vocab_size" not in fake:  # a model that is none suits every layout
-        options = resolved.options
-        require_suits(Layout(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size), shape)
+        resolved = resolve(asked, shape, len(look().gpus))
     return shape, resolved.options, dict(resolved.reasons)
 
 
