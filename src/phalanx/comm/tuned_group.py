@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import overload
@@ -68,11 +68,12 @@ class TunedGroup:
         decision = self.chooser(x.numel() // hidden, hidden, dtype, kind)
         self.calls[decision.name] = self.calls.get(decision.name, 0) + 1
         runner = self._runners[decision.strategy]
-        if not x.is_contiguous() or x.data_ptr() % 16:
-            x = x.clone(memory_format=torch.contiguous_format)
+        x = _in_vectors(x)
         if fusion is None:
             return runner.total(x)
-        return runner.norm(x, fusion) if decision.fused else finish(runner.total(x), fusion)
+        if decision.fused and x.dim() == 2 and fusion.weight.dtype == x.dtype == fusion.residual.dtype:
+            return runner.norm(x, replace(fusion, residual=_in_vectors(fusion.residual)))
+        return finish(runner.total(x), fusion)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return self.base.all_gather(x, dim)
@@ -93,6 +94,11 @@ class TunedGroup:
         """Any tensor will do: our strategies push straight from where the producer wrote, in stream order, and stage nothing. So
         it may be rewritten as soon as the stream has passed the all-reduce."""
         return torch.empty(*shape, dtype=dtype, device=device)
+
+
+def _in_vectors(x: Tensor) -> Tensor:
+    """x where kernels may read it in vectors of 16 bytes: contiguous, and starting on one."""
+    return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _kind(fusion: ResidualRmsNorm) -> Fusion:

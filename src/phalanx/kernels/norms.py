@@ -7,6 +7,7 @@ import importlib.util
 from functools import cache
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from phalanx.kernels import reference
@@ -20,13 +21,8 @@ def triton_is_here() -> bool:
 def _kernel_takes(x: Tensor, weight: Tensor) -> bool:
     # A vector is 16 bytes; a row is a whole number of them and starts on one.
     whole = x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    return x.is_cuda and x.dim() == 2 and weight.dtype == x.dtype and x.element_size() in (2, 4) and whole and triton_is_here()
-
-
-def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `reference.residual_rms_norm`."""
-    norm, new = residual_rms_norm_quant(x, residual, weight, eps)
-    return norm, new
+    known = x.dtype in (torch.bfloat16, torch.float16, torch.float32) and weight.dtype == x.dtype
+    return x.is_cuda and x.dim() == 2 and known and whole and triton_is_here()
 
 
 def residual_rms_norm_quant(

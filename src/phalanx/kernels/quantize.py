@@ -45,7 +45,7 @@ def e2m1_bits(value):
     size = tl.abs(value)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
     code += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
-    return code | ((value.to(tl.int32, bitcast=True) >> 28) & 0x8)
+    return tl.where(value == value, code | ((value.to(tl.int32, bitcast=True) >> 28) & 0x8), 0)
 
 
 @triton.jit

@@ -76,7 +76,7 @@ def quantize_nvfp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, H] as e2m1 pairs in uint8 [T, H / 2], the first of a pair in the low nibble, and e4m3 scales [T, H / 16], row by row.
 
     Each block of 16 has the scale largest magnitude / 6 / `scale` (the global one, a fp32 scalar); q x block scale x global scale
-    gives x back. Ties go to the even code.
+    gives x back. Ties go to the even code; NaN becomes 0 beside a scale that is NaN.
     """
     blocks = x.float().view(*x.shape[:-1], x.shape[-1] // 16, 16)
     codes = (blocks.abs().amax(-1) / (6.0 * scale)).clamp(max=448.0).to(torch.float8_e4m3fn)
@@ -87,7 +87,7 @@ def quantize_nvfp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     nibble = torch.zeros_like(size, dtype=torch.uint8)
     for bound, reached in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (torch.gt, torch.ge) * 3 + (torch.gt,), strict=True):
         nibble += reached(size, bound)
-    nibble |= torch.signbit(values).to(torch.uint8) << 3
+    nibble |= (torch.signbit(values) & ~values.isnan()).to(torch.uint8) << 3
     return nibble[..., ::2] | nibble[..., 1::2] << 4, codes
 
 

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the GPU strategies' launchers without a GPU: every kernel is compiled down to machine code, and none is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from phalanx.comm.symmetric import BOARD_PLACES, Workspace, half_bytes
+
+SMS = 132
+
+
+class _Driver:
+    """What Triton asks of a driver to compile."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def only(capability: int) -> Iterator[list[tuple[str, tuple[int, ...], Any]]]:
+    """Inside, launches are compiled for this capability and listed: (kernel, grid, compiled)."""
+    launches: list[tuple[str, tuple[int, ...], Any]] = []
+    plain = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
+        made = plain(self, *args, grid=grid, warmup=True, **fixed)
+        launches.append((self.fn.__name__, grid, made))
+        return made
+
+    before = driver._active
+    driver.set_active(_Driver(capability))
+    JITFunction.run = run
+    try:
+        yield launches
+    finally:
+        JITFunction.run = plain
+        driver._active = before
+
+
+def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> Workspace:
+    addresses = tuple(0x7F00_0000_0000 + rank * (1 << 32) for rank in range(world))
+    turn, board = torch.zeros(2, dtype=torch.int32), torch.zeros(BOARD_PLACES, 2, dtype=torch.int64)
+    return Workspace(world - 1, world, addresses, half_bytes(world, message_bytes) // 16, turn, board, SMS, capability)

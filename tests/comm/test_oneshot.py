@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One-shot's launches cover every message, and its kernels compile. That they are right, `test_allreduce_gpu` shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.comm import oneshot
+from phalanx.comm.group import ResidualRmsNorm
+from phalanx.comm.symmetric import BOARD_PLACES
+
+SMS = 132
+
+
+def sound(launch: oneshot.Launch) -> None:
+    assert launch.programs >= 1
+    assert launch.warps in (1, 2, 4, 8, 16, 32)
+    assert launch.block & (launch.block - 1) == 0
+    assert launch.block >= 32 * launch.warps  # otherwise two threads would read, and clear, one vector
+
+
+@given(st.integers(1, 1 << 24))
+def test_a_sum_is_covered(vectors: int) -> None:
+    launch = oneshot.flat_launch(vectors, SMS)
+    sound(launch)
+    assert launch.loop or launch.programs * launch.block >= vectors
+    assert (launch.programs - 1) * launch.block < vectors
+
+
+@given(st.integers(1, 20_000), st.integers(1, 4096), st.integers(2, 8), st.booleans())
+def test_rows_are_covered(rows: int, pitch: int, world: int, whole_rows: bool) -> None:
+    launch = oneshot.row_launch(rows, pitch, world, SMS, whole_rows=whole_rows)
+    sound(launch)
+    if launch.pieces > 1:
+        assert not whole_rows
+        assert launch.pieces * launch.block >= pitch
+        assert launch.programs == rows * launch.pieces <= min(BOARD_PLACES, 4 * SMS)
+        assert launch.block % 4 == 0  # whole blocks of 16 elements, which share an NVFP4 scale
+    else:
+        assert launch.block >= pitch
+        assert launch.loop == (launch.programs < rows)
+
+
+@pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 2), (90, 4), (90, 8), (100, 4)])
+def test_kernels_compile(capability: int, world: int) -> None:
+    pytest.importorskip("triton")
+    from tests.comm import compiled
+
+    space = compiled.workspace(world, capability)
+    dtype = {80: torch.float16, 90: torch.bfloat16, 100: torch.float32}[capability]
+    with compiled.only(capability) as launches:
+        for tokens, hidden in ((1, 8), (3, 1008), (700, 8192)):
+            x = torch.zeros(tokens, hidden, dtype=dtype)
+            assert oneshot.all_reduce(x, space).shape == x.shape
+        x = torch.zeros(3, 4096, dtype=dtype)
+        for quant, scale in (("none", None), ("fp8", None), ("fp8", torch.ones(())), ("nvfp4", torch.ones(()))):
+            oneshot.all_reduce_norm(x, ResidualRmsNorm(x, x[0], 1e-5, quant, scale), space)
+    names = [name for name, _, _ in launches]
+    assert names[:3] == ["oneshot"] * 3
+    assert set(names[3:]) == ({"oneshot_norm"} if world == 2 else {"oneshot_norm", "oneshot_norm_pieces"})
+    for name, _, made in launches:
+        assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
+        assert ("e4m3x2" in made.asm["ptx"]) == (name != "oneshot" and capability >= 90 and "fp8" in str(made.src.constants))
+        assert "local" not in made.asm["ptx"].split(".reg")[0]
+
+
+def test_messages_beyond_the_workspace_go_in_chunks() -> None:
+    pytest.importorskip("triton")
+    from tests.comm import compiled
+
+    space = compiled.workspace(8, 90, 1 << 20)
+    x = torch.zeros(100, 8192, dtype=torch.bfloat16)
+    with compiled.only(90) as launches:
+        oneshot.all_reduce(x, space)
+        assert len(launches) == -(-x.nbytes // (16 * space.oneshot_vectors)) > 1
+        launches.clear()
+        outputs = oneshot.all_reduce_norm(x, ResidualRmsNorm(x, x[0], 1e-5), space)
+        assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1
+    assert [out.shape for out in outputs] == [x.shape, x.shape]
