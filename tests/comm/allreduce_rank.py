@@ -2,7 +2,7 @@
 """One GPU rank of the all-reduce checks: `torchrun --nproc-per-node N allreduce_rank.py CHECK ...`.
 
 Each check compares with the oracles of `kernels.reference`, bit for bit where sums are concerned, and raises at the first
-difference. `test_allreduce_gpu` starts this; it also runs alone.
+difference. `test_symmetric_gpu` starts this; it also runs alone.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-shot's launches cover every message, and its kernels compile. That they are right, `test_allreduce_gpu` shows."""
+"""One-shot's launches cover every message, and its kernels compile. That they are right, `test_symmetric_gpu` shows."""
 
 from __future__ import annotations
 
