@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
@@ -32,9 +33,10 @@ def given(name, field):
     """A value that is not the default, as text."""
     if field.annotation is bool:
         return None
-    special = {"dtype": "bf16", "load_format": "dummy", "device": "cpu", "allreduce_strategy": "NCCL", "metrics_prefix": "vllm"}
-    if name in special:
-        return special[name]
+    if choices := [value for value in get_args(field.annotation) if isinstance(value, str)]:
+        return next(value for value in choices if value != field.default)
+    if name == "metrics_prefix":
+        return "vllm"
     return "0.5" if field.annotation is float else "7"
 
 

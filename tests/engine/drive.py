@@ -23,8 +23,9 @@ BLOCK = 4
 def options(folder: Path, **overrides: Any) -> EngineOptions:
     """Concrete options of a tiny engine on CPU."""
     settled: dict[str, Any] = {
-        "model": str(folder), "device": "cpu", "dtype": "fp32", "max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128,
-        "kv_block_size": BLOCK, "kv_cache_bytes": 1 << 30, "cuda_graphs": False, "start_timeout": 200.0, **overrides,
+        "model": str(folder), "device": "cpu", "dtype": "fp32", "kv_cache_dtype": "model", "max_batch_size": 4,
+        "max_num_tokens": 64, "max_seq_len": 128, "kv_block_size": BLOCK, "kv_cache_bytes": 1 << 30, "cuda_graphs": False,
+        "start_timeout": 200.0, **overrides,
     }  # fmt: skip
     return EngineOptions(**settled)
 

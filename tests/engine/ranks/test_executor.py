@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -142,16 +143,28 @@ def test_a_killed_parent_leaves_no_rank(folder: Path) -> None:
     assert all_gone(held)
 
 
-def test_what_is_wrong_with_the_weights_reaches_the_caller(folder: Path, tmp_path: Path, make_executor: Make) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name] = tensors[name][:, :-8].contiguous()
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    executor = make_executor(broken, tensor_parallel_size=2)
-    with pytest.raises(WeightError, match=rf"rank [01]: .*{name}"):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("mismatched", r"rank [01]: model\.layers\.1\.mlp\.down_proj\.weight in .*the two contradict each other"),
+        ("truncated", r"rank [01]: .*model\.safetensors cannot be read.*truncated"),
+        ("missing", r"rank [01]: .* holds no \*\.safetensors"),
+    ],
+)
+def test_what_is_wrong_with_the_weights_reaches_the_caller(
+    folder: Path, tmp_path: Path, make_executor: Make, wrong: str, said: str
+) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    file = tmp_path / "model.safetensors"
+    if wrong == "mismatched":
+        tensors = load_file(folder / "model.safetensors")
+        name = "model.layers.1.mlp.down_proj.weight"
+        tensors[name] = tensors[name][:, :-8].contiguous()
+        save_file(tensors, file, metadata={"format": "pt"})
+    elif wrong == "truncated":
+        file.write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    executor = make_executor(tmp_path, tensor_parallel_size=2)
+    with pytest.raises(WeightError, match=said):
         executor.start()
     assert all_gone(pids(executor))
 
