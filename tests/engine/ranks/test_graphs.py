@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.config.sampling import SamplingParams
 from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
+from phalanx.engine.ranks import graphs
 from phalanx.engine.ranks.graphs import Replay, Rerun, sizes
 from phalanx.engine.runner import Runner
 from phalanx.engine.sampler import Sampler
@@ -197,6 +199,55 @@ def test_a_back_end_that_cannot_be_captured_has_no_graphs(folder: Path) -> None:
         tape=Rerun(),
     )  # fmt: skip
     assert plain.graphs is None
+
+
+class _Cuda:
+    """What CudaTape asks of torch.cuda; nothing is captured."""
+
+    def __init__(self) -> None:
+        self.pools: list[object] = []
+        self.replayed = 0
+
+    def Stream(self, device: object) -> _Cuda:
+        return self
+
+    CUDAGraph = current_stream = lambda self: self
+
+    def stream(self, stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def wait_stream(self, other: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def capture_end(self) -> None: ...
+
+    def capture_begin(self, *, pool: object, capture_error_mode: str) -> None:
+        self.pools.append(pool)
+
+    def pool(self) -> str:
+        return "shared"
+
+    def replay(self) -> None:
+        self.replayed += 1
+
+
+def test_a_replay_counts_the_collectives_that_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, calls = _Cuda(), {"NCCL/NONE": 5}
+    monkeypatch.setattr(graphs.torch, "cuda", cuda)
+    tape = graphs.CudaTape(CPU, calls)
+
+    def work() -> None:
+        calls["NCCL/NONE"] += 2
+        calls["ONESHOT/NONE"] = calls.get("ONESHOT/NONE", 0) + 1
+
+    replay = tape.record(work)
+    before = dict(calls)
+    replay()
+    assert calls == {"NCCL/NONE": before["NCCL/NONE"] + 2, "ONESHOT/NONE": before["ONESHOT/NONE"] + 1}
+    assert cuda.replayed == 1
+    tape.record(work)
+    tape.rewind()
+    tape.record(work)
+    assert cuda.pools == [None, "shared", None]
 
 
 def test_forgotten_graphs_are_not_used(folder: Path) -> None:

@@ -37,9 +37,13 @@ class Tape(Protocol):
 
 
 class CudaTape:
-    """CUDA graphs in one pool of memory, captured on a stream of their own."""
+    """CUDA graphs in one pool of memory, captured on a stream of their own.
 
-    def __init__(self, device: torch.device) -> None:
+    calls: counters that the work counts up on the host (a group's collectives); a replay counts what the captured work did.
+    """
+
+    def __init__(self, device: torch.device, calls: dict[str, int] | None = None) -> None:
+        self._calls = {} if calls is None else calls
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
@@ -48,7 +52,7 @@ class CudaTape:
         with torch.cuda.stream(self._stream):
             work()  # what happens at the first call only, such as loading kernels, cannot be captured
             self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
+            graph, before = torch.cuda.CUDAGraph(), self._calls.copy()
             # "thread_local": other threads, such as NCCL's watchdog, may use the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -57,7 +61,14 @@ class CudaTape:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         self._pool = self._pool or graph.pool()
-        return graph.replay
+        made = [(name, count - before.get(name, 0)) for name, count in self._calls.items()]
+
+        def replay() -> None:
+            graph.replay()
+            for name, count in made:
+                self._calls[name] += count
+
+        return replay
 
     def rewind(self) -> None:
         self._pool = None  # it went with its last graph
