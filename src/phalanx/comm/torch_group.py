@@ -69,7 +69,8 @@ class TorchGroup:
         if x.numel() == 0:
             return x
         if self.device.type != "cpu":
-            self.process_group.allreduce([x]).wait()
+            # Synchronous calls run on the caller's stream; the group's own call takes NCCL's stream, and costs two crossings.
+            dist.all_reduce(x, group=self.process_group)
             return x
         wide = x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
         if self.size == 2:
@@ -92,7 +93,10 @@ class TorchGroup:
     def _gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]"""
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        self.process_group._allgather_base(parts.view(-1), x.view(-1)).wait()
+        if self.device.type != "cpu":
+            dist.all_gather_into_tensor(parts.view(-1), x.view(-1), group=self.process_group)
+        else:
+            self.process_group._allgather_base(parts.view(-1), x.view(-1)).wait()
         return parts
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
