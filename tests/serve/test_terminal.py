@@ -6,7 +6,11 @@ from __future__ import annotations
 import functools
 import io
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -126,3 +130,20 @@ def test_chat_with_a_server(capsys, monkeypatch):
     assert bodies[0] == {**bodies[0], "model": "parrot", "stream": True, "max_tokens": 7, "temperature": 0.0}
     # What was refused is not part of the talk.
     assert [message["content"] for message in bodies[2]["messages"]] == ["hello", "HELLO", "there"]
+
+
+def test_one_ctrl_c_ends_a_chat_that_waits_for_a_line():
+    with server() as (url, _):
+        command = [sys.executable, "-m", "phalanx", "chat", url]
+        chat = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            chat.stdin.write("hello\n")
+            chat.stdin.flush()
+            assert chat.stdout.readline() == "HELLO\n"
+            time.sleep(0.3)
+            chat.send_signal(signal.SIGINT)
+            assert chat.wait(10) == 130
+            assert chat.stderr.read() == ""
+        finally:
+            chat.kill()
+            chat.communicate()

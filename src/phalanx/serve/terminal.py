@@ -36,15 +36,18 @@ def talk(target: str, asked: Asked, *, system: str | None, max_tokens: int, temp
     begin: Messages = [{"role": "system", "content": system}] if system else []
     if target.startswith(("http://", "https://")):
         key = build(ServeOptions, asked).api_key
-        asyncio.run(_talk(begin, _over_http(target, key, max_tokens=max_tokens, temperature=temperature)))
+        _talk(begin, _over_http(target, key, max_tokens=max_tokens, temperature=temperature))
         return
     asked = Asked({**asked.values, "model": target}, {**asked.origins, "model": "MODEL"})
     with LLM(**build(EngineOptions, asked).model_dump()) as llm:
-        asyncio.run(_talk(begin, _of_llm(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature))))
+        _talk(begin, _of_llm(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature)))
 
 
-async def _talk(messages: Messages, answer: Answer) -> None:
-    """One question after the other; what goes wrong with one ends that one only."""
+def _talk(messages: Messages, answer: Answer) -> None:
+    """One question after the other; what goes wrong with one ends that one only.
+
+    Lines are read outside of any event loop, which would keep Ctrl-C to itself until the line has ended.
+    """
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
@@ -55,7 +58,7 @@ async def _talk(messages: Messages, answer: Answer) -> None:
             continue
         question = [*messages, {"role": "user", "content": line.strip()}]
         try:
-            text = await _print(answer(question))
+            text = asyncio.run(_print(answer(question)))
         except EngineError:
             raise
         except PhalanxError as error:
