@@ -123,8 +123,8 @@ def products() -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
-    candidates: dict[str, Any] = {"torch": F.linear, "chosen": one_row}
-    candidates |= {str(v): partial(one_row, launch=v) for v in VARIANTS}
+    candidates: dict[str, Any] = {"torch": F.linear}
+    candidates |= {str(v): partial(one_row, rows=v[0], block=v[1], warps=v[2]) for v in VARIANTS}
     for name, (outputs, inputs) in sizes.items():
         count = max(2, (600 << 20) // (2 * outputs * inputs))
         matrices = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") for _ in range(count)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _AROUND = """
-import pathlib, sys
+import os, pathlib, sys
 import torch
 import torch.distributed as dist
 from phalanx.comm.torch_group import TorchGroup
@@ -26,6 +26,8 @@ found = {}
 torch.save(found, folder / f"{rank}.pt")
 group.barrier()
 dist.destroy_process_group()
+sys.stderr.flush()
+os._exit(0)  # an interpreter that winds down under torch's threads now and then aborts
 """
 
 

@@ -73,25 +73,6 @@ def test_tokens_do_not_depend_on_the_batch():
         assert got.tolist() == [alone[i][p - 5] for i in order]
 
 
-@pytest.mark.parametrize("mix", [MIX, MIX[:1], [params(temperature=0.0, logprobs=2)]])
-def test_narrow_logits_are_widened_where_more_than_their_order_counts(mix):
-    """The same tokens and logprobs from bf16 as from the same values in fp32; a mask and min_tokens among them."""
-    allowed = np.full(4, -1, dtype="<i4")
-    allowed[0] = ~4
-    for mask in (None, allowed.tobytes()):
-        both = []
-        for dtype in (torch.bfloat16, torch.float32):
-            sampler = Sampler(16, VOCAB, "cpu")
-            for i, asked in enumerate(mix):
-                sampler.admit(admission(i, asked, seed=i, stops=[2]))
-            count = len(mix)
-            steps = [
-                sampler.sample(logits_of(count, p).bfloat16().to(dtype), range(count), [p] * count, [mask] * count) for p in (5, 6)
-            ]
-            both.append([step.results() for step in steps])
-        assert both[0] == both[1]
-
-
 def test_chunks_change_nothing(monkeypatch):
     def tokens():
         sampler = Sampler(16, VOCAB, "cpu")

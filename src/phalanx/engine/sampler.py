@@ -96,8 +96,7 @@ class Sampler:
         self._needs = None
 
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int], masks: Sequence[bytes | None]) -> Sampled:
-        """A token for each of the S rows, and what was asked to be reported of it. `logits` [S, V] stay as they are; fp32, or
-        narrower, and then widened where more than their order counts.
+        """A token for each of the S rows, and what was asked to be reported of it. `logits` [S, V] fp32 stay as they are.
 
         slots: the row's slot, each at most once. positions: the place that the new token takes in its sequence, so the number of
         tokens before it; the first one is at prompt_length. masks: xgrammar's bitmask (Row.mask) or None. Order: logprobs are of
@@ -108,8 +107,6 @@ class Sampler:
         needs = self._gather(slots)
         if any(position < held.prompt_length for position, held in zip(positions, needs.held, strict=True)):
             raise ValueError(f"positions {list(positions)} reach into the prompts of slots {list(slots)}")
-        if not needs.order_counts or any(mask is not None for mask in masks):
-            logits = logits.float()
         adjusted = self._adjust(logits, needs, positions, masks)
         tokens = self._choose(adjusted, needs, positions)
         if needs.tally_rows is not None and needs.penalized is not None:
@@ -235,11 +232,6 @@ class _Needs:
     min_p: Tensor | None
     reported: Tensor | None  # rows that ask for logprobs
     most_logprobs: int
-
-    @property
-    def order_counts(self) -> bool:
-        """Whether nothing counts but the order of the logits: all rows are greedy, and nothing is added or reported."""
-        return self.bias is None and self.penalized is None and self.reported is None and not self.random_rows
 
     @classmethod
     def of(cls, slots: list[int], held: list[_Held], tally: list[int], vocab_size: int, send: Send) -> _Needs:

@@ -22,9 +22,8 @@ class Batch:
     The `*_cpu` facts are the same on the host, for back ends that plan there; `block_tables_cpu` is left out where none does.
 
     fixed: a batch of R rows of one token each that a captured graph forwards again and again: every tensor stays where it is, and
-    what changes between the replays is planned from the host's facts alone; `block_tables` may be on the host. split: whether its
-    rows may be attended in pieces, as the back end finds best for long ones; else each at once.
-    logits [S, vocab_size]: where the logits are to be written, in its own dtype; None for a new tensor in fp32.
+    what changes between the replays is planned from the host's facts alone; `block_tables` may be on the host.
+    logits [S, vocab_size] fp32: where the logits are to be written; None for a new tensor.
     """
 
     token_ids: Tensor
@@ -39,7 +38,6 @@ class Batch:
     block_tables_cpu: np.ndarray[Any, np.dtype[np.int32]] | None = None
     attention: Any = None
     fixed: bool = False
-    split: bool = True
     logits: Tensor | None = None
 
 

@@ -105,7 +105,7 @@ def _bench_outside(tp_size: str, asked: Asked, device: str, outside: Place) -> l
     if asked.time_limit is not None:
         raise OptionError("--time_limit was asked for", why="a launcher's ranks are not ours to end", next="leave it out")
     found = outside_.bench(asked.run(outside.world, device), outside)
-    return [] if found is None else [csv_path(asked.folder, found.world, found.sm)]
+    return [csv_path(asked.folder, found.world, found.sm)]
 
 
 def codegen(

@@ -106,17 +106,17 @@ class Places:
         stream = (rows, model.shape.hidden_size)
         self.hidden = None if first else torch.zeros(stream, dtype=dtype, device=device)
         self.out = None if last else torch.zeros(stream, dtype=dtype, device=device)
-        self.logits = torch.zeros(rows, model.shape.vocab_size, dtype=dtype, device=device) if last else None
+        self.logits = torch.zeros(rows, model.shape.vocab_size, dtype=torch.float32, device=device) if last else None
 
-    def batch(self, size: int, *, split: bool) -> Batch:
-        """The batch of a size (split: see `Batch`); its facts on the host are those of padding."""
+    def batch(self, size: int) -> Batch:
+        """The batch of a size; its facts on the host are those of padding."""
         ids, positions, kv_slots, _, lengths = self.facts
         tables = np.zeros((size, 1), dtype=np.int32)
         return Batch(
             token_ids=ids[:size], positions=positions[:size], kv_slots=kv_slots[:size], query_starts=self.starts[: size + 1],
             kv_lengths=lengths.view(torch.int32)[:size], block_tables=torch.from_numpy(tables), logit_rows=self.numbers[:size],
             query_starts_cpu=list(range(size + 1)), kv_lengths_cpu=[1] * size, block_tables_cpu=tables, fixed=True,
-            split=split, logits=None if self.logits is None else self.logits[:size],
+            logits=None if self.logits is None else self.logits[:size],
         )  # fmt: skip
 
     def fill(self, arranged: Arranged) -> None:
@@ -153,17 +153,16 @@ class DecodeGraphs:
         most, width = tables.host.shape
         self.sizes = sizes(most)
         self.places = Places(most, model, first=first, last=last, dtype=dtype, device=last_tokens.device)
-        self._captured: dict[tuple[int, bool], tuple[Batch, Replay]] = {}  # by size, and whether rows may be split
+        self._captured: dict[int, tuple[Batch, Replay]] = {}
         backend.hold(most, most * width)
 
     def capture(self, caches: Sequence[KvCache], wanted: Sequence[int]) -> Iterator[int]:
         """Capture the forwards of these sizes over these caches, the largest first: it takes what the others then share. Yields
         each once it is there. Collective: all ranks capture the same."""
         for size in sorted(wanted, reverse=True):
-            for split in (True, False) if self._backend.whole_up_to(size) else (True,):
-                batch = self.places.batch(size, split=split)
-                batch.attention = self._backend.plan(batch)
-                self._captured[size, split] = batch, self._tape.record(partial(self._forward, batch, caches))
+            batch = self.places.batch(size)
+            batch.attention = self._backend.plan(batch)
+            self._captured[size] = batch, self._tape.record(partial(self._forward, batch, caches))
             yield size
 
     def forget(self) -> None:
@@ -183,16 +182,15 @@ class DecodeGraphs:
 
     def size_of(self, rows: int) -> int | None:
         """The smallest captured size that holds so many rows."""
-        return min((size for size, _ in self._captured if size >= rows), default=None)
+        return min((size for size in self._captured if size >= rows), default=None)
 
     def replay(self, size: int, arranged: Arranged, receive: Callable[[Tensor], Tensor]) -> Tensor:
         """Forward the rows [R] of one token each, R <= size. `receive` fills the residual stream [R, hidden_size] on later stages.
         Returns the rows' logits [R, vocab_size], or the residual stream; both until the next replay."""
         rows = len(arranged.slots)
-        longest = int(arranged.kv_lengths.max())
-        batch, run = self._captured[size, longest > self._backend.whole_up_to(size)]
+        batch, run = self._captured[size]
         self.places.fill(arranged)
-        used = -(-longest // self._tables.block_size)
+        used = -(-int(arranged.kv_lengths.max()) // self._tables.block_size)
         tables = np.zeros((size, used), dtype=np.int32)
         tables[:rows] = self._tables.host[arranged.slots, :used]
         batch.block_tables_cpu, batch.block_tables = tables, torch.from_numpy(tables)

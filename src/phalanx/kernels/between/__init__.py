@@ -7,20 +7,13 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels import reference
-from phalanx.kernels.norms import residual_rms_norm_quant, triton_is_here
+from phalanx.kernels.norms import triton_is_here
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _kernel_takes(x: Tensor) -> bool:
     return x.is_cuda and x.is_contiguous() and x.dtype in _FLOATS and triton_is_here()
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `reference.rms_norm`. On GPU the kernel with a residual, of zeros: one launch more than it needs, and five fewer."""
-    if x.is_cuda and x.dim() == 2:
-        return residual_rms_norm_quant(x, torch.zeros_like(x), weight, eps)[0]
-    return reference.rms_norm(x, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -20,15 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.between.silu_gate import nearest
 from phalanx.kernels.residual_rms_norm import capability
 
-LONG = 8192
-
-
-def shape(inputs: int) -> tuple[int, int, int]:
-    """Rows of a program, columns of each that it reads at a time, and its warps: the best of nine on H200 with Llama-3-8B's sizes.
-
-    Short rows are read at 3.9 to 4.6 TB/s, those of 14,336 at 4.0; a read of a large tensor reaches 4.56.
-    """
-    return (4, 2048, 8) if inputs <= LONG else (2, 2048, 4)
+ROWS, BLOCK, WARPS = 4, 2048, 8
+"""Rows of the weight and columns of each that a program reads at a time, and its warps: measured on H200."""
 
 
 @triton.jit
@@ -51,13 +44,13 @@ def _one_row(x, weight, out, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BL
     tl.store(out + row, nearest(tl.sum(total, 1), coming, PTX), row < rows)
 
 
-def one_row(x: Tensor, weight: Tensor, out: Tensor | None = None, *, launch: tuple[int, int, int] | None = None) -> Tensor:
-    """x [1, in] times weight [out, in], both contiguous in bf16, fp16 or fp32 -> [1, out], in `out` where one is given.
-    launch: instead of `shape`."""
+def one_row(
+    x: Tensor, weight: Tensor, out: Tensor | None = None, *, rows: int = ROWS, block: int = BLOCK, warps: int = WARPS
+) -> Tensor:
+    """x [1, in] times weight [out, in], both contiguous in bf16, fp16 or fp32 -> [1, out], in `out` where one is given."""
     outputs, inputs = weight.shape
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if out is None else out
     ptx = capability(x.device)
-    rows, block, warps = launch or shape(inputs)
     _one_row[(triton.cdiv(outputs, rows),)](
         x, weight, out, outputs, COLUMNS=inputs, ROWS=rows, BLOCK=block, PTX=ptx, num_warps=warps, launch_pdl=ptx >= 90
     )

@@ -39,10 +39,6 @@ class AttentionBackend(Protocol):
     def plan(self, batch: Batch) -> AttentionPlan:
         """Host work and copies to the device, once per batch; reads no tensor back from the device."""
 
-    def whole_up_to(self, rows: int) -> int:
-        """Up to so many tokens, a row of a fixed batch of `rows` rows is attended faster at once than in pieces; a batch of such
-        rows has a plan of its own (`Batch.split`). 0 where there is but one plan. To be asked once all kinds of layers were met."""
-
     def hold(self, rows: int, pages: int) -> None:
         """Before the first fixed batch: such batches will have up to `rows` rows, and `pages` entries of block tables in all."""
 

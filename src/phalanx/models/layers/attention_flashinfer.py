@@ -25,9 +25,6 @@ WORKSPACE_BYTES = 256 << 20
 PLAN_BYTES = 512 << 10
 """For the plan of a fixed batch: a few words per row and per piece of a split row, of which a GPU runs some hundreds at once."""
 
-WHOLE_TOKENS = 256
-"""Up to so many tokens, a row's two pieces and their merging take longer than the whole: 9.6 against 6.3 us at 190 on H200."""
-
 Words = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -107,9 +104,9 @@ class Wrapper:
 class FixedTable:
     """The page table of one kind's fixed batches, on the device where graphs find it: indptr, last_page_len, indices.
 
-    Few rows are split, so that they keep the whole GPU busy, and are planned for each batch. Where all are short, or rows times KV
-    heads are more programs than the GPU runs at once, a split would gain nothing: each is one program, whatever its length, so that
-    one plan does for good. It is made without FlashInfer's own support of graphs, which would launch programs that nobody needs.
+    Few rows are split, so that they keep the whole GPU busy, and are planned for each batch. Where rows times KV heads are more
+    programs than the GPU runs at once, a split would gain nothing: each is one program, whatever its length, so that one plan does
+    for good. It is made without FlashInfer's own support of graphs, which would launch programs that nobody needs.
     """
 
     def __init__(self, rows: int, room: int, device: torch.device) -> None:
@@ -164,7 +161,7 @@ class FlashInferBackend:
         self.dtype, self.device = dtype, device
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.wrappers: dict[Kind, tuple[Wrapper, Wrapper]] = {}
-        self.fixed: dict[tuple[Kind, int, bool], Wrapper] = {}
+        self.fixed: dict[tuple[Kind, int], Wrapper] = {}
         self.tables: dict[Kind, FixedTable] = {}
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self._most = (0, 0)
@@ -175,9 +172,6 @@ class FlashInferBackend:
             plan.prepare(kind)
         return plan
 
-    def whole_up_to(self, rows: int) -> int:
-        return WHOLE_TOKENS if any(rows * kind.kv_heads < 2 * self.processors for kind in self.wrappers) else 0
-
     def hold(self, rows: int, pages: int) -> None:
         self._most = (rows, pages)
 
@@ -187,30 +181,24 @@ class FlashInferBackend:
         prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
         self.wrappers[kind] = Wrapper(decode, self.device), Wrapper(prefill, self.device)
 
-    def place(self, kind: Kind, batch: Batch) -> tuple[Kind, int, bool]:
-        """Under what a fixed batch's wrapper is kept: its kind, its rows, and whether it splits them."""
-        rows = len(batch.kv_lengths_cpu)
-        return kind, rows, batch.split and rows * kind.kv_heads < 2 * self.processors
-
     def plan_fixed(self, kind: Kind, batch: Batch) -> None:
         """Plan a fixed batch into the buffers of its size."""
-        place = self.place(kind, batch)
-        rows = place[1]
+        rows = len(batch.kv_lengths_cpu)
         table = pages(batch, range(rows), kind.window, kind.block_size)
         if kind not in self.tables:
             self.tables[kind] = FixedTable(*self._most, self.device)
         self.tables[kind].fill(table)
-        known, options = place in self.fixed, kind.options(self.dtype)
-        if not place[2]:
+        known, options = (kind, rows) in self.fixed, kind.options(self.dtype)
+        if rows * kind.kv_heads >= 2 * self.processors:
             if not known:
-                self.fixed[place] = self.tables[kind].whole(rows, self.workspace, kind, options)
+                self.fixed[kind, rows] = self.tables[kind].whole(rows, self.workspace, kind, options)
             return
         if not known:
-            self.fixed[place] = self.tables[kind].splitting(rows, self.workspace)
+            self.fixed[kind, rows] = self.tables[kind].splitting(rows, self.workspace)
         host = [torch.from_numpy(words) for words in table]
         if known:
             options["global_override_indptr_cpu"] = host[0]
-        self.fixed[place].plan(*host, *kind.sizes, quickly=known, **options)
+        self.fixed[kind, rows].plan(*host, *kind.sizes, quickly=known, **options)
 
 
 class FlashInferPlan:
@@ -235,7 +223,7 @@ class FlashInferPlan:
         scales = {} if kv_scales is None else {"k_scale": kv_scales[0], "v_scale": kv_scales[1]}
         decode, prefill = self._backend.wrappers[kind]
         if self._batch.fixed:
-            decode = self._backend.fixed[self._backend.place(kind, self._batch)]
+            decode = self._backend.fixed[kind, split]
         if split:
             decode.run(query[:split], paged, out=out[:split], **scales)
         if end > split:

@@ -185,8 +185,5 @@ class SdpaBackend:
     def plan(self, batch: Batch) -> SdpaPlan:
         return SdpaPlan(batch, self._scratch)
 
-    def whole_up_to(self, rows: int) -> int:
-        return 0
-
     def hold(self, rows: int, pages: int) -> None:
         return

@@ -59,11 +59,8 @@ class ParallelHead(Sliced):
         self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, seat=seat) if tied is None else tied
 
     def forward(self, hidden: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32; or in `out`, in its dtype."""
-        chosen, weight = hidden.index_select(0, rows), self.table.weight
-        if out is not None and out.dtype == weight.dtype and self.group.size == 1 and len(weight) == self.vocab_size:
-            return kernels.linear(chosen, weight, out=out)
-        local = kernels.linear(chosen, weight)
+        """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32, in `out` where one is given."""
+        local = kernels.linear(hidden.index_select(0, rows), self.table.weight)
         logits = self.group.all_gather(local, dim=-1)[:, : self.vocab_size]
         return logits.float() if out is None else out.copy_(logits)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class Place:
     address: str | None
 
 
-def bench(run: Run, place: Place, progress: Progress | None = None) -> Bench | None:
-    """This rank's part of the benchmark; rank 0 writes CSV and sidecar and returns what they hold, the others None."""
+def bench(run: Run, place: Place, progress: Progress | None = None) -> Bench:
+    """This rank's part of the benchmark; rank 0 writes CSV and sidecar and returns what they hold, the others end here."""
     import torch
     from torch.distributed.rendezvous import rendezvous
 
@@ -72,8 +73,12 @@ def bench(run: Run, place: Place, progress: Progress | None = None) -> Bench | N
             state.result({"task": str(task)} | ({"skip": result} if isinstance(result, str) else {"samples": result}))
     watch.end()
     group.barrier()
+    torch.distributed.destroy_process_group()
     if state is None:
-        return None
+        # This rank is done. An interpreter that winds down under torch's threads now and then aborts, and fails the launcher.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return state.write(complete=True)
 
 
