@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m phalanx`: the same as the command `phalanx`."""
+"""The command `phalanx`, and `python -m phalanx`: a Ctrl-C is answered in one word from the first import on."""
 
 from __future__ import annotations
 
 import sys
 
-from phalanx.cli import main
 
-sys.exit(main())
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    try:
+        from phalanx.cli import main as run
+    except KeyboardInterrupt:
+        return 130
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -90,6 +90,23 @@ found["sum"] = memory.oneshot(torch.ones(1, 8))
         assert torch.equal(rank["sum"], torch.full((1, 8), 2.0))
 
 
+def test_what_a_killed_rank_left_is_swept_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+    body = """
+import fcntl
+from phalanx.comm import shared_memory
+used = None
+if rank == 0:
+    (folder / "phalanx-left").write_bytes(b"x")
+    used = (folder / "phalanx-used").open("wb")
+    fcntl.flock(used, fcntl.LOCK_EX)
+group.barrier()
+shared_memory.form(group, 1 << 16, folder=folder)
+found["files"] = [path.name for path in folder.glob("phalanx-*")]
+"""
+    for rank in cpu_ranks.run(2, body, tmp_path):
+        assert rank["files"] == ["phalanx-used"]
+
+
 def test_all_ranks_refuse_when_one_host_has_no_room(tmp_path: Path) -> None:
     body = """
 from phalanx.comm import shared_memory

@@ -11,6 +11,8 @@ before all have posted in call n.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import mmap
 import os
 import platform
@@ -211,8 +213,10 @@ def form(group: Group, message_bytes: int, *, timeout: float = 300.0, folder: Pa
     name = f"phalanx-{secrets.token_hex(8)}"
     path = folder / name
     memory = None
+    handle: int | None = None
     if group.rank == 0 and why is None:
-        why = _create(path, size)
+        _sweep(folder)
+        handle, why = _create(path, size)
     names = share_text(group, f"{'' if why is None else why}\n{name}")
     path = folder / names[0].split("\n")[1]
     refusals = [text.split("\n")[0] for text in names]
@@ -225,8 +229,9 @@ def form(group: Group, message_bytes: int, *, timeout: float = 300.0, folder: Pa
                 why = f"{path} cannot be mapped: {error.strerror}"
             refusals = share_text(group, why or "")
     finally:
-        if group.rank == 0:
+        if handle is not None:
             path.unlink(missing_ok=True)
+            os.close(handle)
     refused = [(rank, text) for rank, text in enumerate(refusals) if text]
     if refused:
         return f"rank {refused[0][0]}: {refused[0][1]}"
@@ -234,18 +239,28 @@ def form(group: Group, message_bytes: int, *, timeout: float = 300.0, folder: Pa
     return SharedMemory(memory, group.rank, group.size, chunk, timeout)
 
 
-def _create(path: Path, size: int) -> str | None:
-    """A file of zeros whose pages are really there; otherwise the reason."""
+def _create(path: Path, size: int) -> tuple[int | None, str | None]:
+    """(an open file of zeros whose pages are really there, None), or (None, why not). The file is locked for as long as it has a
+    name: the lock of one whose maker died is free, and the next engine on this host sweeps it away."""
+    handle = None
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-        try:
-            os.posix_fallocate(handle, 0, size)
-        finally:
-            os.close(handle)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(handle, 0, size)
     except OSError as error:
         path.unlink(missing_ok=True)
-        return f"{size >> 20} MiB in {path.parent} cannot be had: {error.strerror}"
-    return None
+        if handle is not None:
+            os.close(handle)
+        return None, f"{size >> 20} MiB in {path.parent} cannot be had: {error.strerror}"
+    return handle, None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what ranks left behind that were killed while their memory had a name."""
+    for left in folder.glob("phalanx-*"):
+        with contextlib.suppress(OSError), left.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink(missing_ok=True)
 
 
 def share_text(group: Group, text: str, device: torch.device | None = None) -> list[str]:

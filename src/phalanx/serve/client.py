@@ -84,6 +84,9 @@ class Engine(Protocol):
 
     async def close(self, timeout: float = 10.0) -> None: ...
 
+    def kill(self) -> None:
+        """End the engine now, without an event loop; for when there is none any more."""
+
 
 class Stream:
     """Updates of one request, in order, until a finish_reason or an error."""

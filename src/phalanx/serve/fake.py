@@ -85,6 +85,9 @@ class FakeEngineClient(Engine):
             call(error)
 
     async def close(self, timeout: float = 10.0) -> None:
+        self.kill()
+
+    def kill(self) -> None:
         self.failure = self.failure or EngineClosed("the engine was shut down")
 
     def _updates(self, add: Add) -> Iterable[Update]:

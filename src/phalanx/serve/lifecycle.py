@@ -158,7 +158,9 @@ class Lifecycle:
             self._asked.set()
             return
         logger.warning("stopped at once")
-        # The engine's processes hold death pipes to this one: they end with it.
+        # The engine's processes hold death pipes to this one, and would end with it; its folder would stay.
+        if self._client is not None:
+            self._client.kill()
         os._exit(128 + number)
 
     def _url(self) -> str:
