@@ -101,6 +101,7 @@ if rank == 0:
     fcntl.flock(used, fcntl.LOCK_EX)
 group.barrier()
 shared_memory.form(group, 1 << 16, folder=folder)
+group.barrier()
 found["files"] = [path.name for path in folder.glob("phalanx-*")]
 """
     for rank in cpu_ranks.run(2, body, tmp_path):
