@@ -19,7 +19,7 @@ test: $(VENV)/.dev
 	@$(PY) -m pytest -q -n 2 --dist loadfile
 
 check: $(VENV)/.dev
-	@echo "== ruff" && $(VENV)/bin/ruff check src tests scripts benchmarks && $(VENV)/bin/ruff format --check src tests scripts benchmarks
+	@echo "== ruff" && $(VENV)/bin/ruff check --no-cache src tests scripts benchmarks && $(VENV)/bin/ruff format --check src tests scripts benchmarks
 	@echo "== mypy" && $(VENV)/bin/mypy
 	@echo "== import-linter" && $(VENV)/bin/lint-imports --no-logo
 	@echo "== house" && $(PY) -m pytest -q tests/house

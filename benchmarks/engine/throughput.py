@@ -57,8 +57,9 @@ def phalanx_tokens_per_second(prompts: list[list[int]], new_tokens: int, repeats
 def transformers_tokens_per_second(prompts: list[list[int]], new_tokens: int) -> float:
     """One pass over an eighth of the prompts (each costs the same), after a warm-up."""
     import torch
-    from phalanx.config.locate import locate
     from transformers import AutoModelForCausalLM
+
+    from phalanx.config.locate import locate
 
     model = AutoModelForCausalLM.from_pretrained(locate("demo"), dtype=torch.float32).eval()
     few = prompts[: max(4, len(prompts) // 8)]
