@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the server costs: tokens per second through HTTP with 32 streams, beside offline `generate` with the same load.
 
-Both run the demo model on CPU: 32 requests at once with the same prompt ids and lengths; over HTTP they stream.
+Both run the demo model on CPU: 32 requests at once with the same prompt ids and lengths; over HTTP they stream. The client is that
+of `phalanx bench serve`: on a machine of few cores a slow client would be measured, not the server.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import record
+from phalanx.bench.load import Load, run
 
 TARGET = 0.80
 
@@ -33,9 +33,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tp_size", type=int, default=1)
     asked = parser.parse_args()
-    prompts = [[3 + (17 * i + 31 * j) % 500 for j in range(asked.prompt_tokens)] for i in range(asked.streams)]
-    offline = offline_rates(prompts, asked.new_tokens, asked.repeats, asked.tp_size)
-    served = served_rates(prompts, asked.new_tokens, asked.repeats, asked.tp_size)
+    load = Load(requests=asked.streams, input_len=asked.prompt_tokens, output_len=asked.new_tokens, concurrency=asked.streams)
+    offline = offline_rates(load, asked.repeats, asked.tp_size)
+    served = served_rates(load, asked.repeats, asked.tp_size)
     ratio = max(served) / max(offline)
     print(f"offline generate: {max(offline):8.1f} tokens/s")
     print(f"over HTTP:        {max(served):8.1f} tokens/s with {asked.streams} streams")
@@ -45,10 +45,10 @@ def main() -> int:
     return 0 if ratio >= TARGET else 1
 
 
-def offline_rates(prompts: list[list[int]], new_tokens: int, repeats: int, tp: int) -> list[float]:
+def offline_rates(load: Load, repeats: int, tp: int) -> list[float]:
     from phalanx import LLM, SamplingParams
 
-    params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    params, prompts = SamplingParams(max_tokens=load.output_len, temperature=0, ignore_eos=True), load.prompts()
     rates = []
     with LLM("demo", tensor_parallel_size=tp, enable_prefix_caching=False, device="cpu") as llm:
         llm.generate(prompts[:2], params, use_tqdm=False)
@@ -60,59 +60,32 @@ def offline_rates(prompts: list[list[int]], new_tokens: int, repeats: int, tp: i
     return rates
 
 
-def served_rates(prompts: list[list[int]], new_tokens: int, repeats: int, tp: int) -> list[float]:
+def served_rates(load: Load, repeats: int, tp: int) -> list[float]:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", str(tp), "--port", str(port), "--device", "cpu"]
     server = subprocess.Popen([*command, "--no_enable_prefix_caching"])
     try:
-        return asyncio.run(_drive(f"http://localhost:{port}", prompts, new_tokens, repeats))
+        url = f"http://localhost:{port}"
+        _wait_until_ready(url)
+        found = [run(url, None, load)["results"] for _ in range(repeats)]
+        assert all(each["completed"] == load.requests for each in found), found
+        return [each["output_tok_s"] for each in found]
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
 
 
-async def _drive(url: str, prompts: list[list[int]], new_tokens: int, repeats: int) -> list[float]:
-    limits = httpx.Limits(max_connections=len(prompts) + 4)
-    async with httpx.AsyncClient(base_url=url, timeout=300.0, limits=limits) as client:
-        await _ready(client)
-        await asyncio.gather(*(_stream(client, prompt, 8) for prompt in prompts[:2]))
-        rates = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            made = await asyncio.gather(*(_stream(client, prompt, new_tokens) for prompt in prompts))
-            rates.append(sum(made) / (time.perf_counter() - begin))
-        return rates
-
-
-async def _ready(client: httpx.AsyncClient) -> None:
+def _wait_until_ready(url: str) -> None:
     for _ in range(600):
         try:
-            if (await client.get("/ready")).status_code == 200:
+            if httpx.get(f"{url}/ready").status_code == 200:
                 return
         except httpx.TransportError:
             pass
-        await asyncio.sleep(0.2)
+        time.sleep(0.2)
     raise SystemExit("the server was not ready after 120 s")
-
-
-async def _stream(client: httpx.AsyncClient, prompt: list[int], new_tokens: int) -> int:
-    """Completion tokens of one streamed request, as its usage says."""
-    body = {
-        "model": "demo", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    made = 0
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event = json.loads(line[6:])
-                if event.get("usage"):
-                    made = event["usage"]["completion_tokens"]
-    assert made == new_tokens, f"{made} tokens came over HTTP"
-    return made
 
 
 if __name__ == "__main__":
