@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import signal
 import socket
 import subprocess
@@ -35,6 +37,47 @@ GONE = 0
 """Stands for the status of a request that found no server."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    head: bytes
+    body: bytes
+
+
+class Client:
+    """As little of HTTP/1.1 as will do, over connections that are kept: client and server share the machine's few cores, and what
+    a full client costs for each refusal would be taken from the answers. Connections have no bound: a queue here would hide the
+    rush from the server."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._place = host, port
+        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def post(self, path: str, body: dict[str, Any]) -> Answer:
+        """Raises OSError or EOFError when the server is not there, or leaves."""
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._place[0]}\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
+        reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(*self._place)
+        try:
+            writer.write(head.encode() + data)
+            top = await reader.readuntil(b"\r\n\r\n")
+            length = next(int(line[15:]) for line in top.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            answer = Answer(int(top[9:12]), top, await reader.readexactly(length))
+        except BaseException:
+            writer.close()
+            raise
+        if b"connection: close" in top.lower():
+            writer.close()
+        else:
+            self._idle.append((reader, writer))
+        return answer
+
+    def close(self) -> None:
+        for _, writer in self._idle:
+            writer.close()
+
+
 @dataclass
 class Load:
     """What came of a load. statuses: how many of each; rate: whole answers per second while it lasted."""
@@ -49,26 +92,26 @@ class Load:
     def rate(self) -> float:
         return self.whole_in_time / self.seconds
 
-    def take(self, answer: httpx.Response, tokens: int, *, in_time: bool) -> None:
-        self.statuses[answer.status_code] += 1
-        if answer.status_code == 200:
-            made = answer.json()["usage"]["completion_tokens"]
+    def take(self, answer: Answer, tokens: int, *, in_time: bool) -> None:
+        self.statuses[answer.status] += 1
+        if answer.status == 200:
+            made = json.loads(answer.body)["usage"]["completion_tokens"]
             if made == tokens:
                 self.whole_in_time += in_time
             else:
                 self.broken.append(f"{made} tokens of {tokens}")
-        elif answer.status_code in (429, 503) and "retry-after" not in answer.headers:
+        elif answer.status in (429, 503) and b"retry-after:" not in answer.head.lower():
             self.without_retry_after += 1
 
 
-async def closed_loop(client: httpx.AsyncClient, body: dict[str, Any], *, clients: int, seconds: float) -> Load:
+async def closed_loop(client: Client, body: dict[str, Any], *, clients: int, seconds: float) -> Load:
     """So many clients, each of which asks again as soon as it has its answer."""
     load = Load()
     begin = time.monotonic()
 
     async def one() -> None:
         while time.monotonic() - begin < seconds:
-            answer = await client.post("/v1/completions", json=body)
+            answer = await client.post("/v1/completions", body)
             load.take(answer, body["max_tokens"], in_time=time.monotonic() - begin <= seconds)
 
     await asyncio.gather(*(one() for _ in range(clients)))
@@ -77,7 +120,7 @@ async def closed_loop(client: httpx.AsyncClient, body: dict[str, Any], *, client
 
 
 async def open_loop(
-    client: httpx.AsyncClient,
+    client: Client,
     body: dict[str, Any],
     *,
     rate: float,
@@ -92,8 +135,8 @@ async def open_loop(
     async def one() -> None:
         late = called
         try:
-            answer = await client.post("/v1/completions", json=body)
-        except httpx.TransportError as error:
+            answer = await client.post("/v1/completions", body)
+        except (OSError, EOFError) as error:
             if late:
                 load.statuses[GONE] += 1
             else:
@@ -114,11 +157,6 @@ async def open_loop(
     return load
 
 
-def client_of(url: str) -> httpx.AsyncClient:
-    """A client without a bound on connections: a queue inside it would hide the rush from the server."""
-    return httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False, limits=httpx.Limits(max_connections=None))
-
-
 def resident(process: psutil.Process) -> int:
     """Bytes of the server and its children, together."""
     return sum(int(one.memory_info().rss) for one in (process, *process.children(recursive=True)))
@@ -130,35 +168,38 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--tp_size", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each rank; refusals need a core that no rank computes on")
     asked = parser.parse_args()
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = subprocess.Popen(
         [sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", str(asked.tp_size), "--port", str(port), "--device", "cpu",
-         "--max_batch_size", str(asked.batch), "--max_num_queued_reqs", str(asked.batch)]
+         "--max_batch_size", str(asked.batch), "--max_num_queued_reqs", str(asked.batch)],
+        env={**os.environ, "OMP_NUM_THREADS": str(asked.threads)},
     )  # fmt: skip
     try:
-        return asyncio.run(_run(asked, f"http://localhost:{port}", server))
+        return asyncio.run(_run(asked, port, server))
     finally:
         server.terminate()
         server.wait(60)
 
 
-async def _run(asked: argparse.Namespace, url: str, server: subprocess.Popen[bytes]) -> int:
+async def _run(asked: argparse.Namespace, port: int, server: subprocess.Popen[bytes]) -> int:
     body = {"model": "demo", "prompt": "What is a rank?", "max_tokens": asked.new_tokens, "ignore_eos": True, "temperature": 0}
     process = psutil.Process(server.pid)
-    async with client_of(url) as client:
-        await _ready(client)
-        await closed_loop(client, body, clients=2, seconds=2.0)
-        capacity = await closed_loop(client, body, clients=asked.batch, seconds=asked.seconds / 3)
-        await open_loop(client, body, rate=TIMES * capacity.rate, seconds=3.0)
-        before = resident(process)
-        rush = await open_loop(client, body, rate=TIMES * capacity.rate, seconds=asked.seconds)
-        grown = resident(process) - before
-        last = await open_loop(
-            client, body, rate=TIMES * capacity.rate, seconds=10.0, halfway=lambda: server.send_signal(signal.SIGTERM)
-        )
+    client = Client("localhost", port)
+    await _ready(port)
+    await closed_loop(client, body, clients=2, seconds=2.0)
+    capacity = await closed_loop(client, body, clients=asked.batch, seconds=asked.seconds / 3)
+    await open_loop(client, body, rate=TIMES * capacity.rate, seconds=3.0)
+    before = resident(process)
+    rush = await open_loop(client, body, rate=TIMES * capacity.rate, seconds=asked.seconds)
+    grown = resident(process) - before
+    last = await open_loop(
+        client, body, rate=TIMES * capacity.rate, seconds=10.0, halfway=lambda: server.send_signal(signal.SIGTERM)
+    )
+    client.close()
     status = server.wait(60)
     kept = rush.rate / capacity.rate
     print(f"capacity:   {capacity.rate:6.2f} answers/s with {asked.batch} clients")
@@ -179,14 +220,15 @@ async def _run(asked: argparse.Namespace, url: str, server: subprocess.Popen[byt
     return 0 if good else 1
 
 
-async def _ready(client: httpx.AsyncClient) -> None:
-    for _ in range(600):
-        try:
-            if (await client.get("/ready")).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(0.2)
+async def _ready(port: int) -> None:
+    async with httpx.AsyncClient(base_url=f"http://localhost:{port}", trust_env=False) as client:
+        for _ in range(600):
+            try:
+                if (await client.get("/ready")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.2)
     raise SystemExit("the server was not ready after 120 s")
 
 

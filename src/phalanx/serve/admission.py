@@ -87,19 +87,27 @@ class Admission:
         if self.phase is not Phase.READY:
             said = "the server is still starting" if self.phase is Phase.STARTING else "the server is shutting down"
             raise EngineClosed(said, next="try another server, or later")
-        free = max(0, self.batch - (self.open - self.queued))
         if sequences > self.max_reqs + self.batch:
             raise RequestError(
                 f"{sequences} completions were asked for at once", held=f"this server holds {self.max_reqs + self.batch} at most",
                 next="ask for fewer, in several requests",
             )  # fmt: skip
+        self._require_room(sequences)
+        return Ticket(self, sequences)
+
+    def look_in(self) -> None:
+        """Before a body is even read: raises Overloaded when not one sequence more may wait, so that a refusal costs little."""
+        if self.phase is Phase.READY:
+            self._require_room(1)
+
+    def _require_room(self, sequences: int) -> None:
+        free = max(0, self.batch - (self.open - self.queued))
         if self.queued + sequences > self.max_reqs + free:
             self._refused("queue_full")
             raise Overloaded(
                 "the server is at its limit", held=f"{self.queued} completions wait, and {self.max_reqs} may (max_num_queued_reqs)",
                 next=f"try again in {self.retry_after()} s",
             )  # fmt: skip
-        return Ticket(self, sequences)
 
     def retry_after(self) -> int:
         """Seconds until a place is likely to be free: what waits, over the rate at which sequences left of late; 1 to 60."""

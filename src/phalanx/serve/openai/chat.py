@@ -33,6 +33,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
+    service.admission.look_in()
     asked = await body.read(request, ChatRequest)
     work = ChatWork(service, service.ready(asked.model), asked)
     if asked.stream:

@@ -37,6 +37,7 @@ router = APIRouter()
 async def create_completion(request: Request) -> Response:
     """Continue a prompt, or several."""
     service = service_of(request)
+    service.admission.look_in()
     asked = await body.read(request, CompletionRequest)
     work = CompletionWork(service, service.ready(asked.model), asked)
     if asked.stream:
