@@ -23,6 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -52,6 +53,11 @@ class Client:
     def __init__(self, host: str, port: int) -> None:
         self._place = host, port
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    @classmethod
+    def of(cls, url: str) -> Client:
+        parts = urlsplit(url)
+        return cls(parts.hostname or "localhost", parts.port or 80)
 
     async def post(self, path: str, body: dict[str, Any]) -> Answer:
         """Raises OSError or EOFError when the server is not there, or leaves."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+from contextlib import closing
 
 import httpx
 import psutil
 import pytest
 
-from benchmarks.serve.overload import GONE, TIMES, client_of, closed_loop, open_loop
+from benchmarks.serve.overload import GONE, TIMES, Client, closed_loop, open_loop
 from tests.serve.processes import MODEL, Served, fake_server, until
 
 SECONDS = 8.0
@@ -103,7 +104,7 @@ def test_ten_times_the_capacity(tmp_path, tiny_model):
         served.wait_ready()
 
         async def rush() -> None:
-            async with client_of(served.url) as client:
+            with closing(Client.of(served.url)) as client:
                 capacity = await closed_loop(client, body, clients=4, seconds=4.0)
                 assert set(capacity.statuses) == {200}
                 await open_loop(client, body, rate=TIMES * capacity.rate, seconds=1.0)
@@ -136,7 +137,7 @@ def test_queued_tokens(tmp_path, tiny_model, tokens):
         body = {"model": MODEL, "prompt": [5] * 60, "max_tokens": 50, "ignore_eos": True}
 
         async def crowd() -> list[httpx.Response]:
-            async with client_of(served.url) as client:
+            async with httpx.AsyncClient(base_url=served.url, timeout=300, trust_env=False) as client:
                 first = asyncio.create_task(client.post("/v1/completions", json=body))
                 while served.metric("num_requests_running") < 1:
                     await asyncio.sleep(0.02)
