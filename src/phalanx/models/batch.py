@@ -64,10 +64,3 @@ class LayerCache:
     def zeros(cls, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         shape = (blocks, block_size, heads, head_dim)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-
-
-@dataclass
-class Hidden:
-    """What one pipeline stage hands to the next: the residual stream [T, hidden_size], before the next layer's norm."""
-
-    states: Tensor
