@@ -17,12 +17,15 @@ class Batch:
 
     token_ids [T] int64; positions [T] int64; kv_slots [T] int64: where each token's K and V go, block * block_size + offset, and -1
     for padding. query_starts [R+1] int32: row r's tokens are query_starts[r]..query_starts[r+1]. kv_lengths [R] int32: tokens of
-    the row in the cache once this forward has stored its own. block_tables [R, W] int32: block ids, stale or 0 beyond what is used.
+    the row in the cache once this forward has stored its own. block_tables [R, W] int32: block ids, stale or 0 beyond what is used;
+    with table_rows [R] int64, row r's table is block_tables[table_rows[r]], of more rows than the batch has.
     logit_rows [S] int64: which of the T tokens yield logits. `attention` is what the back end planned for this batch.
     The `*_cpu` facts are the same on the host, for back ends that plan there; `block_tables_cpu` is left out where none does.
 
-    fixed: a batch of R rows of one token each that a captured graph forwards again and again: every tensor stays where it is, and
-    what changes between the replays is planned from the host's facts alone; `block_tables` may be on the host.
+    fixed: a batch of R rows of one token each that a captured graph forwards again and again: every tensor stays where it is. Its
+    tables are those of all slots, its table_rows the rows' slots; a padding row has slot 0, position 0, a KV length of 1 and KV slot
+    -1. A back end that plans such batches on the host (`plans_fixed`) does so from the `*_cpu` facts; for others these are never
+    brought up to date, and all rows may have any length up to that of the tables.
     logits [S, vocab_size] fp32: where the logits are to be written; None for a new tensor.
     """
 
@@ -36,6 +39,7 @@ class Batch:
     query_starts_cpu: list[int]
     kv_lengths_cpu: list[int]
     block_tables_cpu: np.ndarray[Any, np.dtype[np.int32]] | None = None
+    table_rows: Tensor | None = None
     attention: Any = None
     fixed: bool = False
     logits: Tensor | None = None
