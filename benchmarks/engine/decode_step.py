@@ -47,6 +47,11 @@ def main() -> int:
     parser.add_argument("--parts", default="products,tokens,steps,tpot")
     parser.add_argument("--requests", default="1,64")
     parser.add_argument("--modes", default="graphs,eager")
+    parser.add_argument("--shape", default="llama-3-8b", help="of the part `steps`, as `phalanx bench shape` names it")
+    parser.add_argument("--ranks", type=int, default=1, help="`steps` runs what one of so many tensor-parallel ranks computes")
+    parser.add_argument("--fp8", action="store_true", help="`steps` with weights in FP8")
+    parser.add_argument("--fp8_cache", action="store_true", help="`steps` with the KV cache in FP8")
+    parser.add_argument("--name", default="decode_step", help="of the file of figures")
     asked = parser.parse_args()
     parts, modes = asked.parts.split(","), asked.modes.split(",")
     requests = [int(count) for count in asked.requests.split(",")]
@@ -54,14 +59,14 @@ def main() -> int:
     for part, measure in (
         ("products", products),
         ("tokens", tokens),
-        ("steps", lambda: steps(requests, modes)),
+        ("steps", lambda: steps(asked)),
         ("tpot", lambda: tpot(requests, modes)),
     ):
         if part in parts:
             begin = time.monotonic()
             figures[part] = measure()
             print(f"{part}: {time.monotonic() - begin:.1f} s\n{show(part, figures[part])}", flush=True)
-            record.write("decode_step", figures, asked.out)
+            record.write(asked.name, figures, asked.out)
     return 0 if figures.get("tokens", {"equal": True})["equal"] else 1
 
 
@@ -75,15 +80,19 @@ def show(part: str, figure: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def make_runner(folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: list[int] | None) -> Runner:
+def make_runner(
+    folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: list[int] | None, fp8: bool = False, fp8_cache: bool = False
+) -> Runner:
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device)
+    model = registry.build(
+        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8=fp8, fp8_cache=fp8_cache
+    )
     if dummy:
         weights.dummy(model, 0)
     else:
         weights.load(model, folder)
-    caches = [LayerCache.zeros(slots * 20 + 1, 16, s.heads, s.head_dim, dtype, device) for s in model.kv_specs()]
+    caches = [LayerCache.zeros(slots * 20 + 1, 16, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in model.kv_specs()]
     runner = Runner(
         model, caches, backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
         max_batch_size=slots, max_seq_len=320, block_size=16, dtype=dtype, device=device,
@@ -186,13 +195,34 @@ def tokens() -> dict[str, Any]:
     return {"equal": found[True] == found[False], "requests": len(rows), "different": sum(a != b for a, b in rows)}
 
 
-def steps(requests: list[int], modes: list[str]) -> dict[str, Any]:
+def part_of(folder: Path, ranks: int) -> Path:
+    """The model in `folder` cut to what one of `ranks` tensor-parallel ranks computes, as a model of its own: the step of a rank
+    without its collectives."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        config[name] //= ranks
+    file.write_text(json.dumps(config))
+    return folder
+
+
+def steps(asked: argparse.Namespace) -> dict[str, Any]:
     """The runner alone."""
+    requests = [int(count) for count in asked.requests.split(",")]
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as parent:
-        folder = shapes.write("llama-3-8b", Path(parent) / "model")
-        for mode in modes:
-            runner = make_runner(folder, max(requests), graphs=mode == "graphs", dummy=True, captured=requests)
+        folder = part_of(shapes.write(asked.shape, Path(parent) / "model"), asked.ranks)
+        for mode in asked.modes.split(","):
+            runner = make_runner(
+                folder,
+                max(requests),
+                graphs=mode == "graphs",
+                dummy=True,
+                captured=requests,
+                fp8=asked.fp8,
+                fp8_cache=asked.fp8_cache,
+            )
             for count in requests:
                 found[f"{mode} {count}"] = step_times(runner, count, profiled=mode == "graphs")
             del runner

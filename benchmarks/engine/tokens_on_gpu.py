@@ -124,8 +124,8 @@ def visible_gpus() -> list[int]:
     return list(range(len(listed.splitlines())))
 
 
-def run_jobs(jobs: list[dict[str, Any]], gpus: list[int]) -> list[dict[str, Any]]:
-    """Run the jobs beside each other, each on GPUs of its own."""
+def run_jobs(jobs: list[dict[str, Any]], gpus: list[int], script: Path = Path(__file__)) -> list[dict[str, Any]]:
+    """Run the jobs beside each other, each by `script --job` on GPUs of its own."""
     free = list(gpus)
     running: list[tuple[dict[str, Any], list[int], subprocess.Popen[str]]] = []
     results = []
@@ -136,7 +136,7 @@ def run_jobs(jobs: list[dict[str, Any]], gpus: list[int]) -> list[dict[str, Any]
                 mine, free[:] = free[:need], free[need:]
                 jobs.remove(job)
                 environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
-                command = [sys.executable, __file__, "--job", json.dumps(job)]
+                command = [sys.executable, str(script), "--job", json.dumps(job)]
                 running.append((job, mine, subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)))
         for entry in list(running):
             job, mine, process = entry
