@@ -3,6 +3,8 @@
 
 Three seams: client <-> engine (`Add`, `Abort`, ... / `Started`, `Update`, ...), engine -> ranks (`Step`), ranks -> engine
 (`StepResult`, and the facts each rank reports while it starts).
+
+gc=False: of these there are hundreds a step, and none can be part of a cycle.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ ToEngine = Add | Abort | AskStats | Shutdown
 # ---- engine -> client ------------------------------------------------------------------------------------------------
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Natural-log probabilities at one position (of the raw logits' softmax, before penalties and temperature)."""
 
     token: int
@@ -52,7 +54,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top: list[tuple[int, float]] = []  # as many alternatives as were asked for, most likely first
 
 
-class Update(msgspec.Struct, tag=True, array_like=True):
+class Update(msgspec.Struct, tag=True, array_like=True, gc=False):
     """New tokens of one request, in order, exactly once. The last one has a finish_reason."""
 
     request_id: str
@@ -162,7 +164,7 @@ class Admission(msgspec.Struct, array_like=True):
     stop_token_ids: list[int] = []  # forbidden while fewer than min_tokens are out
 
 
-class Row(msgspec.Struct, array_like=True):
+class Row(msgspec.Struct, array_like=True, gc=False):
     """One request's part of one forward: positions start .. start+count-1.
 
     `tokens` holds their ids; it is empty for a row of one token whose id is what an earlier step sampled into the slot (the
@@ -195,7 +197,7 @@ class Step(msgspec.Struct, array_like=True):
     batches: list[StepBatch]  # one per dp index, possibly empty
 
 
-class RowResult(msgspec.Struct, array_like=True):
+class RowResult(msgspec.Struct, array_like=True, gc=False):
     """What one row yielded. `token` is None where the row does not sample."""
 
     token: int | None = None

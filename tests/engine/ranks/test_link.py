@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,17 @@ from phalanx.errors import StepDiverged
 
 
 @pytest.fixture
+def link(router: zmq.Socket[bytes], tmp_path: Path) -> Iterator[Link]:
+    """Connected: the engine's end has its first word."""
+    link = Link(3, f"ipc://{tmp_path}/s")
+    link.send(Hello(3, 0, 1))
+    name, frame = router.recv_multipart()
+    assert (name, decode_to_engine(frame)) == (b"rank-3", Hello(3, 0, 1))
+    yield link
+    link.close()
+
+
+@pytest.fixture
 def router(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
@@ -23,11 +36,8 @@ def router(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
     context.term()
 
 
-def test_a_link_takes_words_and_steps_and_gives_a_pulse(router: zmq.Socket[bytes], tmp_path: Path) -> None:
-    link = Link(3, f"ipc://{tmp_path}/s")
-    link.send(Hello(3, 0, 1))
-    name, frame = router.recv_multipart()
-    assert (name, decode_to_engine(frame)) == (b"rank-3", Hello(3, 0, 1))
+def test_a_link_takes_words_and_steps_and_gives_a_pulse(router: zmq.Socket[bytes], link: Link) -> None:
+    name = b"rank-3"
     assert link.receive(0.01) is None
     chain = Chain()
     router.send_multipart([name, encode(Allocate(5))])
@@ -43,4 +53,17 @@ def test_a_link_takes_words_and_steps_and_gives_a_pulse(router: zmq.Socket[bytes
     link.start_pulse(lambda: {"total": 9}, dict)
     name, frame = router.recv_multipart()
     assert (name, decode_to_engine(frame)) == (b"pulse-rank-3", Pulse(3, 2, 1, {"total": 9}, {}))
-    link.close()
+
+
+def test_a_wait_of_less_than_a_millisecond_ends_and_a_message_ends_it_sooner(router: zmq.Socket[bytes], link: Link) -> None:
+    name = b"rank-3"
+    begin = time.perf_counter()
+    assert [link.receive(100e-6) for _ in range(20)] == [None] * 20
+    assert time.perf_counter() - begin < 5.0
+    threading.Timer(0.1, lambda: router.send_multipart([name, encode(Allocate(5))])).start()
+    begin = time.perf_counter()
+    assert link.receive(60.0) == Allocate(5)
+    assert time.perf_counter() - begin < 30.0
+    for blocks in range(3):  # several that came together are all taken
+        router.send_multipart([name, encode(Allocate(blocks))])
+    assert [link.receive(60.0) for _ in range(3)] == [Allocate(blocks) for blocks in range(3)]

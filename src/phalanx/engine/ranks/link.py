@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import select
 import threading
+import time
 from collections.abc import Callable
 
 import zmq
@@ -12,6 +14,7 @@ from phalanx.engine.messages import Step
 from phalanx.engine.ranks.wire import Chain, FromEngine, Pulse, ToEngine, decode_from_engine, encode, rank_name
 
 PULSE_SECONDS = 1.0
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: enums cost a microsecond each
 _GOODBYE_MS = 2000  # how long the last words may take to leave
 
 
@@ -35,8 +38,8 @@ class Link:
         self.begun = self.finished = 0  # step numbers, read by the pulse
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._pulse_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = dealer(self._context, address, rank_name(rank))
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._chain = Chain()
 
     @property
@@ -48,17 +51,31 @@ class Link:
         self._socket.send(encode(message))
 
     def receive(self, seconds: float | None = None) -> Step | FromEngine | None:
-        """What the engine sends next; waits for it, or so many seconds (then None). Raises StepDiverged for a step out of line."""
-        if seconds is not None and not self._socket.poll(int(seconds * 1000)):
+        """What the engine sends next; waits for it, or so many seconds (then None). Raises StepDiverged for a step out of line.
+
+        The seconds may be fractions of a millisecond, in which zmq does not count.
+        """
+        if seconds is not None and not self._arrives_within(seconds):
             return None
         frames = self._socket.recv_multipart()
         return self._chain.open(self.rank, frames) if len(frames) == 2 else decode_from_engine(frames[0])
 
+    def _arrives_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
+            # The descriptor tells that something has happened since the socket was asked, not that it was a message.
+            stirred, _, _ = select.select([self._descriptor], [], [], max(deadline - time.monotonic(), 0.0))
+            if not stirred:
+                return False
+        return True
+
     def start_pulse(self, bytes_now: Callable[[], dict[str, int]], calls: Callable[[], dict[str, int]]) -> None:
         """Give a sign of life each second. `bytes_now`, `calls`: as in Pulse, asked in the pulse's thread."""
 
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
         def beat() -> None:
-            socket = dealer(self._pulse_context, self._address, b"pulse-" + rank_name(self.rank))
+            socket = dealer(context, self._address, b"pulse-" + rank_name(self.rank))
             while True:
                 socket.send(encode(Pulse(self.rank, self.begun, self.finished, bytes_now(), calls())))
                 threading.Event().wait(PULSE_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -70,51 +71,63 @@ class SlotTables:
 
         Raises EngineError for more blocks than max_seq_len needs.
         """
-        places, ids = [], []
-        for row in rows:
-            if not row.blocks:
-                continue
-            begin = int(self._used[row.slot])
-            end = begin + len(row.blocks)
-            if end > self.width:
-                raise EngineError(f"slot {row.slot} was given block {end}", held=f"max_seq_len needs {self.width} blocks at most")
-            self.host[row.slot, begin:end] = row.blocks
-            self._used[row.slot] = end
-            places.append(np.arange(row.slot * self.width + begin, row.slot * self.width + end, dtype=np.int64))
-            ids.append(np.asarray(row.blocks, dtype=np.int32))
-        if not places:
+        growing = [row for row in rows if row.blocks]
+        if not growing:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-        return np.concatenate(places), np.concatenate(ids)
+        slots = np.array([row.slot for row in growing], dtype=np.int64)
+        counts = np.array([len(row.blocks) for row in growing], dtype=np.int64)
+        begins = self._used[slots]
+        ends = begins + counts
+        if int(ends.max()) > self.width:
+            worst = int(ends.argmax())
+            raise EngineError(
+                f"slot {growing[worst].slot} was given block {ends[worst]}", held=f"max_seq_len needs {self.width} blocks at most"
+            )
+        ids = np.array([block for row in growing for block in row.blocks], dtype=np.int32)
+        places = np.arange(len(ids), dtype=np.int64) + np.repeat(slots * self.width + begins - (np.cumsum(counts) - counts), counts)
+        self.host.reshape(-1)[places] = ids
+        self._used[slots] = ends
+        return places, ids
 
     def arrange(self, rows: Sequence[Row], reported: Sequence[range]) -> Arranged:
         """The index arrays of the rows, whose blocks have been appended. `reported[r]`: which of row r's tokens (0 .. count-1) are
         followed by a prompt token to report."""
-        count = len(rows)
-        slots = np.fromiter((row.slot for row in rows), dtype=np.int64, count=count)
-        starts = np.fromiter((row.start for row in rows), dtype=np.int64, count=count)
-        counts = np.fromiter((row.count for row in rows), dtype=np.int64, count=count)
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        starts = np.array([row.start for row in rows], dtype=np.int64)
+        counts = np.array([row.count for row in rows], dtype=np.int64)
+        sampled = np.array([row.samples for row in rows], dtype=bool)
+        known = np.array([len(row.tokens) for row in rows], dtype=np.int64)
+        unknown = known == 0
         ends = np.cumsum(counts)
         begins = ends - counts
         total = int(ends[-1])
-        positions = np.arange(total, dtype=np.int64) + np.repeat(starts - begins, counts)
-        blocks = self.host[np.repeat(slots, counts), positions // self.block_size].astype(np.int64)
-        sampled = np.fromiter((row.samples for row in rows), dtype=bool, count=count)
-        unknown = np.fromiter((not row.tokens for row in rows), dtype=bool, count=count)
-        short = starts + counts > self._used[slots] * self.block_size
+        if total == len(rows):
+            positions, owners = starts, slots
+        else:
+            positions = np.arange(total, dtype=np.int64) + np.repeat(starts - begins, counts)
+            owners = np.repeat(slots, counts)
+        blocks = self.host[owners, positions // self.block_size].astype(np.int64)
+        lengths = starts + counts
+        short = lengths > self._used[slots] * self.block_size
         if short.any():
             raise EngineError(f"slots {slots[short].tolist()} were scheduled beyond their blocks", why="the KV accounting is wrong")
-        ids = [token for row in rows for token in (row.tokens or (0,))]
-        if len(ids) != total:
+        if not np.array_equal(np.maximum(known, 1), counts):
             raise EngineError(
-                f"a step has {total} tokens", held=f"{len(ids)} ids are given", why="only a row of one token may have none"
+                f"a step has {total} tokens", held=f"{int(np.maximum(known, 1).sum())} ids are given",
+                why="only a row of one token may have none",
+            )  # fmt: skip
+        ids = np.zeros(total, dtype=np.int64)
+        if not unknown.all():
+            ids[np.repeat(~unknown, counts)] = np.fromiter(
+                chain.from_iterable(row.tokens for row in rows), np.int64, int(known.sum())
             )
         scored = [np.arange(begin + part.start, begin + part.stop) for begin, part in zip(begins, reported, strict=True) if part]
         return Arranged(
-            slots=slots, sampled_slots=slots[sampled], token_ids=np.asarray(ids, dtype=np.int64), positions=positions,
+            slots=slots, sampled_slots=slots[sampled], token_ids=ids, positions=positions,
             kv_slots=blocks * self.block_size + positions % self.block_size,
             logit_rows=np.concatenate([ends[sampled] - 1, *scored]),
             from_slot_at=begins[unknown], from_slot=slots[unknown],
-            query_starts=np.concatenate([[0], ends]).astype(np.int32), kv_lengths=(starts + counts).astype(np.int32),
+            query_starts=np.concatenate([[0], ends]).astype(np.int32), kv_lengths=lengths.astype(np.int32),
         )  # fmt: skip
 
 

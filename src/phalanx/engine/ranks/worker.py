@@ -6,7 +6,9 @@ hello -> import torch -> meet -> form groups -> agree -> build, load -> measure 
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import gc
 import hashlib
 import json
 import os
@@ -48,6 +50,10 @@ if TYPE_CHECKING:
 logger = log.get_logger("phalanx.engine.ranks.worker")  # not __name__: this module is executed
 
 _PER_NODE = {"node_rank", "model", "tokenizer"}  # options that may differ between hosts; the model is compared by its digest
+
+
+_LOOK_SECONDS = 80e-6
+"""How often a rank looks whether the device has finished a step."""
 
 
 class Stopped(Exception):
@@ -292,9 +298,16 @@ class Worker:
     def _serve(self, runner: Runner) -> None:
         """Queue each step on the device as it comes, and report those whose results are there: the device never waits for the host.
         The engine's depth bounds how many are under way."""
+        # What is here now stays: a full collection would look through all of it, and the device would run dry meanwhile.
+        gc.collect()
+        gc.freeze()
+        _sharpen_timers()
         under_way: deque[tuple[int, bytes, Outcome]] = deque()
         while True:
-            message = self.link.receive(0.0 if under_way else None)
+            # A new step wakes this at once. An event of the device does not: it is asked again and again, and in between the core
+            # and the interpreter are free for the other threads.
+            patience = None if not under_way else 0.0 if under_way[0][2].ready else _LOOK_SECONDS
+            message = self.link.receive(patience)
             if isinstance(message, Step):
                 self.link.begun = message.number
                 outcome = runner.run(message.batches[self._place.dp_index])
@@ -310,6 +323,12 @@ class Worker:
         rows, tokens = outcome.results()
         self.link.finished = number
         self.link.send(Done(self.rank, number, digest, tokens, rows if self._place.tp_index == 0 else None))
+
+
+def _sharpen_timers() -> None:
+    """Let this thread's short sleeps end on time: Linux may add 50 us to each, which is as long as they are."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: nanoseconds, of the calling thread
 
 
 def torch_dtype(name: str) -> torch.dtype:
