@@ -60,10 +60,12 @@ def test_a_wait_of_less_than_a_millisecond_ends_and_a_message_ends_it_sooner(rou
     begin = time.perf_counter()
     assert [link.receive(100e-6) for _ in range(20)] == [None] * 20
     assert time.perf_counter() - begin < 5.0
-    threading.Timer(0.1, lambda: router.send_multipart([name, encode(Allocate(5))])).start()
+    later = threading.Timer(0.1, lambda: router.send_multipart([name, encode(Allocate(5))]))
+    later.start()
     begin = time.perf_counter()
     assert link.receive(60.0) == Allocate(5)
     assert time.perf_counter() - begin < 30.0
+    later.join()
     for blocks in range(3):  # several that came together are all taken
         router.send_multipart([name, encode(Allocate(blocks))])
     assert [link.receive(60.0) for _ in range(3)] == [Allocate(blocks) for blocks in range(3)]
