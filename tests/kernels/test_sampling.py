@@ -128,14 +128,25 @@ def test_forbid_leaves_a_row_its_last_token():
     assert got.argmax(-1).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("parts", [2, 8, 32])
-def test_the_likeliest_by_parts_is_argmax(parts):
+def test_keys_of_ranks_lead_to_argmax():
     logits = logits_of(40, 64).round(decimals=0)  # many ties
     logits[3] = -math.inf
     logits[4, 50] = logits[4, 61] = math.nan
     logits[5, 63] = math.inf
-    assert torch.equal(sampling._likeliest_by_parts(logits, parts), logits.argmax(-1))
-    assert torch.equal(sampling.likeliest(logits), logits.argmax(-1))
+    logits[6], logits[6, 9:12] = -1.0, torch.tensor([-0.0, 0.0, -0.0])
+    wanted = logits.argmax(-1)
+    assert wanted.tolist()[3:7] == [0, 50, 63, 9]
+    assert torch.equal(sampling.likeliest(logits), wanted)
+    padded = torch.nn.functional.pad(logits, (0, 32), value=math.inf)
+    for width in (64, 32, 24, 48):
+        parts = [
+            sampling.keys(padded[:, begin : begin + width], begin, max(0, min(width, 64 - begin))) for begin in range(0, 96, width)
+        ]
+        slots, kv_slots = torch.arange(40).flip(0) + 2, torch.where(torch.arange(40) < 30, 5, -1)
+        tokens, last_tokens = torch.empty(40, dtype=torch.int64), torch.full((42,), -9)
+        sampling.settle(torch.stack(parts), tokens, (last_tokens, slots, kv_slots))
+        assert torch.equal(tokens, wanted)
+        assert torch.equal(last_tokens, torch.cat([torch.full((12,), -9), wanted[:30].flip(0)]))
 
 
 def test_noise_is_uniform_and_tokens_keys_are_independent():

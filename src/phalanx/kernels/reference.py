@@ -17,6 +17,35 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * scaled.to(x.dtype)
 
 
+def embed(ids: Tensor, table: Tensor, begin: int = 0, last: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """(rows `id - begin` of table [V, H] for ids [T] int64, zeros for an id that it does not hold; zeros), both [T, H].
+
+    last: (last_tokens [slots], slots [T]), both int64: a negative id stands for last_tokens[slots[t]].
+    """
+    if last is not None:
+        ids = torch.where(ids < 0, last[0][last[1]], ids)
+    row = ids - begin
+    elsewhere = (row < 0) | (row >= len(table))
+    found = torch.nn.functional.embedding(row.masked_fill(elsewhere, 0), table).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return found, torch.zeros_like(found)
+
+
+def embed_norm(
+    ids: Tensor, table: Tensor, last: tuple[Tensor, Tensor] | None, weight: Tensor, eps: float,
+    quant: Literal["none", "fp8", "nvfp4"] = "none", scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """residual_rms_norm_quant of the vectors that `embed` finds in the whole table: (norm, vectors), or quantized."""
+    found, zeros = embed(ids, table, 0, last)
+    return residual_rms_norm_quant(zeros, found, weight, eps, quant=quant, scale=scale)
+
+
+def turns(positions: Tensor, inverse_wavelengths: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions [T] int64 times inverse_wavelengths [half] fp32, times factor; both [T, half] fp32."""
+    angles = positions.float().unsqueeze(-1) * inverse_wavelengths
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+
+
 def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both [T, H] in x's dtype; the sum is rounded once before the norm."""
     residual = x + residual

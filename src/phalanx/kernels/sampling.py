@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that turn logits into tokens, row by row, in plain torch: the same on CPU and GPU, and on every rank.
+"""The ops that turn logits into tokens, row by row, in plain torch: the same on CPU and GPU, and on every rank. The likeliest token
+alone has a kernel: it is all that a greedy step needs.
 
 No op looks from one row into another, so that a request's tokens do not depend on what else is in the batch. Filters are
 thresholds on values (tokens that tie with the last one kept are kept), so that no result depends on how a sort orders ties.
@@ -12,6 +13,8 @@ import functools
 import numpy as np
 import torch
 from torch import Tensor
+
+from phalanx.kernels.norms import triton_is_here
 
 _NEVER = float("-inf")
 _BELOW_ONE = 1.0 - 2.0**-24  # the largest fp32 below 1
@@ -45,22 +48,54 @@ def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, repetition: Tens
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """argmax of each row of logits [S, V]: [S] int64, the lowest id among equals, and the first NaN where there is one.
-
-    On GPU a row is cut into parts first: torch gives a row of its argmax too little of the GPU where rows are few.
-    """
-    width = logits.shape[1]
-    parts = next((count for count in (256, 128, 64, 32) if width % count == 0), 1) if logits.is_cuda else 1
-    if parts == 1:
+    """argmax of each row of logits [S, V]: [S] int64, the lowest id among equals, and the first NaN where there is one."""
+    if not _kernel_takes(logits):
         return logits.argmax(-1)
-    return _likeliest_by_parts(logits, parts)
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    settle(keys(logits, 0, logits.shape[1]).unsqueeze(0), tokens)
+    return tokens
 
 
-def _likeliest_by_parts(logits: Tensor, parts: int) -> Tensor:
-    rows, width = logits.shape
-    best, place = logits.reshape(rows, parts, width // parts).max(-1)
-    part = best.argmax(-1, keepdim=True)
-    return (part * (width // parts) + place.gather(1, part)).squeeze(1)
+def keys(logits: Tensor, begin: int, held: int) -> Tensor:
+    """The best of each row of logits [S, W], of which columns 0 .. held - 1 are tokens begin, begin + 1, ... of a vocabulary that
+    is split over ranks: [S, parts] int64, a key for each part of a row. `parts` depends on S and W alone.
+
+    The largest of the keys of all parts and ranks is the likeliest token's: the high half of a key is its logit, as an integer in
+    the order of the logits (NaN is the highest), the low half 2^32 - 1 - token. A part without tokens has the lowest of numbers.
+    """
+    if _kernel_takes(logits):
+        from phalanx.kernels.between.likeliest import keys as kernel
+
+        return kernel(logits, begin, held)
+    if held == 0:
+        return torch.full((len(logits), 1), -(2**63), dtype=torch.int64, device=logits.device)
+    place = logits[:, :held].argmax(-1, keepdim=True)
+    value = logits.gather(1, place).float()
+    bits = torch.where(value == 0, 0.0, value).view(torch.int32)
+    order = torch.where(value.isnan(), 0x7FFFFFFF, torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    return (order.long() << 32) | (0xFFFFFFFF - begin - place)
+
+
+def settle(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+    """From keys [ranks, S, parts] (see `keys`) to tokens [S] int64, written there.
+
+    remember: (last_tokens [slots], slots [S], kv_slots [S]), all int64: the token is also written to last_tokens[slots[s]], except
+    for padding, whose KV slot is negative.
+    """
+    if _kernel_takes(keys):
+        from phalanx.kernels.between.likeliest import settle as kernel
+
+        kernel(keys, tokens, remember)
+        return
+    tokens.copy_(0xFFFFFFFF - (keys.amax((0, 2)) & 0xFFFFFFFF))
+    if remember is not None:
+        last_tokens, slots, kv_slots = remember
+        real = kv_slots >= 0
+        last_tokens[slots[real]] = tokens[real]
+
+
+def _kernel_takes(x: Tensor) -> bool:
+    return x.is_cuda and x.stride(-1) == 1 and triton_is_here()
 
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:

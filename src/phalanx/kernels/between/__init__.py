@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which code runs what lies between a layer's matrix products: the Triton kernels on GPUs, plain torch elsewhere."""
+"""Which code runs what lies before, between and behind a forward's matrix products: the Triton kernels on GPUs, plain torch
+elsewhere."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +17,56 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 def _kernel_takes(x: Tensor) -> bool:
     return x.is_cuda and x.is_contiguous() and x.dtype in _FLOATS and triton_is_here()
+
+
+def _rows_fit(x: Tensor, weight: Tensor | None = None) -> bool:
+    """Whether rows, and a norm's weight, are whole vectors of 16 bytes, where vectors may begin."""
+    whole = x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0 and (weight is None or weight.data_ptr() % 16 == 0)
+    alike = weight is None or weight.dtype == x.dtype
+    return x.is_cuda and x.dtype in _FLOATS and whole and alike and triton_is_here()
+
+
+def embed(
+    ids: Tensor, table: Tensor, begin: int = 0, last: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `reference.embed`."""
+    if _rows_fit(table) and table.is_contiguous():
+        from phalanx.kernels.between.gather_norm import embed as kernel
+
+        return kernel(ids, table, begin, last)
+    return reference.embed(ids, table, begin, last)
+
+
+def embed_norm(
+    ids: Tensor, table: Tensor, last: tuple[Tensor, Tensor] | None, weight: Tensor, eps: float,
+    quant: Literal["none", "fp8", "nvfp4"] = "none", scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """See `reference.embed_norm`."""
+    if _rows_fit(table, weight) and table.is_contiguous():
+        from phalanx.kernels.between.gather_norm import embed_norm as kernel
+
+        return kernel(ids, table, last, weight, eps, quant, scale)
+    return reference.embed_norm(ids, table, last, weight, eps, quant, scale)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.rms_norm`."""
+    if _rows_fit(x, weight):
+        from phalanx.kernels.between.gather_norm import rms_norm as kernel
+        from phalanx.kernels.between.gather_norm import rows_of
+
+        if rows_of(x) != (0, 0):
+            return kernel(x, weight, eps)
+    return reference.rms_norm(x, weight, eps)
+
+
+def turns(positions: Tensor, inverse_wavelengths: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """See `reference.turns`."""
+    if positions.is_cuda and positions.is_contiguous() and triton_is_here():
+        from phalanx.kernels.between.angles import turns as kernel
+
+        return kernel(positions, inverse_wavelengths, factor)
+    return reference.turns(positions, inverse_wavelengths, factor)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""How a forward begins, in one kernel: token ids to vectors, and the first norm of these; and a norm alone.
+
+    id = ids[t], or last_tokens[slots[t]] where ids[t] < 0
+    residual = table[id - begin], zeros where this rank's table does not hold the id
+    norm and its quantization as in `residual_rms_norm`
+
+A program has a row. A row of what is only normed may lie anywhere: heads of a token, a run of them in each token's row.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.residual_rms_norm import Sinks, capability, normalize, quant_mode, row_warps, square_sum
+from phalanx.kernels.vectors import KINDS, load, store, unpack
+
+Last = tuple[Tensor, Tensor]
+
+
+@triton.jit
+def _source(ids, last_tokens, slots, row, begin, held, LAST: tl.constexpr):
+    """The row's place in the table, and whether it is there."""
+    token = tl.load(ids + row)
+    if LAST:
+        token = tl.where(token < 0, tl.load(last_tokens + tl.load(slots + row)), token)
+    place = token - begin
+    return place, (place >= 0) & (place < held)
+
+
+@triton.jit(do_not_specialize=["begin", "held"])
+def _embed(
+    ids, last_tokens, slots, table, found, zeros, begin, held, vectors,
+    LAST: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    if PTX >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    mask = column < vectors
+    source, here = _source(ids, last_tokens, slots, row, begin, held, LAST)
+    words = load(table, source * vectors + column, mask & here, PTX)
+    place = row.to(tl.int64) * vectors + column
+    store(found, place, words, mask, PTX)
+    nothing = tl.zeros([BLOCK], tl.int32)
+    store(zeros, place, (nothing, nothing, nothing, nothing), mask, PTX)
+
+
+@triton.jit(do_not_specialize=["hidden", "begin", "held"])
+def _embed_norm(
+    ids, last_tokens, slots, table, weight, sinks, scale, begin, held, inner, outer, hidden, eps,
+    IDS: tl.constexpr, LAST: tl.constexpr, KIND: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Without IDS, row r of what is normed is row r // inner * outer + r % inner of the table, and no residual is stored."""
+    LANES: tl.constexpr = 4 if KIND == "fp32" else 8
+    column = tl.arange(0, BLOCK)
+    vectors = hidden // LANES
+    mask = column < vectors
+    row = tl.program_id(0)
+    if PTX >= 90:
+        gdc_launch_dependents()
+    factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
+    if PTX >= 90:
+        gdc_wait()
+    if IDS:
+        source, here = _source(ids, last_tokens, slots, row, begin, held, LAST)
+        words = load(table, source * vectors + column, mask & here, PTX)
+        store(sinks[1], row.to(tl.int64) * vectors + column, words, mask, PTX)
+    else:
+        source = (row // inner).to(tl.int64) * outer + row % inner
+        words = load(table, source * vectors + column, mask, PTX)
+    lanes = unpack(words, KIND)
+    normalize(lanes, square_sum(lanes), factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, False, BLOCK, PTX)
+
+
+def embed(ids: Tensor, table: Tensor, begin: int, last: Last | None) -> tuple[Tensor, Tensor]:
+    """The kernel of `reference.embed`, for rows of whole vectors."""
+    found = torch.empty((len(ids), table.shape[1]), dtype=table.dtype, device=table.device)
+    zeros = torch.empty_like(found)
+    if len(ids):
+        words = table.view(torch.int32)
+        block, ptx = triton.next_power_of_2(words.shape[1] // 4), capability(table.device)
+        _embed[(len(ids),)](
+            ids, *(last or (ids, ids)), words, found.view(torch.int32), zeros.view(torch.int32), begin, len(table),
+            words.shape[1] // 4, LAST=last is not None, BLOCK=block, PTX=ptx, num_warps=row_warps(block, len(ids)),
+            launch_pdl=ptx >= 90,
+        )  # fmt: skip
+    return found, zeros
+
+
+def embed_norm(
+    ids: Tensor, table: Tensor, last: Last | None, weight: Tensor, eps: float, quant: Literal["none", "fp8", "nvfp4"] = "none",
+    scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The kernel of `reference.embed_norm`, for rows of whole vectors (nvfp4: of 16 elements)."""
+    mode = quant_mode(quant, scale)
+    tokens, hidden = len(ids), table.shape[1]
+    sinks = Sinks(table[:1].expand(tokens, hidden), mode, False)
+    if tokens:
+        block, ptx = triton.next_power_of_2(hidden * table.element_size() // 16), capability(table.device)
+        _embed_norm[(tokens,)](
+            ids, *(last or (ids, ids)), table.view(torch.int32), weight.view(torch.int32), sinks.pointers(0, tokens),
+            sinks.residual if scale is None else scale, 0, len(table), 1, 1, hidden, eps, IDS=True, LAST=last is not None,
+            KIND=KINDS[table.dtype], QUANT=mode, BLOCK=block, PTX=ptx, num_warps=row_warps(block, tokens), launch_pdl=ptx >= 90,
+        )  # fmt: skip
+    return sinks.outputs()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The kernel of `reference.rms_norm`, for x [T, H] or [T, heads, H] whose rows are whole vectors (see `rows_of`)."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.numel() // x.shape[-1]
+    if rows:
+        inner, outer = rows_of(x)
+        block, ptx = triton.next_power_of_2(x.shape[-1] * x.element_size() // 16), capability(x.device)
+        words, into = x.view(torch.int32), out.view(torch.int32)
+        _embed_norm[(rows,)](
+            words, words, words, words, weight.view(torch.int32), (into, into, into, into), words, 0, 0, inner, outer,
+            x.shape[-1], eps, IDS=False, LAST=False, KIND=KINDS[x.dtype], QUANT="none", BLOCK=block, PTX=ptx,
+            num_warps=row_warps(block, rows), launch_pdl=ptx >= 90,
+        )  # fmt: skip
+    return out
+
+
+def rows_of(x: Tensor) -> tuple[int, int]:
+    """(rows side by side in each run, rows from one run's begin to the next's) of x [T, H] or [T, heads, H]; (0, 0) if its rows
+    do not lie so."""
+    hidden = x.shape[-1]
+    whole = x.stride(-1) == 1 and x.stride(0) % hidden == 0
+    if x.dim() == 2 and whole:
+        return 1, x.stride(0) // hidden
+    if x.dim() == 3 and whole and x.stride(1) == hidden:
+        return x.shape[1], x.stride(0) // hidden
+    return 0, 0
