@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""One row times a matrix in e4m3, as fast as the matrix can be read.
+
+    out[0, n] = round((sum over k of x[0, k] * weight[n, k]) * x_scale * scale[n])          in fp32, rounded once
+
+x comes in e4m3, or in 16 or 32 bit: then each program quantizes the row itself, as `reference.quantize_fp8` does, and gives the
+same bits as a kernel that quantizes before this one. The weight's first tile is asked for before the kernel waits for the one
+before it, since no kernel writes weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.between.silu_gate import nearest
+from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
+from phalanx.kernels.residual_rms_norm import capability
+
+ROWS, BLOCK, WARPS = 4, 2048, 4
+"""Rows of the weight and columns of each that a program reads at a time, and its warps."""
+LANE = tl.constexpr(16)
+"""Neighbours that one thread adds up: the bytes of one load."""
+
+
+@triton.jit
+def _e4m3(value, PTX: tl.constexpr):
+    """fp32 clipped to +-448 in e4m3, and back in fp32."""
+    if PTX >= 89:
+        kept = tl.clamp(value, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+    else:
+        kept = e4m3_bits(value).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return kept.to(tl.float32)
+
+
+@triton.jit
+def _one_row_fp8(
+    x, x_scale, weight, scale, out, rows, COLUMNS: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr, GIVEN: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """QUANTIZE: x is not in e4m3 yet. GIVEN: x_scale holds its scale, else it is found here. WIDE: COLUMNS up to a power of 2."""
+    if PTX >= 90:
+        gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None]
+    place = weight + row[:, None].to(tl.int64) * COLUMNS + column
+    coming = tl.load(place, inside & (column < COLUMNS), 0.0)
+    row_scale = tl.load(scale + row, row < rows, 0.0)
+    if PTX >= 90:
+        gdc_wait()
+    if GIVEN:
+        unit = tl.load(x_scale)
+    else:
+        whole = tl.arange(0, WIDE)
+        top = tl.max(tl.abs(tl.load(x + whole, whole < COLUMNS, 0.0).to(tl.float32)), 0)
+        unit = tl.div_rn(tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top), FP8_MAX)
+    inverse = tl.div_rn(1.0, unit)
+    total = tl.zeros([ROWS, BLOCK // LANE], tl.float32)
+    for begin in range(0, COLUMNS, BLOCK):
+        here = coming
+        coming = tl.load(place + begin + BLOCK, inside & (begin + BLOCK + column < COLUMNS), 0.0)
+        factor = tl.load(x + begin + column, begin + column < COLUMNS, 0.0).to(tl.float32)
+        if QUANTIZE:
+            factor = _e4m3(factor * inverse, PTX)
+        product = here.to(tl.float32) * factor
+        total += tl.sum(tl.reshape(product, [ROWS, BLOCK // LANE, LANE]), 2)
+    value = nearest(tl.sum(total, 1) * unit * row_scale, tl.zeros([ROWS], out.dtype.element_ty), PTX)
+    tl.store(out + row, value, row < rows)
+
+
+def one_row_fp8(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, out: Tensor | None = None,
+    rows: int = ROWS, block: int = BLOCK, warps: int = WARPS,
+) -> Tensor:  # fmt: skip
+    """x [1, in] times weight [out, in] e4m3 with scale [out] fp32, all contiguous -> [1, out] in `dtype`, in `out` where one is
+    given.
+
+    x in e4m3 stands for x * x_scale. x in bf16, fp16 or fp32 is quantized with x_scale, or with its own scale where that is None.
+    x_scale: one fp32 number, of any shape.
+    """
+    outputs, inputs = weight.shape
+    out = torch.empty((1, outputs), dtype=dtype, device=x.device) if out is None else out
+    ptx = capability(x.device)
+    quantize = x.dtype != torch.float8_e4m3fn
+    _one_row_fp8[(triton.cdiv(outputs, rows),)](
+        x, scale if x_scale is None else x_scale, weight, scale, out, outputs, COLUMNS=inputs, WIDE=triton.next_power_of_2(inputs),
+        QUANTIZE=quantize, GIVEN=x_scale is not None, ROWS=rows, BLOCK=block, PTX=ptx, num_warps=warps, launch_pdl=ptx >= 90,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row times a matrix in e4m3: in Triton's interpreter against the reference, and compiled for the GPUs that have FP8."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+
+def check() -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.products.one_row_fp8 import one_row_fp8
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for outputs, inputs, block in ((1, 16, 64), (7, 208, 64), (33, 128, 64), (5, 1040, 1024)):
+            x, wide = torch.randn(1, inputs).to(dtype), torch.randn(outputs, inputs)
+            weight, scale = reference.quantize_fp8(wide)
+            scale = scale.flatten()
+            for static in (None, torch.tensor(0.01)):
+                values, x_scale = reference.quantize_fp8(x, static)
+                wanted = reference.scaled_mm(values, x_scale, weight, scale, dtype)
+                found = one_row_fp8(values, x_scale, weight, scale, dtype=dtype, block=block)
+                torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
+                into = torch.full((1, outputs), float("nan"), dtype=dtype)
+                assert one_row_fp8(x, static, weight, scale, dtype=dtype, block=block, out=into) is into
+                assert torch.equal(into, found)  # quantized there or before: the same bits
+    zeros = one_row_fp8(torch.zeros(1, inputs), None, weight, scale, dtype=torch.bfloat16)
+    assert torch.equal(zeros, torch.zeros(1, outputs, dtype=torch.bfloat16))
+
+
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.products.test_one_row_fp8"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "checked"
+
+
+@pytest.mark.parametrize("arch", [89, 90, 100])
+@pytest.mark.parametrize("quantize", [False, True])
+def test_compiles(arch: int, quantize: bool) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from phalanx.kernels.products import one_row_fp8
+
+    constants = {
+        "COLUMNS": 2048, "WIDE": 2048, "QUANTIZE": quantize, "GIVEN": not quantize, "ROWS": one_row_fp8.ROWS,
+        "BLOCK": one_row_fp8.BLOCK, "PTX": arch,
+    }  # fmt: skip
+    pointers = {"x": "bf16" if quantize else "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "bf16"}
+    signature = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"}
+    source = ASTSource(one_row_fp8._one_row_fp8, signature | dict.fromkeys(constants, "constexpr"), constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    assert len(compiled.asm["cubin"]) > 0
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    check()
+    print("checked")
