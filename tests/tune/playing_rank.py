@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of a benchmark that only plays: no torch, made-up samples, and the faults that PHALANX_TEST_FAULTS names.
+"""A rank of a benchmark that only plays: no torch, the samples of PHALANX_TEST_SAMPLES, and the faults that
+PHALANX_TEST_FAULTS names.
 
 {task: "hang" | "die" | "raise"}; a rank other than 0 does nothing but wait for the end.
 """
@@ -35,7 +36,7 @@ def main() -> None:
         elif faults.get(task) == "raise":
             events.tell(error="ArithmeticError: a kernel said no", lost_peer=False)
             os._exit(1)
-        events.tell(task=task, samples=[5.0, 6.0, 7.0][: config["method"]["replays"]])
+        events.tell(task=task, samples=json.loads(os.environ["PHALANX_TEST_SAMPLES"])[: config["method"]["replays"]])
     events.tell(end=True)
 
 

@@ -23,7 +23,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PHALANX_TEST_FAULTS", str(tmp_path / "faults.json"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def go(faults=None, *, tokens="1,16", strategies="GLOO,ONESHOT", stop_after=None, **fields):
+    def go(faults=None, *, tokens="1,16", strategies="GLOO,ONESHOT", stop_after=None, samples=None, **fields):
+        monkeypatch.setenv("PHALANX_TEST_SAMPLES", json.dumps(samples or [5.0, 6.0, 7.0]))
         (tmp_path / "faults.json").write_text(json.dumps(faults or {}), encoding="utf-8")
         fields = {"method": {"calls": 2, "replays": 3}, "module": "tests.tune.playing_rank"} | fields
         told: list[str] = []
@@ -116,3 +117,49 @@ def test_ranks_that_cannot_start(run):
     with pytest.raises(EngineError, match="exited with status 1"):
         run(module="phalanx.tune.no_such_module")
     assert not run.folder.exists()
+
+
+def test_one_strategy_is_measured_again(run):
+    """In a whole CSV: broken off, gone on with, and all else as it was."""
+    whole, _ = run()
+    old = {task: us for task, us in whole.times.items() if task.choice.strategy is Strategy.NCCL}
+    with pytest.raises(KeyboardInterrupt):
+        run(again=frozenset({Strategy.NCCL}), stop_after=1, samples=[8.0, 9.0, 10.0])
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == whole.times
+    part, measured = run({"bf16 NONE 16x128 NCCL": "hang"}, again=frozenset({Strategy.NCCL}), time_limit=1.5)
+    assert measured == []
+    assert part.times.keys() == whole.times.keys()
+    assert sorted(part.times[task] for task in old) == [6.0, 9.0]
+    assert part.facts["complete"].startswith("no: 1 of 4 are left, 1 of them with their old times until then")
+    found, measured = run(again=frozenset({Strategy.NCCL}), samples=[8.0, 9.0, 10.0])
+    assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
+    assert found.times == whole.times | dict.fromkeys(old, 9.0)
+    assert found.facts["complete"] == "yes"
+    assert found.facts["extends"]
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
+    _, measured = run(again=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="16")
+    assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times.keys() == whole.times.keys()
+
+
+def test_a_narrow_run_leaves_the_journal_of_a_wider_one(run):
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_after=3)
+    found, measured = run(again=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="1")
+    assert [str(task) for task in measured] == ["bf16 NONE 1x128 NCCL"]
+    assert found.facts["complete"].startswith("no: a wider run, with 2 more results here, has not ended")
+    assert "benchmark.tp2.sm0.journal" in files(run.folder)
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 3
+    whole, measured = run()
+    assert [str(task) for task in measured] == [ONESHOT.format(16)]
+    assert whole.facts["complete"] == "yes"
+    assert whole.facts["earlier"]
+
+
+def test_other_versions_do_not_extend(run):
+    run()
+    path = run.folder / "benchmark.tp2.sm0.json"
+    path.write_text(path.read_text().replace("a played one", "another one"))
+    for fields in ({"extend": True}, {"again": frozenset({Strategy.NCCL})}):
+        with pytest.raises(OptionError, match=r"measured with another cpu \(another one, not a played one\)"):
+            run(**fields)

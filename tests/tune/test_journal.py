@@ -66,3 +66,47 @@ def test_no_journal(tmp_path):
     path.write_text('{"head": {}}\nnonsense\n', encoding="utf-8")
     with pytest.raises(TableError, match="line 2"):
         Journal(path, {})
+
+
+def test_what_is_measured_again_stands_until_then_and_is_not_asked_for_twice(tmp_path):
+    path = tmp_path / "j"
+    written(path)
+    journal = Journal(path, HEAD)
+    assert journal.again([ONE, TWO]) == 2
+    assert journal.samples == {ONE: [1.5, 2.0]}
+    journal.done(TWO, [4.0])
+    assert (journal.pending, journal.skips) == ({ONE}, {})
+    journal.close()
+    journal = Journal(path, HEAD)
+    assert journal.again([ONE, TWO]) == 0
+    assert (journal.pending, journal.samples, journal.skips) == ({ONE}, {ONE: [1.5, 2.0], TWO: [4.0]}, {})
+    journal.skip(ONE, "it hangs now")
+    journal.close()
+    journal = Journal(path, HEAD)
+    assert (journal.pending, journal.samples, journal.skips) == (set(), {TWO: [4.0]}, {ONE: "it hangs now"})
+    journal.close()
+
+
+def test_what_a_head_does_not_tell_is_no_difference(tmp_path):
+    path = tmp_path / "j"
+    written(path)
+    for head in ({"driver": "580", **HEAD}, {"fingerprint": str(NVLINK2)}):
+        journal = Journal(path, head)
+        assert journal.resumed == 2
+        journal.close()
+    for head in ({**HEAD, "fingerprint": "sm90.pcie.tp2"}, {**HEAD, "torch": "2.12"}):
+        with pytest.raises(OptionError, match=r"differs in (fingerprint|torch)"):
+            Journal(path, head)
+
+
+def test_who_measured_is_kept(tmp_path):
+    path = tmp_path / "j"
+    written(path)
+    for commit in ("one", "two"):
+        journal = Journal(path, HEAD)
+        journal.sit_down({"date": "today", "commit": commit})
+        journal.close()
+    journal = Journal(path, HEAD)
+    assert [sitting["commit"] for sitting in journal.sittings] == ["one", "two"]
+    assert journal.resumed == 2
+    journal.close()

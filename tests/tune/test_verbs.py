@@ -59,6 +59,20 @@ def test_one_command_from_measurements_to_pictures(tmp_path, home):
     assert not [path for path in made.iterdir() if path.suffix == ".journal"]
 
 
+def test_a_strategy_is_measured_again(tmp_path, home):
+    size = ["--tp_size", 2, "--device", "cpu", "--tokens", 1, "--hidden", 128, "--save_csv_dir", tmp_path]
+    size += ["--fusions", "NONE,RESIDUAL_RMS_NORM", "--calls", 5, "--replays", 3]
+    path = tmp_path / "benchmark.tp2.sm0.csv"
+    found = []
+    for more in ([], ["--remeasure", "GLOO", "--fusions", "NONE"]):
+        _, error = verb("bench", *size, *more)
+        assert error is None
+        found.append(records.read(path).samples)
+    changed = {str(task) for task, samples in found[0].items() if found[1][task] != samples}
+    assert found[0].keys() == found[1].keys()
+    assert changed == {"bf16 NONE 1x128 NCCL"}
+
+
 def test_codegen_and_plot_rerun_alone(tmp_path):
     folder_of(tmp_path, NVLINK2, **SMALL | {"fusions": "NONE"})
     printed, error = verb("codegen", "--data_dir", tmp_path)
@@ -112,6 +126,8 @@ def test_import_of_csvs_and_code(tmp_path, home):
         (["bench", "--tp_size", "2", "--device", "tpu"], "auto, cuda or cpu"),
         (["bench", "--tp_size", "2", "--device", "cpu", "--fusions", "RMS"], "fusion 'RMS' is unknown"),
         (["bench", "--tp_size", "2", "--device", "cpu", "--tokens", "0"], "'0' is no size"),
+        (["bench", "--tp_size", "2", "--device", "cpu", "--remeasure", "RING"], "strategy 'RING' is unknown"),
+        (["bench", "--tp_size", "2", "--device", "cpu", "--remeasure", "AUTO"], "not among those to be measured"),
         (["codegen", "--data_dir", "nowhere"], "nowhere holds no benchmark"),
         (["plot", "--data_dir", "nowhere"], "nowhere holds no benchmark"),
         (["import", "nowhere.cpp"], "cannot be read"),

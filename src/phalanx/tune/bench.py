@@ -12,17 +12,19 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phalanx.comm import launch
-from phalanx.errors import EngineError
+from phalanx.errors import EngineError, OptionError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.log import get_logger
+from phalanx.tables.message import Fusion
+from phalanx.tables.strategy import Strategy
 from phalanx.tune import records
-from phalanx.tune.journal import Journal, journal_path
+from phalanx.tune.journal import Journal, differences, journal_path
 from phalanx.tune.records import Bench
 from phalanx.tune.sweep import Sweep, Task
 
@@ -42,8 +44,9 @@ class Run:
 
     sweep: the plan for the machine that the ranks find themselves on. Seconds: deadline of one candidate, start of the group, and
     limit of the whole run (None: none). restart: drop a broken run's journal. extend: measure only what the CSV there lacks.
-    method: fields of `ranks.measure.Method`. max_bytes: the longest message without chunks. module: of the ranks. commit: where
-    git cannot say.
+    again: strategies whose times, in the journal or in the CSV, are to be measured again; the rest of the CSV is kept, as with
+    extend. method: fields of `ranks.measure.Method`. max_bytes: the longest message without chunks. module: of the ranks. commit:
+    where git cannot say.
     """
 
     world: int
@@ -55,6 +58,7 @@ class Run:
     time_limit: float | None = None
     restart: bool = False
     extend: bool = False
+    again: frozenset[Strategy] = frozenset()
     method: dict[str, Any] = field(default_factory=dict)
     max_bytes: int = 256 << 20
     module: str = _MODULE
@@ -128,17 +132,27 @@ class State:
         self.tasks, self.refused = self.sweep.plan()
         self.before: Bench | None = None
         path = records.csv_path(run.folder, fingerprint.world, fingerprint.sm)
-        if run.extend and path.exists():
-            self.before = records.read(path)
-        same = {key: facts[key] for key in ("torch", "triton", "nccl", "gpu", "driver", "cpu", "phalanx") if key in facts}
+        same = {key: facts[key] for key in _VERSIONS if key in facts}
+        if (run.extend or run.again) and path.exists():
+            self.before = _of_the_same(records.read(path), same, path)
         head = {"fingerprint": str(fingerprint), "method": run.method} | same
         self.journal = Journal(journal_path(run.folder, fingerprint), head, restart=run.restart)
-        self.hangs: Counter[tuple[Any, ...]] = Counter()
         if self.journal.resumed:
             _log.info("%d results of a broken run are taken from %s", self.journal.resumed, self.journal.path)
+            if not self.journal.sittings and path.exists():  # an older journal: what it has measured, the sidecar tells of
+                self.journal.sit_down(_sitting(records.read(path).facts))
+        self.journal.sit_down(_sitting(self.facts))
+        known = self._known()
+        again = self.journal.again(task for task in self.tasks if task.choice.strategy in run.again and task in known)
+        if run.again:
+            _log.info("%d times are measured again, %d of them from now on", len(self.journal.pending), again)
+        self.hangs: Counter[tuple[Any, ...]] = Counter()
+
+    def _known(self) -> set[Task]:
+        return set(self.journal.samples) | set(self.journal.skips) | set(self.before.times if self.before else ())
 
     def left(self) -> list[Task]:
-        held = set(self.journal.samples) | set(self.journal.skips) | set(self.before.times if self.before else ())
+        held = self._known() - self.journal.pending
         return [task for task in self.tasks if task not in held]
 
     def told(self, what: str = "") -> None:
@@ -165,9 +179,19 @@ class State:
                     self.journal.skip(other, f"not tried after {self.hangs[kind]} faults of its kind, the last: {why}")
 
     def write(self, *, complete: bool) -> Bench:
-        """CSV and sidecar of all that is known; the journal goes when the run is complete."""
-        left = len(self.left())
-        self.facts["complete"] = "yes" if complete else f"no: {left} of {len(self.tasks)} are left; run the same command again"
+        """CSV and sidecar of all that is known; the journal goes when the run is complete, and no wider one has left it."""
+        left, old = len(self.left()), len(self.journal.pending)
+        wider = {*self.journal.samples, *self.journal.skips}.difference(self.tasks)
+        if complete and not wider:
+            self.facts["complete"] = "yes"
+        elif complete:
+            self.facts["complete"] = f"no: a wider run, with {len(wider)} more results here, has not ended; run its command again"
+        else:
+            stand = f", {old} of them with their old times until then" if old else ""
+            self.facts["complete"] = f"no: {left} of {len(self.tasks)} are left{stand}; run the same command again"
+        earlier = [" at ".join(sitting.values()) for sitting in self.journal.sittings[:-1]]
+        if earlier:
+            self.facts["earlier"] = "; ".join(dict.fromkeys(earlier))
         found = Bench(
             self.fingerprint.sm,
             self.fingerprint.world,
@@ -175,30 +199,56 @@ class State:
             samples=dict(self.journal.samples),
             skips=self.refused | self.journal.skips,
             facts=self.facts,
-            grid=self.sweep.grid(),
+            grid=_widened(self.sweep.grid(), self.journal.samples),
             link=self.fingerprint.link,
         )
         if self.before is not None:
             found = _joined(self.before, found)
         if found.times:
             records.write(found, self.folder)
-        if complete:
+        if complete and not wider:
             self.journal.finish()
         return found
 
 
+_VERSIONS = ("torch", "triton", "nccl", "gpu", "driver", "cpu", "phalanx")
+"""Facts in which results that stand beside each other must agree."""
+
+
+def _sitting(facts: dict[str, str]) -> dict[str, str]:
+    return {key: facts[key] for key in ("date", "commit") if key in facts}
+
+
+def _of_the_same(old: Bench, versions: dict[str, str], path: Path) -> Bench:
+    """A CSV that is to be extended, if it was measured with the same versions as far as it tells."""
+    differs = differences(old.facts, versions)
+    if differs:
+        raise OptionError(
+            f"{path} was to be extended",
+            why="it was measured with another " + ", ".join(f"{key} ({old.facts[key]}, not {versions[key]})" for key in differs),
+            next="measure into another --save_csv_dir",
+        )
+    return old
+
+
 def _joined(old: Bench, new: Bench) -> Bench:
     """Both; where both have a cell, the new one."""
-    grid = dict(new.grid or {})
-    for axis in ("tokens", "hidden", "fusions"):
-        grid[axis] = [*grid[axis], *(value for value in (old.grid or {}).get(axis, []) if value not in grid[axis])]
-    if old.grid is None:
-        grid["tokens"] = sorted({*grid["tokens"], *(task.tokens for task in old.times)})
-        grid["hidden"] = sorted({*grid["hidden"], *(task.hidden for task in old.times)})
-    times, samples = old.times | new.times, old.samples | new.samples
+    times = {task: us for task, us in old.times.items() if task not in new.skips} | new.times
+    samples = {task: held for task, held in (old.samples | new.samples).items() if task in times}
     skips = {task: why for task, why in (old.skips | new.skips).items() if task not in times}
     facts = new.facts | ({"extends": old.facts["date"]} if "date" in old.facts else {})
+    grid = _widened(new.grid or {}, old.times, old.grid)
     return Bench(new.sm, new.world, times, samples, skips, facts, grid, new.link)
+
+
+def _widened(grid: dict[str, Any], tasks: Iterable[Task], other: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The grid with what these tasks are on, and with another grid."""
+    held, axes = list(tasks), other or {}
+    tokens = {*grid["tokens"], *axes.get("tokens", ()), *(task.tokens for task in held)}
+    hidden = {*grid["hidden"], *axes.get("hidden", ()), *(task.hidden for task in held)}
+    fusions = {*grid["fusions"], *axes.get("fusions", ()), *(task.fusion.name for task in held)}
+    in_order = [fusion.name for fusion in Fusion if fusion.name in fusions]
+    return grid | {"tokens": sorted(tokens), "hidden": sorted(hidden), "fusions": in_order}
 
 
 class _Ranks:

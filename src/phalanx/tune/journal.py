@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The journal of a run: a line for each result as it comes, so that a broken run resumes. One process writes it.
 
-The first line says what the run is of; each other line is a task and its samples, or why it was skipped. A last line that was cut
-short is dropped: its task is measured again.
+The first line says what the run is of; each other line is a task and its samples, or why it was skipped, or which tasks are to be
+measured again, or who sat down to measure, and when. A last line that was cut short is dropped: its task is measured again.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,21 @@ def journal_path(folder: Path, fingerprint: Fingerprint) -> Path:
 
 
 class Journal:
-    """samples: microseconds by task; skips: reasons by task; both as of before this run and from it."""
+    """samples: microseconds by task; skips: reasons by task; both as of before this run and from it. pending: tasks of these that
+    are to be measured again and have not been yet. sittings: who measured, and when, oldest first."""
 
     def __init__(self, path: Path, head: dict[str, Any], *, restart: bool = False) -> None:
         """Open or begin a journal at `path`. head: what must be equal for results to belong together.
+        A version that one of the two heads does not tell is no difference.
 
         Raises OptionError where another run's journal is there, TableError where the file is none.
         """
         self.path = path
         self.samples: dict[Task, list[float]] = {}
         self.skips: dict[Task, str] = {}
+        self.pending: set[Task] = set()
+        self.sittings: list[dict[str, str]] = []
+        self._asked_again: set[Task] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if restart:
             path.unlink(missing_ok=True)
@@ -46,13 +52,41 @@ class Journal:
     def resumed(self) -> int:
         return len(self.samples) + len(self.skips)
 
+    def sit_down(self, facts: dict[str, str]) -> None:
+        """Note who measures what comes now."""
+        self.sittings.append(facts)
+        self._write({"sitting": facts})
+
+    def again(self, tasks: Iterable[Task]) -> int:
+        """Have these measured again; what is known of them stands until then. How many are new to that: a task is measured again
+        once in the life of a journal, so that a broken run goes on instead of beginning anew."""
+        new = [task for task in tasks if task not in self._asked_again]
+        if new:
+            self._ask_again(new)
+            self._write({"again": [str(task) for task in new]})
+        return len(new)
+
     def done(self, task: Task, samples: list[float]) -> None:
-        self.samples[task] = samples
+        self._take(task, samples)
         self._write({"task": str(task), "samples": samples})
 
     def skip(self, task: Task, reason: str) -> None:
-        self.skips[task] = reason
+        self._take(task, reason)
         self._write({"task": str(task), "skip": reason})
+
+    def _ask_again(self, tasks: list[Task]) -> None:
+        self._asked_again.update(tasks)
+        self.pending.update(tasks)
+
+    def _take(self, task: Task, result: list[float] | str) -> None:
+        """The last word on a task."""
+        self.pending.discard(task)
+        self.samples.pop(task, None)
+        self.skips.pop(task, None)
+        if isinstance(result, str):
+            self.skips[task] = result
+        else:
+            self.samples[task] = result
 
     def finish(self) -> None:
         """The results are in their CSV: the journal has done its work."""
@@ -79,20 +113,28 @@ class Journal:
                 if number == 1:
                     held = line["head"]
                 elif "samples" in line:
-                    self.samples[Task.parse(line["task"])] = [float(us) for us in line["samples"]]
+                    self._take(Task.parse(line["task"]), [float(us) for us in line["samples"]])
+                elif "again" in line:
+                    self._ask_again([Task.parse(task) for task in line["again"]])
+                elif "sitting" in line:
+                    self.sittings.append({str(key): str(value) for key, value in line["sitting"].items()})
                 else:
-                    self.skips[Task.parse(line["task"])] = str(line["skip"])
-            except (ValueError, KeyError, TypeError, OptionError) as error:
+                    self._take(Task.parse(line["task"]), str(line["skip"]))
+            except (ValueError, KeyError, TypeError, AttributeError, OptionError) as error:
                 raise TableError(
                     f"{self.path.name} line {number} is no line of a journal",
                     why=f"{type(error).__name__}: {error}",
                     next="give --restart to begin anew, or another --save_csv_dir",
                 ) from None
-        if whole and held != head:
-            differs = ", ".join(sorted(key for key in {*held, *head} if held.get(key) != head.get(key)))
+        if whole and (differs := differences(held, head)):
             raise OptionError(
                 f"{self.path} holds a broken run of something else",
-                why=f"it differs in {differs}",
+                why=f"it differs in {', '.join(differs)}",
                 next="give --restart to drop it and begin anew, or another --save_csv_dir",
             )
         return whole
+
+
+def differences(held: dict[str, Any], head: dict[str, Any]) -> list[str]:
+    """The keys that both have, with different values."""
+    return sorted(key for key in held.keys() & head.keys() if held[key] != head[key])

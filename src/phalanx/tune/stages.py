@@ -16,13 +16,13 @@ from phalanx.log import get_logger
 from phalanx.tables import cpp_lookup, shipped
 from phalanx.tables.grid import TP_SIZES
 from phalanx.tables.message import Fusion, dtype_named
-from phalanx.tables.strategy import INCUMBENT, SUPPORTED
+from phalanx.tables.strategy import INCUMBENT, SUPPORTED, Strategy
 from phalanx.tables.table import Row, Section, Span, Table
 from phalanx.tables.table_file import load, save
 from phalanx.tune.bench import Progress, Run
 from phalanx.tune.ranks.outside import Place
 from phalanx.tune.records import csv_path, read, read_folder
-from phalanx.tune.sweep import Sweep
+from phalanx.tune.sweep import Sweep, named
 
 _log = get_logger(__name__)
 _MIB = 2**20
@@ -49,9 +49,11 @@ class Asked:
     time_limit: float | None = None
     restart: bool = False
     extend: bool = False
+    remeasure: str | None = None
     commit: str | None = None
 
     def run(self, world: int, device: str) -> Run:
+        """What `tune.bench` takes. Raises OptionError for a list that nobody can honour, before any rank starts."""
         mib = _CPU_MAX_MIB if self.max_mib is None and device == "cpu" else self.max_mib
 
         def sweep(fingerprint: Fingerprint) -> Sweep:
@@ -60,10 +62,18 @@ class Asked:
                 strategies=self.strategies, auto=self.auto, max_bytes=None if mib is None else int(mib * _MIB),
             )  # fmt: skip
 
-        sweep(Fingerprint(0, "shm", world))  # a bad option is an error before any rank starts
+        planned = sweep(Fingerprint(0, "shm", world))
+        again = () if self.remeasure is None else named(self.remeasure, "--remeasure")
+        for strategy in again:
+            if strategy not in planned.strategies and not (planned.auto and strategy is Strategy.AUTO):
+                raise OptionError(
+                    f"--remeasure {strategy.name} was asked for",
+                    held="it is not among those to be measured",
+                    next="name it in --strategies (AUTO: or give --enable_auto)",
+                )
         return Run(
             world, device, self.folder, sweep, self.deadline, self.start_timeout, self.time_limit, self.restart, self.extend,
-            {"calls": self.calls, "replays": self.replays}, commit=self.commit,
+            frozenset(again), {"calls": self.calls, "replays": self.replays}, commit=self.commit,
         )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ class Sweep:
         if fusions is not None:
             asked = replace(asked, fusions=_once([Fusion.named(name) for name in _names(fusions)], "--fusions"))
         if strategies is not None:
-            parsed = _once([Choice.parse(name).strategy for name in _names(strategies)], "--strategies")
+            parsed = named(strategies, "--strategies")
             asked = replace(asked, strategies=tuple(s for s in parsed if s is not Strategy.AUTO))
             asked = replace(asked, auto=auto or Strategy.AUTO in parsed)
         if fingerprint.world < 2:
@@ -133,6 +133,11 @@ class Sweep:
             "hidden": list(self.hidden),
             "fusions": [fusion.name for fusion in self.fusions],
         }
+
+
+def named(text: str, flag: str) -> tuple[Strategy, ...]:
+    """The strategies of a comma-separated list. Raises OptionError for an unknown one, or one given twice."""
+    return _once([Choice.parse(name).strategy for name in _names(text)], flag)
 
 
 def _names(text: str) -> list[str]:

@@ -6,7 +6,10 @@ Each stage reads the files of the one before: bench writes CSVs, codegen and plo
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +48,10 @@ StartTimeout = Annotated[float, typer.Option("--start_timeout", min=1, help="Sec
 TimeLimit = Annotated[float | None, typer.Option("--time_limit", help="Seconds per TP size, after which what there is is written.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Drop what a broken run has measured.")]
 Extend = Annotated[bool, typer.Option("--extend", help="Measure only what the CSV there lacks, and keep the rest of it.")]
+Remeasure = Annotated[
+    str | None,
+    typer.Option("--remeasure", help="Measure these again, such as NCCL, within what is named; the rest of the CSV stays."),
+]
 Commit = Annotated[str | None, typer.Option("--commit", help="What this is, for the sidecar, where git cannot say.")]
 Launched = Annotated[str | None, typer.Option(hidden=True, envvar="TORCHELASTIC_RUN_ID")]
 MpiRank = Annotated[int | None, typer.Option(hidden=True, envvar=["OMPI_COMM_WORLD_RANK", "PMI_RANK"])]
@@ -57,9 +64,7 @@ Address = Annotated[str, typer.Option("--master_addr", help="Under mpirun: the h
 Port = Annotated[int, typer.Option("--master_port", help="Under mpirun: a free port there.")]
 
 
-@app.command()
-def bench(
-    tp_size: TpSize = "all",
+def _sweep(
     tokens: Tokens = None,
     hidden: Hidden = None,
     fusions: Fusions = None,
@@ -76,7 +81,38 @@ def bench(
     time_limit: TimeLimit = None,
     restart: Restart = False,
     extend: Extend = False,
+    remeasure: Remeasure = None,
     commit: Commit = None,
+) -> Any:
+    """What is to be measured, and how: a `stages.Asked`."""
+    from phalanx.tune import stages
+
+    return stages.Asked(
+        tokens=tokens, hidden=hidden, fusions=fusions, strategies=strategies, dtype=dtype, auto=enable_auto, folder=save_csv_dir,
+        device=device, max_mib=max_mib, calls=calls, replays=replays, deadline=deadline, start_timeout=start_timeout,
+        time_limit=time_limit, restart=restart, extend=extend, remeasure=remeasure, commit=commit,
+    )  # fmt: skip
+
+
+def _measuring(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb with the options of `_sweep` behind --tp_size; it takes what they ask for as `asked`."""
+    shared = inspect.signature(_sweep, eval_str=True).parameters
+    own = [one for name, one in inspect.signature(verb, eval_str=True).parameters.items() if name != "asked"]
+
+    @functools.wraps(verb)
+    def with_options(**given: Any) -> None:
+        asked = _sweep(**{name: given.pop(name) for name in shared})
+        verb(asked=asked, **given)
+
+    with_options.__signature__ = inspect.Signature([own[0], *shared.values(), *own[1:]])  # type: ignore[attr-defined]
+    return with_options
+
+
+@app.command()
+@_measuring
+def bench(
+    asked: Any,
+    tp_size: TpSize = "all",
     master_addr: Address = "127.0.0.1",
     master_port: Port = 29544,
     elastic: Launched = None,
@@ -96,35 +132,15 @@ def bench(
     place = stages.place(
         elastic, (env_rank, env_world, env_local), (mpi_rank, mpi_world, mpi_local), f"{master_addr}:{master_port}"
     )
-    asked = stages.Asked(
-        tokens=tokens, hidden=hidden, fusions=fusions, strategies=strategies, dtype=dtype, auto=enable_auto, folder=save_csv_dir,
-        device=device, max_mib=max_mib, calls=calls, replays=replays, deadline=deadline, start_timeout=start_timeout,
-        time_limit=time_limit, restart=restart, extend=extend, commit=commit,
-    )  # fmt: skip
     for path in stages.bench(tp_size, asked, place):
         print(path)
 
 
 @app.command()
+@_measuring
 def tune(
+    asked: Any,
     tp_size: TpSize = "all",
-    tokens: Tokens = None,
-    hidden: Hidden = None,
-    fusions: Fusions = None,
-    strategies: Strategies = None,
-    dtype: Dtype = "bf16",
-    enable_auto: Auto = False,
-    save_csv_dir: Folder = Path("data"),
-    device: Device = "auto",
-    max_mib: MaxMib = None,
-    calls: Calls = 50,
-    replays: Replays = 9,
-    deadline: Deadline = 60.0,
-    start_timeout: StartTimeout = 180.0,
-    time_limit: TimeLimit = None,
-    restart: Restart = False,
-    extend: Extend = False,
-    commit: Commit = None,
     install: Annotated[
         bool, typer.Option("--install/--no_install", help="Put the tables where engines on this host find them.")
     ] = True,
@@ -132,15 +148,10 @@ def tune(
     """Measure, decide, generate and draw, in one go; engines on this host then run by the tables."""
     from phalanx.tune import stages
 
-    asked = stages.Asked(
-        tokens=tokens, hidden=hidden, fusions=fusions, strategies=strategies, dtype=dtype, auto=enable_auto, folder=save_csv_dir,
-        device=device, max_mib=max_mib, calls=calls, replays=replays, deadline=deadline, start_timeout=start_timeout,
-        time_limit=time_limit, restart=restart, extend=extend, commit=commit,
-    )  # fmt: skip
-    for path in [*stages.bench(tp_size, asked, None), *stages.codegen(save_csv_dir), *stages.plot(save_csv_dir)]:
+    for path in [*stages.bench(tp_size, asked, None), *stages.codegen(asked.folder), *stages.plot(asked.folder)]:
         print(path)
     if install:
-        for path in stages.install(save_csv_dir):
+        for path in stages.install(asked.folder):
             print(f"installed {path}")
 
 
