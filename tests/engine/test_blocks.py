@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from phalanx.engine.blocks import BlockPool
+from phalanx.engine.blocks import BlockPool, Forecast
 from phalanx.errors import EngineError
 
 
@@ -136,3 +136,31 @@ class Pool(RuleBasedStateMachine):
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def peak(requests: list[tuple[int, int]], slack: int) -> int:
+    """Step by step: what requests of (tokens held, tokens to go) hold together."""
+    last = max((to_go for _, to_go in requests), default=0)
+    return max(sum(held + step + slack for held, to_go in requests if to_go >= step) for step in range(last + 1))
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 20)), min_size=1, max_size=8),
+    slack=st.integers(0, 4), capacity=st.integers(1, 300),
+)  # fmt: skip
+def test_a_forecast_equals_counting_step_by_step(requests: list[tuple[int, int]], slack: int, capacity: int) -> None:
+    forecast = Forecast(capacity, slack)
+    taken: list[tuple[int, int]] = []
+    for held, to_go in requests:
+        fits = peak([*taken, (held, to_go)], slack) <= capacity
+        assert forecast.admits(held, to_go) == fits
+        if fits:
+            taken.append((held, to_go))
+
+
+def test_a_forecast_sets_nothing_aside_for_what_may_end_at_any_time() -> None:
+    forecast = Forecast(100, 4)
+    forecast.add(30, None)
+    assert not forecast.admits(30, 33)
+    assert forecast.admits(30, 32)
+    assert not forecast.admits(1, None)

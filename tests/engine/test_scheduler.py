@@ -315,13 +315,41 @@ def test_min_tokens_hold_stop_ids_back() -> None:
 def test_the_last_to_come_gives_way_and_loses_no_token() -> None:
     ranks = Ranks(replace(ROOMY, num_blocks=12, prefix_caching=False))
     for name in "abc":
-        ranks.add(name, [ord(name) % VOCAB] * 8, max_tokens=24, seed=3)
+        ranks.add(name, [ord(name) % VOCAB] * 8, [7], max_tokens=24, min_tokens=24, seed=3)
     ranks.finish()
     stats = ranks.scheduler.stats()
     assert stats.preemptions > 0
     assert (stats.generation_tokens, stats.prompt_tokens) == (72, 24)
     ends = [max(i for i, u in enumerate(ranks.updates[name])) for name in "abc"]
     assert ends == [23, 23, 23]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_requests_that_only_their_limit_ends_wait_for_blocks_and_never_give_way(stages: int) -> None:
+    options = replace(ROOMY, num_blocks=20, prefix_caching=False, pipeline_stages=stages, depth=2)
+    ranks = Ranks(options)
+    for number in range(9):
+        ranks.add(f"{number}", [number] * (3 + number), max_tokens=6 + 3 * number, seed=3)
+    most = 0
+    while not ranks.scheduler.idle:
+        ranks.fill()
+        most = max(most, len(ranks.scheduler.running))
+        ranks.settle()
+    stats = ranks.scheduler.stats()
+    assert stats.preemptions == 0
+    assert most >= 3, "they do run together"
+    assert stats.generation_tokens == sum(6 + 3 * number for number in range(9))
+
+
+def test_one_that_may_end_at_any_time_gives_way_to_nobodys_forecast() -> None:
+    ranks = Ranks(replace(ROOMY, num_blocks=12, prefix_caching=False))
+    ranks.add("open", [1] * 8, [7], max_tokens=24, min_tokens=24, seed=3)
+    ranks.add("steady", [2] * 8, max_tokens=24, seed=3)
+    ranks.fill()
+    assert [request.id for request in ranks.scheduler.running] == ["open", "steady"]
+    ranks.add("one too many", [3] * 8, max_tokens=24, seed=3)
+    ranks.finish()
+    assert [len(ranks.tokens(name)) for name in ("open", "steady", "one too many")] == [24, 24, 24]
 
 
 def test_a_shared_beginning_is_computed_once() -> None:

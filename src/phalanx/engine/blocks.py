@@ -7,7 +7,7 @@ A block is in exactly one of three states:
     cached      nobody references it, but its content has a key; the least recently used is given away when none is free
     referenced  by one or more requests, with or without a key
 
-Every operation is O(1) per block.
+Every operation is O(1) per block. `Forecast` tells whether blocks will do for what requests are going to take.
 """
 
 from __future__ import annotations
@@ -125,3 +125,44 @@ class BlockPool:
             "the KV block accounting is broken", held=what, why="blocks would leak or be written by two requests",
             next="report this with the log",
         )  # fmt: skip
+
+
+class Forecast:
+    """The KV tokens that requests will hold, if each goes on by one token a step to its limit and then leaves.
+
+    capacity: tokens that they may hold together. slack: what one may hold beyond its tokens, since blocks are whole.
+    """
+
+    def __init__(self, capacity: int, slack: int) -> None:
+        self._capacity, self._slack = capacity, slack
+        self._to_go: list[tuple[int, int]] = []  # (tokens to go, negative; tokens held)
+        self._together = 0  # what they would hold if all ended at once: no less than the peak
+
+    def add(self, held: int, to_go: int | None) -> None:
+        """One more request, with so many tokens now and so many to its limit. None: it may end at any time, so that nothing is set
+        aside for what it will take, and nothing is hoped for from its end."""
+        if to_go is None:
+            self._capacity -= held + self._slack
+        else:
+            self._to_go.append((-to_go, held))
+            self._together += held + to_go + self._slack
+
+    def admits(self, held: int, to_go: int | None) -> bool:
+        """Whether all of them and this one would have their blocks to the end. If so, it is added."""
+        before = self._capacity, self._together
+        self.add(held, to_go)
+        if self._together <= self._capacity or self._peak() <= self._capacity:
+            return True
+        self._capacity, self._together = before
+        if to_go is not None:
+            self._to_go.remove((-to_go, held))
+        return False
+
+    def _peak(self) -> int:
+        """Before each departure those that stay have grown by as many tokens as the one that leaves."""
+        self._to_go.sort()
+        most = together = 0
+        for count, (to_go, held) in enumerate(self._to_go, start=1):
+            together += held
+            most = max(most, together + count * (self._slack - to_go))
+        return most

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from phalanx.engine.blocks import Forecast
+from phalanx.engine.limits import SchedulerOptions
 from phalanx.engine.messages import Add, Admission, RowResult, TokenLogprobs, Update
 from phalanx.errors import PhalanxError, RequestError
 
@@ -59,8 +61,8 @@ class Request:
 
     __slots__ = (  # noqa: RUF023  grouped by meaning
         "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "guided",
-        "submitted", "pending", "in_flight", "slot", "blocks", "sent", "first_live", "keys", "named", "chunk_cap",
-        "cached_tokens", "seen", "ended", "prompt_logprobs",
+        "steady", "submitted", "pending", "in_flight", "slot", "blocks", "shared", "sent", "first_live", "keys", "named",
+        "chunk_cap", "cached_tokens", "seen", "ended", "prompt_logprobs",
     )  # fmt: skip
 
     def __init__(self, add: Add, *, seed: int, limit: int, matcher: TokenMatcher | None) -> None:
@@ -75,11 +77,13 @@ class Request:
         self.limit = limit
         self.matcher = matcher
         self.guided = matcher is not None
+        self.steady = not (add.stop_token_ids or add.params.stops or self.guided)  # nothing but its limit ends it
         self.submitted = 0
         self.pending = 0
         self.in_flight = 0  # rows in steps that are not settled
         self.slot = -1
         self.blocks: list[int] = []
+        self.shared = 0  # how many of them the prefix cache gave
         self.sent = 0  # how many of them the ranks know
         self.first_live = 0
         self.keys: list[bytes] = []
@@ -89,6 +93,11 @@ class Request:
         self.seen = False  # admitted at least once
         self.ended = False
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if add.params.prompt_logprobs is None else [None]
+
+    @property
+    def to_go(self) -> int | None:
+        """How many tokens it will still take, beyond those that are known or pending; None where it may end at any time."""
+        return self.limit - len(self.tokens) - self.pending if self.steady else None
 
     def admission(self) -> Admission:
         """What the ranks learn when the request takes its slot. A copy: tokens grow while the message is on its way."""
@@ -124,6 +133,22 @@ class Request:
             update.finish_reason = "length"
         self.ended = update.finish_reason is not None
         return update
+
+
+def forecast_of(running: Sequence[Request], available: int, options: SchedulerOptions) -> Forecast | None:
+    """What the requests that run will take. available: blocks that nobody holds. None with a window: blocks come back all the time.
+
+    A request that nothing but its limit ends should be admitted only if there will be blocks for all of it: to give up a place
+    means to compute everything again, which costs more than a smaller batch. For the others nothing is set aside.
+    """
+    if options.window is not None:
+        return None
+    block_size = options.block_size
+    owned = sum(len(request.blocks) - request.shared for request in running)
+    forecast = Forecast((available + owned) * block_size, block_size)
+    for request in running:
+        forecast.add(len(request.tokens) + request.pending - request.shared * block_size, request.to_go)
+    return forecast
 
 
 def _accept(matcher: TokenMatcher, token: int) -> bool:

@@ -3,6 +3,7 @@
 
 First come, first served: the requests that run have all come before those that wait. When blocks run out, the one that came last
 gives up its place (preemption by recompute) and waits in front; what it computed stays in the prefix cache while there is room.
+A request that nothing but its limit ends is only admitted if there will be blocks for all of it, as `forecast_of` tells.
 
 Steps are asynchronous: up to `depth` are in flight. Whatever a request gives up (slot, blocks) is free at once, also while steps
 that use it are in flight: every rank runs steps in the order of their numbers, so a later step cannot overtake them. Tokens that
@@ -19,7 +20,7 @@ from phalanx.engine.blocks import BlockPool
 from phalanx.engine.limits import SchedulerOptions, length_limit
 from phalanx.engine.messages import Add, Admission, Refused, Row, Stats, Step, StepBatch, StepResult, Update
 from phalanx.engine.prefix import extend_keys, longest_hit
-from phalanx.engine.request import OpenMatcher, Request, matcher_of, open_matcher
+from phalanx.engine.request import OpenMatcher, Request, forecast_of, matcher_of, open_matcher
 from phalanx.errors import EngineError, PhalanxError, RequestError, StepDiverged
 
 __all__ = ["Scheduler", "SchedulerOptions"]
@@ -147,10 +148,11 @@ class Scheduler:
     def _arrivals(self) -> list[Request]:
         """The waiting requests for which there are slots and blocks now (not counting what the prefix cache saves)."""
         found: list[Request] = []
-        left = self.pool.available - len(self.running)
+        left, forecast = self.pool.available - len(self.running), forecast_of(self.running, self.pool.available, self.options)
         for request in self.waiting:
             left -= self._blocks_for(len(request.tokens))
-            if request.in_flight or len(found) == len(self._slots) or (left < 0 and (found or self.running)):
+            fits = left >= 0 and (forecast is None or forecast.admits(len(request.tokens), request.to_go))
+            if request.in_flight or len(found) == len(self._slots) or ((found or self.running) and not fits):
                 break
             found.append(request)
         return found
@@ -196,17 +198,20 @@ class Scheduler:
         """Give slots to waiting requests, in order, as long as there are tokens, slots and blocks."""
         pool, size = self.pool, self.options.block_size
         draft.prefill_tokens += draft.decode_tokens
+        forecast = forecast_of(self.running, pool.available, self.options) if self.waiting and self._slots else None
         while self.waiting and self._slots and draft.rows_left and draft.prefill_tokens:
             request = self.waiting[0]
             if request.in_flight:  # preempted, and its last tokens are not known yet
                 return
             hit = self._hit(request)
-            needed = self._blocks_at_once(request, len(hit)) + sum(block >= 0 and pool.idle(block) for block in hit)
+            woken = sum(block >= 0 and pool.idle(block) for block in hit)
             # One block is left to each request that runs, so that the newcomer does not push one out at once.
-            if self.running and needed + draft.owed + len(self.running) > pool.available:
+            if self.running and self._blocks_at_once(request, len(hit)) + woken + draft.owed + len(self.running) > pool.available:
                 return
             left = len(request.tokens) - len(hit) * size
             if left > draft.prefill_tokens and not self._may_split(request):
+                return
+            if forecast is not None and not forecast.admits(left + woken * size, request.to_go) and self.running:
                 return
             self._admit(draft, request, hit)
             self._add_chunk(draft, request, self._room(request, self._chunk(request, left, draft.prefill_tokens)))
@@ -219,7 +224,7 @@ class Scheduler:
         for block in hit:
             if block >= 0:
                 self.pool.share(block)
-        request.blocks, request.sent, request.named = hit, 0, len(hit)
+        request.blocks, request.sent, request.named, request.shared = hit, 0, len(hit), len(hit)
         request.first_live = hit.count(-1)
         request.submitted = len(hit) * self.options.block_size
         left = len(request.tokens) - request.submitted
