@@ -7,25 +7,29 @@ A back end plans a batch once (`batch.attention = backend.plan(batch)`), and eve
 from __future__ import annotations
 
 import importlib.util
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.kernels import attention as kernels
 from phalanx.models.batch import Batch, KvCache
+
+Decode = Literal["kernel", "rest"]
 
 
 class AttentionPlan(Protocol):
     """One batch, ready for each layer to attend."""
 
     def forward(
-        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float, kv_scales: tuple[float, float] | None = None
-    ) -> Tensor:
+        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Each query sees the keys of its own row up to its own position, the last `window` of them (itself among them) or all.
 
         query [T, heads, head_dim]; the batch's own keys and values are in the cache already. kv_scales: what the cached keys and
-        the cached values are to be multiplied by, where the cache is quantized; None for 1. Returns query's shape and dtype;
-        what stands at padding tokens means nothing.
+        the cached values are to be multiplied by, where the cache is quantized; None for 1. Returns query's shape and dtype,
+        in `out` where one is given; what stands at padding tokens means nothing.
         """
 
 
@@ -35,6 +39,9 @@ class AttentionBackend(Protocol):
     name: str
     captures: bool
     """Whether it plans fixed batches (`Batch.fixed`): forwards with their plans may be captured in a CUDA graph and replayed."""
+    plans_fixed: bool
+    """Whether each replay of a fixed batch needs a plan of its own, made from the host's facts; else the plan of its capture serves
+    whatever lengths and block tables the batch's tensors hold."""
 
     def plan(self, batch: Batch) -> AttentionPlan:
         """Host work and copies to the device, once per batch; reads no tensor back from the device."""
@@ -43,8 +50,19 @@ class AttentionBackend(Protocol):
         """Before the first fixed batch: such batches will have up to `rows` rows, and `pages` entries of block tables in all."""
 
 
-def backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """FlashInfer on GPU where it is installed and knows dtype and head_dim; else torch's scaled_dot_product_attention."""
+def backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, decode: Decode = "kernel") -> AttentionBackend:
+    """For rows of several tokens FlashInfer, on a GPU where it is installed and knows dtype and head_dim; else torch's
+    scaled_dot_product_attention. For rows of one token on a GPU the house's kernel, or with decode="rest" what the
+    others have."""
+    rest = _rest(device, dtype, head_dim)
+    if decode == "kernel" and kernels.takes(device, dtype, head_dim):
+        from phalanx.models.layers.attention_decode import DecodeBackend
+
+        return DecodeBackend(rest, device)
+    return rest
+
+
+def _rest(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
     if device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None:
         from phalanx.models.layers import attention_flashinfer
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from phalanx.models.batch import Batch, KvCache
+from phalanx.models.layers.attention_decode import leading_decodes
 
 WORKSPACE_BYTES = 256 << 20
 """For partial results of split rows; shared by all wrappers, which run one after the other on one stream."""
@@ -155,7 +156,7 @@ class FlashInferBackend:
     """One pair of wrappers per kind of layer, kept over batches; and one per kind and size of fixed batches."""
 
     name = "flashinfer"
-    captures = True
+    captures = plans_fixed = True
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, device
@@ -207,18 +208,18 @@ class FlashInferPlan:
     def __init__(self, backend: FlashInferBackend, batch: Batch) -> None:
         self._backend, self._batch = backend, batch
         self._ready: set[Kind] = set()
-        longer = np.diff(np.asarray(batch.query_starts_cpu)) != 1
-        self._decodes = int(longer.argmax()) if longer.any() else len(longer)
+        self._decodes = leading_decodes(batch)
 
     def forward(
-        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float, kv_scales: tuple[float, float] | None = None
-    ) -> Tensor:
+        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
         kind = Kind(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale, cache.key.dtype)
         if kind not in self._ready:
             self.prepare(kind)
         query, paged = query.contiguous(), (cache.key, cache.value)
-        out = torch.empty_like(query)
+        out = torch.empty_like(query) if out is None else out
         split, end = self._decodes, self._batch.query_starts_cpu[-1]
         scales = {} if kv_scales is None else {"k_scale": kv_scales[0], "v_scale": kv_scales[1]}
         decode, prefill = self._backend.wrappers[kind]

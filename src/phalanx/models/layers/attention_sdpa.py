@@ -108,7 +108,8 @@ class Bundle:
         self.tokens = (token + query).view(-1)
         # A padding column repeats the row's last block: it is sure to be the row's own, and its keys lie behind the queries.
         column = first + torch.minimum(torch.arange(wide, device=device), blocks - 1)
-        self.blocks = batch.block_tables[row, column].long().view(-1)
+        held = row if batch.table_rows is None else batch.table_rows[row]
+        self.blocks = batch.block_tables[held, column].long().view(-1)
         key = first * block_size + torch.arange(wide * block_size, device=device)
         query_at, key_at = (position + query).unsqueeze(-1), key.unsqueeze(-2)
         seen = key_at <= query_at
@@ -145,16 +146,19 @@ class SdpaPlan:
         self._made: dict[int | None, tuple[list[Bundle], Tensor]] = {}
 
     def forward(
-        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float, kv_scales: tuple[float, float] | None = None
-    ) -> Tensor:
+        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         if window not in self._made:
             self._made[window] = self._make(window, cache.key.shape[1])
         made, order = self._made[window]
         outs = [bundle.attend(query, cache, scale * key_scale, self._scratch) for bundle in made]
-        out = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
-        return out if value_scale == 1.0 else out * value_scale
+        found = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
+        if value_scale != 1.0:
+            found = found * value_scale
+        return found if out is None else out.copy_(found)
 
     def _make(self, window: int | None, block_size: int) -> tuple[list[Bundle], Tensor]:
         batch, limit = self._batch, MASK_LIMITS[self._batch.block_tables.device.type]
@@ -178,6 +182,7 @@ class SdpaBackend:
 
     name = "sdpa"
     captures = False  # the shapes of its calls follow the lengths
+    plans_fixed = True
 
     def __init__(self) -> None:
         self._scratch = Scratch()

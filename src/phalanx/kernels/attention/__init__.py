@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of rows of one token over paged keys and values: `decode_attention` on GPUs, where `takes` says so."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention.split import Split, Workspace, chosen
+from phalanx.kernels.norms import triton_is_here
+
+__all__ = ["decode_attention", "takes", "Split", "Workspace"]
+
+
+def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether there is a kernel for queries of this dtype and head_dim, whatever the ratio of heads, the block size, the window,
+    and with the cache in the same dtype or in e4m3."""
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and head_dim % 8 == 0 and head_dim <= 256
+    return device.type == "cuda" and known and triton_is_here()
+
+
+def decode_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
+    *, scale: float, workspace: Workspace, window: int | None = None, kv_scales: tuple[float, float] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
+    block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
+
+    workspace: of this stream, kept over calls.
+    """
+    from phalanx.kernels.attention.decode import decode_attention as kernel
+
+    rows, q_heads, head_dim = query.shape
+    kv_heads = key_cache.shape[2]
+    split = chosen(max(rows, 1), kv_heads, q_heads // kv_heads, head_dim, key_cache.element_size(), workspace.processors)
+    return kernel(
+        query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
+        workspace=workspace, split=split, out=out,
+    )  # fmt: skip

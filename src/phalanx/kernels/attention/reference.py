@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of rows of one token in plain torch: what the kernel computes, and its tests' oracle."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def decode_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
+    *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
+) -> Tensor:  # fmt: skip
+    """Each row's query over the row's cached keys: all, or the last `window` of them.
+
+    query [R, q_heads, head_dim] in bf16, fp16 or fp32; caches [blocks, block_size, kv_heads, head_dim] in its dtype, or in e4m3 to
+    be multiplied by kv_scales (keys', values') when read; q_heads is a multiple of kv_heads, neighbours share a KV head.
+    block_tables [N, W] int32: row r has its tokens in the blocks of table row table_rows[r] ([R] int32 or int64; None for r
+    itself). kv_lengths [R] int32, at least 1. Computed in fp32; returns query's shape and dtype.
+    """
+    key_scale, value_scale = kv_scales or (1.0, 1.0)
+    block_size, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+    out = torch.empty_like(query)
+    for row, length in enumerate(kv_lengths.tolist()):
+        table = block_tables[row if table_rows is None else int(table_rows[row])]
+        token = torch.arange(0 if window is None else max(0, length - window), length, device=query.device)
+        block, offset = table[token // block_size].long(), token % block_size
+        key, value = (
+            (cache.view(torch.uint8)[block, offset].view(torch.float8_e4m3fn) if cache.dtype == torch.float8_e4m3fn
+             else cache[block, offset]).float().repeat_interleave(group, 1)
+            for cache in (key_cache, value_cache)
+        )  # fmt: skip
+        score = torch.einsum("hd,nhd->hn", query[row].float(), key) * (scale * key_scale)
+        out[row] = (torch.einsum("hn,nhd->hd", score.softmax(-1), value) * value_scale).to(query.dtype)
+    return out

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention: in Triton's interpreter against the reference, and compiled for three generations of GPUs.
+
+The interpreter is chosen when a kernel is defined, so what runs in it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+SCALES = (0.25, 0.03)
+
+
+class Case(NamedTuple):
+    """Rows of these lengths; the queries of `group` heads per KV head."""
+
+    lengths: list[int]
+    kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int = 16
+    window: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    indirect: bool = True
+    pieces: int = 4
+    tile: int = 32
+    warps: int = 2
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    tables: Tensor
+    rows: Tensor | None
+    lengths: Tensor
+
+
+def made(case: Case, seed: int = 0) -> Inputs:
+    """Blocks in no order; whatever no row sees is NaN, in the cache as it is in memory that was used before."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = len(case.lengths), -(-max(case.lengths) // case.block_size) + 2
+    used = [-(-length // case.block_size) for length in case.lengths]
+    blocks = list(range(1, sum(used) + 1))
+    random.Random(seed).shuffle(blocks)
+    shape = (len(blocks) + 1, case.block_size, case.kv_heads, case.head_dim)
+    caches = [torch.full(shape, float("nan")) for _ in range(2)]
+    slots = random.Random(seed).sample(range(rows + 2), rows) if case.indirect else list(range(rows))
+    tables = torch.zeros(rows + 2, width + 1, dtype=torch.int32)[:, :width]  # rows lie apart
+    for row, length in enumerate(case.lengths):
+        for at in range(used[row]):
+            tables[slots[row], at] = blocks.pop()
+        first = 0 if case.window is None else max(0, length - case.window)
+        for at in range(first, length):
+            for cache in caches:
+                block = int(tables[slots[row], at // case.block_size])
+                cache[block, at % case.block_size] = torch.randn(case.kv_heads, case.head_dim, generator=generator)
+        if case.window is not None:
+            tables[slots[row], : first // case.block_size] = 0  # stale
+    query = torch.randn(rows, case.kv_heads * case.group, case.head_dim, generator=generator) * 3
+    if case.fp8:
+        caches = [(cache / scale).to(torch.float8_e4m3fn) for cache, scale in zip(caches, SCALES, strict=True)]
+    else:
+        caches = [cache.to(case.dtype) for cache in caches]
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    return Inputs(query.to(case.dtype), *caches, tables, torch.tensor(slots) if case.indirect else None, lengths)
+
+
+def check(case: Case, workspace: object = None, seed: int = 0) -> None:
+    from phalanx.kernels.attention import reference
+    from phalanx.kernels.attention.decode import decode_attention
+    from phalanx.kernels.attention.split import Split, Workspace
+
+    inputs = made(case, seed)
+    rest = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
+    wanted = reference.decode_attention(*inputs, **rest)
+    held = workspace or Workspace(CPU)
+    split = Split(case.pieces, 40, case.tile, case.warps, 2, 255)
+    out = decode_attention(*inputs, **rest, workspace=held, split=split)
+    assert not wanted.isnan().any()
+    step = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(
+        out, wanted, rtol=2 * step, atol=2 * step if case.dtype != torch.float32 else 1e-5, msg=lambda m: f"{case}: {m}"
+    )
+    assert all(int(given[3].abs().sum()) == 0 for given in held._given), "the counts are 0 again"
+
+
+def let_loops_begin_anywhere() -> None:
+    """The interpreter's scalars are arrays of one element, which numpy no longer takes for an integer, as a loop's bounds are."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patched
+
+
+def check_ratios_of_heads() -> None:
+    for kv_heads, group in ((2, 1), (1, 3), (2, 4), (1, 7), (1, 8), (1, 16), (2, 20)):
+        check(Case([1, 33, 100], kv_heads, group, 32))
+
+
+def check_head_dims_dtypes_and_quantized_caches() -> None:
+    for head_dim, dtype in (
+        (8, torch.float32),
+        (80, torch.bfloat16),
+        (96, torch.float16),
+        (128, torch.bfloat16),
+        (256, torch.float32),
+    ):
+        for fp8 in (False, True):
+            check(Case([5, 97], 2, 4, head_dim, dtype=dtype, fp8=fp8))
+
+
+def check_lengths_about_the_edges() -> None:
+    """Of tiles (32), of chunks (40), and enough for every piece; one piece alone, and more than a row needs."""
+    lengths = [1, 2, 31, 32, 33, 40, 41, 64, 65, 80, 81, 128, 129, 160, 161, 330]
+    for pieces in (1, 3, 13):
+        check(Case(lengths, 1, 2, 16, pieces=pieces))
+    check(Case(lengths, 1, 2, 16, tile=64, warps=1, indirect=False))
+    check(Case(lengths, 1, 2, 16, tile=64, warps=4, pieces=3))
+
+
+def check_block_sizes_and_windows() -> None:
+    for block_size, windows in (
+        (16, (None, 1, 16, 50, 1000)),
+        (1, (None, 50)),
+        (5, (None, 50)),
+        (32, (None, 50)),
+        (256, (None, 50)),
+    ):
+        for window in windows:
+            check(Case([1, 49, 50, 51, 150], 1, 4, 16, block_size=block_size, window=window, fp8=window == 50))
+
+
+def check_launches_share_a_workspace() -> None:
+    """As replays of captured launches do, with other lengths each time; and a larger launch that makes it grow."""
+    from phalanx.kernels.attention.split import Workspace
+
+    workspace = Workspace(CPU)
+    for seed, lengths in enumerate(([200, 3], [1, 1], [90, 201], [41, 700], [200] * 7, [3, 200])):
+        check(Case(lengths, 2, 3, 32, pieces=6), workspace, seed)
+    assert len(workspace._given) == 2
+
+
+def check_queries_of_any_size_meet_a_quantized_cache() -> None:
+    """bf16 reaches further than fp16, which products with e4m3 are made in."""
+    from phalanx.kernels.attention import reference
+    from phalanx.kernels.attention.decode import decode_attention
+    from phalanx.kernels.attention.split import Split, Workspace
+
+    query, *rest = made(Case([60, 60], 1, 4, 32, fp8=True))
+    for factor, scale in ((1e30, 1e-30), (1e-30, 1e30), (0.0, 1.0)):
+        options = {"scale": scale, "window": None, "kv_scales": SCALES}
+        wanted = reference.decode_attention(query * factor, *rest, **options)
+        out = decode_attention(query * factor, *rest, **options, workspace=Workspace(CPU), split=Split(1, 64, 32, 2, 2, 255))
+        torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
+
+
+CHECKS = [
+    check_ratios_of_heads, check_head_dims_dtypes_and_quantized_caches, check_lengths_about_the_edges,
+    check_block_sizes_and_windows, check_launches_share_a_workspace, check_queries_of_any_size_meet_a_quantized_cache,
+]  # fmt: skip
+
+
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.attention.test_decode"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+
+
+SIGNATURE = {
+    "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals"), "*i32"),
+    **dict.fromkeys(("tops", "totals", "outs"), "*fp32"), **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
+    **dict.fromkeys(("table_stride", "window", "chunk", "q_heads", "kv_heads"), "i32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(("head_dim", "dtype", "fp8"), [(128, "*bf16", False), (128, "*bf16", True), (80, "*fp16", False)])
+def test_compiles(head_dim: int, dtype: str, fp8: bool, arch: int) -> None:
+    """Down to machine code, as it is launched for 64 rows: on tensor cores, with reads under way, and no register in memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from phalanx.kernels.attention import decode
+    from phalanx.kernels.attention.split import MOST_PIECES, chosen
+
+    split = chosen(64, 8, 4, head_dim, 1 if fp8 else 2, 132)
+    constants = {
+        "GROUP": 4, "DIM": head_dim, "WIDTH": 128, "LANES": 4, "BLOCK_SIZE": 16, "MOST": MOST_PIECES, "TILE": split.tile,
+        "WARPS": split.warps, "STAGES": split.stages, "INDIRECT": True, "FP8": fp8, "PTX": arch,
+    }  # fmt: skip
+    signature = {}
+    for name in decode._decode.arg_names:
+        kind = "*u8" if fp8 and name.endswith("cache") else dtype
+        signature[name] = "constexpr" if name in constants else SIGNATURE.get(name, kind)
+    aligned = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(signature.values()) if kind[0] == "*"}
+    options = {"num_warps": split.warps, "maxnreg": split.registers}
+    source = ASTSource(decode._decode, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    assert len(compiled.asm["cubin"]) > 0
+    ptx = compiled.asm["ptx"]
+    assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
+    assert "mma.sync" in ptx
+    assert "cp.async" in ptx
+    assert "atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx
+
+
+def test_how_rows_are_split() -> None:
+    """No further than into what the GPU runs at once, and every piece is a multiple of what tensor cores take."""
+    from phalanx.kernels.attention.split import MOST_PIECES, chosen
+
+    for rows in (1, 2, 8, 64, 512):
+        for kv_heads, group, head_dim, itemsize in ((8, 4, 128, 2), (1, 32, 64, 1), (2, 1, 256, 4)):
+            split = chosen(rows, kv_heads, group, head_dim, itemsize, 132)
+            assert split.tile // split.warps >= 16
+            assert 1 <= split.pieces <= MOST_PIECES
+            assert split.pieces == 1 or split.pieces * rows * kv_heads <= 4 * 132
+    assert chosen(1, 8, 4, 128, 2, 132).pieces == MOST_PIECES
+    assert chosen(512, 8, 4, 128, 2, 132).pieces == 1
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    let_loops_begin_anywhere()
+    for each in CHECKS:
+        each()
+        print(each.__name__)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of one token by the kernel, the others by another back end: who gets which, and that nothing is planned for fixed batches.
+
+The kernel's reference stands in for it; that the two agree is for the kernel's own tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention import reference
+from phalanx.models.batch import Batch
+from phalanx.models.layers import attention, attention_decode
+from phalanx.models.layers.attention_decode import DecodeBackend
+from phalanx.models.layers.attention_sdpa import SdpaBackend
+from tests.models.layers.test_attention_sdpa import as_read, in_fp8, made_batch, naive
+
+CPU = torch.device("cpu")
+
+
+class Watched(SdpaBackend):
+    """Remembers what it was asked to plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planned: list[Batch] = []
+
+    def plan(self, batch: Batch) -> Any:
+        self.planned.append(batch)
+        return super().plan(batch)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each launch."""
+    rows: list[int] = []
+
+    def stand_in(query: Tensor, *inputs: Any, workspace: Any, out: Tensor, **options: Any) -> Tensor:
+        rows.append(len(query))
+        assert query.is_contiguous()
+        return out.copy_(reference.decode_attention(query, *inputs, **options))
+
+    monkeypatch.setattr(attention_decode.kernels, "decode_attention", stand_in)
+    return rows
+
+
+def indirect(batch: Batch) -> None:
+    """The batch's tables among those of other slots."""
+    rows, width = batch.block_tables.shape
+    tables = torch.full((rows + 3, width), 10**6, dtype=torch.int32)
+    batch.table_rows = torch.arange(rows + 2, 2, -1)
+    tables[batch.table_rows] = batch.block_tables
+    batch.block_tables = tables
+
+
+def compare(
+    out: Tensor, query: Tensor, batch: Batch, rows: list[tuple[int, int]], keys: list[Tensor], values: list[Tensor],
+    window: int | None,
+) -> None:  # fmt: skip
+    for row, (before, _) in enumerate(rows):
+        here = slice(batch.query_starts_cpu[row], batch.query_starts_cpu[row + 1])
+        torch.testing.assert_close(out[here], naive(query[here], keys[row], values[row], before, window, 0.3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("through_rows", [False, True])
+@pytest.mark.parametrize("rows", [[(7, 1), (30, 1)], [(0, 9), (11, 6)], [(7, 1), (16, 1), (0, 9), (5, 1), (11, 6)], [(0, 1)]])
+def test_each_row_by_its_kind(
+    rows: list[tuple[int, int]], through_rows: bool, window: int | None, launched: list[int]
+) -> None:  # fmt: skip
+    batch, cache, keys, values = made_batch(rows, window, padding=2)
+    if through_rows:
+        indirect(batch)
+    query, others = torch.randn(batch.token_ids.shape[0], 6, 8), Watched()
+    plan = DecodeBackend(others, CPU).plan(batch)
+    for _ in range(2):
+        out = plan.forward(query, cache, window=window, scale=0.3)
+        assert out.shape == query.shape
+        compare(out, query, batch, rows, keys, values, window)
+    first = next((at for at, (_, now) in enumerate(rows) if now > 1), len(rows))
+    assert launched == [first] * 2 * bool(first)
+    assert [len(each.kv_lengths_cpu) for each in others.planned] == [len(rows) - first] * (first < len(rows))
+
+
+def test_a_cache_in_fp8() -> None:
+    rows, scales = [(7, 1), (0, 9)], (0.25, 0.03)
+    batch, cache, keys, values = made_batch(rows, None)
+    query = torch.randn(10, 6, 8)
+    out = (
+        DecodeBackend(SdpaBackend(), CPU)
+        .plan(batch)
+        .forward(query, in_fp8(cache, scales), window=None, scale=0.3, kv_scales=scales)
+    )
+    read = [[as_read(each, scale) for each in kept] for kept, scale in zip((keys, values), scales, strict=True)]
+    compare(out, query, batch, rows, *read, None)
+
+
+def test_a_fixed_batch_is_planned_once_for_all_replays() -> None:
+    """Its tensors change, and what the host knew of it at its plan counts for nothing."""
+    later, cache, keys, values = made_batch([(9, 1), (30, 1)], None)
+    indirect(later)
+    batch, _, _, _ = made_batch([(0, 1), (0, 1)], None)
+    batch.fixed, batch.block_tables, batch.table_rows = (
+        True,
+        torch.zeros_like(later.block_tables),
+        torch.zeros(2, dtype=torch.int64),
+    )
+    batch.block_tables_cpu = None
+    others = Watched()
+    made = DecodeBackend(others, CPU)
+    assert made.captures
+    assert not made.plans_fixed
+    plan = made.plan(batch)
+    query = torch.randn(2, 6, 8)
+    plan.forward(query, cache, window=None, scale=0.3)
+    for name in ("block_tables", "table_rows", "kv_lengths"):
+        getattr(batch, name).copy_(getattr(later, name))
+    compare(plan.forward(query, cache, window=None, scale=0.3), query, batch, [(9, 1), (30, 1)], keys, values, None)
+    assert others.planned == []
+
+
+def test_which_back_end_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention.backend(CPU, torch.float32, 64).name == "sdpa"  # no kernel on CPU
+    monkeypatch.setattr(attention.kernels, "takes", lambda device, dtype, head_dim: head_dim == 64)
+    assert attention.backend(CPU, torch.float32, 64).name == "triton+sdpa"
+    assert attention.backend(CPU, torch.float32, 64, decode="rest").name == "sdpa"
+    assert attention.backend(CPU, torch.float32, 72).name == "sdpa"
+
+
+def test_what_the_kernel_takes() -> None:
+    from phalanx.kernels.attention import takes
+
+    cuda = torch.device("cuda")
+    assert [takes(cuda, torch.bfloat16, dim) for dim in (64, 80, 256, 100, 512)] == [True, True, True, False, False]
+    assert not takes(cuda, torch.float64, 64)
+    assert not takes(CPU, torch.bfloat16, 64)
