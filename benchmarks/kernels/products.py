@@ -32,6 +32,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import record
 from phalanx.kernels import reference
 from phalanx.kernels.products import few_rows, many_rows_fp8
+from phalanx.kernels.products.choice import FewRows, ManyRows, OneRow, shared_columns
 from phalanx.kernels.products.one_row import one_row
 from phalanx.kernels.products.one_row_fp8 import one_row_fp8
 
@@ -47,9 +48,11 @@ WRONG = 5e-3
 """Of the norm; rounding to bf16 makes about 1.7e-3."""
 BF16 = torch.bfloat16
 
-ONE_ROW_FP8 = [(4, 2048, 4), (2, 2048, 4), (8, 2048, 4), (2, 4096, 4), (4, 4096, 8), (1, 4096, 4), (4, 1024, 2)]
-"""(rows, block, warps)"""
-ONE_ROW = [(4, 2048, 8), (2, 2048, 4), (4, 1024, 4)]
+ONE_ROW_FP8 = [
+    OneRow(4, 2048, 4), OneRow(2, 2048, 4), OneRow(8, 2048, 4), OneRow(2, 4096, 4), OneRow(4, 4096, 8), OneRow(1, 4096, 4),
+    OneRow(4, 1024, 2),
+]  # fmt: skip
+ONE_ROW = [OneRow(4, 2048, 8), OneRow(2, 2048, 4), OneRow(4, 1024, 4)]
 FEW = [
     (64, 256, 264, 4, 4, 4), (64, 256, 396, 4, 4, 4), (64, 256, 528, 3, 4, 2), (64, 128, 396, 4, 4, 8),
     (64, 512, 264, 3, 4, 2), (128, 128, 264, 4, 4, 4), (64, 256, 396, 4, 4, 0), (32, 256, 528, 4, 4, 4),
@@ -60,10 +63,10 @@ FEW_WIDE = [
     (128, 128, 264, 3, 4, 4), (128, 256, 132, 3, 8, 2), (64, 128, 396, 4, 8, 4), (128, 128, 264, 4, 8, 0),
 ]  # fmt: skip
 MANY = [
-    many_rows_fp8.Tiling(), many_rows_fp8.Tiling(per_processor=0), many_rows_fp8.Tiling(rows=256, stages=3),
-    many_rows_fp8.Tiling(rows=256, stages=3, per_processor=0), many_rows_fp8.Tiling(tokens=256, stages=3),
-    many_rows_fp8.Tiling(tokens=64, warps=4, per_processor=2), many_rows_fp8.Tiling(tokens=64, rows=256, stages=4),
-    many_rows_fp8.Tiling(warps=4),
+    ManyRows(), ManyRows(per_processor=0), ManyRows(rows=256, stages=3),
+    ManyRows(rows=256, stages=3, per_processor=0), ManyRows(tokens=256, stages=3),
+    ManyRows(tokens=64, warps=4, per_processor=2), ManyRows(tokens=64, rows=256, stages=4),
+    ManyRows(warps=4),
 ]  # fmt: skip
 
 
@@ -162,32 +165,27 @@ def few_fp8(p: Product, size: tuple[int, int]) -> Iterator[tuple[str, Candidate]
     assert p.x_scale is not None
     if len(p.x) == 1:
         x16 = (p.x.float() * p.x_scale).to(BF16)
-        for rows, block, warps in ONE_ROW_FP8:
-            yield (
-                f"one row {rows} x {block}, {warps} warps",
-                lambda w, r=rows, b=block, n=warps: one_row_fp8(p.x, p.x_scale, w, p.scale, dtype=BF16, rows=r, block=b, warps=n),
-            )
-        for rows, block, warps in ONE_ROW_FP8[:2]:
-            yield (
-                f"quantizing row {rows} x {block}, {warps} warps",
-                lambda w, r=rows, b=block, n=warps: one_row_fp8(x16, None, w, p.scale, dtype=BF16, rows=r, block=b, warps=n),
-            )
+        call = partial(one_row_fp8, scale=p.scale, dtype=BF16)
+        for tiling in ONE_ROW_FP8:
+            yield f"one row {tuple(tiling)}", lambda w, t=tiling: call(p.x, p.x_scale, w, tiling=t)
+        for tiling in ONE_ROW_FP8[:2]:
+            yield f"quantizing row {tuple(tiling)}", lambda w, t=tiling: call(x16, None, w, tiling=t)
     yield from few(p, size)
 
 
 def few_sixteen(p: Product, size: tuple[int, int]) -> Iterator[tuple[str, Candidate]]:
     yield "torch", lambda w: F.linear(p.x, w)
     if len(p.x) == 1:
-        for rows, block, warps in ONE_ROW:
-            yield f"one row {rows} x {block}, {warps} warps", partial(one_row, p.x, rows=rows, block=block, warps=warps)
+        for tiling in ONE_ROW:
+            yield f"one row {tuple(tiling)}", partial(one_row, p.x, **tiling._asdict())
     yield from few(p, size)
 
 
 def few(p: Product, size: tuple[int, int]) -> Iterator[tuple[str, Candidate]]:
     tokens, width = len(p.x), p.x.element_size()
     for rows, block, programs, stages, warps, ahead in FEW[:3] if tokens == 1 else FEW if tokens <= 16 else FEW_WIDE:
-        splits = few_rows.shared_columns(*size, rows, block // width, programs)
-        tiling = few_rows.Tiling(rows, block // width, splits, stages, warps, ahead)
+        splits = shared_columns(*size, rows, block // width, programs)
+        tiling = FewRows(rows, block // width, splits, stages, warps, ahead)
         call = partial(few_rows.few_rows, p.x, tiling=tiling, x_scale=p.x_scale, scale=p.scale, dtype=BF16)
         yield f"few {tuple(tiling)}", call
     if width == 1 and tokens > 16:

@@ -8,7 +8,7 @@ import torch
 
 from phalanx import kernels
 from phalanx.kernels import reference
-from phalanx.kernels.scaled_mm import FP8, Quantized, has_fp8_products
+from phalanx.kernels.scaled_mm import FP8, Quantized, has_fp8_products, quantizing_mm
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -53,7 +53,10 @@ def test_a_cpu_has_no_fp8_products() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "inputs", "out"), [(1, 128, 64), (3, 4096, 1280), (513, 1024, 2048)])
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "out"),
+    [(1, 128, 64), (1, 7168, 8192), (3, 4096, 1280), (17, 336, 208), (64, 8192, 2560), (513, 1024, 2048)],
+)
 def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out: int) -> None:
     device = torch.device("cuda")
     if not has_fp8_products(device):
@@ -66,3 +69,41 @@ def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out:
     for into in (None, torch.empty(tokens, out, dtype=dtype, device=device)):
         found = kernels.scaled_mm(quantized, stored, scale, dtype=dtype, out=into)
         torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2 * inputs**0.5)
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor(0.02)])
+def test_quantizing_mm_is_quantize_then_product(scale: torch.Tensor | None) -> None:
+    x, weight = torch.randn(3, 64), torch.randn(48, 64)
+    stored, columns = kernels.quantize_fp8(weight)
+    wanted = kernels.scaled_mm(Quantized(*kernels.quantize_fp8(x, scale)), stored, columns.flatten(), dtype=torch.float32)
+    assert torch.equal(quantizing_mm(x, scale, stored, columns.flatten(), dtype=torch.float32), wanted)
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("inputs", [2048, 3584, 8192])
+def test_one_row_quantized_by_its_product_on_gpu(static: bool, inputs: int) -> None:
+    device = torch.device("cuda")
+    if not has_fp8_products(device):
+        pytest.skip("this GPU has no FP8 products")
+    x = torch.randn(1, inputs, device=device, dtype=torch.bfloat16)
+    stored, columns = kernels.quantize_fp8(torch.randn(2048, inputs, device=device))
+    scale = torch.tensor(0.01, device=device) if static else None
+    wanted = kernels.scaled_mm(Quantized(*kernels.quantize_fp8(x, scale)), stored, columns.flatten(), dtype=x.dtype)
+    assert torch.equal(quantizing_mm(x, scale, stored, columns.flatten(), dtype=x.dtype), wanted)
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_few_rows_again_give_the_same_bits_on_gpu() -> None:
+    from phalanx.kernels.products.choice import FewRows
+    from phalanx.kernels.products.few_rows import counters, few_rows
+
+    x, weight = (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (40, 1000))
+    tiling = FewRows(64, 128, 8)
+    first = few_rows(x, weight, tiling=tiling)
+    torch.testing.assert_close(first, reference.linear(x, weight), rtol=1e-2, atol=0.5)
+    for _ in range(20):
+        assert torch.equal(few_rows(x, weight, tiling=tiling), first)
+    assert not counters(x.device).any()

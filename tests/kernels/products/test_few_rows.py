@@ -16,11 +16,12 @@ pytest.importorskip("triton")
 
 def check() -> None:
     from phalanx.kernels import reference
-    from phalanx.kernels.products.few_rows import Tiling, counters, few_rows
+    from phalanx.kernels.products.choice import FewRows
+    from phalanx.kernels.products.few_rows import counters, few_rows
 
     cases = [
-        (1, 7, 208, Tiling(64, 64, 1)), (2, 64, 64, Tiling(64, 64, 1)), (5, 130, 336, Tiling(64, 64, 3)),
-        (17, 48, 640, Tiling(32, 128, 4)), (64, 65, 256, Tiling(64, 128, 2)), (3, 16, 48, Tiling(64, 128, 4)),
+        (1, 7, 208, FewRows(64, 64, 1)), (2, 64, 64, FewRows(64, 64, 1)), (5, 130, 336, FewRows(64, 64, 3)),
+        (17, 48, 640, FewRows(32, 128, 4)), (64, 65, 256, FewRows(64, 128, 2)), (3, 16, 48, FewRows(64, 128, 4)),
     ]  # fmt: skip
     for tokens, outputs, inputs, tiling in cases:
         x, wide = torch.randn(tokens, inputs), torch.randn(outputs, inputs)

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 
 def check() -> None:
     from phalanx.kernels import reference
-    from phalanx.kernels.products.many_rows_fp8 import Tiling, many_rows_fp8
+    from phalanx.kernels.products.choice import ManyRows
+    from phalanx.kernels.products.many_rows_fp8 import many_rows_fp8
 
     for tokens, outputs, inputs in ((130, 136, 144), (128, 64, 64), (300, 72, 80)):
         for dtype in (torch.bfloat16, torch.float16):
@@ -27,7 +28,7 @@ def check() -> None:
                 values, x_scale = reference.quantize_fp8(x, static)
                 wanted = reference.scaled_mm(values, x_scale, weight, scale, dtype)
                 into = torch.full((tokens, outputs), float("nan"), dtype=dtype)
-                found = many_rows_fp8(values, x_scale, weight, scale, dtype=dtype, out=into, tiling=Tiling(64, 64, 64))
+                found = many_rows_fp8(values, x_scale, weight, scale, dtype=dtype, out=into, tiling=ManyRows(64, 64, 64))
                 assert found is into
                 torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
@@ -41,7 +42,7 @@ def take_scalars_as_indices() -> None:
     def flat(self: Any, data: Any, *rest: Any, **named: Any) -> None:
         begin(self, data.reshape(()) if getattr(data, "shape", None) == (1,) else data, *rest, **named)
 
-    TensorHandle.__init__ = flat  # type: ignore[method-assign]
+    TensorHandle.__init__ = flat
 
 
 def test_in_the_interpreter() -> None:
@@ -60,9 +61,9 @@ def test_compiles(arch: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from phalanx.kernels.products import many_rows_fp8
+    from phalanx.kernels.products import choice, many_rows_fp8
 
-    tiling = many_rows_fp8.Tiling()
+    tiling = choice.ManyRows()
     constants = {
         "COLUMNS": 8192, "PER_TOKEN": True, "TOKENS": tiling.tokens, "ROWS": tiling.rows, "BLOCK": tiling.block,
         "KIND": tl.bfloat16, "PTX": arch,

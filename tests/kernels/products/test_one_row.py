@@ -21,9 +21,11 @@ def check() -> None:
         for outputs, inputs, block in ((1, 8, 64), (7, 200, 64), (33, 128, 64), (5, 1032, 1024)):
             x, weight = torch.randn(1, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
             wanted = reference.linear(x, weight)
-            torch.testing.assert_close(one_row(x, weight, block=block), wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
+            torch.testing.assert_close(
+                one_row(x, weight, rows=4, block=block, warps=8), wanted, rtol=torch.finfo(dtype).eps, atol=1e-4
+            )
             into = torch.full((1, outputs), float("nan"), dtype=dtype)
-            assert one_row(x, weight, into, block=block) is into
+            assert one_row(x, weight, into, rows=4, block=block, warps=8) is into
             torch.testing.assert_close(into, wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
@@ -44,7 +46,7 @@ def test_compiles(arch: int) -> None:
 
     from phalanx.kernels.products import one_row
 
-    constants = {"COLUMNS": 4096, "ROWS": one_row.ROWS, "BLOCK": one_row.BLOCK, "PTX": arch}
+    constants = {"COLUMNS": 4096, "ROWS": 4, "BLOCK": 2048, "PTX": arch}
     signature = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "rows": "i32"}
     source = ASTSource(one_row._one_row, signature | dict.fromkeys(constants, "constexpr"), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))

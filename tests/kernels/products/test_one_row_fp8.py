@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 def check() -> None:
     from phalanx.kernels import reference
+    from phalanx.kernels.products.choice import OneRow
     from phalanx.kernels.products.one_row_fp8 import one_row_fp8
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -25,12 +26,12 @@ def check() -> None:
             for static in (None, torch.tensor(0.01)):
                 values, x_scale = reference.quantize_fp8(x, static)
                 wanted = reference.scaled_mm(values, x_scale, weight, scale, dtype)
-                found = one_row_fp8(values, x_scale, weight, scale, dtype=dtype, block=block)
+                found = one_row_fp8(values, x_scale, weight, scale, dtype=dtype, tiling=OneRow(4, block, 4))
                 torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
                 into = torch.full((1, outputs), float("nan"), dtype=dtype)
-                assert one_row_fp8(x, static, weight, scale, dtype=dtype, block=block, out=into) is into
+                assert one_row_fp8(x, static, weight, scale, dtype=dtype, tiling=OneRow(4, block, 4), out=into) is into
                 assert torch.equal(into, found)  # quantized there or before: the same bits
-    zeros = one_row_fp8(torch.zeros(1, inputs), None, weight, scale, dtype=torch.bfloat16)
+    zeros = one_row_fp8(torch.zeros(1, inputs), None, weight, scale, dtype=torch.bfloat16, tiling=OneRow(4, 1024, 4))
     assert torch.equal(zeros, torch.zeros(1, outputs, dtype=torch.bfloat16))
 
 
@@ -53,8 +54,8 @@ def test_compiles(arch: int, quantize: bool) -> None:
     from phalanx.kernels.products import one_row_fp8
 
     constants = {
-        "COLUMNS": 2048, "WIDE": 2048, "QUANTIZE": quantize, "GIVEN": not quantize, "ROWS": one_row_fp8.ROWS,
-        "BLOCK": one_row_fp8.BLOCK, "PTX": arch,
+        "COLUMNS": 2048, "WIDE": 2048, "QUANTIZE": quantize, "GIVEN": not quantize, "ROWS": 4,
+        "BLOCK": 2048, "PTX": arch,
     }  # fmt: skip
     pointers = {"x": "bf16" if quantize else "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "bf16"}
     signature = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of activations and weights in 16 and 32 bit: `linear` picks the code."""
+"""Products of activations and weights in 16 and 32 bit: `linear` picks the code; `scaled_mm` does for e4m3."""
 
 from __future__ import annotations
 
@@ -8,25 +8,33 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels.norms import triton_is_here
+from phalanx.kernels.products import choice
 
-__all__ = ["linear"]
+__all__ = ["choice", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out], written into `out` where one is given (without a
     bias); summed in fp32, rounded to x's dtype.
 
-    One row on a GPU reads the weight and does next to nothing else: it has a kernel that does only that.
+    Few rows on a GPU read the weight and do next to nothing else: they have kernels that do only that.
     """
-    if x.is_cuda and x.shape[0] == 1 and bias is None and _one_row_takes(x, weight):
-        from phalanx.kernels.products.one_row import one_row
+    if x.is_cuda and bias is None and _kernels_take(x, weight, out):
+        tiling = choice.sixteen(x.shape[0], *weight.shape)
+        if isinstance(tiling, choice.OneRow):
+            from phalanx.kernels.products.one_row import one_row
 
-        return one_row(x, weight, out)
+            return one_row(x, weight, out, **tiling._asdict())
+        if isinstance(tiling, choice.FewRows):
+            from phalanx.kernels.products.few_rows import few_rows
+
+            return few_rows(x, weight, tiling=tiling, out=out)
     if out is not None:
         return torch.mm(x, weight.t(), out=out)
     return F.linear(x, weight, bias)
 
 
-def _one_row_takes(x: Tensor, weight: Tensor) -> bool:
-    whole = weight.shape[1] % 8 == 0 and x.is_contiguous() and weight.is_contiguous()
+def _kernels_take(x: Tensor, weight: Tensor, out: Tensor | None) -> bool:
+    whole = x.dim() == 2 and weight.shape[1] % 8 == 0 and x.is_contiguous() and weight.is_contiguous()
+    whole = whole and (out is None or out.is_contiguous())
     return whole and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and triton_is_here()

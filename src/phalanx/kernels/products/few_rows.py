@@ -14,7 +14,6 @@ time. Before the kernel waits for the one before it, it calls its first tiles of
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,31 +23,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.errors import EngineError
 from phalanx.kernels.between.silu_gate import nearest
+from phalanx.kernels.products.choice import FewRows
 from phalanx.kernels.residual_rms_norm import capability
 
 MOST_TOKENS = 128
 COUNTERS = 1 << 16
 LINE = tl.constexpr(128)  # bytes that one prefetch calls
-
-
-class Tiling(NamedTuple):
-    """How the weight is cut. rows, block: rows and columns of a tile; splits: programs that share the columns; stages: tiles under
-    way in shared memory; ahead: tiles called into L2 before the wait (0, or a power of 2)."""
-
-    rows: int
-    block: int
-    splits: int
-    stages: int = 4
-    warps: int = 4
-    ahead: int = 4
-
-
-def shared_columns(outputs: int, inputs: int, rows: int, block: int, programs: int) -> int:
-    """How many programs share the columns, so that there are about `programs`: the fewest that reach it of those that divide the
-    blocks evenly, up to 16; the most of them if none does."""
-    tiles, blocks = -(-outputs // rows), -(-inputs // block)
-    even = [splits for splits in range(1, 17) if blocks % splits == 0]
-    return next((splits for splits in even if tiles * splits >= programs), even[-1])
 
 
 @triton.jit
@@ -150,7 +130,7 @@ def counters(device: torch.device) -> Tensor:
 
 
 def few_rows(
-    x: Tensor, weight: Tensor, *, tiling: Tiling, x_scale: Tensor | None = None, scale: Tensor | None = None,
+    x: Tensor, weight: Tensor, *, tiling: FewRows, x_scale: Tensor | None = None, scale: Tensor | None = None,
     dtype: torch.dtype | None = None, out: Tensor | None = None, promote: bool = True,
 ) -> Tensor:  # fmt: skip
     """x [T, in], T up to 128, times weight [out, in], both contiguous in one of e4m3, bf16, fp16 -> [T, out] in `dtype` (None:

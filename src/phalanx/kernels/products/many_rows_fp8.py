@@ -11,8 +11,6 @@ GROUP tiles of tokens go down the weight's rows together, so that what they shar
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -21,20 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phalanx.kernels.between.silu_gate import nearest
+from phalanx.kernels.products.choice import ManyRows
 from phalanx.kernels.residual_rms_norm import capability
 
 GROUP = tl.constexpr(8)
-
-
-class Tiling(NamedTuple):
-    """tokens, rows: of a tile of the product; block: columns at a time; per_processor: programs that stay (0: one a tile)."""
-
-    tokens: int = 128
-    rows: int = 128
-    block: int = 128
-    stages: int = 4
-    warps: int = 8
-    per_processor: int = 1
 
 
 @triton.jit
@@ -72,7 +60,7 @@ KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 def many_rows_fp8(
     x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, out: Tensor | None = None,
-    tiling: Tiling = Tiling(),  # noqa: B008 (immutable)
+    tiling: ManyRows,
 ) -> Tensor:  # fmt: skip
     """x [T, in] e4m3 with x_scale [T, 1] or () times weight [out, in] e4m3 with scale [out] -> [T, out] in `dtype` (bf16, fp16), in
     `out` where one is given. All contiguous; `in` a multiple of 16, `out` of 8."""

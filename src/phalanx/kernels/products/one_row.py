@@ -20,9 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.between.silu_gate import nearest
 from phalanx.kernels.residual_rms_norm import capability
 
-ROWS, BLOCK, WARPS = 4, 2048, 8
-"""Rows of the weight and columns of each that a program reads at a time, and its warps: measured on H200."""
-
 
 @triton.jit
 def _one_row(x, weight, out, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
@@ -44,10 +41,11 @@ def _one_row(x, weight, out, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BL
     tl.store(out + row, nearest(tl.sum(total, 1), coming, PTX), row < rows)
 
 
-def one_row(
-    x: Tensor, weight: Tensor, out: Tensor | None = None, *, rows: int = ROWS, block: int = BLOCK, warps: int = WARPS
-) -> Tensor:
-    """x [1, in] times weight [out, in], both contiguous in bf16, fp16 or fp32 -> [1, out], in `out` where one is given."""
+def one_row(x: Tensor, weight: Tensor, out: Tensor | None = None, *, rows: int, block: int, warps: int) -> Tensor:
+    """x [1, in] times weight [out, in], both contiguous in bf16, fp16 or fp32 -> [1, out], in `out` where one is given.
+
+    rows, block: rows of the weight and columns of each that a program reads at a time.
+    """
     outputs, inputs = weight.shape
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if out is None else out
     ptx = capability(x.device)

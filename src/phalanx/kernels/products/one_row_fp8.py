@@ -19,11 +19,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.between.silu_gate import nearest
+from phalanx.kernels.products.choice import OneRow
 from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
 from phalanx.kernels.residual_rms_norm import capability
 
-ROWS, BLOCK, WARPS = 4, 2048, 4
-"""Rows of the weight and columns of each that a program reads at a time, and its warps."""
 LANE = tl.constexpr(16)
 """Neighbours that one thread adds up: the bytes of one load."""
 
@@ -76,7 +75,7 @@ def _one_row_fp8(
 
 def one_row_fp8(
     x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, out: Tensor | None = None,
-    rows: int = ROWS, block: int = BLOCK, warps: int = WARPS,
+    tiling: OneRow,
 ) -> Tensor:  # fmt: skip
     """x [1, in] times weight [out, in] e4m3 with scale [out] fp32, all contiguous -> [1, out] in `dtype`, in `out` where one is
     given.
@@ -88,8 +87,9 @@ def one_row_fp8(
     out = torch.empty((1, outputs), dtype=dtype, device=x.device) if out is None else out
     ptx = capability(x.device)
     quantize = x.dtype != torch.float8_e4m3fn
-    _one_row_fp8[(triton.cdiv(outputs, rows),)](
-        x, scale if x_scale is None else x_scale, weight, scale, out, outputs, COLUMNS=inputs, WIDE=triton.next_power_of_2(inputs),
-        QUANTIZE=quantize, GIVEN=x_scale is not None, ROWS=rows, BLOCK=block, PTX=ptx, num_warps=warps, launch_pdl=ptx >= 90,
+    _one_row_fp8[(triton.cdiv(outputs, tiling.rows),)](
+        x, scale if x_scale is None else x_scale, weight, scale, out, outputs,
+        COLUMNS=inputs, WIDE=triton.next_power_of_2(inputs), QUANTIZE=quantize, GIVEN=x_scale is not None, ROWS=tiling.rows,
+        BLOCK=tiling.block, PTX=ptx, num_warps=tiling.warps, launch_pdl=ptx >= 90,
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.config.quantization import Quantization, require_whole
-from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized
+from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized, quantizing_mm
 from phalanx.log import get_logger
 from phalanx.models.slices import Scale, Seat, Sliced
 
@@ -65,12 +65,19 @@ class Fp8:
 
     def linear(self, x: Activation, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """x [T, in] times weight [out, in] -> [T, out]."""
-        if self.products or isinstance(x, Quantized):
-            quantized = x if isinstance(x, Quantized) else self.quantize(x)
-            product = kernels.scaled_mm(quantized, weight, self.weight_scale, dtype=self.dtype, out=out)
+        if isinstance(x, Quantized):
+            product = kernels.scaled_mm(x, weight, self.weight_scale, dtype=self.dtype, out=out)
+            return product if bias is None else product + bias
+        if self.products:
+            product = self._quantizing(x, weight, out)
             return product if bias is None else product + bias
         wide = self.widened(weight)
         return F.linear(x, wide, bias) if out is None else torch.mm(x, wide.t(), out=out)
+
+    def _quantizing(self, x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
+        if x.shape[0] == 1:
+            return quantizing_mm(x, self.input_scale, weight, self.weight_scale, dtype=self.dtype, out=out)
+        return kernels.scaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype, out=out)
 
     def widened(self, weight: Tensor) -> Tensor:
         """The weight's values in 16 or 32 bit."""
