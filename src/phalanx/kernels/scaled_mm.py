@@ -85,7 +85,7 @@ def _torchs(x: Quantized, weight: Tensor, scale: Tensor, dtype: torch.dtype, out
 def quantizing_mm(
     x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """`quantize_fp8` of x [T, in] with x_scale (None: one per token), then `scaled_mm`: the same bits, of one token by one kernel."""
+    """`quantize_fp8` of x [T, in] with x_scale (None: one per token), then `scaled_mm`. One token takes one kernel; same bits."""
     if x.is_cuda and weight.shape[1] <= choice.WIDEST_TO_QUANTIZE and _kernels_take(x, weight, out):
         tiling = choice.fp8(x.shape[0], *weight.shape)
         if isinstance(tiling, choice.OneRow):
