@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention's kernel in several variants beside FlashInfer, on one GPU: head_dim 128, blocks of 16, keys and values in bf16
+and in e4m3.
+
+Each variant is verified against the reference on some of the rows, then timed in a CUDA graph over enough copies of keys and values
+that none is in a cache: median of 5 replays, per launch; TB/s are of keys and values.
+
+    python benchmarks/kernels/attention.py --out DIR [--heads 32/8,64/8] [--rows 1,64] [--tokens 200] [--kv bf16,e4m3] [--mixed]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+from torch import Tensor
+from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime.jit import JITFunction
+
+from benchmarks import record
+from phalanx.kernels.attention import reference
+from phalanx.kernels.attention.decode import decode_attention
+from phalanx.kernels.attention.split import MOST_PIECES, Split, Workspace, chosen
+
+HEAD_DIM, BLOCK = 128, 16
+COLD = 160 << 20
+"""Bytes of keys and values between two reads of the same."""
+MOST_COPIES = 96
+REPLAYS = 5
+WRONG = 2e-2
+SCALES = (0.25, 0.03)
+TILES = [(32, 2, 3, 168), (32, 2, 4, 168), (64, 4, 2, 128), (64, 4, 3, 168), (16, 1, 4, 168), (128, 8, 3, 168), (128, 4, 2, 255)]
+"""(tile, warps, stages, registers)"""
+CUTS = [(MOST_PIECES, 64), (MOST_PIECES, 128), (MOST_PIECES, 256), (1, 256)]
+"""(pieces, chunk), tried where few programs leave the GPU room."""
+
+Candidate = Callable[[Tensor, Tensor], Tensor]
+"""From keys and values to the output."""
+
+
+class Job(NamedTuple):
+    """One shape's inputs. copies: (keys, values) [blocks, BLOCK, kv_heads, HEAD_DIM], all with the same tables."""
+
+    query: Tensor
+    copies: list[tuple[Tensor, Tensor]]
+    tables: Tensor
+    slots: Tensor
+    lengths: Tensor
+    scales: tuple[float, float] | None
+    read: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": HEAD_DIM**-0.5, "window": None, "kv_scales": self.scales}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--heads", default="32/8,16/2,32/4,64/8")
+    parser.add_argument("--rows", default="1,8,64,256,512")
+    parser.add_argument("--tokens", default="200,1500")
+    parser.add_argument("--kv", default="bf16,e4m3")
+    parser.add_argument("--peers", default="flashinfer", help="or none")
+    parser.add_argument("--mixed", action="store_true", help="rows of 1 .. 2 * tokens - 1 tokens, instead of all alike")
+    asked = parser.parse_args()
+    pairs = [tuple(map(int, pair.split("/"))) for pair in asked.heads.split(",")]
+    tokens, rows = ([int(count) for count in text.split(",")] for text in (asked.tokens, asked.rows))
+    workspace = Workspace(torch.device("cuda"))
+    figures: dict[str, Any] = {}
+    begin = time.monotonic()
+    with ThreadPoolExecutor(14) as pool:
+        compile_ahead(pool, pairs, asked.kv.split(","), workspace)
+    print(f"compiled in {time.monotonic() - begin:.1f} s", flush=True)
+    for kv in asked.kv.split(","):
+        memory = Memory(kv)
+        for q_heads, kv_heads in pairs:
+            for count in rows:
+                for length in tokens:
+                    job = memory.job(q_heads, kv_heads, count, length, asked.mixed)
+                    name = f"{kv} {q_heads}/{kv_heads} R={count} T={length}{' mixed' if asked.mixed else ''}"
+                    figures[name] = measure(job, workspace, asked.peers)
+                    print(f"{name:28} {line(figures[name])}", flush=True)
+            record.write("kernels_attention", figures, asked.out)
+        del memory
+    print("\nbest variants (pieces, chunk, tile, warps, stages, registers):")
+    for name, found in figures.items():
+        timed = {label: row for label, row in found.items() if isinstance(row, list)}
+        print(f"{name:28} " + ", ".join(f"{label} {row[0]} us" for label, row in sorted(timed.items(), key=lambda e: e[1][0])[:3]))
+    return 0
+
+
+def line(found: dict[str, Any]) -> str:
+    timed = {label: row for label, row in found.items() if isinstance(row, list)}
+    ours = {label: row for label, row in timed.items() if label[0] == "("}
+    best = min(ours, key=lambda label: ours[label][0], default="-")
+    (ours_us, ours_rate), (chosen_us, _), (peer, _) = (timed.get(label, [0.0, 0.0]) for label in (best, "chosen", "flashinfer"))
+    faults = [f"\n    {label}: {row}" for label, row in found.items() if not isinstance(row, list)]
+    text = f"{best:30} {ours_us:9.2f} us {ours_rate:5.2f} TB/s   chosen {chosen_us:9.2f}   flashinfer {peer:9.2f}"
+    return text + "".join(faults)
+
+
+class Memory:
+    """Random keys and values, of which each job takes as much as it needs."""
+
+    def __init__(self, kv: str) -> None:
+        size = (8 << 30) // (2 if kv == "bf16" else 1)
+        self._scales = None if kv == "bf16" else SCALES
+        self._parts = [torch.empty(size // 2, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(2)]
+        if self._scales is not None:
+            self._parts = [(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(self._parts, SCALES, strict=True)]
+
+    def job(self, q_heads: int, kv_heads: int, rows: int, tokens: int, mixed: bool) -> Job:
+        generator = torch.Generator(device="cuda").manual_seed(rows + tokens)
+        draw = partial(torch.randint, generator=generator, device="cuda", dtype=torch.int32)
+        lengths = draw(1, 2 * tokens, (rows,)) if mixed else torch.full((rows,), tokens, dtype=torch.int32, device="cuda")
+        width = -(-(2 * tokens if mixed else tokens) // BLOCK)
+        blocks = torch.randperm(rows * width, generator=generator, device="cuda").int()
+        slots = torch.randperm(rows, generator=generator, device="cuda")
+        shape = (rows * width, BLOCK, kv_heads, HEAD_DIM)
+        one = rows * width * BLOCK * kv_heads * HEAD_DIM
+        read = 2 * int(lengths.sum()) * kv_heads * HEAD_DIM * self._parts[0].element_size()
+        count = min(MOST_COPIES, self._parts[0].numel() // one, max(2, -(-COLD // read)))
+        copies = [tuple(part[at * one : (at + 1) * one].view(shape) for part in self._parts) for at in range(count)]
+        query = torch.randn(rows, q_heads, HEAD_DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return Job(query, copies, blocks.view(rows, width), slots, lengths, self._scales, read)  # type: ignore[arg-type]
+
+
+def variants(rows: int, kv_heads: int, group: int, itemsize: int) -> Iterator[Split]:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    usual = chosen(rows, kv_heads, group, HEAD_DIM, itemsize, processors)
+    few = rows * kv_heads <= 2 * processors
+    for tile in TILES:
+        yield Split(usual.pieces, usual.chunk, *tile)
+    if few:
+        for cut in CUTS:
+            if cut != (usual.pieces, usual.chunk):
+                for tile in TILES[2:4]:
+                    yield Split(*cut, *tile)
+    else:
+        yield Split(2 * usual.pieces, usual.chunk, *TILES[0])
+
+
+def compile_ahead(pool: ThreadPoolExecutor, pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace) -> None:
+    """All at once: a launch only asks for its kernel here."""
+
+    def ask(kernel: JITFunction[Any], grid: Any) -> Any:
+        return partial(kernel.run, grid=grid, warmup=True)
+
+    tables, slots, lengths = (torch.zeros(64, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64, torch.int32))
+    with mock.patch.object(JITFunction, "__getitem__", ask), AsyncCompileMode(pool, ignore_errors=True):
+        for q_heads, kv_heads in pairs:
+            query = torch.zeros(1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+            for kv in kinds:
+                dtype = torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn
+                cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(dtype)
+                for tile in TILES:
+                    with contextlib.suppress(Exception):  # said when it is measured
+                        decode_attention(
+                            query, cache, cache, tables.view(1, -1), slots[:1], lengths[:1], scale=1.0, window=None,
+                            kv_scales=SCALES, workspace=workspace, split=Split(MOST_PIECES, 64, *tile),
+                        )  # fmt: skip
+
+
+def measure(job: Job, workspace: Workspace, peers: str) -> dict[str, Any]:
+    """Of each candidate: microseconds and TB/s; or what is wrong with it."""
+    rows, q_heads, _ = job.query.shape
+    kv_heads, itemsize = job.copies[0][0].shape[2], job.copies[0][0].element_size()
+    sample = torch.unique(torch.linspace(0, rows - 1, 5, device="cuda").long())
+    wanted = reference.decode_attention(
+        job.query[sample], *job.copies[0], job.tables, job.slots[sample], job.lengths[sample], **job.options
+    ).float()  # fmt: skip
+    facts = (job.tables, job.slots, job.lengths)
+    usual = chosen(rows, kv_heads, q_heads // kv_heads, HEAD_DIM, itemsize, workspace.processors)
+    candidates: dict[str, Candidate] = {}
+    for label, split in [
+        ("chosen", usual),
+        *((str(tuple(each)), each) for each in variants(rows, kv_heads, q_heads // kv_heads, itemsize)),
+    ]:
+        candidates[label] = lambda key, value, split=split: decode_attention(  # type: ignore[misc]
+            job.query, key, value, *facts, **job.options, workspace=workspace, split=split
+        )
+    found: dict[str, Any] = {}
+    if peers == "flashinfer":
+        try:
+            candidates["flashinfer"] = flashinfers(job)
+        except Exception as fault:
+            found["flashinfer"] = f"failed: {str(fault)[:120]}"
+    for label, candidate in candidates.items():
+        try:
+            for _ in range(2):  # again, over the counts that the first has left
+                error = ((candidate(*job.copies[0])[sample].float() - wanted).norm() / wanted.norm()).item()
+                if not error < WRONG:
+                    break
+            if not error < WRONG:
+                found[label] = f"wrong: {error:.1e}"
+                continue
+            microseconds = seconds(candidate, job.copies) * 1e6
+            found[label] = [round(microseconds, 2), round(job.read / microseconds / 1e6, 3)]
+        except Exception as fault:  # a variant that this GPU cannot run is reported, and the others go on
+            found[label] = f"failed: {str(fault)[:120]}"
+            torch.cuda.synchronize()
+    return found
+
+
+def flashinfers(job: Job) -> Candidate:
+    """Its decode on tensor cores, planned for these lengths."""
+    from phalanx.models.batch import Batch, LayerCache
+    from phalanx.models.layers.attention_flashinfer import FlashInferBackend
+
+    rows, lengths = len(job.lengths), job.lengths.tolist()
+    starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+    tokens = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    tables = job.tables[job.slots]
+    batch = Batch(
+        tokens, tokens, tokens, starts, job.lengths, tables, tokens, list(range(rows + 1)), lengths,
+        block_tables_cpu=tables.cpu().numpy(), fixed=True,
+    )  # fmt: skip
+    backend = FlashInferBackend(torch.device("cuda"), torch.bfloat16)
+    backend.hold(rows, tables.numel())
+    plan, rest = backend.plan(batch), job.options
+    return lambda key, value: plan.forward(job.query, LayerCache(key, value), **rest)
+
+
+def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:
+    """For one launch, in a graph of one with each copy."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin()
+        try:
+            for key, value in copies:
+                candidate(key, value)
+        finally:
+            graph.capture_end()
+        times = []
+        for _ in range(REPLAYS + 1):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3 / len(copies))
+    return statistics.median(times[1:])
+
+
+if __name__ == "__main__":
+    start = time.monotonic()
+    status = main()
+    print(f"{time.monotonic() - start:.1f} s")
+    sys.exit(status)
