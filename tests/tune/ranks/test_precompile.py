@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from phalanx.comm.symmetric import Workspace
+from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
-from phalanx.tables.strategy import choices
+from phalanx.tables.strategy import Strategy, choices
 from phalanx.tune.ranks import precompile
-from phalanx.tune.sweep import Task
+from phalanx.tune.sweep import Sweep, Task
 
 CPU = torch.device("cpu")
 
@@ -52,6 +53,22 @@ def test_launches_are_left_out(monkeypatch):
     monkeypatch.setattr(allreduce_oneshot, "oneshot", kernel)
     precompile._leave_launches_out()
     assert kernel.run(1, grid=(2,), warmup=False) == ((1,), (2,), True)
+
+
+def test_each_kernel_is_compiled_once():
+    pytest.importorskip("triton")
+    from tests.comm import compiled
+
+    planned, _ = Sweep.of(Fingerprint(90, "nvlink", 4), tokens="1,2,4,8,16,32,64,128", hidden="512,4096").plan()
+    tasks = [task for task in planned if not task.choice.unfused]  # what follows the sum runs on CPU here, and takes its time
+    built = precompile._stand_in(Fingerprint(90, "nvlink", 4), compiled.workspace(4, 90))
+    firsts = precompile.distinct(tasks, built, CPU)
+    assert tasks[1] == firsts[0]  # after NCCL, which has no kernel
+    assert len(firsts) < len(tasks) / 3
+    assert set(firsts) < set(tasks)
+    assert precompile.distinct(firsts, built, CPU) == firsts
+    kinds = {(task.choice.strategy, task.fusion) for task in firsts}
+    assert kinds == {(strategy, fusion) for strategy in (Strategy.ONESHOT, Strategy.TWOSHOT) for fusion in Fusion}
 
 
 def test_cores_are_shared_among_ranks(monkeypatch):

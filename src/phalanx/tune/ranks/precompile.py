@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile a benchmark's kernels before it, on many cores at once: a rank alone would spend most of its time compiling.
 
-Each helper process calls the candidates of its part of the tasks with launches left out, which leaves the kernels in Triton's cache
-on disk, where the rank finds them. Helpers only save time: what they do not get done, the rank compiles itself.
+A rank first looks which tasks ask for a kernel that none before them asks for: a tenth of a grid's, or fewer. Each helper process
+calls the candidates of its part of those with launches left out, which leaves the kernels in Triton's cache on disk, where the rank
+finds them. Helpers only save time: what they do not get done, the rank compiles itself.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ def helpers(world: int) -> int:
 
 
 def run(tasks: list[Task], built: Built, device: torch.device, count: int, alive: Callable[[], None], limit: float = 150.0) -> None:
-    """Have `count` helpers compile what `tasks` need; returns when they are done, or after `limit` seconds. alive: called often."""
+    """Have up to `count` helpers compile what `tasks` need; returns when they are done, or after `limit` seconds. alive: called
+    often."""
     config = {"workspace": _plain(built.workspace), "machine": str(built.fingerprint), "device": device.index}
-    parts = [[str(task) for task in tasks[first::count]] for first in range(count)]
+    firsts = distinct(tasks, _stand_in(built.fingerprint, built.workspace), device)
+    parts = [part for first in range(count) if (part := [str(task) for task in firsts[first::count]])]
     children = [launch.start(_MODULE, config | {"tasks": part}, f"phalanx compile {number}") for number, part in enumerate(parts)]
     begin = time.monotonic()
     while any(child.alive for child in children) and time.monotonic() - begin < limit:
@@ -48,8 +51,39 @@ def run(tasks: list[Task], built: Built, device: torch.device, count: int, alive
         time.sleep(0.2)
     failed = [child for child in children if child.process.poll() != 0]
     launch.stop(children, grace=0)
+    _log.info("%d kernels' tasks compiled by %d helpers in %.0f s", len(firsts), len(children), time.monotonic() - begin)
     if failed:
         _log.warning("%d of %d helpers have not compiled their part; the ranks do it as they go", len(failed), count)
+
+
+def distinct(tasks: list[Task], built: Built, device: torch.device) -> list[Task]:
+    """Those of `tasks` that ask for a kernel, compiled in some way, that none before them asks for. Nothing is compiled or run."""
+    kind, asked, found = _kernel_type(), set[Any](), []
+    plain = kind.run
+
+    def note(self: Any, *args: Any, **fixed: Any) -> None:
+        constants = {name: repr(value) for name, value in fixed.items() if name not in ("grid", "warmup")}
+        asked.add((self.fn.__qualname__, tuple(map(_sort, args)), tuple(sorted(constants.items()))))
+
+    kind.run = note
+    try:
+        for task in tasks:
+            before = len(asked)
+            built.get(task.choice)(*_tensors(task, device))
+            if len(asked) > before:
+                found.append(task)
+    finally:
+        kind.run = plain
+    return found
+
+
+def _sort(value: Any) -> Any:
+    """What Triton compiles by, of an argument that is no constant."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(map(_sort, value))
+    return (value == 1, value % 16 == 0, value.bit_length() > 31) if isinstance(value, int) else type(value)
 
 
 def _plain(workspace: Any) -> dict[str, Any]:
@@ -82,13 +116,18 @@ def main() -> None:
     device = torch.device("cuda", config["device"])
     torch.cuda.set_device(device)
     _leave_launches_out()
-    workspace = _likeness(config["workspace"], device)
-    built = Built(Fingerprint.parse(config["machine"]))
-    built.add(Strategy.NCCL, lambda x: x, None)
-    add_symmetric(built, workspace)
+    built = _stand_in(Fingerprint.parse(config["machine"]), _likeness(config["workspace"], device))
     for text in config["tasks"]:
         task = Task.parse(text)
         built.get(task.choice)(*_tensors(task, device))
+
+
+def _stand_in(fingerprint: Fingerprint, workspace: Any) -> Built:
+    """The candidates of a rank that has no group."""
+    built = Built(fingerprint)
+    built.add(Strategy.NCCL, lambda x: x, None)
+    add_symmetric(built, workspace)
+    return built
 
 
 def _tensors(task: Task, device: torch.device) -> tuple[torch.Tensor, ResidualRmsNorm | None]:
@@ -106,15 +145,20 @@ def _tensors(task: Task, device: torch.device) -> tuple[torch.Tensor, ResidualRm
 
 def _leave_launches_out() -> None:
     """Make every kernel stop after it is compiled (Triton's own warm-up mode)."""
-    from phalanx.kernels import allreduce_oneshot
-
-    kind: Any = type(allreduce_oneshot.oneshot)
+    kind = _kernel_type()
     plain = kind.run
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
         return plain(self, *args, **(kwargs | {"warmup": True}))
 
     kind.run = compile_only
+
+
+def _kernel_type() -> Any:
+    """The class whose `run` every launch goes through."""
+    from phalanx.kernels import allreduce_oneshot
+
+    return type(allreduce_oneshot.oneshot)
 
 
 if __name__ == "__main__":
