@@ -39,6 +39,10 @@ def run(sampler, slot, steps, start=5, first_step=0, mask=None):
     ]
 
 
+def scores_of(sampler, logits, targets, counts):
+    return sampler.score_prompt(lambda part: logits[part], targets, counts).results()
+
+
 def sampler_with(asked, **fields):
     sampler = Sampler(4, VOCAB, "cpu")
     sampler.admit(admission(0, asked, **fields))
@@ -79,7 +83,7 @@ def test_chunks_change_nothing(monkeypatch):
         for i, asked in enumerate(MIX):
             sampler.admit(admission(i, asked, seed=i))
         results = [sampler.sample(logits_of(9, p), range(9), [p] * 9, [None] * 9).results() for p in range(5, 9)]
-        scores = sampler.prompt_logprobs(logits_of(7), list(range(7)), [3] * 7)
+        scores = scores_of(sampler, logits_of(7), list(range(7)), [3] * 7)
         return results, scores
 
     whole = tokens()
@@ -235,13 +239,13 @@ def test_logprobs_are_of_the_raw_logits_for_those_who_ask():
 def test_prompt_logprobs_follow_the_next_token():
     sampler, logits = Sampler(1, VOCAB, "cpu"), logits_of(6)
     targets, counts = [5, 100, 0, 17, 17, 2], [0, 3, 20, 1, 0, 2]
-    got = sampler.prompt_logprobs(logits, targets, counts)
+    got = scores_of(sampler, logits, targets, counts)
     wanted = logits.double().log_softmax(-1)
     for i, entry in enumerate(got):
         assert entry.token == targets[i]
         assert math.isclose(entry.logprob, wanted[i, targets[i]], abs_tol=1e-5)
         assert [token for token, _ in entry.top] == wanted[i].topk(counts[i]).indices.tolist()
-    assert sampler.prompt_logprobs(logits[:0], [], []) == []
+    assert scores_of(sampler, logits[:0], [], []) == []
 
 
 @pytest.mark.parametrize(("slots", "positions"), [([1], [5]), ([0, 0], [5, 5]), ([0], [4])])

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +21,8 @@ from phalanx.comm.group import Group
 from phalanx.engine.messages import Row, RowResult, StepBatch
 from phalanx.engine.ranks.graphs import DecodeGraphs, Tape
 from phalanx.engine.ranks.slots import Arranged, Prompts, SlotTables, Upload
-from phalanx.engine.sampler import PromptScores, Sampled, Sampler
+from phalanx.engine.sampler import Sampler
+from phalanx.engine.sampling.outputs import PromptScores, Sampled
 from phalanx.errors import EngineError
 from phalanx.models.batch import Batch, KvCache
 from phalanx.models.layers.attention import AttentionBackend
@@ -31,36 +31,55 @@ from phalanx.models.registry import Model
 
 @dataclass
 class Outcome:
-    """What a step yields on this rank, on its way from the device. `rows`: None before the last stage."""
+    """What a step yields on this rank, on its way from the device. `rows`: how many it has; None before the last stage."""
 
-    rows: list[RowResult] | None = None
+    rows: int | None = None
     sampling: Sequence[int] = ()  # which rows sample
     sampled: Sampled | None = None
     scored: Sequence[tuple[int, int]] = ()  # (row, how many prompt tokens)
     scores: PromptScores | None = None
-    event: torch.cuda.Event | None = None
+    event: torch.cuda.Event | None = None  # the end of what `sampled` does not tell of
 
     @property
     def ready(self) -> bool:
         """Whether `results` would not wait."""
-        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+        return (self.sampled is None or self.sampled.ready) and (self.event is None or bool(self.event.query()))  # type: ignore[no-untyped-call]
 
     def results(self) -> tuple[list[RowResult] | None, int | None]:
         """One RowResult per row, and the CRC-32 of the sampled tokens; both None before the last stage. Waits for the device."""
+        if self.event is not None:
+            self.event.synchronize()
         if self.rows is None:
-            if self.event is not None:
-                self.event.synchronize()
             return None, None
-        if self.sampled is not None:
-            for index, result in zip(self.sampling, self.sampled.results(), strict=True):
-                self.rows[index].token, self.rows[index].logprobs = result.token, result.logprobs
+        found = [] if self.sampled is None else self.sampled.results()
+        crc = zlib.crc32(b"" if self.sampled is None else self.sampled.wait().tobytes())
+        if len(found) == self.rows:
+            rows = found
+        else:
+            rows = [RowResult() for _ in range(self.rows)]
+            for index, result in zip(self.sampling, found, strict=True):
+                rows[index] = result
         if self.scores is not None:
             scores, at = self.scores.results(), 0
             for index, count in self.scored:
-                self.rows[index].prompt_logprobs = scores[at : at + count]
+                rows[index].prompt_logprobs = scores[at : at + count]
                 at += count
-        tokens = [self.rows[index].token for index in self.sampling]
-        return self.rows, zlib.crc32(np.asarray(tokens, dtype=np.int64).tobytes())
+        return rows, crc
+
+
+@dataclass
+class Forwarded:
+    """What the last stage's forward left of a step, of which S rows sample.
+
+    slots [S]: theirs. local [S, width]: this rank's logits. tokens [S]: the likeliest, where a graph has found them and written
+    them into the slots. stream [T, hidden_size] and scored [P]: the tokens whose successors are prompt tokens to report.
+    """
+
+    slots: Tensor
+    local: Tensor
+    tokens: Tensor | None = None
+    stream: Tensor | None = None
+    scored: Tensor | None = None
 
 
 class Runner:
@@ -81,6 +100,7 @@ class Runner:
         self._tables = SlotTables(max_batch_size, max_seq_len, block_size, device)
         self._last_tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         self._prompts = Prompts()
+        self._reporting: set[int] = set()  # slots whose prompt tokens' logprobs are asked for
         self._upload = Upload(device)
         self._first, self._last = pipeline.rank == 0, pipeline.rank == pipeline.size - 1
         self.graphs: DecodeGraphs | None = None
@@ -94,40 +114,57 @@ class Runner:
         """Queue the step's work. Raises EngineError for a step that no scheduler would make."""
         self._apply(step)
         if not step.rows:
-            return Outcome([] if self._last else None)
-        reported = [self._prompts.reported(row) if self._last else range(0) for row in step.rows]
+            return Outcome(0 if self._last else None)
+        reported = self._reported(step.rows)
         arranged = self._arrange(step.rows, reported)
         size = self._graph_size(arranged)
-        if size is not None and self.graphs is not None:
-            out = self.graphs.replay(size, arranged, self._receive)
-            slots = self.graphs.places.slots[: len(step.rows)]
-        else:
-            batch, slots = self._batch(arranged)
-            batch.attention = self._backend.plan(batch)
-            hidden = None
-            if not self._first:
-                shape = (int(batch.token_ids.shape[0]), self._model.shape.hidden_size)
-                hidden = self._receive(torch.empty(shape, dtype=self._dtype, device=self._device))
-            out = self._model(batch, self.caches, hidden)
+        stream, forwarded = self._eager(arranged) if size is None else self._replay(size, arranged)
         outcome = Outcome()
-        if self._last:
-            outcome = self._choose(step.rows, reported, out, slots)
-        else:
-            self._pipeline.send(out, self._pipeline.rank + 1)
-        if self._device.type == "cuda":
+        if forwarded is not None:
+            outcome = self._choose(step.rows, arranged, reported, forwarded)
+        elif stream is not None:
+            self._pipeline.send(stream, self._pipeline.rank + 1)
+        if self._device.type == "cuda" and (outcome.sampled is None or outcome.scores is not None):
             outcome.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             outcome.event.record()
         return outcome
+
+    def _replay(self, size: int, arranged: Arranged) -> tuple[Tensor | None, Forwarded | None]:
+        """Forward by the graph of a size. Returns the residual stream for the next stage, or what the last one left."""
+        assert self.graphs is not None
+        self.graphs.replay(size, arranged, self._receive)
+        places, rows = self.graphs.places, len(arranged.slots)
+        if places.logits is None:
+            return None if places.out is None else places.out[:rows], None
+        return None, Forwarded(places.slots[:rows], places.logits[:rows], places.tokens[:rows])
+
+    def _eager(self, arranged: Arranged) -> tuple[Tensor | None, Forwarded | None]:
+        """Forward without a graph. Returns as `_replay`."""
+        batch, slots = self._batch(arranged)
+        batch.attention = self._backend.plan(batch)
+        hidden = None
+        if not self._first:
+            shape = (int(batch.token_ids.shape[0]), self._model.shape.hidden_size)
+            hidden = self._receive(torch.empty(shape, dtype=self._dtype, device=self._device))
+        stream, head = self._model.stream(batch, self.caches, hidden), self._model.head
+        if head is None:
+            return stream, None
+        count = len(arranged.sampled_slots)
+        return None, Forwarded(
+            slots, head.local(stream, batch.logit_rows[:count]), stream=stream, scored=batch.logit_rows[count:]
+        )  # fmt: skip
 
     def _apply(self, step: StepBatch) -> None:
         """Requests leave and come, before the step's rows."""
         for slot in step.released:
             self._prompts.release(slot)
+            self._reporting.discard(slot)
             if self._sampler is not None:
                 self._sampler.release(slot)
         for admission in step.admitted:
             self._tables.clear(admission.slot)
             self._prompts.admit(admission)
+            (self._reporting.discard if admission.params.prompt_logprobs is None else self._reporting.add)(admission.slot)
             if self._sampler is not None:
                 self._sampler.admit(admission)
 
@@ -143,6 +180,12 @@ class Runner:
         rows = len(arranged.slots)
         alike = len(arranged.token_ids) == len(arranged.sampled_slots) == len(arranged.logit_rows) == rows
         return self.graphs.size_of(rows) if alike and self.graphs is not None else None
+
+    def _reported(self, rows: Sequence[Row]) -> Sequence[range]:
+        """Which of each row's tokens are followed by a prompt token to report."""
+        if not self._last or not self._reporting:
+            return [range(0)] * len(rows)
+        return [self._prompts.reported(row) for row in rows]
 
     def _receive(self, hidden: Tensor) -> Tensor:
         """Fill the residual stream [T, hidden_size] from the stage before."""
@@ -178,25 +221,41 @@ class Runner:
         )  # fmt: skip
         return batch, sampled_slots
 
-    def _choose(self, rows: Sequence[Row], reported: Sequence[range], logits: Tensor, slots: Tensor) -> Outcome:
-        """Sample, and write the tokens into the slots [S]. logits [S + P, V]: S rows to sample, P prompt positions to report."""
-        assert self._sampler is not None
-        sampling = [index for index, row in enumerate(rows) if row.samples]
-        outcome = Outcome([RowResult() for _ in rows], sampling)
-        count = len(sampling)
+    def _choose(self, rows: Sequence[Row], arranged: Arranged, reported: Sequence[range], forwarded: Forwarded) -> Outcome:
+        """Sample, write the tokens into the slots, and score prompt tokens. Every rank of the stage takes the same way: what
+        decides is in the step."""
+        sampler, head = self._sampler, self._model.head
+        assert sampler is not None
+        assert head is not None
+        count = len(arranged.sampled_slots)
+        sampling: Sequence[int] = range(count) if count == len(rows) else [i for i, row in enumerate(rows) if row.samples]
+        outcome = Outcome(len(rows), sampling)
         if count:
-            chosen = [rows[index] for index in sampling]
-            outcome.sampled = self._sampler.sample(
-                logits[:count], [row.slot for row in chosen], [row.start + row.count for row in chosen],
-                [row.mask for row in chosen],
-            )  # fmt: skip
-            self._last_tokens.index_copy_(0, slots, outcome.sampled.tokens)
-        outcome.scored = [(index, len(part)) for index, part in enumerate(reported) if part]
+            positions = arranged.kv_lengths if count == len(rows) else arranged.kv_lengths[sampling]
+            asked = (arranged.sampled_slots, positions, [rows[index].mask for index in sampling])
+            if not sampler.takes_likeliest(*asked):
+                outcome.sampled = sampler.sample(head.gather(forwarded.local), *asked)
+            elif forwarded.tokens is None:
+                outcome.sampled = sampler.taken(head.likeliest(forwarded.local))
+            else:
+                outcome.sampled = sampler.taken(forwarded.tokens)
+            if outcome.sampled.tokens is not forwarded.tokens:
+                self._last_tokens.index_copy_(0, forwarded.slots, outcome.sampled.tokens)
+        outcome.scored = [(index, len(part)) for index, part in enumerate(reported) if part] if self._reporting else []
         if outcome.scored:
-            targets, counts = [], []
-            for index, _ in outcome.scored:
-                tokens, alternatives = self._prompts.targets(rows[index])
-                targets += tokens
-                counts += alternatives
-            outcome.scores = self._sampler.score_prompt(logits[count:], targets, counts)
+            outcome.scores = self._score(rows, outcome.scored, forwarded)
         return outcome
+
+    def _score(self, rows: Sequence[Row], scored: Sequence[tuple[int, int]], forwarded: Forwarded) -> PromptScores:
+        """Begin to report prompt tokens. Their logits are made a run at a time: all of a long prompt's take gigabytes."""
+        sampler, head, stream, places = self._sampler, self._model.head, forwarded.stream, forwarded.scored
+        assert sampler is not None
+        assert head is not None
+        assert stream is not None
+        assert places is not None
+        targets, counts = [], []
+        for index, _ in scored:
+            tokens, alternatives = self._prompts.targets(rows[index])
+            targets += tokens
+            counts += alternatives
+        return sampler.score_prompt(lambda part: head.gather(head.local(stream, places[part])), targets, counts)

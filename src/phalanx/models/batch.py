@@ -23,10 +23,10 @@ class Batch:
     The `*_cpu` facts are the same on the host, for back ends that plan there; `block_tables_cpu` is left out where none does.
 
     fixed: a batch of R rows of one token each that a captured graph forwards again and again: every tensor stays where it is. Its
-    tables are those of all slots, its table_rows the rows' slots; a padding row has slot 0, position 0, a KV length of 1 and KV slot
-    -1. A back end that plans such batches on the host (`plans_fixed`) does so from the `*_cpu` facts; for others these are never
-    brought up to date, and all rows may have any length up to that of the tables.
-    logits [S, vocab_size] fp32: where the logits are to be written; None for a new tensor.
+    tables are those of all slots, its table_rows the rows' slots; a padding row has slot 0, position 0, a KV length of 1 and KV
+    slot -1. A back end that plans such batches on the host (`plans_fixed`) does so from the `*_cpu` facts; for others these are
+    never brought up to date, and a row may have any length that its table has room for.
+    last: (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], what was sampled last.
     """
 
     token_ids: Tensor
@@ -42,7 +42,7 @@ class Batch:
     table_rows: Tensor | None = None
     attention: Any = None
     fixed: bool = False
-    logits: Tensor | None = None
+    last: tuple[Tensor, Tensor] | None = None
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:

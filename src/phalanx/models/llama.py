@@ -104,18 +104,26 @@ class Llama(nn.Module):
         return Attention(name, self.shape, window=None, seat=self.seat)
 
     def forward(self, batch: Batch, caches: Sequence[KvCache], hidden: Tensor | None = None) -> Tensor:
+        """As `stream`, and on the last stage the logits [S, vocab_size] fp32 of batch.logit_rows, on each of its ranks."""
+        x = self.stream(batch, caches, hidden)
+        out: Tensor = x if self.head is None else self.head(x, batch.logit_rows)
+        return out
+
+    def stream(self, batch: Batch, caches: Sequence[KvCache], hidden: Tensor | None = None) -> Tensor:
         """batch: T tokens with `batch.attention` planned; caches: one per held layer; hidden: the residual stream [T, hidden_size]
         from the stage before, None on the first.
 
-        Returns logits [S, vocab_size] fp32 of batch.logit_rows on the last stage, on each of its ranks; else the residual stream.
+        Returns the residual stream [T, hidden_size], on the last stage normed, for its head.
         """
-        residual = self.embedding(batch.token_ids) if self.embedding is not None else hidden
+        norms = [layer.norm for layer in self.layers]
+        if self.embedding is not None:
+            x, residual = self.embedding(batch.token_ids, norms[0], batch.last)
+        else:
+            x, residual = norms[0](hidden), hidden
         turns = self.rotary(batch.positions)
-        x = self.layers[0].norm(residual)
-        next_norms = [*(layer.norm for layer in self.layers[1:]), self.norm]
-        for layer, cache, next_norm in zip(self.layers, caches, next_norms, strict=True):
+        for layer, cache, next_norm in zip(self.layers, caches, [*norms[1:], self.norm], strict=True):
             x, residual = layer(x, turns, batch, cache, residual, next_norm)
-        out: Tensor = x if self.head is None else self.head(x, batch.logit_rows, batch.logits)
+        out: Tensor = x
         return out
 
     def kv_specs(self) -> list[KvSpec]:

@@ -7,24 +7,31 @@ import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.comm.group import Solo
+from phalanx.comm.group import Group, Solo
+from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.config.sampling import SamplingParams
 from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
 from phalanx.engine.ranks import graphs
-from phalanx.engine.ranks.graphs import Replay, Rerun, sizes
+from phalanx.engine.ranks.graphs import Places, Replay, Rerun, sizes
 from phalanx.engine.runner import Runner
 from phalanx.engine.sampler import Sampler
 from phalanx.errors import EngineError
 from phalanx.models import registry, weights
-from phalanx.models.batch import LayerCache
+from phalanx.models.batch import Batch, KvCache, LayerCache
+from phalanx.models.layers.attention import AttentionPlan
 from phalanx.models.layers.attention_sdpa import SdpaBackend
+from phalanx.models.layers.embedding import ParallelHead
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import BLOCK, GREEDY, Drive, expected, prompts
 from tests.engine.test_runner import Pipe
@@ -57,13 +64,43 @@ class Counting(Rerun):
         return replay
 
 
-def make_runner(folder: Path, tape: Rerun | None, layers: range | None = None, pipe: object = None) -> Runner:
+class Unplanned(SdpaBackend):
+    """Knows rows by what lies on the device alone, as a kernel in a graph does."""
+
+    captures, plans_fixed = True, False
+    planned = 0
+
+    def plan(self, batch: Batch) -> AttentionPlan:  # type: ignore[override]
+        if not batch.fixed:
+            return super().plan(batch)
+        self.planned += 1
+        return Late(batch, super().plan)
+
+
+class Late:
+    """Plans when it is asked to attend, from the batch's tensors."""
+
+    def __init__(self, batch: Batch, plan: Callable[[Batch], AttentionPlan]) -> None:
+        self._batch, self._plan = batch, plan
+
+    def forward(self, query: Tensor, cache: KvCache, **asked: Any) -> Tensor:
+        assert self._batch.table_rows is not None
+        tables = self._batch.block_tables[self._batch.table_rows]
+        lengths = self._batch.kv_lengths.tolist()
+        batch = replace(self._batch, block_tables=tables, table_rows=None, kv_lengths_cpu=lengths, fixed=False)
+        return self._plan(batch).forward(query, cache, **asked)
+
+
+def make_runner(
+    folder: Path, tape: Rerun | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
+    attention: type[SdpaBackend] = Fixed,
+) -> Runner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
+    model = registry.build(shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
     weights.load(model, folder)
     caches = [LayerCache.zeros(BLOCKS, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
     runner = Runner(
-        model, caches, Fixed(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
+        model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=SLOTS, max_seq_len=128, block_size=BLOCK, dtype=torch.float32, device=CPU, tape=tape,
     )  # fmt: skip
     list(runner.capture())
@@ -112,6 +149,65 @@ def test_tokens_equal_the_eager_path_and_transformers(folder: Path, count: int, 
     assert got[0] == expected(folder, asked[0], 7)
     used = len(sizes(SLOTS)) - 1 - next(at for at, size in enumerate(sizes(SLOTS)) if size >= count)
     assert tape.replays == {used: 6}
+
+
+def test_a_back_end_without_a_plan_is_asked_for_none_per_step(folder: Path) -> None:
+    asked = prompts(5, seed=1)
+    runner = make_runner(folder, Counting(), attention=Unplanned)
+    attention = runner._backend
+    assert isinstance(attention, Unplanned)
+    captured = attention.planned
+    assert captured == len(sizes(SLOTS))
+    assert drive(runner).generate(asked, 7, ahead=True) == [expected(folder, prompt, 7) for prompt in asked]
+    assert attention.planned == captured
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ranks_agree_on_greedy_tokens_without_the_logits(
+    folder: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """A step in which a row draws, or wants logprobs, gathers the logits; the others gather keys, eagerly as in graphs."""
+    asked, gathers = prompts(3, seed=6), Counter[str]()
+    gather = ParallelHead.gather
+    mixed = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=0.0, logprobs=1)]
+
+    def counted(self: ParallelHead, local: Tensor) -> Tensor:
+        gathers["logits"] += 1
+        return gather(self, local)
+
+    monkeypatch.setattr(ParallelHead, "gather", counted)
+    for params in mixed:
+        for tape in (Counting, lambda: None):
+            gathers.clear()
+            runs = LocalWorld(2).run(
+                lambda group, tape=tape, params=params: drive(make_runner(folder, tape(), group=group)).generate(
+                    asked, 6, ahead=ahead, params=params
+                )
+            )
+            assert runs[0] == runs[1] == drive(make_runner(folder, None)).generate(asked, 6, params=params)
+            assert (gathers["logits"] > 0) == (params is not GREEDY)
+    assert drive(make_runner(folder, Counting())).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+
+
+def test_facts_take_turns_on_the_host() -> None:
+    """What is filled for a small batch after a large one ends in padding."""
+    model = SimpleNamespace(shape=SimpleNamespace(hidden_size=4), head=None)
+    places = Places(8, model, first=True, last=False, dtype=torch.float32, device=CPU)  # type: ignore[arg-type]
+    for rows, size in ((7, 8), (3, 4), (1, 1)):
+        numbers = np.arange(rows, dtype=np.int64)
+        arranged = SimpleNamespace(
+            slots=numbers + 1, token_ids=numbers + 50, from_slot_at=numbers[:1], positions=numbers + 20, kv_slots=numbers + 90,
+            kv_lengths=(numbers + 21).astype(np.int32),
+        )  # fmt: skip
+        places.fill(arranged, size)  # type: ignore[arg-type]
+        batch = places.batch(size, torch.zeros(8, 2, dtype=torch.int32), None)
+        pad = size - rows
+        assert batch.token_ids.tolist() == [-1, *range(51, 50 + rows), *[0] * pad]
+        assert batch.positions.tolist() == [*range(20, 20 + rows), *[0] * pad]
+        assert batch.kv_slots.tolist() == [*range(90, 90 + rows), *[-1] * pad]
+        assert batch.kv_lengths.tolist() == [*range(21, 21 + rows), *[1] * pad]
+        assert batch.table_rows is not None
+        assert batch.table_rows.tolist() == [*range(1, 1 + rows), *[0] * pad]
 
 
 def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> None:

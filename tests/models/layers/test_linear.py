@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
-from phalanx.models.layers.embedding import ParallelHead, VocabParallelEmbedding
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat, Sliced
@@ -65,28 +64,3 @@ def test_qkv_holds_the_heads_of_its_rank(q: int, kv: int, tp: int) -> None:
 
     with torch.inference_mode():
         LocalWorld(tp).run(act)
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("vocab", [65, 100, 256])
-def test_the_vocabulary_at_both_ends(tp: int, tied: bool, vocab: int) -> None:
-    whole = {"e.weight": torch.randn(vocab, 8), "h.weight": torch.randn(vocab, 8)}
-    ids, rows = torch.randint(0, vocab, (20,)), torch.tensor([3, 19, 3])
-
-    def act(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        seat = Seat(group, torch.float32, CPU)
-        embedding = VocabParallelEmbedding("e", vocab, 8, seat=seat)
-        head = ParallelHead("h", vocab, 8, tied=embedding if tied else None, seat=seat)
-        for layer in (embedding, head.table):
-            fill(layer, whole)
-        vectors = embedding(ids)
-        return vectors, head(vectors, rows)
-
-    vectors = whole["e.weight"][ids]
-    logits = vectors[rows] @ whole["e.weight" if tied else "h.weight"].T
-    with torch.inference_mode():
-        for found, computed in LocalWorld(tp).run(act):
-            assert torch.equal(found, vectors)
-            assert computed.shape == (3, vocab)
-            torch.testing.assert_close(computed, logits, rtol=1e-5, atol=1e-5)

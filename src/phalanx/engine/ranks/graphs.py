@@ -5,12 +5,16 @@ A step of fewer rows than a size has is padded: a padding row has one token, at 
 write (its slot is -1), and nobody looks at what it yields. Everything that a graph reads or writes has its place for good
 (`Places`), shared by all sizes; what lies between is in one pool of memory that the graphs share, as they run one after the other.
 
-The forward alone is captured. Receiving and sending between pipeline stages, planning attention and sampling go before and after.
+The forward is captured, and what is all that a greedy step needs behind it: the likeliest tokens, and their way into the slots,
+where the next step finds them. A step that draws does so from the logits, and overwrites them. Receiving and sending between
+pipeline stages, and planning attention where the back end does that on the host, go before and after.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,11 +23,15 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.ranks.slots import Arranged, SlotTables
+from phalanx.kernels import sampling
 from phalanx.models.batch import Batch, KvCache
 from phalanx.models.layers.attention import AttentionBackend
 from phalanx.models.registry import Model
 
 Replay = Callable[[], None]
+
+HOST_COPIES = 4
+"""Steps whose facts may wait for the device at a time, before the host waits."""
 
 
 class Tape(Protocol):
@@ -95,53 +103,77 @@ class Places:
     """What graphs of up to `rows` rows read and write.
 
     facts [5, rows] int64: token ids (-1: what was sampled into the slot last), positions, KV slots, slots, KV lengths (int32).
-    hidden: what comes from the stage before; out: what goes to the next. logits: on the last stage.
+    hidden: what comes from the stage before; out: what goes to the next. On the last stage instead logits [rows, width], this
+    rank's, in the model's dtype, and tokens [rows] int64, the likeliest of all ranks'.
     """
 
     def __init__(self, rows: int, model: Model, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.facts = torch.zeros(5, rows, dtype=torch.int64, device=device)
         self.facts[2] = -1
+        self.facts[4].view(torch.int32)[:] = 1
         self.numbers = torch.arange(rows, dtype=torch.int64, device=device)
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         stream = (rows, model.shape.hidden_size)
         self.hidden = None if first else torch.zeros(stream, dtype=dtype, device=device)
         self.out = None if last else torch.zeros(stream, dtype=dtype, device=device)
-        self.logits = torch.zeros(rows, model.shape.vocab_size, dtype=torch.float32, device=device) if last else None
+        self.logits = torch.zeros(rows, model.head.width, dtype=dtype, device=device) if model.head is not None else None
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._turns = Turns(self.facts)
 
-    def batch(self, size: int) -> Batch:
-        """The batch of a size; its facts on the host are those of padding."""
-        ids, positions, kv_slots, _, lengths = self.facts
-        tables = np.zeros((size, 1), dtype=np.int32)
+    def batch(self, size: int, tables: Tensor, last_tokens: Tensor | None) -> Batch:
+        """The batch of a size; its facts on the host are those of padding. tables: of all slots; last_tokens: see `Batch.last`."""
+        ids, positions, kv_slots, slots, lengths = self.facts[:, :size]
         return Batch(
-            token_ids=ids[:size], positions=positions[:size], kv_slots=kv_slots[:size], query_starts=self.starts[: size + 1],
-            kv_lengths=lengths.view(torch.int32)[:size], block_tables=torch.from_numpy(tables), logit_rows=self.numbers[:size],
-            query_starts_cpu=list(range(size + 1)), kv_lengths_cpu=[1] * size, block_tables_cpu=tables, fixed=True,
-            logits=None if self.logits is None else self.logits[:size],
+            token_ids=ids, positions=positions, kv_slots=kv_slots, query_starts=self.starts[: size + 1],
+            kv_lengths=lengths.view(torch.int32)[:size], block_tables=tables, table_rows=slots, logit_rows=self.numbers[:size],
+            query_starts_cpu=list(range(size + 1)), kv_lengths_cpu=[1] * size,
+            block_tables_cpu=np.zeros((size, 1), dtype=np.int32), fixed=True,
+            last=None if last_tokens is None else (last_tokens, slots),
         )  # fmt: skip
 
-    def fill(self, arranged: Arranged) -> None:
-        """The facts of these rows, then padding: one copy to the device."""
+    def fill(self, arranged: Arranged, size: int) -> None:
+        """The facts of these rows, then padding up to `size`: one copy to the device."""
         rows = len(arranged.slots)
-        host = np.zeros(self.facts.shape, dtype=np.int64)
-        host[0, :rows] = arranged.token_ids
-        host[0, arranged.from_slot_at] = -1
-        host[1, :rows] = arranged.positions
-        host[2], host[2, :rows] = -1, arranged.kv_slots
-        host[3, :rows] = arranged.slots
-        lengths = host[4].view(np.int32)
-        lengths[:], lengths[:rows] = 1, arranged.kv_lengths
-        sent = torch.from_numpy(host)
-        self.facts.copy_(sent.pin_memory() if self.facts.is_cuda else sent, non_blocking=True)
+        with self._turns.take() as host:
+            host[:, rows:size] = [[0], [0], [-1], [0], [0]]
+            host[0, :rows] = arranged.token_ids
+            host[0, arranged.from_slot_at] = -1
+            host[1, :rows], host[2, :rows], host[3, :rows] = arranged.positions, arranged.kv_slots, arranged.slots
+            lengths = host[4].view(np.int32)
+            lengths[rows:size], lengths[:rows] = 1, arranged.kv_lengths
 
     @property
     def slots(self) -> Tensor:
         return self.facts[3]
 
 
+class Turns:
+    """Page-locked copies of a small tensor that are filled in turn, since a copy may still wait in the device's queue when the next
+    one is filled; on CPU there is one."""
+
+    def __init__(self, there: Tensor) -> None:
+        self._there, on_gpu = there, there.is_cuda
+        self._host = [torch.zeros(there.shape, dtype=there.dtype, pin_memory=on_gpu) for _ in range(HOST_COPIES if on_gpu else 1)]
+        self._arrays = [host.numpy() for host in self._host]
+        self._copied = [torch.cuda.Event() for _ in self._host] if on_gpu else []  # type: ignore[no-untyped-call]
+        self._next = 0
+
+    @contextmanager
+    def take(self) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
+        """The next one, holding what it held when its turn last came; its copy to the device begins once it is left."""
+        turn, self._next = self._next, (self._next + 1) % len(self._host)
+        if self._copied:
+            self._copied[turn].synchronize()
+        yield self._arrays[turn]
+        self._there.copy_(self._host[turn], non_blocking=True)
+        if self._copied:
+            self._copied[turn].record()
+
+
 class DecodeGraphs:
     """The captured forwards of one rank's model.
 
-    last_tokens [slots] int64: what was sampled last, by slot; read on a rank that is both first and last stage.
+    last_tokens [slots] int64: what was sampled last, by slot; written on the last stage, and read on one that is the first too.
     """
 
     def __init__(
@@ -149,56 +181,61 @@ class DecodeGraphs:
         first: bool, last: bool, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self._model, self._backend, self._tables, self._tape = model, backend, tables, tape
-        self._last_tokens = last_tokens if first and last else None
+        self._last_tokens, self._both = last_tokens, first and last
+        self._plans = getattr(backend, "plans_fixed", True)
         most, width = tables.host.shape
         self.sizes = sizes(most)
         self.places = Places(most, model, first=first, last=last, dtype=dtype, device=last_tokens.device)
         self._captured: dict[int, tuple[Batch, Replay]] = {}
+        self._ready: list[int] = []  # the captured sizes, in order
         backend.hold(most, most * width)
 
     def capture(self, caches: Sequence[KvCache], wanted: Sequence[int]) -> Iterator[int]:
         """Capture the forwards of these sizes over these caches, the largest first: it takes what the others then share. Yields
         each once it is there. Collective: all ranks capture the same."""
         for size in sorted(wanted, reverse=True):
-            batch = self.places.batch(size)
+            batch = self.places.batch(size, self._tables.device, self._last_tokens if self._both else None)
             batch.attention = self._backend.plan(batch)
             self._captured[size] = batch, self._tape.record(partial(self._forward, batch, caches))
+            self._ready = sorted(self._captured)
             yield size
 
     def forget(self) -> None:
         """Drop all graphs, and their memory."""
         self._captured.clear()
+        self._ready.clear()
         self._tape.rewind()
 
     def _forward(self, batch: Batch, caches: Sequence[KvCache]) -> None:
-        size = len(batch.kv_lengths_cpu)
-        places, ids = self.places, self.places.facts[0, :size]
-        if self._last_tokens is not None:
-            ids = torch.where(ids < 0, self._last_tokens.index_select(0, places.slots[:size]), ids)
-        batch.token_ids = ids
-        out = self._model(batch, caches, None if places.hidden is None else places.hidden[:size])
+        size, places, head = len(batch.kv_lengths_cpu), self.places, self._model.head
+        stream = self._model.stream(batch, caches, None if places.hidden is None else places.hidden[:size])
         if places.out is not None:
-            places.out[:size].copy_(out)
+            places.out[:size].copy_(stream)
+        if head is not None and places.logits is not None:
+            keys = head.keys(head.local(stream, out=places.logits[:size]))
+            sampling.settle(keys, places.tokens[:size], (self._last_tokens, places.slots[:size], batch.kv_slots))
 
     def size_of(self, rows: int) -> int | None:
         """The smallest captured size that holds so many rows."""
-        return min((size for size in self._captured if size >= rows), default=None)
+        at = bisect_left(self._ready, rows)
+        return self._ready[at] if at < len(self._ready) else None
 
-    def replay(self, size: int, arranged: Arranged, receive: Callable[[Tensor], Tensor]) -> Tensor:
-        """Forward the rows [R] of one token each, R <= size. `receive` fills the residual stream [R, hidden_size] on later stages.
-        Returns the rows' logits [R, vocab_size], or the residual stream; both until the next replay."""
-        rows = len(arranged.slots)
+    def replay(self, size: int, arranged: Arranged, receive: Callable[[Tensor], Tensor]) -> None:
+        """Forward the rows [R] of one token each, R <= size, into `places`, where it stays until the next replay. `receive` fills
+        the residual stream [R, hidden_size] on later stages."""
         batch, run = self._captured[size]
-        self.places.fill(arranged)
+        self.places.fill(arranged, size)
+        if self._plans:
+            self._plan(batch, size, arranged)
+        if self.places.hidden is not None:
+            receive(self.places.hidden[: len(arranged.slots)])
+        run()
+
+    def _plan(self, batch: Batch, size: int, arranged: Arranged) -> None:
+        """Bring the host's facts up to date for a back end that plans by them."""
+        rows = len(arranged.slots)
         used = -(-int(arranged.kv_lengths.max()) // self._tables.block_size)
-        tables = np.zeros((size, used), dtype=np.int32)
-        tables[:rows] = self._tables.host[arranged.slots, :used]
-        batch.block_tables_cpu, batch.block_tables = tables, torch.from_numpy(tables)
+        batch.block_tables_cpu = np.zeros((size, used), dtype=np.int32)
+        batch.block_tables_cpu[:rows] = self._tables.host[arranged.slots, :used]
         batch.kv_lengths_cpu = arranged.kv_lengths.tolist() + [1] * (size - rows)
         batch.attention = self._backend.plan(batch)
-        if self.places.hidden is not None:
-            receive(self.places.hidden[:rows])
-        run()
-        out = self.places.out if self.places.logits is None else self.places.logits
-        assert out is not None
-        return out[:rows]

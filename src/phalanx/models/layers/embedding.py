@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from phalanx import kernels
+from phalanx.kernels import sampling
+from phalanx.models.layers.fp8 import Activation
+from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat, Slice, Sliced
 from phalanx.plan import shard
 
@@ -31,15 +34,18 @@ class VocabParallelEmbedding(Sliced):
         """How many of the local rows are tokens, not padding."""
         return max(0, min(self.local.stop, self.vocab_size) - self.local.start)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T] int64 -> [T, hidden]."""
+    def forward(
+        self, token_ids: Tensor, norm: RmsNorm, last: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Activation, Tensor]:  # fmt: skip
+        """token_ids [T] int64 -> (norm(vectors), vectors), of [T, hidden]. last: see `Batch.last`."""
         group = self.seat.group
         if group.size == 1:
-            return F.embedding(token_ids, self.weight)
-        row = token_ids - self.local.start
-        elsewhere = (row < 0) | (row >= len(self.local))
-        found = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
-        return group.all_reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+            asked = norm.after(self.weight)  # without a residual: only what is asked of the norm counts
+            return norm.taken(
+                kernels.embed_norm(token_ids, self.weight, last, asked.weight, asked.eps, asked.quant, asked.scale)
+            )  # fmt: skip
+        found, zeros = kernels.embed(token_ids, self.weight, self.local.start, last)
+        return norm.taken(group.all_reduce(found, norm.after(zeros)))
 
     def slices(self) -> Iterator[Slice]:
         if self.held:
@@ -47,7 +53,8 @@ class VocabParallelEmbedding(Sliced):
 
 
 class ParallelHead(Sliced):
-    """Logits: each rank computes those of its rows of the vocabulary, and all get all of them.
+    """Logits: each rank computes those of its rows of the vocabulary, [S, local_vocab]. To get all of them they are gathered; for
+    the likeliest tokens a few words per row do.
 
     `tied` is the embedding on this rank whose weight it shares, if it does. A tied head on another pipeline stage than its
     embedding holds a copy: `name` is then the embedding's.
@@ -58,11 +65,36 @@ class ParallelHead(Sliced):
         self.vocab_size, self.group = vocab_size, seat.group
         self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, seat=seat) if tied is None else tied
 
-    def forward(self, hidden: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32, in `out` where one is given."""
-        local = kernels.linear(hidden.index_select(0, rows), self.table.weight)
-        logits = self.group.all_gather(local, dim=-1)[:, : self.vocab_size]
-        return logits.float() if out is None else out.copy_(logits)
+    def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32."""
+        return self.gather(self.local(hidden, rows)).float()
+
+    @property
+    def width(self) -> int:
+        """Columns of this rank's logits; the last ranks' last ones may be padding."""
+        return len(self.table.local)
+
+    def local(self, hidden: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """hidden [T, hidden], rows [S] int64 (None: all) -> this rank's logits of those rows [S, width], in the model's dtype."""
+        chosen, weight = hidden if rows is None else hidden.index_select(0, rows), self.table.weight
+        if out is None:  # one way to multiply, whether a graph is captured or not: the same bits
+            out = torch.empty(len(chosen), len(weight), dtype=weight.dtype, device=weight.device)
+        return kernels.linear(chosen, weight, out=out) if len(chosen) else out
+
+    def gather(self, local: Tensor) -> Tensor:
+        """This rank's logits [S, width] -> those of the whole vocabulary [S, vocab_size], in the same dtype. Collective."""
+        return self.group.all_gather(local, dim=-1)[:, : self.vocab_size]
+
+    def keys(self, local: Tensor) -> Tensor:
+        """This rank's logits [S, width] -> all ranks' keys [ranks, S, parts] int64: see `kernels.sampling.keys`. Collective."""
+        mine = sampling.keys(local, self.table.local.start, self.table.held)
+        return self.group.all_gather(mine.unsqueeze(0), dim=0)
+
+    def likeliest(self, local: Tensor) -> Tensor:
+        """This rank's logits [S, width] -> the likeliest token of each row [S] int64, the lowest of equals. Collective."""
+        tokens = torch.empty(len(local), dtype=torch.int64, device=local.device)
+        sampling.settle(self.keys(local), tokens)
+        return tokens
 
     def slices(self) -> Iterator[Slice]:
         """None: what it reads, its table reads."""

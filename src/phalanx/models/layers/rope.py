@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from phalanx import kernels
 from phalanx.config.rope import Rope
 
 
@@ -23,9 +24,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64 -> cos and sin, both [T, head_dim / 2] fp32."""
-        angles = positions.float().unsqueeze(-1) * self.inverse_wavelengths
-        cos, sin = angles.cos(), angles.sin()
-        return (cos, sin) if self.attention_factor == 1.0 else (cos * self.attention_factor, sin * self.attention_factor)
+        return kernels.turns(positions, self.inverse_wavelengths, self.attention_factor)
 
 
 def inverse_wavelengths(rope: Rope, head_dim: int) -> Tensor:
