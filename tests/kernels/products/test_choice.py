@@ -23,6 +23,7 @@ def test_by_tokens(outputs: int, inputs: int) -> None:
         assert tiling.stages * tiling.block * (tiling.rows + padded) <= 227 << 10
         assert tiling.rows & (tiling.rows - 1) == tiling.block & (tiling.block - 1) == tiling.ahead & (tiling.ahead - 1) == 0
         assert -(-outputs // tiling.rows) < 1 << 16  # counters
+    assert choice.fp8(0, outputs, inputs) is choice.sixteen(0, outputs, inputs) is None
     assert choice.fp8(100_000, outputs, inputs) is choice.sixteen(100_000, outputs, inputs) is None
 
 

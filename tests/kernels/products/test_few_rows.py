@@ -48,7 +48,7 @@ def test_in_the_interpreter() -> None:
     assert done.stdout.strip() == "checked"
 
 
-@pytest.mark.parametrize(("arch", "kind"), [(80, "bf16"), (90, "bf16"), (90, "fp8e4nv"), (100, "fp8e4nv")])
+@pytest.mark.parametrize(("arch", "kind"), [(80, "bf16"), (89, "fp8e4nv"), (90, "bf16"), (90, "fp8e4nv"), (100, "fp8e4nv")])
 def test_compiles(arch: int, kind: str) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -69,7 +69,7 @@ def test_compiles(arch: int, kind: str) -> None:
     assert len(compiled.asm["cubin"]) > 0
     ptx = compiled.asm["ptx"]
     assert ("griddepcontrol.wait" in ptx) == ("prefetch.global.L2" in ptx) == (arch >= 90)
-    assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
+    assert {80: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
 
 
 def test_counters_are_not_made_in_a_capture() -> None:

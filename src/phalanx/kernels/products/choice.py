@@ -54,7 +54,7 @@ def fp8(tokens: int, outputs: int, inputs: int) -> Tiling | None:
     """For x [tokens, inputs] and weight [outputs, inputs] in e4m3."""
     if tokens == 1:
         return OneRow(rows=4, block=2048, warps=4)
-    if tokens <= FEW_FP8:
+    if 0 < tokens <= FEW_FP8:
         return _few(tokens, outputs, inputs, width=1)
     return ManyRows() if tokens in MANY_FP8 else None
 
@@ -63,7 +63,7 @@ def sixteen(tokens: int, outputs: int, inputs: int) -> Tiling | None:
     """For x [tokens, inputs] and weight [outputs, inputs] in bf16 or fp16."""
     if tokens == 1:
         return OneRow(rows=4, block=2048, warps=8)
-    return _few(tokens, outputs, inputs, width=2) if tokens <= FEW_SIXTEEN else None
+    return _few(tokens, outputs, inputs, width=2) if 0 < tokens <= FEW_SIXTEEN else None
 
 
 def _few(tokens: int, outputs: int, inputs: int, *, width: int) -> FewRows:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""A few rows (up to 128) times a matrix, as fast as the matrix can be read: e4m3 by e4m3 with scales, or bf16 and fp16.
+"""A few rows (up to 128) times a matrix, as fast as the matrix can be read: e4m3 with scales (Ada and later), or bf16 and fp16.
 
     out[t, n] = round((sum over k of x[t, k] * weight[n, k]) * x_scale[t] * scale[n])          in fp32, rounded once
 
@@ -32,11 +32,11 @@ LINE = tl.constexpr(128)  # bytes that one prefetch calls
 
 
 @triton.jit
-def _call_to_l2(weight, row, begin, COLUMNS: tl.constexpr, BYTES: tl.constexpr):
-    """The lines of BYTES bytes of each row from column `begin`, none past its end."""
+def _call_to_l2(weight, row, begin, end, COLUMNS: tl.constexpr, BYTES: tl.constexpr):
+    """The lines of BYTES bytes of each row from column `begin`, none past `end`."""
     SIZE: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     column = begin + tl.arange(0, BYTES // LINE) * (LINE // SIZE)
-    place = weight + row[:, None].to(tl.int64) * COLUMNS + tl.minimum(column, COLUMNS - 1)[None, :]
+    place = weight + row[:, None].to(tl.int64) * COLUMNS + tl.minimum(column, end - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(tl.int64)], tl.int32, is_pure=False, pack=1
     )
@@ -84,7 +84,8 @@ def _few_rows(
     begin = split * SHARE
     if PTX >= 90:
         if AHEAD:
-            _call_to_l2(weight, row, begin, COLUMNS, AHEAD * BLOCK * weight.dtype.element_ty.primitive_bitwidth // 8)
+            end = tl.minimum(begin + SHARE, COLUMNS)
+            _call_to_l2(weight, row, begin, end, COLUMNS, AHEAD * BLOCK * weight.dtype.element_ty.primitive_bitwidth // 8)
         gdc_wait()
     total = _sums(x, weight, row, token, begin, COLUMNS, SHARE, BLOCK, COLUMNS % (SHARE * SPLITS) == 0, PROMOTE, STAGES, PTX)
     if SPLITS > 1:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""One row times a matrix in e4m3, as fast as the matrix can be read.
+"""One row times a matrix in e4m3, as fast as the matrix can be read; for Ada, Hopper and later.
 
     out[0, n] = round((sum over k of x[0, k] * weight[n, k]) * x_scale * scale[n])          in fp32, rounded once
 
