@@ -15,9 +15,10 @@ import pytest
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
+from phalanx.engine.messages import TokenLogprobs, Update
 from phalanx.errors import EngineClosed, EngineError, ModelError, PromptTooLong, RankDied, RequestError
 from phalanx.serve import client as client_module
-from phalanx.serve.client import EngineClient
+from phalanx.serve.client import EngineClient, Stream
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,7 +89,7 @@ def test_leaving_early_and_abort(scripted):
     async def run():
         client = await scripted.start("works")
         stream = client.add("a", [1], SamplingParams(max_tokens=6))
-        assert (await anext(stream)).tokens == [0, 1]
+        assert (await anext(stream)).tokens == [0, 1, 2, 3, 4, 5]  # what came together is one update
         await stream.aclose()
         waiting = asyncio.create_task(tokens(client, [14], name="b"))
         await asyncio.sleep(0)
@@ -103,6 +104,54 @@ def test_leaving_early_and_abort(scripted):
         # "a" was whole before it was left; what was left early is forgotten in the engine.
         assert (await client.stats()).steps == 2
         await client.close()
+
+    asyncio.run(run())
+
+
+def test_what_comes_while_nobody_reads_is_joined():
+    async def run():
+        stream = Stream()
+        stream.put(Update("r", [1], [TokenLogprobs(1, -1.0, 1)], prompt_logprobs=[None], cached_tokens=4))
+        stream.put(Update("r", [2, 3], [TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -1.0, 1)], cached_tokens=4))
+        joined = await stream.next()
+        assert (joined.tokens, [one.token for one in joined.logprobs]) == ([1, 2, 3], [1, 2, 3])
+        assert (joined.prompt_logprobs, joined.cached_tokens, joined.finish_reason) == ([None], 4, None)
+        waits = asyncio.create_task(stream.next())
+        await asyncio.sleep(0)
+        stream.put(Update("r", [4]))
+        stream.put(Update("r", [5], finish_reason="stop", stop_reason=5))
+        last = await waits
+        assert (last.tokens, last.finish_reason, last.stop_reason, stream.ended) == ([4, 5], "stop", 5, True)
+
+    asyncio.run(run())
+
+
+def test_an_error_comes_after_the_tokens_before_it():
+    async def run():
+        stream = Stream()
+        stream.put(Update("r", [1]))
+        stream.fail(EngineError("a request was running", held="it is lost"))
+        assert (await stream.next()).tokens == [1]
+        with pytest.raises(EngineError, match="it is lost"):
+            await stream.next()
+
+    asyncio.run(run())
+
+
+def test_a_patient_reader_is_woken_at_the_end_only():
+    async def run():
+        whole, lost = Stream(patient=True), Stream(patient=True)
+        waits = [asyncio.create_task(stream.next()) for stream in (whole, lost)]
+        for stream in (whole, lost):
+            stream.put(Update("r", [1]))
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in waits)
+        whole.put(Update("r", [2], finish_reason="length"))
+        lost.fail(EngineError("a request was running", held="it is lost"))
+        assert (await waits[0]).tokens == [1, 2]
+        assert (await waits[1]).tokens == [1]
+        with pytest.raises(EngineError, match="it is lost"):
+            await lost.next()
 
     asyncio.run(run())
 

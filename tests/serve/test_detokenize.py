@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders
 
 from phalanx.config import SamplingParams
 from phalanx.serve.detokenize import Detokenizer, StopString
@@ -69,6 +70,53 @@ def test_any_tokens_with_byte_fallback(tokenizers, ids, groups):
     whole = tokenizer.decode(ids)
     if "�" not in whole:
         assert made.text == whole
+
+
+class Nothing(dict):
+    from_start = False
+
+    def __missing__(self, token_id):
+        return None
+
+
+class Careful:
+    """The same tokenizer, of which nothing is known about any token alone."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.fragments = Nothing()
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+
+@settings(deadline=None, max_examples=400)
+@given(names, st.lists(st.integers(0, 450), max_size=60), sizes, st.booleans())
+def test_what_is_looked_up_comes_when_it_would_have_been_decoded(tokenizers, name, ids, groups, skip):
+    """Piece by piece, whatever the tokens."""
+    tokenizer = tokenizers[name]
+    params = SamplingParams(skip_special_tokens=skip)
+    assert pushed(tokenizer, ids, params, groups)[1] == pushed(Careful(tokenizer), ids, params, groups)[1]
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+def test_most_tokens_are_looked_up(tokenizers, monkeypatch, name):
+    tokenizer = tokenizers[name]
+    ids = tokenizer.encode("hello world, the world is wide", add_special_tokens=False)
+    made = Detokenizer(tokenizer, SamplingParams())
+    first = made.push([*ids, *ids])
+    monkeypatch.setattr(Tokenizer, "decode", lambda *_, **__: pytest.fail("a token was decoded"))
+    more = "".join(made.push([token]) for token in ids)
+    assert (first + more).replace(" ", "") == "helloworld,theworldiswide" * 3
+
+
+def test_a_decoder_that_is_not_known_is_asked_each_time(tmp_path):
+    made = byte_level()
+    made.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("l", "L")])
+    tokenizer = Tokenizer.load(write(tmp_path, made))
+    ids = tokenizer.encode("hello world", add_special_tokens=False)
+    assert {tokenizer.fragments[token] for token in ids} == {None}
+    assert pushed(tokenizer, ids, SamplingParams())[0].text == "heLLo worLd"
 
 
 @settings(deadline=None, max_examples=200)

@@ -16,7 +16,6 @@ import signal
 import tempfile
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -27,28 +26,14 @@ import zmq.asyncio
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.limits import SchedulerOptions, length_limit
-from phalanx.engine.messages import (
-    Abort,
-    Add,
-    AskStats,
-    Beat,
-    EngineFacts,
-    Failed,
-    FromEngine,
-    Refused,
-    Shutdown,
-    Started,
-    Stats,
-    Stopped,
-    ToEngine,
-    Update,
-)  # fmt: skip
+from phalanx.engine.messages import Abort, Add, AskStats, EngineFacts, Failed, FromEngine, Refused, Shutdown, Started, Stats, Update
 from phalanx.errors import EngineClosed, EngineError, PhalanxError, RequestError
 from phalanx.log import get_logger
 
 SILENCE = 25.0
 """Seconds without a sign of life from a started engine after which it is given up."""
 _LAST_WORDS = 0.5  # seconds that messages of an engine that has ended may take to arrive
+_NOBLOCK = int(zmq.NOBLOCK)
 _PATH_LIMIT = 80  # bytes of a folder's path; the kernel's limit for the path of a socket is 107
 
 logger = get_logger(__name__)
@@ -68,9 +53,12 @@ class Engine(Protocol):
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise what `add` would be refused with, as far as that is known before it is sent: PromptTooLong, RequestError."""
 
-    def add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Update]:
+    def add(
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
+    ) -> AsyncGenerator[Update]:
         """Run one completion (params.n is 1). Ends after the Update with a finish_reason; leaving early aborts the request.
 
+        An Update holds what came since the last one was taken. patient: nobody looks before the end, so that one may hold all.
         Raises what the engine refuses the request with, or EngineError when the engine is lost.
         """
 
@@ -89,27 +77,49 @@ class Engine(Protocol):
 
 
 class Stream:
-    """Updates of one request, in order, until a finish_reason or an error."""
+    """Updates of one request, in order, until a finish_reason or an error. What comes while nobody reads is joined: a reader that
+    is slow, or has no time, takes several tokens at once and is woken once. patient: it is woken at the end only."""
 
-    def __init__(self) -> None:
-        self._queue: deque[Update | PhalanxError] = deque()
-        self._filled = asyncio.Event()
+    def __init__(self, *, patient: bool = False) -> None:
         self.ended = False
         """The engine has nothing more to say about this request."""
+        self._patient = patient
+        self._held: Update | None = None
+        self._error: PhalanxError | None = None
+        self._reader: asyncio.Future[None] | None = None
 
-    def put(self, item: Update | PhalanxError) -> None:
-        self._queue.append(item)
-        self.ended = self.ended or isinstance(item, PhalanxError) or item.finish_reason is not None
-        self._filled.set()
+    def put(self, update: Update) -> None:
+        held = self._held
+        if held is None:
+            self._held = update
+        else:
+            held.tokens += update.tokens
+            held.logprobs += update.logprobs
+            held.prompt_logprobs = held.prompt_logprobs or update.prompt_logprobs
+            held.finish_reason, held.stop_reason = update.finish_reason, update.stop_reason
+        self.ended = update.finish_reason is not None
+        if self.ended or not self._patient:
+            self._wake()
+
+    def fail(self, error: PhalanxError) -> None:
+        """Raise this, after the updates that came before it."""
+        if not self.ended:
+            self.ended, self._error = True, error
+            self._wake()
 
     async def next(self) -> Update:
-        while not self._queue:
-            self._filled.clear()
-            await self._filled.wait()
-        item = self._queue.popleft()
-        if isinstance(item, PhalanxError):
-            raise item
-        return item
+        while self._held is None or (self._patient and not self.ended):
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        held, self._held = self._held, None
+        return held
+
+    def _wake(self) -> None:
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
 
 class EngineClient:
@@ -165,11 +175,13 @@ class EngineClient:
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         check(self._add("", token_ids, params), self.facts, chunked_prefill=self.options.enable_chunked_prefill)
 
-    async def add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Update]:
+    async def add(
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
+    ) -> AsyncGenerator[Update]:
         self._refuse_when_lost()
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} was given", held="a request of this id is running", next="give another")
-        stream = self._streams[request_id] = Stream()
+        stream = self._streams[request_id] = Stream(patient=patient)
         try:
             self._send(self._add(request_id, token_ids, params))
             while True:
@@ -274,26 +286,35 @@ class EngineClient:
     def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> Add:
         return message(request_id, token_ids, params, self.eos_token_ids)
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: Add | Abort | AskStats | Shutdown) -> None:
         # There is no high-water mark, so it is queued at once and the future is done.
         self._socket.send(self._encode(message))
 
     async def _read(self) -> None:
+        """Each frame is a message of its own. The first is waited for; the others of its step are there with it."""
+        decode, streams = self._decode, self._streams
+        at_hand: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         while True:
-            for frame in await self._socket.recv_multipart():
-                self._take(self._decode(frame))
+            frame = await self._socket.recv()
+            self._silent = 0.0
+            if not self._heard:
+                # Connected: the path has served. Nothing is left behind then, however this process ends.
+                self._heard = True
+                self._remove_folder()
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    message = decode(frame)
+                    if type(message) is not Update:
+                        self._take(message)
+                    elif (stream := streams.get(message.request_id)) is not None:
+                        stream.put(message)
+                    frame = at_hand.recv(_NOBLOCK)
 
     def _take(self, message: Any) -> None:
-        self._silent = 0.0
-        if not self._heard:
-            # Connected: the path has served. Nothing is left behind then, however this process ends.
-            self._heard = True
-            self._remove_folder()
+        """What is said once in a while; not the updates of each step."""
         match message:
-            case Update(request_id=request_id) if request_id in self._streams:
-                self._streams[request_id].put(message)
             case Refused(request_id=request_id, error=error) if request_id in self._streams:
-                self._streams[request_id].put(PhalanxError.from_wire(error))
+                self._streams[request_id].fail(PhalanxError.from_wire(error))
             case Stats():
                 self.latest = message
                 for answer in self._stats:
@@ -306,8 +327,8 @@ class EngineClient:
                     self._started.set_result(None)
             case Failed(error=error):
                 self._lose(PhalanxError.from_wire(error))
-            case Stopped() | Beat() | Update() | Refused():
-                pass  # of requests that nobody waits for any more
+            case _:
+                pass  # a sign of life, a goodbye, or the refusal of a request that nobody waits for any more
 
     def _refuse_when_lost(self) -> None:
         if self.failure is not None:
@@ -319,7 +340,7 @@ class EngineClient:
             return
         self.failure = error
         for stream in self._streams.values():
-            stream.put(again(error))
+            stream.fail(again(error))
         for answer in self._stats:
             if not answer.done():
                 answer.set_exception(again(error))

@@ -19,7 +19,11 @@ _PATIENCE = 8
 
 class TextStream:
     """Decodes token by token. The last tokens that went out are decoded again with those that follow, as their context, because a
-    decoder may treat the first token of a text in a special way (SentencePiece drops its space)."""
+    decoder may treat the first token of a text in a special way (SentencePiece drops its space).
+
+    Most tokens need none of this: where everything before is out, and what the token adds is known of it alone
+    (`Tokenizer.fragments`), that is looked up.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
@@ -28,14 +32,29 @@ class TextStream:
         self._read_from = 0
         self._context = ""  # the text of the tokens before read_from
         self._partial = ""  # what went out of the text of the tokens from read_from on
+        self._fragments = tokenizer.fragments
+        self._whole = self._fragments.from_start  # nothing is held back, and a token that is known alone may follow
+        self._looked_up: int | None = None  # the last token, where it was
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is unfinished. O(1) amortized."""
+        if self._whole:
+            text = self._fragments[token_id]
+            if text is not None:
+                self._looked_up = token_id
+                return text
+        return self._decoded(token_id)
+
+    def _decoded(self, token_id: int) -> str:
         if (self._skip_special and token_id in self._tokenizer.special_ids) or token_id not in self._tokenizer.known_ids:
             return ""  # decoding drops these before it joins anything, and so they must not lengthen what is decoded again
+        if self._looked_up is not None:
+            self._ids, self._read_from = [self._looked_up], 1
+            self._context, self._looked_up = self._decode(self._ids), None
         self._ids.append(token_id)
         text = self._pending()
-        if text and not text.endswith(_UNFINISHED):
+        self._whole = bool(text) and not text.endswith(_UNFINISHED)
+        if self._whole:
             return self._advance(text, len(self._ids))
         if len(self._ids) - self._read_from > _PATIENCE and (cut := self._cut(text)):
             return cut
@@ -45,6 +64,8 @@ class TextStream:
 
     def finish(self) -> str:
         """What is left, with U+FFFD for an unfinished character."""
+        if self._looked_up is not None:
+            return ""
         return self._advance(self._pending(), len(self._ids))
 
     def _pending(self) -> str:
@@ -137,6 +158,10 @@ class Detokenizer:
         The last `silent` tokens are counted but have no text: a stop token that is not to be seen.
         """
         before = len(self._pieces)
+        if not self._stops:
+            self.count += len(token_ids)
+            self._let_go("".join(map(self._stream.push, token_ids[: len(token_ids) - silent] if silent else token_ids)))
+            return self._pieces[-1] if len(self._pieces) > before else ""
         for i, token_id in enumerate(token_ids):
             if self.stop_reason is not None:
                 break

@@ -43,7 +43,9 @@ class FakeEngineClient(Engine):
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         check(message("", token_ids, params, self.eos_token_ids), self.facts)
 
-    async def add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AsyncGenerator[Update]:
+    async def add(
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
+    ) -> AsyncGenerator[Update]:
         add = message(request_id, token_ids, params, self.eos_token_ids)
         self._refuse_when_lost()
         check(add, self.facts)

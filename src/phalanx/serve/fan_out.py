@@ -65,8 +65,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-@dataclass
-class Piece:
+class Piece(msgspec.Struct):
     """What one completion grew by. The last one of each completion has a finish_reason.
 
     text may be "" while characters or possible stop strings are held back, and may belong to tokens of earlier pieces. logprobs:
@@ -76,32 +75,37 @@ class Piece:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     cached_tokens: int = 0
 
 
-async def completions(
-    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams
-) -> AsyncGenerator[Piece]:
+def completions(
+    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams,
+    *, patient: bool = False,
+) -> AsyncGenerator[Piece]:  # fmt: skip
     """The pieces of all params.n completions, as they come; in order within each.
 
-    Without a tokenizer, or with params.detokenize off, texts are "". Leaving early (close it: `contextlib.aclosing`) aborts what
-    still runs. The first error of any completion is raised, and the others are aborted. Raises what `Engine.add` raises.
+    Without a tokenizer, or with params.detokenize off, texts are "". patient: nobody looks before the end, so that a completion
+    without stop strings may be one piece. Leaving early (close it: `contextlib.aclosing`) aborts what still runs. The first error
+    of any completion is raised, and the others are aborted. Raises what `Engine.add` raises.
     """
+    patient = patient and not params.stops
     if params.n == 1:
-        one = _completion(engine, tokenizer, f"{request_id}-0", token_ids, params, 0)
-        async with aclosing(one):
-            async for piece in one:
-                yield piece
-        return
+        return _completion(engine, tokenizer, f"{request_id}-0", token_ids, params, 0, patient)
+    return _side_by_side(engine, tokenizer, request_id, token_ids, params, patient)
+
+
+async def _side_by_side(
+    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, patient: bool
+) -> AsyncGenerator[Piece]:
     ready: asyncio.Queue[Piece | BaseException] = asyncio.Queue()
 
     async def pump(index: int) -> None:
         try:
-            part = _completion(engine, tokenizer, f"{request_id}-{index}", token_ids, _params_of(params, index), index)
+            part = _completion(engine, tokenizer, f"{request_id}-{index}", token_ids, _params_of(params, index), index, patient)
             async with aclosing(part):
                 async for piece in part:
                     ready.put_nowait(piece)
@@ -124,10 +128,11 @@ async def completions(
 
 
 async def _completion(
-    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, index: int
-) -> AsyncGenerator[Piece]:
+    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, index: int,
+    patient: bool,
+) -> AsyncGenerator[Piece]:  # fmt: skip
     text = Detokenizer(tokenizer, params) if tokenizer is not None and params.detokenize else None
-    updates = engine.add(request_id, token_ids, params)
+    updates = engine.add(request_id, token_ids, params, patient=patient)
     async with aclosing(updates):
         async for update in updates:
             piece = _piece(update, text, params, index)
@@ -137,24 +142,19 @@ async def _completion(
 
 
 def _piece(update: Update, text: Detokenizer | None, params: SamplingParams, index: int) -> Piece:
+    finish = update.finish_reason
     piece = Piece(
-        index,
-        "",
-        update.tokens,
-        update.logprobs,
-        update.prompt_logprobs,
-        update.finish_reason,
-        update.stop_reason,
-        update.cached_tokens,
-    )
+        index, "", update.tokens, update.logprobs, update.prompt_logprobs, finish, update.stop_reason, update.cached_tokens
+    )  # fmt: skip
     if text is None:
         return piece
     before = text.count
-    # "stop" of the engine is a stop token, the last one; its text is no part of the answer.
-    silent = int(update.finish_reason == "stop" and not params.include_stop_str_in_output)
-    piece.text = text.push(update.tokens, silent=silent)
-    if update.finish_reason is not None and text.stop_reason is None:
-        piece.text += text.finish()
+    if finish is None:
+        piece.text = text.push(update.tokens)
+    else:
+        # "stop" of the engine is a stop token, the last one; its text is no part of the answer.
+        silent = int(finish == "stop" and not params.include_stop_str_in_output)
+        piece.text = text.push(update.tokens, silent=silent) + text.finish()
     if text.stop_reason is not None:
         taken = text.count - before
         piece.token_ids, piece.logprobs = update.tokens[:taken], update.logprobs[:taken]

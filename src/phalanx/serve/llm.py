@@ -226,7 +226,7 @@ class LLM:
 
             async def one(job: _Job) -> RequestOutput:
                 output = job.output()
-                parts = completions(client, tokenizer, job.request_id, job.token_ids, job.params)
+                parts = completions(client, tokenizer, job.request_id, job.token_ids, job.params, patient=True)
                 async with aclosing(parts):
                     async for piece in parts:
                         grow(output, piece)

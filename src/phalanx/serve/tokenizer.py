@@ -80,6 +80,11 @@ class Tokenizer:
         """Every id that has a text."""
         return frozenset(self.backend.get_vocab(with_added_tokens=True).values())
 
+    @cached_property
+    def fragments(self) -> Fragments:
+        """What each token adds to a text, where that can be said of it alone."""
+        return Fragments(self)
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._sources)
@@ -124,6 +129,55 @@ class Tokenizer:
     def _id_of(self, name: str) -> int | None:
         found: int | None = self.backend.token_to_id(self.special[name]) if name in self.special else None
         return found
+
+
+class Fragments(dict[int, "str | None"]):
+    """Token id -> the text that it adds to any text whose characters are whole, special tokens skipped or not. None for a token
+    that must be decoded with its neighbours: a piece of a character, a special or unknown token, or any token of a decoder that
+    looks further. Filled as tokens are asked for; one dictionary serves all completions.
+
+    from_start: this holds for the first token of a text, too (a decoder may drop the space before the first word).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        decoder = tokenizer.backend.decoder
+        parts = _parts(json.loads(decoder.__getstate__())) if decoder is not None else []
+        kinds = [part["type"] for part in parts]
+        self._bytes = self.from_start = kinds == ["ByteLevel"]  # each letter stands for a byte, and the bytes are joined
+        self._replaced: list[tuple[str, str]] | None = None
+        head = kinds.count("Replace")
+        if kinds[head:] in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]) and kinds[:head] == ["Replace"] * head:
+            # SentencePiece: each token is replaced by itself, bytes are joined with bytes, and only the whole text's ends are cut.
+            found = [(part["pattern"].get("String"), part["content"]) for part in parts[:head]]
+            if all(pattern for pattern, _ in found) and parts[-1].get("stop", 0) == 0:
+                self._replaced = found
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self[token_id] = self._text(token_id)
+        return text
+
+    def _text(self, token_id: int) -> str | None:
+        tokenizer = self._tokenizer
+        if token_id in tokenizer.special_ids or token_id not in tokenizer.known_ids:
+            return None
+        if self._bytes:
+            text = tokenizer.token_text(token_id)
+            return None if "\ufffd" in text else text
+        if self._replaced is None:
+            return None
+        text = str(tokenizer.backend.id_to_token(token_id))
+        if text.startswith("<0x"):
+            return None
+        for pattern, content in self._replaced:
+            text = text.replace(pattern, content)
+        return None if text.startswith("<0x") else text
+
+
+def _parts(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    """A decoder as the steps that it takes."""
+    return [part for one in decoder["decoders"] for part in _parts(one)] if decoder["type"] == "Sequence" else [decoder]
 
 
 def _backend(folder: Path) -> tokenizers.Tokenizer:

@@ -17,6 +17,7 @@ import pytest
 
 from phalanx.errors import RankDied
 from phalanx.serve.openai.schema.answers import ErrorAnswer
+from phalanx.serve.openai.stream import chunks, event
 from tests.serve.openai.served import MODEL, Live, Scripted, live
 
 LONG = "What is a rank? " * 200
@@ -28,6 +29,15 @@ def until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < end, "did not come about in time"
         time.sleep(0.01)
+
+
+def test_a_chunk_is_its_head_with_one_choice():
+    head = {"id": 'a"b', "created": 1, "usage": None}
+    choice = {"index": 0, "text": 'x"\n\u2028\U0001f642\x00', "logprobs": None}
+    said = chunks(head)(choice)
+    assert (said[:6], said[-2:]) == (b"data: ", b"\n\n")
+    assert json.loads(said[6:]) == {**head, "choices": [choice]} == json.loads(event({**head, "choices": [choice]})[6:])
+    assert said.count(b"\n") == 2  # an event ends with an empty line, and must hold no other
 
 
 def raw(server: Live, body: dict) -> socket.socket:
@@ -67,7 +77,7 @@ def test_a_client_that_goes_while_it_waits_for_a_thread():
         hold = threading.Event()
         for _ in range(8):
             server.service._texts._pool.submit(hold.wait, 30)
-        gone = raw(server, {**ASK, "stream": True})
+        gone = raw(server, {**ASK, "stream": True, "prompt": LONG})
         until(lambda: server.service.admission.open == 1)
         gone.close()
         until(lambda: server.service.admission.open == 0)

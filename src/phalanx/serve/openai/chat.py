@@ -17,13 +17,13 @@ from phalanx.serve.fan_out import Piece
 from phalanx.serve.openai import body
 from phalanx.serve.openai.generate import Usage, generate
 from phalanx.serve.openai.logprobs import chat_logprobs
-from phalanx.serve.openai.prompts import encode_chat
+from phalanx.serve.openai.prompts import encode_chat, soon_rendered
 from phalanx.serve.openai.sampling import guide_of, of_chat
 from phalanx.serve.openai.schema.answers import ChatAnswer, ChatChunk
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.description import answers, takes
 from phalanx.serve.openai.service import Ready, Service, service_of
-from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, event
+from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, chunks, event
 from phalanx.serve.openai.tools.calls import Argued, Called, CallReader, Event, Said
 
 router = APIRouter()
@@ -67,10 +67,11 @@ class ChatWork:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer's chunks as server-sent events."""
         with_usage = bool(self._asked.stream_options and self._asked.stream_options.include_usage)
-        head = {**self._head("chat.completion.chunk"), **({"usage": None} if with_usage else {})}
+        head = self._head("chat.completion.chunk")
+        as_event = chunks({**head, "usage": None} if with_usage else head)
         async with aclosing(self._deltas()) as deltas:
             async for choice in deltas:
-                yield event({**head, "choices": [choice]})
+                yield as_event(choice)
         if with_usage:
             yield event({**head, "choices": [], "usage": self._usage and self._usage.shown()})
         yield DONE
@@ -79,7 +80,7 @@ class ChatWork:
         """Pieces of the choices, as they are made."""
         service, ready = self._service, self._ready
         with service.admission.enter(self._params.n) as ticket:
-            tokens = await service.on_thread(encode_chat, self._asked, ready)
+            tokens = await service.on_thread(encode_chat, self._asked, ready, at_once=soon_rendered(self._asked))
             params = await service.guided(ready, self._params, self._guide)
             ready.client.check(tokens, params)
             ticket.prompt([len(tokens)] * params.n)
@@ -110,6 +111,8 @@ class Writer:
 
     def push(self, piece: Piece) -> list[dict[str, Any]]:
         """The choice's next pieces."""
+        if self._began and self._reader is None and not self._with_logprobs and piece.finish_reason is None:
+            return [self._choice({"content": piece.text})] if piece.text else []
         deltas = self._changes(piece)
         logprobs = None
         if self._with_logprobs and piece.token_ids:

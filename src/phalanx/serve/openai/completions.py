@@ -7,9 +7,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +21,13 @@ from phalanx.serve.fan_out import Piece
 from phalanx.serve.openai import body
 from phalanx.serve.openai.generate import Pieces, Usage, generate
 from phalanx.serve.openai.logprobs import CompletionLogprobs
-from phalanx.serve.openai.prompts import encode_prompts, prompts_of
+from phalanx.serve.openai.prompts import encode_prompts, prompts_of, soon_encoded
 from phalanx.serve.openai.sampling import guide_of, of_completion
 from phalanx.serve.openai.schema.answers import CompletionAnswer
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.description import answers, takes
 from phalanx.serve.openai.service import Ready, Service, service_of
-from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, event
+from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, chunks, event
 
 router = APIRouter()
 
@@ -71,12 +72,12 @@ class CompletionWork:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer's chunks as server-sent events."""
         with_usage = bool(self._asked.stream_options and self._asked.stream_options.include_usage)
-        head = {**self._head, "usage": None} if with_usage else self._head
+        as_event = chunks({**self._head, "usage": None} if with_usage else self._head)
         async with aclosing(self._choices()) as pieces:
             async for piece in pieces:
-                yield event({**head, "choices": [piece]})
+                yield as_event(piece)
         if with_usage:
-            yield event({**head, "choices": [], "usage": self._spent()})
+            yield event({**self._head, "choices": [], "usage": self._spent()})
         yield DONE
 
     def _spent(self) -> dict[str, Any] | None:
@@ -88,7 +89,7 @@ class CompletionWork:
         """Pieces of the choices, as they are made."""
         service, ready, params = self._service, self._ready, self._params
         with service.admission.enter(len(self._prompts) * params.n) as ticket:
-            prompts = await service.on_thread(encode_prompts, self._prompts, ready)
+            prompts = await service.on_thread(encode_prompts, self._prompts, ready, at_once=soon_encoded(self._prompts))
             params = await service.guided(ready, params, self._guide)
             for tokens in prompts:
                 ready.client.check(tokens, params)
@@ -105,7 +106,11 @@ class CompletionWork:
                         yield shown
 
 
-async def _prompts_first(running: Pieces, params: SamplingParams) -> Pieces:
+def _prompts_first(running: Pieces, params: SamplingParams) -> Pieces:
+    return running if params.prompt_logprobs is None or params.n == 1 else _scores_first(running, params)
+
+
+async def _scores_first(running: Pieces, params: SamplingParams) -> Pieces:
     """The same pieces; where a prompt is scored, those of its other completions come after the one that brings the scores, and
     have them too."""
     scores: dict[int, list[TokenLogprobs | None]] = {}
@@ -113,14 +118,12 @@ async def _prompts_first(running: Pieces, params: SamplingParams) -> Pieces:
     async with aclosing(running) as pieces:
         async for piece in pieces:
             prompt = piece.index // params.n
-            if params.prompt_logprobs is None or params.n == 1:
-                yield piece
-            elif piece.prompt_logprobs is not None:
+            if piece.prompt_logprobs is not None:
                 scores[prompt] = piece.prompt_logprobs
                 for one in (piece, *held.pop(prompt, ())):
-                    yield replace(one, prompt_logprobs=scores[prompt])
+                    yield msgspec.structs.replace(one, prompt_logprobs=scores[prompt])
             elif prompt in scores:
-                yield replace(piece, prompt_logprobs=scores[prompt])
+                yield msgspec.structs.replace(piece, prompt_logprobs=scores[prompt])
             else:
                 held.setdefault(prompt, []).append(piece)
 

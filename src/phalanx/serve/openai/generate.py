@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from phalanx.config.sampling import SamplingParams
@@ -49,10 +48,16 @@ async def generate(
             clock.stop("abort")
 
 
-async def _one(ready: Ready, tokens: list[int], params: SamplingParams, prompt: int) -> Pieces:
-    async with aclosing(completions(ready.client, ready.tokenizer, uuid.uuid4().hex, tokens, params)) as pieces:
+def _one(ready: Ready, tokens: list[int], params: SamplingParams, prompt: int) -> Pieces:
+    pieces = completions(ready.client, ready.tokenizer, uuid.uuid4().hex, tokens, params)
+    return pieces if prompt == 0 else _renumbered(pieces, prompt * params.n)
+
+
+async def _renumbered(pieces: Pieces, first: int) -> Pieces:
+    async with aclosing(pieces):
         async for piece in pieces:
-            yield replace(piece, index=prompt * params.n + piece.index) if prompt else piece
+            piece.index += first
+            yield piece
 
 
 async def _every(ready: Ready, prompts: Sequence[list[int]], params: SamplingParams) -> Pieces:

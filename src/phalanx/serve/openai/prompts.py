@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From prompts and messages to token ids of this model. Texts are tokenized on a thread, beside the event loop."""
+"""From prompts and messages to token ids of this model. Long texts are tokenized on a thread, beside the event loop."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Cont
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.service import Ready
 
+AT_ONCE_CHARACTERS = 512
+"""A text of this length is tokenized in some 100 microseconds; a thread takes longer to begin, while others stream."""
 TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "tokenize"})
 """What a chat template gets from the server itself."""
 
@@ -25,6 +27,18 @@ def prompts_of(asked: CompletionRequest) -> list[str] | list[list[int]]:
         return [prompt]
     prompts: list[str] | list[list[int]] = prompt
     return prompts
+
+
+def soon_encoded(prompts: Sequence[str] | Sequence[list[int]]) -> bool:
+    """Whether they are token ids, or texts so short that a thread's turn would cost more than it saves."""
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= AT_ONCE_CHARACTERS
+
+
+def soon_rendered(asked: ChatRequest) -> bool:
+    """The same of a conversation. Tools may be large, and templates write them out."""
+    if asked.tools:
+        return False
+    return sum(len(_text(message.content) or "") for message in asked.messages) <= AT_ONCE_CHARACTERS
 
 
 def encode_prompts(prompts: Sequence[str] | Sequence[list[int]], ready: Ready) -> list[list[int]]:

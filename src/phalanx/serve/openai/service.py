@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
@@ -35,7 +35,6 @@ MAX_GUIDES = 64
 STATS_SECONDS = 1.0
 """How long a scrape waits for the engine's counters before it shows the last ones."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -114,9 +113,11 @@ class Service:
             raise EngineClosed("the engine does not take requests", why=why, next="ask /ready, and try again")
         return self.up
 
-    async def on_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what reads texts beside the event loop. Raises Overloaded when too much waits."""
-        return await self._texts.run(partial(act, *args, **kwargs))
+    async def on_thread(self, act: Callable[..., T], *args: Any, at_once: bool = False) -> T:
+        """Run what reads texts beside the event loop, or here where it takes no time. Raises Overloaded when too much waits."""
+        if at_once:
+            return act(*args)
+        return await self._texts.run(partial(act, *args))
 
     async def guided(self, ready: Ready, params: SamplingParams, asked: AskedGuide | None) -> SamplingParams:
         """The params with their guide compiled. Raises ApiError 400 naming the field whose guide cannot be used."""

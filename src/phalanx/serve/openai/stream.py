@@ -32,6 +32,12 @@ def event(data: Any) -> bytes:
     return b"data: " + encode_json(data) + b"\n\n"
 
 
+def chunks(head: dict[str, Any]) -> Callable[[dict[str, Any]], bytes]:
+    """The same as event({**head, "choices": [choice]}) for each choice that it is given; what they share is written once."""
+    before = b"data: " + encode_json(head)[:-1] + b',"choices":['
+    return lambda choice: b"%b%b]}\n\n" % (before, encode_json(choice))
+
+
 class WholeAnswer(Response):
     """A JSON body that `work` makes."""
 

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine process that costs next to nothing: every running request gets one token per step of a fixed length.
+
+Speaks the messages of the real one (`phalanx.engine.loop`: a step's Updates are frames of one multipart message). What is measured
+above it is then the server's own cost. Its config is the engine's, with "paced": {"seconds" of a step, "tokens" that are said
+again and again}. A step that begins late is followed by the next at once, and counted: Stats.preemptions are late steps.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from phalanx.comm import launch
+from phalanx.engine.messages import Abort, Add, AskStats, Beat, Shutdown, Started, Stats, Stopped, ToEngine, Update
+from phalanx.serve.fake import fake_facts
+
+MAX_SEQ_LEN = 1 << 20
+_LATE = 0.5  # of a step: later than this it is counted
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(ToEngine).decode
+
+
+@dataclass
+class Running:
+    """A request, and how many tokens it has."""
+
+    name: str
+    wanted: int
+    made: int = 0
+
+
+class PacedEngine:
+    """The loop: take what came, sleep until the step is due, send its tokens."""
+
+    def __init__(self, socket: zmq.Socket[bytes], *, seconds: float, tokens: list[int]) -> None:
+        self._socket, self._seconds, self._tokens = socket, seconds, tokens
+        self._running: dict[str, Running] = {}
+        self._counted = Stats(blocks_total=1)
+        self._beat = 0.0
+
+    def run(self) -> None:
+        due = time.monotonic()
+        while True:
+            now = time.monotonic()
+            wait = (due - now if self._running else 0.5) * 1e3
+            if self._socket.poll(max(0, int(wait))) and not self._take():
+                return
+            if now > self._beat:
+                self._beat = now + 1.0
+                self._socket.send(encode(Beat()))
+            if not self._running:
+                due = time.monotonic() + self._seconds
+                continue
+            time.sleep(max(0.0, min(due - time.monotonic(), 1e-3)))
+            if (now := time.monotonic()) >= due:
+                self._counted.preemptions += now - due > _LATE * self._seconds
+                due = max(due + self._seconds, now)
+                self._step()
+
+    def _take(self) -> bool:
+        """What the client sent; False when it is the end."""
+        for frame in self._socket.recv_multipart():
+            match decode(frame):
+                case Add(request_id=name, params=params):
+                    self._running[name] = Running(name, params.max_tokens or MAX_SEQ_LEN)
+                case Abort(request_ids=names):
+                    for name in names:
+                        self._running.pop(name, None)
+                case AskStats():
+                    self._counted.running = len(self._running)
+                    self._socket.send(encode(self._counted))
+                case Shutdown():
+                    self._socket.send(encode(Stopped()))
+                    return False
+        return True
+
+    def _step(self) -> None:
+        frames, said = [], self._tokens
+        for one in list(self._running.values()):
+            update = Update(one.name, [said[one.made % len(said)]])
+            one.made += 1
+            if one.made == one.wanted:
+                update.finish_reason = "length"
+                del self._running[one.name]
+            frames.append(encode(update))
+        self._counted.steps += 1
+        self._counted.generation_tokens += len(frames)
+        self._socket.send_multipart(frames)
+
+
+def main() -> None:
+    config: dict[str, Any] = launch.read_config()
+    paced = config["paced"]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.set_hwm(0)
+    socket.connect(config["address"])
+    facts = fake_facts(vocab_size=paced["vocab_size"], max_seq_len=MAX_SEQ_LEN)
+    facts.max_batch_size = 1024
+    socket.send(encode(Started(facts)))
+    PacedEngine(socket, seconds=paced["seconds"], tokens=paced["tokens"]).run()
+    socket.close(linger=1000)
+    context.term()
+
+
+if __name__ == "__main__":
+    main()

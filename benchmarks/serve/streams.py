@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the server itself can stream: an engine that gives every stream a token each 5 ms (`paced_engine`), the real server, and the
+client of `phalanx bench serve` in a third process.
+
+Says the tokens per second that arrived beside those that were offered, the CPU time of the server process per token, and the same
+for chats, for answers in one piece, and for `LLM.generate` without a server. A server that keeps up delivers what is offered; one
+that does not joins tokens into fewer events and falls behind: `events/token` and the latency show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import record
+from phalanx.bench import load, stream
+from phalanx.comm import launch
+from phalanx.config.locate import DEMO
+from phalanx.serve.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TEXT = (
+    "The ranks of a phalanx move as one. Each of them holds a part of every layer; what one has computed, the others need at once, "
+    "and so a step is as long as its slowest part. (A token is some 4 characters of English text; numbers like 1,234.5 and words "
+    "such as na\u00efve or \u4e16\u754c are split more finely.)\n\n"
+    "    def step(batch):\n        return [rank.run(batch) for rank in ranks]\n\n"
+)
+KINDS = ("completions", "chat", "whole", "offline")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--new_tokens", type=int, default=1000)
+    parser.add_argument("--step_ms", type=float, default=5.0)
+    parser.add_argument("--offline_rows", type=int, default=512)
+    parser.add_argument("--offline_step_ms", type=float, default=25.0)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--name", default="serve_streams_cpu", help="of the results file; empty: none is written")
+    asked = parser.parse_args()
+    rows = []
+    for kind in asked.kinds.split(","):
+        row = offline(asked) if kind == "offline" else online(kind, asked)
+        rows.append(row)
+        print(_line(row))
+    if asked.name:
+        print(f"written: {record.write(asked.name, {'asked': vars(asked), 'rows': rows}).relative_to(record.ROOT)}")
+    return 0
+
+
+def _line(row: dict[str, Any]) -> str:
+    said = f"{row['kind']:12s} offered {row['offered_tok_s']:7.0f} tok/s, arrived {row['tok_s']:7.0f}; "
+    said += f"CPU per token {row['cpu_us_per_token']:5.1f} us"
+    if "itl_ms" not in row:
+        return said
+    times = "first token p50 {:.0f} ms, between events p50 {:.2f} p99 {:.2f} ms".format(
+        row["ttft_ms"]["p50"], row["itl_ms"]["p50"], row["itl_ms"]["p99"]
+    )
+    return f"{said}; {row['events_per_token']:.3f} events/token; {times}; {row['late_steps']} steps of the engine began late"
+
+
+# ---- over HTTP -------------------------------------------------------------------------------------------------------
+
+
+def online(kind: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """Drive the server with `streams` requests at once."""
+    with server(asked.step_ms) as (process, port):
+        drive = [sys.executable, __file__, "drive", kind, str(port), str(asked.streams), str(asked.new_tokens)]
+        subprocess.run([*drive[:-1], "20"], check=True, stdout=subprocess.DEVNULL)  # imports, caches
+        before, late = _cpu(process), _late_steps(port)
+        found = json.loads(subprocess.run(drive, check=True, capture_output=True, text=True).stdout)
+        spent, late = _cpu(process) - before, _late_steps(port) - late
+    assert found["completed"] == asked.streams, found["errors"]
+    streamed = {} if kind == "whole" else {name: found[name] for name in ("events_per_token", "ttft_ms", "itl_ms")}
+    return {
+        "kind": kind, "offered_tok_s": asked.streams / asked.step_ms * 1e3, "tok_s": found["output_tok_s"], "late_steps": late,
+        "cpu_us_per_token": spent / (asked.streams * asked.new_tokens) * 1e6, **streamed,
+    }  # fmt: skip
+
+
+def _late_steps(port: int) -> int:
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics").text.splitlines()
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("phalanx:num_preemptions_total{")))
+
+
+@contextlib.contextmanager
+def server(step_ms: float) -> Iterator[tuple[psutil.Process, int]]:
+    """`phalanx serve demo` over a paced engine; its process and port."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    started = subprocess.Popen([sys.executable, __file__, "serve", str(port), str(step_ms)], env=_environment())
+    try:
+        for _ in range(300):
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
+                    break
+            time.sleep(0.1)
+        else:
+            raise SystemExit("the server was not ready after 30 s")
+        yield psutil.Process(started.pid), port
+    finally:
+        started.send_signal(signal.SIGTERM)
+        started.wait(60)
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+
+
+def serve(port: int, step_ms: float) -> int:
+    """The server process."""
+    from phalanx.config import EngineOptions
+    from phalanx.config.serving import ServeOptions
+    from phalanx.serve.app import run
+
+    _pace(step_ms)
+    return run(EngineOptions.of(model="demo", device="cpu"), ServeOptions.of(host="127.0.0.1", port=port))
+
+
+def _pace(step_ms: float) -> None:
+    """Engines that are started from here are paced ones."""
+    tokenizer, begin = Tokenizer.load(DEMO), launch.start
+    said = tokenizer.encode(TEXT, add_special_tokens=False)
+    paced = {"seconds": step_ms / 1e3, "tokens": said, "vocab_size": tokenizer.vocab_size}
+
+    def start(module: str, config: dict[str, Any], title: str) -> launch.Child:
+        assert module == "phalanx.engine"
+        return begin("benchmarks.serve.paced_engine", {**config, "paced": paced}, title)
+
+    launch.start = start
+    os.environ.update(_environment())
+
+
+class Chat(stream.Target):
+    """A server whose chats are asked for."""
+
+    def request(self, body: dict[str, Any]) -> bytes:
+        messages = [{"role": "user", "content": "What is a rank?"}]
+        asked = {name: value for name, value in body.items() if name != "prompt"}
+        return super().request({**asked, "messages": messages}).replace(b"/v1/completions", b"/v1/chat/completions", 1)
+
+
+def drive(kind: str, port: int, streams: int, tokens: int) -> dict[str, Any]:
+    """The client process: `streams` requests at once, of so many new tokens."""
+    url = f"http://127.0.0.1:{port}"
+    target = (Chat if kind == "chat" else stream.Target).of(url)
+    prompts = load.Load(requests=streams, input_len=32, output_len=tokens, concurrency=streams).prompts()
+    bodies = [stream.body_of("demo", prompt, tokens) for prompt in prompts]
+
+    async def every() -> list[stream.Sample]:
+        return await asyncio.gather(
+            *(stream.send(target, body, due=time.perf_counter(), expected=tokens, timeout=300) for body in bodies)
+        )
+
+    async def wholes() -> list[stream.Sample]:
+        async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
+
+            async def one(body: dict[str, Any]) -> stream.Sample:
+                sample = stream.Sample(time.perf_counter())
+                answer = await client.post("/v1/completions", json={**body, "stream": False, "stream_options": None})
+                sample.end = time.perf_counter()
+                sample.arrivals.append(sample.end)
+                sample.completion_tokens = answer.json()["usage"]["completion_tokens"]
+                return sample
+
+            return await asyncio.gather(*(one(body) for body in bodies))
+
+    with asyncio.Runner(loop_factory=load._loop_factory()) as runner:
+        samples = runner.run(wholes() if kind == "whole" else every())
+    events = sum(len(sample.arrivals) for sample in samples)
+    return {**load.summary(samples), "events_per_token": events / (streams * tokens)}
+
+
+# ---- offline ---------------------------------------------------------------------------------------------------------
+
+
+def offline(asked: argparse.Namespace) -> dict[str, Any]:
+    """`LLM.generate` over a paced engine, in a process of its own."""
+    words = ["offline", str(asked.offline_rows), str(asked.new_tokens), str(asked.offline_step_ms)]
+    done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True, env=_environment())
+    found: dict[str, Any] = json.loads(done.stdout)
+    return {"kind": "offline", "offered_tok_s": asked.offline_rows / asked.offline_step_ms * 1e3, **found}
+
+
+def generate(rows: int, tokens: int, step_ms: float) -> dict[str, float]:
+    """The process that generates."""
+    from phalanx import LLM, SamplingParams
+
+    _pace(step_ms)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    with LLM("demo", device="cpu") as llm:
+        llm.generate([[1, 2, 3]] * 4, params, use_tqdm=False)
+        process = psutil.Process()
+        before, began = _cpu(process), time.perf_counter()
+        outputs = llm.generate([[1, 2, 3]] * rows, params, use_tqdm=False)
+        seconds, spent = time.perf_counter() - began, _cpu(process) - before
+    made = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert made == rows * tokens
+    return {"tok_s": made / seconds, "cpu_us_per_token": spent / made * 1e6}
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["serve", port, step_ms]:
+            sys.exit(serve(int(port), float(step_ms)))
+        case ["drive", kind, port, streams, tokens]:
+            print(json.dumps(drive(kind, int(port), int(streams), int(tokens))))
+        case ["offline", rows, tokens, step_ms]:
+            print(json.dumps(generate(int(rows), int(tokens), float(step_ms))))
+        case _:
+            sys.exit(main())
