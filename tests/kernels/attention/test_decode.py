@@ -197,7 +197,7 @@ SIGNATURE = {
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(("head_dim", "dtype", "fp8"), [(128, "*bf16", False), (128, "*bf16", True), (80, "*fp16", False)])
 def test_compiles(head_dim: int, dtype: str, fp8: bool, arch: int) -> None:
-    """Down to machine code, as it is launched for 64 rows: on tensor cores, with reads under way, and no register in memory."""
+    """Down to machine code, as it is launched for 64 rows: on tensor cores, with reads under way."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -238,6 +238,33 @@ def test_how_rows_are_split() -> None:
             assert split.pieces == 1 or split.pieces * rows * kv_heads <= 4 * 132
     assert chosen(1, 8, 4, 128, 2, 132).pieces == MOST_PIECES
     assert chosen(512, 8, 4, 128, 2, 132).pieces == 1
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize(
+    "case", [Case([1, 33, 700, 2000], 8, 4, 128), Case([1, 90, 1200], 2, 7, 64, window=300, fp8=True)], ids=str
+)
+def test_replayed_on_a_gpu_with_other_lengths(case: Case) -> None:
+    """Captured once with rows of one token, replayed with those of the case, longest first and last; each time the same bits."""
+    from phalanx.kernels.attention import Workspace, decode_attention, reference
+
+    inputs = Inputs(*(None if each is None else each.cuda() for each in made(case)))  # type: ignore[arg-type]
+    options = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
+    workspace, lengths = Workspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
+    held = inputs._replace(lengths=lengths)
+    decode_attention(*held, **options, workspace=workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(*held, **options, workspace=workspace)
+    lengths.copy_(inputs.lengths)
+    wanted, seen = reference.decode_attention(*inputs, **options), []
+    for _ in range(20):
+        graph.replay()
+        seen.append(out.clone())
+    assert all(torch.equal(each, seen[0]) for each in seen)
+    step = 2 * torch.finfo(case.dtype).eps
+    torch.testing.assert_close(seen[0], wanted, rtol=step, atol=step)
 
 
 if __name__ == "__main__":
