@@ -4,7 +4,7 @@
 The names here pick the kernel for the tensor's device; importing this room loads no Triton.
 """
 
-from phalanx.kernels.between import embed, embed_norm, rms_norm, rope_store, silu_mul, turns
+from phalanx.kernels.between import rms_norm, rope_store, silu_mul
 from phalanx.kernels.norms import residual_rms_norm_quant
 from phalanx.kernels.products import linear
 from phalanx.kernels.reference import dequantize, quantize_nvfp4, rope, write_kv
@@ -12,8 +12,6 @@ from phalanx.kernels.scaled_mm import quantize_fp8, scaled_mm, silu_mul_quant_fp
 
 __all__ = [
     "dequantize",
-    "embed",
-    "embed_norm",
     "linear",
     "quantize_fp8",
     "quantize_nvfp4",
@@ -24,6 +22,5 @@ __all__ = [
     "scaled_mm",
     "silu_mul",
     "silu_mul_quant_fp8",
-    "turns",
     "write_kv",
 ]

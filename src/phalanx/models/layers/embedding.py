@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx import kernels
-from phalanx.kernels import sampling
+from phalanx.kernels import between, sampling
 from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat, Slice, Sliced
@@ -42,9 +42,9 @@ class VocabParallelEmbedding(Sliced):
         if group.size == 1:
             asked = norm.after(self.weight)  # without a residual: only what is asked of the norm counts
             return norm.taken(
-                kernels.embed_norm(token_ids, self.weight, last, asked.weight, asked.eps, asked.quant, asked.scale)
+                between.embed_norm(token_ids, self.weight, last, asked.weight, asked.eps, asked.quant, asked.scale)
             )  # fmt: skip
-        found, zeros = kernels.embed(token_ids, self.weight, self.local.start, last)
+        found, zeros = between.embed(token_ids, self.weight, self.local.start, last)
         return norm.taken(group.all_reduce(found, norm.after(zeros)))
 
     def slices(self) -> Iterator[Slice]:

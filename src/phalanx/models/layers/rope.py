@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from phalanx import kernels
 from phalanx.config.rope import Rope
+from phalanx.kernels import between
 
 
 class Rotary(nn.Module):
@@ -24,7 +24,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64 -> cos and sin, both [T, head_dim / 2] fp32."""
-        return kernels.turns(positions, self.inverse_wavelengths, self.attention_factor)
+        return between.turns(positions, self.inverse_wavelengths, self.attention_factor)
 
 
 def inverse_wavelengths(rope: Rope, head_dim: int) -> Tensor:
