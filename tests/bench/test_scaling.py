@@ -142,3 +142,20 @@ def test_a_real_engine(tiny_shape):
     assert (row["status"], row["gpus"], row["efficiency"], row["efficiency_of"]) == ("ok", 2, 1.0, "TP2")
     assert row["engine"]["tp"] == 2
     assert row["output_tok_s"] > 0
+
+
+def test_several_decode_workloads_make_a_table_of_their_own(subject, capsys):
+    wide = workloads.parse("decode-4x16x8")
+
+    def measure(subject, wanted, bandwidth):
+        assert list(wanted) == [BATCH, DECODE, wide]
+        size = subject.options.tensor_parallel_size
+        steps = {DECODE.name: {"tpot_ms": 4.25 / size}, wide.name: {"tpot_ms": 6.5 / size}}
+        rate = {"output_tok_s": 100.0, "tpot_ms": 4.25 / size, "fraction_of_roof": {"throughput": 0.5, "latency": None}}
+        return {**rate, "decodes": steps}
+
+    document = scaling.run(subject, [(1, 1), (2, 1)], BATCH, DECODE, wide, measure=measure)
+    report.show(*scaling.tables(document))
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["size", DECODE.name, wide.name] in shown
+    assert ["TP1", "4.25", "6.50"] in shown

@@ -81,11 +81,11 @@ def due_times(rate: float, count: int, seed: int) -> list[float]:
     return found
 
 
-def run(url: str, key: str | None, load: Load, offline_file: Path | None = None) -> report.Document:
+def run(url: str, key: str | None, load: Load, offline_file: Path | None = None, commit: str | None = None) -> report.Document:
     """Drive the server, and report.
 
-    offline_file: a report of `phalanx bench throughput` with the same numbers of requests and tokens; its figure and its roof are
-    what the server's throughput is set against. (Over HTTP nobody knows the layout, and so the roof.)
+    offline_file: a report of `phalanx bench throughput` or `all` with the same numbers of requests and tokens; its figure and its
+    roof are what the server's throughput is set against. (Over HTTP nobody knows the layout, and so the roof.)
     Raises EngineError when nobody answers at `url`, RequestError when nothing was answered well, OptionError for a bad file.
     """
     target = Target.of(url, key)
@@ -99,7 +99,7 @@ def run(url: str, key: str | None, load: Load, offline_file: Path | None = None)
     asked = {name: value for name, value in vars(load).items() if value is not None} | {"url": target.base, "model": model}
     if load.rate is not None:
         asked["rate"] = "inf" if math.isinf(load.rate) else load.rate
-    return {"about": report.about(), "asked": asked, "results": {**figures, **against(figures["output_tok_s"], offline)}}
+    return {"about": report.about(commit), "asked": asked, "results": {**figures, **against(figures["output_tok_s"], offline)}}
 
 
 def offline_row(path: Path, load: Load) -> dict[str, Any]:

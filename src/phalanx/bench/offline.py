@@ -33,17 +33,19 @@ METHOD: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured. name: the model as it was asked for; device: "cuda" or "cpu"; gpus: how many this host shows."""
+    """What is measured. name: the model as it was asked for; device: "cuda" or "cpu"; gpus: how many this host shows; commit: of
+    the sources, where they came without their history."""
 
     name: str
     options: EngineOptions
     shape: ModelShape
     device: str
     gpus: int
+    commit: str | None = None
 
 
 @contextmanager
-def subject(asked: Asked) -> Iterator[Subject]:
+def subject(asked: Asked, commit: str | None = None) -> Iterator[Subject]:
     """Settle what was asked for. A shape's name stands for dummy weights of that shape. Nothing is started.
 
     Raises what `build`, `locate` and `ModelShape.from_folder` raise.
@@ -58,7 +60,7 @@ def subject(asked: Asked) -> Iterator[Subject]:
         options = build(EngineOptions, Asked(values, {**dict.fromkeys(values, "the method of the bench"), **asked.origins}))
         gpus = len(probe.look().gpus)
         device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
-        yield Subject(first.model, options, shape, device, gpus)
+        yield Subject(first.model, options, shape, device, gpus, commit)
 
 
 def check(subject: Subject, workloads: Sequence[Workload]) -> None:
@@ -98,7 +100,7 @@ def seconds_of(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int) -> f
 def document(subject: Subject, facts: EngineFacts, bandwidth: Bandwidth, start_s: float, results: list[Any]) -> report.Document:
     """The JSON report of one engine."""
     return {
-        "about": report.about(),
+        "about": report.about(subject.commit),
         "asked": asked_for(subject),
         "engine": engine_facts(facts, start_s),
         "roof": bandwidth.as_json(),
@@ -114,8 +116,13 @@ def asked_for(subject: Subject) -> dict[str, Any]:
 
 def engine_facts(facts: EngineFacts, start_s: float) -> dict[str, Any]:
     pp, dp, tp = facts.layout
+    slowest: dict[str, float] = {}
+    for rank in facts.ranks:
+        for name, seconds in rank.phases.items():
+            slowest[name] = round(max(seconds, slowest.get(name, 0.0)), 2)
     return {
         "start_s": round(start_s, 1), "phases_s": {name: round(value, 2) for name, value in facts.phases.items()},
+        "rank_phases_s": slowest,
         "dtype": facts.dtype, "device": facts.device, "tp": tp, "pp": pp, "dp": dp,
         "kv_tokens": facts.num_blocks * facts.block_size,
         "max_batch_size": facts.max_batch_size, "max_num_tokens": facts.max_num_tokens, "max_seq_len": facts.max_seq_len,

@@ -15,21 +15,32 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import OptionError
 from phalanx.hardware import probe
 from phalanx.tables.table_file import write_whole
 
-_PACKAGES = ("phalanx", "torch", "triton", "flashinfer-python", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy", "pyzmq")
+_PACKAGES = (
+    "phalanx",
+    "torch",
+    "triton",
+    "transformers",
+    "flashinfer-python",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "numpy",
+    "pyzmq",
+)
 _HERE = Path(__file__).resolve().parent
 
 Document = dict[str, Any]
 
 
-def about() -> Document:
-    """Where a figure comes from. What cannot be found out is left out, or "unknown"."""
+def about(commit: str | None = None) -> Document:
+    """Where a figure comes from. What cannot be found out is left out, or "unknown". commit: of a tree without its history."""
     machine = probe.look()
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
+        "commit": _commit() or commit or "unknown",
         "command": _command(),
         "machine": {
             "cpu": _cpu(), "cores": machine.cores, "gpus": [gpu.name for gpu in machine.gpus],
@@ -43,6 +54,21 @@ def about() -> Document:
 def write(path: Path, document: Document) -> None:
     """Write a document as JSON, whole or not at all."""
     write_whole(path, json.dumps(document, indent=1) + "\n")
+
+
+def held(path: Path | None, asked: Document) -> Document | None:
+    """What an earlier run of the same wrote; None where there is no such file. Raises OptionError for a file of something else."""
+    if path is None or not path.exists():
+        return None
+    try:
+        found: Document = json.loads(path.read_text(encoding="utf-8"))
+        before = dict(found["asked"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise OptionError(f"{path} was to be extended", why=f"{type(error).__name__}: {error}", next="name a new file") from None
+    differs = sorted(name for name in {*before, *asked} if before.get(name) != json.loads(json.dumps(asked.get(name))))
+    if differs:
+        raise OptionError(f"{path} was to be extended", held=f"its {', '.join(differs)} differ", next="name a new file")
+    return found
 
 
 def give(document: Document, tables: Sequence[Any], json_file: str | None) -> None:
@@ -87,12 +113,17 @@ def title(document: Document) -> str:
 
 
 def caption(document: Document) -> str:
-    """What the roof is."""
+    """What the roof is, and where the start's time went."""
     measured = document["roof"]
     if "best_GBps" not in measured:
-        return f"roof: bandwidth not measured ({measured['not_measured']})"
-    ways = ", ".join(f"{way} {rate:,.0f}" for way, rate in measured["ways_GBps"].items())
-    return f"roof: bytes that a step must read at {measured['best_GBps']:,.0f} GB/s (measured GB/s: {ways})"
+        lines = [f"roof: bandwidth not measured ({measured['not_measured']})"]
+    else:
+        ways = ", ".join(f"{way} {rate:,.0f}" for way, rate in measured["ways_GBps"].items())
+        lines = [f"roof: bytes that a step must read at {measured['best_GBps']:,.0f} GB/s (measured GB/s: {ways})"]
+    phases = [f"{name} {seconds:.1f}" for name, seconds in document["engine"]["rank_phases_s"].items() if seconds >= 0.05]
+    if phases:
+        lines.append(f"start, s, of the slowest rank in each phase: {', '.join(phases)}")
+    return "\n".join(lines)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -113,9 +144,9 @@ def percent_text(fraction: float | None) -> str:
 
 
 def _commit() -> str:
-    """The commit of these sources, with a mark where they differ from it."""
+    """The commit of these sources, with a mark where they differ from it; "" where git does not know them."""
     if not _output("git", "ls-files", Path(__file__).name):
-        return "unknown"
+        return ""
     changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", "..")
     return _output("git", "rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
 

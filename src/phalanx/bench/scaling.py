@@ -9,7 +9,6 @@ its place, and the column says so.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +39,7 @@ def sizes_of(text: str) -> list[tuple[int, int]]:
 
 
 def run(
-    subject: Subject, sizes: Sequence[tuple[int, int]], batch: Workload, decode: Workload, *, json_file: Path | None = None,
+    subject: Subject, sizes: Sequence[tuple[int, int]], batch: Workload, *decodes: Workload, json_file: Path | None = None,
     measure: Measure | None = None,
 ) -> report.Document:  # fmt: skip
     """Measure each size that `json_file` does not hold yet, and write there after each; the report.
@@ -48,12 +47,13 @@ def run(
     A size that does not fit is a row that says OOM, one with more ranks than GPUs a row that says so, and an error a row with that
     error. Raises OptionError where the file holds another model, workload or options.
     """
-    offline.check(_sized(subject, 1, 1), [batch, decode])
+    wanted = [batch, *decodes]
+    offline.check(_sized(subject, 1, 1), wanted)
     asked = offline.asked_for(subject)
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         asked.pop(name, None)
-    asked |= {"workloads": [batch.name, decode.name]}
-    rows = _held(json_file, asked)
+    asked |= {"workloads": [workload.name for workload in wanted]}
+    rows: list[Row] = (report.held(json_file, asked) or {"rows": []})["rows"]
     bandwidth: Bandwidth | None = None
     document: report.Document = {}
     for tp, pp in sizes:
@@ -61,22 +61,27 @@ def run(
             if bandwidth is None and _present(subject, tp * pp):
                 bandwidth = roof.measure(subject.device)
             rows = [row for row in rows if (row["tp"], row["pp"]) != (tp, pp)]
-            rows.append(_row(_sized(subject, tp, pp), [batch, decode], bandwidth or Bandwidth(None), measure or measure_size))
-        document = {"about": report.about(), "asked": asked, "rows": with_efficiency(rows)}
+            rows.append(_row(_sized(subject, tp, pp), wanted, bandwidth or Bandwidth(None), measure or measure_size))
+        document = {"about": report.about(subject.commit), "asked": asked, "rows": with_efficiency(rows)}
         if json_file is not None:
             report.write(json_file, document)
     return document
 
 
 def measure_size(subject: Subject, workloads: Sequence[Workload], bandwidth: Bandwidth) -> Row:
-    """Throughput and latency of one size, through an engine of its own."""
-    batch, decode = workloads
+    """Throughput and latencies of one size, through an engine of its own."""
+    batch, *decodes = workloads
     with offline.engine(subject) as (llm, start_s):
-        fast = latency.measure(subject, llm, decode, bandwidth)
+        steps = [latency.measure(subject, llm, decode, bandwidth) for decode in decodes]
+        fast = steps[0]
         many = throughput.measure(subject, llm, batch, bandwidth)
         return {
             "output_tok_s": many["output_tok_s"], "tpot_ms": fast["tpot_ms"], "preemptions": many["preemptions"],
             "fraction_of_roof": {"throughput": many["fraction_of_roof"], "latency": fast["fraction_of_roof"]},
+            "decodes": {
+                row["workload"]: {name: row[name] for name in ("tpot_ms", "output_tok_s", "prefill_s", "fraction_of_roof")}
+                for row in steps
+            },
             "roof": bandwidth.as_json(), "engine": offline.engine_facts(llm.facts, start_s),
         }  # fmt: skip
 
@@ -110,23 +115,6 @@ def _present(subject: Subject, ranks: int) -> bool:
 def _sized(subject: Subject, tp: int, pp: int) -> Subject:
     options = subject.options.model_copy(update={"tensor_parallel_size": tp, "pipeline_parallel_size": pp})
     return dataclasses.replace(subject, options=options)
-
-
-def _held(json_file: Path | None, asked: dict[str, Any]) -> list[Row]:
-    """The rows of an earlier run of the same."""
-    if json_file is None or not json_file.exists():
-        return []
-    try:
-        held = json.loads(json_file.read_text(encoding="utf-8"))
-        found, rows = held["asked"], list(held["rows"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise OptionError(
-            f"{json_file} was to be extended", why=f"{type(error).__name__}: {error}", next="name a new file"
-        ) from None
-    differs = sorted(name for name in {*found, *asked} if found.get(name) != json.loads(json.dumps(asked.get(name))))
-    if differs:
-        raise OptionError(f"{json_file} was to be extended", held=f"its {', '.join(differs)} differ", next="name a new file")
-    return rows
 
 
 # ---- what it means ---------------------------------------------------------------------------------------------------
@@ -167,7 +155,7 @@ def tables(document: report.Document) -> list[Any]:
     rows = document["rows"]
     base = reference(rows)
     against = f"efficiency (of {name_of(base)})" if base is not None else "efficiency"
-    batch, decode = document["asked"]["workloads"]
+    batch, decode, *others = document["asked"]["workloads"]
     piped = any(row["pp"] > 1 for row in rows)
     columns = ["GPUs", "TP size", *(["PP size"] if piped else []), "throughput tok/s", "latency ms/token", against, "of the roof"]
     lines = [
@@ -177,6 +165,8 @@ def tables(document: report.Document) -> list[Any]:
     notes = ["of the roof: throughput / latency; the roof: bytes that a step must read, over measured bandwidth"]
     notes += [f"{name_of(row)}: {row['status']}: {row['why']}" for row in rows if row["status"] in (OOM, FAILED)]
     found = [report.table(f"{document['asked']['model']}: {batch}, latency {decode}", columns, lines), *notes]
+    if others:
+        found += ["", _steps(document)]
     if piped:
         beside = {row["tp"] for row in rows if row["pp"] > 1}
         lines = [
@@ -187,6 +177,17 @@ def tables(document: report.Document) -> list[Any]:
         columns = ["nodes", "TP", "PP", "GPUs", "throughput tok/s"]
         found += ["", report.table(f"{document['asked']['model']}: pipelines", columns, lines)]
     return found
+
+
+def _steps(document: report.Document) -> Any:
+    """Milliseconds per token of each decode workload, by size."""
+    _, *decodes = document["asked"]["workloads"]
+    lines = [
+        [name_of(row), *(f"{row['decodes'][name]['tpot_ms']:.2f}" for name in decodes)]
+        for row in document["rows"]
+        if row["status"] == OK
+    ]
+    return report.table(f"{document['asked']['model']}: ms per token", ["size", *decodes], lines)
 
 
 def _figures(row: Row) -> list[str]:

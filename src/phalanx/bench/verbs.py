@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of `phalanx bench`: latency, throughput, scaling, serve, shape. The flags of the engine come from the command above."""
+"""The verbs of `phalanx bench`: all, latency, throughput, scaling, serve, shape. The engine's flags come from the command above."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ Takes = Callable[..., Callable[[Verb], Verb]]
 
 Workloads = Annotated[list[str] | None, typer.Option("--workload", "-w", help="By name; may be given again.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report there, too; - for stdout.")]
+Commit = Annotated[
+    str | None, typer.Option("--commit", envvar="BENCH_COMMIT", help="Of these sources, where they came without their history.")
+]
 
 _DECODES = ("decode-1", "decode-64")
 _BATCH = "batch-512x1000x1000"
@@ -32,6 +35,7 @@ def register(command: typer.Typer, takes: Takes) -> None:
         rich_markup_mode=None,
     )
     app.callback()(_help)
+    app.command("all")(takes(EngineOptions)(every))
     app.command()(takes(EngineOptions)(latency))
     app.command()(takes(EngineOptions)(throughput))
     app.command()(takes(EngineOptions)(scaling))
@@ -45,7 +49,35 @@ def _help(context: typer.Context) -> None:
         print(context.get_help())
 
 
-def latency(asked: Asked, workload: Workloads = None, json: Json = None) -> None:
+def every(
+    asked: Asked,
+    workload: Workloads = None,
+    strategies: Annotated[
+        str | None, typer.Option("--strategies", help="All-reduce strategies to set side by side, as AUTO,NCCL: an engine each.")
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Written after each workload; what it holds is not run again.")
+    ] = None,
+    commit: Commit = None,
+) -> None:
+    """All workloads through one engine: decode-1, -64, -256, -512 and batch-512x1000x1000, or others by --workload.
+
+    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
+    """
+    from phalanx.bench import every as bench
+    from phalanx.bench import offline, report, workloads
+
+    if strategies is not None and "allreduce_strategy" in asked.values:
+        raise OptionError(f"--strategies {strategies} was asked for", held="so was --allreduce_strategy", next="give one of them")
+    file = None if json in (None, "-") else Path(str(json))
+    wanted = [workloads.parse(name) for name in workload or workloads.KNOWN]
+    with offline.subject(asked, commit) as subject:
+        chosen = bench.strategies_of(strategies or subject.options.allreduce_strategy)
+        document = bench.run(subject, wanted, chosen, json_file=file)
+    report.give(document, bench.tables(document), json)
+
+
+def latency(asked: Asked, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
     """Time per token while a fixed number of requests decode: decode-1 and decode-64, or others by --workload.
 
     MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
@@ -54,12 +86,12 @@ def latency(asked: Asked, workload: Workloads = None, json: Json = None) -> None
     from phalanx.bench import offline, report, workloads
 
     wanted = [workloads.parse(name, "decode") for name in workload or _DECODES]
-    with offline.subject(asked) as subject:
+    with offline.subject(asked, commit) as subject:
         document = bench.run(subject, wanted)
     report.give(document, [bench.table(document)], json)
 
 
-def throughput(asked: Asked, workload: Workloads = None, json: Json = None) -> None:
+def throughput(asked: Asked, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
     """Tokens per second with all requests queued at once: batch-512x1000x1000, or others by --workload.
 
     MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
@@ -68,7 +100,7 @@ def throughput(asked: Asked, workload: Workloads = None, json: Json = None) -> N
     from phalanx.bench import throughput as bench
 
     wanted = [workloads.parse(name, "batch") for name in workload or [_BATCH]]
-    with offline.subject(asked) as subject:
+    with offline.subject(asked, commit) as subject:
         document = bench.run(subject, wanted)
     report.give(document, [bench.table(document)], json)
 
@@ -77,11 +109,15 @@ def scaling(
     asked: Asked,
     sizes: Annotated[str, typer.Option(help="TP or TPxPP, separated by commas.")] = "1,2,4,8,1x2,2x2,4x2",
     workload: Annotated[str, typer.Option("--workload", "-w", help="The throughput's.")] = _BATCH,
-    decode: Annotated[str, typer.Option("--decode", help="The latency's workload.")] = "decode-1",
+    decode: Annotated[
+        list[str] | None,
+        typer.Option("--decode", help="The latency's workload, decode-1 if none is given; more by giving it again."),
+    ] = None,
     json: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Written after each size; sizes that it holds are not run again.")
     ] = None,
     plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw it; beside --json's file otherwise.")] = None,
+    commit: Commit = None,
 ) -> None:
     """Throughput, latency and efficiency over sizes, each an engine of its own: the deployment guide's two tables, and a picture.
 
@@ -95,11 +131,11 @@ def scaling(
             raise OptionError(
                 f"{name}={asked.values[name]} was asked for", held=f"by {asked.origins[name]}", next="give --sizes instead"
             )
-    batch, latency_workload = workloads.parse(workload, "batch"), workloads.parse(decode, "decode")
+    batch, decodes = workloads.parse(workload, "batch"), [workloads.parse(name, "decode") for name in decode or ["decode-1"]]
     file = None if json in (None, "-") else Path(str(json))
     wanted = bench.sizes_of(sizes)
-    with offline.subject(asked) as subject:
-        document = bench.run(subject, wanted, batch, latency_workload, json_file=file)
+    with offline.subject(asked, commit) as subject:
+        document = bench.run(subject, wanted, batch, *decodes, json_file=file)
     report.give(document, bench.tables(document), json)
     if plot is not None:
         drawing.draw(document, Path(plot))
@@ -128,6 +164,7 @@ def serve(
         Path | None, typer.Option("--offline", help="A report of `bench throughput` of the same work, to set it against.")
     ] = None,
     json: Json = None,
+    commit: Commit = None,
 ) -> None:
     """Drive a running OpenAI-compatible server at a request rate or a concurrency: first token, between tokens, whole requests."""
     from phalanx.bench import load, report
@@ -136,7 +173,7 @@ def serve(
         requests=requests, input_len=input_len, output_len=output_len, rate=rate, concurrency=concurrency, seed=seed,
         vocab_size=vocab_size, warmup=warmup, timeout=timeout, model=model,
     )  # fmt: skip
-    document = load.run(url, api_key, wanted, offline)
+    document = load.run(url, api_key, wanted, offline, commit)
     report.give(document, [load.table(document)], json)
     if document["results"]["failed"]:
         raise typer.Exit(1)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every workload through one engine: `phalanx bench all`. With several all-reduce strategies, one engine for each, side by side.
+
+What is known is written after each workload, and the same command again measures only what is missing: time on GPUs is scarce.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from phalanx.bench import latency, offline, report, roof, throughput
+from phalanx.bench.offline import Subject
+from phalanx.bench.roof import Bandwidth
+from phalanx.bench.workloads import Workload
+from phalanx.config import EngineOptions
+from phalanx.errors import OptionError
+from phalanx.serve.llm import LLM
+
+Row = dict[str, Any]
+_STRATEGIES = get_args(EngineOptions.model_fields["allreduce_strategy"].annotation)
+
+
+def strategies_of(text: str) -> list[str]:
+    """ "AUTO,NCCL" -> ["AUTO", "NCCL"]. Raises OptionError."""
+    found = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    if not set(found) <= set(_STRATEGIES):
+        raise OptionError(f"strategies {text!r} were asked for", next=f"name some of {', '.join(_STRATEGIES)}, with commas between")
+    return found
+
+
+def run(
+    subject: Subject, workloads: Sequence[Workload], strategies: Sequence[str], *, json_file: Path | None = None
+) -> report.Document:
+    """Measure each workload under each strategy that `json_file` does not hold yet, and write there after each; the report.
+
+    Raises what an LLM raises, and OptionError where the file holds another model, other workloads or other options.
+    """
+    offline.check(subject, workloads)
+    asked = {**offline.asked_for(subject), "workloads": [each.name for each in workloads], "strategies": list(strategies)}
+    asked.pop("allreduce_strategy", None)
+    held = report.held(json_file, asked) or {"engines": {}, "results": [], "roof": Bandwidth(None).as_json()}
+    document = {
+        "about": report.about(subject.commit),
+        "asked": asked,
+        **{name: held[name] for name in ("roof", "engines", "results")},
+    }
+    results: list[Row] = document["results"]
+    bandwidth: Bandwidth | None = None
+    for strategy in strategies:
+        known = {row["workload"] for row in results if row["allreduce_strategy"] == strategy}
+        left = [workload for workload in workloads if workload.name not in known]
+        if not left:
+            continue
+        if bandwidth is None:
+            bandwidth = roof.measure(subject.device)
+            document["roof"] = bandwidth.as_json()
+        options = subject.options.model_copy(update={"allreduce_strategy": strategy})
+        chosen = dataclasses.replace(subject, options=options)
+        with offline.engine(chosen) as (llm, start_s):
+            document["engines"][strategy] = offline.engine_facts(llm.facts, start_s)
+            for workload in left:
+                results.append({"allreduce_strategy": strategy, **measure(chosen, llm, workload, bandwidth)})
+                if json_file is not None:
+                    report.write(json_file, document)
+    return document
+
+
+def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> Row:
+    """One workload of either kind."""
+    if workload.kind == "decode":
+        return latency.measure(subject, llm, workload, bandwidth)
+    return throughput.measure(subject, llm, workload, bandwidth)
+
+
+def tables(document: report.Document) -> list[Any]:
+    """One table per engine and, where there are several, one that sets them side by side."""
+    found: list[Any] = []
+    strategies = document["asked"]["strategies"]
+    for strategy in strategies:
+        view = {**document, "engine": document["engines"][strategy]}
+        title = report.title(view) + (f"; allreduce_strategy {strategy}" if len(strategies) > 1 else "")
+        lines = [_line(row) for row in _rows(document, strategy)]
+        columns = ["workload", "ms per token", "output tok/s", "first token s", "seconds", "preempted", "of the roof"]
+        found.append(report.table(title, columns, lines, report.caption(view)))
+    if len(strategies) > 1:
+        found.append(_side_by_side(document, strategies))
+    return found
+
+
+def _rows(document: report.Document, strategy: str) -> list[Row]:
+    named = {row["workload"]: row for row in document["results"] if row["allreduce_strategy"] == strategy}
+    return [named[name] for name in document["asked"]["workloads"]]
+
+
+def _line(row: Row) -> list[str]:
+    roof_part = report.percent_text(row["fraction_of_roof"])
+    rate = "-" if row["output_tok_s"] is None else f"{row['output_tok_s']:,.0f}"
+    if "tpot_ms" in row:
+        return [row["workload"], f"{row['tpot_ms']:.3f}", rate, f"{row['prefill_s']:.4f}", "-", "-", roof_part]
+    return [row["workload"], "-", rate, "-", f"{row['seconds']:.1f}", f"{row['preemptions']:,}", roof_part]
+
+
+def _side_by_side(document: report.Document, strategies: Sequence[str]) -> Any:
+    """Each strategy's figure, and how much faster the first is than the last."""
+    lines = []
+    for rows in zip(*(_rows(document, strategy) for strategy in strategies), strict=True):
+        decodes = "tpot_ms" in rows[0]
+        figures = [row["tpot_ms"] if decodes else row["output_tok_s"] for row in rows]
+        gain = figures[-1] / figures[0] - 1 if decodes else figures[0] / figures[-1] - 1
+        shown = [f"{figure:.3f} ms" if decodes else f"{figure:,.0f} tok/s" for figure in figures]
+        lines.append([rows[0]["workload"], *shown, f"{gain:+.1%}"])
+    columns = ["workload", *strategies, f"{strategies[0]} over {strategies[-1]}"]
+    return report.table(f"{document['asked']['model']}: all-reduce strategies", columns, lines)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All workloads through one engine, strategies side by side, and nothing measured twice."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import pytest
+
+from phalanx import cli
+from phalanx.bench import every, load, offline, report, workloads
+from phalanx.bench.roof import Bandwidth
+from phalanx.errors import EngineError, OptionError
+from tests.bench.conftest import asked_for
+
+WORKLOADS = [workloads.parse(name) for name in ("decode-1x8x8", "decode-2x8x8", "batch-4x8x4")]
+
+
+@pytest.fixture
+def started(monkeypatch, running):
+    """The strategies of the engines that were started: the session's own stands in for each."""
+    _, llm = running
+    found = []
+
+    @contextmanager
+    def engine(subject):
+        found.append(subject.options.allreduce_strategy)
+        yield llm, 1.0
+
+    monkeypatch.setattr(every.offline, "engine", engine)
+    monkeypatch.setattr(every.roof, "measure", lambda device: Bandwidth(1e9, {"copy": 1e9}))
+    return found
+
+
+def test_strategies():
+    assert every.strategies_of("AUTO, NCCL,AUTO") == ["AUTO", "NCCL"]
+    with pytest.raises(OptionError, match="name some of AUTO, NCCL, ONESHOT, TWOSHOT"):
+        every.strategies_of("AUTO,FASTEST")
+
+
+def test_one_engine_for_all_workloads_of_a_strategy(subject, started, tmp_path, capsys):
+    file = tmp_path / "all.json"
+    document = every.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
+    assert started == ["AUTO", "NCCL"]
+    assert [(row["allreduce_strategy"], row["workload"]) for row in document["results"]] == [
+        (strategy, workload.name) for strategy in ("AUTO", "NCCL") for workload in WORKLOADS
+    ]
+    assert set(document["engines"]) == {"AUTO", "NCCL"}
+    assert document["engines"]["AUTO"]["rank_phases_s"]["import torch"] > 0
+    assert json.loads(file.read_text()) == json.loads(json.dumps(document))
+    report.show(*every.tables(document))
+    shown = capsys.readouterr().out
+    assert shown.count("import torch") == 2
+    assert "AUTO over NCCL" in shown
+    assert [line.split()[0] for line in shown.splitlines() if line.strip().startswith("batch-4x8x4")] == ["batch-4x8x4"] * 3
+    assert load.offline_row(file, load.Load(requests=4, input_len=8, output_len=4, rate=1.0))["output_tok_s"] > 0
+
+
+def test_what_is_in_the_file_is_not_run_again(subject, started, tmp_path, monkeypatch):
+    file = tmp_path / "all.json"
+    ran = []
+
+    def measure(subject, llm, workload, bandwidth):
+        ran.append((subject.options.allreduce_strategy, workload.name))
+        if ran[-1] == ("NCCL", "decode-2x8x8") and len(ran) == 5:
+            raise EngineError("rank 1 was lost")
+        return {"workload": workload.name, "tpot_ms": 1.0}
+
+    monkeypatch.setattr(every, "measure", measure)
+    with pytest.raises(EngineError):
+        every.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
+    document = every.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
+    assert ran[5:] == [("NCCL", "decode-2x8x8"), ("NCCL", "batch-4x8x4")]
+    assert started == ["AUTO", "NCCL", "NCCL"]
+    assert len(document["results"]) == 6
+    with pytest.raises(OptionError, match="its workloads differ"):
+        every.run(subject, WORKLOADS[:1], ["AUTO", "NCCL"], json_file=file)
+
+
+def test_the_verb(tiny_shape, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("BENCH_COMMIT", "0123456789ab")
+    monkeypatch.setattr(report, "_commit", lambda: "")
+    file = tmp_path / "all.json"
+    flags = ["--load-format", "dummy", "--device", "cpu", "--kv_cache_bytes", "4194304", "--max_batch_size", "4"]
+    names = ["-w", "decode-1x8x8", "-w", "batch-4x8x4"]
+    assert cli.main(["bench", "all", str(tiny_shape), *flags, *names, "--json", str(file)]) == 0
+    document = json.loads(file.read_text())
+    assert [row["workload"] for row in document["results"]] == ["decode-1x8x8", "batch-4x8x4"]
+    assert document["about"]["commit"] == "0123456789ab"
+    assert "batch-4x8x4" in capfd.readouterr().out
+    line = ["bench", "all", str(tiny_shape), "--strategies", "AUTO,NCCL", "--allreduce_strategy", "NCCL"]
+    assert cli.main(line) == 2
+    assert "so was --allreduce_strategy; give one of them" in capfd.readouterr().err
+
+
+def test_a_subject_knows_its_commit(tiny_shape):
+    with offline.subject(asked_for(tiny_shape), "abc") as subject:
+        assert subject.commit == "abc"
