@@ -28,10 +28,12 @@ def allow(logits: Tensor, words: Tensor) -> Tensor:
 
 
 def forbid(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """logits [S, V] with -inf at each (rows[i], tokens[i]), except in a row that would then have no token left."""
-    banned = logits.index_put((rows, tokens), logits.new_tensor(_NEVER))
-    dead = banned.amax(-1, keepdim=True) == _NEVER
-    return torch.where(dead, logits, banned)
+    """Put -inf into logits [S, V] at each (rows[i], tokens[i]), except in a row that would then have no token left."""
+    before = logits[rows, tokens]
+    logits[rows, tokens] = _NEVER
+    dead = logits.amax(-1) == _NEVER
+    logits[rows, tokens] = torch.where(dead[rows], before, _NEVER)
+    return logits
 
 
 def penalize(logits: Tensor, counts: Tensor, in_prompt: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from phalanx.config.options import EngineOptions
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling import MAX_LOGPROBS, SamplingParams
 from phalanx.engine.messages import Admission, Row, StepBatch
 from phalanx.engine.runner import Runner
 from phalanx.errors import CapacityError
@@ -50,7 +50,8 @@ def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int
 
 
 def largest_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
-    """The steps with the most to hold: all tokens of a step in as few prompts as can be, and every slot sampling with a sort.
+    """The steps with the most to hold: all tokens in as few prompts as can be; and every slot sampling, beside what is left of the
+    tokens in one prompt. Each row asks for all that takes memory, of the sampler and of the report on its prompt.
 
     All their blocks are block 0, and their results mean nothing. The last step leaves every slot free.
     """
@@ -60,8 +61,10 @@ def largest_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int,
         count = min(left, max_seq_len)
         prompts.append(_row(len(prompts), count, block_size))
         left -= count
-    singles = [_row(slot, 1, block_size) for slot in range(min(max_batch_size, max_num_tokens))]
-    steps = [StepBatch(admitted=[_admission(row) for row in rows], rows=rows) for rows in (prompts, singles)]
+    most = min(max_batch_size, max_num_tokens)
+    mixed = [_row(slot, 1, block_size) for slot in range(most - 1)]
+    mixed.append(_row(most - 1, min(max_num_tokens - most + 1, max_seq_len), block_size))
+    steps = [StepBatch(admitted=[_admission(row) for row in rows], rows=rows) for rows in (prompts, mixed)]
     return [*steps, StepBatch(released=list(range(max_batch_size)))]
 
 
@@ -69,8 +72,15 @@ def _row(slot: int, count: int, block_size: int) -> Row:
     return Row(slot, 0, count, tokens=[0] * count, blocks=[0] * -(-count // block_size), samples=True)
 
 
+HUNGRIEST = SamplingParams(
+    temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, min_tokens=1,
+    logit_bias={0: 1.0}, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS,
+)  # fmt: skip
+"""For memory: top_p sorts the vocabulary, penalties count each token of it."""
+
+
 def _admission(row: Row) -> Admission:
-    return Admission(row.slot, row.tokens, row.count, SamplingParams(temperature=1.0, top_p=0.9), seed=0)
+    return Admission(row.slot, row.tokens, row.count, HUNGRIEST, seed=0, stop_token_ids=[0])
 
 
 def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device) -> int:
