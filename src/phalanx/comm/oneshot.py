@@ -7,10 +7,11 @@ out = round(x of rank 0 + x of rank 1 + ...)            in fp32, in rank order; 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from phalanx.comm import chunked
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import Workspace
 
@@ -61,53 +62,34 @@ PIECE = 128
 def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) -> Tensor:
     """The sum over ranks of x (contiguous, a multiple of 16 bytes, 16-byte aligned), in a new tensor."""
     from phalanx.kernels.allreduce_oneshot import oneshot
-    from phalanx.kernels.vectors import KINDS
 
-    out = torch.empty_like(x)
-    source, target = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
-    vectors = source.numel() // 4
-    for first in range(0, vectors, workspace.oneshot_vectors):
-        count = min(vectors - first, workspace.oneshot_vectors)
-        run = launch or flat_launch(count, workspace.sms)
+    def one(source: Tensor, target: Tensor, vectors: int, constants: dict[str, Any]) -> None:
+        run = launch or flat_launch(vectors, workspace.sms)
         oneshot[(run.programs,)](
-            source[4 * first :], target[4 * first :], workspace.addresses, workspace.turn, workspace.half, count,
-            KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.block, WARPS=run.warps,
-            LOOP=run.loop, PTX=workspace.ptx, num_warps=run.warps, launch_pdl=workspace.ptx >= 90,
+            source, target, workspace.addresses, workspace.turn, workspace.half, vectors,
+            BLOCK=run.block, WARPS=run.warps, LOOP=run.loop, num_warps=run.warps, **constants,
         )  # fmt: skip
-    return out
+
+    return chunked.all_reduce(x, workspace, workspace.oneshot_vectors, one)
 
 
 def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, launch: Launch | None = None) -> tuple[Tensor, ...]:
     """The sum over ranks of x [T, H] (as above; H a multiple of 8, for nvfp4 of 16) and its fusion, in new tensors."""
     from phalanx.kernels.allreduce_oneshot import oneshot_norm, oneshot_norm_pieces
-    from phalanx.kernels.residual_rms_norm import Sinks, quant_mode
-    from phalanx.kernels.vectors import KINDS
 
-    mode = quant_mode(fusion.quant, fusion.scale)
-    sinks = Sinks(x, mode, fusion.keep_norm)
-    residual = fusion.residual.contiguous()
-    rows, hidden = x.shape
-    pitch = hidden * x.element_size() // 16
-    rows_at_once = workspace.oneshot_vectors // pitch
-    for first in range(0, rows, rows_at_once):
-        last = min(rows, first + rows_at_once)
-        run = launch or row_launch(last - first, pitch, workspace.world, workspace.sms, whole_rows=mode == "fp8_token")
-        inputs = (
-            x[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
-            sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
-            workspace.turn,
-        )  # fmt: skip
-        fixed = {
-            "KIND": KINDS[x.dtype], "QUANT": mode, "KEEP_NORM": fusion.keep_norm, "RANK": workspace.rank, "WORLD": workspace.world,
-            "WARPS": run.warps, "PTX": workspace.ptx, "num_warps": run.warps, "launch_pdl": workspace.ptx >= 90,
-        }  # fmt: skip
+    hidden, pitch = x.shape[1], chunked.pitch_of(x)
+
+    def one(arguments: tuple[Any, ...], rows: int, constants: dict[str, Any]) -> None:
+        run = launch or row_launch(rows, pitch, workspace.world, workspace.sms, whole_rows=constants["QUANT"] == "fp8_token")
         if run.pieces > 1:
             oneshot_norm_pieces[(run.programs,)](
-                *inputs, workspace.board, workspace.half, last - first, hidden, fusion.eps,
-                PIECE=run.block, PIECES=1 << (run.pieces - 1).bit_length(), **fixed,
+                *arguments, workspace.board, workspace.half, rows, hidden, fusion.eps,
+                PIECE=run.block, PIECES=1 << (run.pieces - 1).bit_length(), WARPS=run.warps, num_warps=run.warps, **constants,
             )  # fmt: skip
         else:
             oneshot_norm[(run.programs,)](
-                *inputs, workspace.half, last - first, hidden, fusion.eps, BLOCK=run.block, LOOP=run.loop, **fixed
-            )
-    return sinks.outputs()
+                *arguments, workspace.half, rows, hidden, fusion.eps,
+                BLOCK=run.block, LOOP=run.loop, WARPS=run.warps, num_warps=run.warps, **constants,
+            )  # fmt: skip
+
+    return chunked.all_reduce_norm(x, fusion, workspace, workspace.oneshot_vectors, one)

@@ -7,10 +7,11 @@ share r of out = round(x of rank 0 + x of rank 1 + ...) on rank r, in fp32, in r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
+from phalanx.comm import chunked
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.oneshot import row_block
 from phalanx.comm.symmetric import Workspace, share_of
@@ -20,7 +21,9 @@ from phalanx.comm.symmetric import Workspace, share_of
 class Launch:
     """programs: of the grid, all of which must run at once; flat: vectors of 16 bytes that a program moves at once; block: vectors
     that hold a row (0 without a norm); warps: of a program; flat and block are at least 32 x warps; movers: programs that move, the
-    others collect (none: movers collect when they have moved); registers: of a thread at most, so that all programs fit."""
+    others collect (none: movers collect when they have moved); registers: of a thread at most, so that all programs fit. ahead: a
+    mover sums a block when it has pushed so many more (0: when it has pushed all); spread: blocks begin with different peers;
+    together: a block is read for all peers before it is pushed to one."""
 
     programs: int
     flat: int
@@ -28,6 +31,17 @@ class Launch:
     warps: int
     movers: int
     registers: int | None = None
+    ahead: int = 0
+    spread: bool = False
+    together: bool = False
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """For the kernels."""
+        return {
+            "WARPS": self.warps, "AHEAD": self.ahead, "SPREAD": self.spread, "TOGETHER": self.together, "num_warps": self.warps,
+            "maxnreg": self.registers,
+        }  # fmt: skip
 
 
 def flat_launch(vectors: int, world: int, sms: int) -> Launch:
@@ -69,45 +83,28 @@ def _registers(per_sm: int, warps: int) -> int:
 def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) -> Tensor:
     """The sum over ranks of x (contiguous, a multiple of 16 bytes, 16-byte aligned), in a new tensor."""
     from phalanx.kernels.allreduce_twoshot import twoshot
-    from phalanx.kernels.vectors import KINDS
 
-    out = torch.empty_like(x)
-    source, target = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
-    vectors = source.numel() // 4
-    for first in range(0, vectors, workspace.twoshot_vectors):
-        count = min(vectors - first, workspace.twoshot_vectors)
-        run = launch or flat_launch(count, workspace.world, workspace.sms)
+    def one(source: Tensor, target: Tensor, vectors: int, constants: dict[str, Any]) -> None:
+        run = launch or flat_launch(vectors, workspace.world, workspace.sms)
         twoshot[(run.programs,)](
-            source[4 * first :], target[4 * first :], workspace.addresses, workspace.turn, workspace.half, count,
-            share_of(count, workspace.world), run.movers,
-            KIND=KINDS[x.dtype], RANK=workspace.rank, WORLD=workspace.world, BLOCK=run.flat, WARPS=run.warps,
-            PTX=workspace.ptx, num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
+            source, target, workspace.addresses, workspace.turn, workspace.half, vectors, share_of(vectors, workspace.world),
+            run.movers, BLOCK=run.flat, **run.constants, **constants,
         )  # fmt: skip
-    return out
+
+    return chunked.all_reduce(x, workspace, workspace.twoshot_vectors, one)
 
 
 def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, launch: Launch | None = None) -> tuple[Tensor, ...]:
     """The sum over ranks of x [T, H] (as above; H a multiple of 8, for nvfp4 of 16) and its fusion, in new tensors."""
     from phalanx.kernels.allreduce_twoshot import twoshot_norm
-    from phalanx.kernels.residual_rms_norm import Sinks, quant_mode
-    from phalanx.kernels.vectors import KINDS
 
-    mode = quant_mode(fusion.quant, fusion.scale)
-    sinks = Sinks(x, mode, fusion.keep_norm)
-    residual = fusion.residual.contiguous()
-    rows, hidden = x.shape
-    pitch = hidden * x.element_size() // 16
-    rows_at_once = workspace.twoshot_vectors // pitch
-    for first in range(0, rows, rows_at_once):
-        last = min(rows, first + rows_at_once)
-        run = launch or row_launch(last - first, pitch, workspace.world, workspace.sms)
+    hidden, pitch = x.shape[1], chunked.pitch_of(x)
+
+    def one(arguments: tuple[Any, ...], rows: int, constants: dict[str, Any]) -> None:
+        run = launch or row_launch(rows, pitch, workspace.world, workspace.sms)
         twoshot_norm[(run.programs,)](
-            x[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
-            sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
-            workspace.turn, workspace.half, last - first, hidden, share_of((last - first) * pitch, workspace.world), run.movers,
-            fusion.eps,
-            KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=fusion.keep_norm, RANK=workspace.rank, WORLD=workspace.world,
-            BLOCK=run.block, FLAT=run.flat, WARPS=run.warps, PTX=workspace.ptx,
-            num_warps=run.warps, maxnreg=run.registers, launch_pdl=workspace.ptx >= 90,
+            *arguments, workspace.half, rows, hidden, share_of(rows * pitch, workspace.world), run.movers, fusion.eps,
+            BLOCK=run.block, FLAT=run.flat, **run.constants, **constants,
         )  # fmt: skip
-    return sinks.outputs()
+
+    return chunked.all_reduce_norm(x, fusion, workspace, workspace.twoshot_vectors, one)
