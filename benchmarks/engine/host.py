@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import io
 import json
 import os
@@ -121,6 +122,8 @@ def run_engine(asked: dict[str, Any]) -> None:
     facts = EngineFacts("stub", "", "", 1, (1, 1, 1), 4096, 512, 8192, BLOCK, BLOCKS, VOCABULARY, [])
     socket.send(msgspec.msgpack.encode(Started(facts)))
     loop = Loop(socket, executor, scheduler)
+    gc.collect()
+    gc.freeze()  # as engine.process does
     if profile is not None:
         profile.runcall(loop.run)
     else:

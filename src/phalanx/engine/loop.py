@@ -7,7 +7,6 @@ client -> (Add, Abort, ...) -> scheduler -> Step -> executor -> StepResult -> sc
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 import time
@@ -77,9 +76,6 @@ class Loop:
 
     def run(self) -> int:
         """Turn until the end; returns an exit status, 0 if the engine was asked to end. The executor is shut down then."""
-        # What is here now stays: a full collection would look through all of it, and ranks would wait meanwhile.
-        gc.collect()
-        gc.freeze()
         try:
             while not self._stopping:
                 self.step()

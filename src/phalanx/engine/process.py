@@ -8,6 +8,7 @@ checkpoint is needed beyond its config.json; with a vocab_size not even that.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -83,6 +84,9 @@ def _serve(config: dict[str, Any], socket: zmq.Socket[bytes], ending: _Ending) -
     loop = Loop(socket, started.executor, started.scheduler, backlog=herald.frames)
     ending.then(loop.stop)
     _say(socket, Started(started.facts))
+    # What is here now stays: a full collection would look through all of it, and ranks would wait meanwhile.
+    gc.collect()
+    gc.freeze()
     return loop.run()
 
 

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.engine.executor import make
-from phalanx.engine.messages import RankFacts
+from phalanx.engine.messages import RankFacts, RowResult, Step, StepBatch
 from phalanx.engine.ranks.executor import RankExecutor
-from phalanx.engine.ranks.worker import checkpoint_digest
+from phalanx.engine.ranks.wire import Stop
+from phalanx.engine.ranks.worker import Worker, _count_compilations, checkpoint_digest
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import Drive, expected, options, prompts
 
@@ -68,6 +71,76 @@ def test_each_rank_reports_what_it_holds(pool: Pool) -> None:
     by_rank, calls = executor.stats()
     assert by_rank.keys() == set(range(len(facts)))
     assert all(count > 0 for count in calls.values())
+
+
+class Later:
+    """An outcome that the device comes to once it has been asked for so often."""
+
+    def __init__(self, asked: int) -> None:
+        self.left = asked
+
+    @property
+    def ready(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def results(self) -> tuple[list[RowResult], int]:
+        assert self.left < 0, "it would wait for the device"
+        return [RowResult(token=5)], 7
+
+
+class Line:
+    """A rank's line on which these messages come, each once the rank is ready to listen for so long that it would see results."""
+
+    def __init__(self, *messages: object) -> None:
+        self.messages = list(messages)
+        self.said: list[object] = []
+        self.patience: list[float | None] = []
+        self.begun = self.finished = 0
+        self.digest = bytes(16)
+
+    def send(self, message: object) -> None:
+        self.said.append(message)
+
+    def receive(self, seconds: float | None = None) -> object:
+        self.patience.append(seconds)
+        if not self.messages or (isinstance(self.messages[0], Stop) and seconds is not None):
+            return None
+        return self.messages.pop(0)
+
+
+def test_a_rank_queues_steps_before_it_reports_and_never_waits_for_the_device(folder: Path) -> None:
+    line = Line(Step(1, [StepBatch()]), Step(2, [StepBatch()]), Stop())
+    worker = Worker({"options": options(folder).model_dump(mode="json"), "rank": 0}, line)  # type: ignore[arg-type]
+    events: list[str] = []
+
+    class Runs:
+        def run(self, step: StepBatch) -> Later:
+            events.append("run")
+            line.send = lambda message: events.append(f"done {message.number}")  # type: ignore[attr-defined,method-assign]
+            return Later(asked=6)
+
+    try:
+        worker._serve(Runs())  # type: ignore[arg-type]
+    finally:
+        gc.unfreeze()
+    assert events == ["run", "run", "done 1", "done 2"]
+    assert line.finished == 2
+    assert line.patience[0] is None, "without work it sleeps until something comes"
+    between = [seconds for seconds in line.patience if seconds is not None]
+    assert 0 < max(between) < 1e-3, "with work it looks at the device many times a millisecond"
+    assert between.count(0.0) <= 4, "and does not spin"
+
+
+def test_compilation_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(knobs.compilation, "listener", None)
+    seconds: dict[str, float] = {}
+    _count_compilations(seconds)
+    for hit in (False, False, True):
+        times = SimpleNamespace(total=250_000)
+        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=hit)
+    assert seconds == {"(kernels compiled)": 0.5, "(kernels from the cache)": 0.25}
 
 
 def test_a_checkpoints_digest_tells_config_and_weights_apart(tmp_path: Path) -> None:

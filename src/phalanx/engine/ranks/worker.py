@@ -88,26 +88,32 @@ class Worker:
 
     def _get_ready(self) -> Runner:
         with self._phase("import torch"):
+            self._import()
+        with self._phase("open the device"):
             device = self._take_device()
         self.link.start_pulse(self._bytes_now, self._calls)
         with self._phase("find the model"):
             folder = locate(self.options.model, self.options.revision)
             shape = ModelShape.from_folder(folder)
         with self._phase("form groups"):
-            groups = self._groups = self._tune(self._form(device, folder), shape, device)
+            formed = self._form(device, folder)
+        with self._phase("make the all-reduce"):
+            groups = self._groups = self._tune(formed, shape, device)
         with self._phase("build"):
             model, layers = self._build(shape, device)
         with self._phase("load weights"):
             self._load(model, folder)
         return self._allocate(model, layers, groups, device)
 
-    def _take_device(self) -> torch.device:
-        """Import torch, and take this rank's GPU, or its share of the cores."""
-        import torch
-
+    def _import(self) -> None:
+        """What takes long to import, so that what follows is quick."""
         import phalanx.comm.torch_group
         import phalanx.engine.runner
-        import phalanx.models.weights  # noqa: F401, what follows is quick
+        import phalanx.models.weights  # noqa: F401
+
+    def _take_device(self) -> torch.device:
+        """This rank's GPU, or its share of the cores."""
+        import torch
 
         torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // self._config["local_ranks"])))
         if self.options.device != "cuda":
@@ -120,6 +126,7 @@ class Worker:
         device = torch.device("cuda", self._config["device_index"])
         torch.cuda.set_device(device)
         self._bytes["capacity"] = torch.cuda.mem_get_info(device)[1]
+        _count_compilations(self._phases.seconds)
         return device
 
     def _form(self, device: torch.device, folder: Path) -> Groups:
@@ -135,15 +142,8 @@ class Worker:
         else:
             store = torch_group.connect(self._await(Meet).address, world, timeout=timeout)
         agree(store, self.rank, world, self._facts(folder))
-        return torch_group.form(
-            self.rank,
-            world,
-            self._layout,
-            store,
-            device,
-            peer=self._config["peer"],
-            timeout=max(timeout, self.options.step_timeout),
-        )
+        patience = max(timeout, self.options.step_timeout)
+        return torch_group.form(self.rank, world, self._layout, store, device, peer=self._config["peer"], timeout=patience)
 
     def _tune(self, groups: Groups, shape: ModelShape, device: torch.device) -> Groups:
         """The groups, with the all-reduce of the tensor-parallel one as the machine's table has it."""
@@ -239,16 +239,10 @@ class Worker:
             self._bytes["kv"] = sum(cache.key.nbytes + cache.value.nbytes for cache in runner.caches)
         self._capture(runner, device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        held, digest = (layers.start, layers.stop), getattr(groups.tp, "digest", "")
         facts = RankFacts(
-            self.rank,
-            self._config["node"],
-            name,
-            (layers.start, layers.stop),
-            self._bytes_now(),
-            self._phases.seconds,
-            attention.name,
-            getattr(groups.tp, "digest", ""),
-        )
+            self.rank, self._config["node"], name, held, self._bytes_now(), self._phases.seconds, attention.name, digest
+        )  # fmt: skip
         self.link.send(Ready(self.rank, facts))
         return runner
 
@@ -323,6 +317,17 @@ class Worker:
         rows, tokens = outcome.results()
         self.link.finished = number
         self.link.send(Done(self.rank, number, digest, tokens, rows if self._place.tp_index == 0 else None))
+
+
+def _count_compilations(seconds: dict[str, float]) -> None:
+    """From now on, add up the seconds that Triton takes for kernels, a part of the phases in which these are first used."""
+    from triton import knobs
+
+    def heard(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        name = "(kernels from the cache)" if cache_hit else "(kernels compiled)"
+        seconds[name] = seconds.get(name, 0.0) + times.total / 1e6
+
+    knobs.compilation.listener = heard
 
 
 def _sharpen_timers() -> None:
