@@ -19,7 +19,7 @@ from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.engine.messages import Row, RowResult, StepBatch
-from phalanx.engine.ranks.graphs import DecodeGraphs, Tape
+from phalanx.engine.ranks.graphs import DecodeGraphs, NewBlocks, Tape
 from phalanx.engine.ranks.slots import Arranged, Prompts, SlotTables, Upload
 from phalanx.engine.sampler import Sampler
 from phalanx.engine.sampling.outputs import PromptScores, Sampled
@@ -116,9 +116,9 @@ class Runner:
         if not step.rows:
             return Outcome(0 if self._last else None)
         reported = self._reported(step.rows)
-        arranged = self._arrange(step.rows, reported)
-        size = self._graph_size(arranged)
-        stream, forwarded = self._eager(arranged) if size is None else self._replay(size, arranged)
+        arranged, new = self._arrange(step.rows, reported)
+        size = self._graph_size(arranged, new)
+        stream, forwarded = self._eager(arranged, new) if size is None else self._replay(size, arranged, new)
         outcome = Outcome()
         if forwarded is not None:
             outcome = self._choose(step.rows, arranged, reported, forwarded)
@@ -129,17 +129,19 @@ class Runner:
             outcome.event.record()
         return outcome
 
-    def _replay(self, size: int, arranged: Arranged) -> tuple[Tensor | None, Forwarded | None]:
+    def _replay(self, size: int, arranged: Arranged, new: NewBlocks) -> tuple[Tensor | None, Forwarded | None]:
         """Forward by the graph of a size. Returns the residual stream for the next stage, or what the last one left."""
         assert self.graphs is not None
-        self.graphs.replay(size, arranged, self._receive)
+        self.graphs.replay(size, arranged, new, self._receive)
         places, rows = self.graphs.places, len(arranged.slots)
         if places.logits is None:
             return None if places.out is None else places.out[:rows], None
         return None, Forwarded(places.slots[:rows], places.logits[:rows], places.tokens[:rows])
 
-    def _eager(self, arranged: Arranged) -> tuple[Tensor | None, Forwarded | None]:
+    def _eager(self, arranged: Arranged, new: NewBlocks) -> tuple[Tensor | None, Forwarded | None]:
         """Forward without a graph. Returns as `_replay`."""
+        if self._device.type == "cuda" and new[0].size:
+            self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
         batch, slots = self._batch(arranged)
         batch.attention = self._backend.plan(batch)
         hidden = None
@@ -175,9 +177,11 @@ class Runner:
         if self.graphs is not None:
             yield from self.graphs.capture(self.caches, self.graphs.sizes if wanted is None else wanted)
 
-    def _graph_size(self, arranged: Arranged) -> int | None:
+    def _graph_size(self, arranged: Arranged, new: NewBlocks) -> int | None:
         """The size of the graph that can forward these rows: each of one token, whose logits are wanted, and no others."""
         rows = len(arranged.slots)
+        if len(new[0]) > len(self._tables.host):
+            return None
         alike = len(arranged.token_ids) == len(arranged.sampled_slots) == len(arranged.logit_rows) == rows
         return self.graphs.size_of(rows) if alike and self.graphs is not None else None
 
@@ -191,18 +195,16 @@ class Runner:
         """Fill the residual stream [T, hidden_size] from the stage before."""
         return self._pipeline.receive(hidden, self._pipeline.rank - 1)
 
-    def _arrange(self, rows: Sequence[Row], reported: Sequence[range]) -> Arranged:
-        """The rows' index arrays on the host; their new blocks go to the device's tables too."""
-        places, ids = self._tables.append(rows)
+    def _arrange(self, rows: Sequence[Row], reported: Sequence[range]) -> tuple[Arranged, NewBlocks]:
+        """The rows' index arrays on the host, and the blocks that the device's tables lack yet."""
+        new = self._tables.append(rows)
         arranged = self._tables.arrange(rows, reported)
         if arranged.from_slot.size and self._first and not self._last:
             raise EngineError(
                 f"slots {arranged.from_slot.tolist()} were scheduled before their last token is known",
                 why="with pipeline stages it is sampled on another rank",
             )
-        if self._device.type == "cuda" and ids.size:
-            self._tables.device.view(-1).index_copy_(0, *self._upload.send([places, ids]))
-        return arranged
+        return arranged, new
 
     def _batch(self, arranged: Arranged) -> tuple[Batch, Tensor]:
         """The forward's input, and the slots [S] of the rows that sample."""
@@ -215,7 +217,7 @@ class Runner:
         used = -(-max(lengths) // self._tables.block_size)
         batch = Batch(
             token_ids=token_ids, positions=positions, kv_slots=kv_slots, query_starts=query_starts, kv_lengths=kv_lengths,
-            block_tables=self._tables.device[:, :used].index_select(0, slots), logit_rows=logit_rows,
+            block_tables=self._tables.device, table_rows=slots, logit_rows=logit_rows,
             query_starts_cpu=arranged.query_starts.tolist(), kv_lengths_cpu=lengths,
             block_tables_cpu=self._tables.host[arranged.slots, :used],
         )  # fmt: skip

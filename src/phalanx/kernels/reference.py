@@ -46,6 +46,13 @@ def turns(positions: Tensor, inverse_wavelengths: Tensor, factor: float) -> tupl
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
+def store_words(table: Tensor, places: Tensor, values: Tensor) -> None:
+    """table[places[k]] = values[k], for a flat table and places and values [K] int64, except where places[k] is negative. The others
+    are distinct."""
+    real = places >= 0
+    table[places[real]] = values[real].to(table.dtype)
+
+
 def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), both [T, H] in x's dtype; the sum is rounded once before the norm."""
     residual = x + residual

@@ -199,7 +199,10 @@ def test_facts_take_turns_on_the_host() -> None:
             slots=numbers + 1, token_ids=numbers + 50, from_slot_at=numbers[:1], positions=numbers + 20, kv_slots=numbers + 90,
             kv_lengths=(numbers + 21).astype(np.int32),
         )  # fmt: skip
-        places.fill(arranged, size)  # type: ignore[arg-type]
+        new = numbers[:-1] * 2, numbers[:-1].astype(np.int32) + 30
+        places.fill(arranged, new, size)  # type: ignore[arg-type]
+        assert places.facts[5].tolist() == [*range(0, 2 * rows - 2, 2), *[-1] * (9 - rows)]
+        assert places.facts[6, : rows - 1].tolist() == [*range(30, 29 + rows)]
         batch = places.batch(size, torch.zeros(8, 2, dtype=torch.int32), None)
         pad = size - rows
         assert batch.token_ids.tolist() == [-1, *range(51, 50 + rows), *[0] * pad]

@@ -122,7 +122,22 @@ def check_likeliest() -> None:
         assert last_tokens.tolist() == [0, 4999, -7, int(wanted[0]), -7, 4100, -7]
 
 
-CHECKS = [check_embed, check_embed_norm, check_rms_norm, check_turns, check_likeliest]
+def check_store_words() -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.between.scatter import store_words
+
+    places = torch.full((300,), -1)
+    places[[3, 255, 256, 299]] = torch.tensor([70, 0, 5, 69])
+    found = []
+    for store in (store_words, reference.store_words):
+        table = torch.full((71,), -7, dtype=torch.int32)
+        store(table, places, torch.arange(300))
+        found.append(table.tolist())
+    assert found[0] == found[1]
+    assert [(at, word) for at, word in enumerate(found[0]) if word != -7] == [(0, 255), (5, 256), (69, 299), (70, 3)]
+
+
+CHECKS = [check_embed, check_embed_norm, check_rms_norm, check_turns, check_likeliest, check_store_words]
 
 
 def test_in_the_interpreter() -> None:
@@ -135,14 +150,14 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("kernel", ["embed", "embed_norm", "embed_norm_fp8", "rms_norm", "turns", "keys", "settle"])
+@pytest.mark.parametrize("kernel", ["embed", "embed_norm", "embed_norm_fp8", "rms_norm", "turns", "keys", "settle", "store_words"])
 def test_compiles(kernel: str, arch: int) -> None:
     """Down to machine code. The launch's own choices (PDL from Hopper on) compile with it."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from phalanx.kernels.between import angles, gather_norm, likeliest
+    from phalanx.kernels.between import angles, gather_norm, likeliest, scatter
 
     words, ids = "*i32", "*i64"
     known: dict[str, Any] = {"ids": ids, "last_tokens": ids, "slots": ids, "table": words}
@@ -176,6 +191,10 @@ def test_compiles(kernel: str, arch: int) -> None:
         function = likeliest._keys
         signature = {"logits": "*bf16", "keys": ids} | dict.fromkeys(("stride", "held", "begin", "parts", "span"), "i32")
         constants = {"BLOCK": likeliest.BLOCK}
+    elif kernel == "store_words":
+        function = scatter._store_words
+        signature = {"table": "*i32", "places": ids, "values": ids, "count": "i32"}
+        constants = {"BLOCK": scatter.BLOCK}
     else:
         function = likeliest._settle
         signature = dict.fromkeys(("keys", "tokens", "last_tokens", "slots", "kv_slots"), ids)

@@ -5,9 +5,9 @@ A step of fewer rows than a size has is padded: a padding row has one token, at 
 write (its slot is -1), and nobody looks at what it yields. Everything that a graph reads or writes has its place for good
 (`Places`), shared by all sizes; what lies between is in one pool of memory that the graphs share, as they run one after the other.
 
-The forward is captured, and what is all that a greedy step needs behind it: the likeliest tokens, and their way into the slots,
-where the next step finds them. A step that draws does so from the logits, and overwrites them. Receiving and sending between
-pipeline stages, and planning attention where the back end does that on the host, go before and after.
+The forward is captured, with what goes before and behind it in a greedy step: the new blocks' way into the tables, the likeliest
+tokens, and their way into the slots, where the next step finds them. A step that draws does so from the logits, and overwrites
+them. Receiving and sending between pipeline stages, and planning attention where the back end does that on the host, stay outside.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.engine.ranks.slots import Arranged, SlotTables
-from phalanx.kernels import sampling
+from phalanx.engine.ranks.slots import Arranged, Ints, SlotTables, Words
+from phalanx.kernels import between, sampling
 from phalanx.models.batch import Batch, KvCache
 from phalanx.models.layers.attention import AttentionBackend
 from phalanx.models.registry import Model
 
 Replay = Callable[[], None]
+NewBlocks = tuple[Ints, Words]
+"""Places [K] in the flattened tables of all slots, and the block ids [K] that are new there: see `SlotTables.append`."""
 
 HOST_COPIES = 4
 """Steps whose facts may wait for the device at a time, before the host waits."""
@@ -102,14 +104,15 @@ def sizes(max_batch_size: int) -> list[int]:
 class Places:
     """What graphs of up to `rows` rows read and write.
 
-    facts [5, rows] int64: token ids (-1: what was sampled into the slot last), positions, KV slots, slots, KV lengths (int32).
+    facts [7, rows] int64: token ids (-1: what was sampled into the slot last), positions, KV slots, slots, KV lengths (int32); and of
+    no row in particular, places in the flattened tables of all slots (-1: none) and the blocks that are new there.
     hidden: what comes from the stage before; out: what goes to the next. On the last stage instead logits [rows, width], this
     rank's, in the model's dtype, and tokens [rows] int64, the likeliest of all ranks'.
     """
 
     def __init__(self, rows: int, model: Model, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
-        self.facts = torch.zeros(5, rows, dtype=torch.int64, device=device)
-        self.facts[2] = -1
+        self.facts = torch.zeros(7, rows, dtype=torch.int64, device=device)
+        self.facts[2], self.facts[5] = -1, -1
         self.facts[4].view(torch.int32)[:] = 1
         self.numbers = torch.arange(rows, dtype=torch.int64, device=device)
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -122,7 +125,7 @@ class Places:
 
     def batch(self, size: int, tables: Tensor, last_tokens: Tensor | None) -> Batch:
         """The batch of a size; its facts on the host are those of padding. tables: of all slots; last_tokens: see `Batch.last`."""
-        ids, positions, kv_slots, slots, lengths = self.facts[:, :size]
+        ids, positions, kv_slots, slots, lengths = self.facts[:5, :size]
         return Batch(
             token_ids=ids, positions=positions, kv_slots=kv_slots, query_starts=self.starts[: size + 1],
             kv_lengths=lengths.view(torch.int32)[:size], block_tables=tables, table_rows=slots, logit_rows=self.numbers[:size],
@@ -131,16 +134,19 @@ class Places:
             last=None if last_tokens is None else (last_tokens, slots),
         )  # fmt: skip
 
-    def fill(self, arranged: Arranged, size: int) -> None:
-        """The facts of these rows, then padding up to `size`: one copy to the device."""
+    def fill(self, arranged: Arranged, new: NewBlocks, size: int) -> None:
+        """The facts of these rows, then padding up to `size`, and the new blocks [K], at most `rows`: one copy to the device."""
         rows = len(arranged.slots)
         with self._turns.take() as host:
-            host[:, rows:size] = [[0], [0], [-1], [0], [0]]
+            host[:5, rows:size] = [[0], [0], [-1], [0], [0]]
             host[0, :rows] = arranged.token_ids
             host[0, arranged.from_slot_at] = -1
             host[1, :rows], host[2, :rows], host[3, :rows] = arranged.positions, arranged.kv_slots, arranged.slots
             lengths = host[4].view(np.int32)
             lengths[rows:size], lengths[:rows] = 1, arranged.kv_lengths
+            places, blocks = new
+            host[5, len(places) :] = -1
+            host[5, : len(places)], host[6, : len(places)] = places, blocks
 
     @property
     def slots(self) -> Tensor:
@@ -182,7 +188,7 @@ class DecodeGraphs:
     ) -> None:  # fmt: skip
         self._model, self._backend, self._tables, self._tape = model, backend, tables, tape
         self._last_tokens, self._both = last_tokens, first and last
-        self._plans = getattr(backend, "plans_fixed", True)
+        self._plans = backend.plans_fixed
         most, width = tables.host.shape
         self.sizes = sizes(most)
         self.places = Places(most, model, first=first, last=last, dtype=dtype, device=last_tokens.device)
@@ -208,6 +214,7 @@ class DecodeGraphs:
 
     def _forward(self, batch: Batch, caches: Sequence[KvCache]) -> None:
         size, places, head = len(batch.kv_lengths_cpu), self.places, self._model.head
+        between.store_words(self._tables.device.view(-1), places.facts[5], places.facts[6])
         stream = self._model.stream(batch, caches, None if places.hidden is None else places.hidden[:size])
         if places.out is not None:
             places.out[:size].copy_(stream)
@@ -220,11 +227,12 @@ class DecodeGraphs:
         at = bisect_left(self._ready, rows)
         return self._ready[at] if at < len(self._ready) else None
 
-    def replay(self, size: int, arranged: Arranged, receive: Callable[[Tensor], Tensor]) -> None:
-        """Forward the rows [R] of one token each, R <= size, into `places`, where it stays until the next replay. `receive` fills
-        the residual stream [R, hidden_size] on later stages."""
+    def replay(self, size: int, arranged: Arranged, new: NewBlocks, receive: Callable[[Tensor], Tensor]) -> None:
+        """Forward the rows [R] of one token each, R <= size, into `places`, where it stays until the next replay. new: what the
+        device's tables lack, at most as many blocks as slots. `receive` fills the residual stream [R, hidden_size] on later stages.
+        """
         batch, run = self._captured[size]
-        self.places.fill(arranged, size)
+        self.places.fill(arranged, new, size)
         if self._plans:
             self._plan(batch, size, arranged)
         if self.places.hidden is not None:

@@ -69,6 +69,16 @@ def turns(positions: Tensor, inverse_wavelengths: Tensor, factor: float) -> tupl
     return reference.turns(positions, inverse_wavelengths, factor)
 
 
+def store_words(table: Tensor, places: Tensor, values: Tensor) -> None:
+    """See `reference.store_words`."""
+    if table.is_cuda and triton_is_here():
+        from phalanx.kernels.between.scatter import store_words as kernel
+
+        kernel(table, places, values)
+        return
+    reference.store_words(table, places, values)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """See `reference.silu_mul`."""
     if _kernel_takes(gate_up) and gate_up.dim() == 2:

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""A few words into a large table, in one kernel: which and where lies on the device, so that a captured graph can do it.
+
+table[places[k]] = values[k]                          unless places[k] < 0
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.residual_rms_norm import capability
+
+BLOCK = 256
+
+
+@triton.jit
+def _store_words(table, places, values, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    if PTX >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + index, index < count, -1)
+    there = place >= 0
+    tl.store(table + place, tl.load(values + index, there, 0).to(table.dtype.element_ty), there)
+
+
+def store_words(table: Tensor, places: Tensor, values: Tensor) -> None:
+    """The kernel of `reference.store_words`."""
+    if len(places):
+        ptx = capability(table.device)
+        _store_words[(triton.cdiv(len(places), BLOCK),)](
+            table, places, values, len(places), BLOCK=BLOCK, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90
+        )
