@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every product kernel and its variants beside torch's, on one GPU: shapes of Llama-3-70B in FP8 (TP4, TP2) and of 8B in bf16.
 
-few: up to 64 tokens, where the weight's bytes are the time; TB/s are of the weight. many: 128 tokens and more; PFLOP/s.
+fp8, sixteen: up to 64 tokens, where the weight's bytes are the time; TB/s are of the weight. many: 128 tokens and more; PFLOP/s.
 Each variant is verified against the sum in fp64 (fp32 for many rows), then timed in a CUDA graph over enough copies of the weight
 that none is in a cache: median of 9 replays.
 
-    python benchmarks/kernels/products.py --out DIR [--parts few,sixteen,many] [--shapes tp4,tp2] [--tokens 1,8,64]
+    python benchmarks/kernels/products.py --out DIR [--parts fp8,sixteen,many] [--shapes tp4,tp2] [--tokens 1,8,64]
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import record
 from phalanx.kernels import reference
-from phalanx.kernels.products import few_rows, many_rows_fp8
-from phalanx.kernels.products.choice import FewRows, ManyRows, OneRow, shared_columns
+from phalanx.kernels.products.choice import WIDEST_TO_QUANTIZE, OneRow
 from phalanx.kernels.products.one_row import one_row
 from phalanx.kernels.products.one_row_fp8 import one_row_fp8
 
@@ -48,26 +47,14 @@ WRONG = 5e-3
 """Of the norm; rounding to bf16 makes about 1.7e-3."""
 BF16 = torch.bfloat16
 
+FEW = 64
+"""The most tokens for which a weight's bytes are the time."""
+
 ONE_ROW_FP8 = [
-    OneRow(4, 2048, 4), OneRow(2, 2048, 4), OneRow(8, 2048, 4), OneRow(2, 4096, 4), OneRow(4, 4096, 8), OneRow(1, 4096, 4),
-    OneRow(4, 1024, 2),
+    OneRow(4, 2048, 4), OneRow(4, 2048, 2), OneRow(2, 4096, 4), OneRow(2, 4096, 2), OneRow(2, 8192, 4), OneRow(1, 8192, 4),
+    OneRow(2, 16384, 8),
 ]  # fmt: skip
-ONE_ROW = [OneRow(4, 2048, 8), OneRow(2, 2048, 4), OneRow(4, 1024, 4)]
-FEW = [
-    (64, 256, 264, 4, 4, 4), (64, 256, 396, 4, 4, 4), (64, 256, 528, 3, 4, 2), (64, 128, 396, 4, 4, 8),
-    (64, 512, 264, 3, 4, 2), (128, 128, 264, 4, 4, 4), (64, 256, 396, 4, 4, 0), (32, 256, 528, 4, 4, 4),
-]  # fmt: skip
-"""(rows, block in bytes, programs, stages, warps, ahead), up to 16 tokens"""
-FEW_WIDE = [
-    (64, 128, 264, 4, 4, 4), (64, 256, 264, 3, 4, 4), (128, 128, 132, 4, 8, 4), (128, 128, 264, 4, 8, 4),
-    (128, 128, 264, 3, 4, 4), (128, 256, 132, 3, 8, 2), (64, 128, 396, 4, 8, 4), (128, 128, 264, 4, 8, 0),
-]  # fmt: skip
-MANY = [
-    ManyRows(), ManyRows(per_processor=0), ManyRows(rows=256, stages=3),
-    ManyRows(rows=256, stages=3, per_processor=0), ManyRows(tokens=256, stages=3),
-    ManyRows(tokens=64, warps=4, per_processor=2), ManyRows(tokens=64, rows=256, stages=4),
-    ManyRows(warps=4),
-]  # fmt: skip
+ONE_ROW = [OneRow(1, 2048, 4), OneRow(2, 2048, 4), OneRow(1, 4096, 4), OneRow(2, 16384, 16)]
 
 
 class Product(NamedTuple):
@@ -88,14 +75,14 @@ Candidate = Callable[[Tensor], Tensor]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    parser.add_argument("--parts", default="few,sixteen,many")
+    parser.add_argument("--parts", default="fp8,sixteen,many")
     parser.add_argument("--shapes", default="tp4,tp2")
     parser.add_argument("--layers", default="qkv,o,gate_up,down,head")
     parser.add_argument("--tokens", default="1,8,64,128,256,512,8192")
     asked = parser.parse_args()
     parts, tokens = asked.parts.split(","), [int(count) for count in asked.tokens.split(",")]
-    few = [count for count in tokens if count <= few_rows.MOST_TOKENS // 2]
-    jobs = [("few", shapes, True, count) for shapes in asked.shapes.split(",") for count in few if "few" in parts]
+    few = [count for count in tokens if count <= FEW]
+    jobs = [("fp8", shapes, True, count) for shapes in asked.shapes.split(",") for count in few if "fp8" in parts]
     jobs += [("sixteen", "8b", False, count) for count in few if "sixteen" in parts]
     jobs += [("many", "tp4", True, count) for count in tokens if count not in few and "many" in parts]
     figures: dict[str, Any] = {}
@@ -123,7 +110,7 @@ def line(part: str, shape: str, tokens: int, found: dict[str, Any]) -> str:
 def measure(pool: ThreadPoolExecutor, part: str, fp8: bool, tokens: int, size: tuple[int, int]) -> dict[str, Any]:
     """Of each candidate: microseconds, TB/s or PFLOP/s, and the relative error; or what is wrong with it."""
     product = make(fp8, tokens, size)
-    candidates = dict(many(product) if part == "many" else few_fp8(product, size) if fp8 else few_sixteen(product, size))
+    candidates = dict(in_fp8(product) if fp8 else in_sixteen(product))
     compile_ahead(pool, list(candidates.values()), product.weights[0])
     work = 2.0 * tokens * size[0] * size[1] / 1e9 if part == "many" else product.weights[0].nbytes / 1e6
     found: dict[str, Any] = {}
@@ -159,50 +146,24 @@ def make(fp8: bool, tokens: int, size: tuple[int, int]) -> Product:
     return Product(x, x_scale, [first, *copies], scale, wanted.float(), wide.float())
 
 
-def few_fp8(p: Product, size: tuple[int, int]) -> Iterator[tuple[str, Candidate]]:
+def in_fp8(p: Product) -> Iterator[tuple[str, Candidate]]:
     yield from torchs_fp8(p)
+    if len(p.x) > 1:
+        return
     assert p.scale is not None
     assert p.x_scale is not None
-    if len(p.x) == 1:
-        x16 = (p.x.float() * p.x_scale).to(BF16)
-        call = partial(one_row_fp8, scale=p.scale, dtype=BF16)
-        for tiling in ONE_ROW_FP8:
-            yield f"one row {tuple(tiling)}", lambda w, t=tiling: call(p.x, p.x_scale, w, tiling=t)
-        for tiling in ONE_ROW_FP8[:2]:
-            yield f"quantizing row {tuple(tiling)}", lambda w, t=tiling: call(x16, None, w, tiling=t)
-    yield from few(p, size)
+    x16 = (p.x.float() * p.x_scale).to(BF16)
+    for tiling in ONE_ROW_FP8:
+        call = partial(one_row_fp8, scale=p.scale, dtype=BF16, tiling=tiling)
+        yield f"one row {tuple(tiling)}", partial(call, p.x, p.x_scale)
+        if p.x.shape[1] <= WIDEST_TO_QUANTIZE:
+            yield f"quantizing row {tuple(tiling)}", partial(call, x16, None)
 
 
-def few_sixteen(p: Product, size: tuple[int, int]) -> Iterator[tuple[str, Candidate]]:
+def in_sixteen(p: Product) -> Iterator[tuple[str, Candidate]]:
     yield "torch", lambda w: F.linear(p.x, w)
-    if len(p.x) == 1:
-        for tiling in ONE_ROW:
-            yield f"one row {tuple(tiling)}", partial(one_row, p.x, **tiling._asdict())
-    yield from few(p, size)
-
-
-def few(p: Product, size: tuple[int, int]) -> Iterator[tuple[str, Candidate]]:
-    tokens, width = len(p.x), p.x.element_size()
-    for rows, block, programs, stages, warps, ahead in FEW[:3] if tokens == 1 else FEW if tokens <= 16 else FEW_WIDE:
-        splits = shared_columns(*size, rows, block // width, programs)
-        tiling = FewRows(rows, block // width, splits, stages, warps, ahead)
-        call = partial(few_rows.few_rows, p.x, tiling=tiling, x_scale=p.x_scale, scale=p.scale, dtype=BF16)
-        yield f"few {tuple(tiling)}", call
-    if width == 1 and tokens > 16:
-        yield f"few {tuple(tiling)} fast sum", partial(call, promote=False)
-
-
-def many(p: Product) -> Iterator[tuple[str, Candidate]]:
-    yield from torchs_fp8(p)
-    assert p.scale is not None
-    assert p.x_scale is not None
-    for tiling in MANY:
-        yield (
-            f"many {tuple(tiling)}",
-            lambda w, t=tiling: many_rows_fp8.many_rows_fp8(p.x, p.x_scale, w, p.scale, dtype=BF16, tiling=t),
-        )
-    if len(p.x) <= few_rows.MOST_TOKENS:
-        yield from few(p, (p.weights[0].shape[0], p.weights[0].shape[1]))
+    for tiling in ONE_ROW if len(p.x) == 1 else ():
+        yield f"one row {tuple(tiling)}", partial(one_row, p.x, **tiling._asdict())
 
 
 def torchs_fp8(p: Product) -> Iterator[tuple[str, Candidate]]:
@@ -217,7 +178,6 @@ def torchs_fp8(p: Product) -> Iterator[tuple[str, Candidate]]:
 
 def compile_ahead(pool: ThreadPoolExecutor, candidates: list[Candidate], weight: Tensor) -> None:
     """All at once: a launch only asks for its kernel here."""
-    few_rows.counters(weight.device)
 
     def ask(kernel: JITFunction[Any], grid: Any) -> Any:
         return partial(kernel.run, grid=grid, warmup=True)

@@ -92,18 +92,3 @@ def test_one_row_quantized_by_its_product_on_gpu(static: bool, inputs: int) -> N
     scale = torch.tensor(0.01, device=device) if static else None
     wanted = kernels.scaled_mm(Quantized(*kernels.quantize_fp8(x, scale)), stored, columns.flatten(), dtype=x.dtype)
     assert torch.equal(quantizing_mm(x, scale, stored, columns.flatten(), dtype=x.dtype), wanted)
-
-
-@pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_few_rows_again_give_the_same_bits_on_gpu() -> None:
-    from phalanx.kernels.products.choice import FewRows
-    from phalanx.kernels.products.few_rows import counters, few_rows
-
-    x, weight = (torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for rows in (40, 1000))
-    tiling = FewRows(64, 128, 8)
-    first = few_rows(x, weight, tiling=tiling)
-    torch.testing.assert_close(first, reference.linear(x, weight), rtol=1e-2, atol=0.5)
-    for _ in range(20):
-        assert torch.equal(few_rows(x, weight, tiling=tiling), first)
-    assert not counters(x.device).any()

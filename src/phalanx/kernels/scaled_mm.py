@@ -56,19 +56,11 @@ def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype
         product = reference.scaled_mm(values, x_scale, weight, scale, dtype)
         return product if out is None else out.copy_(product)
     if _kernels_take(values, weight, out):
-        tiling = choice.fp8(values.shape[0], *weight.shape)
-        if isinstance(tiling, choice.OneRow):
+        tiling = choice.fp8(values.shape[0], weight.shape[1])
+        if tiling is not None:
             from phalanx.kernels.products.one_row_fp8 import one_row_fp8
 
             return one_row_fp8(values, x_scale, weight, scale, dtype=dtype, out=out, tiling=tiling)
-        if isinstance(tiling, choice.FewRows):
-            from phalanx.kernels.products.few_rows import few_rows
-
-            return few_rows(values, weight, tiling=tiling, x_scale=x_scale, scale=scale, dtype=dtype, out=out)
-        if isinstance(tiling, choice.ManyRows) and dtype != torch.float32:
-            from phalanx.kernels.products.many_rows_fp8 import many_rows_fp8
-
-            return many_rows_fp8(values, x_scale, weight, scale, dtype=dtype, out=out, tiling=tiling)
     return _torchs(x, weight, scale, dtype, out)
 
 
@@ -87,8 +79,8 @@ def quantizing_mm(
 ) -> Tensor:
     """`quantize_fp8` of x [T, in] with x_scale (None: one per token), then `scaled_mm`. One token takes one kernel; same bits."""
     if x.is_cuda and weight.shape[1] <= choice.WIDEST_TO_QUANTIZE and _kernels_take(x, weight, out):
-        tiling = choice.fp8(x.shape[0], *weight.shape)
-        if isinstance(tiling, choice.OneRow):
+        tiling = choice.fp8(x.shape[0], weight.shape[1])
+        if tiling is not None:
             from phalanx.kernels.products.one_row_fp8 import one_row_fp8
 
             return one_row_fp8(x, x_scale, weight, scale, dtype=dtype, out=out, tiling=tiling)

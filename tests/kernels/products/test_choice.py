@@ -1,35 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel multiplies: one row, few rows, many rows, or torch."""
+"""Which kernel multiplies: one row's own, or torch."""
 
 from __future__ import annotations
 
 import pytest
 
 from phalanx.kernels.products import choice
-from phalanx.kernels.products.choice import FewRows, OneRow, shared_columns
 
 
-@pytest.mark.parametrize(
-    ("outputs", "inputs"), [(2560, 8192), (8192, 2048), (14336, 8192), (8192, 7168), (128256, 4096), (64, 128)]
-)
-def test_by_tokens(outputs: int, inputs: int) -> None:
-    assert isinstance(choice.fp8(1, outputs, inputs), OneRow)
-    assert isinstance(choice.sixteen(1, outputs, inputs), OneRow)
-    for tokens in (2, 16, choice.FEW_FP8):
-        tiling = choice.fp8(tokens, outputs, inputs)
-        assert isinstance(tiling, FewRows)
-        # A dot of the kernel takes powers of two, and its stages must fit into Hopper's 227 KiB of shared memory.
-        padded = max(16, 1 << (tokens - 1).bit_length())
-        assert tiling.stages * tiling.block * (tiling.rows + padded) <= 227 << 10
-        assert tiling.rows & (tiling.rows - 1) == tiling.block & (tiling.block - 1) == tiling.ahead & (tiling.ahead - 1) == 0
-        assert -(-outputs // tiling.rows) < 1 << 16  # counters
-    assert choice.fp8(0, outputs, inputs) is choice.sixteen(0, outputs, inputs) is None
-    assert choice.fp8(100_000, outputs, inputs) is choice.sixteen(100_000, outputs, inputs) is None
+@pytest.mark.parametrize("inputs", [16, 128, 2048, 3584, 4096, 7168, 8192, 11008, 14336, 16384, 28672, 53248])
+def test_one_row(inputs: int) -> None:
+    for tiling, width in ((choice.fp8(1, inputs), 1), (choice.sixteen(1, inputs), 2)):
+        assert tiling is not None
+        assert tiling.block & (tiling.block - 1) == tiling.rows & (tiling.rows - 1) == tiling.warps & (tiling.warps - 1) == 0
+        # A thread keeps two tiles of the weight, the one it adds up and the one to come, within its 255 registers.
+        assert 2 * tiling.rows * tiling.block * width / (tiling.warps * 32) <= 4 * 128
 
 
-def test_columns_are_shared_evenly() -> None:
-    assert shared_columns(2560, 8192, 64, 256, 264) == 8  # 40 tiles
-    assert shared_columns(14336, 8192, 64, 256, 264) == 2  # 224
-    assert shared_columns(57344, 8192, 64, 256, 264) == 1
-    assert shared_columns(8192, 7168, 64, 256, 396) == 4  # 28 blocks: 3 would leave some idle
-    assert shared_columns(64, 1280, 64, 256, 264) == 5  # as many as there are
+def test_rows_in_fp8_are_held_whole_where_they_can_be() -> None:
+    for inputs in range(1024, 16385, 1024):
+        tiling = choice.fp8(1, inputs)
+        assert tiling is not None
+        assert tiling.block >= inputs
+
+
+@pytest.mark.parametrize("tokens", [0, 2, 8192])
+def test_torch_has_the_rest(tokens: int) -> None:
+    assert choice.fp8(tokens, 2048) is None
+    assert choice.sixteen(tokens, 2048) is None

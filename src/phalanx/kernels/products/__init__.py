@@ -17,18 +17,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out], written into `out` where one is given (without a
     bias); summed in fp32, rounded to x's dtype.
 
-    Few rows on a GPU read the weight and do next to nothing else: they have kernels that do only that.
+    One row on a GPU reads the weight and does next to nothing else: it has a kernel that does only that.
     """
     if x.is_cuda and bias is None and _kernels_take(x, weight, out):
-        tiling = choice.sixteen(x.shape[0], *weight.shape)
-        if isinstance(tiling, choice.OneRow):
+        tiling = choice.sixteen(x.shape[0], weight.shape[1])
+        if tiling is not None:
             from phalanx.kernels.products.one_row import one_row
 
             return one_row(x, weight, out, **tiling._asdict())
-        if isinstance(tiling, choice.FewRows):
-            from phalanx.kernels.products.few_rows import few_rows
-
-            return few_rows(x, weight, tiling=tiling, out=out)
     if out is not None:
         return torch.mm(x, weight.t(), out=out)
     return F.linear(x, weight, bias)
