@@ -47,15 +47,18 @@ class Row:
         return self.best is None or self.ours <= MET * self.best[0]
 
 
-def read_peers(path: Path) -> dict[Cell, dict[str, tuple[float, str]]]:
-    """{(world, fusion, tokens): {family: (us, implementation)}}, the best of each family (the first word of its name)."""
+def read_peers(paths: list[Path]) -> dict[Cell, dict[str, tuple[float, str]]]:
+    """{(world, fusion, tokens): {family: (us, implementation)}}, the best of each family (the first word of its name); ours, which
+    `comm/peers.py` timed beside them, left out."""
     found: dict[Cell, dict[str, tuple[float, str]]] = defaultdict(dict)
-    with path.open(encoding="utf-8", newline="") as file:
-        for line in csv.DictReader(file):
-            cell = int(line["world_size"]), Fusion.named(line["fusion"]), int(line["num_tokens"])
-            name, us = line["implementation"], float(line["time (us)"])
-            family = name.split()[0]
-            found[cell][family] = min(found[cell].get(family, (us, name)), (us, name))
+    for path in paths:
+        with path.open(encoding="utf-8", newline="") as file:
+            for line in csv.DictReader(file):
+                cell = int(line["world_size"]), Fusion.named(line["fusion"]), int(line["num_tokens"])
+                name, us = line["implementation"], float(line["time (us)"])
+                family = name.split()[0]
+                if family != "Phalanx":
+                    found[cell][family] = min(found[cell].get(family, (us, name)), (us, name))
     return found
 
 
@@ -94,9 +97,9 @@ def _us(us: float) -> str:
     return f"{us:.2f}" if us < 100 else f"{us:.1f}"
 
 
-def compare(folder: Path, peers_path: Path, hidden: int) -> str:
+def compare(folder: Path, peers_paths: list[Path], hidden: int) -> str:
     """The whole text: a table for each TP size and fusion, then the misses."""
-    peers = read_peers(peers_path)
+    peers = read_peers(peers_paths)
     lines = [f"Microseconds, bf16, hidden {hidden}. A peer's column is the fastest of its kinds.", ""]
     misses, cells = [], 0
     for one in decided([bench for bench in records.read_folder(folder) if bench.sm > 0]):
@@ -118,7 +121,7 @@ def compare(folder: Path, peers_path: Path, hidden: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", type=Path, default=RESULTS, help="the folder with our CSVs")
-    parser.add_argument("--peers", type=Path, default=RESULTS / PEERS, help="the peers' CSV")
+    parser.add_argument("--peers", type=Path, nargs="+", default=[RESULTS / PEERS], help="the peers' CSVs")
     parser.add_argument("--hidden", type=int, default=8192)
     asked = parser.parse_args()
     print(compare(asked.data_dir, asked.peers, asked.hidden), end="")
