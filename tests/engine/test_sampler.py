@@ -77,6 +77,86 @@ def test_tokens_do_not_depend_on_the_batch():
         assert got.tolist() == [alone[i][p - 5] for i in order]
 
 
+@pytest.mark.parametrize("mix", [MIX, MIX[:1], MIX[1:2], [params(temperature=0.0, logprobs=2)]])
+def test_narrow_logits_are_widened_where_more_than_their_order_counts(mix):
+    """The same tokens and logprobs from bf16 as from the same values in fp32; a mask and min_tokens among them."""
+    allowed = np.full(4, -1, dtype="<i4")
+    allowed[0] = ~4
+    for mask in (None, allowed.tobytes()):
+        both = []
+        for dtype in (torch.bfloat16, torch.float32):
+            sampler = Sampler(16, VOCAB, "cpu")
+            for i, asked in enumerate(mix):
+                sampler.admit(admission(i, asked, seed=i, stops=[2]))
+            count = len(mix)
+            steps = []
+            for p in (5, 6):
+                logits = logits_of(count, p).bfloat16().to(dtype)
+                before = logits.clone()
+                steps.append(sampler.sample(logits, range(count), [p] * count, [mask] * count).results())
+                assert torch.equal(logits, before)
+            both.append(steps)
+        assert both[0] == both[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "mask", "alone"),
+    [
+        ({}, None, True), ({"min_tokens": 1}, None, True), ({"min_tokens": 2}, None, False), ({}, bytes(16), False),
+        ({"temperature": 0.5}, None, False), ({"logprobs": 0}, None, False), ({"logit_bias": {3: 1.0}}, None, False),
+        ({"frequency_penalty": 0.1}, None, False), ({"top_p": 0.5, "top_k": 3}, None, True),
+    ],
+)  # fmt: skip
+def test_the_likeliest_token_is_enough_for_greedy_rows_alone(asked, mask, alone):
+    sampler = Sampler(4, VOCAB, "cpu")
+    sampler.admit(admission(2, params(**{"temperature": 0.0, **asked}), stops=[9]))
+    sampler.admit(admission(0, params(temperature=0.0)))
+    assert sampler.takes_likeliest(np.array([0, 2]), np.array([9, 6], dtype=np.int32), [None, mask]) is alone
+    tokens = torch.tensor([4, 7])
+    taken = sampler.taken(tokens)
+    tokens.zero_()  # a later step's
+    assert [row.token for row in taken.results()] == [4, 7]
+    assert taken.wait().tolist() == [4, 7]
+
+
+def test_a_mistake_is_found_before_the_logits_are_needed():
+    sampler = sampler_with(params(temperature=0.0))
+    for slots, positions in (([1], [5]), ([0, 0], [5, 5]), ([0], [4])):
+        with pytest.raises(ValueError, match="slots"):
+            sampler.takes_likeliest(slots, positions, [None] * len(slots))
+
+
+def test_counts_are_dropped_with_the_last_penalty():
+    sampler = sampler_with(params(presence_penalty=1.0))
+    assert len(sampler._tally.counts) == 4
+    sampler.admit(admission(1, params(temperature=0.0)))
+    sampler.release(0)
+    assert len(sampler._tally.counts) == 0
+    sampler.admit(admission(0, params(temperature=0.0, repetition_penalty=2.0)))
+    assert [int(sampler.sample(torch.ones(1, VOCAB), [0], [p], [None]).tokens[0]) for p in (5, 6, 7)] == [0, 2, 6]
+
+
+def test_memory_for_tokens_is_used_again():
+    sampler = sampler_with(params(temperature=0.0))
+    for _ in range(3):
+        under_way = [sampler.sample(logits_of(1, p), [0], [p], [None]) for p in (5, 6, 7)]
+        assert [step.results()[0].token for step in under_way] == [int(logits_of(1, p).argmax()) for p in (5, 6, 7)]
+    assert len(sampler._homes._free) == 3
+
+
+def test_prompts_are_scored_a_run_at_a_time(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 3 * VOCAB + 1)
+    sampler, logits, runs = sampler_with(params()), logits_of(8), []
+
+    def made(part):
+        runs.append(part)
+        return logits[part].bfloat16()
+
+    found = sampler.score_prompt(made, list(range(8)), [2] * 8).results()
+    assert [(part.start, part.stop) for part in runs] == [(0, 3), (3, 6), (6, 9)]
+    assert found == scores_of(sampler, logits.bfloat16().float(), list(range(8)), [2] * 8)
+
+
 def test_chunks_change_nothing(monkeypatch):
     def tokens():
         sampler = Sampler(16, VOCAB, "cpu")

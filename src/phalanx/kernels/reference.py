@@ -47,8 +47,8 @@ def turns(positions: Tensor, inverse_wavelengths: Tensor, factor: float) -> tupl
 
 
 def store_words(table: Tensor, places: Tensor, values: Tensor) -> None:
-    """table[places[k]] = values[k], for a flat table and places and values [K] int64, except where places[k] is negative. The others
-    are distinct."""
+    """table[places[k]] = values[k], for a flat table and places and values [K] int64, except where places[k] is negative. The
+    others are distinct."""
     real = places >= 0
     table[places[real]] = values[real].to(table.dtype)
 

@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,6 +89,7 @@ def check_likeliest() -> None:
     from phalanx.kernels import sampling
     from phalanx.kernels.between import likeliest
 
+    usual = likeliest.PROGRAMS
     width = 5000
     logits = torch.randn(9, width).round(decimals=1)
     logits[1] = -math.inf
@@ -115,6 +117,7 @@ def check_likeliest() -> None:
             tokens.fill_(-5)
             likeliest.settle(torch.stack(parts), tokens, None)
             assert tokens.tolist() == wanted.tolist()
+    likeliest.PROGRAMS = usual
     slots, kv_slots = torch.tensor([3, 0, 5, 1, 0, 0, 0, 0, 0]), torch.tensor([8, 1, 0, 2, -1, -1, -1, -1, -1])
     for settle in (likeliest.settle, sampling.settle):
         last_tokens = torch.full((7,), -7)
@@ -147,6 +150,14 @@ def test_in_the_interpreter() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [check.__name__ for check in CHECKS]
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_gpu(check: Callable[[], None]) -> None:
+    with torch.device("cuda"):
+        check()
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

@@ -104,8 +104,8 @@ def sizes(max_batch_size: int) -> list[int]:
 class Places:
     """What graphs of up to `rows` rows read and write.
 
-    facts [7, rows] int64: token ids (-1: what was sampled into the slot last), positions, KV slots, slots, KV lengths (int32); and of
-    no row in particular, places in the flattened tables of all slots (-1: none) and the blocks that are new there.
+    facts [7, rows] int64: token ids (-1: what was sampled into the slot last), positions, KV slots, slots, KV lengths (int32); and
+    of no row in particular, places in the flattened tables of all slots (-1: none) and the blocks that are new there.
     hidden: what comes from the stage before; out: what goes to the next. On the last stage instead logits [rows, width], this
     rank's, in the model's dtype, and tokens [rows] int64, the likeliest of all ranks'.
     """

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps in a steady state take no new memory: on the device, and what the host keeps for its copies."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.comm.group import Solo
+from phalanx.config.model import ModelShape
+from phalanx.config.sampling import SamplingParams
+from phalanx.engine.messages import Admission, Row, StepBatch
+from phalanx.engine.ranks import budget
+from phalanx.engine.ranks.graphs import CudaTape, Rerun, Tape
+from phalanx.engine.runner import Outcome, Runner
+from phalanx.engine.sampler import Sampler
+from phalanx.models import registry, weights
+from phalanx.models.batch import LayerCache
+from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention_sdpa import SdpaBackend
+from tests.checkpoints import write_checkpoint
+from tests.engine.drive import prompts
+
+SLOTS, BLOCK, LONGEST = 24, 16, 2048
+KINDS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1)}
+
+
+class Fixed(SdpaBackend):
+    captures = True
+
+
+def made_runner(folder: Path, device: torch.device, dtype: torch.dtype) -> Runner:
+    shape = ModelShape.from_folder(folder)
+    model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device)
+    weights.load(model, folder)
+    on_gpu = device.type == "cuda"
+    attention = backend(device, dtype, shape.head_dim) if on_gpu else Fixed()
+    tape: Tape = CudaTape(device) if on_gpu else Rerun()
+    blocks = SLOTS * LONGEST // BLOCK if on_gpu else 200
+    runner = Runner(
+        model, [LayerCache.zeros(1, BLOCK, s.heads, s.head_dim, dtype, device) for s in model.kv_specs()], attention,
+        Sampler(SLOTS, shape.vocab_size, device), Solo(), max_batch_size=SLOTS, max_seq_len=LONGEST, block_size=BLOCK, dtype=dtype,
+        device=device, tape=tape,
+    )  # fmt: skip
+    for step in budget.largest_steps(max_num_tokens=64, max_seq_len=64, max_batch_size=SLOTS, block_size=BLOCK):
+        runner.run(step).results()
+    runner.caches = [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, dtype, device) for s in model.kv_specs()]
+    list(runner.capture())
+    return runner
+
+
+def decode(runner: Runner, params: SamplingParams, steps: int) -> None:
+    """One step ahead, as the engine keeps it; all slots, so that new blocks come at every step."""
+    given = iter(range(10**9))
+    asked = [prompt[: 3 + number % BLOCK] for number, prompt in enumerate(prompts(SLOTS, seed=4))]
+    blocks = len(asked) * -(-(max(map(len, asked)) + steps) // BLOCK)
+    under_way: deque[Outcome] = deque()
+    for number in range(-1, steps):
+        rows = []
+        for slot, prompt in enumerate(asked):
+            at = len(prompt) + number
+            if number < 0:
+                rows.append(Row(slot, 0, len(prompt), prompt, [next(given) % blocks], samples=True))
+            else:
+                rows.append(Row(slot, at, 1, [], [next(given) % blocks] if at % BLOCK == 0 else [], samples=True))
+        admitted = [Admission(slot, prompt, len(prompt), params, slot) for slot, prompt in enumerate(asked)] if number < 0 else []
+        rows.sort(key=lambda row: row.count)
+        under_way.append(runner.run(StepBatch(admitted=admitted, rows=rows)))
+        if len(under_way) > 1:
+            under_way.popleft().results()
+    under_way.popleft().results()
+    runner.run(StepBatch(released=list(range(SLOTS)))).results()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_host_keeps_what_it_has(tmp_path: Path, kind: str) -> None:
+    runner = made_runner(write_checkpoint(tmp_path / "llama", "llama"), torch.device("cpu"), torch.float32)
+    sampler = runner._sampler
+    assert sampler is not None
+    decode(runner, KINDS[kind], 3)
+    free = [id(home) for home in sampler._homes._free]
+    decode(runner, KINDS[kind], 20)
+    assert sorted(id(home) for home in sampler._homes._free) == sorted(free)
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_steps_take_no_memory_from_the_device(tmp_path: Path, kind: str) -> None:
+    device = torch.device("cuda", 0)
+    folder = write_checkpoint(
+        tmp_path / "llama", "llama", hidden_size=512, num_attention_heads=8, num_key_value_heads=8, head_dim=64, std=0.05
+    )
+    runner = made_runner(folder, device, torch.bfloat16)
+    assert runner.graphs is not None
+    decode(runner, KINDS[kind], 50)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_stats(device)
+    decode(runner, KINDS[kind], 1000)
+    torch.cuda.synchronize(device)
+    after = torch.cuda.memory_stats(device)
+    for name in ("segment.all.allocated", "segment.all.freed", "num_alloc_retries", "num_ooms", "num_device_alloc"):
+        assert after.get(name) == before.get(name), name
+    assert after["allocated_bytes.all.current"] == before["allocated_bytes.all.current"]
+    host = torch.cuda.host_memory_stats()
+    decode(runner, KINDS[kind], 100)
+    assert torch.cuda.host_memory_stats().get("segment.allocated") == host.get("segment.allocated")
