@@ -210,6 +210,7 @@ class Run:
         buffer = symmetric_memory.empty(longest, dtype=torch.bfloat16, device=self.device)
         symmetric_memory.rendezvous(buffer, self.group.group_name)
         self.sweep(lambda at: (*of_torch(at, self.group, buffer), *ours(at, groups)))
+        self.write(facts=True)
         theirs, why = self.flashinfer()
         if theirs is None:
             self.absent["FlashInfer"] = why
@@ -258,8 +259,8 @@ class Run:
             (self.group.size(), "bfloat16", at.x.nbytes, tokens, hidden, candidate.implementation, at.fusion.name, us)
         )  # fmt: skip
 
-    def write(self) -> None:
-        """All that there is so far."""
+    def write(self, *, facts: bool = False) -> None:
+        """All that there is so far; facts: of the machine and of what was left out, too."""
         if self.group.rank():
             return
         major, minor = torch.cuda.get_device_capability(self.device)
@@ -268,10 +269,11 @@ class Run:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows([COLUMNS, *self.rows])
-        method = (
-            "50 calls in one CUDA graph on fixed tensors, median of 9 replays, maximum over ranks; compared with the oracle first"
-        )
-        record.write(stem, {"method": method, "left out": self.absent, "rows": len(self.rows)}, folder)
+        if facts:
+            method = (
+                "50 calls in one CUDA graph on fixed tensors, median of 9 replays, maximum over ranks; compared with the oracle"
+            )
+            record.write(stem, {"method": method, "left out": self.absent, "rows": len(self.rows)}, folder)
 
 
 def read(path: Path) -> list[Row]:
@@ -329,8 +331,8 @@ def main() -> None:
     assert dist.group.WORLD is not None
     run = Run(options, dist.group.WORLD, device)
     run.all()
+    run.write(facts=True)
     if rank == 0:
-        run.write()
         print("\n".join(markdown(run.rows)), json.dumps({"left out": run.absent}, indent=1), sep="\n", flush=True)
     dist.barrier()
     dist.destroy_process_group()
