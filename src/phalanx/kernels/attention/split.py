@@ -12,7 +12,7 @@ from torch import Tensor
 MOST_PIECES = 32
 """Of one row: the last program to arrive reads what all others left."""
 
-PROGRAMS_PER_PROCESSOR = 4
+PROGRAMS_PER_PROCESSOR = 8
 """That run at once; a row is cut no further than into what the GPU can run at once."""
 
 
@@ -34,13 +34,11 @@ def chosen(rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, p
     """For `rows` rows of any length; group: query heads per KV head; itemsize: bytes of a cached element; processors: the
     GPU's."""
     programs = rows * kv_heads * -(-group // 16)
-    pieces = max(1, min(PROGRAMS_PER_PROCESSOR * processors // programs, MOST_PIECES))
+    pieces = max(1, min(PROGRAMS_PER_PROCESSOR * processors // (2 * programs), MOST_PIECES))
     chunk = 128 if programs <= processors else 256
     if head_dim * itemsize > 256:  # also in fp32, whose products are not a tensor core's
         return Split(pieces, chunk, tile=32, warps=2, stages=2, registers=255)
-    if programs <= processors:
-        return Split(pieces, chunk, tile=64, warps=4, stages=3, registers=168)
-    return Split(pieces, chunk, tile=32, warps=2, stages=3, registers=168)
+    return Split(pieces, chunk, tile=16, warps=1, stages=4, registers=168)
 
 
 class Workspace:
