@@ -14,6 +14,7 @@ from phalanx.config.sampling import SamplingParams
 from phalanx.engine import sampler as module
 from phalanx.engine.messages import Admission
 from phalanx.engine.sampler import Sampler
+from phalanx.kernels import sampling
 
 VOCAB = 101
 PROMPT = [3, 1, 4, 1, 5]
@@ -103,15 +104,25 @@ def test_narrow_logits_are_widened_where_more_than_their_order_counts(mix):
     ("asked", "mask", "alone"),
     [
         ({}, None, True), ({"min_tokens": 1}, None, True), ({"min_tokens": 2}, None, False), ({}, bytes(16), False),
-        ({"temperature": 0.5}, None, False), ({"logprobs": 0}, None, False), ({"logit_bias": {3: 1.0}}, None, False),
+        ({"temperature": 0.5}, None, True), ({"temperature": 0.5, "min_p": 0.1}, None, False),
+        ({"logprobs": 0}, None, False), ({"logit_bias": {3: 1.0}}, None, False),
         ({"frequency_penalty": 0.1}, None, False), ({"top_p": 0.5, "top_k": 3}, None, True),
     ],
 )  # fmt: skip
-def test_the_likeliest_token_is_enough_for_greedy_rows_alone(asked, mask, alone):
+def test_when_the_logits_need_not_be_gathered(asked, mask, alone):
     sampler = Sampler(4, VOCAB, "cpu")
     sampler.admit(admission(2, params(**{"temperature": 0.0, **asked}), stops=[9]))
     sampler.admit(admission(0, params(temperature=0.0)))
-    assert sampler.takes_likeliest(np.array([0, 2]), np.array([9, 6], dtype=np.int32), [None, mask]) is alone
+    draws = sampler.draws(np.array([0, 2]), np.array([9, 6], dtype=np.int32), [None, mask])
+    assert (draws is not None) is alone
+    if draws is not None and asked.get("temperature"):
+        assert draws.temperature.tolist() == [0.0, 0.5]
+        logits = logits_of(2)
+        tokens = sampling.drawn(logits, draws.temperature, draws.noise)
+        assert tokens.tolist() == sampler.sample(logits, [0, 2], [9, 6], [None, None]).tokens.tolist()
+        assert tokens[0] == logits[0].argmax()
+    elif draws is not None:
+        assert draws.temperature is None
     tokens = torch.tensor([4, 7])
     taken = sampler.taken(tokens)
     tokens.zero_()  # a later step's
@@ -123,7 +134,7 @@ def test_a_mistake_is_found_before_the_logits_are_needed():
     sampler = sampler_with(params(temperature=0.0))
     for slots, positions in (([1], [5]), ([0, 0], [5, 5]), ([0], [4])):
         with pytest.raises(ValueError, match="slots"):
-            sampler.takes_likeliest(slots, positions, [None] * len(slots))
+            sampler.draws(slots, positions, [None] * len(slots))
 
 
 def test_counts_are_dropped_with_the_last_penalty():

@@ -235,8 +235,11 @@ class Runner:
         if count:
             positions = arranged.kv_lengths if count == len(rows) else arranged.kv_lengths[sampling]
             asked = (arranged.sampled_slots, positions, [rows[index].mask for index in sampling])
-            if not sampler.takes_likeliest(*asked):
+            draws = sampler.draws(*asked)
+            if draws is None:
                 outcome.sampled = sampler.sample(head.gather(forwarded.local), *asked)
+            elif draws.temperature is not None and draws.noise is not None:
+                outcome.sampled = sampler.taken(head.drawn(forwarded.local, draws.temperature, draws.noise))
             elif forwarded.tokens is None:
                 outcome.sampled = sampler.taken(head.likeliest(forwarded.local))
             else:

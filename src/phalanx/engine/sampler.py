@@ -10,6 +10,7 @@ number of ranks change nothing, and every rank that holds the logits draws the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,15 @@ Rows = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
 Masks = Sequence[bytes | None]
 
 _CHUNK = 2**24  # logits per pass of an op that makes temporaries: 64 MiB of fp32
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How each row gets its token: temperature [S] fp32, 0 for the likeliest, and noise [2, S] int32 (see `sampling.race`); both
+    None where every row gets the likeliest."""
+
+    temperature: Tensor | None
+    noise: Tensor | None
 
 
 class Sampler:
@@ -58,14 +68,16 @@ class Sampler:
         self._tally.close(slot)
         self._needs = None
 
-    def takes_likeliest(self, slots: Rows, positions: Rows, masks: Masks) -> bool:
-        """Whether `sample` would give each row its likeliest token and report nothing: `taken` will do then. The arguments, and the
-        errors, are those of `sample`; the same on every rank, as what it decides by is."""
+    def draws(self, slots: Rows, positions: Rows, masks: Masks) -> Draws | None:
+        """How tokens come straight from the logits as they are, so that ranks which share a vocabulary need not gather them; None
+        where `sample` must have them all. The arguments, and the errors, are those of `sample`. The same on every rank."""
         needs = self._gather(slots)
-        return needs.order_counts and not _guided(masks) and not self._short(needs, positions).size
+        if _guided(masks) or self._short(needs, positions).size or not needs.order_counts:
+            return None
+        return Draws(needs.temperature, None if needs.temperature is None else self._noise(needs, positions))
 
     def taken(self, tokens: Tensor) -> Sampled:
-        """The step's tokens [S], where `takes_likeliest` and somebody found them."""
+        """The step's tokens [S], where somebody found them as `draws` says."""
         return Sampled(tokens, self._homes)
 
     def sample(self, logits: Tensor, slots: Rows, positions: Rows, masks: Masks) -> Sampled:
@@ -143,18 +155,23 @@ class Sampler:
         """tokens [S] int64: the likeliest in greedy rows, a draw in the others."""
         if needs.temperature is None:
             return sampling.likeliest(logits)
-        places = np.asarray(positions, dtype=np.uint64)[needs.random_rows]
-        (keys,) = self._keys.send([_noise_keys(needs.seeds, places)])
-        drawn = []
-        for part in _parts(len(needs.random_rows), self._vocab_size):
-            rows = logits[part] if needs.random is None else logits[needs.random[part]]
-            scaled = sampling.scale(rows.float(), needs.temperature[part])
-            if needs.most_likely:
-                top_k, top_p, min_p = (None if x is None else x[part] for x in (needs.top_k, needs.top_p, needs.min_p))
-                scaled = sampling.keep_likely(scaled, needs.most_likely, top_k, top_p, min_p)
-            drawn.append(sampling.draw(scaled, keys[:, part]))
-        tokens = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
-        return tokens if needs.random is None else sampling.likeliest(logits).index_copy(0, needs.random, tokens)
+        noise = self._noise(needs, positions)
+        if needs.random is None:
+            return sampling.drawn(logits, needs.temperature, noise)
+        found = []
+        for part in _parts(len(needs.random), self._vocab_size):
+            rows = needs.random[part]
+            scaled = sampling.scale(logits[rows].float(), needs.temperature[rows])
+            top_k, top_p, min_p = (None if x is None else x[part] for x in (needs.top_k, needs.top_p, needs.min_p))
+            scaled = sampling.keep_likely(scaled, needs.most_likely, top_k, top_p, min_p)
+            found.append(sampling.draw(scaled, noise[:, rows]))
+        tokens = found[0] if len(found) == 1 else torch.cat(found)
+        return tokens if len(tokens) == len(logits) else sampling.likeliest(logits).index_copy(0, needs.random, tokens)
+
+    def _noise(self, needs: Needs, positions: Rows) -> Tensor:
+        """The rows' keys [2, S] int32: see `sampling.draw`."""
+        (keys,) = self._keys.send([_noise_keys(needs.seeds, np.asarray(positions, dtype=np.uint64))])
+        return keys
 
     def _send(self, values: Any, dtype: torch.dtype) -> Tensor:
         """Host values as a tensor on the device, without waiting for it."""

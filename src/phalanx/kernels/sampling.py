@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops that turn logits into tokens, row by row, in plain torch: the same on CPU and GPU, and on every rank. The likeliest token
-alone has a kernel: it is all that a greedy step needs.
+"""The ops that turn logits into tokens, row by row, in plain torch: the same on CPU and GPU, and on every rank. The likeliest
+token, and a draw from all of them, have kernels: they are all that most steps need.
 
 No op looks from one row into another, so that a request's tokens do not depend on what else is in the batch. Filters are
 thresholds on values (tokens that tie with the last one kept are kept), so that no result depends on how a sort orders ties.
@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx.kernels.norms import triton_is_here
 
 _NEVER = float("-inf")
+_AT_ONCE = 2**24  # logits that plain torch makes temporaries of at a time: 64 MiB of fp32
 _BELOW_ONE = 1.0 - 2.0**-24  # the largest fp32 below 1
 
 
@@ -69,13 +70,49 @@ def keys(logits: Tensor, begin: int, held: int) -> Tensor:
         from phalanx.kernels.between.likeliest import keys as kernel
 
         return kernel(logits, begin, held)
-    if held == 0:
-        return torch.full((len(logits), 1), -(2**63), dtype=torch.int64, device=logits.device)
-    place = logits[:, :held].argmax(-1, keepdim=True)
-    value = logits.gather(1, place).float()
+    return _best(logits[:, :held], begin)
+
+
+def _best(values: Tensor, begin: int) -> Tensor:
+    """One key [S, 1] for each row of values [S, held]."""
+    if values.shape[1] == 0:
+        return torch.full((len(values), 1), -(2**63), dtype=torch.int64, device=values.device)
+    place = values.argmax(-1, keepdim=True)
+    value = values.gather(1, place).float()
     bits = torch.where(value == 0, 0.0, value).view(torch.int32)
     order = torch.where(value.isnan(), 0x7FFFFFFF, torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
     return (order.long() << 32) | (0xFFFFFFFF - begin - place)
+
+
+def race(logits: Tensor, begin: int, held: int, tops: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+    """As `keys`, of a draw: the largest key's token is one of probability softmax(logits / temperature), as `scale` and `draw` find
+    it in the whole vocabulary, to the bit where exp and log are the same.
+
+    tops [ranks, S, parts]: the keys of the logits, of all ranks. temperature [S] fp32: 0 where the likeliest is to win. noise
+    [2, S] int32: the rows' keys, as in `draw`.
+    """
+    if _kernel_takes(logits):
+        from phalanx.kernels.between.likeliest import race as kernel
+
+        return kernel(logits, begin, held, tops, temperature, noise)
+    order = (tops.amax((0, 2)) >> 32).to(torch.int32)
+    top = torch.where(order < 0, order ^ 0x7FFFFFFF, order).view(torch.float32).unsqueeze(1)
+    parts = []
+    step = max(1, _AT_ONCE // max(held, 1))
+    for rows in (slice(at, at + step) for at in range(0, len(logits), step)):
+        wide, drawn = logits[rows, :held].float(), (temperature[rows] > 0).unsqueeze(1)
+        heat = torch.where(drawn, temperature[rows].unsqueeze(1), 1.0)
+        runs = _scaled(wide, top[rows], heat).sub_(_log_exponential(noise[:, rows], begin, begin + held))
+        parts.append(_best(torch.where(drawn, runs, wide), begin))
+    return torch.cat(parts) if parts else torch.empty(0, 1, dtype=torch.int64, device=logits.device)
+
+
+def drawn(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+    """One token per row of logits [S, V]: [S] int64, the likeliest where temperature [S] is 0, else a draw. See `race`."""
+    tokens, width = torch.empty(len(logits), dtype=torch.int64, device=logits.device), logits.shape[1]
+    tops = keys(logits, 0, width).unsqueeze(0)
+    settle(race(logits, 0, width, tops, temperature, noise).unsqueeze(0), tokens)
+    return tokens
 
 
 def settle(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
@@ -102,9 +139,12 @@ def _kernel_takes(x: Tensor) -> bool:
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
     """(logits - their row's maximum) / temperature; [R, V] and [R], fp32. The maximum is 0, and nothing is NaN or +inf."""
-    top = logits.amax(-1, keepdim=True)
+    return _scaled(logits, logits.amax(-1, keepdim=True), temperature.unsqueeze(1))
+
+
+def _scaled(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     shifted = logits - torch.where(top == _NEVER, 0.0, top)
-    return shifted.div_(temperature.unsqueeze(1)).nan_to_num_(nan=0.0, neginf=_NEVER)
+    return shifted.div_(temperature).nan_to_num_(nan=0.0, neginf=_NEVER)
 
 
 def keep_likely(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
@@ -153,17 +193,21 @@ def draw(scaled: Tensor, keys: Tensor) -> Tensor:
     Gumbel-max as an exponential race: argmax(scaled - log(E)), E = -log(1 - u), u = hash(key, token). A token at -inf never wins
     while another is finite.
     """
-    noise = hashed_uniform(keys, scaled.shape[1]).neg_().log1p_().neg_().log_()
-    return (scaled - noise).argmax(-1)
+    return (scaled - _log_exponential(keys, 0, scaled.shape[1])).argmax(-1)
 
 
-def hashed_uniform(keys: Tensor, tokens: int) -> Tensor:
-    """u [R, tokens] fp32 in (0, 1): a hash of (keys[0, r], keys[1, r], token), by 32-bit integer arithmetic that wraps.
+def _log_exponential(keys: Tensor, begin: int, end: int) -> Tensor:
+    return hashed_uniform(keys, end, begin).neg_().log1p_().neg_().log_()
+
+
+def hashed_uniform(keys: Tensor, tokens: int, begin: int = 0) -> Tensor:
+    """u [R, tokens - begin] fp32 in (0, 1), for tokens `begin` and on: a hash of (keys[0, r], keys[1, r], token), by 32-bit integer
+    arithmetic that wraps.
 
     Resolution is 2^-31 near 0, where the race is decided. The mixing steps are Wellons' lowbias32
     (nullprogram.com/blog/2018/07/31), once over the token and once more with the keys worked in.
     """
-    h = _mixed_ids(tokens, keys.device) ^ keys[0].unsqueeze(1)
+    h = _mixed_ids(tokens, keys.device)[begin:] ^ keys[0].unsqueeze(1)
     h ^= (h >> 16) & 0xFFFF
     h *= _A
     h ^= (h >> 15) & 0x1FFFF

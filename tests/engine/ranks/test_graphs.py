@@ -163,20 +163,20 @@ def test_a_back_end_without_a_plan_is_asked_for_none_per_step(folder: Path) -> N
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_ranks_agree_on_greedy_tokens_without_the_logits(
+def test_ranks_agree_on_tokens_without_the_logits(
     folder: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """A step in which a row draws, or wants logprobs, gathers the logits; the others gather keys, eagerly as in graphs."""
+    """A step in which a row filters, or wants logprobs, gathers the logits; the others gather keys, eagerly as in graphs."""
     asked, gathers = prompts(3, seed=6), Counter[str]()
     gather = ParallelHead.gather
-    mixed = [GREEDY, SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=0.0, logprobs=1)]
+    gathered = [SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=0.0, logprobs=1)]
 
     def counted(self: ParallelHead, local: Tensor) -> Tensor:
         gathers["logits"] += 1
         return gather(self, local)
 
     monkeypatch.setattr(ParallelHead, "gather", counted)
-    for params in mixed:
+    for params in (GREEDY, SamplingParams(temperature=0.9), *gathered):
         for tape in (Counting, lambda: None):
             gathers.clear()
             runs = LocalWorld(2).run(
@@ -185,7 +185,7 @@ def test_ranks_agree_on_greedy_tokens_without_the_logits(
                 )
             )
             assert runs[0] == runs[1] == drive(make_runner(folder, None)).generate(asked, 6, params=params)
-            assert (gathers["logits"] > 0) == (params is not GREEDY)
+            assert (gathers["logits"] > 0) == (params in gathered)
     assert drive(make_runner(folder, Counting())).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
 
 

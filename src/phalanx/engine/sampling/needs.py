@@ -70,12 +70,11 @@ class Needs:
     penalized: Tensor | None
     tally_rows: Tensor | None  # the penalized rows' places in the tally
     penalties: Tensor | None  # [penalized, 3]
-    random_rows: Longs
-    random: Tensor | None  # the same on the device; None where all rows are
-    seeds: Words64  # [random], as are the temperature and the filters
-    temperature: Tensor | None
+    seeds: Words64
+    temperature: Tensor | None  # [S], 0 where a row is greedy
+    random: Tensor | None  # the rows that are not, where there is a filter
     most_likely: int  # as in sampling.keep_likely; 0: no filter at all
-    top_k: Tensor | None
+    top_k: Tensor | None  # [random], as are the other filters
     top_p: Tensor | None
     min_p: Tensor | None
     reported_rows: Longs  # that ask for logprobs
@@ -85,8 +84,9 @@ class Needs:
 
     @property
     def order_counts(self) -> bool:
-        """Whether nothing counts but the order of the logits: all rows are greedy, and nothing is added or reported."""
-        return self.bias is None and self.penalized is None and self.reported is None and self.temperature is None
+        """Whether nothing counts but the order of the logits, and of what runs the race if a row draws: nothing is added to them,
+        filtered or reported."""
+        return self.bias is None and self.penalized is None and self.reported is None and not self.most_likely
 
     @classmethod
     def of(cls, slots: Longs, book: Book, tally: list[int], send: Send) -> Needs:
@@ -100,6 +100,7 @@ class Needs:
         top_k, top_p, min_p = book.top_k[drawn], book.top_p[drawn], book.min_p[drawn]
         k_on, p_on, m_on = top_k < size, top_p < 1.0, min_p > 0.0
         most = size if (p_on & ~k_on).any() else int(top_k[k_on].max(initial=1))
+        filtered = bool((k_on | p_on | m_on).any())
         reported = np.flatnonzero(book.logprobs[slots] >= 0)
         logprobs = book.logprobs[slots[reported]]
         return cls(
@@ -108,11 +109,10 @@ class Needs:
             penalized=send(penalized, index) if penalized.size else None,
             tally_rows=send(tally, index) if penalized.size else None,
             penalties=send(book.penalties[slots[penalized]], torch.float32) if penalized.size else None,
-            random_rows=random,
-            random=send(random, index) if 0 < len(random) < len(slots) else None,
-            seeds=book.seed[drawn],
-            temperature=send(book.temperature[drawn], torch.float32) if random.size else None,
-            most_likely=most if (k_on | p_on | m_on).any() else 0,
+            seeds=book.seed[slots],
+            temperature=send(np.where(book.random[slots], book.temperature[slots], 0.0), torch.float32) if random.size else None,
+            random=send(random, index) if filtered else None,
+            most_likely=most if filtered else 0,
             top_k=send(top_k, index) if k_on.any() else None,
             top_p=send(np.where(p_on, top_p, 2.0), torch.float64) if p_on.any() else None,
             min_p=send(min_p, torch.float32) if m_on.any() else None,

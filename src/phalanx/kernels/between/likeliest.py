@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""The likeliest token of each row of logits, whose vocabulary may be split over ranks: keys of parts, then the largest of these.
+"""One token of each row of logits, whose vocabulary may be split over ranks, the likeliest or a drawn one: keys of parts, then the
+largest of these.
 
 A key holds a logit and its token so that a larger key is a larger logit, or of equal ones the lower token (see `sampling.keys`).
 Every program has a part of one row and writes its key; whoever merges them reads a few words per row. That needs no atomics and
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
 from phalanx.kernels.residual_rms_norm import capability
 
@@ -24,6 +25,25 @@ PROGRAMS = 512
 """About so many programs find keys, however many rows there are: some per processor of a large GPU."""
 
 LOWEST = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _better(value, column, held, best, place):
+    """The higher values of each lane so far, as integers in the order of floats, and the columns where they stood first."""
+    value = tl.where(value == 0.0, 0.0, value)  # -0 is no less than 0
+    bits = value.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(value == value, order, 0x7FFFFFFF)
+    order = tl.where(column < held, order, -(2**31))
+    better = order > best
+    return tl.where(better, order, best), tl.where(better, column, place)
+
+
+@triton.jit
+def _key(best, place, begin):
+    """The largest key of all lanes."""
+    key = (best.to(tl.int64) << 32) | (0xFFFFFFFF - (begin + place).to(tl.int64))
+    return tl.max(tl.where(best == -(2**31), LOWEST, key), 0)
 
 
 @triton.jit
@@ -42,18 +62,74 @@ def _keys(logits, keys, stride, held, begin, parts, span, BLOCK: tl.constexpr, P
     while at < end:
         column = at + lane
         value = tl.load(start + column, column < held, float("-inf")).to(tl.float32)
-        value = tl.where(value == 0.0, 0.0, value)  # -0 is no less than 0
-        bits = value.to(tl.int32, bitcast=True)
-        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-        order = tl.where(value == value, order, 0x7FFFFFFF)
-        order = tl.where(column < held, order, -(2**31))
-        better = order > best
-        place = tl.where(better, column, place)
-        best = tl.where(better, order, best)
+        best, place = _better(value, column, held, best, place)
         at += BLOCK
-    key = (best.to(tl.int64) << 32) | (0xFFFFFFFF - (begin + place).to(tl.int64))
-    key = tl.where(best == -(2**31), LOWEST, key)
-    tl.store(keys + row * parts + part, tl.max(key, 0))
+    tl.store(keys + row * parts + part, _key(best, place, begin))
+
+
+@triton.jit
+def _largest(keys, row, rows, parts, RANKS: tl.constexpr, PARTS: tl.constexpr):
+    """Of keys [RANKS, rows, parts], a row's."""
+    part = tl.arange(0, PARTS)
+    best = tl.full([PARTS], LOWEST, tl.int64)
+    for rank in tl.static_range(RANKS):
+        best = tl.maximum(best, tl.load(keys + (rank * rows + row) * parts + part, part < parts, LOWEST))
+    return tl.max(best, 0)
+
+
+@triton.jit
+def _shifts(h, LOW: tl.constexpr):
+    """h ^ (h >> 16 or 15), without the sign."""
+    if LOW:
+        return h ^ ((h >> 15) & 0x1FFFF)
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _noise(token, first, second, PTX: tl.constexpr):
+    """log of an exponential variate: as `sampling.hashed_uniform` and `sampling.draw` say."""
+    h = _shifts(token + (0x9E3779B9 - 2**32), False) * 0x7FEB352D
+    h = _shifts(_shifts(h, True) * (0x846CA68B - 2**32), False) ^ first
+    h = _shifts(_shifts(h, False) * 0x7FEB352D, True) + second
+    h = _shifts(h * (0x846CA68B - 2**32), False) & 0x7FFFFFFF
+    u = tl.minimum((h.to(tl.float32) + 0.5) * 4.656612873077393e-10, 1.0 - 5.960464477539063e-08)
+    if PTX > 0:
+        noise = libdevice.log(-libdevice.log1p(-u))
+    else:
+        noise = tl.log(-tl.log(1.0 - u.to(tl.float64))).to(tl.float32)
+    return noise
+
+
+@triton.jit
+def _race(
+    logits, keys, tops, temperature, noise, stride, held, begin, rows, parts, span,
+    RANKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """keys [rows, parts] of what runs the race; tops: the keys [RANKS, rows, parts] of the logits themselves."""
+    if PTX >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, part = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    start = logits + row.to(tl.int64) * stride
+    order = (_largest(tops, row, rows, parts, RANKS, PARTS) >> 32).to(tl.int32)
+    top = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    heat = tl.load(temperature + row)
+    first, second = tl.load(noise + row), tl.load(noise + rows + row)
+    best = tl.full([BLOCK], -(2**31), tl.int32)
+    place = tl.zeros([BLOCK], tl.int32)
+    at = part * span
+    end = tl.minimum(at + span, held)
+    while at < end:
+        column = at + lane
+        value = tl.load(start + column, column < held, float("-inf")).to(tl.float32)
+        if heat > 0.0:
+            value = tl.div_rn(value - top, heat)
+            value = tl.where(value == value, value, 0.0) - _noise(begin + column, first, second, PTX)
+        best, place = _better(value, column, held, best, place)
+        at += BLOCK
+    tl.store(keys + row * parts + part, _key(best, place, begin))
 
 
 @triton.jit
@@ -66,11 +142,7 @@ def _settle(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    part = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], LOWEST, tl.int64)
-    for rank in tl.static_range(RANKS):
-        best = tl.maximum(best, tl.load(keys + (rank * rows + row) * parts + part, part < parts, LOWEST))
-    token = 0xFFFFFFFF - (tl.max(best, 0) & 0xFFFFFFFF)
+    token = 0xFFFFFFFF - (_largest(keys, row, rows, parts, RANKS, BLOCK) & 0xFFFFFFFF)
     tl.store(tokens + row, token)
     if REMEMBER:
         tl.store(last_tokens + tl.load(slots + row), token, tl.load(kv_slots + row) >= 0)
@@ -81,17 +153,34 @@ def parts_of(rows: int, width: int) -> int:
     return max(1, min(-(-PROGRAMS // max(rows, 1)), -(-width // BLOCK)))
 
 
+def _cut(logits: Tensor) -> tuple[int, int]:
+    """(parts of a row, columns of a part)"""
+    parts = parts_of(*logits.shape)
+    return parts, triton.cdiv(triton.cdiv(logits.shape[1], parts), BLOCK) * BLOCK
+
+
 def keys(logits: Tensor, begin: int, held: int) -> Tensor:
     """The kernel of `sampling.keys`: [S, parts] for logits [S, W] whose rows are contiguous."""
-    rows, width = logits.shape
-    parts = parts_of(rows, width)
+    rows, (parts, span) = len(logits), _cut(logits)
     found = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     if rows:
         ptx = capability(logits.device)
-        span = triton.cdiv(triton.cdiv(width, parts), BLOCK) * BLOCK
         _keys[(rows, parts)](
             logits, found, logits.stride(0), held, begin, parts, span, BLOCK=BLOCK, PTX=ptx, num_warps=8, launch_pdl=ptx >= 90
         )
+    return found
+
+
+def race(logits: Tensor, begin: int, held: int, tops: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+    """The kernel of `sampling.race`: [S, parts] for logits [S, W] whose rows are contiguous."""
+    rows, (parts, span) = len(logits), _cut(logits)
+    found = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
+    if rows:
+        ptx = capability(logits.device)
+        _race[(rows, parts)](
+            logits, found, tops, temperature, noise, logits.stride(0), held, begin, rows, parts, span, RANKS=len(tops),
+            PARTS=triton.next_power_of_2(parts), BLOCK=BLOCK, PTX=ptx, num_warps=8, launch_pdl=ptx >= 90,
+        )  # fmt: skip
     return found
 
 

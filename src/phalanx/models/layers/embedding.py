@@ -92,8 +92,18 @@ class ParallelHead(Sliced):
 
     def likeliest(self, local: Tensor) -> Tensor:
         """This rank's logits [S, width] -> the likeliest token of each row [S] int64, the lowest of equals. Collective."""
-        tokens = torch.empty(len(local), dtype=torch.int64, device=local.device)
-        sampling.settle(self.keys(local), tokens)
+        return self._settled(self.keys(local))
+
+    def drawn(self, local: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+        """This rank's logits [S, width] -> a token for each row [S] int64, as `kernels.sampling.drawn` draws them from those of
+        the whole vocabulary. Collective."""
+        table = self.table
+        mine = sampling.race(local, table.local.start, table.held, self.keys(local), temperature, noise)
+        return self._settled(self.group.all_gather(mine.unsqueeze(0), dim=0))
+
+    def _settled(self, keys: Tensor) -> Tensor:
+        tokens = torch.empty(keys.shape[1], dtype=torch.int64, device=keys.device)
+        sampling.settle(keys, tokens)
         return tokens
 
     def slices(self) -> Iterator[Slice]:
