@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host costs per step, without a GPU: the real loop, scheduler, executor and runner around a model that computes nothing.
+"""What the host costs per step, without a GPU: the real loop, scheduler, executor, worker, link and slot tables.
 
 Three processes, as in production: this one is the client, one is the engine, and each rank is one. Per kind of step it prints the
 median CPU time that the main threads of the engine and of rank 0 take, and how long the pretended device stood idle between steps.
+What a rank takes to launch kernels is not in it: benchmarks/engine/decode_step.py measures that on a GPU.
 
 decode-R: R requests decode. prefill: chunks of 8,192 tokens of 1,000-token prompts. mixed: such a chunk beside 256 decodes or more.
 """
@@ -21,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -33,7 +35,19 @@ import zmq
 
 from phalanx.config.options import EngineOptions
 from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Add, FromEngine, RankFacts, Refused, Shutdown, Started, Step, StepBatch, Stopped, Update
+from phalanx.engine.messages import (
+    Add,
+    FromEngine,
+    RankFacts,
+    Refused,
+    RowResult,
+    Shutdown,
+    Started,
+    Step,
+    StepBatch,
+    Stopped,
+    Update,
+)
 
 DECODES = (1, 64, 256, 512)
 KINDS = [*(f"decode-{rows}" for rows in DECODES), "prefill", "mixed"]
@@ -157,9 +171,6 @@ def run_rank() -> None:
 
     class Stub(Worker):
         def _get_ready(self) -> Any:
-            import torch
-
-            torch.set_num_threads(1)
             self.link.start_pulse(dict, dict)
             self.link.send(Offer(self.rank, BLOCKS))
             self._await(Allocate)
@@ -180,65 +191,50 @@ def run_rank() -> None:
     os._exit(0)
 
 
-def stub_runner(log: Log, device_s: float) -> Any:
-    """A real Runner whose model returns the same logits always, on a device that takes so long for each step."""
-    from types import SimpleNamespace
+class Pretended:
+    """An outcome that is there once the device has come to it."""
 
+    def __init__(self, step: StepBatch, due: float) -> None:
+        self._rows, self._due = step.rows, due
+
+    @property
+    def ready(self) -> bool:
+        return time.perf_counter() >= self._due
+
+    def results(self) -> tuple[list[RowResult], int]:
+        tokens = [0 if row.samples else None for row in self._rows]
+        return [RowResult(token=token) for token in tokens], zlib.crc32(bytes(8 * len(tokens)))
+
+
+def stub_runner(log: Log, device_s: float) -> Any:
+    """What a runner does on the host before it launches anything, for a device that takes so long for each step."""
     import torch
 
-    from phalanx.comm.group import Solo
-    from phalanx.engine.ranks.graphs import Rerun
-    from phalanx.engine.runner import Outcome, Runner
-    from phalanx.engine.sampler import Sampler
+    from phalanx.engine.ranks.slots import Prompts, SlotTables
 
-    class Model:
-        shape = SimpleNamespace(hidden_size=1, vocab_size=VOCABULARY)
+    class Slow:
+        def __init__(self) -> None:
+            self.free_at, self.kind = 0.0, ""
+            self.tables, self.prompts = SlotTables(512, 4096, BLOCK, torch.device("cpu")), Prompts()
 
-        def __call__(self, batch: Any, caches: Any, hidden: Any) -> Any:
-            return logits[: len(batch.logit_rows)]
-
-    class Backend:
-        name, captures = "none", True
-
-        def plan(self, batch: Any) -> None: ...
-        def hold(self, requests: int, blocks: int) -> None: ...
-
-    class Pretended:
-        """An outcome that is there once the device has come to it."""
-
-        def __init__(self, outcome: Outcome, due: float) -> None:
-            self._outcome, self._due = outcome, due
-
-        @property
-        def ready(self) -> bool:
-            return time.perf_counter() >= self._due
-
-        def results(self) -> Any:
-            return self._outcome.results()
-
-    class Slow(Runner):
-        free_at, kind = 0.0, ""
-
-        def run(self, step: StepBatch) -> Any:
+        def run(self, step: StepBatch) -> Pretended:
             kind = kind_of(step)
             log.mark(kind)
-            outcome = super().run(step)
+            for slot in step.released:
+                self.prompts.release(slot)
+            for admission in step.admitted:
+                self.tables.clear(admission.slot)
+                self.prompts.admit(admission)
+            if step.rows:
+                self.tables.append(step.rows)
+                self.tables.arrange(step.rows, [self.prompts.reported(row) for row in step.rows])
             now = time.perf_counter()
             if kind and kind == self.kind:
                 log.idle.setdefault(kind, []).append(max(0.0, now - self.free_at))
             self.kind, self.free_at = kind, max(now, self.free_at) + device_s
-            return Pretended(outcome, self.free_at)
+            return Pretended(step, self.free_at)
 
-    cpu = torch.device("cpu")
-    logits = torch.zeros(8192, VOCABULARY)
-    model, backend = cast(Any, Model()), cast(Any, Backend())
-    made = Slow(
-        model, [], backend, Sampler(512, VOCABULARY, cpu), Solo(), max_batch_size=512, max_seq_len=4096, block_size=BLOCK,
-        dtype=torch.float32, device=cpu, tape=Rerun(),
-    )  # fmt: skip
-    for _ in made.capture():
-        pass
-    return made
+    return Slow()
 
 
 # ---- the client ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def test_a_picture(rows, tmp_path):
     image = pytest.importorskip("PIL.Image")
     document = {
         "about": {"machine": {"cpu": "a CPU", "gpus": ["a GPU"]}}, "rows": scaling.with_efficiency(rows),
-        "asked": {"model": "m", "workloads": ["batch-1x1x1", "decode-1"]},
+        "asked": {"model": "m", "workloads": ["batch-1x1x1", "decode-1", "decode-64"]},
     }  # fmt: skip
     assert drawing.can_draw()
     drawing.draw(document, tmp_path / "new" / "s.png")

@@ -32,7 +32,7 @@ def draw(document: report.Document, path: Path) -> None:
         raise OptionError(f"{path} was to be drawn", why=str(error), next="install phalanx[tune]") from None
     rows = sorted(document["rows"], key=lambda row: (row["pp"] > 1, row["gpus"], row["pp"]))
     base = reference(rows)
-    batch, decode = document["asked"]["workloads"]
+    batch, decode, *_ = document["asked"]["workloads"]
     figure = Figure(figsize=(max(11.0, 1.5 * len(rows) + 5), 4.6), dpi=130, layout="constrained")
     rate, wait, share = figure.subplots(1, 3)
     figure.suptitle(f"{document['asked']['model']}: {_where(document)}", fontsize=12, color=_INK, x=0.01, ha="left")
