@@ -8,7 +8,8 @@ import torch
 
 from phalanx import kernels
 from phalanx.kernels import reference
-from phalanx.kernels.scaled_mm import FP8, Quantized, has_fp8_products, quantizing_mm
+from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_mm import FP8, Quantized, has_fp8_kernels, has_fp8_products, quantizing_mm, unscaled_mm
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -39,25 +40,35 @@ def test_dequantize_by_block_begins_within_one(begin: int) -> None:
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.02)])
 def test_silu_mul_quant_is_silu_mul_then_quant(scale: torch.Tensor | None) -> None:
     gate_up = torch.randn(7, 64)
-    fused = kernels.silu_mul_quant_fp8(gate_up, scale)
-    values, found = reference.quantize_fp8(reference.silu_mul(gate_up), scale)
-    assert torch.equal(fused.values.float(), values.float())
-    assert torch.equal(fused.scale, found)
+    for product in (gate_up, Unscaled(gate_up * 1e3, torch.rand(7, 1) / 500, torch.rand(64))):
+        fused = kernels.silu_mul_quant_fp8(product, scale)
+        values, found = reference.quantize_fp8(reference.silu_mul(product), scale)
+        assert torch.equal(fused.values.float(), values.float())
+        assert torch.equal(fused.scale, found)
+
+
+def test_sums_stand_for_the_product() -> None:
+    sums = Unscaled(torch.randn(3, 8), torch.rand(3, 1), torch.rand(8))
+    by_hand = torch.stack([sums.values[t] * sums.rows[t, 0] * sums.columns for t in range(3)])
+    assert torch.equal(sums.wide(), by_hand)
+    assert torch.equal(sums.view(3, 2, 4).wide(), by_hand.view(3, 2, 4))
+    torch.testing.assert_close(reference.silu_mul(sums), reference.silu_mul(by_hand))
+
+
+def test_on_cpu_products_come_finished() -> None:
+    stored, scale = kernels.quantize_fp8(torch.randn(48, 32))
+    x = Quantized(*kernels.quantize_fp8(torch.randn(5, 32)))
+    found = unscaled_mm(x, stored, scale.flatten(), dtype=torch.bfloat16)
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, kernels.scaled_mm(x, stored, scale.flatten(), dtype=torch.bfloat16))
 
 
 def test_a_cpu_has_no_fp8_products() -> None:
     assert not has_fp8_products(torch.device("cpu"))
 
 
-@pytest.mark.gpu1
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("tokens", "inputs", "out"),
-    [(1, 128, 64), (1, 7168, 8192), (3, 4096, 1280), (17, 336, 208), (64, 8192, 2560), (513, 1024, 2048)],
-)
-def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out: int) -> None:
+def on_gpu(tokens: int, inputs: int, out: int, *, static: bool) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, weight, its scales, their product in fp32)."""
     device = torch.device("cuda")
     if not has_fp8_products(device):
         pytest.skip("this GPU has no FP8 products")
@@ -65,10 +76,56 @@ def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out:
     quantized = Quantized(*kernels.quantize_fp8(x, torch.tensor(0.01, device=device) if static else None))
     stored, scale = kernels.quantize_fp8(weight)
     scale = scale.squeeze(-1)
-    expected = reference.scaled_mm(quantized.values, quantized.scale, stored, scale, torch.float32)
-    for into in (None, torch.empty(tokens, out, dtype=dtype, device=device)):
-        found = kernels.scaled_mm(quantized, stored, scale, dtype=dtype, out=into)
+    return quantized, stored, scale, reference.scaled_mm(quantized.values, quantized.scale, stored, scale, torch.float32)
+
+
+TOKENS = [1, 2, 17, 64, 300, 1025]
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("inputs", "out"), [(336, 208), (7168, 8192), (8192, 2560), (2048, 1280), (16384, 64), (17408, 64)])
+def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out: int) -> None:
+    x, weight, scale, expected = on_gpu(tokens, inputs, out, static=static)
+    for into in (None, torch.empty(tokens, out, dtype=dtype, device="cuda")):
+        found = kernels.scaled_mm(x, weight, scale, dtype=dtype, out=into)
+        assert into is None or found is into
         torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2 * inputs**0.5)
+        assert (found.float() - expected).norm() < 5e-3 * expected.norm()
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_readers_scale_on_gpu(static: bool, dtype: torch.dtype, tokens: int) -> None:
+    """What reads a product gives the same, of sums or of the finished product, but for roundings."""
+    x, weight, scale, expected = on_gpu(tokens, 1024, 2560, static=static)
+    product = unscaled_mm(x, weight, scale, dtype=dtype)
+    here = has_fp8_kernels(torch.device("cuda")) and dtype == torch.bfloat16 and 1 < tokens <= 1024
+    assert isinstance(product, Unscaled) == here
+    wide = product.wide() if isinstance(product, Unscaled) else product.float()
+    assert (wide - expected).norm() < 5e-3 * expected.norm()
+
+    step = 3e-2  # a few roundings to bf16, which products in fp16 take too
+    gated = reference.silu_mul(expected)
+    assert (kernels.silu_mul(product).float() - gated).norm() < step * gated.norm()
+    for given in (None, torch.tensor(20.0, device="cuda")):
+        inner, finished = kernels.silu_mul_quant_fp8(product, given), kernels.silu_mul_quant_fp8(expected.to(dtype), given)
+        torch.testing.assert_close(inner.scale, finished.scale, rtol=step, atol=0)
+        assert (inner.values.float() * inner.scale - gated).norm() < 0.05 * gated.norm()
+        assert (inner.values.float() == finished.values.float()).float().mean() > 0.8
+
+    angles, slots = torch.rand(tokens, 64, device="cuda") * 7, torch.arange(tokens, device="cuda")
+    caches = [[torch.zeros(-(-tokens // 16), 16, 2, 128, dtype=dtype, device="cuda") for _ in range(2)] for _ in range(2)]
+    query = kernels.rope_store(product.view(tokens, 20, 128), angles.cos(), angles.sin(), *caches[0], slots, 16)
+    wanted = reference.rope_store(expected.to(dtype).view(tokens, 20, 128), angles.cos(), angles.sin(), *caches[1], slots, 16)
+    for got, want in zip((query, *caches[0]), (wanted, *caches[1]), strict=True):
+        assert (got.float() - want.float()).norm() < step * want.float().norm()
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.02)])

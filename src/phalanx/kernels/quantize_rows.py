@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.between.silu_gate import warps_of_row
 from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
 from phalanx.kernels.residual_rms_norm import capability
 
@@ -39,8 +40,9 @@ def _quantize_fp8(x, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexp
         tl.store(scales + row, scale)
     scaled = value * tl.div_rn(1.0, scale)
     if PTX >= 89:
-        kept = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out + begin + column, kept.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask)
+        if GIVEN:  # a scale found here takes nothing beyond 448 but by its rounding, which e4m3's own takes back
+            scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out + begin + column, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask)
     else:
         tl.store(out + begin + column, e4m3_bits(scaled).to(tl.uint8), mask)
 
@@ -56,6 +58,6 @@ def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
         block = triton.next_power_of_2(width)
         _quantize_fp8[(tokens,)](
             x, out.view(torch.uint8), scales, width, GIVEN=scale is not None, BLOCK=block, PTX=ptx,
-            num_warps=max(1, min(32 if tokens <= 128 else 16, block // 256)), launch_pdl=ptx >= 90,
+            num_warps=warps_of_row(tokens, block), launch_pdl=ptx >= 90,
         )  # fmt: skip
     return out, scales

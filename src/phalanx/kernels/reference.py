@@ -4,10 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Unscaled(NamedTuple):
+    """A product whose scales its reader applies: values [T, ...], N of them for each token, times rows [T, 1] fp32 times columns
+    [N] fp32. What comes of one is computed in fp32 and rounded once, to the values' dtype."""
+
+    values: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    def view(self, *shape: int) -> Unscaled:
+        """The same with values of another shape [T, ...]."""
+        return self._replace(values=self.values.view(*shape))
+
+    def wide(self) -> Tensor:
+        """The finished product, fp32."""
+        flat = self.values.float().flatten(1) * self.rows * self.columns
+        return flat.view(self.values.shape)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,8 +77,10 @@ def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     return rms_norm(residual, weight, eps), residual
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
     """silu(gate) * up for gate_up [T, 2 * I], gate in the first half of the columns -> [T, I]; both in gate_up's dtype."""
+    if isinstance(gate_up, Unscaled):
+        return silu_mul(gate_up.wide()).to(gate_up.values.dtype)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
@@ -155,7 +175,7 @@ def residual_rms_norm_quant(
     return (*((norm,) if keep_norm else ()), quantized, *scales, residual)
 
 
-def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """quantize_fp8 of silu_mul: e4m3 [T, I], and the scale, given or one per token [T, 1]."""
     return quantize_fp8(silu_mul(gate_up), scale)
 
@@ -175,15 +195,16 @@ def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, block: int 
 
 
 def rope_store(
-    qkv: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
+    qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
     kv_scales: tuple[float, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """rope of the query and key heads of qkv [T, q_heads + 2 * kv_heads, D], and write_kv of its key and value heads: the queries
     [T, q_heads, D]. cos, sin, caches and slots as there. Into a cache in e4m3 go keys and values divided by their kv_scales (None:
     1), clipped to +-448."""
-    kv_heads = (qkv.shape[1] - q_heads) // 2
-    turned = rope(qkv[:, : q_heads + kv_heads], cos, sin)
-    parts = [turned[:, q_heads:], qkv[:, q_heads + kv_heads :]]
+    wide, dtype = (qkv.wide(), qkv.values.dtype) if isinstance(qkv, Unscaled) else (qkv, qkv.dtype)
+    kv_heads = (wide.shape[1] - q_heads) // 2
+    turned = rope(wide[:, : q_heads + kv_heads], cos, sin).to(dtype)
+    parts = [turned[:, q_heads:], wide[:, q_heads + kv_heads :].to(dtype)]
     if key_cache.dtype == torch.float8_e4m3fn:
         scaled = [part.float() * (1.0 / scale) for part, scale in zip(parts, kv_scales or (1.0, 1.0), strict=True)]
         parts = [part.clamp(-448.0, 448.0).to(key_cache.dtype) for part in scaled]

@@ -3,7 +3,8 @@
 
     out = (x.values * x.scale) @ (weight * scale[:, None]).T
 
-The equivalent plain code is `reference.scaled_mm`.
+The equivalent plain code is `reference.scaled_mm`. For few tokens the sums alone are faster, rounded to bf16, which holds whatever
+fp32 does; the scales are applied after, best of all by what reads the product (`unscaled_mm`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.errors import EngineError
 from phalanx.kernels import between, reference
 from phalanx.kernels.norms import triton_is_here
 from phalanx.kernels.products import choice
+from phalanx.kernels.reference import Unscaled
 
 FP8 = torch.float8_e4m3fn
 WIDEST_ROW = 65536  # what the threads of one program hold in registers
@@ -56,22 +59,56 @@ def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype
         product = reference.scaled_mm(values, x_scale, weight, scale, dtype)
         return product if out is None else out.copy_(product)
     if _kernels_take(values, weight, out):
-        tiling = choice.fp8(values.shape[0], weight.shape[1])
-        if tiling is not None:
+        how = choice.fp8(values.shape[0], *weight.shape)
+        if isinstance(how, choice.OneRow):
             from phalanx.kernels.products.one_row_fp8 import one_row_fp8
 
-            return one_row_fp8(values, x_scale, weight, scale, dtype=dtype, out=out, tiling=tiling)
+            return one_row_fp8(values, x_scale, weight, scale, dtype=dtype, out=out, tiling=how)
+        if how is choice.Torchs.SUMS and dtype == torch.bfloat16:
+            from phalanx.kernels.products.scale_sums import scale_sums
+
+            return scale_sums(_sums(x, weight, scale, out))
     return _torchs(x, weight, scale, dtype, out)
+
+
+def unscaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor | Unscaled:
+    """`scaled_mm` for a reader that can apply the scales: the bare sums where they are faster."""
+    if dtype == torch.bfloat16 and _kernels_take(x.values, weight, None):
+        how = choice.fp8(x.shape[0], *weight.shape, reader_scales=True)
+        if how is choice.Torchs.SUMS:
+            return _sums(x, weight, scale, None)
+    return scaled_mm(x, weight, scale, dtype=dtype)
+
+
+def _sums(x: Quantized, weight: Tensor, scale: Tensor, out: Tensor | None) -> Unscaled:
+    one, bf16 = _one(weight.device), torch.bfloat16
+    sums = torch._scaled_mm(x.values, weight.t(), one, one, out_dtype=bf16, use_fast_accum=True, out=out)
+    return Unscaled(sums, _by_row(x), scale)
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    """1.0 fp32 (): the scale of sums. The first call may not be captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise EngineError(
+            "a product in FP8 asked for its scale of one while a graph is captured",
+            why="it would be one only after that graph ran",
+            next="run the product once before the capture",
+        )
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def _torchs(x: Quantized, weight: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     # Scales by row and column need [T, 1] and [1, out], and give bf16 only: its rounding is a sixteenth of e4m3's own.
-    rows = x.scale if x.scale.dim() == 2 else x.scale.expand(x.shape[0], 1).contiguous()
-    columns, bf16 = scale.view(1, -1), torch.bfloat16
+    rows, columns, bf16 = _by_row(x), scale.view(1, -1), torch.bfloat16
     if out is not None and dtype == bf16:
         return torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True, out=out)
     product = torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True)
     return product.to(dtype) if out is None else out.copy_(product)
+
+
+def _by_row(x: Quantized) -> Tensor:
+    return x.scale if x.scale.dim() == 2 else x.scale.expand(x.shape[0], 1).contiguous()
 
 
 def quantizing_mm(
@@ -79,11 +116,11 @@ def quantizing_mm(
 ) -> Tensor:
     """`quantize_fp8` of x [T, in] with x_scale (None: one per token), then `scaled_mm`. One token takes one kernel; same bits."""
     if x.is_cuda and weight.shape[1] <= choice.WIDEST_TO_QUANTIZE and _kernels_take(x, weight, out):
-        tiling = choice.fp8(x.shape[0], weight.shape[1])
-        if tiling is not None:
+        how = choice.fp8(x.shape[0], *weight.shape)
+        if isinstance(how, choice.OneRow):
             from phalanx.kernels.products.one_row_fp8 import one_row_fp8
 
-            return one_row_fp8(x, x_scale, weight, scale, dtype=dtype, out=out, tiling=tiling)
+            return one_row_fp8(x, x_scale, weight, scale, dtype=dtype, out=out, tiling=how)
     return scaled_mm(Quantized(*quantize_fp8(x, x_scale)), weight, scale, dtype=dtype, out=out)
 
 
@@ -101,6 +138,6 @@ def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
     return reference.quantize_fp8(x, scale)
 
 
-def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> Quantized:
+def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> Quantized:
     """silu(gate) * up of gate_up [T, 2 * I] in e4m3: with the given scale, or with one per token."""
     return Quantized(*between.silu_mul_quant_fp8(gate_up, scale))

@@ -38,6 +38,7 @@ class Attention(nn.Module):
         self.q_heads, self.kv_heads, self.head_dim = len(self.qkv.heads.q), len(self.qkv.heads.kv), head_dim
         self.window, self.scale = window, head_dim**-0.5
         self.store = KvStore(name, seat=seat)
+        self.prepares = type(self).prepare is not Attention.prepare
         mine = range(self.qkv.heads.q.start * head_dim, self.qkv.heads.q.stop * head_dim)
         self.out = RowParallelLinear(
             f"{name}.o_proj", heads * head_dim, shape.hidden_size, local=mine, bias=shape.output_bias, seat=seat
@@ -47,8 +48,8 @@ class Attention(nn.Module):
         self, x: Activation, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, norm: RmsNorm
     ) -> tuple[Activation, Tensor]:
         """x and residual [T, hidden] -> (norm(residual + attention(x)), residual + attention(x))."""
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        query = self.store(self.prepare(heads), turns, self.q_heads, cache, batch.kv_slots)
+        heads = self.qkv(x, may_stay_unscaled=not self.prepares).view(x.shape[0], -1, self.head_dim)
+        query = self.store(self.prepare(heads) if self.prepares else heads, turns, self.q_heads, cache, batch.kv_slots)
         scales = self.store.read_scales
         seen = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
         done: tuple[Activation, Tensor] = self.out(seen.reshape(x.shape[0], -1), residual, norm)

@@ -14,6 +14,8 @@ import sys
 import pytest
 import torch
 
+from phalanx.kernels.reference import Unscaled
+
 pytest.importorskip("triton")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,6 +40,37 @@ def check_silu_mul() -> None:
             assert (got.float() == wanted.float()).float().mean() > 0.98 if tokens else True
 
 
+def unscaled(values: torch.Tensor) -> Unscaled:
+    """The values as sums, of a thousand times what they were."""
+    tokens, width = values.shape
+    return Unscaled((values.float() * 1e3).to(values.dtype), torch.rand(tokens, 1) / 500, torch.rand(width) + 0.5)
+
+
+def check_silu_mul_of_sums() -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.between import silu_gate
+
+    for dtype, (tokens, width) in itertools.product((torch.bfloat16, torch.float32), [(3, 100), (2, 2100), (0, 8)]):
+        sums, eps = unscaled((torch.randn(tokens, 2 * width) * 3).to(dtype)), torch.finfo(dtype).eps
+        torch.testing.assert_close(silu_gate.silu_mul(sums), reference.silu_mul(sums), rtol=max(eps, 1e-6), atol=1e-6)
+        finished = reference.silu_mul(sums.wide().to(dtype))
+        torch.testing.assert_close(silu_gate.silu_mul(sums), finished, rtol=6 * eps, atol=1e-3 * eps**0.5)
+        for scale in (None, torch.tensor(0.02)):
+            got, scales = silu_gate.silu_mul_quant_fp8(sums, scale)
+            wanted, wanted_scales = reference.silu_mul_quant_fp8(sums, scale)
+            torch.testing.assert_close(scales, wanted_scales, rtol=max(eps, 1e-6), atol=0)
+            assert ((got.float() - wanted.float()).abs() <= wanted.float().abs() / 8 + 2.0**-9).all()
+            assert (got.float() == wanted.float()).float().mean() > 0.98 if tokens else True
+
+
+def check_beyond_what_exp_can_be() -> None:
+    from phalanx.kernels.between import silu_gate
+
+    gate = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 1e30, 1.0, -1.0]])
+    got = silu_gate.silu_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    torch.testing.assert_close(got, torch.nn.functional.silu(gate))
+
+
 def check_a_row_of_zeros_quantizes() -> None:
     from phalanx.kernels.between import silu_gate
 
@@ -47,12 +80,22 @@ def check_a_row_of_zeros_quantizes() -> None:
 
 
 def check_rope_store() -> None:
+    rope_store_is_the_references(scaled_by_it=False)
+
+
+def check_rope_store_of_sums() -> None:
+    rope_store_is_the_references(scaled_by_it=True)
+
+
+def rope_store_is_the_references(*, scaled_by_it: bool) -> None:
     from phalanx.kernels import reference
     from phalanx.kernels.between import rope_to_cache
 
     shapes = [(4, 2, 8), (6, 1, 12), (12, 4, 16)]
     for (name, dtype), (q_heads, kv_heads, head_dim), fp8 in itertools.product(DTYPES.items(), shapes, (False, True)):
         qkv = torch.randn(5, q_heads + 2 * kv_heads, head_dim).to(dtype)
+        if scaled_by_it:
+            qkv = unscaled(qkv.flatten(1)).view(*qkv.shape)
         angles = torch.rand(5, head_dim // 2) * 7
         slots = torch.tensor([5, -1, 11, 0, -1])
         kind = torch.float8_e4m3fn if fp8 else dtype
@@ -72,7 +115,10 @@ def check_rope_store() -> None:
             assert torch.equal(got.float().flatten(0, 1)[untouched], want.float().flatten(0, 1)[untouched])
 
 
-CHECKS = [check_silu_mul, check_a_row_of_zeros_quantizes, check_rope_store]
+CHECKS = [
+    check_silu_mul, check_silu_mul_of_sums, check_beyond_what_exp_can_be, check_a_row_of_zeros_quantizes, check_rope_store,
+    check_rope_store_of_sums,
+]  # fmt: skip
 
 
 def test_in_the_interpreter() -> None:
@@ -85,8 +131,9 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("kernel", ["silu_mul", "silu_mul_quant_fp8", "rope_store", "rope_store_fp8"])
-def test_compiles(kernel: str, arch: int) -> None:
+def test_compiles(kernel: str, sums: bool, arch: int) -> None:
     """Down to machine code. The launch's own choices (PDL from Hopper on, the FP8 conversion from Ada on) compile with it."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -110,6 +157,10 @@ def test_compiles(kernel: str, arch: int) -> None:
         }  # fmt: skip
         constants = {"BLOCK": rope_to_cache.HEADS, "HALF": 64, "FP8": kernel.endswith("fp8")}
     constants["PTX"] = arch
+    if sums:
+        signature |= {"rows": fp32, "columns": fp32}
+    else:
+        constants |= {"rows": None, "columns": None}
     signature |= dict.fromkeys(constants, "constexpr")
     compiled = triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", arch, 32))
     assert len(compiled.asm["cubin"]) > 0

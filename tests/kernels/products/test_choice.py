@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel multiplies: one row's own, or torch."""
+"""Which kernel multiplies: one row's own, or torch, with scales or for sums alone."""
 
 from __future__ import annotations
 
 import pytest
 
 from phalanx.kernels.products import choice
+from phalanx.kernels.products.choice import OneRow, Torchs
 
 
 @pytest.mark.parametrize("inputs", [16, 128, 2048, 3584, 4096, 7168, 8192, 11008, 14336, 16384, 28672, 53248])
 def test_one_row(inputs: int) -> None:
-    for tiling, width in ((choice.fp8(1, inputs), 1), (choice.sixteen(1, inputs), 2)):
-        assert tiling is not None
+    for tiling, width in ((choice.fp8(1, 8192, inputs), 1), (choice.sixteen(1, inputs), 2)):
+        assert isinstance(tiling, OneRow)
         assert tiling.block & (tiling.block - 1) == tiling.rows & (tiling.rows - 1) == tiling.warps & (tiling.warps - 1) == 0
         # A thread keeps two tiles of the weight, the one it adds up and the one to come, within its 255 registers.
         assert 2 * tiling.rows * tiling.block * width / (tiling.warps * 32) <= 4 * 128
@@ -19,12 +20,22 @@ def test_one_row(inputs: int) -> None:
 
 def test_rows_in_fp8_are_held_whole_where_they_can_be() -> None:
     for inputs in range(1024, 16385, 1024):
-        tiling = choice.fp8(1, inputs)
-        assert tiling is not None
+        tiling = choice.fp8(1, 8192, inputs, reader_scales=True)
+        assert isinstance(tiling, OneRow)
         assert tiling.block >= inputs
 
 
-@pytest.mark.parametrize("tokens", [0, 2, 8192])
-def test_torch_has_the_rest(tokens: int) -> None:
-    assert choice.fp8(tokens, 2048) is None
-    assert choice.sixteen(tokens, 2048) is None
+def test_torch_has_the_rest() -> None:
+    for tokens in (0, 2, 8192):
+        assert choice.sixteen(tokens, 2048) is None
+    # (tokens, outputs, inputs): of 70B on four GPUs
+    for tokens in (2, 64, 1024):
+        assert choice.fp8(tokens, 2560, 8192, reader_scales=True) is Torchs.SUMS
+    for tokens in (2, 255):
+        assert choice.fp8(tokens, 8192, 7168) is Torchs.SUMS
+    assert choice.fp8(64, 14336, 8192, reader_scales=True) is Torchs.SUMS
+    for size, reads in (
+        ((0, 2560, 8192), True), ((1025, 2560, 8192), True), ((65, 14336, 8192), True), ((256, 8192, 7168), False),
+        ((8, 8192, 2048), False), ((8192, 8192, 7168), False),
+    ):  # fmt: skip
+        assert choice.fp8(*size, reader_scales=reads) is Torchs.SCALED

@@ -14,7 +14,9 @@ from phalanx import kernels
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.config.quantization import ON_LOAD
+from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.scaled_mm import Quantized
+from phalanx.models.layers import fp8
 from phalanx.models.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat, Sliced
@@ -108,3 +110,21 @@ def test_a_model_with_its_seams_is_the_model_without(tp: int, tmp_path: Path) ->
     assert torch.equal(fused.step([(0, ids)])[0], apart.step([(0, ids)])[0])
     widened = Formation(folder, tp=tp, fp8=True, fp8_products=False)
     assert not torch.equal(fused.step([(1, ids)])[0], widened.step([(1, ids)])[0])
+
+
+@pytest.mark.parametrize(("family", "left"), [("llama", 4), ("qwen3", 2), ("qwen2", 2)])
+def test_scales_are_left_to_what_reads_a_product(family: str, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the SiLU of each layer, and to rope where neither a bias nor a norm of the heads stands between; with the same logits."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "std": 0.15}
+    model = Formation(write_checkpoint(tmp_path / "m", family, **sizes), tp=1, fp8=True, fp8_products=True)
+    ids = torch.randint(0, 384, (9,))
+    finished = model.step([(0, ids)])[0]
+    asked: list[int] = []
+
+    def sums(x: Quantized, weight: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype) -> Unscaled:
+        asked.append(weight.shape[0])
+        return Unscaled((x.values.float() @ weight.float().t()).to(dtype), x.scale, scale)
+
+    monkeypatch.setattr(fp8, "unscaled_mm", sums)
+    torch.testing.assert_close(model.step([(1, ids)])[0], finished, rtol=1e-3, atol=2e-2)
+    assert len(asked) == left

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from phalanx.kernels import reference
 from phalanx.kernels.norms import triton_is_here
+from phalanx.kernels.reference import Unscaled
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _kernel_takes(x: Tensor) -> bool:
+def _kernel_takes(product: Tensor | Unscaled) -> bool:
+    x = product.values if isinstance(product, Unscaled) else product
     return x.is_cuda and x.is_contiguous() and x.dtype in _FLOATS and triton_is_here()
 
 
@@ -79,18 +81,18 @@ def store_words(table: Tensor, places: Tensor, values: Tensor) -> None:
     reference.store_words(table, places, values)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
     """See `reference.silu_mul`."""
-    if _kernel_takes(gate_up) and gate_up.dim() == 2:
+    if _kernel_takes(gate_up):
         from phalanx.kernels.between.silu_gate import silu_mul as kernel
 
         return kernel(gate_up)
     return reference.silu_mul(gate_up)
 
 
-def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.silu_mul_quant_fp8`."""
-    if _kernel_takes(gate_up) and gate_up.dim() == 2:
+    if _kernel_takes(gate_up):
         from phalanx.kernels.between.silu_gate import silu_mul_quant_fp8 as kernel
 
         return kernel(gate_up, scale)
@@ -98,7 +100,7 @@ def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> tuple[Te
 
 
 def rope_store(
-    qkv: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
+    qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
     kv_scales: tuple[float, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.rope_store`."""

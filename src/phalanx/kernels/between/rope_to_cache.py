@@ -6,6 +6,8 @@
     query = rope(qkv[:, :q_heads])
     key_cache[slot], value_cache[slot] = rope(qkv[:, q_heads : q_heads + kv_heads]), qkv[:, q_heads + kv_heads :]    unless slot < 0
 
+An unscaled product's scales are applied first, in fp32; what is turned and stored is rounded once.
+
 A program has some heads of one token.
 """
 
@@ -17,12 +19,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.between.silu_gate import nearest
+from phalanx.kernels.between.silu_gate import nearest, parts
 from phalanx.kernels.quantize import FP8_MAX, e4m3_bits
+from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.residual_rms_norm import capability
 
-HEADS = 8
-"""Heads that one program works on."""
+HEADS, FEW, HEADS_OF_FEW = 16, 128, 8
+"""Heads that one program works on, and for how few tokens it has fewer, since there would be too few programs."""
 
 
 @triton.jit
@@ -47,23 +50,32 @@ def _store(cache, place, mask, first, second, half, FP8: tl.constexpr, PTX: tl.c
 
 @triton.jit
 def _rope_store(
-    qkv, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, key_inverse, value_inverse,
+    qkv, rows, columns, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, key_inverse, value_inverse,
     BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
+    """rows, columns: the scales of an unscaled product, or None."""
     if PTX >= 90:
         gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
     pair = tl.arange(0, HALF)[None, :]
     heads = q_heads + 2 * kv_heads
     inside = (head < heads) & (pair < half)
-    place = (token * heads + head) * (2 * half) + pair
+    column = head * (2 * half) + pair
+    if columns is not None:  # which no kernel writes
+        first_scale, second_scale = tl.load(columns + column, inside, 0.0), tl.load(columns + column + half, inside, 0.0)
+    if PTX >= 90:
+        gdc_wait()
+    place = token * (heads * 2 * half) + column
     first = tl.load(qkv + place, inside, 0.0)
     second = tl.load(qkv + place + half, inside, 0.0)
     c = tl.load(cos + token * half + pair, pair < half, 0.0)
     s = tl.load(sin + token * half + pair, pair < half, 0.0)
     wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    if rows is not None:
+        unit = tl.load(rows + token)
+        wide_first = wide_first * unit * first_scale
+        wide_second = wide_second * unit * second_scale
     turned_first = nearest(wide_first * c - wide_second * s, first, PTX)
     turned_second = nearest(wide_second * c + wide_first * s, first, PTX)
 
@@ -79,24 +91,28 @@ def _rope_store(
     _store(key_cache, place, is_key, turned_first, turned_second, half, FP8, PTX, key_inverse)
     is_value = stored & (head >= q_heads + kv_heads)
     place = (slot * kv_heads + head - q_heads - kv_heads) * (2 * half) + pair
+    if rows is not None:
+        first, second = nearest(wide_first, first, PTX), nearest(wide_second, second, PTX)
     _store(value_cache, place, is_value, first, second, half, FP8, PTX, value_inverse)
 
 
 def rope_store(
-    qkv: Tensor, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
+    qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
     kv_scales: tuple[float, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.rope_store`, for contiguous tensors; qkv in bf16, fp16 or fp32, caches in its dtype or e4m3."""
-    tokens, heads, head_dim = qkv.shape
-    query = torch.empty((tokens, q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    values, rows, columns = parts(qkv)
+    tokens, heads, head_dim = values.shape
+    query = torch.empty((tokens, q_heads, head_dim), dtype=values.dtype, device=values.device)
     if tokens:
-        ptx = capability(qkv.device)
+        ptx = capability(values.device)
         fp8 = key_cache.dtype == torch.float8_e4m3fn
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
-        _rope_store[(tokens, triton.cdiv(heads, HEADS))](
-            qkv, cos, sin, query, *caches, slots, q_heads, (heads - q_heads) // 2, head_dim // 2,
+        block = HEADS_OF_FEW if tokens <= FEW else HEADS
+        _rope_store[(tokens, triton.cdiv(heads, block))](
+            values, rows, columns, cos, sin, query, *caches, slots, q_heads, (heads - q_heads) // 2, head_dim // 2,
             1.0 / key_scale, 1.0 / value_scale,
-            BLOCK=HEADS, HALF=triton.next_power_of_2(head_dim // 2), FP8=fp8, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90,
+            BLOCK=block, HALF=triton.next_power_of_2(head_dim // 2), FP8=fp8, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90,
         )  # fmt: skip
     return query

@@ -4,6 +4,7 @@
 """silu(gate) * up in one pass, and the same in e4m3.
 
     out = round(round(silu(gate)) * up)                    rounded to the dtype twice, as plain torch does
+    out = round(silu(gate) * up)                           of an unscaled product: its scales are applied first, all in fp32
     quantized: e4m3(out / scale), scale given, or largest |out| of the token / 448
 
 A program of `silu_mul` has a piece of a row; one of `silu_mul_quant_fp8` has a row, which it needs whole for the scale.
@@ -15,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
+from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.residual_rms_norm import capability
 
 PIECE = 2048
@@ -34,37 +37,71 @@ def nearest(value, like, PTX: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate_up, row, column, mask, width, PTX: tl.constexpr):
+def _silu(value, PTX: tl.constexpr):
+    """In fp32. With the quotient exact in all bits, this and not memory would be what a long row takes; the fast one is off by the
+    last two of 24. Where exp() is beyond fp32 it gives the limit, 0."""
+    one_more = 1.0 + tl.exp2(value * -1.4426950408889634)
+    if PTX == 0:
+        turned = value / one_more
+    else:
+        turned = libdevice.fast_dividef(value, one_more)
+    return turned
+
+
+@triton.jit
+def _column_scales(columns, column, mask, width):
+    """Of gate and up. No kernel writes them, so that they are read before the wait."""
+    if columns is not None:
+        gate, up = tl.load(columns + column, mask, 0.0), tl.load(columns + width + column, mask, 0.0)
+    else:
+        gate, up = 1.0, 1.0
+    return gate, up
+
+
+@triton.jit
+def _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, PTX: tl.constexpr):
     """A piece of one row, in its dtype."""
     first = gate_up + row.to(tl.int64) * (2 * width) + column
     gate = tl.load(first, mask, 0.0)
     up = tl.load(first + width, mask, 0.0)
-    wide = gate.to(tl.float32)
-    turned = nearest(tl.div_rn(wide, 1.0 + tl.exp(-wide)), gate, PTX).to(tl.float32)
-    return nearest(turned * up.to(tl.float32), gate, PTX)
+    if rows is not None:
+        unit = tl.load(rows + row)
+        turned = _silu(gate.to(tl.float32) * unit * gate_scale, PTX)
+        product = turned * (up.to(tl.float32) * unit * up_scale)
+    else:
+        product = nearest(_silu(gate.to(tl.float32), PTX), gate, PTX).to(tl.float32) * up.to(tl.float32)
+    return nearest(product, gate, PTX)
 
 
 @triton.jit
-def _silu_mul(gate_up, out, width, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def _silu_mul(gate_up, rows, columns, out, width, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """rows, columns: the scales of an unscaled product, or None."""
     if PTX >= 90:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    tl.store(out + row.to(tl.int64) * width + column, _gated(gate_up, row, column, mask, width, PTX), mask)
+    gate_scale, up_scale = _column_scales(columns, column, mask, width)
+    if PTX >= 90:
+        gdc_wait()
+    value = _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, PTX)
+    tl.store(out + row.to(tl.int64) * width + column, value, mask)
 
 
 @triton.jit
-def _silu_mul_quant_fp8(gate_up, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    """scales: read where it is GIVEN, one for all; else written, one per token."""
+def _silu_mul_quant_fp8(
+    gate_up, rows, columns, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """scales: read where it is GIVEN, one for all; else written, one per token. rows, columns: as for `_silu_mul`."""
     if PTX >= 90:
         gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < width
-    value = _gated(gate_up, row, column, mask, width, PTX).to(tl.float32)
+    gate_scale, up_scale = _column_scales(columns, column, mask, width)
+    if PTX >= 90:
+        gdc_wait()
+    value = _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, PTX).to(tl.float32)
     if GIVEN:
         scale = tl.load(scales)
     else:
@@ -74,34 +111,51 @@ def _silu_mul_quant_fp8(gate_up, out, scales, width, GIVEN: tl.constexpr, BLOCK:
     scaled = value * tl.div_rn(1.0, scale)
     place = out + row.to(tl.int64) * width + column
     if PTX >= 89:
-        tl.store(place, tl.clamp(scaled, -FP8_MAX, FP8_MAX).to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask)
+        if GIVEN:  # a scale found here takes nothing beyond 448 but by its rounding, which e4m3's own takes back
+            scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX)
+        tl.store(place, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask)
     else:
         tl.store(place, e4m3_bits(scaled).to(tl.uint8), mask)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
     """The kernel of `reference.silu_mul`, for gate_up [T, 2 * I] contiguous (bf16, fp16, fp32)."""
-    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    values, rows, columns = parts(gate_up)
+    tokens, doubled = values.shape
+    width = doubled // 2
+    out = torch.empty((tokens, width), dtype=values.dtype, device=values.device)
     if tokens:
-        ptx = capability(gate_up.device)
+        ptx = capability(values.device)
         block = min(PIECE, triton.next_power_of_2(width))
         _silu_mul[(tokens, triton.cdiv(width, block))](
-            gate_up, out, width, BLOCK=block, PTX=ptx, num_warps=8 if block >= 2048 else 4, launch_pdl=ptx >= 90
+            values, rows, columns, out, width, BLOCK=block, PTX=ptx, num_warps=8 if block >= 2048 else 4, launch_pdl=ptx >= 90
         )
     return out
 
 
-def silu_mul_quant_fp8(gate_up: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The kernel of `reference.silu_mul_quant_fp8`, for gate_up [T, 2 * I] contiguous (bf16, fp16, fp32)."""
-    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=gate_up.device)
-    scales = torch.empty((tokens, 1), dtype=torch.float32, device=gate_up.device) if scale is None else scale
+    values, rows, columns = parts(gate_up)
+    tokens, doubled = values.shape
+    width = doubled // 2
+    out = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=values.device)
+    scales = torch.empty((tokens, 1), dtype=torch.float32, device=values.device) if scale is None else scale
     if tokens:
-        ptx = capability(gate_up.device)
+        ptx = capability(values.device)
         block = triton.next_power_of_2(width)
         _silu_mul_quant_fp8[(tokens,)](
-            gate_up, out.view(torch.uint8), scales, width, GIVEN=scale is not None, BLOCK=block, PTX=ptx,
-            num_warps=max(1, min(32 if tokens <= 128 else 16, block // 256)), launch_pdl=ptx >= 90,
+            values, rows, columns, out.view(torch.uint8), scales, width, GIVEN=scale is not None, BLOCK=block, PTX=ptx,
+            num_warps=warps_of_row(tokens, block), launch_pdl=ptx >= 90,
         )  # fmt: skip
     return out, scales
+
+
+def parts(product: Tensor | Unscaled) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(values, rows, columns), the scales None for a finished product."""
+    return product if isinstance(product, Unscaled) else (product, None, None)
+
+
+def warps_of_row(tokens: int, block: int) -> int:
+    """For a kernel whose programs have a row of `block` columns each: few rows are done fast by many threads, of many rows more are
+    under way when each thread has more of one."""
+    return max(1, min(32, block // (256 if tokens <= 128 else 1024)))

@@ -6,6 +6,7 @@ Only one token is faster here than in torch: from two on, cuBLAS and CUTLASS rea
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 
@@ -17,17 +18,33 @@ class OneRow(NamedTuple):
     warps: int
 
 
+class Torchs(Enum):
+    """Torch's product in e4m3."""
+
+    SCALED = "with scales by row and column"
+    SUMS = "the bare sums, faster for few tokens; scales come after"
+
+
 WIDEST_TO_QUANTIZE = 8192
 """Inputs up to which every program of one row quantizes it again, rather than one kernel before it."""
+WIDE = 8192
+"""Outputs above which sums alone gain little, and the weight's scales are much to read again for each token: `FEW_WIDE`."""
+FEW_WIDE, FEW_READ, FEW = 64, 1024, 255
+"""The most tokens for which sums alone are faster: of wide products, of those whose reader applies the scales, and of others."""
+SHALLOW = 4096
+"""Inputs up to which what sums alone gain is less than a kernel that scales them takes."""
 
 
-def fp8(tokens: int, inputs: int) -> OneRow | None:
-    """For x [tokens, inputs] and weight [out, inputs] in e4m3; None: torch, with scales by row and column.
+def fp8(tokens: int, outputs: int, inputs: int, *, reader_scales: bool = False) -> OneRow | Torchs:
+    """For x [tokens, inputs] and weight [outputs, inputs] in e4m3. reader_scales: what reads the product can apply the scales."""
+    if tokens == 1:
+        return _one_row_fp8(inputs)
+    few = FEW_WIDE if outputs > WIDE else FEW_READ if reader_scales else FEW
+    return Torchs.SUMS if 1 < tokens <= few and (reader_scales or inputs > SHALLOW) else Torchs.SCALED
 
-    A program that holds its rows whole asks for all of them at once; wider ones than registers hold come in turns.
-    """
-    if tokens != 1:
-        return None
+
+def _one_row_fp8(inputs: int) -> OneRow:
+    """A program that holds its rows whole asks for all of them at once; wider ones than registers hold come in turns."""
     if inputs <= 2048:
         return OneRow(rows=4, block=2048, warps=2)
     if inputs <= 4096 or inputs > 16384:

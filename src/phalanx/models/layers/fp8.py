@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.config.quantization import Quantization, require_whole
-from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized, quantizing_mm
+from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized, quantizing_mm, unscaled_mm
 from phalanx.log import get_logger
 from phalanx.models.slices import Scale, Seat, Sliced
 
@@ -73,6 +74,13 @@ class Fp8:
             return product if bias is None else product + bias
         wide = self.widened(weight)
         return F.linear(x, wide, bias) if out is None else torch.mm(x, wide.t(), out=out)
+
+    def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
+        """`linear` for a reader that can apply the product's scales: it may come without them, unless a bias stands between."""
+        if not self.products or bias is not None or x.shape[0] == 1:
+            return self.linear(x, weight, bias)
+        quantized = x if isinstance(x, Quantized) else self.quantize(x)
+        return unscaled_mm(quantized, weight, self.weight_scale, dtype=self.dtype)
 
     def _quantizing(self, x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
         if x.shape[0] == 1:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from phalanx import kernels
+from phalanx.kernels.reference import Unscaled
 from phalanx.models.batch import KvCache
 from phalanx.models.slices import Scale, Seat, Slice, Sliced
 
@@ -23,7 +24,9 @@ class KvStore(Sliced):
         self.name, self.seat = name, seat
         self.read_scales: tuple[float, float] | None = None
 
-    def forward(self, heads: Tensor, turns: tuple[Tensor, Tensor], q_heads: int, cache: KvCache, slots: Tensor) -> Tensor:
+    def forward(
+        self, heads: Tensor | Unscaled, turns: tuple[Tensor, Tensor], q_heads: int, cache: KvCache, slots: Tensor
+    ) -> Tensor:  # fmt: skip
         """heads [T, q_heads + 2 * kv_heads, head_dim], not turned yet; turns: cosines and sines of their positions. Keys, turned,
         and values go into slots [T] (see `Batch.kv_slots`); returns the queries, turned, [T, q_heads, head_dim]."""
         return kernels.rope_store(heads, *turns, cache.key, cache.value, slots, q_heads, self.read_scales)

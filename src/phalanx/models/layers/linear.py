@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx import kernels
 from phalanx.comm.group import finish
+from phalanx.kernels.reference import Unscaled
 from phalanx.models.layers.fp8 import Activation, hold
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Scale, Seat, Slice, Sliced
@@ -45,9 +46,11 @@ class ColumnParallelLinear(Sliced):
         self.fp8 = hold(self, [run.name for run in rows], out, in_features, seat=seat)
         self.bias = seat.weight(out) if bias else None
 
-    def forward(self, x: Activation) -> Tensor:
-        """x [T, in] -> [T, local_out]."""
+    def forward(self, x: Activation, *, may_stay_unscaled: bool = False) -> Tensor | Unscaled:
+        """x [T, in] -> [T, local_out], finished unless what reads it can apply an FP8 product's scales."""
         if self.fp8 is not None:
+            if may_stay_unscaled:
+                return self.fp8.unscaled(x, self.weight, self.bias)
             return self.fp8.linear(x, self.weight, self.bias)
         assert isinstance(x, Tensor)
         return kernels.linear(x, self.weight, self.bias)

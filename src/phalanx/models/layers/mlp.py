@@ -26,7 +26,7 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
         """x [T, hidden] -> as RowParallelLinear: (norm(residual + mlp(x)), residual + mlp(x))."""
-        gate_up, fp8 = self.gate_up(x), self.down.fp8
+        gate_up, fp8 = self.gate_up(x, may_stay_unscaled=True), self.down.fp8
         if fp8 is not None and fp8.products:
             inner: Activation = fp8.took(*kernels.silu_mul_quant_fp8(gate_up, fp8.input_scale))
         else:

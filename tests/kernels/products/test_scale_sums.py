@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scales after a product: in Triton's interpreter against the formula, and compiled for three generations of GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from phalanx.kernels.reference import Unscaled
+
+pytest.importorskip("triton")
+
+
+def check() -> None:
+    from phalanx.kernels.products.scale_sums import scale_sums
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for tokens, width in ((1, 8), (3, 100), (2, 2100), (0, 8)):
+            sums = Unscaled((torch.randn(tokens, width) * 1e3).to(dtype), torch.rand(tokens, 1), torch.rand(width))
+            wanted = sums.wide().to(dtype)
+            assert scale_sums(sums) is sums.values
+            assert torch.equal(sums.values, wanted)
+
+
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.products.test_scale_sums"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "checked"
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_compiles(arch: int) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from phalanx.kernels.products import scale_sums
+
+    constants = {"BLOCK": scale_sums.PIECE, "PTX": arch}
+    signature = {"sums": "*bf16", "rows": "*fp32", "columns": "*fp32", "width": "i32"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(scale_sums._scale_sums, signature, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    assert len(compiled.asm["cubin"]) > 0
+    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    check()
+    print("checked")
