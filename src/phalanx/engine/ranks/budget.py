@@ -84,13 +84,14 @@ def _admission(row: Row) -> Admission:
 
 
 def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device) -> int:
-    """Bytes that the steps take beyond what is held already. Collective: every rank runs the same steps."""
-    torch.cuda.synchronize(device)
+    """Bytes that the steps take from the device beyond what is held already, with what the allocator loses between its blocks.
+    Collective: every rank runs the same steps."""
+    free_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_reserved(device)
     for step in steps:
         runner.run(step).results()
-    return int(torch.cuda.max_memory_allocated(device) - before)
+    return int(torch.cuda.max_memory_reserved(device) - before)
 
 
 def graphs_of(runner: Runner, device: torch.device) -> int:
