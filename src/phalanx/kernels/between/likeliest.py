@@ -46,7 +46,7 @@ def _key(best, place, begin):
     return tl.max(tl.where(best == -(2**31), LOWEST, key), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["held", "begin", "parts"])
 def _keys(logits, keys, stride, held, begin, parts, span, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """keys [rows, parts]; columns 0 .. held - 1 of a row of logits are tokens begin, begin + 1, ..."""
     if PTX >= 90:
@@ -100,7 +100,7 @@ def _noise(token, first, second, PTX: tl.constexpr):
     return noise
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["held", "begin", "rows", "parts"])
 def _race(
     logits, keys, tops, temperature, noise, stride, held, begin, rows, parts, span,
     RANKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
@@ -132,7 +132,7 @@ def _race(
     tl.store(keys + row * parts + part, _key(best, place, begin))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "parts"])
 def _settle(
     keys, tokens, last_tokens, slots, kv_slots, rows, parts,
     RANKS: tl.constexpr, REMEMBER: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
@@ -151,6 +151,11 @@ def _settle(
 def parts_of(rows: int, width: int) -> int:
     """Into how many parts a row is cut; the same on every rank."""
     return max(1, min(-(-PROGRAMS // max(rows, 1)), -(-width // BLOCK)))
+
+
+def _room(parts: int) -> int:
+    """A power of two that holds so many; mostly the same, so that few kernels are compiled."""
+    return max(64, int(triton.next_power_of_2(parts)))
 
 
 def _cut(logits: Tensor) -> tuple[int, int]:
@@ -179,7 +184,7 @@ def race(logits: Tensor, begin: int, held: int, tops: Tensor, temperature: Tenso
         ptx = capability(logits.device)
         _race[(rows, parts)](
             logits, found, tops, temperature, noise, logits.stride(0), held, begin, rows, parts, span, RANKS=len(tops),
-            PARTS=triton.next_power_of_2(parts), BLOCK=BLOCK, PTX=ptx, num_warps=8, launch_pdl=ptx >= 90,
+            PARTS=_room(parts), BLOCK=BLOCK, PTX=ptx, num_warps=8, launch_pdl=ptx >= 90,
         )  # fmt: skip
     return found
 
@@ -191,5 +196,5 @@ def settle(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Tensor]
         ptx = capability(keys.device)
         _settle[(rows,)](
             keys, tokens, *(remember or (tokens, tokens, tokens)), rows, parts, RANKS=ranks, REMEMBER=remember is not None,
-            BLOCK=triton.next_power_of_2(parts), PTX=ptx, num_warps=1, launch_pdl=ptx >= 90,
+            BLOCK=_room(parts), PTX=ptx, num_warps=1, launch_pdl=ptx >= 90,
         )  # fmt: skip
