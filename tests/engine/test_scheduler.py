@@ -324,6 +324,27 @@ def test_the_last_to_come_gives_way_and_loses_no_token() -> None:
     assert ends == [23, 23, 23]
 
 
+def test_a_long_prompt_beside_decodes_never_drains_the_pipeline() -> None:
+    ranks = Ranks(replace(ROOMY, depth=2, max_num_tokens=8))
+    ranks.add("a", [1, 2, 3], max_tokens=30)
+    ranks.add("b", [4, 5, 6], max_tokens=30)
+    for _ in range(4):
+        ranks.fill()
+        ranks.settle()
+    ranks.add("long", list(range(30)), max_tokens=3)
+    mixed = 0
+    while "long" not in ranks.updates:
+        ranks.fill()
+        assert ranks.scheduler.steps_in_flight == 2, "the next step is made before the results of this one are there"
+        rows = ranks.steps[-1].batches[0].rows
+        assert [row.count for row in rows[:2]] == [1, 1], "a token for each that decodes, whatever the prompt takes"
+        mixed += len(rows) == 3
+        ranks.settle()
+    assert mixed >= 5
+    ranks.finish()
+    assert [len(ranks.tokens(name)) for name in ("a", "b", "long")] == [30, 30, 3]
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_requests_that_only_their_limit_ends_wait_for_blocks_and_never_give_way(stages: int) -> None:
     options = replace(ROOMY, num_blocks=20, prefix_caching=False, pipeline_stages=stages, depth=2)
