@@ -3,9 +3,9 @@
 and in e4m3.
 
 Each variant is verified against the reference on some of the rows, then timed in a CUDA graph over enough copies of keys and values
-that none is in a cache: median of 5 replays, per launch; TB/s are of keys and values.
+that none is in a cache: median of 4 replays, per launch; TB/s are of keys and values.
 
-    python benchmarks/kernels/attention.py --out DIR [--heads 32/8,64/8] [--rows 1,64] [--tokens 200] [--kv bf16,e4m3] [--mixed]
+    python benchmarks/kernels/attention.py --out DIR [--heads 32/8,64/8] [--rows 1,64] [--tokens 200] [--kv bf16,e4m3] [--mixed 64]
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ HEAD_DIM, BLOCK = 128, 16
 COLD = 160 << 20
 """Bytes of keys and values between two reads of the same."""
 MOST_COPIES = 96
-REPLAYS = 5
+REPLAYS = 4
 WRONG = 2e-2
 SCALES = (0.25, 0.03)
-TILES = [(32, 2, 3, 168), (32, 2, 4, 168), (64, 4, 2, 128), (64, 4, 3, 168), (16, 1, 4, 168), (128, 8, 3, 168), (128, 4, 2, 255)]
-"""(tile, warps, stages, registers)"""
-CUTS = [(MOST_PIECES, 64), (MOST_PIECES, 128), (MOST_PIECES, 256), (1, 256)]
-"""(pieces, chunk), tried where few programs leave the GPU room."""
+MANY = [(16, 1, 4, 168), (16, 1, 4, 128), (32, 1, 3, 168), (32, 2, 4, 168), (128, 4, 2, 168)]
+"""(tile, warps, stages, registers), each warp on its own."""
+FEW = [
+    Split(32, 256, 256, 8, 2, 255, True), Split(16, 128, 128, 8, 2, 128, True), Split(16, 128, 128, 4, 2, 255, True),
+    Split(32, 64, 64, 4, 2, 128, True), Split(16, 256, 128, 8, 3, 128, True), Split(16, 128, 16, 1, 4, 168),
+]  # fmt: skip
+"""Tried where few programs leave the GPU room."""
 
 Candidate = Callable[[Tensor, Tensor], Tensor]
 """From keys and values to the output."""
@@ -68,36 +71,42 @@ class Job(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    parser.add_argument("--heads", default="32/8,16/2,32/4,64/8")
-    parser.add_argument("--rows", default="1,8,64,256,512")
+    parser.add_argument("--heads", default="32/8,16/2")
+    parser.add_argument("--rows", default="1,8,64,128,256,512")
     parser.add_argument("--tokens", default="200,1500")
     parser.add_argument("--kv", default="bf16,e4m3")
     parser.add_argument("--peers", default="flashinfer", help="or none")
-    parser.add_argument("--mixed", action="store_true", help="rows of 1 .. 2 * tokens - 1 tokens, instead of all alike")
+    parser.add_argument("--mixed", default="64", help="so many rows also with 1 .. 2 * tokens - 1 tokens each, not all alike")
+    parser.add_argument("--late", action="store_true", help="lengths are read after the kernel before, as in batches of no graph")
     asked = parser.parse_args()
     pairs = [tuple(map(int, pair.split("/"))) for pair in asked.heads.split(",")]
-    tokens, rows = ([int(count) for count in text.split(",")] for text in (asked.tokens, asked.rows))
+    tokens, rows, mixed = ([int(each) for each in text.split(",") if each] for text in (asked.tokens, asked.rows, asked.mixed))
     workspace = Workspace(torch.device("cuda"))
     figures: dict[str, Any] = {}
     begin = time.monotonic()
     with ThreadPoolExecutor(14) as pool:
-        compile_ahead(pool, pairs, asked.kv.split(","), workspace)
+        compile_ahead(pool, pairs, asked.kv.split(","), workspace, not asked.late)
     print(f"compiled in {time.monotonic() - begin:.1f} s", flush=True)
     for kv in asked.kv.split(","):
         memory = Memory(kv)
         for q_heads, kv_heads in pairs:
-            for count in rows:
+            for count, is_mixed in [*((count, False) for count in rows), *((count, True) for count in mixed)]:
                 for length in tokens:
-                    job = memory.job(q_heads, kv_heads, count, length, asked.mixed)
-                    name = f"{kv} {q_heads}/{kv_heads} R={count} T={length}{' mixed' if asked.mixed else ''}"
-                    figures[name] = measure(job, workspace, asked.peers)
+                    job = memory.job(q_heads, kv_heads, count, length, is_mixed)
+                    name = f"{kv} {q_heads}/{kv_heads} R={count} T={length}{' mixed' if is_mixed else ''}"
+                    figures[name] = measure(job, workspace, asked.peers, not asked.late)
                     print(f"{name:28} {line(figures[name])}", flush=True)
             record.write("kernels_attention", figures, asked.out)
         del memory
-    print("\nbest variants (pieces, chunk, tile, warps, stages, registers):")
+    print("\nbest variants (pieces, chunk, tile, warps, stages, registers, together), beside the chosen:")
     for name, found in figures.items():
         timed = {label: row for label, row in found.items() if isinstance(row, list)}
-        print(f"{name:28} " + ", ".join(f"{label} {row[0]} us" for label, row in sorted(timed.items(), key=lambda e: e[1][0])[:3]))
+        best = sorted(timed.items(), key=lambda entry: entry[1][0])[:3]
+        usual = timed.get("chosen", [0.0])[0]
+        print(
+            f"{name:28} {usual / best[0][1][0] if best else 0:.2f} times: "
+            + ", ".join(f"{label} {row[0]} us" for label, row in best)
+        )
     return 0
 
 
@@ -137,22 +146,28 @@ class Memory:
         return Job(query, copies, blocks.view(rows, width), slots, lengths, self._scales, read)  # type: ignore[arg-type]
 
 
-def variants(rows: int, kv_heads: int, group: int, itemsize: int) -> Iterator[Split]:
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    usual = chosen(rows, kv_heads, group, HEAD_DIM, itemsize, processors)
-    few = rows * kv_heads <= 2 * processors
-    for tile in TILES:
-        yield Split(usual.pieces, usual.chunk, *tile)
-    if few:
-        for cut in CUTS:
-            if cut != (usual.pieces, usual.chunk):
-                for tile in TILES[2:4]:
-                    yield Split(*cut, *tile)
-    else:
-        yield Split(2 * usual.pieces, usual.chunk, *TILES[0])
+def variants(rows: int, kv_heads: int, processors: int) -> Iterator[Split]:
+    programs = rows * kv_heads
+    if 2 * programs <= processors:
+        for split in FEW:
+            yield split._replace(pieces=min(split.pieces, 8 * processors // programs))
+        yield FEW[0]._replace(pieces=1)
+    if 4 * programs > processors:
+        pieces = min(MOST_PIECES, max(1, 4 * processors // programs))
+        for tile in MANY:
+            yield Split(pieces, 128, *tile)
+        if pieces < MOST_PIECES and programs < 8 * processors:
+            yield Split(2 * pieces, 128, *MANY[0])
+            yield Split(2 * pieces, 128, *MANY[1])
 
 
-def compile_ahead(pool: ThreadPoolExecutor, pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace) -> None:
+def named(split: Split) -> str:
+    return f"({', '.join(map(str, split[:-1]))}{', together' if split.together else ''})"
+
+
+def compile_ahead(
+    pool: ThreadPoolExecutor, pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace, early: bool
+) -> None:
     """All at once: a launch only asks for its kernel here."""
 
     def ask(kernel: JITFunction[Any], grid: Any) -> Any:
@@ -165,15 +180,15 @@ def compile_ahead(pool: ThreadPoolExecutor, pairs: list[tuple[int, ...]], kinds:
             for kv in kinds:
                 dtype = torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn
                 cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(dtype)
-                for tile in TILES:
+                for split in [*FEW, *(Split(MOST_PIECES, 64, *tile) for tile in MANY)]:
                     with contextlib.suppress(Exception):  # said when it is measured
                         decode_attention(
                             query, cache, cache, tables.view(1, -1), slots[:1], lengths[:1], scale=1.0, window=None,
-                            kv_scales=SCALES, workspace=workspace, split=Split(MOST_PIECES, 64, *tile),
+                            kv_scales=SCALES, workspace=workspace, split=split, early=early,
                         )  # fmt: skip
 
 
-def measure(job: Job, workspace: Workspace, peers: str) -> dict[str, Any]:
+def measure(job: Job, workspace: Workspace, peers: str, early: bool) -> dict[str, Any]:
     """Of each candidate: microseconds and TB/s; or what is wrong with it."""
     rows, q_heads, _ = job.query.shape
     kv_heads, itemsize = job.copies[0][0].shape[2], job.copies[0][0].element_size()
@@ -186,10 +201,10 @@ def measure(job: Job, workspace: Workspace, peers: str) -> dict[str, Any]:
     candidates: dict[str, Candidate] = {}
     for label, split in [
         ("chosen", usual),
-        *((str(tuple(each)), each) for each in variants(rows, kv_heads, q_heads // kv_heads, itemsize)),
+        *((named(each), each) for each in variants(rows, kv_heads, workspace.processors)),
     ]:
         candidates[label] = lambda key, value, split=split: decode_attention(  # type: ignore[misc]
-            job.query, key, value, *facts, **job.options, workspace=workspace, split=split
+            job.query, key, value, *facts, **job.options, workspace=workspace, split=split, early=early
         )
     found: dict[str, Any] = {}
     if peers == "flashinfer":

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     pieces: int = 4
     tile: int = 32
     warps: int = 2
+    together: bool = False
 
 
 class Inputs(NamedTuple):
@@ -87,7 +88,7 @@ def check(case: Case, workspace: object = None, seed: int = 0) -> None:
     rest = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
     wanted = reference.decode_attention(*inputs, **rest)
     held = workspace or Workspace(CPU)
-    split = Split(case.pieces, 40, case.tile, case.warps, 2, 255)
+    split = Split(case.pieces, 40, case.tile, case.warps, 2, 255, case.together)
     out = decode_attention(*inputs, **rest, workspace=held, split=split)
     assert not wanted.isnan().any()
     step = torch.finfo(case.dtype).eps
@@ -134,6 +135,8 @@ def check_lengths_about_the_edges() -> None:
         check(Case(lengths, 1, 2, 16, pieces=pieces))
     check(Case(lengths, 1, 2, 16, tile=64, warps=1, indirect=False))
     check(Case(lengths, 1, 2, 16, tile=64, warps=4, pieces=3))
+    check(Case(lengths, 1, 2, 16, tile=64, warps=4, pieces=3, together=True))
+    check(Case(lengths, 1, 2, 16, tile=16, warps=1))
 
 
 def check_block_sizes_and_windows() -> None:
@@ -145,7 +148,9 @@ def check_block_sizes_and_windows() -> None:
         (256, (None, 50)),
     ):
         for window in windows:
-            check(Case([1, 49, 50, 51, 150], 1, 4, 16, block_size=block_size, window=window, fp8=window == 50))
+            case = Case([1, 49, 50, 51, 150], 1, 4, 16, block_size=block_size, window=window, fp8=window == 50)
+            check(case)
+            check(case._replace(together=True))
 
 
 def check_launches_share_a_workspace() -> None:
@@ -190,14 +195,17 @@ def test_in_the_interpreter() -> None:
 SIGNATURE = {
     "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals"), "*i32"),
     **dict.fromkeys(("tops", "totals", "outs"), "*fp32"), **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
-    **dict.fromkeys(("table_stride", "window", "chunk", "q_heads", "kv_heads"), "i32"),
+    **dict.fromkeys(("table_stride", "window", "chunk"), "i32"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize(("head_dim", "dtype", "fp8"), [(128, "*bf16", False), (128, "*bf16", True), (80, "*fp16", False)])
-def test_compiles(head_dim: int, dtype: str, fp8: bool, arch: int) -> None:
-    """Down to machine code, as it is launched for 64 rows: on tensor cores, with reads under way."""
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "fp8", "rows"),
+    [(128, "*bf16", False, 64), (128, "*bf16", True, 64), (128, "*bf16", True, 1), (80, "*fp16", False, 1)],
+)
+def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, arch: int) -> None:
+    """Down to machine code, as it is launched for so many rows: on tensor cores, with reads of 16 bytes under way."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -205,10 +213,11 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, arch: int) -> None:
     from phalanx.kernels.attention import decode
     from phalanx.kernels.attention.split import MOST_PIECES, chosen
 
-    split = chosen(64, 8, 4, head_dim, 1 if fp8 else 2, 132)
+    split = chosen(rows, 8, 4, head_dim, 1 if fp8 else 2, 132)
     constants = {
-        "GROUP": 4, "DIM": head_dim, "WIDTH": 128, "LANES": 4, "BLOCK_SIZE": 16, "MOST": MOST_PIECES, "TILE": split.tile,
-        "WARPS": split.warps, "STAGES": split.stages, "INDIRECT": True, "FP8": fp8, "PTX": arch,
+        "GROUP": 4, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": 128, "HEADS": 8, "LANES": 4, "BLOCK_SIZE": 16, "MOST": MOST_PIECES,
+        "AT_ONCE": 4 * split.warps, "TILE": split.tile, "APART": 1 if split.together else split.warps, "STAGES": split.stages,
+        "INDIRECT": True, "WINDOWED": False, "EARLY": rows == 1, "PTX": arch,
     }  # fmt: skip
     signature = {}
     for name in decode._decode.arg_names:
@@ -222,7 +231,8 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, arch: int) -> None:
     ptx = compiled.asm["ptx"]
     assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
     assert "mma.sync" in ptx
-    assert "cp.async" in ptx
+    vectors = 2 * split.tile * head_dim * (1 if fp8 else 2) // 16 // (32 * split.warps)
+    assert ptx.count("cp.async.cg.shared.global") >= vectors * (split.stages - 1), "keys or values are read in small pieces"
     assert "atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx
 
 
@@ -236,7 +246,7 @@ def test_how_rows_are_split() -> None:
             assert split.tile // split.warps >= 16
             assert 1 <= split.pieces <= MOST_PIECES
             assert split.pieces == 1 or split.pieces * rows * kv_heads <= 8 * 132
-    assert chosen(1, 8, 4, 128, 2, 132).pieces == MOST_PIECES
+    assert chosen(1, 8, 4, 128, 2, 132).pieces > 8
     assert chosen(512, 8, 4, 128, 2, 132).pieces == 1
 
 
@@ -244,7 +254,8 @@ def test_how_rows_are_split() -> None:
 @pytest.mark.parametrize(
     "case", [Case([1, 33, 700, 2000], 8, 4, 128), Case([1, 90, 1200], 2, 7, 64, window=300, fp8=True)], ids=str
 )
-def test_replayed_on_a_gpu_with_other_lengths(case: Case) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool) -> None:
     """Captured once with rows of one token, replayed with those of the case, longest first and last; each time the same bits."""
     from phalanx.kernels.attention import Workspace, decode_attention, reference
 
@@ -252,11 +263,12 @@ def test_replayed_on_a_gpu_with_other_lengths(case: Case) -> None:
     options = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
     workspace, lengths = Workspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
     held = inputs._replace(lengths=lengths)
-    decode_attention(*held, **options, workspace=workspace)
+    torch.cuda.synchronize()
+    decode_attention(*held, **options, workspace=workspace, early=early)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention(*held, **options, workspace=workspace)
+        out = decode_attention(*held, **options, workspace=workspace, early=early)
     lengths.copy_(inputs.lengths)
     wanted, seen = reference.decode_attention(*inputs, **options), []
     for _ in range(20):

@@ -36,11 +36,11 @@ class Watched(SdpaBackend):
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each launch."""
+    """The rows of each launch, less than 0 where lengths are read early."""
     rows: list[int] = []
 
-    def stand_in(query: Tensor, *inputs: Any, workspace: Any, out: Tensor, **options: Any) -> Tensor:
-        rows.append(len(query))
+    def stand_in(query: Tensor, *inputs: Any, workspace: Any, early: bool, out: Tensor, **options: Any) -> Tensor:
+        rows.append(-len(query) if early else len(query))
         assert query.is_contiguous()
         return out.copy_(reference.decode_attention(query, *inputs, **options))
 
@@ -99,7 +99,7 @@ def test_a_cache_in_fp8() -> None:
     compare(out, query, batch, rows, *read, None)
 
 
-def test_a_fixed_batch_is_planned_once_for_all_replays() -> None:
+def test_a_fixed_batch_is_planned_once_for_all_replays(launched: list[int]) -> None:
     """Its tensors change, and what the host knew of it at its plan counts for nothing."""
     later, cache, keys, values = made_batch([(9, 1), (30, 1)], None)
     indirect(later)
@@ -121,6 +121,7 @@ def test_a_fixed_batch_is_planned_once_for_all_replays() -> None:
         getattr(batch, name).copy_(getattr(later, name))
     compare(plan.forward(query, cache, window=None, scale=0.3), query, batch, [(9, 1), (30, 1)], keys, values, None)
     assert others.planned == []
+    assert launched == [-2, -2]
 
 
 def test_which_back_end_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,13 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, workspace: Workspace, window: int | None = None, kv_scales: tuple[float, float] | None = None,
-    out: Tensor | None = None,
+    early: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
     block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
 
-    workspace: of this stream, kept over calls.
+    workspace: of this stream, kept over calls. early: kv_lengths and table_rows are written by no kernel, but by copies that
+    are done before the first of this chain of kernels begins; so they are read while the kernel before still runs.
     """
     from phalanx.kernels.attention.decode import decode_attention as kernel
 
@@ -36,5 +37,5 @@ def decode_attention(
     split = chosen(max(rows, 1), kv_heads, q_heads // kv_heads, head_dim, key_cache.element_size(), workspace.processors)
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
-        workspace=workspace, split=split, out=out,
+        workspace=workspace, split=split, early=early, out=out,
     )  # fmt: skip

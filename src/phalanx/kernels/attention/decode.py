@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
+# ruff: noqa: RUF005 (Triton's lists grow by +)
 """Attention of rows of one token over paged keys and values, in one launch that nobody plans on the host.
 
     out[r, h] = softmax(scale * query[r, h] . keys[begin:length]) @ values[begin:length]        see `reference.decode_attention`
 
-A program has some tokens of one row for one KV head and up to 16 of its query heads (a tensor core's rows). Its warps each take
-tokens of their own through the whole loop, with a maximum, a sum and an output of their own, and meet once at the end: what is
-under way from memory is all that counts, and no warp waits for another's softmax.
+A program has some tokens of one row for one KV head and up to 16 of its query heads. Scores are [tokens, heads] and outputs
+[dims, heads]: a tensor core's 16 rows are then all of use, and of its 8 columns as many as there are heads. Where tokens are to
+pass at the rate of the memory, each warp takes tokens of its own through the whole loop, with a maximum, a sum and an output of its
+own; where few tokens are to be done soon, the warps are `together`: one maximum, and each has dims of the output to itself.
 
 How many programs share a row is decided by each of them from the row's length. Where several do, each leaves what it has in a
 workspace and counts itself; the last one to arrive adds all up in the order of the tokens, so that the result does not depend on
@@ -28,14 +30,11 @@ from phalanx.kernels.residual_rms_norm import capability
 
 LOG2_E = 1.4426950408889634
 
-HEADS = tl.constexpr(16)
-"""Query heads that a program computes, padding among them: the rows of a tensor core's product."""
+MOST_HEADS = 16
+"""Query heads that a program computes, at most."""
 
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and still finite: the difference of two is a number."""
-
-AT_ONCE = tl.constexpr(8)
-"""Pieces whose outputs are under way together where a row's are added up."""
 
 
 @triton.jit
@@ -49,6 +48,27 @@ def _widened(code, like, PTX: tl.constexpr):
         # Exponent and mantissa where fp32 has them: exponent bias 7 is read as 127, which the factor 2^120 makes good.
         size = tl.where(size == 0x7F, 0x7F800001, size << 20)
         value = ((size | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(like.dtype)
+    return value
+
+
+@triton.jit
+def _half(pairs, like, ODD: tl.constexpr, PTX: tl.constexpr):
+    """Of two e4m3 bytes in each element of 16 bits, the first or the second, in the dtype of `like`, exactly."""
+    if PTX >= 89:
+        if ODD:
+            value = tl.inline_asm_elementwise(
+                "{ .reg .b32 two; .reg .b16 low, high; prmt.b32 two, $1, 0, 0x4431; mov.b32 {low, high}, two;"
+                " cvt.rn.f16x2.e4m3x2 $0, low; }",
+                "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            value = tl.inline_asm_elementwise(
+                "{ .reg .b32 two; .reg .b16 low, high; prmt.b32 two, $1, 0, 0x4420; mov.b32 {low, high}, two;"
+                " cvt.rn.f16x2.e4m3x2 $0, low; }",
+                "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+            )  # fmt: skip
+    else:
+        value = _widened((pairs >> (8 if ODD else 0)).to(tl.uint8), like, PTX)
     return value
 
 
@@ -71,69 +91,121 @@ def _in_fp16(query):
 
 
 @triton.jit
-def _part(
-    query, key_cache, value_cache, table, begin, end, first, slot_stride, score_scales,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """query [HEADS, WIDTH] over tokens begin .. end - 1 of a row -> (maximum [HEADS], sum [HEADS], output [HEADS, WIDTH]), where
-    the output is yet to be divided by the sum. first: the head's place within a token; slot_stride: from one token to the next;
-    score_scales [HEADS]: of the products, log2(e) among them."""
-    TOKENS: tl.constexpr = TILE // WARPS
-    dim = tl.arange(0, WIDTH)
-    inside = dim < DIM
-    step = tl.arange(0, WARPS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-    queries = tl.broadcast_to(query[None, :, :], (WARPS, HEADS, WIDTH))
-    top = tl.full([WARPS, HEADS], LOWEST, tl.float32)
-    total = tl.zeros([WARPS, HEADS], tl.float32)
-    out = tl.zeros([WARPS, HEADS, WIDTH], tl.float32)
-    block = tl.load(table + (begin + step) // BLOCK_SIZE, begin + step < end, 0)
-    for at in tl.range(begin, end, TILE, num_stages=STAGES):
-        token = at + step
-        seen = token < end
-        coming = tl.load(table + (token + TILE) // BLOCK_SIZE, token + TILE < end, 0)
-        place = (block * BLOCK_SIZE + token % BLOCK_SIZE).to(tl.int64) * slot_stride + first
-        # What is not seen is not read either: stale memory may hold NaN, which no factor 0 removes.
-        there, read = place[:, :, None] + dim[None, None, :], seen[:, :, None] & inside[None, None, :]
-        key = tl.load(key_cache + there, read, 0)
-        if FP8:
-            key = _widened(key, query, PTX)
-        nothing = tl.zeros([WARPS, HEADS, TOKENS], tl.float32)
-        score = tl.where(
-            seen[:, None, :], _product(queries, tl.trans(key, (0, 2, 1)), nothing, PTX) * score_scales[None, :, None], float("-inf")
-        )
-        higher = tl.maximum(top, tl.max(score, 2))
-        weight = tl.exp2(score - higher[:, :, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(weight, 2)
-        value = tl.load(value_cache + there, read, 0)
-        if FP8:
-            value = _widened(value, query, PTX)
-        out = _product(nearest(weight, query, PTX), value, out * fade[:, :, None], PTX)
-        top, block = higher, coming
-    highest = tl.max(top, 0)
-    fade = tl.exp2(top - highest[None, :])
-    return highest, tl.sum(total * fade, 0), tl.sum(out * fade[:, :, None], 0)
+def _blocks(table, at, end, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where tokens at .. at + TILE - 1 are: one block for RUN of them."""
+    first = at + tl.arange(0, TILE // RUN) * RUN
+    return tl.load(table + first // BLOCK_SIZE, first < end, 0)
 
 
 @triton.jit
-def _added_up(tops, totals, outs, group, pieces, MOST: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr):
+def _places(
+    block, at, head, APART: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD: tl.constexpr, SLOT: tl.constexpr,
+):  # fmt: skip
+    """Of a head in TILE tokens, in APART groups if that is more than 1. HEAD, SLOT: elements from one head or token to the next."""
+    run = at + tl.arange(0, TILE // RUN) * RUN
+    first = (block * BLOCK_SIZE + run % BLOCK_SIZE).to(tl.int64) * SLOT
+    each = first[:, None] + tl.arange(0, RUN)[None, :] * SLOT
+    # Said, as it is lost where shapes change: so a read takes 16 bytes.
+    ALIGNED: tl.constexpr = HEAD & -HEAD
+    if APART > 1:
+        place = tl.multiple_of(tl.reshape(each, [APART, TILE // APART]) + head * HEAD, [ALIGNED, ALIGNED])
+    else:
+        place = tl.multiple_of(tl.reshape(each, [TILE]) + head * HEAD, [ALIGNED])
+    return place
+
+
+@triton.jit
+def _part(
+    query, scales, key_cache, value_cache, table, begin, low, end, head,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr,
+    TILE: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """query [HEADS, WIDTH] over tokens low .. end - 1 of a row, begin <= low a multiple of RUN -> (maximum [HEADS], sum [HEADS],
+    output [WIDTH, HEADS], yet to be divided by the sum). scales [HEADS]: of the scores, log2(e) among them.
+
+    PAIRS: two e4m3 values are read as one element of 16 bits, the smallest that a tensor core's transposing read knows, and even
+    and odd dims are outputs of their own."""
+    HEADS: tl.constexpr = query.shape[0]
+    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
+    AXIS: tl.constexpr = 1 if APART > 1 else 0
+    GROUPS: tl.constexpr = [APART] if APART > 1 else []
+    EACH: tl.constexpr = 2 if PAIRS else 1
+    key_dim, value_dim = tl.arange(0, WIDTH)[None, :], tl.arange(0, WIDTH // EACH)[:, None]
+    queries = tl.trans(query)
+    if APART > 1:
+        queries = tl.broadcast_to(queries[None, :, :], GROUPS + [WIDTH, HEADS])
+        key_dim, value_dim = key_dim[None, :, :], value_dim[None, :, :]
+    top = tl.full(GROUPS + [HEADS], LOWEST, tl.float32)
+    total = tl.zeros(GROUPS + [HEADS], tl.float32)
+    out = tl.zeros(GROUPS + [WIDTH // EACH, HEADS], tl.float32)
+    odd = out
+    block = _blocks(table, begin, end, TILE, RUN, BLOCK_SIZE)
+    for at in tl.range(begin, end, TILE, num_stages=STAGES):
+        token = at + tl.reshape(tl.arange(0, TILE), GROUPS + [TILE // APART])
+        seen = token < end
+        if WINDOWED:
+            seen &= token >= low
+        coming = _blocks(table, at + TILE, end, TILE, RUN, BLOCK_SIZE)
+        place = _places(block, at, head, APART, TILE, RUN, BLOCK_SIZE, DIM, KV_HEADS * DIM)
+        # Keys that are not seen may be read, from whatever block, as their scores are replaced.
+        there = tl.expand_dims(place, AXIS + 1) + key_dim
+        key = tl.load(key_cache + there) if DIM == WIDTH else tl.load(key_cache + there, key_dim < DIM, 0)
+        if FP8:
+            key = _widened(key, query, PTX)
+        score = _product(key, queries, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), PTX) * scales
+        score = tl.where(tl.expand_dims(seen, AXIS + 1), score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, AXIS))
+        weight = tl.exp2(score - tl.expand_dims(higher, AXIS))
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(weight, AXIS)
+        # What is not seen is not read: stale memory may hold NaN, which no factor 0 removes.
+        read = tl.expand_dims(seen, AXIS) & (value_dim < DIM // EACH)
+        narrow, fade = nearest(weight, query, PTX), tl.expand_dims(fade, AXIS)
+        if PAIRS:
+            place = _places(block, at, head, APART, TILE, RUN, BLOCK_SIZE, DIM // 2, KV_HEADS * DIM // 2)
+            there = tl.expand_dims(place, AXIS) + value_dim
+            pair = tl.load(value_cache.to(tl.pointer_type(tl.uint16)) + there, read, 0)
+            out = _product(_half(pair, query, False, PTX), narrow, out * fade, PTX)
+            odd = _product(_half(pair, query, True, PTX), narrow, odd * fade, PTX)
+        else:
+            value = tl.load(value_cache + tl.expand_dims(place, AXIS) + value_dim, read, 0)
+            if FP8:
+                value = _widened(value, query, PTX)
+            out = _product(value, narrow, out * fade, PTX)
+        top, block = higher, coming
+    if APART > 1:
+        groups, top = top, tl.max(top, 0)
+        fade = tl.exp2(groups - top[None, :])
+        total, out = tl.sum(total * fade, 0), tl.sum(out * fade[:, None, :], 0)
+        if PAIRS:
+            odd = tl.sum(odd * fade[:, None, :], 0)
+    if PAIRS:
+        out = tl.reshape(tl.permute(tl.join(out, odd), (0, 2, 1)), [WIDTH, HEADS])
+    return top, total, out
+
+
+@triton.jit
+def _added_up(
+    tops, totals, outs, group, pieces,
+    MOST: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """What the pieces of a row left in the workspace from `group` on -> (sum [LANES], output [LANES, WIDTH])."""
     lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
     piece = tl.arange(0, MOST)[:, None]
     every = (group + piece) * HEADS + lane[None, :]
     top = tl.load(tops + every, piece < pieces, LOWEST, cache_modifier=".cg")
-    highest = tl.max(top, 0)
     sums = tl.load(totals + every, piece < pieces, 0.0, cache_modifier=".cg")
+    highest = tl.max(top, 0)
     total = tl.sum(sums * tl.exp2(top - highest[None, :]), 0)
     out = tl.zeros([LANES, WIDTH], tl.float32)
+    some = tl.arange(0, AT_ONCE)[:, None]
     for first in range(0, pieces, AT_ONCE):
-        for k in tl.static_range(AT_ONCE):
-            there = first + k < pieces
-            place = (group + first + k) * HEADS + lane
-            fade = tl.exp2(tl.load(tops + place, there, LOWEST, cache_modifier=".cg") - highest)
-            part = tl.load(outs + place[:, None] * WIDTH + dim[None, :], there, 0.0, cache_modifier=".cg")
-            out += part * fade[:, None]
+        there = first + some < pieces
+        place = (group + first + some) * HEADS + lane[None, :]
+        part = tl.load(outs + place[:, :, None] * WIDTH + dim[None, None, :], there[:, :, None], 0.0, cache_modifier=".cg")
+        fade = tl.exp2(tl.load(tops + place, there, LOWEST, cache_modifier=".cg") - highest[None, :])
+        out += tl.sum(part * fade[:, :, None], 0)
     return total, out
 
 
@@ -152,23 +224,27 @@ def _store(out, row, first_head, members, total, mixed, like, value_scale, q_hea
 )
 def _decode(
     query, key_cache, value_cache, tables, table_rows, lengths, out, tops, totals, outs, arrivals,
-    table_stride, window, chunk, q_heads, kv_heads, score_scale, value_scale,
-    GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    MOST: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, INDIRECT: tl.constexpr, FP8: tl.constexpr,
+    table_stride, window, chunk, score_scale, value_scale,
+    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr, APART: tl.constexpr,
+    STAGES: tl.constexpr, INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head and band of 16 of its query heads, row, piece). window: 0 for none. MOST: pieces, at most."""
+    """Program (KV head and band of HEADS of its query heads, row, piece). MOST: pieces, at most."""
     if PTX >= 90:
         gdc_launch_dependents()
-        gdc_wait()  # lengths, tables, queries and the newest keys and values: all may be what the kernel before has written
-    BANDS: tl.constexpr = (GROUP + 15) // 16
+        if not EARLY:
+            gdc_wait()  # lengths, tables, queries and the newest keys and values: all may be what the kernel before has written
+    BANDS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     row, piece = tl.program_id(1), tl.program_id(2)
     kv_head, band = tl.program_id(0) // BANDS, tl.program_id(0) % BANDS
-    length = tl.load(lengths + row)
+    length = tl.load(lengths + row, cache_modifier=".cg")
     held = row.to(tl.int64)
     if INDIRECT:
-        held = tl.load(table_rows + row).to(tl.int64)
-    begin = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+        held = tl.load(table_rows + row, cache_modifier=".cg").to(tl.int64)
+    low = tl.maximum(length - window, 0) if WINDOWED else 0
+    RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1  # tokens that are sure to lie in one block, from a multiple of it on
+    begin = low // RUN * RUN
     tiles = tl.cdiv(length - begin, TILE)
     each = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.minimum(tl.cdiv(length - begin, chunk), tl.num_programs(2)), 1)), 1)
     pieces = tl.maximum(tl.cdiv(tiles, each), 1)
@@ -176,21 +252,26 @@ def _decode(
         return
     begin += piece * each * TILE
     end = tl.minimum(begin + each * TILE, length)
+    # Every row has a first piece, which waits: so what waits for this kernel has waited for those before it too.
+    if PTX >= 90 and EARLY:
+        gdc_wait()
 
     first_head, members = kv_head * GROUP + band * HEADS, GROUP - band * HEADS
     lane, dim = tl.arange(0, HEADS), tl.arange(0, WIDTH)
-    place = (row.to(tl.int64) * q_heads + first_head + lane[:, None]) * DIM + dim[None, :]
+    place = (row.to(tl.int64) * (KV_HEADS * GROUP) + first_head + lane[:, None]) * DIM + dim[None, :]
     own = tl.load(query + place, (lane[:, None] < members) & (dim[None, :] < DIM), 0.0)
     scales, narrow = tl.full([HEADS], score_scale, tl.float32), own
+    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
     if FP8 and own.dtype == tl.bfloat16:
         narrow, powers = _in_fp16(own)
         scales *= powers
-    top, total, mixed = _part(
-        narrow, key_cache, value_cache, tables + held * table_stride, begin, end, kv_head * DIM, kv_heads * DIM, scales,
-        DIM, WIDTH, BLOCK_SIZE, TILE, WARPS, STAGES, FP8, PTX,
+    top, total, turned = _part(
+        narrow, scales, key_cache, value_cache, tables + held * table_stride, begin, low, end, kv_head,
+        DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, FP8 and narrow.dtype == tl.float16, PTX,
     )  # fmt: skip
+    mixed = tl.trans(turned)
     if pieces == 1:
-        _store(out, row, first_head, members, total, mixed, own, value_scale, q_heads, DIM, PTX)
+        _store(out, row, first_head, members, total, mixed, own, value_scale, KV_HEADS * GROUP, DIM, PTX)
     else:
         counted = row * tl.num_programs(0) + tl.program_id(0)
         group = counted * tl.num_programs(2)
@@ -201,14 +282,14 @@ def _decode(
         tl.debug_barrier()  # all warps have stored before one of them releases what they stored
         if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == pieces - 1:
             tl.store(arrivals + counted, 0)
-            whole, added = _added_up(tops, totals, outs, group, pieces, MOST, WIDTH, LANES)
-            _store(out, row, first_head, members, whole, added, own, value_scale, q_heads, DIM, PTX)
+            whole, added = _added_up(tops, totals, outs, group, pieces, MOST, WIDTH, HEADS, LANES, AT_ONCE)
+            _store(out, row, first_head, members, whole, added, own, value_scale, KV_HEADS * GROUP, DIM, PTX)
 
 
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: Workspace, split: Split,
-    out: Tensor | None = None,
+    early: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone."""
     rows, q_heads, head_dim = query.shape
@@ -217,16 +298,18 @@ def decode_attention(
     if not rows:
         return out
     ptx, fp8, group = capability(query.device), key_cache.dtype == torch.float8_e4m3fn, q_heads // kv_heads
-    width, programs = max(16, triton.next_power_of_2(head_dim)), kv_heads * triton.cdiv(group, 16)
-    tops, totals, outs, arrivals = workspace.take(rows * programs, split.pieces, width)
+    width, heads = max(16, triton.next_power_of_2(head_dim)), 8 if group <= 8 else MOST_HEADS
+    programs, lanes = kv_heads * triton.cdiv(group, heads), min(heads, triton.next_power_of_2(group))
+    tops, totals, outs, arrivals = workspace.take(rows * programs, split.pieces, heads, width)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
     _decode[(programs, rows, split.pieces)](
         query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, out,
-        tops, totals, outs, arrivals, block_tables.stride(0), window or 0, split.chunk, q_heads, kv_heads,
-        scale * key_scale * LOG2_E, value_scale,
-        GROUP=group, DIM=head_dim, WIDTH=width, LANES=min(16, triton.next_power_of_2(group)), BLOCK_SIZE=block_size,
-        MOST=MOST_PIECES, TILE=split.tile, WARPS=split.warps, STAGES=split.stages,
-        INDIRECT=table_rows is not None, FP8=fp8, PTX=ptx, num_warps=split.warps, maxnreg=split.registers, launch_pdl=ptx >= 90,
+        tops, totals, outs, arrivals, block_tables.stride(0), window or 0, split.chunk, scale * key_scale * LOG2_E, value_scale,
+        GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
+        MOST=MOST_PIECES, AT_ONCE=min(MOST_PIECES, 16 * split.warps // lanes), TILE=split.tile,
+        APART=1 if split.together else split.warps, STAGES=split.stages, INDIRECT=table_rows is not None,
+        WINDOWED=window is not None, EARLY=early, PTX=ptx, num_warps=split.warps, maxnreg=split.registers,
+        launch_pdl=ptx >= 90,
     )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ class Split(NamedTuple):
     """pieces: the most programs that share a row's tokens for one KV head. chunk: tokens of a row for each program that shares it,
     at least, unless the row is shorter. tile: tokens that a program computes at a time, divided among its warps, 16 or more each.
     stages: as Triton's num_stages: tiles that are computed or under way. registers: of a thread, at most: so many programs fit on a
-    processor."""
+    processor. together: a program's warps work on the same scores, rather than each on its own."""
 
     pieces: int
     chunk: int
@@ -28,17 +28,19 @@ class Split(NamedTuple):
     warps: int
     stages: int
     registers: int
+    together: bool = False
 
 
 def chosen(rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, processors: int) -> Split:
     """For `rows` rows of any length; group: query heads per KV head; itemsize: bytes of a cached element; processors: the
     GPU's."""
     programs = rows * kv_heads * -(-group // 16)
-    pieces = max(1, min(PROGRAMS_PER_PROCESSOR * processors // (2 * programs), MOST_PIECES))
-    chunk = 128 if programs <= processors else 256
+    room = max(1, PROGRAMS_PER_PROCESSOR * processors // programs)
     if head_dim * itemsize > 256:  # also in fp32, whose products are not a tensor core's
-        return Split(pieces, chunk, tile=32, warps=2, stages=2, registers=255)
-    return Split(pieces, chunk, tile=16, warps=1, stages=4, registers=168)
+        return Split(min(room // 2 or 1, MOST_PIECES), 128, tile=32, warps=2, stages=2, registers=255)
+    if 4 * programs <= processors:  # what counts is how soon one row is done: a piece's tokens are all read at once
+        return Split(min(room // 4, MOST_PIECES), 256, tile=256, warps=8, stages=2, registers=255, together=True)
+    return Split(min(room // 2 or 1, MOST_PIECES), 128, tile=16, warps=1, stages=4, registers=128 if itemsize == 1 else 168)
 
 
 class Workspace:
@@ -52,12 +54,12 @@ class Workspace:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self._given: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
-    def take(self, groups: int, pieces: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For so many groups of programs: (maxima, sums, each groups * pieces * 16 fp32; outputs, those times width; counts,
-        groups int32), or larger. Nothing is shared where pieces is 1."""
+    def take(self, groups: int, pieces: int, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For so many groups of programs: (maxima, sums, each groups * pieces * heads fp32; outputs, those times width;
+        counts, groups int32), or larger. Nothing is shared where pieces is 1."""
         if pieces == 1:
             groups = 1
-        heads = groups * pieces * 16
+        heads *= groups * pieces
         for held in self._given:
             if held[0].numel() >= heads and held[2].numel() >= heads * width and held[3].numel() >= groups:
                 return held
