@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import record
 from phalanx.kernels.attention import reference
 from phalanx.kernels.attention.decode import decode_attention
-from phalanx.kernels.attention.split import MOST_PIECES, Split, Workspace, chosen
+from phalanx.kernels.attention.split import MOST_PIECES, Early, Split, Workspace, chosen
 
 HEAD_DIM, BLOCK = 128, 16
 COLD = 160 << 20
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--kv", default="bf16,e4m3")
     parser.add_argument("--peers", default="flashinfer", help="or none")
     parser.add_argument("--mixed", default="64", help="so many rows also with 1 .. 2 * tokens - 1 tokens each, not all alike")
-    parser.add_argument("--late", action="store_true", help="lengths are read after the kernel before, as in batches of no graph")
+    parser.add_argument("--early", default="lengths", help="or nothing, or tables: read while the kernel before still runs")
     asked = parser.parse_args()
     pairs = [tuple(map(int, pair.split("/"))) for pair in asked.heads.split(",")]
     tokens, rows, mixed = ([int(each) for each in text.split(",") if each] for text in (asked.tokens, asked.rows, asked.mixed))
@@ -85,7 +85,7 @@ def main() -> int:
     figures: dict[str, Any] = {}
     begin = time.monotonic()
     with ThreadPoolExecutor(14) as pool:
-        compile_ahead(pool, pairs, asked.kv.split(","), workspace, not asked.late)
+        compile_ahead(pool, pairs, asked.kv.split(","), workspace, asked.early)
     print(f"compiled in {time.monotonic() - begin:.1f} s", flush=True)
     for kv in asked.kv.split(","):
         memory = Memory(kv)
@@ -94,7 +94,7 @@ def main() -> int:
                 for length in tokens:
                     job = memory.job(q_heads, kv_heads, count, length, is_mixed)
                     name = f"{kv} {q_heads}/{kv_heads} R={count} T={length}{' mixed' if is_mixed else ''}"
-                    figures[name] = measure(job, workspace, asked.peers, not asked.late)
+                    figures[name] = measure(job, workspace, asked.peers, asked.early)
                     print(f"{name:28} {line(figures[name])}", flush=True)
             record.write("kernels_attention", figures, asked.out)
         del memory
@@ -166,7 +166,7 @@ def named(split: Split) -> str:
 
 
 def compile_ahead(
-    pool: ThreadPoolExecutor, pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace, early: bool
+    pool: ThreadPoolExecutor, pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace, early: Early
 ) -> None:
     """All at once: a launch only asks for its kernel here."""
 
@@ -188,7 +188,7 @@ def compile_ahead(
                         )  # fmt: skip
 
 
-def measure(job: Job, workspace: Workspace, peers: str, early: bool) -> dict[str, Any]:
+def measure(job: Job, workspace: Workspace, peers: str, early: Early) -> dict[str, Any]:
     """Of each candidate: microseconds and TB/s; or what is wrong with it."""
     rows, q_heads, _ = job.query.shape
     kv_heads, itemsize = job.copies[0][0].shape[2], job.copies[0][0].element_size()

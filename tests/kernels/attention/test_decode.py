@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.kernels.attention.split import Early
+
 pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
@@ -217,7 +219,7 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, arch: int) ->
     constants = {
         "GROUP": 4, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": 128, "HEADS": 8, "LANES": 4, "BLOCK_SIZE": 16, "MOST": MOST_PIECES,
         "AT_ONCE": 4 * split.warps, "TILE": split.tile, "APART": 1 if split.together else split.warps, "STAGES": split.stages,
-        "INDIRECT": True, "WINDOWED": False, "EARLY": rows == 1, "PTX": arch,
+        "INDIRECT": True, "WINDOWED": False, "EARLY": 2 if rows == 1 else 1 if fp8 else 0, "PTX": arch,
     }  # fmt: skip
     signature = {}
     for name in decode._decode.arg_names:
@@ -254,8 +256,8 @@ def test_how_rows_are_split() -> None:
 @pytest.mark.parametrize(
     "case", [Case([1, 33, 700, 2000], 8, 4, 128), Case([1, 90, 1200], 2, 7, 64, window=300, fp8=True)], ids=str
 )
-@pytest.mark.parametrize("early", [False, True])
-def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool) -> None:
+@pytest.mark.parametrize("early", ["nothing", "lengths", "tables"])
+def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: Early) -> None:
     """Captured once with rows of one token, replayed with those of the case, longest first and last; each time the same bits."""
     from phalanx.kernels.attention import Workspace, decode_attention, reference
 

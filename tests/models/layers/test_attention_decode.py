@@ -39,8 +39,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each launch, less than 0 where lengths are read early."""
     rows: list[int] = []
 
-    def stand_in(query: Tensor, *inputs: Any, workspace: Any, early: bool, out: Tensor, **options: Any) -> Tensor:
-        rows.append(-len(query) if early else len(query))
+    def stand_in(query: Tensor, *inputs: Any, workspace: Any, early: str, out: Tensor, **options: Any) -> Tensor:
+        rows.append(-len(query) if early == "lengths" else len(query))
         assert query.is_contiguous()
         return out.copy_(reference.decode_attention(query, *inputs, **options))
 

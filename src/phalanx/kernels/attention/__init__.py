@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import Split, Workspace, chosen
+from phalanx.kernels.attention.split import Early, Split, Workspace, chosen
 from phalanx.kernels.norms import triton_is_here
 
 __all__ = ["decode_attention", "takes", "Split", "Workspace"]
@@ -22,13 +22,14 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, workspace: Workspace, window: int | None = None, kv_scales: tuple[float, float] | None = None,
-    early: bool = False, out: Tensor | None = None,
+    early: Early = "nothing", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
     block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
 
-    workspace: of this stream, kept over calls. early: kv_lengths and table_rows are written by no kernel, but by copies that
-    are done before the first of this chain of kernels begins; so they are read while the kernel before still runs.
+    workspace: of this stream, kept over calls. early: what is read while kernels before may still run: "lengths" (and table_rows),
+    or "tables" too, may be said where they are complete before the first of this chain of kernels begins: written by copies, or by
+    kernels that a launch without programmatic dependence came behind.
     """
     from phalanx.kernels.attention.decode import decode_attention as kernel
 

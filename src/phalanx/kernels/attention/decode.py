@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.split import MOST_PIECES, Split, Workspace
+from phalanx.kernels.attention.split import MOST_PIECES, Early, Split, Workspace
 from phalanx.kernels.between.silu_gate import nearest
 from phalanx.kernels.residual_rms_norm import capability
 
@@ -32,6 +32,8 @@ LOG2_E = 1.4426950408889634
 
 MOST_HEADS = 16
 """Query heads that a program computes, at most."""
+
+EARLY = {"nothing": 0, "lengths": 1, "tables": 2}
 
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and still finite: the difference of two is a number."""
@@ -91,10 +93,10 @@ def _in_fp16(query):
 
 
 @triton.jit
-def _blocks(table, at, end, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+def _blocks(table, at, end, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr, CACHE: tl.constexpr):
     """Where tokens at .. at + TILE - 1 are: one block for RUN of them."""
     first = at + tl.arange(0, TILE // RUN) * RUN
-    return tl.load(table + first // BLOCK_SIZE, first < end, 0)
+    return tl.load(table + first // BLOCK_SIZE, first < end, 0, cache_modifier=CACHE)
 
 
 @triton.jit
@@ -116,13 +118,38 @@ def _places(
 
 
 @triton.jit
+def _joined(top, total, out, odd, APART: tl.constexpr, PAIRS: tl.constexpr):
+    """What APART groups of tokens have, in one; and even and odd dims in turn."""
+    if APART > 1:
+        groups, top = top, tl.max(top, 0)
+        fade = tl.exp2(groups - top[None, :])
+        total, out = tl.sum(total * fade, 0), tl.sum(out * fade[:, None, :], 0)
+        if PAIRS:
+            odd = tl.sum(odd * fade[:, None, :], 0)
+    if PAIRS:
+        out = tl.reshape(tl.permute(tl.join(out, odd), (0, 2, 1)), [2 * out.shape[0], out.shape[1]])
+    return top, total, out
+
+
+@triton.jit
+def _piece(length, low, piece, most, chunk, TILE: tl.constexpr, RUN: tl.constexpr):
+    """How a row's tokens low .. length - 1 are cut into at most `most` pieces -> (pieces; where one begins, and ends)."""
+    begin = low // RUN * RUN
+    tiles = tl.cdiv(length - begin, TILE)
+    each = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.minimum(tl.cdiv(length - begin, chunk), most), 1)), 1)
+    pieces = tl.maximum(tl.cdiv(tiles, each), 1)
+    begin += piece * each * TILE
+    return pieces, begin, tl.minimum(begin + each * TILE, length)
+
+
+@triton.jit
 def _part(
-    query, scales, key_cache, value_cache, table, begin, low, end, head,
+    query, scales, key_cache, value_cache, table, block, begin, low, end, head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr,
     TILE: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """query [HEADS, WIDTH] over tokens low .. end - 1 of a row, begin <= low a multiple of RUN -> (maximum [HEADS], sum [HEADS],
-    output [WIDTH, HEADS], yet to be divided by the sum). scales [HEADS]: of the scores, log2(e) among them.
+    output [WIDTH, HEADS], yet to be divided by the sum). scales [HEADS]: of the scores, log2(e) among them; block: of tile one.
 
     PAIRS: two e4m3 values are read as one element of 16 bits, the smallest that a tensor core's transposing read knows, and even
     and odd dims are outputs of their own."""
@@ -140,13 +167,12 @@ def _part(
     total = tl.zeros(GROUPS + [HEADS], tl.float32)
     out = tl.zeros(GROUPS + [WIDTH // EACH, HEADS], tl.float32)
     odd = out
-    block = _blocks(table, begin, end, TILE, RUN, BLOCK_SIZE)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         token = at + tl.reshape(tl.arange(0, TILE), GROUPS + [TILE // APART])
         seen = token < end
         if WINDOWED:
             seen &= token >= low
-        coming = _blocks(table, at + TILE, end, TILE, RUN, BLOCK_SIZE)
+        coming = _blocks(table, at + TILE, end, TILE, RUN, BLOCK_SIZE, "")
         place = _places(block, at, head, APART, TILE, RUN, BLOCK_SIZE, DIM, KV_HEADS * DIM)
         # Keys that are not seen may be read, from whatever block, as their scores are replaced.
         there = tl.expand_dims(place, AXIS + 1) + key_dim
@@ -174,15 +200,7 @@ def _part(
                 value = _widened(value, query, PTX)
             out = _product(value, narrow, out * fade, PTX)
         top, block = higher, coming
-    if APART > 1:
-        groups, top = top, tl.max(top, 0)
-        fade = tl.exp2(groups - top[None, :])
-        total, out = tl.sum(total * fade, 0), tl.sum(out * fade[:, None, :], 0)
-        if PAIRS:
-            odd = tl.sum(odd * fade[:, None, :], 0)
-    if PAIRS:
-        out = tl.reshape(tl.permute(tl.join(out, odd), (0, 2, 1)), [WIDTH, HEADS])
-    return top, total, out
+    return _joined(top, total, out, odd, APART, PAIRS)
 
 
 @triton.jit
@@ -233,27 +251,26 @@ def _decode(
     """Program (KV head and band of HEADS of its query heads, row, piece). MOST: pieces, at most."""
     if PTX >= 90:
         gdc_launch_dependents()
-        if not EARLY:
+        if EARLY == 0:
             gdc_wait()  # lengths, tables, queries and the newest keys and values: all may be what the kernel before has written
     BANDS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    row, piece = tl.program_id(1), tl.program_id(2)
-    kv_head, band = tl.program_id(0) // BANDS, tl.program_id(0) % BANDS
+    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
+    row, piece, kv_head, band = tl.program_id(1), tl.program_id(2), tl.program_id(0) // BANDS, tl.program_id(0) % BANDS
     length = tl.load(lengths + row, cache_modifier=".cg")
     held = row.to(tl.int64)
     if INDIRECT:
         held = tl.load(table_rows + row, cache_modifier=".cg").to(tl.int64)
     low = tl.maximum(length - window, 0) if WINDOWED else 0
     RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1  # tokens that are sure to lie in one block, from a multiple of it on
-    begin = low // RUN * RUN
-    tiles = tl.cdiv(length - begin, TILE)
-    each = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.minimum(tl.cdiv(length - begin, chunk), tl.num_programs(2)), 1)), 1)
-    pieces = tl.maximum(tl.cdiv(tiles, each), 1)
-    if piece >= pieces:
+    pieces, begin, end = _piece(length, low, piece, tl.num_programs(2), chunk, TILE, RUN)
+    if (piece >= pieces) | (held < 0):  # asked of both, so that one is not read after the other; no slot is less than 0
         return
-    begin += piece * each * TILE
-    end = tl.minimum(begin + each * TILE, length)
     # Every row has a first piece, which waits: so what waits for this kernel has waited for those before it too.
-    if PTX >= 90 and EARLY:
+    if PTX >= 90 and EARLY == 1:
+        gdc_wait()
+    table = tables + held * table_stride
+    block = _blocks(table, begin, end, TILE, RUN, BLOCK_SIZE, ".cg" if EARLY == 2 else "")
+    if PTX >= 90 and EARLY == 2:
         gdc_wait()
 
     first_head, members = kv_head * GROUP + band * HEADS, GROUP - band * HEADS
@@ -261,12 +278,11 @@ def _decode(
     place = (row.to(tl.int64) * (KV_HEADS * GROUP) + first_head + lane[:, None]) * DIM + dim[None, :]
     own = tl.load(query + place, (lane[:, None] < members) & (dim[None, :] < DIM), 0.0)
     scales, narrow = tl.full([HEADS], score_scale, tl.float32), own
-    FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
     if FP8 and own.dtype == tl.bfloat16:
         narrow, powers = _in_fp16(own)
         scales *= powers
     top, total, turned = _part(
-        narrow, scales, key_cache, value_cache, tables + held * table_stride, begin, low, end, kv_head,
+        narrow, scales, key_cache, value_cache, table, block, begin, low, end, kv_head,
         DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, FP8 and narrow.dtype == tl.float16, PTX,
     )  # fmt: skip
     mixed = tl.trans(turned)
@@ -289,7 +305,7 @@ def _decode(
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: Workspace, split: Split,
-    early: bool = False, out: Tensor | None = None,
+    early: Early = "nothing", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone."""
     rows, q_heads, head_dim = query.shape
@@ -309,7 +325,7 @@ def decode_attention(
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
         MOST=MOST_PIECES, AT_ONCE=min(MOST_PIECES, 16 * split.warps // lanes), TILE=split.tile,
         APART=1 if split.together else split.warps, STAGES=split.stages, INDIRECT=table_rows is not None,
-        WINDOWED=window is not None, EARLY=early, PTX=ptx, num_warps=split.warps, maxnreg=split.registers,
+        WINDOWED=window is not None, EARLY=EARLY[early], PTX=ptx, num_warps=split.warps, maxnreg=split.registers,
         launch_pdl=ptx >= 90,
     )  # fmt: skip
     return out

@@ -62,7 +62,7 @@ class DecodePlan:
             kernels.decode_attention(
                 query[:count], cache.key, cache.value, batch.block_tables, None if rows is None else rows[:count],
                 batch.kv_lengths[:count], scale=scale, window=window, kv_scales=kv_scales, workspace=self._workspace,
-                early=batch.fixed, out=out[:count],
+                early="lengths" if batch.fixed else "nothing", out=out[:count],
             )  # fmt: skip
         if self._rest is not None:
             self._rest.forward(query[count:], cache, window=window, scale=scale, kv_scales=kv_scales, out=out[count:])
