@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every product kernel and its variants beside torch's, on one GPU: shapes of Llama-3-70B in FP8 (TP4, TP2) and of 8B in bf16.
+"""Every product kernel and its variants beside torch's, and what reads products, on one GPU: shapes of Llama-3-70B in FP8 (TP4,
+TP2) and of 8B in bf16.
 
-fp8, sixteen: up to 64 tokens, where the weight's bytes are the time; TB/s are of the weight. many: 128 tokens and more; PFLOP/s.
-Each variant is verified against the sum in fp64 (fp32 for many rows), then timed in a CUDA graph over enough copies of the weight
-that none is in a cache: median of 9 replays.
+one: one token; TB/s are of the weight. torch: row-wise (scales by row and column) against tensor-wise (bare sums); TB/s of the
+weight up to 128 tokens, PFLOP/s beyond. chain: the same two with the kernel that reads the product, which applies the sums' scales,
+or that scales them where none does. rows: what reads products alone, by how its programs are cut; TB/s of what it reads and writes.
 
-    python benchmarks/kernels/products.py --out DIR [--parts fp8,sixteen,many] [--shapes tp4,tp2] [--tokens 1,8,64]
+Each variant is verified (products against the sum in fp64, fp32 for many tokens), then timed in a CUDA graph over enough copies of
+the weight that none is in a cache: median of 9 replays.
+
+    python benchmarks/kernels/products.py --out DIR [--parts one,torch,chain,rows] [--shapes tp4,tp2,8b] [--tokens 8,64]
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,25 +35,29 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 from benchmarks import record
-from phalanx.kernels import reference
+from phalanx.kernels import quantize_rows, reference
+from phalanx.kernels.between import rope_to_cache, silu_gate
 from phalanx.kernels.products.choice import WIDEST_TO_QUANTIZE, OneRow
 from phalanx.kernels.products.one_row import one_row
 from phalanx.kernels.products.one_row_fp8 import one_row_fp8
+from phalanx.kernels.products.scale_sums import scale_sums
+from phalanx.kernels.reference import Unscaled
 
 SHAPES = {
     "tp4": {"qkv": (2560, 8192), "o": (8192, 2048), "gate_up": (14336, 8192), "down": (8192, 7168)},
     "tp2": {"qkv": (5120, 8192), "o": (8192, 4096), "gate_up": (28672, 8192), "down": (8192, 14336)},
-    "tp1": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
     "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
 }
-COLD = 600 << 20
+HEAD_DIM = 128
+COLD = 400 << 20
 REPLAYS = 9
 WRONG = 5e-3
-"""Of the norm; rounding to bf16 makes about 1.7e-3."""
-BF16 = torch.bfloat16
-
-FEW = 64
+"""Of a product's norm; rounding to bf16 makes about 1.7e-3."""
+WRONG_FP8 = 5e-2
+"""Of what is in e4m3: a value next to a bound of rounding makes 6 to 12 percent of itself."""
+FEW = 128
 """The most tokens for which a weight's bytes are the time."""
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 ONE_ROW_FP8 = [
     OneRow(4, 2048, 4), OneRow(4, 2048, 2), OneRow(2, 4096, 4), OneRow(2, 4096, 2), OneRow(2, 8192, 4), OneRow(1, 8192, 4),
@@ -57,163 +66,274 @@ ONE_ROW_FP8 = [
 ONE_ROW = [OneRow(1, 2048, 4), OneRow(2, 2048, 4), OneRow(1, 4096, 4), OneRow(2, 16384, 16)]
 
 
+class Candidate(NamedTuple):
+    """act: from one of the case's tensors, say a weight, to what is wanted."""
+
+    act: Callable[[Tensor], Tensor]
+    wanted: Tensor
+    wrong: float = WRONG
+
+
+class Case(NamedTuple):
+    """Some candidates on the same tensors. work: bytes / 1e6 (TB/s), or operations / 1e9 (PFLOP/s), of one act."""
+
+    tensors: list[Tensor]
+    work: float
+    candidates: dict[str, Candidate]
+
+
 class Product(NamedTuple):
-    """x [T, in] and the copies of weight [out, in], both with scales where they are in e4m3; wanted: their product."""
+    """x [T, in] and the copies of weight [out, in], both with scales where they are in e4m3. wide: the bare sums; wanted: the
+    product."""
 
     x: Tensor
-    x_scale: Tensor | None
+    rows: Tensor
     weights: list[Tensor]
-    scale: Tensor | None
-    wanted: Tensor
+    columns: Tensor
     wide: Tensor
-
-
-Candidate = Callable[[Tensor], Tensor]
-"""From a weight to the product."""
+    wanted: Tensor
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    parser.add_argument("--parts", default="fp8,sixteen,many")
-    parser.add_argument("--shapes", default="tp4,tp2")
-    parser.add_argument("--layers", default="qkv,o,gate_up,down,head")
-    parser.add_argument("--tokens", default="1,8,64,128,256,512,8192")
+    parser.add_argument("--parts", default="one,torch,chain,rows")
+    parser.add_argument("--shapes", default="tp4,tp2,8b")
+    parser.add_argument("--tokens", default="8,64,128,256,512,1024,8192")
     asked = parser.parse_args()
-    parts, tokens = asked.parts.split(","), [int(count) for count in asked.tokens.split(",")]
-    few = [count for count in tokens if count <= FEW]
-    jobs = [("fp8", shapes, True, count) for shapes in asked.shapes.split(",") for count in few if "fp8" in parts]
-    jobs += [("sixteen", "8b", False, count) for count in few if "sixteen" in parts]
-    jobs += [("many", "tp4", True, count) for count in tokens if count not in few and "many" in parts]
+    tokens = [int(count) for count in asked.tokens.split(",")]
     figures: dict[str, Any] = {}
-    print(f"{'part':8} {'shape':12} {'T':>5}  {'best variant':44} {'us':>8} {'rate':>6}   {'torch':>8} {'tensor':>8}")
     with ThreadPoolExecutor(12) as pool:
-        for part, shapes, fp8, count in jobs:
-            for name, size in SHAPES[shapes].items():
-                if name in asked.layers.split(","):
-                    found = measure(pool, part, fp8, count, size)
-                    figures.setdefault(part, {})[f"{shapes} {name} {size} T={count}"] = found
-                    print(line(part, f"{shapes} {name}", count, found), flush=True)
+        for part in asked.parts.split(","):
+            begin = time.monotonic()
+            for title, case in PARTS[part]([name for name in asked.shapes.split(",") if name in SHAPES], tokens):
+                found = measure(pool, case)
+                figures.setdefault(part, {})[title] = found
+                print(f"{part:6} {title}")
+                for label, row in found.items():
+                    print(f"         {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f}' if isinstance(row, list) else row}", flush=True)
+            figures.setdefault(part, {})["seconds"] = round(time.monotonic() - begin, 1)
             record.write("kernels_products", figures, asked.out)
+            print(f"{part}: {figures[part]['seconds']} s", flush=True)
     return 0
 
 
-def line(part: str, shape: str, tokens: int, found: dict[str, Any]) -> str:
-    timed = {label: row for label, row in found.items() if isinstance(row, list)}
-    best = min((label for label in timed if not label.startswith("torch")), key=lambda label: timed[label][0], default="-")
-    ours, torchs = timed.get(best, [0.0, 0.0]), [timed.get(label, [0.0])[0] for label in ("torch", "torch tensor")]
-    faults = [f"\n    {label}: {row}" for label, row in found.items() if not isinstance(row, list)]
-    text = f"{part:8} {shape:12} {tokens:5}  {best:44} {ours[0]:8.2f} {ours[1]:6.2f}   {torchs[0]:8.2f} {torchs[1]:8.2f}"
-    return text + "".join(faults)
+def one(shapes: list[str], _: list[int]) -> Iterator[tuple[str, Case]]:
+    for shape in shapes:
+        for name, size in SHAPES[shape].items():
+            p = make(shape != "8b", 1, size)
+            yield f"{shape} {name} {size}", Case(p.weights, p.weights[0].nbytes / 1e6, dict(of_one_row(p)))
 
 
-def measure(pool: ThreadPoolExecutor, part: str, fp8: bool, tokens: int, size: tuple[int, int]) -> dict[str, Any]:
-    """Of each candidate: microseconds, TB/s or PFLOP/s, and the relative error; or what is wrong with it."""
-    product = make(fp8, tokens, size)
-    candidates = dict(in_fp8(product) if fp8 else in_sixteen(product))
-    compile_ahead(pool, list(candidates.values()), product.weights[0])
-    work = 2.0 * tokens * size[0] * size[1] / 1e9 if part == "many" else product.weights[0].nbytes / 1e6
-    found: dict[str, Any] = {}
-    for label, candidate in candidates.items():
-        try:
-            error = off(candidate(product.weights[0]), product.wide if label == "torch tensor" else product.wanted)
-            if not error < WRONG:
-                found[label] = f"wrong: {error:.1e}"
-                continue
-            microseconds = seconds(candidate, product.weights) * 1e6
-            found[label] = [round(microseconds, 2), round(work / microseconds, 3), float(f"{error:.1e}")]
-        except Exception as fault:  # a variant that this GPU cannot run is reported, and the others go on
-            found[label] = f"failed: {str(fault)[:120]}"
-            torch.cuda.synchronize()
-    return found
+def of_one_row(p: Product) -> Iterator[tuple[str, Candidate]]:
+    if p.x.dtype == BF16:
+        yield "torch", Candidate(lambda w: F.linear(p.x, w), p.wanted)
+        for tiling in ONE_ROW:
+            yield f"{tuple(tiling)}", Candidate(partial(one_row, p.x, **tiling._asdict()), p.wanted)
+        return
+    yield "torch", Candidate(partial(row_wise, p), p.wanted)
+    x16 = (p.x.float() * p.rows).to(BF16)
+    for tiling in ONE_ROW_FP8:
+        act = partial(one_row_fp8, scale=p.columns, dtype=BF16, tiling=tiling)
+        yield f"{tuple(tiling)}", Candidate(partial(act, p.x, p.rows), p.wanted)
+        if p.x.shape[1] <= WIDEST_TO_QUANTIZE:
+            yield f"{tuple(tiling)} quantizing", Candidate(partial(act, x16, None), p.wanted, WRONG_FP8)
+
+
+def torchs(shapes: list[str], tokens: list[int]) -> Iterator[tuple[str, Case]]:
+    for shape in set(shapes) & {"tp4"}:
+        for count in tokens:
+            for name, size in SHAPES[shape].items():
+                p = make(True, count, size)
+                candidates = {
+                    "row-wise": Candidate(partial(row_wise, p), p.wanted),
+                    "tensor-wise": Candidate(partial(read_as, itemgetter(0), sums, p), p.wide),
+                }
+                yield f"{shape} {name} {size} T={count}", Case(p.weights, work(p), candidates)
+
+
+def chain(shapes: list[str], tokens: list[int]) -> Iterator[tuple[str, Case]]:
+    for shape in [name for name in shapes if name != "8b"]:
+        for count in [count for count in tokens if count <= 1024]:
+            for name, size in SHAPES[shape].items():
+                p = make(True, count, size)
+                read, wanted, wrong = reader(name, p)
+                candidates = {
+                    "row-wise": Candidate(partial(read_as, read, row_wise, p), wanted, wrong),
+                    "sums": Candidate(partial(read_as, read, sums, p), wanted, wrong),
+                }
+                yield f"{shape} {name} {size} T={count}", Case(p.weights, work(p), candidates)
+
+
+def read_as(read: Callable[[Any], Tensor], multiply: Callable[[Product, Tensor], Any], p: Product, weight: Tensor) -> Tensor:
+    return read(multiply(p, weight))
+
+
+def reader(name: str, p: Product) -> tuple[Callable[[Tensor | Unscaled], Tensor], Tensor, float]:
+    """What reads the product in a model, what comes out, and how far it may be off."""
+    if name == "gate_up":
+        wanted = reference.silu_mul_quant_fp8(p.wanted.to(BF16))[0]
+        return lambda product: silu_gate.silu_mul_quant_fp8(product)[0], wanted, WRONG_FP8
+    if name == "qkv":
+        rotated = roped(len(p.x), p.wanted.shape[1] // HEAD_DIM)
+        wanted = rotated(reference.rope_store, p.wanted.to(BF16))
+        return partial(rotated, rope_to_cache.rope_store), wanted, 2 * WRONG
+    return lambda product: scale_sums(product) if isinstance(product, Unscaled) else product, p.wanted, WRONG
+
+
+def roped(tokens: int, heads: int) -> Callable[[Callable[..., Tensor], Tensor | Unscaled], Tensor]:
+    """From (rope_store, QKV product) to the queries, with a fifth of the heads for keys and values."""
+    kv_heads = max(1, heads // 10)
+    angles, slots = torch.rand(tokens, HEAD_DIM // 2, device="cuda") * 7, torch.arange(tokens, device="cuda")
+    caches = [torch.zeros(-(-tokens // 16), 16, kv_heads, HEAD_DIM, device="cuda", dtype=BF16) for _ in range(2)]
+    cos, sin = angles.cos(), angles.sin()
+
+    def act(rope_store: Callable[..., Tensor], qkv: Tensor | Unscaled) -> Tensor:
+        return rope_store(qkv.view(tokens, heads, HEAD_DIM), cos, sin, *caches, slots, heads - 2 * kv_heads)
+
+    return act
+
+
+def rows(shapes: list[str], tokens: list[int]) -> Iterator[tuple[str, Case]]:
+    for shape in [name for name in shapes if name != "8b"]:
+        (width, hidden), qkv = SHAPES[shape]["gate_up"], SHAPES[shape]["qkv"][0]
+        for count in tokens:
+            gate_up, x = (torch.randn(count, size, device="cuda", dtype=BF16) for size in (width, hidden))
+            wanted = reference.silu_mul_quant_fp8(gate_up)[0]
+            gated = {
+                f"{warps} warps": Candidate(partial(cut, silu_gate, "warps_of_row", warps, gated_rows), wanted, WRONG_FP8)
+                for warps in (4, 8, 16, 32)
+            }
+            yield f"{shape} silu_mul_quant_fp8 {width} T={count}", Case([gate_up] * 8, 1.25 * gate_up.nbytes / 1e6, gated)
+            wanted = reference.quantize_fp8(x)[0]
+            plain = {
+                f"{warps} warps": Candidate(partial(cut, quantize_rows, "warps_of_row", warps, quantized_rows), wanted)
+                for warps in (4, 8, 16, 32)
+            }
+            yield f"{shape} quantize_fp8 {hidden} T={count}", Case([x] * 8, 1.5 * x.nbytes / 1e6, plain)
+            product = torch.randn(count, qkv, device="cuda", dtype=BF16)
+            act = roped(count, qkv // HEAD_DIM)
+            wanted = act(reference.rope_store, product)
+            turned = {
+                f"{heads} heads": Candidate(partial(turned_rows, heads, partial(act, rope_to_cache.rope_store)), wanted)
+                for heads in (4, 8, 16, 32)
+            }
+            yield f"{shape} rope_store {qkv} T={count}", Case([product] * 8, 2.0 * product.nbytes / 1e6, turned)
+
+
+def cut(module: Any, name: str, warps: int, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with mock.patch.object(module, name, return_value=warps):
+        return act(x)
+
+
+def gated_rows(gate_up: Tensor) -> Tensor:
+    return silu_gate.silu_mul_quant_fp8(gate_up)[0]
+
+
+def quantized_rows(x: Tensor) -> Tensor:
+    return quantize_rows.quantize_fp8(x)[0]
+
+
+def turned_rows(heads: int, act: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:
+    with mock.patch.multiple(rope_to_cache, HEADS=heads, HEADS_OF_FEW=heads):
+        return act(qkv)
+
+
+PARTS: dict[str, Callable[[list[str], list[int]], Iterator[tuple[str, Case]]]] = {
+    "one": one, "torch": torchs, "chain": chain, "rows": rows,
+}  # fmt: skip
 
 
 def make(fp8: bool, tokens: int, size: tuple[int, int]) -> Product:
     outputs, inputs = size
     torch.manual_seed(0)
     x, first = torch.randn(tokens, inputs, device="cuda"), torch.randn(outputs, inputs, device="cuda", dtype=BF16)
-    x_scale = scale = None
+    by_row, by_column = torch.ones(tokens, 1, device="cuda"), torch.ones(outputs, device="cuda")
     if fp8:
-        x, x_scale = reference.quantize_fp8(x)
-        scale = torch.rand(outputs, device="cuda") + 0.5
-        first = (first * 16).to(torch.float8_e4m3fn)
+        x, by_row = reference.quantize_fp8(x)
+        by_column = torch.rand(outputs, device="cuda") / 16 + 0.05
+        first = (first * 16).to(FP8)
     else:
         x = x.to(BF16)
-    exact = torch.float64 if tokens <= 64 else torch.float32
-    wide = x.to(exact) @ first.to(exact).t()
-    wanted = wide * x_scale * scale if x_scale is not None and scale is not None else wide
+    exact = torch.float64 if tokens <= FEW // 2 else torch.float32
+    wide = (x.to(exact) @ first.to(exact).t()).float()
     copies = [first.clone() for _ in range(max(1, COLD // first.nbytes))]
-    return Product(x, x_scale, [first, *copies], scale, wanted.float(), wide.float())
+    return Product(x, by_row, [first, *copies], by_column, wide, wide * by_row * by_column)
 
 
-def in_fp8(p: Product) -> Iterator[tuple[str, Candidate]]:
-    yield from torchs_fp8(p)
-    if len(p.x) > 1:
-        return
-    assert p.scale is not None
-    assert p.x_scale is not None
-    x16 = (p.x.float() * p.x_scale).to(BF16)
-    for tiling in ONE_ROW_FP8:
-        call = partial(one_row_fp8, scale=p.scale, dtype=BF16, tiling=tiling)
-        yield f"one row {tuple(tiling)}", partial(call, p.x, p.x_scale)
-        if p.x.shape[1] <= WIDEST_TO_QUANTIZE:
-            yield f"quantizing row {tuple(tiling)}", partial(call, x16, None)
+def work(p: Product) -> float:
+    weight = p.weights[0]
+    return weight.nbytes / 1e6 if len(p.x) <= FEW else 2.0 * len(p.x) * weight.numel() / 1e9
 
 
-def in_sixteen(p: Product) -> Iterator[tuple[str, Candidate]]:
-    yield "torch", lambda w: F.linear(p.x, w)
-    for tiling in ONE_ROW if len(p.x) == 1 else ():
-        yield f"one row {tuple(tiling)}", partial(one_row, p.x, **tiling._asdict())
+def row_wise(p: Product, weight: Tensor) -> Tensor:
+    return torch._scaled_mm(p.x, weight.t(), p.rows, p.columns.view(1, -1), out_dtype=BF16, use_fast_accum=True)
 
 
-def torchs_fp8(p: Product) -> Iterator[tuple[str, Candidate]]:
-    """Row-wise, and without scales: those would be one more kernel."""
-    assert p.scale is not None
-    assert p.x_scale is not None
-    columns, rows, one = p.scale.view(1, -1), p.x_scale, torch.ones((), device="cuda")
-    mm = partial(torch._scaled_mm, p.x, out_dtype=BF16, use_fast_accum=True)
-    yield "torch", lambda w: mm(w.t(), scale_a=rows, scale_b=columns)
-    yield "torch tensor", lambda w: mm(w.t(), scale_a=one, scale_b=one)
+def sums(p: Product, weight: Tensor) -> Unscaled:
+    return Unscaled(torch._scaled_mm(p.x, weight.t(), UNIT, UNIT, out_dtype=BF16, use_fast_accum=True), p.rows, p.columns)
 
 
-def compile_ahead(pool: ThreadPoolExecutor, candidates: list[Candidate], weight: Tensor) -> None:
+UNIT = torch.ones((), device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def measure(pool: ThreadPoolExecutor, case: Case) -> dict[str, Any]:
+    """Of each candidate: microseconds, TB/s or PFLOP/s, and the relative error; or what is wrong with it."""
+    compile_ahead(pool, case)
+    found: dict[str, Any] = {}
+    for label, candidate in case.candidates.items():
+        try:
+            error = off(candidate.act(case.tensors[0]), candidate.wanted)
+            if not error < candidate.wrong:
+                found[label] = f"wrong: {error:.1e}"
+                continue
+            microseconds = seconds(candidate.act, case.tensors) * 1e6
+            found[label] = [round(microseconds, 2), round(case.work / microseconds, 3), float(f"{error:.1e}")]
+        except Exception as fault:  # a variant that this GPU cannot run is reported, and the others go on
+            found[label] = f"failed: {str(fault)[:120]}"
+            torch.cuda.synchronize()
+    return found
+
+
+def compile_ahead(pool: ThreadPoolExecutor, case: Case) -> None:
     """All at once: a launch only asks for its kernel here."""
 
     def ask(kernel: JITFunction[Any], grid: Any) -> Any:
         return partial(kernel.run, grid=grid, warmup=True)
 
     with mock.patch.object(JITFunction, "__getitem__", ask), AsyncCompileMode(pool, ignore_errors=True):
-        for candidate in candidates:
+        for candidate in case.candidates.values():
             with contextlib.suppress(Exception):  # said when it is measured
-                candidate(weight)
+                candidate.act(case.tensors[0])
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
-    return ((found.float() - wanted).norm() / wanted.norm()).item()
+    difference, size = found.float() - wanted.float(), wanted.float()
+    return float(difference.norm() / size.norm())
 
 
-def seconds(candidate: Candidate, weights: list[Tensor]) -> float:
-    """For one product, in a graph of one with each copy of the weight."""
-    stream = torch.cuda.Stream()
+def seconds(act: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> float:
+    """For one act, in a graph of one for each tensor."""
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
+    times: list[float] = []
     with torch.cuda.stream(stream):
-        candidate(weights[0])
+        act(tensors[0])
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin()
         try:
-            for weight in weights:
-                candidate(weight)
+            for tensor in tensors:
+                act(tensor)
         finally:
             graph.capture_end()
-        times = []
         for _ in range(REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3 / len(weights))
+            times.append(begin.elapsed_time(end) / 1e3 / len(tensors))
     return statistics.median(times)
 
 
