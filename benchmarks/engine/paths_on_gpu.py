@@ -93,22 +93,26 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     margins = [[entry.top[0][1] - entry.top[1][1] for entry in output.logprobs] for output in plain]
     bare = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     equal = within = wrong = 0
+    widest = 0.0
     with LLM(job["model"], **options) as llm:
         for size in BATCHES:
             for at in range(0, PROMPTS if size == PROMPTS else 2 * size, size):
                 for row, output in enumerate(llm.generate(prompts[at : at + size], bare, use_tqdm=False), start=at):
                     tokens = list(output.outputs[0].token_ids)
                     parts = [step for step, (a, b) in enumerate(zip(tokens, wanted[row], strict=True)) if a != b]
+                    margin = margins[row][parts[0]] if parts else 0.0
                     equal += not parts
-                    within += bool(parts) and margins[row][parts[0]] <= noise
-                    wrong += bool(parts) and margins[row][parts[0]] > noise
+                    within += bool(parts) and margin <= noise
+                    wrong += margin > noise
+                    widest = max(widest, margin)
         time.sleep(1.5)  # ranks report their all-reduces once a second
         facts = {
             "attention": llm.facts.ranks[0].attention, "allreduce": llm.stats().allreduce,
             "graphs": llm.facts.ranks[0].bytes.get("graphs", 0),
         }  # fmt: skip
     return {
-        "requests": equal + within + wrong, "equal": equal, "within_noise": within, "wrong": wrong, "noise": noise, **facts,
+        "requests": equal + within + wrong, "equal": equal, "within_noise": within, "wrong": wrong, "noise": noise,
+        "widest_margin_at_a_parting": widest, **facts,
         "seconds": round(time.monotonic() - begin, 1),
     }  # fmt: skip
 

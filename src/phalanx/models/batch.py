@@ -26,6 +26,7 @@ class Batch:
     tables are those of all slots, its table_rows the rows' slots; a padding row has slot 0, position 0, a KV length of 1 and KV
     slot -1. A back end that plans such batches on the host (`plans_fixed`) does so from the `*_cpu` facts; for others these are
     never brought up to date, and a row may have any length that its table has room for.
+    short: of a fixed batch: no row gets longer than the back end's `short_up_to` says of so many rows.
     last: (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], what was sampled last.
     """
 
@@ -42,6 +43,7 @@ class Batch:
     table_rows: Tensor | None = None
     attention: Any = None
     fixed: bool = False
+    short: bool = False
     last: tuple[Tensor, Tensor] | None = None
 
 

@@ -2,7 +2,8 @@
 """Decode steps without the host: the forward of R rows of one token each, captured once for some sizes R and replayed.
 
 A step of fewer rows than a size has is padded: a padding row has one token, at position 0 of block 0, which it reads and does not
-write (its slot is -1), and nobody looks at what it yields. Everything that a graph reads or writes has its place for good
+write (its slot is -1), and nobody looks at what it yields. Where the attention of so many rows is done sooner if it need not mind long
+ones, a size has a second graph for short rows. Everything that a graph reads or writes has its place for good
 (`Places`), shared by all sizes; what lies between is in one pool of memory that the graphs share, as they run one after the other.
 
 The forward is captured, with what goes before and behind it in a greedy step: the new blocks' way into the tables, the likeliest
@@ -15,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +31,7 @@ from phalanx.models.layers.attention import AttentionBackend
 from phalanx.models.registry import Model
 
 Replay = Callable[[], None]
+Captured = tuple[Batch, Replay]
 NewBlocks = tuple[Ints, Words]
 """Places [K] in the flattened tables of all slots, and the block ids [K] that are new there: see `SlotTables.append`."""
 
@@ -192,25 +195,39 @@ class DecodeGraphs:
         most, width = tables.host.shape
         self.sizes = sizes(most)
         self.places = Places(most, model, first=first, last=last, dtype=dtype, device=last_tokens.device)
-        self._captured: dict[int, tuple[Batch, Replay]] = {}
+        self._captured: dict[int, Captured] = {}
+        self._short: dict[int, tuple[int, Captured]] = {}  # up to which KV length, and what for
         self._ready: list[int] = []  # the captured sizes, in order
         backend.hold(most, most * width)
 
     def capture(self, caches: Sequence[KvCache], wanted: Sequence[int]) -> Iterator[int]:
         """Capture the forwards of these sizes over these caches, the largest first: it takes what the others then share. Yields
-        each once it is there. Collective: all ranks capture the same."""
+        each size once it is there, with its graph for short rows where it has one. Collective: all ranks capture the same, as their
+        heads and GPUs are alike."""
         for size in sorted(wanted, reverse=True):
             batch = self.places.batch(size, self._tables.device, self._last_tokens if self._both else None)
-            batch.attention = self._backend.plan(batch)
-            self._captured[size] = batch, self._tape.record(partial(self._forward, batch, caches))
+            self._captured[size] = self._record(batch, caches)
+            up_to = self._backend.short_up_to(size)  # once that forward has met all kinds of layers
+            if up_to:
+                self._short[size] = up_to, self._record(replace(batch, short=True), caches)
             self._ready = sorted(self._captured)
             yield size
 
     def forget(self) -> None:
         """Drop all graphs, and their memory."""
         self._captured.clear()
+        self._short.clear()
         self._ready.clear()
         self._tape.rewind()
+
+    @property
+    def count(self) -> int:
+        """Graphs of all sizes, captured or not; known once a forward has met all kinds of layers."""
+        return sum(2 if self._backend.short_up_to(size) else 1 for size in self.sizes)
+
+    def _record(self, batch: Batch, caches: Sequence[KvCache]) -> Captured:
+        batch.attention = self._backend.plan(batch)
+        return batch, self._tape.record(partial(self._forward, batch, caches))
 
     def _forward(self, batch: Batch, caches: Sequence[KvCache]) -> None:
         size, places, head = len(batch.kv_lengths_cpu), self.places, self._model.head
@@ -231,7 +248,8 @@ class DecodeGraphs:
         """Forward the rows [R] of one token each, R <= size, into `places`, where it stays until the next replay. new: what the
         device's tables lack, at most as many blocks as slots. `receive` fills the residual stream [R, hidden_size] on later stages.
         """
-        batch, run = self._captured[size]
+        up_to, short = self._short.get(size, (0, None))
+        batch, run = short if short is not None and arranged.kv_lengths.max() <= up_to else self._captured[size]
         self.places.fill(arranged, new, size)
         if self._plans:
             self._plan(batch, size, arranged)

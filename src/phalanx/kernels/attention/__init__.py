@@ -3,13 +3,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import Early, Split, Workspace, chosen
+from phalanx.kernels.attention.split import SHORT, Early, Split, Workspace, chosen
 from phalanx.kernels.norms import triton_is_here
 
-__all__ = ["decode_attention", "takes", "Split", "Workspace"]
+__all__ = ["decode_attention", "short_up_to", "takes", "Heads", "Split", "Workspace"]
+
+
+class Heads(NamedTuple):
+    """What launches differ in besides their rows. group: query heads per KV head; itemsize: bytes of a cached element."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    itemsize: int
 
 
 def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -22,12 +33,13 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, workspace: Workspace, window: int | None = None, kv_scales: tuple[float, float] | None = None,
-    early: Early = "nothing", out: Tensor | None = None,
+    short: bool = False, early: Early = "nothing", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
     block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
 
-    workspace: of this stream, kept over calls. early: what is read while kernels before may still run: "lengths" (and table_rows),
+    workspace: of this stream, kept over calls. short: no row has more tokens than `short_up_to` says; longer ones are right all the
+    same, and slow. early: what is read while kernels before may still run: "lengths" (and table_rows),
     or "tables" too, may be said where they are complete before the first of this chain of kernels begins: written by copies, or by
     kernels that a launch without programmatic dependence came behind.
     """
@@ -35,8 +47,14 @@ def decode_attention(
 
     rows, q_heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
-    split = chosen(max(rows, 1), kv_heads, q_heads // kv_heads, head_dim, key_cache.element_size(), workspace.processors)
+    heads = Heads(kv_heads, q_heads // kv_heads, head_dim, key_cache.element_size())
+    split = chosen(max(rows, 1), *heads, workspace.processors, short=short)
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
         workspace=workspace, split=split, early=early, out=out,
     )  # fmt: skip
+
+
+def short_up_to(rows: int, heads: Heads, processors: int) -> int:
+    """Up to what length `short` makes launches of so many rows faster, where no row is longer; 0 where it makes no difference."""
+    return SHORT if chosen(rows, *heads, processors, short=True) != chosen(rows, *heads, processors) else 0

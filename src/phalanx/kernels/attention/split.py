@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How decode attention is cut into programs: how many may share a row, how much one reads at a time; and where they leave their
-parts. Decided from shapes alone, so that a captured launch serves all lengths."""
+parts. Decided from shapes alone, so that a captured launch serves all lengths, or all that are short."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ Early = Literal["nothing", "lengths", "tables"]
 
 MOST_PIECES = 32
 """Of one row: the last program to arrive reads what all others left."""
+
+SHORT = 256
+"""Tokens of a short row, at most: where few programs are to be done soon, one reads them all at once."""
 
 PROGRAMS_PER_PROCESSOR = 8
 """That run at once; a row is cut no further than into what the GPU can run at once."""
@@ -34,16 +37,23 @@ class Split(NamedTuple):
     together: bool = False
 
 
-def chosen(rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, processors: int) -> Split:
-    """For `rows` rows of any length; group: query heads per KV head; itemsize: bytes of a cached element; processors: the
-    GPU's."""
+def chosen(rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, processors: int, *, short: bool = False) -> Split:
+    """For `rows` rows of any length, or (short) of up to SHORT tokens each, which longer ones may have all the same. group: query
+    heads per KV head; itemsize: bytes of a cached element; processors: the GPU's. As measured on H200."""
     programs = rows * kv_heads * -(-group // 16)
     room = max(1, PROGRAMS_PER_PROCESSOR * processors // programs)
+    pieces = min(room // 2 or 1, MOST_PIECES)
     if head_dim * itemsize > 256:  # also in fp32, whose products are not a tensor core's
-        return Split(min(room // 2 or 1, MOST_PIECES), 128, tile=32, warps=2, stages=2, registers=255)
-    if 4 * programs <= processors:  # what counts is how soon one row is done: a piece's tokens are all read at once
-        return Split(min(room // 4, MOST_PIECES), 256, tile=256, warps=8, stages=2, registers=255, together=True)
-    return Split(min(room // 2 or 1, MOST_PIECES), 128, tile=16, warps=1, stages=4, registers=128 if itemsize == 1 else 168)
+        return Split(pieces, 128, tile=32, warps=2, stages=2, registers=255)
+    few = 2 * programs <= processors
+    if few and short:  # what counts is how soon one row is done
+        return Split(1, SHORT, tile=SHORT, warps=8, stages=2, registers=255, together=True)
+    # Where each row could have a program of its own, one that is longer than the others would be waited for; rows are cut no finer
+    # than that needs, as adding up costs more than it gains where all are short, or alike.
+    pieces, chunk = (room, 512) if pieces == 1 else (pieces, 128)
+    if not few and (itemsize == 1 or chunk == 128):  # more bytes under way for each program, where programs alone are too few
+        return Split(pieces, chunk, tile=32, warps=1, stages=3, registers=168)
+    return Split(pieces, chunk, tile=16, warps=1, stages=4, registers=168)
 
 
 class Workspace:

@@ -31,7 +31,7 @@ WIDE = 8192
 """Outputs above which sums alone gain little, and the weight's scales are much to read again for each token: `FEW_WIDE`."""
 FEW_WIDE, FEW_READ, FEW = 64, 1024, 255
 """The most tokens for which sums alone are faster: of wide products, of those whose reader applies the scales, and of others."""
-SHALLOW = 4096
+SHALLOW = 2048
 """Inputs up to which what sums alone gain is less than a kernel that scales them takes."""
 
 

@@ -49,6 +49,10 @@ class AttentionBackend(Protocol):
     def hold(self, rows: int, pages: int) -> None:
         """Before the first fixed batch: such batches will have up to `rows` rows, and `pages` entries of block tables in all."""
 
+    def short_up_to(self, rows: int) -> int:
+        """Up to what KV length fixed batches of so many rows are better planned as `Batch.short`; 0 where that makes no difference.
+        Known of the kinds of layers that were met: asked behind a forward of the model."""
+
 
 def backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, decode: Decode = "kernel") -> AttentionBackend:
     """For rows of several tokens FlashInfer, on a GPU where it is installed and knows dtype and head_dim; else torch's

@@ -31,6 +31,7 @@ class DecodeBackend:
     def __init__(self, others: AttentionBackend, device: torch.device) -> None:
         self.others, self.name = others, f"triton+{others.name}"
         self.workspace = kernels.Workspace(device)
+        self.met: set[kernels.Heads] = set()
 
     def plan(self, batch: Batch) -> DecodePlan:
         return DecodePlan(self, batch)
@@ -38,13 +39,18 @@ class DecodeBackend:
     def hold(self, rows: int, pages: int) -> None:
         return
 
+    def short_up_to(self, rows: int) -> int:
+        return max((kernels.short_up_to(rows, heads, self.workspace.processors) for heads in self.met), default=0)
+
 
 class DecodePlan:
     """One batch: rows 0 .. decodes-1 have one token each, the others any number."""
 
     def __init__(self, backend: DecodeBackend, batch: Batch) -> None:
-        self._batch, self._workspace = batch, backend.workspace
+        self._batch, self._backend = batch, backend
         self._decodes = len(batch.kv_lengths_cpu) if batch.fixed else leading_decodes(batch)
+        lengths = batch.kv_lengths_cpu[: self._decodes]
+        self._short = batch.short if batch.fixed else max(lengths, default=0) <= backend.short_up_to(self._decodes)
         self._rest: AttentionPlan | None = None
         if self._decodes < len(batch.kv_lengths_cpu):
             self._rest = backend.others.plan(without_rows(batch, self._decodes) if self._decodes else batch)
@@ -58,11 +64,14 @@ class DecodePlan:
         query = query.contiguous()
         out = torch.empty_like(query) if out is None else out
         if count:
-            rows = batch.table_rows
+            rows, keys = batch.table_rows, cache.key
+            self._backend.met.add(kernels.Heads(keys.shape[2], query.shape[1] // keys.shape[2], query.shape[2], keys.element_size()))
+            # Of a fixed batch, lengths and table rows are copied to the device before its graph runs, and no kernel of the graph
+            # writes them. Tables are no such thing: the graph's first kernel writes the new blocks into them.
             kernels.decode_attention(
-                query[:count], cache.key, cache.value, batch.block_tables, None if rows is None else rows[:count],
-                batch.kv_lengths[:count], scale=scale, window=window, kv_scales=kv_scales, workspace=self._workspace,
-                early="lengths" if batch.fixed else "nothing", out=out[:count],
+                query[:count], keys, cache.value, batch.block_tables, None if rows is None else rows[:count],
+                batch.kv_lengths[:count], scale=scale, window=window, kv_scales=kv_scales, workspace=self._backend.workspace,
+                short=self._short, early="lengths" if batch.fixed else "nothing", out=out[:count],
             )  # fmt: skip
         if self._rest is not None:
             self._rest.forward(query[count:], cache, window=window, scale=scale, kv_scales=kv_scales, out=out[count:])

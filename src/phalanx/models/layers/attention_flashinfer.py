@@ -176,6 +176,9 @@ class FlashInferBackend:
     def hold(self, rows: int, pages: int) -> None:
         self._most = (rows, pages)
 
+    def short_up_to(self, rows: int) -> int:
+        return 0
+
     def meet(self, kind: Kind) -> None:
         """Make the wrappers of a kind. Tensor cores serve every ratio of query to KV heads, also the odd ones."""
         decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_tensor_cores=True)
