@@ -7,7 +7,6 @@ import gc
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,7 @@ from phalanx.engine.executor import make
 from phalanx.engine.messages import RankFacts, RowResult, Step, StepBatch
 from phalanx.engine.ranks.executor import RankExecutor
 from phalanx.engine.ranks.wire import Stop
-from phalanx.engine.ranks.worker import Worker, _count_compilations, checkpoint_digest
+from phalanx.engine.ranks.worker import Worker, checkpoint_digest
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import Drive, expected, options, prompts
 
@@ -130,17 +129,6 @@ def test_a_rank_queues_steps_before_it_reports_and_never_waits_for_the_device(fo
     between = [seconds for seconds in line.patience if seconds is not None]
     assert 0 < max(between) < 1e-3, "with work it looks at the device many times a millisecond"
     assert between.count(0.0) <= 4, "and does not spin"
-
-
-def test_compilation_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    knobs = pytest.importorskip("triton").knobs
-    monkeypatch.setattr(knobs.compilation, "listener", None)
-    seconds: dict[str, float] = {}
-    _count_compilations(seconds)
-    for hit in (False, False, True):
-        times = SimpleNamespace(total=250_000)
-        knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=hit)
-    assert seconds == {"(kernels compiled)": 0.5, "(kernels from the cache)": 0.25}
 
 
 def test_a_checkpoints_digest_tells_config_and_weights_apart(tmp_path: Path) -> None:

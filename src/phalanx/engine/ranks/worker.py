@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import gc
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -115,6 +116,8 @@ class Worker:
         """This rank's GPU, or its share of the cores."""
         import torch
 
+        from phalanx.kernels import compiling
+
         torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // self._config["local_ranks"])))
         if self.options.device != "cuda":
             return torch.device("cpu")
@@ -126,7 +129,8 @@ class Worker:
         device = torch.device("cuda", self._config["device_index"])
         torch.cuda.set_device(device)
         self._bytes["capacity"] = torch.cuda.mem_get_info(device)[1]
-        _count_compilations(self._phases.seconds)
+        if importlib.util.find_spec("triton") is not None:
+            compiling.count(self._phases.seconds)
         return device
 
     def _form(self, device: torch.device, folder: Path) -> Groups:
@@ -317,17 +321,6 @@ class Worker:
         rows, tokens = outcome.results()
         self.link.finished = number
         self.link.send(Done(self.rank, number, digest, tokens, rows if self._place.tp_index == 0 else None))
-
-
-def _count_compilations(seconds: dict[str, float]) -> None:
-    """From now on, add up the seconds that Triton takes for kernels, a part of the phases in which these are first used."""
-    from triton import knobs
-
-    def heard(*, times: Any, cache_hit: bool, **_: Any) -> None:
-        name = "(kernels from the cache)" if cache_hit else "(kernels compiled)"
-        seconds[name] = seconds.get(name, 0.0) + times.total / 1e6
-
-    knobs.compilation.listener = heard
 
 
 def _sharpen_timers() -> None:
