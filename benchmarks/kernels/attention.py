@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import record
 from phalanx.kernels.attention import reference
 from phalanx.kernels.attention.decode import decode_attention
-from phalanx.kernels.attention.split import MOST_PIECES, Early, Split, Workspace, chosen
+from phalanx.kernels.attention.split import MOST_PIECES, SHORT, Early, Split, Workspace, chosen
 
 HEAD_DIM, BLOCK = 128, 16
 COLD = 160 << 20
@@ -47,6 +47,8 @@ FEW = [
     Split(32, 64, 64, 4, 2, 128, True), Split(16, 256, 128, 8, 3, 128, True), Split(16, 128, 16, 1, 4, 168),
 ]  # fmt: skip
 """Tried where few programs leave the GPU room."""
+ALONE = FEW[0]._replace(pieces=1)
+"""Tried where each program has a processor to itself."""
 
 Candidate = Callable[[Tensor, Tensor], Tensor]
 """From keys and values to the output."""
@@ -151,7 +153,8 @@ def variants(rows: int, kv_heads: int, processors: int) -> Iterator[Split]:
     if 2 * programs <= processors:
         for split in FEW:
             yield split._replace(pieces=min(split.pieces, 8 * processors // programs))
-        yield FEW[0]._replace(pieces=1)
+    if programs <= processors:
+        yield ALONE
     if 4 * programs > processors:
         pieces = min(MOST_PIECES, max(1, 4 * processors // programs))
         for tile in MANY:
@@ -159,6 +162,8 @@ def variants(rows: int, kv_heads: int, processors: int) -> Iterator[Split]:
         if pieces < MOST_PIECES and programs < 8 * processors:
             yield Split(2 * pieces, 128, *MANY[0])
             yield Split(2 * pieces, 128, *MANY[1])
+            yield Split(2 * pieces, 512, *MANY[0])
+            yield Split(2 * pieces, 512, *MANY[2])
 
 
 def named(split: Split) -> str:
@@ -197,7 +202,8 @@ def measure(job: Job, workspace: Workspace, peers: str, early: Early) -> dict[st
         job.query[sample], *job.copies[0], job.tables, job.slots[sample], job.lengths[sample], **job.options
     ).float()  # fmt: skip
     facts = (job.tables, job.slots, job.lengths)
-    usual = chosen(rows, kv_heads, q_heads // kv_heads, HEAD_DIM, itemsize, workspace.processors)
+    short = int(job.lengths.max()) <= SHORT
+    usual = chosen(rows, kv_heads, q_heads // kv_heads, HEAD_DIM, itemsize, workspace.processors, short=short)
     candidates: dict[str, Candidate] = {}
     for label, split in [
         ("chosen", usual),
@@ -250,7 +256,7 @@ def flashinfers(job: Job) -> Candidate:
 
 def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:
     """For one launch, in a graph of one with each copy."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         graph = torch.cuda.CUDAGraph()
@@ -260,9 +266,9 @@ def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:
                 candidate(key, value)
         finally:
             graph.capture_end()
-        times = []
+        times: list[float] = []
         for _ in range(REPLAYS + 1):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             begin.record()
             graph.replay()
             end.record()

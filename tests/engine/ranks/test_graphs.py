@@ -29,7 +29,7 @@ from phalanx.engine.sampler import Sampler
 from phalanx.errors import EngineError
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, KvCache, LayerCache
-from phalanx.models.layers.attention import AttentionPlan
+from phalanx.models.layers.attention import AttentionBackend, AttentionPlan
 from phalanx.models.layers.attention_sdpa import SdpaBackend
 from phalanx.models.layers.embedding import ParallelHead
 from tests.checkpoints import write_checkpoint
@@ -93,7 +93,7 @@ class Late:
 
 def make_runner(
     folder: Path, tape: Rerun | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
-    attention: type[SdpaBackend] = Fixed,
+    attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128,
 ) -> Runner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
     model = registry.build(shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
@@ -101,7 +101,7 @@ def make_runner(
     caches = [LayerCache.zeros(BLOCKS, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
     runner = Runner(
         model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
-        max_batch_size=SLOTS, max_seq_len=128, block_size=BLOCK, dtype=torch.float32, device=CPU, tape=tape,
+        max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, tape=tape,
     )  # fmt: skip
     list(runner.capture())
     return runner

@@ -6,6 +6,7 @@ The interpreter is chosen when a kernel is defined, so what runs in it runs in a
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -203,10 +204,13 @@ SIGNATURE = {
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("head_dim", "dtype", "fp8", "rows"),
-    [(128, "*bf16", False, 64), (128, "*bf16", True, 64), (128, "*bf16", True, 1), (80, "*fp16", False, 1)],
-)
-def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, arch: int) -> None:
+    ("head_dim", "dtype", "fp8", "rows", "short"),
+    [
+        (128, "*bf16", False, 64, False), (128, "*bf16", True, 64, False), (128, "*bf16", True, 1, False),
+        (128, "*bf16", False, 1, True), (128, "*bf16", True, 1, True), (80, "*fp16", False, 1, True),
+    ],
+)  # fmt: skip
+def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, arch: int) -> None:
     """Down to machine code, as it is launched for so many rows: on tensor cores, with reads of 16 bytes under way."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -215,7 +219,7 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, arch: int) ->
     from phalanx.kernels.attention import decode
     from phalanx.kernels.attention.split import MOST_PIECES, chosen
 
-    split = chosen(rows, 8, 4, head_dim, 1 if fp8 else 2, 132)
+    split = chosen(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
     constants = {
         "GROUP": 4, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": 128, "HEADS": 8, "LANES": 4, "BLOCK_SIZE": 16, "MOST": MOST_PIECES,
         "AT_ONCE": 4 * split.warps, "TILE": split.tile, "APART": 1 if split.together else split.warps, "STAGES": split.stages,
@@ -242,23 +246,38 @@ def test_how_rows_are_split() -> None:
     """No further than into what the GPU runs at once, and every piece is a multiple of what tensor cores take."""
     from phalanx.kernels.attention.split import MOST_PIECES, chosen
 
-    for rows in (1, 2, 8, 64, 512):
-        for kv_heads, group, head_dim, itemsize in ((8, 4, 128, 2), (1, 32, 64, 1), (2, 1, 256, 4)):
-            split = chosen(rows, kv_heads, group, head_dim, itemsize, 132)
-            assert split.tile // split.warps >= 16
-            assert 1 <= split.pieces <= MOST_PIECES
-            assert split.pieces == 1 or split.pieces * rows * kv_heads <= 8 * 132
+    shapes = ((8, 4, 128, 2), (1, 32, 64, 1), (2, 1, 256, 4))
+    for rows, shape, short in itertools.product((1, 2, 8, 64, 512), shapes, (False, True)):
+        split, kv_heads = chosen(rows, *shape, 132, short=short), shape[0]
+        assert split.tile // split.warps >= 16
+        assert 1 <= split.pieces <= MOST_PIECES
+        assert split.pieces == 1 or split.pieces * rows * kv_heads <= 8 * 132
     assert chosen(1, 8, 4, 128, 2, 132).pieces > 8
     assert chosen(512, 8, 4, 128, 2, 132).pieces == 1
+
+
+def test_few_short_rows_have_a_program_each() -> None:
+    """Which reads all at once; for many rows, and for what it does not know, shortness makes no difference."""
+    from phalanx.kernels.attention import Heads, short_up_to
+    from phalanx.kernels.attention.split import SHORT, chosen
+
+    few = Heads(8, 4, 128, 2)
+    split = chosen(8, *few, 132, short=True)
+    assert (split.pieces, split.together) == (1, True)
+    assert split.tile >= SHORT
+    assert not chosen(8, *few, 132).together
+    assert [short_up_to(rows, few, 132) for rows in (1, 8, 9, 512)] == [SHORT, SHORT, 0, 0]
+    assert short_up_to(1, few._replace(head_dim=256), 132) == 0
 
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize(
     "case", [Case([1, 33, 700, 2000], 8, 4, 128), Case([1, 90, 1200], 2, 7, 64, window=300, fp8=True)], ids=str
 )
-@pytest.mark.parametrize("early", ["nothing", "lengths", "tables"])
-def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: Early) -> None:
-    """Captured once with rows of one token, replayed with those of the case, longest first and last; each time the same bits."""
+@pytest.mark.parametrize(("early", "short"), [("nothing", False), ("lengths", False), ("tables", False), ("lengths", True)])
+def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: Early, short: bool) -> None:
+    """Captured once with rows of one token, replayed with those of the case, longest first and last; each time the same bits.
+    What is made for short rows is right for the others too."""
     from phalanx.kernels.attention import Workspace, decode_attention, reference
 
     inputs = Inputs(*(None if each is None else each.cuda() for each in made(case)))  # type: ignore[arg-type]
@@ -266,11 +285,11 @@ def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: Early) -> None:
     workspace, lengths = Workspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
     held = inputs._replace(lengths=lengths)
     torch.cuda.synchronize()
-    decode_attention(*held, **options, workspace=workspace, early=early)
+    decode_attention(*held, **options, workspace=workspace, short=short, early=early)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention(*held, **options, workspace=workspace, early=early)
+        out = decode_attention(*held, **options, workspace=workspace, short=short, early=early)
     lengths.copy_(inputs.lengths)
     wanted, seen = reference.decode_attention(*inputs, **options), []
     for _ in range(20):

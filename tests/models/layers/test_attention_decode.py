@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import reference
+from phalanx.kernels.attention import SHORT, reference
 from phalanx.models.batch import Batch
 from phalanx.models.layers import attention, attention_decode
 from phalanx.models.layers.attention_decode import DecodeBackend
@@ -34,12 +34,19 @@ class Watched(SdpaBackend):
         return super().plan(batch)
 
 
+@pytest.fixture
+def said() -> list[bool]:
+    """Of each launch, whether rows are said to be short."""
+    return []
+
+
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launched(monkeypatch: pytest.MonkeyPatch, said: list[bool]) -> list[int]:
     """The rows of each launch, less than 0 where lengths are read early."""
     rows: list[int] = []
 
-    def stand_in(query: Tensor, *inputs: Any, workspace: Any, early: str, out: Tensor, **options: Any) -> Tensor:
+    def stand_in(query: Tensor, *inputs: Any, workspace: Any, short: bool, early: str, out: Tensor, **options: Any) -> Tensor:
+        said.append(short)
         rows.append(-len(query) if early == "lengths" else len(query))
         assert query.is_contiguous()
         return out.copy_(reference.decode_attention(query, *inputs, **options))
@@ -122,6 +129,31 @@ def test_a_fixed_batch_is_planned_once_for_all_replays(launched: list[int]) -> N
     compare(plan.forward(query, cache, window=None, scale=0.3), query, batch, [(9, 1), (30, 1)], keys, values, None)
     assert others.planned == []
     assert launched == [-2, -2]
+
+
+@pytest.mark.parametrize(("length", "short"), [(SHORT, True), (SHORT + 1, False)])
+def test_rows_are_short_as_the_host_knows_them(length: int, short: bool, said: list[bool]) -> None:
+    """Of rows of one token, not of those that other back ends attend to; of fixed batches as they say themselves."""
+    rows = [(3, 1), (length - 1, 1), (SHORT + 20, 2)]
+    batch, cache, _, _ = made_batch(rows, None)
+    DecodeBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(4, 6, 8), cache, window=None, scale=0.3)
+    batch, cache, _, _ = made_batch(rows[:2], None)
+    for batch.short in (False, True):
+        batch.fixed = True
+        DecodeBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(2, 6, 8), cache, window=None, scale=0.3)
+    assert said == [short, False, True]
+
+
+def test_few_rows_are_better_planned_as_short() -> None:
+    """Once a layer was met; as many rows as half the GPU has processors for, of two KV heads each."""
+    batch, cache, _, _ = made_batch([(7, 1)], None)
+    made = DecodeBackend(SdpaBackend(), CPU)
+    made.workspace.processors = 40
+    assert made.short_up_to(1) == 0
+    made.plan(batch).forward(torch.randn(1, 6, 8), cache, window=None, scale=0.3)
+    most = 40 // 2 // cache.key.shape[2]
+    assert [made.short_up_to(rows) for rows in (1, most, most + 1, 500)] == [SHORT, SHORT, 0, 0]
+    assert SdpaBackend().short_up_to(1) == 0
 
 
 def test_which_back_end_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 """Decode steps without the host: the forward of R rows of one token each, captured once for some sizes R and replayed.
 
 A step of fewer rows than a size has is padded: a padding row has one token, at position 0 of block 0, which it reads and does not
-write (its slot is -1), and nobody looks at what it yields. Where the attention of so many rows is done sooner if it need not mind long
-ones, a size has a second graph for short rows. Everything that a graph reads or writes has its place for good
-(`Places`), shared by all sizes; what lies between is in one pool of memory that the graphs share, as they run one after the other.
+write (its slot is -1), and nobody looks at what it yields. A size has a second graph for short rows, where attention to so many is
+done sooner if none is long. Everything that a graph reads or writes has its place for good (`Places`), shared by all graphs; what
+lies between is in one pool of memory that the graphs share, as they run one after the other.
 
 The forward is captured, with what goes before and behind it in a greedy step: the new blocks' way into the tables, the likeliest
 tokens, and their way into the slots, where the next step finds them. A step that draws does so from the logits, and overwrites

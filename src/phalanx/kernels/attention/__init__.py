@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.kernels.attention.split import SHORT, Early, Split, Workspace, chosen
 from phalanx.kernels.norms import triton_is_here
 
-__all__ = ["decode_attention", "short_up_to", "takes", "Heads", "Split", "Workspace"]
+__all__ = ["decode_attention", "short_up_to", "takes", "Heads", "Split", "Workspace", "SHORT"]
 
 
 class Heads(NamedTuple):
@@ -21,6 +21,12 @@ class Heads(NamedTuple):
     group: int
     head_dim: int
     itemsize: int
+
+    @classmethod
+    def of(cls, query: Tensor, key_cache: Tensor) -> Heads:
+        """query [R, q_heads, head_dim], key_cache [blocks, block_size, kv_heads, head_dim]."""
+        kv_heads = key_cache.shape[2]
+        return cls(kv_heads, query.shape[1] // kv_heads, query.shape[2], key_cache.element_size())
 
 
 def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -38,17 +44,14 @@ def decode_attention(
     """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
     block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
 
-    workspace: of this stream, kept over calls. short: no row has more tokens than `short_up_to` says; longer ones are right all the
-    same, and slow. early: what is read while kernels before may still run: "lengths" (and table_rows),
-    or "tables" too, may be said where they are complete before the first of this chain of kernels begins: written by copies, or by
-    kernels that a launch without programmatic dependence came behind.
+    workspace: of this stream, kept over calls. short: no row has more than SHORT tokens; a longer one is right all the same, and
+    slow. early: what is read while kernels before may still run: "lengths" (and table_rows), or "tables" too, may be said where
+    they are complete before the first of this chain of kernels begins: written by copies, or by kernels that a launch without
+    programmatic dependence came behind.
     """
     from phalanx.kernels.attention.decode import decode_attention as kernel
 
-    rows, q_heads, head_dim = query.shape
-    kv_heads = key_cache.shape[2]
-    heads = Heads(kv_heads, q_heads // kv_heads, head_dim, key_cache.element_size())
-    split = chosen(max(rows, 1), *heads, workspace.processors, short=short)
+    split = chosen(max(len(query), 1), *Heads.of(query, key_cache), workspace.processors, short=short)
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
         workspace=workspace, split=split, early=early, out=out,

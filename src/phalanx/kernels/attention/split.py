@@ -38,8 +38,8 @@ class Split(NamedTuple):
 
 
 def chosen(rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, processors: int, *, short: bool = False) -> Split:
-    """For `rows` rows of any length, or (short) of up to SHORT tokens each, which longer ones may have all the same. group: query
-    heads per KV head; itemsize: bytes of a cached element; processors: the GPU's. As measured on H200."""
+    """For `rows` rows of any length, or (short) of up to SHORT tokens each. group: query heads per KV head; itemsize: bytes of a
+    cached element; processors: the GPU's. As measured on H200."""
     programs = rows * kv_heads * -(-group // 16)
     room = max(1, PROGRAMS_PER_PROCESSOR * processors // programs)
     pieces = min(room // 2 or 1, MOST_PIECES)

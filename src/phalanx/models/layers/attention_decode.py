@@ -50,7 +50,7 @@ class DecodePlan:
         self._batch, self._backend = batch, backend
         self._decodes = len(batch.kv_lengths_cpu) if batch.fixed else leading_decodes(batch)
         lengths = batch.kv_lengths_cpu[: self._decodes]
-        self._short = batch.short if batch.fixed else max(lengths, default=0) <= backend.short_up_to(self._decodes)
+        self._short = batch.short if batch.fixed else max(lengths, default=0) <= kernels.SHORT
         self._rest: AttentionPlan | None = None
         if self._decodes < len(batch.kv_lengths_cpu):
             self._rest = backend.others.plan(without_rows(batch, self._decodes) if self._decodes else batch)
@@ -64,12 +64,12 @@ class DecodePlan:
         query = query.contiguous()
         out = torch.empty_like(query) if out is None else out
         if count:
-            rows, keys = batch.table_rows, cache.key
-            self._backend.met.add(kernels.Heads(keys.shape[2], query.shape[1] // keys.shape[2], query.shape[2], keys.element_size()))
+            rows = batch.table_rows
+            self._backend.met.add(kernels.Heads.of(query, cache.key))
             # Of a fixed batch, lengths and table rows are copied to the device before its graph runs, and no kernel of the graph
             # writes them. Tables are no such thing: the graph's first kernel writes the new blocks into them.
             kernels.decode_attention(
-                query[:count], keys, cache.value, batch.block_tables, None if rows is None else rows[:count],
+                query[:count], cache.key, cache.value, batch.block_tables, None if rows is None else rows[:count],
                 batch.kv_lengths[:count], scale=scale, window=window, kv_scales=kv_scales, workspace=self._backend.workspace,
                 short=self._short, early="lengths" if batch.fixed else "nothing", out=out[:count],
             )  # fmt: skip

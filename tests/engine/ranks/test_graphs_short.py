@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second graphs for short rows, on CPU: which sizes have one, and which of the two is replayed. The back end is the kernel's, with
+the kernel's reference in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.engine.ranks.graphs import DecodeGraphs, sizes
+from phalanx.engine.runner import Runner
+from phalanx.kernels.attention import SHORT, reference
+from phalanx.models.batch import Batch, KvCache
+from phalanx.models.layers import attention_decode
+from phalanx.models.layers.attention_decode import DecodeBackend
+from phalanx.models.layers.attention_sdpa import SdpaBackend
+from tests.checkpoints import write_checkpoint
+from tests.engine.drive import expected, prompts
+from tests.engine.ranks.test_graphs import CPU, SLOTS, Counting, drive, make_runner
+
+PROCESSORS = 16
+"""So that up to 4 rows, of 2 KV heads each, are few."""
+LONG, SHORTER = {11: 0, 8: 1, 4: 2, 2: 4, 1: 6}, {4: 3, 2: 5, 1: 7}
+"""The recordings' numbers by size."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("short") / "llama", "llama", max_position_embeddings=2 * SHORT)
+
+
+@pytest.fixture(autouse=True)
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """Of each launch, whether rows are said to be short, and how long the longest is."""
+    heard: list[tuple[bool, int]] = []
+
+    def stand_in(query: Tensor, *inputs: Any, workspace: Any, short: bool, early: str, out: Tensor, **options: Any) -> Tensor:
+        heard.append((short, int(inputs[-1].max())))
+        return out.copy_(reference.decode_attention(query, *inputs, **options))
+
+    monkeypatch.setattr(attention_decode.kernels, "decode_attention", stand_in)
+    return heard
+
+
+def kernels_backend() -> DecodeBackend:
+    made = DecodeBackend(SdpaBackend(), CPU)
+    made.workspace.processors = PROCESSORS
+    return made
+
+
+def short_runner(folder: Path, tape: Counting) -> Runner:
+    return make_runner(folder, tape, attention=kernels_backend, longest=2 * SHORT)
+
+
+def about(length: int, seed: int = 0) -> list[int]:
+    """A prompt of so many tokens."""
+    return [token for each in prompts(length // 5 + 1, seed) for token in each][:length]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_that_outgrow_the_short_graph_go_on_in_the_other(
+    folder: Path, ahead: bool, said: list[tuple[bool, int]]
+) -> None:  # fmt: skip
+    """The longest has 251 .. 261 tokens: those of 256 are still short, those of 257 no more."""
+    assert SHORT == 256
+    asked, tape = [about(250), about(9, seed=1)], Counting()
+    runner = short_runner(folder, tape)
+    said.clear()
+    got = drive(runner).generate(asked, 12, ahead=ahead)
+    assert tape.replays == {SHORTER[2]: 6, LONG[2]: 5}
+    assert {length for short, length in said if short} == set(range(251, 257))
+    assert {length for short, length in said if not short} == set(range(257, 262))
+    assert got == drive(make_runner(folder, None, longest=2 * SHORT)).generate(asked, 12)
+    assert got == [expected(folder, prompt, 12) for prompt in asked]
+
+
+@pytest.mark.parametrize(("count", "used"), [(1, SHORTER[1]), (3, SHORTER[4]), (5, LONG[8])])
+def test_many_rows_have_one_graph(folder: Path, count: int, used: int) -> None:
+    asked, tape = prompts(count, seed=count), Counting()
+    got = drive(short_runner(folder, tape)).generate(asked, 4)
+    assert got == drive(make_runner(folder, None)).generate(asked, 4)
+    assert tape.replays == {used: 3}
+
+
+def test_each_size_is_told_of_once_and_all_graphs_are_counted(folder: Path) -> None:
+    tape = Counting()
+    runner = short_runner(folder, tape)
+    graphs = runner.graphs
+    assert graphs is not None
+    assert tape.recorded == graphs.count == len(LONG) + len(SHORTER)
+    assert [graphs.size_of(rows) for rows in (1, 3, 5, 9)] == [1, 4, 8, 11]
+    graphs.forget()
+    assert graphs.size_of(1) is None
+    assert list(runner.capture()) == sizes(SLOTS)[::-1]
+    assert tape.recorded == 2 * graphs.count
+    graphs.forget()
+    assert list(runner.capture([2])) == [2]
+    tape.replays.clear()
+    assert drive(runner).generate([about(7)], 3) == [expected(folder, about(7), 3)]
+    assert tape.replays == {2 * graphs.count + 1: 2}
+    plain = make_runner(folder, tape)
+    assert plain.graphs is not None
+    assert plain.graphs.count == len(LONG)
+
+
+def test_a_graph_writes_none_of_its_facts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads lengths before the kernels before it have ended."""
+    forward, done = DecodeGraphs._forward, []
+
+    def watched(graphs: DecodeGraphs, batch: Batch, caches: Sequence[KvCache]) -> None:
+        before = graphs.places.facts.clone()
+        forward(graphs, batch, caches)
+        assert torch.equal(graphs.places.facts, before)
+        done.append(len(batch.kv_lengths_cpu))
+
+    monkeypatch.setattr(DecodeGraphs, "_forward", watched)
+    runner = short_runner(folder, Counting())
+    done.clear()
+    drive(runner).generate([about(7), about(9)], 4, ahead=True)
+    assert done == [2] * 3
