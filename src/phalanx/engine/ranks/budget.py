@@ -103,7 +103,7 @@ def graphs_of(runner: Runner, device: torch.device) -> int:
     for _ in runner.capture(graphs.sizes[-1:]):
         taken = before - free_bytes(device)
     graphs.forget()
-    return max(taken, 0) + GRAPH_BYTES * len(graphs.sizes)
+    return max(taken, 0) + GRAPH_BYTES * graphs.count
 
 
 def free_bytes(device: torch.device) -> int:
