@@ -362,6 +362,16 @@ def test_requests_that_only_their_limit_ends_wait_for_blocks_and_never_give_way(
     assert stats.generation_tokens == sum(6 + 3 * number for number in range(9))
 
 
+def test_one_that_takes_the_whole_pool_is_not_forgotten_by_the_forecast() -> None:
+    ranks = Ranks(replace(ROOMY, num_blocks=20, prefix_caching=False))
+    ranks.add("whole", [1] * 4, max_tokens=200)  # alone it is admitted, though a forecast with room to spare would not
+    for number in range(3):
+        ranks.add(f"{number}", [number] * 4, max_tokens=40)
+    ranks.finish()
+    assert ranks.scheduler.stats().preemptions == 0
+    assert [len(ranks.tokens(name)) for name in ("whole", "0", "1", "2")] == [77, 40, 40, 40]
+
+
 def test_one_that_may_end_at_any_time_gives_way_to_nobodys_forecast() -> None:
     ranks = Ranks(replace(ROOMY, num_blocks=12, prefix_caching=False))
     ranks.add("open", [1] * 8, [7], max_tokens=24, min_tokens=24, seed=3)

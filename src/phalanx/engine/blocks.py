@@ -147,11 +147,11 @@ class Forecast:
             self._to_go.append((-to_go, held))
             self._together += held + to_go + self._slack
 
-    def admits(self, held: int, to_go: int | None) -> bool:
-        """Whether all of them and this one would have their blocks to the end. If so, it is added."""
+    def admits(self, held: int, to_go: int | None, *, anyway: bool = False) -> bool:
+        """Whether all of them and this one would have their blocks to the end. If so, or `anyway`, it is added."""
         before = self._capacity, self._together
         self.add(held, to_go)
-        if self._together <= self._capacity or self._peak() <= self._capacity:
+        if anyway or self._together <= self._capacity or self._peak() <= self._capacity:
             return True
         self._capacity, self._together = before
         if to_go is not None:

@@ -151,8 +151,8 @@ class Scheduler:
         left, forecast = self.pool.available - len(self.running), forecast_of(self.running, self.pool.available, self.options)
         for request in self.waiting:
             left -= self._blocks_for(len(request.tokens))
-            fits = left >= 0 and (forecast is None or forecast.admits(len(request.tokens), request.to_go))
-            if request.in_flight or len(found) == len(self._slots) or ((found or self.running) and not fits):
+            fits = forecast is None or forecast.admits(len(request.tokens), request.to_go, anyway=not (found or self.running))
+            if request.in_flight or len(found) == len(self._slots) or not fits or (left < 0 and (found or self.running)):
                 break
             found.append(request)
         return found
@@ -211,7 +211,7 @@ class Scheduler:
             left = len(request.tokens) - len(hit) * size
             if left > draft.prefill_tokens and not self._may_split(request):
                 return
-            if forecast is not None and not forecast.admits(left + woken * size, request.to_go) and self.running:
+            if forecast is not None and not forecast.admits(left + woken * size, request.to_go, anyway=not self.running):
                 return
             self._admit(draft, request, hit)
             self._add_chunk(draft, request, self._room(request, self._chunk(request, left, draft.prefill_tokens)))
