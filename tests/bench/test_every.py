@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import contextmanager
 
@@ -76,6 +77,19 @@ def test_what_is_in_the_file_is_not_run_again(subject, started, tmp_path, monkey
     assert len(document["results"]) == 6
     with pytest.raises(OptionError, match="its workloads differ"):
         every.run(subject, WORKLOADS[:1], ["AUTO", "NCCL"], json_file=file)
+
+
+def test_a_figure_keeps_the_commit_that_it_was_measured_at(subject, started, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_commit", lambda: "")
+    monkeypatch.setattr(every, "measure", lambda subject, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0})
+    file, strategies = tmp_path / "all.json", ["AUTO", "NCCL"]
+    every.run(dataclasses.replace(subject, commit="old"), WORKLOADS, strategies, json_file=file)
+    document = json.loads(file.read_text())
+    document["results"].pop()
+    file.write_text(json.dumps(document))
+    document = every.run(dataclasses.replace(subject, commit="new"), WORKLOADS, strategies, json_file=file)
+    assert [row["measured"]["commit"] for row in document["results"]] == ["old"] * 5 + ["new"]
+    assert document["results"][5]["measured"]["date"] == document["about"]["date"]
 
 
 def test_the_verb(tiny_shape, tmp_path, capfd, monkeypatch):

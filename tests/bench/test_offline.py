@@ -43,6 +43,14 @@ def test_requests_that_are_too_long(subject):
         offline.check(subject, [workloads.parse("decode-1x100x500")])
 
 
+def test_decodes_that_could_not_run_together(tiny_shape):
+    """Their time per token would be that of several rounds."""
+    with offline.subject(asked_for(tiny_shape, max_batch_size=8)) as subject:
+        offline.check(subject, [workloads.parse("decode-8x8x8"), workloads.parse("batch-9x8x8")])
+        with pytest.raises(OptionError, match=r"decode-9x8x8 was asked for; max_batch_size is 8"):
+            offline.check(subject, [workloads.parse("decode-9x8x8")])
+
+
 def test_another_number_of_tokens_is_an_error(running, monkeypatch):
     _, llm = running
     monkeypatch.setattr(offline, "params", lambda count: workloads.params(count - 1))

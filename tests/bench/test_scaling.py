@@ -105,6 +105,14 @@ def test_a_crash_loses_nothing(subject, tmp_path):
     assert machine.ran == [(1, 2)]
 
 
+def test_a_size_keeps_the_commit_that_it_was_measured_at(subject, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_commit", lambda: "")
+    file = tmp_path / "s.json"
+    run(dataclasses.replace(subject, commit="old"), "1", Machine(), file)
+    document = run(dataclasses.replace(subject, commit="new"), "1,2", Machine(), file)
+    assert [row["measured"]["commit"] for row in document["rows"]] == ["old", "new"]
+
+
 def test_a_file_of_something_else(subject, tiny_shape, tmp_path):
     file = tmp_path / "s.json"
     run(subject, "1", Machine(), file)

@@ -62,7 +62,8 @@ def run(
         with offline.engine(chosen) as (llm, start_s):
             document["engines"][strategy] = offline.engine_facts(llm.facts, start_s)
             for workload in left:
-                results.append({"allreduce_strategy": strategy, **measure(chosen, llm, workload, bandwidth)})
+                row = measure(chosen, llm, workload, bandwidth)
+                results.append({"allreduce_strategy": strategy, **row, "measured": report.measured(document["about"])})
                 if json_file is not None:
                     report.write(json_file, document)
     return document

@@ -71,6 +71,13 @@ def check(subject: Subject, workloads: Sequence[Workload]) -> None:
             f"requests of {longest(workloads)} tokens were asked for", held=f"max_seq_len is {options.max_seq_len}",
             next="give a larger --max_seq_len where the model has one, or a workload of shorter requests",
         )  # fmt: skip
+    for workload in workloads:
+        if workload.kind == "decode" and workload.requests > options.max_batch_size:
+            raise OptionError(
+                f"{workload.name} was asked for", held=f"max_batch_size is {options.max_batch_size}",
+                why="its requests decode together, or the time per token is that of several rounds",
+                next="give a larger --max_batch_size, or other workloads",
+            )  # fmt: skip
 
 
 @contextmanager

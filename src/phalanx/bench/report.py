@@ -51,6 +51,11 @@ def about(commit: str | None = None) -> Document:
     }  # fmt: skip
 
 
+def measured(about: Document) -> Document:
+    """For a row of a file that is extended: since when, and at which commit, it stands there."""
+    return {name: about[name] for name in ("date", "commit")}
+
+
 def write(path: Path, document: Document) -> None:
     """Write a document as JSON, whole or not at all."""
     write_whole(path, json.dumps(document, indent=1) + "\n")

@@ -56,13 +56,15 @@ def run(
     rows: list[Row] = (report.held(json_file, asked) or {"rows": []})["rows"]
     bandwidth: Bandwidth | None = None
     document: report.Document = {}
+    about = report.about(subject.commit)
     for tp, pp in sizes:
         if not any((row["tp"], row["pp"]) == (tp, pp) and row["status"] != FAILED for row in rows):
             if bandwidth is None and _present(subject, tp * pp):
                 bandwidth = roof.measure(subject.device)
             rows = [row for row in rows if (row["tp"], row["pp"]) != (tp, pp)]
-            rows.append(_row(_sized(subject, tp, pp), wanted, bandwidth or Bandwidth(None), measure or measure_size))
-        document = {"about": report.about(subject.commit), "asked": asked, "rows": with_efficiency(rows)}
+            row = _row(_sized(subject, tp, pp), wanted, bandwidth or Bandwidth(None), measure or measure_size)
+            rows.append({**row, "measured": report.measured(about)})
+        document = {"about": about, "asked": asked, "rows": with_efficiency(rows)}
         if json_file is not None:
             report.write(json_file, document)
     return document
