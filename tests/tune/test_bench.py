@@ -156,6 +156,20 @@ def test_a_narrow_run_leaves_the_journal_of_a_wider_one(run):
     assert whole.facts["earlier"]
 
 
+def test_a_narrow_run_leaves_what_a_wider_one_still_has_to_measure_again(run):
+    run()
+    with pytest.raises(KeyboardInterrupt):
+        run(again=frozenset({Strategy.NCCL}), stop_after=1)
+    lines = [json.loads(line) for line in (run.folder / "benchmark.tp2.sm0.journal").read_text().splitlines()]
+    (done,) = [Task.parse(line["task"]).tokens for line in lines if "samples" in line]
+    found, measured = run(again=frozenset({Strategy.NCCL}), strategies="GLOO", tokens=str(done))
+    assert measured == []
+    assert found.facts["complete"].startswith("no: a wider run, with 1 more results here, has not ended")
+    whole, measured = run(again=frozenset({Strategy.NCCL}))
+    assert [task.tokens for task in measured] == [17 - done]
+    assert whole.facts["complete"] == "yes"
+
+
 def test_other_versions_do_not_extend(run):
     run()
     path = run.folder / "benchmark.tp2.sm0.json"

@@ -181,7 +181,7 @@ class State:
     def write(self, *, complete: bool) -> Bench:
         """CSV and sidecar of all that is known; the journal goes when the run is complete, and no wider one has left it."""
         left, old = len(self.left()), len(self.journal.pending)
-        wider = {*self.journal.samples, *self.journal.skips}.difference(self.tasks)
+        wider = {*self.journal.samples, *self.journal.skips, *self.journal.pending}.difference(self.tasks)
         if complete and not wider:
             self.facts["complete"] = "yes"
         elif complete:
