@@ -11,13 +11,13 @@ import os
 import random
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import Early
+from phalanx.kernels.attention.split import Early, Split
 
 pytest.importorskip("triton")
 
@@ -212,18 +212,55 @@ SIGNATURE = {
 )  # fmt: skip
 def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, arch: int) -> None:
     """Down to machine code, as it is launched for so many rows: on tensor cores, with reads of 16 bytes under way."""
+    from phalanx.kernels.attention.split import chosen
+
+    split = chosen(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
+    early = 2 if rows == 1 else 1 if fp8 else 0
+    compiled = compiled_as(split, dtype, fp8=fp8, group=4, head_dim=head_dim, early=early, arch=arch)
+    assert len(compiled.asm["cubin"]) > 0
+    ptx = compiled.asm["ptx"]
+    assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
+    assert "mma.sync" in ptx
+    vectors = 2 * split.tile * head_dim * (1 if fp8 else 2) // 16 // (32 * split.warps)
+    assert ptx.count("cp.async.cg.shared.global") >= vectors * (split.stages - 1), "keys or values are read in small pieces"
+    assert "atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx
+
+
+@pytest.mark.parametrize(
+    ("arch", "held", "dtype", "fp8", "group", "head_dim"),
+    [
+        (90, 227, "*bf16", False, 16, 128), (90, 227, "*fp16", False, 12, 64), (90, 227, "*bf16", True, 16, 128),
+        (90, 227, "*fp32", True, 4, 256), (80, 163, "*fp32", True, 4, 128), (80, 163, "*bf16", False, 8, 128),
+        (89, 99, "*bf16", False, 4, 128), (89, 99, "*bf16", False, 1, 64),
+    ],
+)  # fmt: skip
+def test_a_short_rows_program_fits_a_processor(
+    arch: int, held: int, dtype: str, fp8: bool, group: int, head_dim: int
+) -> None:  # fmt: skip
+    """Of so many KiB of shared memory; else short rows have the program of all others."""
+    from phalanx.kernels.attention.split import chosen
+
+    itemsize = 1 if fp8 else {"*fp32": 4}.get(dtype, 2)
+    split = chosen(1, 2, group, head_dim, itemsize, 132, short=True, shared=held << 10)
+    compiled = compiled_as(split, dtype, fp8=fp8, group=group, head_dim=head_dim, early=0, arch=arch)
+    assert compiled.metadata.shared <= held << 10
+
+
+def compiled_as(split: Split, dtype: str, *, fp8: bool, group: int, head_dim: int, early: int, arch: int) -> Any:
+    """The kernel as Triton compiles it for 8 KV heads."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from phalanx.kernels.attention import decode
-    from phalanx.kernels.attention.split import MOST_PIECES, chosen
+    from phalanx.kernels.attention.split import MOST_PIECES
 
-    split = chosen(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
+    heads, lanes = 8 if group <= 8 else 16, triton.next_power_of_2(group)
     constants = {
-        "GROUP": 4, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": 128, "HEADS": 8, "LANES": 4, "BLOCK_SIZE": 16, "MOST": MOST_PIECES,
-        "AT_ONCE": 4 * split.warps, "TILE": split.tile, "APART": 1 if split.together else split.warps, "STAGES": split.stages,
-        "INDIRECT": True, "WINDOWED": False, "EARLY": 2 if rows == 1 else 1 if fp8 else 0, "PTX": arch,
+        "GROUP": group, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "HEADS": heads, "LANES": lanes,
+        "BLOCK_SIZE": 16, "MOST": MOST_PIECES, "AT_ONCE": min(MOST_PIECES, 16 * split.warps // lanes), "TILE": split.tile,
+        "APART": 1 if split.together else split.warps, "STAGES": split.stages, "INDIRECT": True, "WINDOWED": False,
+        "EARLY": early, "PTX": arch,
     }  # fmt: skip
     signature = {}
     for name in decode._decode.arg_names:
@@ -232,14 +269,7 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, 
     aligned = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(signature.values()) if kind[0] == "*"}
     options = {"num_warps": split.warps, "maxnreg": split.registers}
     source = ASTSource(decode._decode, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    assert len(compiled.asm["cubin"]) > 0
-    ptx = compiled.asm["ptx"]
-    assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
-    assert "mma.sync" in ptx
-    vectors = 2 * split.tile * head_dim * (1 if fp8 else 2) // 16 // (32 * split.warps)
-    assert ptx.count("cp.async.cg.shared.global") >= vectors * (split.stages - 1), "keys or values are read in small pieces"
-    assert "atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def test_how_rows_are_split() -> None:
@@ -268,6 +298,7 @@ def test_few_short_rows_have_a_program_each() -> None:
     assert not chosen(8, *few, 132).together
     assert [short_up_to(rows, few, 132) for rows in (1, 8, 9, 512)] == [SHORT, SHORT, 0, 0]
     assert short_up_to(1, few._replace(head_dim=256), 132) == 0
+    assert [short_up_to(1, few, 132, held << 10) for held in (163, 99)] == [SHORT, 0]
 
 
 @pytest.mark.gpu1

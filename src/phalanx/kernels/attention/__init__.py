@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import SHORT, Early, Split, Workspace, chosen
+from phalanx.kernels.attention.split import SHARED, SHORT, Early, Split, Workspace, chosen
 from phalanx.kernels.norms import triton_is_here
 
 __all__ = ["decode_attention", "short_up_to", "takes", "Heads", "Split", "Workspace", "SHORT"]
@@ -51,13 +51,15 @@ def decode_attention(
     """
     from phalanx.kernels.attention.decode import decode_attention as kernel
 
-    split = chosen(max(len(query), 1), *Heads.of(query, key_cache), workspace.processors, short=short)
+    split = chosen(max(len(query), 1), *Heads.of(query, key_cache), workspace.processors, short=short, shared=workspace.shared)
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
         workspace=workspace, split=split, early=early, out=out,
     )  # fmt: skip
 
 
-def short_up_to(rows: int, heads: Heads, processors: int) -> int:
-    """Up to what length `short` makes launches of so many rows faster, where no row is longer; 0 where it makes no difference."""
-    return SHORT if chosen(rows, *heads, processors, short=True) != chosen(rows, *heads, processors) else 0
+def short_up_to(rows: int, heads: Heads, processors: int, shared: int = SHARED) -> int:
+    """Up to what length `short` makes launches of so many rows faster, where no row is longer; 0 where it makes no difference.
+    processors, shared: see `Workspace`."""
+    usual, hasty = (chosen(rows, *heads, processors, short=short, shared=shared) for short in (False, True))
+    return SHORT if hasty != usual else 0

@@ -22,6 +22,10 @@ PROGRAMS_PER_PROCESSOR = 8
 """That run at once; a row is cut no further than into what the GPU can run at once."""
 
 
+SHARED = 227 << 10
+"""Bytes of shared memory that a program may have on Hopper and later; others have less."""
+
+
 class Split(NamedTuple):
     """pieces: the most programs that share a row's tokens for one KV head. chunk: tokens of a row for each program that shares it,
     at least, unless the row is shorter. tile: tokens that a program computes at a time, divided among its warps, 16 or more each.
@@ -37,16 +41,19 @@ class Split(NamedTuple):
     together: bool = False
 
 
-def chosen(rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, processors: int, *, short: bool = False) -> Split:
+def chosen(
+    rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, processors: int, *,
+    short: bool = False, shared: int = SHARED,
+) -> Split:  # fmt: skip
     """For `rows` rows of any length, or (short) of up to SHORT tokens each. group: query heads per KV head; itemsize: bytes of a
-    cached element; processors: the GPU's. As measured on H200."""
+    cached element; processors: the GPU's; shared: bytes that a program may have of a processor's. As measured on H200."""
     programs = rows * kv_heads * -(-group // 16)
     room = max(1, PROGRAMS_PER_PROCESSOR * processors // programs)
     pieces = min(room // 2 or 1, MOST_PIECES)
     if head_dim * itemsize > 256:  # also in fp32, whose products are not a tensor core's
         return Split(pieces, 128, tile=32, warps=2, stages=2, registers=255)
     few = 2 * programs <= processors
-    if few and short:  # what counts is how soon one row is done
+    if few and short and _at_once(group, head_dim, itemsize) <= shared:  # what counts is how soon one row is done
         return Split(1, SHORT, tile=SHORT, warps=8, stages=2, registers=255, together=True)
     # Where each row could have a program of its own, one that is longer than the others would be waited for; rows are cut no finer
     # than that needs, as adding up costs more than it gains where all are short, or alike.
@@ -54,6 +61,13 @@ def chosen(rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, p
     if not few and (itemsize == 1 or chunk == 128):  # more bytes under way for each program, where programs alone are too few
         return Split(pieces, chunk, tile=32, warps=1, stages=3, registers=168)
     return Split(pieces, chunk, tile=16, warps=1, stages=4, registers=168)
+
+
+def _at_once(group: int, head_dim: int, itemsize: int) -> int:
+    """Bytes of shared memory, at most, of a program that reads a short row at once: its keys and values, what e4m3 is widened to,
+    at worst fp32, and some for what warps tell each other. For more than 8 heads Hopper's products keep another copy of 16 bit."""
+    element = 2 * itemsize + 4 if itemsize == 1 else 4 * itemsize if itemsize == 2 and group > 8 else 2 * itemsize
+    return (SHORT * element << (head_dim - 1).bit_length()) + (24 << 10)
 
 
 class Workspace:
@@ -64,7 +78,11 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        self.processors, self.shared = 1, SHARED
+        if device.type == "cuda":
+            found = torch.cuda.get_device_properties(device)
+            self.processors = found.multi_processor_count
+            self.shared = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
         self._given: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def take(self, groups: int, pieces: int, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

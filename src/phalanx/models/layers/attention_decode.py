@@ -40,7 +40,8 @@ class DecodeBackend:
         return
 
     def short_up_to(self, rows: int) -> int:
-        return max((kernels.short_up_to(rows, heads, self.workspace.processors) for heads in self.met), default=0)
+        held = self.workspace
+        return max((kernels.short_up_to(rows, heads, held.processors, held.shared) for heads in self.met), default=0)
 
 
 class DecodePlan:
