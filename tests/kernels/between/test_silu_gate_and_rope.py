@@ -132,7 +132,7 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("sums", [False, True])
-@pytest.mark.parametrize("kernel", ["silu_mul", "silu_mul_quant_fp8", "rope_store", "rope_store_fp8"])
+@pytest.mark.parametrize("kernel", ["silu_mul", "silu_mul_quant_fp8", "silu_mul_given_fp8", "rope_store", "rope_store_fp8"])
 def test_compiles(kernel: str, sums: bool, arch: int) -> None:
     """Down to machine code. The launch's own choices (PDL from Hopper on, the FP8 conversion from Ada on) compile with it."""
     import triton
@@ -145,9 +145,9 @@ def test_compiles(kernel: str, sums: bool, arch: int) -> None:
     if kernel == "silu_mul":
         function, signature = silu_gate._silu_mul, {"gate_up": bf16, "out": bf16, "width": "i32"}
         constants = {"BLOCK": 2048}
-    elif kernel == "silu_mul_quant_fp8":
+    elif kernel.startswith("silu_mul"):
         function, signature = silu_gate._silu_mul_quant_fp8, {"gate_up": bf16, "out": bytes_, "scales": fp32, "width": "i32"}
-        constants = {"GIVEN": False, "BLOCK": 16384}
+        constants = {"GIVEN": "given" in kernel, "BLOCK": 16384}
     else:
         cache = bytes_ if kernel.endswith("fp8") else bf16
         function = rope_to_cache._rope_store
@@ -165,6 +165,8 @@ def test_compiles(kernel: str, sums: bool, arch: int) -> None:
     compiled = triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", arch, 32))
     assert len(compiled.asm["cubin"]) > 0
     assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
+    if arch >= 89 and kernel in ("silu_mul_given_fp8", "rope_store_fp8"):
+        assert "min.NaN." in compiled.asm["ptx"], "clipped to +-448, and NaN stays NaN"
 
 
 if __name__ == "__main__":

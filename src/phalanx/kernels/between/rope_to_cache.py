@@ -34,7 +34,8 @@ def _kept(values, inverse, FP8: tl.constexpr, PTX: tl.constexpr):
     if FP8:
         scaled = values.to(tl.float32) * inverse
         if PTX >= 89:
-            kept = tl.clamp(scaled, -FP8_MAX, FP8_MAX).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            clipped = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+            kept = clipped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         else:
             kept = e4m3_bits(scaled).to(tl.uint8)
     else:

@@ -112,7 +112,7 @@ def _silu_mul_quant_fp8(
     place = out + row.to(tl.int64) * width + column
     if PTX >= 89:
         if GIVEN:  # a scale found here takes nothing beyond 448 but by its rounding, which e4m3's own takes back
-            scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX)
+            scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
         tl.store(place, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask)
     else:
         tl.store(place, e4m3_bits(scaled).to(tl.uint8), mask)
