@@ -58,18 +58,6 @@ def test_world_is_pp_x_ep_x_tp():
     assert EngineOptions.of(model="m", tensor_parallel_size=4, pipeline_parallel_size=2, expert_parallel_size=3).world_size == 24
 
 
-def test_prefill_overlaps_on_gpu_where_nccl_may_sum():
-    def overlaps(**asked):
-        return EngineOptions.of(model="m", **{"device": "cuda", **asked}).overlaps
-
-    assert overlaps()
-    assert overlaps(allreduce_strategy="NCCL")
-    assert not overlaps(overlap_prefill=False)
-    assert not overlaps(deterministic=True)
-    assert not overlaps(allreduce_strategy="TWOSHOT")
-    assert not overlaps(device="cpu")
-
-
 def test_a_key_is_never_shown():
     assert "hunter2" not in repr(ServeOptions.of(api_key="hunter2"))
     with pytest.raises(OptionError) as refused:

@@ -73,11 +73,6 @@ class EngineOptions(BaseModel):
         "AUTO", description="AUTO asks the machine's table; a name forces one where it can run. On CPU, NCCL means gloo."
     )
     deterministic: bool = Field(False, description="Pin rank-order fp32 reductions (no NCCL sums).")
-    overlap_prefill: bool = Field(
-        True,
-        description="In long prefill steps on GPU, all-reduces (then NCCL's) run beside the products of other tokens; not with "
-        "deterministic, nor with an allreduce_strategy other than AUTO and NCCL.",
-    )
     cuda_graphs: bool = Field(True, description="Replay captured decode steps on GPU.")
     stall_timeout: float = Field(20.0, gt=0, description="Seconds without a sign of life after which a rank is called stalled.")
     step_timeout: float = Field(300.0, gt=0, description="Seconds after which a step that no rank settles is an error.")
@@ -98,12 +93,6 @@ class EngineOptions(BaseModel):
     def world_size(self) -> int:
         """Ranks in all: pp x dp x tp, with dp = ep (design, "Layout of ranks")."""
         return self.pipeline_parallel_size * self.expert_parallel_size * self.tensor_parallel_size
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether long prefill steps are to overlap, by what else is asked: `overlap_prefill`, where NCCL may do the sums."""
-        may = not self.deterministic and self.allreduce_strategy in ("AUTO", "NCCL")
-        return self.overlap_prefill and may and self.device == "cuda"
 
 
 def refuse_unknown(asked: dict[str, Any], known: Any, *, what: str) -> None:

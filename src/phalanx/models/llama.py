@@ -7,9 +7,7 @@ A model holds one pipeline stage of one tensor-parallel rank. It works on the re
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ from phalanx.models.layers.kv_store import KvStore
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.mlp import GatedMlp
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.layers.overlap import Arriving, Overlap, here
 from phalanx.models.layers.rope import Rotary
 from phalanx.models.slices import Seat
 from phalanx.plan.memory import KvSpec
@@ -51,36 +48,12 @@ class Attention(nn.Module):
         self, x: Activation, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, norm: RmsNorm
     ) -> tuple[Activation, Tensor]:
         """x and residual [T, hidden] -> (norm(residual + attention(x)), residual + attention(x))."""
-        query = self._query(x, turns, batch.kv_slots, cache)
-        done: tuple[Activation, Tensor] = self.out(self._attend(query, batch, cache), residual, norm)
-        return done
-
-    def in_parts(
-        self, arriving: deque[Arriving], parts: Sequence[slice], turns: Turns, batch: Batch, cache: KvCache, norm: RmsNorm,
-        overlap: Overlap,
-    ) -> None:  # fmt: skip
-        """`forward` of the parts that come out of `arriving`; what becomes of each goes into it."""
-        queries, residuals = [], []
-        for part in parts:
-            x, residual = arriving.popleft()()
-            queries.append(self._query(x, (turns[0][part], turns[1][part]), batch.kv_slots[part], cache))
-            residuals.append(residual)
-        seen = self._attend(torch.cat(queries), batch, cache)
-        arriving.extend(
-            overlap.begin(self.out, seen[part], residual, norm) for part, residual in zip(parts, residuals, strict=True)
-        )  # fmt: skip
-
-    def _query(self, x: Activation, turns: Turns, kv_slots: Tensor, cache: KvCache) -> Tensor:
-        """x [T, hidden] -> queries [T, q_heads, head_dim], turned; the keys and values go into the cache."""
         heads = self.qkv(x, may_stay_unscaled=not self.prepares).view(x.shape[0], -1, self.head_dim)
-        query: Tensor = self.store(self.prepare(heads) if self.prepares else heads, turns, self.q_heads, cache, kv_slots)
-        return query
-
-    def _attend(self, query: Tensor, batch: Batch, cache: KvCache) -> Tensor:
-        """query [T, q_heads, head_dim] -> what the heads see, [T, q_heads * head_dim]."""
+        query = self.store(self.prepare(heads) if self.prepares else heads, turns, self.q_heads, cache, batch.kv_slots)
         scales = self.store.read_scales
-        seen: Tensor = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
-        return seen.reshape(query.shape[0], -1)
+        seen = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
+        done: tuple[Activation, Tensor] = self.out(seen.reshape(x.shape[0], -1), residual, norm)
+        return done
 
     def prepare(self, heads: Tensor) -> Tensor:
         """What families do to heads [T, q_heads + 2 * kv_heads, head_dim] before queries and keys are turned by their positions."""
@@ -107,22 +80,9 @@ class DecoderLayer(nn.Module):
         done: tuple[Activation, Tensor] = self.mlp(x, residual, next_norm)
         return done
 
-    def in_parts(
-        self, arriving: deque[Arriving], parts: Sequence[slice], turns: Turns, batch: Batch, cache: KvCache,
-        next_norm: RmsNorm | None, overlap: Overlap,
-    ) -> None:  # fmt: skip
-        """`forward` of the parts that come out of `arriving`; what becomes of each goes into it."""
-        self.attention.in_parts(arriving, parts, turns, batch, cache, self.mlp_norm, overlap)
-        for _ in parts:
-            x, residual = arriving.popleft()()
-            arriving.append(overlap.begin(self.mlp.down, self.mlp.inner(x), residual, next_norm))
-
 
 class Llama(nn.Module):
-    """The stage that holds `layers` of a model: with the embedding if it is the first, with the head if it is the last.
-
-    overlap: how all-reduces run beside products in long steps; None: never.
-    """
+    """The stage that holds `layers` of a model: with the embedding if it is the first, with the head if it is the last."""
 
     def __init__(self, shape: ModelShape, *, layers: range, seat: Seat) -> None:
         super().__init__()
@@ -139,7 +99,6 @@ class Llama(nn.Module):
         shared = self.embedding if shape.tie_word_embeddings else None
         self.head = ParallelHead(name, *vocabulary, tied=shared, seat=seat) if last else None
         self.rotary = Rotary(shape.rope, shape.head_dim, seat.device)
-        self.overlap: Overlap | None = None
 
     def attention(self, name: str, layer: int) -> Attention:
         """The attention of layer `layer`: what families vary."""
@@ -163,17 +122,7 @@ class Llama(nn.Module):
         else:
             x, residual = norms[0](hidden), hidden
         turns = self.rotary(batch.positions)
-        steps = list(zip(self.layers, caches, [*norms[1:], self.norm], strict=True))
-        parts = [] if self.overlap is None or batch.fixed else self.overlap.cut(x.shape[0])
-        if self.overlap is not None and len(parts) > 1:
-            arriving = deque(here(x, residual, parts))
-            del x, residual  # the first layer lets go of them
-            with self.overlap.sparing():
-                for layer, cache, next_norm in steps:
-                    layer.in_parts(arriving, parts, turns, batch, cache, next_norm, self.overlap)
-            done: list[Any] = [arriving.popleft()()[0] for _ in parts]
-            return torch.cat(done)
-        for layer, cache, next_norm in steps:
+        for layer, cache, next_norm in zip(self.layers, caches, [*norms[1:], self.norm], strict=True):
             x, residual = layer(x, turns, batch, cache, residual, next_norm)
         out: Tensor = x
         return out

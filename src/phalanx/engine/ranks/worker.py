@@ -175,7 +175,6 @@ class Worker:
 
     def _build(self, shape: ModelShape, device: torch.device) -> tuple[Model, range]:
         from phalanx.models import registry
-        from phalanx.models.layers.overlap import Overlap
 
         assert self._groups is not None
         asked = self.options.dtype
@@ -186,8 +185,6 @@ class Worker:
             shape, group=self._groups.tp, layers=layers, dtype=torch_dtype(name), device=device, fp8=asked == "fp8",
             fp8_cache=self.options.kv_cache_dtype == "fp8",
         )  # fmt: skip
-        if self.options.overlaps:
-            model.overlap = Overlap(self._groups.tp, device)
         return model, layers
 
     def _load(self, model: Model, folder: Path) -> None:

@@ -137,22 +137,18 @@ class RowParallelLinear(Sliced):
 
         The norm comes quantized where it feeds a layer that takes it so.
         """
-        group, partial = self.seat.group, self.partial(x)
-        if norm is None or self.bias is not None:
-            return self.finished(group.all_reduce(partial), residual, norm)
-        return norm.taken(group.all_reduce(partial, norm.after(residual)))
-
-    def finished(self, total: Tensor, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
-        """What `forward` returns, of the sum [T, out] of all ranks' `partial`."""
-        if self.bias is not None:
-            total = total + self.bias
+        group = self.seat.group
+        partial = self._partial(x)
         if norm is None:
-            residual = residual + total
+            total = group.all_reduce(partial)
+            residual = residual + (total if self.bias is None else total + self.bias)
             return residual, residual
-        return norm.taken(finish(total, norm.after(residual)))
+        fusion = norm.after(residual)
+        if self.bias is None:
+            return norm.taken(group.all_reduce(partial, fusion))
+        return norm.taken(finish(group.all_reduce(partial) + self.bias, fusion))
 
-    def partial(self, x: Activation) -> Tensor:
-        """x [T, in / tp] -> this rank's part of the sum, [T, out], a tensor of its own."""
+    def _partial(self, x: Activation) -> Tensor:
         group, seat = self.seat.group, self.seat
         out = None
         if group.size > 1:

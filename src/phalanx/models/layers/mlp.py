@@ -26,12 +26,10 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
         """x [T, hidden] -> as RowParallelLinear: (norm(residual + mlp(x)), residual + mlp(x))."""
-        down: tuple[Activation, Tensor] = self.down(self.inner(x), residual, norm)
-        return down
-
-    def inner(self, x: Activation) -> Activation:
-        """x [T, hidden] -> silu(gate(x)) * up(x), [T, intermediate / tp], as `down` takes it."""
         gate_up, fp8 = self.gate_up(x, may_stay_unscaled=True), self.down.fp8
         if fp8 is not None and fp8.products:
-            return fp8.took(*kernels.silu_mul_quant_fp8(gate_up, fp8.input_scale))
-        return kernels.silu_mul(gate_up)
+            inner: Activation = fp8.took(*kernels.silu_mul_quant_fp8(gate_up, fp8.input_scale))
+        else:
+            inner = kernels.silu_mul(gate_up)
+        down: tuple[Activation, Tensor] = self.down(inner, residual, norm)
+        return down
