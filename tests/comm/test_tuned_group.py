@@ -39,7 +39,6 @@ for strategy in ("AUTO", "NCCL", "ONESHOT", "TWOSHOT"):
         "odd": group_of.all_reduce(mine(3, 5)),
         "whole numbers": group_of.all_reduce(torch.full((3,), rank)),
         "nothing": group_of.all_reduce(mine(0, 64)),
-        "beside": group_of.sum_beside(mine(5, 64)[2:]),
         "gathered": group_of.all_gather(mine(1, 2), dim=0),
         "calls": dict(group_of.calls),
         "digest": group_of.digest,
@@ -74,17 +73,16 @@ def test_every_strategy_gives_the_same_bits(ranks: list[dict], strategy: str) ->
         assert torch.equal(found["odd"], reference.all_reduce([mine(rank, 3, 5) for rank in range(2)]))
         assert found["whole numbers"].tolist() == [1, 1, 1]
         assert found["nothing"].shape == (0, 64)
-        assert torch.equal(found["beside"], total[2:])
         assert torch.equal(found["gathered"], torch.cat([mine(0, 1, 2), mine(1, 1, 2)]))
         assert found["buffer"] == (2, 3)
 
 
 def test_calls_are_counted_by_strategy_and_fusion(ranks: list[dict]) -> None:
     calls = ranks[0]["TWOSHOT"]["calls"]
-    # Rows of 5 are no whole vectors, so gloo runs that one; and what runs beside other work is gloo's.
-    assert calls == {"TWOSHOT/NONE": 4, "TWOSHOT/RESIDUAL_RMS_NORM": 2, "GLOO/NONE": 2}
-    assert ranks[0]["NCCL"]["calls"] == {"GLOO/NONE": 6, "GLOO/RESIDUAL_RMS_NORM": 2}
-    assert sum(ranks[0]["AUTO"]["calls"].values()) == 8
+    # Rows of 5 are no whole vectors, so gloo runs that one.
+    assert calls == {"TWOSHOT/NONE": 4, "TWOSHOT/RESIDUAL_RMS_NORM": 2, "GLOO/NONE": 1}
+    assert ranks[0]["NCCL"]["calls"] == {"GLOO/NONE": 5, "GLOO/RESIDUAL_RMS_NORM": 2}
+    assert sum(ranks[0]["AUTO"]["calls"].values()) == 7
 
 
 def test_the_seed_decides_on_a_machine_without_a_table(ranks: list[dict]) -> None:

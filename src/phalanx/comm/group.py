@@ -50,10 +50,6 @@ class Group(Protocol):
         """The sum over ranks of x [T, H]; x may be overwritten. With a fusion: (norm, residual), or as the fusion says
         (quantized values and scales first, the new residual last)."""
 
-    def sum_beside(self, x: Tensor) -> Tensor:
-        """`all_reduce` of a contiguous x that runs beside other work: it leaves most of a GPU's multiprocessors to that. There it
-        is done in place, on the current stream, and allocates nothing; on CPU it gives the bits of `all_reduce`."""
-
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The ranks' equally shaped tensors, joined along a dim in rank order."""
 
@@ -84,9 +80,6 @@ class Solo:
     def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
     def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
         return x if fusion is None else finish(x, fusion)
-
-    def sum_beside(self, x: Tensor) -> Tensor:
-        return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return x

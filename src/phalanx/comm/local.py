@@ -143,10 +143,6 @@ class LocalGroup:
         total = total.to(x.dtype)
         return total if fusion is None else finish(total, fusion)
 
-    def sum_beside(self, x: Tensor) -> Tensor:
-        """As Group."""
-        return self.all_reduce(x)
-
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """As Group."""
         offered = self._world.exchange(self.rank, f"all_gather along {dim}", x)

@@ -65,9 +65,6 @@ class TorchGroup:
         total = self._sum(x.contiguous())
         return total if fusion is None else finish(total, fusion)
 
-    def sum_beside(self, x: Tensor) -> Tensor:
-        return self.all_reduce(x)
-
     def _sum(self, x: Tensor) -> Tensor:
         if x.numel() == 0:
             return x

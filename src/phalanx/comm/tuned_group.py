@@ -24,7 +24,7 @@ from phalanx.hardware.links import nvlink_everywhere
 from phalanx.log import get_logger
 from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import advice, table_for
-from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tables.strategy import Strategy
 from phalanx.tables.table import Table
 
 _log = get_logger(__name__)
@@ -74,12 +74,6 @@ class TunedGroup:
         if decision.fused and x.dim() == 2 and fusion.weight.dtype == x.dtype == fusion.residual.dtype:
             return runner.norm(x, replace(fusion, residual=_in_vectors(fusion.residual)))
         return finish(runner.total(x), fusion)
-
-    def sum_beside(self, x: Tensor) -> Tensor:
-        """The group's below: our strategies fill the GPU, and their programs wait there for those of other ranks."""
-        name = f"{Choice(Strategy.NCCL).name(self.chooser.rules.fingerprint.sm)}/{_NONE.name}"
-        self.calls[name] = self.calls.get(name, 0) + 1
-        return self.base.sum_beside(x)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return self.base.all_gather(x, dim)
