@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast path against the plain one on the same GPUs at the same dtype: graphs, fused kernels, fused collectives and long steps in
-parts must give the greedy tokens that eager steps with NCCL give, wherever the top two logits differ by more than the plain path's
-own noise.
+"""The fast path against the plain one on the same GPUs at the same dtype: graphs, fused kernels and fused collectives must give the
+greedy tokens that eager steps with NCCL give, wherever the top two logits differ by more than the plain path's own noise.
 
 That noise is twice the largest difference of any chosen token's log probability between two ways in which the plain path itself
 computes it: decoded in a batch, and read back as prompts, one at a time. So the fast path has no say in its own bound.
@@ -85,7 +84,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
     prompts = torch.randint(3, 500, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(7)).tolist()
     greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=2)
-    with LLM(job["model"], cuda_graphs=False, overlap_prefill=False, allreduce_strategy="NCCL", **options) as llm:
+    with LLM(job["model"], cuda_graphs=False, allreduce_strategy="NCCL", **options) as llm:
         plain = [output.outputs[0] for output in llm.generate(prompts, greedy, use_tqdm=False)]
         noise = own_noise(llm, prompts, plain)
     wanted = [list(output.token_ids) for output in plain]
