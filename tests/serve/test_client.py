@@ -138,6 +138,22 @@ def test_an_error_comes_after_the_tokens_before_it():
     asyncio.run(run())
 
 
+def test_nothing_changes_a_stream_that_has_ended():
+    async def run():
+        whole, lost = Stream(), Stream()
+        whole.put(Update("r", [1], finish_reason="length"))
+        whole.put(Update("r", [], finish_reason="abort"))  # an abort that crossed the last token
+        last = await whole.next()
+        assert (last.tokens, last.finish_reason) == ([1], "length")
+        lost.fail(EngineError("a request was running", held="it is lost"))
+        lost.put(Update("r", [1]))
+        assert lost.ended
+        with pytest.raises(EngineError, match="it is lost"):
+            await lost.next()
+
+    asyncio.run(run())
+
+
 def test_a_patient_reader_is_woken_at_the_end_only():
     async def run():
         whole, lost = Stream(patient=True), Stream(patient=True)

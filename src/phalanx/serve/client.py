@@ -89,6 +89,8 @@ class Stream:
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, update: Update) -> None:
+        if self.ended:  # an abort that came too late must not change a whole answer, nor a late token wake a failed stream
+            return
         held = self._held
         if held is None:
             self._held = update
