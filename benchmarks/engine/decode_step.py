@@ -4,16 +4,20 @@
 0. products: one row times each of the model's matrices by the kernels that there are, over copies that no cache holds.
 1. tokens: a small checkpoint decodes greedily in batches of several sizes; graphs and eager steps must give the same tokens.
 2. tpot: through the whole engine, (t(129 tokens) - t(1 token)) / 128 at input 128, best of 2, as the peers were measured.
-3. steps: the runner alone, one step ahead as the engine keeps it, milliseconds per step by the wall clock; and the kernels of one
+3. prompts: eager steps of one prompt, which the first token waits for: milliseconds by the wall clock, of the host in `run`, of the
+   kernels; and the host's functions by time.
+4. steps: the runner alone, one step ahead as the engine keeps it, milliseconds per step by the wall clock; and the kernels of one
    replayed step by time (torch's profiler), with the bytes that the step must read over the time.
 
-    python benchmarks/engine/decode_step.py --out DIR [--parts products,tokens,steps,tpot] [--requests 1,64]
+    python benchmarks/engine/decode_step.py --out DIR [--parts products,tokens,prompts,steps,tpot] [--requests 1,64]
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import sys
 import tempfile
 import time
@@ -59,6 +63,7 @@ def main() -> int:
     for part, measure in (
         ("products", products),
         ("tokens", tokens),
+        ("prompts", lambda: prompts_of(asked)),
         ("steps", lambda: steps(asked)),
         ("tpot", lambda: tpot(requests, modes)),
     ):
@@ -71,11 +76,12 @@ def main() -> int:
 
 
 def show(part: str, figure: dict[str, Any]) -> str:
-    if part != "steps":
+    if part not in ("steps", "prompts"):
         return json.dumps(figure)
     lines = []
     for name, found in figure.items():
-        lines.append(f"{name}: " + json.dumps({key: value for key, value in found.items() if key != "kernels"}))
+        lines.append(f"{name}: " + json.dumps({key: value for key, value in found.items() if key not in ("kernels", "functions")}))
+        lines += found.get("functions", [])
         lines += [f"  {k['us']:9.1f} us {k['calls']:4} x  {k['name'][:100]}" for k in found.get("kernels", [])[:16]]
     return "\n".join(lines)
 
@@ -230,6 +236,45 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def prompts_of(asked: argparse.Namespace) -> dict[str, Any]:
+    """Eager steps of one prompt each."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as parent:
+        folder = part_of(shapes.write(asked.shape, Path(parent) / "model"), asked.ranks)
+        runner = make_runner(folder, 1, graphs=False, dummy=True, captured=None, fp8=asked.fp8, fp8_cache=asked.fp8_cache)
+        for tokens in (16, 128, 256):
+            prompt = list(range(100, 100 + tokens))
+
+            def step(prompt: list[int] = prompt) -> tuple[float, float]:
+                """Seconds until the token is there, and seconds in `run`."""
+                admitted = [Admission(0, prompt, len(prompt), GREEDY, 1)]
+                rows = [Row(0, 0, len(prompt), prompt, list(range(1, 18)), samples=True)]
+                begin = time.perf_counter()
+                outcome = runner.run(StepBatch(admitted=admitted, rows=rows))
+                host = time.perf_counter() - begin
+                outcome.results()
+                whole = time.perf_counter() - begin
+                runner.run(StepBatch(released=[0]))
+                return whole, host
+
+            whole, host = min(step() for _ in range(6))
+            profiler = cProfile.Profile()
+            profiler.enable()
+            step()
+            profiler.disable()
+            found[str(tokens)] = {
+                "ms": round(whole * 1e3, 2), "host_ms": round(host * 1e3, 2), **profile(step),
+                "functions": functions(pstats.Stats(profiler)),
+            }  # fmt: skip
+    return found
+
+
+def functions(stats: pstats.Stats) -> list[str]:
+    """The 25 that take longest by themselves: milliseconds, calls, where."""
+    rows = sorted(stats.stats.items(), key=lambda row: -row[1][2])[:25]  # type: ignore[attr-defined]
+    return [f"{own * 1e3:8.2f} ms {calls:6} x  {Path(file).name}:{line}:{name}" for (file, line, name), (_, calls, own, *_) in rows]
+
+
 def step_times(runner: Runner, count: int, *, profiled: bool) -> dict[str, Any]:
     prompt = list(range(100, 100 + PROMPT))
     blocks = [list(range(1 + slot * 20, 21 + slot * 20)) for slot in range(count)]
@@ -272,7 +317,9 @@ def profile(step: Any) -> dict[str, Any]:
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(4):
-            step().results()
+            outcome = step()
+            if not isinstance(outcome, tuple):
+                outcome.results()
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = {}
     for event in profiler.events():
