@@ -2,7 +2,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
 # ruff: noqa: RUF005 (Triton's tuples grow by +)
-"""Vectors of 16 bytes in Triton: loaded and stored whole, taken apart into fp32, added up, put together again.
+"""Vectors of 16 bytes in Triton: loaded and stored whole, taken apart into fp32, added up, put together again; and `nearest`, which
+rounds what is no such vector.
 
 A vector is four int32 words, a tuple of four tensors; taken apart it is a tuple of 16 / itemsize fp32 tensors ("lanes"), in the
 order of memory. KIND names what the words hold: "bf16", "fp16" or "fp32". PTX is the GPU's compute capability (90 is Hopper), or
@@ -71,6 +72,15 @@ def store(base, index, words, mask, PTX: tl.constexpr):
     else:
         for k in tl.static_range(4):
             tl.store(address + k, words[k], mask)
+
+
+@triton.jit
+def nearest(value, like, PTX: tl.constexpr):
+    """fp32 values in the dtype of `like`, rounded to nearest even. Triton's interpreter cuts bf16 off instead."""
+    if PTX == 0 and like.dtype == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        value = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return value.to(like.dtype)
 
 
 @triton.jit

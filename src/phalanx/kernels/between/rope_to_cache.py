@@ -19,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.between.silu_gate import nearest, parts
+from phalanx.kernels.between.silu_gate import parts
 from phalanx.kernels.quantize import FP8_MAX, e4m3_bits
 from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.vectors import nearest
 
 HEADS, FEW, HEADS_OF_FEW = 16, 128, 8
 """Heads that one program works on, and for how few tokens it has fewer, since there would be too few programs."""

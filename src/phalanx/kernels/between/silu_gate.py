@@ -22,18 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
 from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.vectors import nearest
 
 PIECE = 2048
 """Columns that one program of `silu_mul` works on."""
-
-
-@triton.jit
-def nearest(value, like, PTX: tl.constexpr):
-    """fp32 values in the dtype of `like`, rounded to nearest even. Triton's interpreter cuts bf16 off instead."""
-    if PTX == 0 and like.dtype == tl.bfloat16:
-        bits = value.to(tl.int32, bitcast=True)
-        value = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-    return value.to(like.dtype)
 
 
 @triton.jit

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.between.silu_gate import nearest
 from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.vectors import nearest
 
 
 @triton.jit

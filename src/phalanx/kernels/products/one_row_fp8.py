@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.between.silu_gate import nearest
 from phalanx.kernels.products.choice import OneRow
 from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
 from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.vectors import nearest
 
 LANE = tl.constexpr(16)
 """Neighbours that one thread adds up: the bytes of one load."""
