@@ -2,16 +2,14 @@
 """Time the all-reduce strategies and their launches on GPUs: `torchrun --nproc-per-node N benchmarks/comm/allreduce.py OUT.csv`.
 
 A sample is 50 calls in one CUDA graph on fixed tensors; a figure is the median of 9 replays, the maximum over ranks. NCCL and
-torch's symmetric-memory collectives run beside ours. `--sweep` tries launches beside the default ones, `--wire` other ways for a
-long two-shot to keep the wire busy. `--ranks 2` uses the first two only. `phalanx allreduce bench` measures tables; this is for the
-work on the kernels.
+torch's symmetric-memory collectives run beside ours. `--sweep` tries launches beside the default ones. `--ranks 2` uses the first
+two only. `phalanx allreduce bench` measures tables; this is for the work on the kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import os
 import statistics
 from collections.abc import Callable, Iterator
@@ -66,50 +64,10 @@ def peers(x: torch.Tensor, group: dist.ProcessGroup, buffer: torch.Tensor) -> It
     yield "torch symm_mem two_shot", "NONE", lambda: torch.ops.symm_mem.two_shot_all_reduce_(zeros, "sum", name)
 
 
-WIRE: dict[str, dict[str, Any]] = {
-    "spread": {"spread": True},
-    "together": {"together": True},
-    "ahead 1": {"ahead": 1},
-    "ahead 2": {"ahead": 2},
-    "ahead 1 spread": {"ahead": 1, "spread": True},
-    "two a thread": {"flat": 2},
-    "two a thread ahead 1": {"flat": 2, "ahead": 1},
-    "two a thread ahead 1 spread": {"flat": 2, "ahead": 1, "spread": True},
-    "four a thread, half the warps": {"flat": 2, "warps": 0.5},
-    "fewer": {"programs": 0.75},
-    "half": {"programs": 0.5},
-}
-"""What changes against the default launch of a two-shot; of flat, warps and programs (with movers): by which factor."""
-
-
-def launches_wire(default: twoshot.Launch, share: int) -> Iterator[tuple[str, Any, Any]]:
-    for name, change in WIRE.items():
-        warps = int(default.warps * change.get("warps", 1))
-        flat = int(default.flat * change.get("flat", 1))
-        fewer = change.get("programs", 1)
-        movers = min(max(1, int(default.movers * fewer)), -(-share // flat)) if default.block == 0 else int(default.movers * fewer)
-        registers = default.registers and min(int(default.registers * default.warps / warps), 255)
-        collectors = int((default.programs - default.movers) * fewer)
-        ways = {name: value for name, value in change.items() if name in ("ahead", "spread", "together")}
-        launch = dataclasses.replace(
-            default,
-            programs=max(1, movers) + collectors,
-            movers=max(1, movers),
-            flat=flat,
-            warps=warps,
-            registers=registers,
-            **ways,
-        )
-        if default.block == 0 or default.block >= 32 * warps:
-            yield f"TWOSHOT {name}", twoshot, launch
-
-
-def launches_flat(vectors: int, world: int, sms: int, options: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
+def launches_flat(vectors: int, world: int, sms: int, sweep: bool) -> Iterator[tuple[str, Any, Any]]:
     yield "ONESHOT", oneshot, None
     yield "TWOSHOT", twoshot, None
-    if options.wire:
-        yield from launches_wire(twoshot.flat_launch(vectors, world, sms), share_of(vectors, world))
-    if not options.sweep:
+    if not sweep:
         return
     for warps in (1, 2, 4, 8):
         programs = -(-vectors // (32 * warps))
@@ -126,12 +84,10 @@ def launches_flat(vectors: int, world: int, sms: int, options: argparse.Namespac
             yield f"TWOSHOT {movers} of {programs} x{32 * warps}", twoshot, launch
 
 
-def launches_norm(rows: int, pitch: int, world: int, sms: int, options: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
+def launches_norm(rows: int, pitch: int, world: int, sms: int, sweep: bool) -> Iterator[tuple[str, Any, Any]]:
     yield "ONESHOT", oneshot, None
     yield "TWOSHOT", twoshot, None
-    if options.wire:
-        yield from launches_wire(twoshot.row_launch(rows, pitch, world, sms), share_of(rows * pitch, world))
-    if not options.sweep:
+    if not sweep:
         return
     block = oneshot.row_block(pitch)
     for warps in (1, 2, 4, 8):
@@ -162,7 +118,7 @@ def cases(x: torch.Tensor, workspace: Workspace, group: dist.ProcessGroup, buffe
     total = reference.all_reduce(parts)
     if "NONE" in options.fusions:
         yield from peers(x, group, buffer)
-        for name, strategy, launch in launches_flat(rows * pitch, workspace.world, workspace.sms, options):
+        for name, strategy, launch in launches_flat(rows * pitch, workspace.world, workspace.sms, options.sweep):
             found = strategy.all_reduce(x, workspace, launch)
             verdict(torch.equal(found, total), f"{name} {rows}x{hidden}", group)
             yield name, "NONE", lambda s=strategy, k=launch: s.all_reduce(x, workspace, k)
@@ -171,7 +127,7 @@ def cases(x: torch.Tensor, workspace: Workspace, group: dist.ProcessGroup, buffe
         if name not in options.fusions or rows > 2048:
             continue
         fusion = ResidualRmsNorm(residual, weight, 1e-5, quant, torch.tensor(0.02, device="cuda") if quant == "fp8" else None)
-        yield from norm_cases(x, total, fusion, name, workspace, group, options)
+        yield from norm_cases(x, total, fusion, name, workspace, group, options.sweep)
 
 
 def norm_cases(
@@ -181,7 +137,7 @@ def norm_cases(
     name: str,
     workspace: Workspace,
     group: dist.ProcessGroup,
-    options: argparse.Namespace,
+    sweep: bool,
 ) -> Iterator[Case]:
     rows, hidden = x.shape
     pitch = hidden * x.element_size() // 16
@@ -198,7 +154,7 @@ def norm_cases(
 
     yield "NCCL + ours", name, nccl
     yield "norm alone", name, lambda: after(x)
-    for strategy_name, strategy, launch in launches_norm(rows, pitch, workspace.world, workspace.sms, options):
+    for strategy_name, strategy, launch in launches_norm(rows, pitch, workspace.world, workspace.sms, sweep):
         found = strategy.all_reduce_norm(x, fusion, workspace, launch)
         good = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=True))
         verdict(good, f"{strategy_name} {name} {rows}x{hidden}", group)
@@ -222,7 +178,6 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--fusions", default="NONE,RMS,RMS_FP8")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--wire", action="store_true")
     options = parser.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(rank)

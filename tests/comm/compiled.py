@@ -12,9 +12,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import BOARD_PLACES, Workspace, half_bytes
 
 SMS = 132
+DTYPES = {80: torch.float16, 90: torch.bfloat16, 100: torch.float32}
+"""One for each capability, so that each is compiled."""
+Launched = tuple[str, tuple[int, ...], Any]
+"""Kernel, grid, compiled."""
 
 
 class _Driver:
@@ -34,9 +39,9 @@ class _Driver:
 
 
 @contextmanager
-def only(capability: int) -> Iterator[list[tuple[str, tuple[int, ...], Any]]]:
-    """Inside, launches are compiled for this capability and listed: (kernel, grid, compiled)."""
-    launches: list[tuple[str, tuple[int, ...], Any]] = []
+def only(capability: int) -> Iterator[list[Launched]]:
+    """Inside, launches are compiled for this capability and listed."""
+    launches: list[Launched] = []
     plain = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
@@ -58,3 +63,19 @@ def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> Wor
     addresses = tuple(0x7F00_0000_0000 + rank * (1 << 32) for rank in range(world))
     turn, board = torch.zeros(2, dtype=torch.int32), torch.zeros(BOARD_PLACES, 2, dtype=torch.int64)
     return Workspace(world - 1, world, addresses, half_bytes(world, message_bytes) // 16, turn, board, SMS, capability)
+
+
+def launches(
+    strategy: Any, world: int, capability: int, sums: list[tuple[int, int]], norms: list[tuple[int, str, torch.Tensor | None]]
+) -> list[Launched]:
+    """What a strategy's module launches for sums of [tokens, hidden], then for sums of [tokens, 4096] with a norm (tokens, quant,
+    scale)."""
+    space, dtype = workspace(world, capability), DTYPES[capability]
+    with only(capability) as launched:
+        for tokens, hidden in sums:
+            x = torch.zeros(tokens, hidden, dtype=dtype)
+            assert strategy.all_reduce(x, space).shape == x.shape
+        for tokens, quant, scale in norms:
+            x = torch.zeros(tokens, 4096, dtype=dtype)
+            assert strategy.all_reduce_norm(x, ResidualRmsNorm(x, x[0], 1e-5, quant, scale), space)[-1].shape[0] == tokens
+    return launched

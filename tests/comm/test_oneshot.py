@@ -49,15 +49,9 @@ def test_kernels_compile(capability: int, world: int) -> None:
     pytest.importorskip("triton")
     from tests.comm import compiled
 
-    space = compiled.workspace(world, capability)
-    dtype = {80: torch.float16, 90: torch.bfloat16, 100: torch.float32}[capability]
-    with compiled.only(capability) as launches:
-        for tokens, hidden in ((1, 8), (3, 1008), (700, 8192)):
-            x = torch.zeros(tokens, hidden, dtype=dtype)
-            assert oneshot.all_reduce(x, space).shape == x.shape
-        x = torch.zeros(3, 4096, dtype=dtype)
-        for quant, scale in (("none", None), ("fp8", None), ("fp8", torch.ones(())), ("nvfp4", torch.ones(()))):
-            oneshot.all_reduce_norm(x, ResidualRmsNorm(x, x[0], 1e-5, quant, scale), space)
+    one = torch.ones(())
+    norms = [(3, "none", None), (3, "fp8", None), (3, "fp8", one), (3, "nvfp4", one)]
+    launches = compiled.launches(oneshot, world, capability, [(1, 8), (3, 1008), (700, 8192)], norms)
     names = [name for name, _, _ in launches]
     assert names[:3] == ["oneshot"] * 3
     assert set(names[3:]) == ({"oneshot_norm"} if world == 2 else {"oneshot_norm", "oneshot_norm_pieces"})

@@ -21,9 +21,7 @@ from phalanx.comm.symmetric import Workspace, share_of
 class Launch:
     """programs: of the grid, all of which must run at once; flat: vectors of 16 bytes that a program moves at once; block: vectors
     that hold a row (0 without a norm); warps: of a program; flat and block are at least 32 x warps; movers: programs that move, the
-    others collect (none: movers collect when they have moved); registers: of a thread at most, so that all programs fit. ahead: a
-    mover sums a block when it has pushed so many more (0: when it has pushed all); spread: blocks begin with different peers;
-    together: a block is read for all peers before it is pushed to one."""
+    others collect (none: movers collect when they have moved); registers: of a thread at most, so that all programs fit."""
 
     programs: int
     flat: int
@@ -31,17 +29,6 @@ class Launch:
     warps: int
     movers: int
     registers: int | None = None
-    ahead: int = 0
-    spread: bool = False
-    together: bool = False
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """For the kernels."""
-        return {
-            "WARPS": self.warps, "AHEAD": self.ahead, "SPREAD": self.spread, "TOGETHER": self.together, "num_warps": self.warps,
-            "maxnreg": self.registers,
-        }  # fmt: skip
 
 
 def flat_launch(vectors: int, world: int, sms: int) -> Launch:
@@ -88,7 +75,7 @@ def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) ->
         run = launch or flat_launch(vectors, workspace.world, workspace.sms)
         twoshot[(run.programs,)](
             source, target, workspace.addresses, workspace.turn, workspace.half, vectors, share_of(vectors, workspace.world),
-            run.movers, BLOCK=run.flat, **run.constants, **constants,
+            run.movers, BLOCK=run.flat, WARPS=run.warps, num_warps=run.warps, maxnreg=run.registers, **constants,
         )  # fmt: skip
 
     return chunked.all_reduce(x, workspace, workspace.twoshot_vectors, one)
@@ -104,7 +91,7 @@ def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, la
         run = launch or row_launch(rows, pitch, workspace.world, workspace.sms)
         twoshot_norm[(run.programs,)](
             *arguments, workspace.half, rows, hidden, share_of(rows * pitch, workspace.world), run.movers, fusion.eps,
-            BLOCK=run.block, FLAT=run.flat, **run.constants, **constants,
+            BLOCK=run.block, FLAT=run.flat, WARPS=run.warps, num_warps=run.warps, maxnreg=run.registers, **constants,
         )  # fmt: skip
 
     return chunked.all_reduce_norm(x, fusion, workspace, workspace.twoshot_vectors, one)
