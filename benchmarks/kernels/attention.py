@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import record
 from phalanx.kernels.attention import reference
 from phalanx.kernels.attention.decode import decode_attention
-from phalanx.kernels.attention.split import MOST_PIECES, SHORT, Early, Split, Workspace, chosen
+from phalanx.kernels.attention.split import MOST_PIECES, SHORT, Split, Workspace, chosen
 
 HEAD_DIM, BLOCK = 128, 16
 COLD = 160 << 20
@@ -39,6 +39,8 @@ COLD = 160 << 20
 MOST_COPIES = 96
 REPLAYS = 4
 WRONG = 2e-2
+PEER_BYTES = 256 << 20
+"""FlashInfer's workspace."""
 SCALES = (0.25, 0.03)
 MANY = [(16, 1, 4, 168), (16, 1, 4, 128), (32, 1, 3, 168), (32, 2, 4, 168), (128, 4, 2, 168)]
 """(tile, warps, stages, registers), each warp on its own."""
@@ -79,7 +81,9 @@ def main() -> int:
     parser.add_argument("--kv", default="bf16,e4m3")
     parser.add_argument("--peers", default="flashinfer", help="or none")
     parser.add_argument("--mixed", default="64", help="so many rows also with 1 .. 2 * tokens - 1 tokens each, not all alike")
-    parser.add_argument("--early", default="lengths", help="or nothing, or tables: read while the kernel before still runs")
+    parser.add_argument(
+        "--early", action=argparse.BooleanOptionalAction, default=True, help="read lengths while the kernel before runs"
+    )
     asked = parser.parse_args()
     pairs = [tuple(map(int, pair.split("/"))) for pair in asked.heads.split(",")]
     tokens, rows, mixed = ([int(each) for each in text.split(",") if each] for text in (asked.tokens, asked.rows, asked.mixed))
@@ -171,7 +175,7 @@ def named(split: Split) -> str:
 
 
 def compile_ahead(
-    pool: ThreadPoolExecutor, pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace, early: Early
+    pool: ThreadPoolExecutor, pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace, early: bool
 ) -> None:
     """All at once: a launch only asks for its kernel here."""
 
@@ -189,11 +193,11 @@ def compile_ahead(
                     with contextlib.suppress(Exception):  # said when it is measured
                         decode_attention(
                             query, cache, cache, tables.view(1, -1), slots[:1], lengths[:1], scale=1.0, window=None,
-                            kv_scales=SCALES, workspace=workspace, split=split, early=early,
+                            kv_scales=SCALES, workspace=workspace, split=split, early_lengths=early,
                         )  # fmt: skip
 
 
-def measure(job: Job, workspace: Workspace, peers: str, early: Early) -> dict[str, Any]:
+def measure(job: Job, workspace: Workspace, peers: str, early: bool) -> dict[str, Any]:
     """Of each candidate: microseconds and TB/s; or what is wrong with it."""
     rows, q_heads, _ = job.query.shape
     kv_heads, itemsize = job.copies[0][0].shape[2], job.copies[0][0].element_size()
@@ -210,7 +214,7 @@ def measure(job: Job, workspace: Workspace, peers: str, early: Early) -> dict[st
         *((named(each), each) for each in variants(rows, kv_heads, workspace.processors)),
     ]:
         candidates[label] = lambda key, value, split=split: decode_attention(  # type: ignore[misc]
-            job.query, key, value, *facts, **job.options, workspace=workspace, split=split, early=early
+            job.query, key, value, *facts, **job.options, workspace=workspace, split=split, early_lengths=early
         )
     found: dict[str, Any] = {}
     if peers == "flashinfer":
@@ -236,22 +240,25 @@ def measure(job: Job, workspace: Workspace, peers: str, early: Early) -> dict[st
 
 
 def flashinfers(job: Job) -> Candidate:
-    """Its decode on tensor cores, planned for these lengths."""
-    from phalanx.models.batch import Batch, LayerCache
-    from phalanx.models.layers.attention_flashinfer import FlashInferBackend
+    """Its decode on tensor cores, planned once for these lengths."""
+    import flashinfer
 
-    rows, lengths = len(job.lengths), job.lengths.tolist()
-    starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
-    tokens = torch.zeros(rows, dtype=torch.int64, device="cuda")
-    tables = job.tables[job.slots]
-    batch = Batch(
-        tokens, tokens, tokens, starts, job.lengths, tables, tokens, list(range(rows + 1)), lengths,
-        block_tables_cpu=tables.cpu().numpy(), fixed=True,
+    rows, q_heads, _ = job.query.shape
+    key, _ = job.copies[0]
+    tables, lengths = job.tables[job.slots].cpu(), job.lengths.cpu()
+    held = (lengths + BLOCK - 1) // BLOCK
+    indptr = torch.zeros(rows + 1, dtype=torch.int32)
+    indptr[1:] = held.cumsum(0)
+    indices = tables[torch.arange(tables.shape[1]) < held[:, None]]
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(PEER_BYTES, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True
+    )
+    wrapper.plan(
+        indptr, indices.cuda(), (lengths - 1) % BLOCK + 1, q_heads, key.shape[2], HEAD_DIM, BLOCK, sm_scale=HEAD_DIM**-0.5,
+        window_left=-1, q_data_type=job.query.dtype, kv_data_type=key.dtype,
     )  # fmt: skip
-    backend = FlashInferBackend(torch.device("cuda"), torch.bfloat16)
-    backend.hold(rows, tables.numel())
-    plan, rest = backend.plan(batch), job.options
-    return lambda key, value: plan.forward(job.query, LayerCache(key, value), **rest)
+    scales = {} if job.scales is None else {"k_scale": job.scales[0], "v_scale": job.scales[1]}
+    return lambda key, value: wrapper.run(job.query, (key, value), out=torch.empty_like(job.query), **scales)
 
 
 def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:

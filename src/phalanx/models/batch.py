@@ -20,12 +20,12 @@ class Batch:
     the row in the cache once this forward has stored its own. block_tables [R, W] int32: block ids, stale or 0 beyond what is used;
     with table_rows [R] int64, row r's table is block_tables[table_rows[r]], of more rows than the batch has.
     logit_rows [S] int64: which of the T tokens yield logits. `attention` is what the back end planned for this batch.
-    The `*_cpu` facts are the same on the host, for back ends that plan there; `block_tables_cpu` is left out where none does.
+    The `*_cpu` facts are the same on the host, for back ends that plan there; `block_tables_cpu` is left out where none does. Of a
+    fixed batch they tell its size alone.
 
     fixed: a batch of R rows of one token each that a captured graph forwards again and again: every tensor stays where it is. Its
-    tables are those of all slots, its table_rows the rows' slots; a padding row has slot 0, position 0, a KV length of 1 and KV
-    slot -1. A back end that plans such batches on the host (`plans_fixed`) does so from the `*_cpu` facts; for others these are
-    never brought up to date, and a row may have any length that its table has room for.
+    tables are those of all slots, its table_rows the rows' slots; a row may have any length that its table has room for, and a
+    padding row has slot 0, position 0, a KV length of 1 and KV slot -1.
     short: of a fixed batch: no row gets longer than the back end's `short_up_to` says of so many rows.
     last: (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], what was sampled last.
     """

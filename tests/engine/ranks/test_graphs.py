@@ -40,12 +40,6 @@ CPU = torch.device("cpu")
 SLOTS, BLOCKS = 11, 100
 
 
-class Fixed(SdpaBackend):
-    """Plans anew for each rerun, as nothing here is really captured."""
-
-    captures = True
-
-
 class Counting(Rerun):
     """How often was replayed, by the number of the recording (0: the largest size)."""
 
@@ -64,10 +58,10 @@ class Counting(Rerun):
         return replay
 
 
-class Unplanned(SdpaBackend):
-    """Knows rows by what lies on the device alone, as a kernel in a graph does."""
+class Fixed(SdpaBackend):
+    """Knows the rows of fixed batches by what lies on the device alone, as a kernel in a graph does. planned: such batches."""
 
-    captures, plans_fixed = True, False
+    captures = True
     planned = 0
 
     def plan(self, batch: Batch) -> AttentionPlan:  # type: ignore[override]
@@ -151,11 +145,11 @@ def test_tokens_equal_the_eager_path_and_transformers(folder: Path, count: int, 
     assert tape.replays == {used: 6}
 
 
-def test_a_back_end_without_a_plan_is_asked_for_none_per_step(folder: Path) -> None:
+def test_no_plan_is_made_per_step(folder: Path) -> None:
     asked = prompts(5, seed=1)
-    runner = make_runner(folder, Counting(), attention=Unplanned)
+    runner = make_runner(folder, Counting())
     attention = runner._backend
-    assert isinstance(attention, Unplanned)
+    assert isinstance(attention, Fixed)
     captured = attention.planned
     assert captured == len(sizes(SLOTS))
     assert drive(runner).generate(asked, 7, ahead=True) == [expected(folder, prompt, 7) for prompt in asked]

@@ -20,16 +20,12 @@ from phalanx.engine.sampler import Sampler
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
 from phalanx.models.layers.attention import backend
-from phalanx.models.layers.attention_sdpa import SdpaBackend
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import prompts
+from tests.engine.ranks.test_graphs import Fixed
 
 SLOTS, BLOCK, LONGEST = 24, 16, 2048
 KINDS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1)}
-
-
-class Fixed(SdpaBackend):
-    captures = True
 
 
 def made_runner(folder: Path, device: torch.device, dtype: torch.dtype) -> Runner:

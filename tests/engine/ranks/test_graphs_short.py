@@ -39,7 +39,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of each launch, whether rows are said to be short, and how long the longest is."""
     heard: list[tuple[bool, int]] = []
 
-    def stand_in(query: Tensor, *inputs: Any, workspace: Any, short: bool, early: str, out: Tensor, **options: Any) -> Tensor:
+    def stand_in(
+        query: Tensor, *inputs: Any, workspace: Any, short: bool, early_lengths: bool, out: Tensor, **options: Any
+    ) -> Tensor:
         heard.append((short, int(inputs[-1].max())))
         return out.copy_(reference.decode_attention(query, *inputs, **options))
 

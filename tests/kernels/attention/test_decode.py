@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import Early, Split
+from phalanx.kernels.attention.split import Split
 
 pytest.importorskip("triton")
 
@@ -215,8 +215,7 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, 
     from phalanx.kernels.attention.split import chosen
 
     split = chosen(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
-    early = 2 if rows == 1 else 1 if fp8 else 0
-    compiled = compiled_as(split, dtype, fp8=fp8, group=4, head_dim=head_dim, early=early, arch=arch)
+    compiled = compiled_as(split, dtype, fp8=fp8, group=4, head_dim=head_dim, early=fp8 or short, arch=arch)
     assert len(compiled.asm["cubin"]) > 0
     ptx = compiled.asm["ptx"]
     assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
@@ -242,11 +241,11 @@ def test_a_short_rows_program_fits_a_processor(
 
     itemsize = 1 if fp8 else {"*fp32": 4}.get(dtype, 2)
     split = chosen(1, 2, group, head_dim, itemsize, 132, short=True, shared=held << 10)
-    compiled = compiled_as(split, dtype, fp8=fp8, group=group, head_dim=head_dim, early=0, arch=arch)
+    compiled = compiled_as(split, dtype, fp8=fp8, group=group, head_dim=head_dim, early=False, arch=arch)
     assert compiled.metadata.shared <= held << 10
 
 
-def compiled_as(split: Split, dtype: str, *, fp8: bool, group: int, head_dim: int, early: int, arch: int) -> Any:
+def compiled_as(split: Split, dtype: str, *, fp8: bool, group: int, head_dim: int, early: bool, arch: int) -> Any:
     """The kernel as Triton compiles it for 8 KV heads."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -305,8 +304,8 @@ def test_few_short_rows_have_a_program_each() -> None:
 @pytest.mark.parametrize(
     "case", [Case([1, 33, 700, 2000], 8, 4, 128), Case([1, 90, 1200], 2, 7, 64, window=300, fp8=True)], ids=str
 )
-@pytest.mark.parametrize(("early", "short"), [("nothing", False), ("lengths", False), ("tables", False), ("lengths", True)])
-def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: Early, short: bool) -> None:
+@pytest.mark.parametrize(("early", "short"), [(False, False), (True, False), (True, True)])
+def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool, short: bool) -> None:
     """Captured once with rows of one token, replayed with those of the case, longest first and last; each time the same bits.
     What is made for short rows is right for the others too."""
     from phalanx.kernels.attention import Workspace, decode_attention, reference
@@ -316,11 +315,11 @@ def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: Early, short: b
     workspace, lengths = Workspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
     held = inputs._replace(lengths=lengths)
     torch.cuda.synchronize()
-    decode_attention(*held, **options, workspace=workspace, short=short, early=early)
+    decode_attention(*held, **options, workspace=workspace, short=short, early_lengths=early)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention(*held, **options, workspace=workspace, short=short, early=early)
+        out = decode_attention(*held, **options, workspace=workspace, short=short, early_lengths=early)
     lengths.copy_(inputs.lengths)
     wanted, seen = reference.decode_attention(*inputs, **options), []
     for _ in range(20):

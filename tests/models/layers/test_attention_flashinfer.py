@@ -20,29 +20,27 @@ from tests.models.layers.test_attention_sdpa import as_read, in_fp8, made_batch,
 
 
 class _Wrapper:
-    """The documented contract of both wrappers: page table as CSR, page_size, window_left (-1: all), causal from the end."""
+    """The documented contract: page table as CSR, page_size, window_left (-1: all), causal from the end."""
 
     made: int = 0
 
-    def __init__(self, workspace: Tensor, layout: str, *, use_cuda_graph: bool = False, **options: Any) -> None:
+    def __init__(self, workspace: Tensor, layout: str) -> None:
         assert workspace.dtype == torch.uint8
         assert layout == "NHD"
         type(self).made += 1
         self.planned: tuple[Any, ...] | None = None
-        self.buffers = (
-            [options[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len")] if use_cuda_graph else []
-        )
 
-    def reset_workspace_buffer(self, workspace: Tensor, plan: Tensor) -> None:
-        assert workspace.dtype == plan.dtype == torch.uint8
-
-    def _plan(
-        self, queries: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, sizes: tuple[int, ...], options: dict[str, Any]
-    ) -> None:
+    def plan(
+        self, queries: Tensor, indptr: Tensor, indices: Tensor, last: Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim_qk: int, page_size: int, *, causal: bool, max_token_per_sequence: int, **options: Any,
+    ) -> None:  # fmt: skip
+        assert causal
+        assert max_token_per_sequence == int((queries[1:] - queries[:-1]).max())
         assert {indptr.dtype, indices.dtype, last.dtype, queries.dtype} == {torch.int32}
         assert len(indptr) == len(last) + 1 == len(queries)
-        assert len(indices) == indptr[-1] or options.get("disable_split_kv")
+        assert len(indices) == indptr[-1]
         assert options["kv_data_type"] in (options["q_data_type"], torch.float8_e4m3fn)
+        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
         self.planned = (queries, indptr, indices, last, sizes, options)
 
     def run(
@@ -51,9 +49,6 @@ class _Wrapper:
         assert self.planned is not None
         *tensors, (q_heads, kv_heads, head_dim, page_size), options = self.planned
         queries, indptr, indices, last = (each.tolist() for each in tensors)
-        if self.buffers:  # what a graph sees is what lies in them
-            for buffer, wanted in zip(self.buffers, (indptr, indices, last), strict=True):
-                assert buffer[: len(wanted)].tolist() == wanted
         assert query.is_contiguous()
         assert query.shape == (queries[-1], q_heads, head_dim)
         assert all(part.shape[1:] == (page_size, kv_heads, head_dim) for part in paged)
@@ -69,48 +64,11 @@ class _Wrapper:
         return out
 
 
-class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int,
-        page_size: int, **options: Any,
-    ) -> None:  # fmt: skip
-        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        if self.buffers:
-            assert len(indptr) == len(self.buffers[0])
-            assert len(last_page_len) == len(self.buffers[2])
-            for buffer, words in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
-                buffer[: len(words)] = words
-        self._plan(torch.arange(len(indptr), dtype=torch.int32), indptr, indices, last_page_len, sizes, options)
-
-
-def fast_decode_plan(
-    self: BatchDecodeWithPagedKVCacheWrapper, indptr: Tensor, indices: Tensor, last_page_len: Tensor, *sizes: int,
-    global_override_indptr_cpu: Tensor, **options: Any,
-) -> None:  # fmt: skip
-    """Plans as `plan` does, without filling the buffers."""
-    assert self.planned is not None
-    assert torch.equal(global_override_indptr_cpu, indptr)
-    self._plan(torch.arange(len(indptr), dtype=torch.int32), indptr, indices, last_page_len, sizes, options)
-
-
-class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    def plan(
-        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
-        num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *, causal: bool, **options: Any,
-    ) -> None:  # fmt: skip
-        assert causal
-        assert options.pop("max_token_per_sequence") == int((qo_indptr[1:] - qo_indptr[:-1]).max())
-        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
-        self._plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, sizes, options)
-
-
 @pytest.fixture
 def backend_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     stand_in = types.ModuleType("flashinfer")
-    for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
-        wrapper.made = 0
-        setattr(stand_in, wrapper.__name__, wrapper)
-    stand_in.fast_decode_plan = fast_decode_plan  # type: ignore[attr-defined]
+    _Wrapper.made = 0
+    stand_in.BatchPrefillWithPagedKVCacheWrapper = _Wrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
     name = "phalanx.models.layers.attention_flashinfer"
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -140,36 +98,13 @@ def test_after_the_first_forward_plan_does_all_planning(backend_module: types.Mo
     batch, cache, _, _ = made_batch([(7, 1), (0, 9)], None)
     query = torch.randn(10, 6, 8)
     first = [backend.plan(batch).forward(query, cache, window=window, scale=0.3) for window in (None, 5)]
-    assert BatchDecodeWithPagedKVCacheWrapper.made == BatchPrefillWithPagedKVCacheWrapper.made == 2
+    assert _Wrapper.made == 2
     plan = backend.plan(batch)
     monkeypatch.setattr(backend_module.FlashInferPlan, "prepare", lambda *_: pytest.fail("planned in a forward"))
     again = [plan.forward(query, cache, window=window, scale=0.3) for window in (None, 5)]
     for left, right in zip(first, again, strict=True):
         torch.testing.assert_close(left, right)
-    assert BatchDecodeWithPagedKVCacheWrapper.made == 2
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_fixed_batches_are_planned_into_the_buffers_of_their_size(window: int | None, backend_module: types.ModuleType) -> None:
-    """Sizes take turns in the same buffers; more rows than the processors have room for are planned once, for good."""
-    backend = backend_module.FlashInferBackend(torch.device("cpu"), torch.float32)
-    backend.processors = 2
-    backend.hold(3, 40)
-    ordinary, cache, _, _ = made_batch([(7, 1)], window)
-    backend.plan(ordinary).forward(torch.randn(1, 6, 8), cache, window=window, scale=0.3)
-    tables = None
-    for rows in ([(7, 1), (30, 1), (2, 1)], [(9, 1)], [(12, 1), (3, 1), (3, 1)], [(40, 1)]):
-        batch, cache, keys, values = made_batch(rows, window)
-        batch.fixed = True
-        query = torch.randn(len(rows), 6, 8)
-        out = backend.plan(batch).forward(query, cache, window=window, scale=0.3)
-        for row, (before, _) in enumerate(rows):
-            expected = naive(query[row : row + 1], keys[row], values[row], before, window, 0.3)
-            torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-5, atol=1e-5)
-        assert tables in (None, backend.tables)
-        tables = dict(backend.tables)
-    assert len(backend.fixed) == 2
-    assert BatchDecodeWithPagedKVCacheWrapper.made == 3
+    assert _Wrapper.made == 2
 
 
 def test_a_cache_in_fp8_is_planned_as_such_and_scaled(backend_module: types.ModuleType) -> None:

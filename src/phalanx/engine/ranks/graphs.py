@@ -8,7 +8,7 @@ lies between is in one pool of memory that the graphs share, as they run one aft
 
 The forward is captured, with what goes before and behind it in a greedy step: the new blocks' way into the tables, the likeliest
 tokens, and their way into the slots, where the next step finds them. A step that draws does so from the logits, and overwrites
-them. Receiving and sending between pipeline stages, and planning attention where the back end does that on the host, stay outside.
+them. Receiving and sending between pipeline stages stay outside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from phalanx.models.layers.attention import AttentionBackend
 from phalanx.models.registry import Model
 
 Replay = Callable[[], None]
-Captured = tuple[Batch, Replay]
 NewBlocks = tuple[Ints, Words]
 """Places [K] in the flattened tables of all slots, and the block ids [K] that are new there: see `SlotTables.append`."""
 
@@ -127,13 +126,12 @@ class Places:
         self._turns = Turns(self.facts)
 
     def batch(self, size: int, tables: Tensor, last_tokens: Tensor | None) -> Batch:
-        """The batch of a size; its facts on the host are those of padding. tables: of all slots; last_tokens: see `Batch.last`."""
+        """The batch of a size. tables: of all slots; last_tokens: see `Batch.last`."""
         ids, positions, kv_slots, slots, lengths = self.facts[:5, :size]
         return Batch(
             token_ids=ids, positions=positions, kv_slots=kv_slots, query_starts=self.starts[: size + 1],
             kv_lengths=lengths.view(torch.int32)[:size], block_tables=tables, table_rows=slots, logit_rows=self.numbers[:size],
-            query_starts_cpu=list(range(size + 1)), kv_lengths_cpu=[1] * size,
-            block_tables_cpu=np.zeros((size, 1), dtype=np.int32), fixed=True,
+            query_starts_cpu=list(range(size + 1)), kv_lengths_cpu=[1] * size, fixed=True,
             last=None if last_tokens is None else (last_tokens, slots),
         )  # fmt: skip
 
@@ -191,14 +189,12 @@ class DecodeGraphs:
     ) -> None:  # fmt: skip
         self._model, self._backend, self._tables, self._tape = model, backend, tables, tape
         self._last_tokens, self._both = last_tokens, first and last
-        self._plans = backend.plans_fixed
-        most, width = tables.host.shape
+        most = len(tables.host)
         self.sizes = sizes(most)
         self.places = Places(most, model, first=first, last=last, dtype=dtype, device=last_tokens.device)
-        self._captured: dict[int, Captured] = {}
-        self._short: dict[int, tuple[int, Captured]] = {}  # up to which KV length, and what for
+        self._captured: dict[int, Replay] = {}
+        self._short: dict[int, tuple[int, Replay]] = {}  # up to which KV length, and what for
         self._ready: list[int] = []  # the captured sizes, in order
-        backend.hold(most, most * width)
 
     def capture(self, caches: Sequence[KvCache], wanted: Sequence[int]) -> Iterator[int]:
         """Capture the forwards of these sizes over these caches, the largest first: it takes what the others then share. Yields
@@ -225,9 +221,9 @@ class DecodeGraphs:
         """Graphs of all sizes, captured or not; known once a forward has met all kinds of layers."""
         return sum(2 if self._backend.short_up_to(size) else 1 for size in self.sizes)
 
-    def _record(self, batch: Batch, caches: Sequence[KvCache]) -> Captured:
+    def _record(self, batch: Batch, caches: Sequence[KvCache]) -> Replay:
         batch.attention = self._backend.plan(batch)
-        return batch, self._tape.record(partial(self._forward, batch, caches))
+        return self._tape.record(partial(self._forward, batch, caches))
 
     def _forward(self, batch: Batch, caches: Sequence[KvCache]) -> None:
         size, places, head = len(batch.kv_lengths_cpu), self.places, self._model.head
@@ -249,19 +245,8 @@ class DecodeGraphs:
         device's tables lack, at most as many blocks as slots. `receive` fills the residual stream [R, hidden_size] on later stages.
         """
         up_to, short = self._short.get(size, (0, None))
-        batch, run = short if short is not None and arranged.kv_lengths.max() <= up_to else self._captured[size]
+        run = short if short is not None and arranged.kv_lengths.max() <= up_to else self._captured[size]
         self.places.fill(arranged, new, size)
-        if self._plans:
-            self._plan(batch, size, arranged)
         if self.places.hidden is not None:
             receive(self.places.hidden[: len(arranged.slots)])
         run()
-
-    def _plan(self, batch: Batch, size: int, arranged: Arranged) -> None:
-        """Bring the host's facts up to date for a back end that plans by them."""
-        rows = len(arranged.slots)
-        used = -(-int(arranged.kv_lengths.max()) // self._tables.block_size)
-        batch.block_tables_cpu = np.zeros((size, used), dtype=np.int32)
-        batch.block_tables_cpu[:rows] = self._tables.host[arranged.slots, :used]
-        batch.kv_lengths_cpu = arranged.kv_lengths.tolist() + [1] * (size - rows)
-        batch.attention = self._backend.plan(batch)

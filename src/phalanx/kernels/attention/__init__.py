@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import SHARED, SHORT, Early, Split, Workspace, chosen
+from phalanx.kernels.attention.split import SHARED, SHORT, Split, Workspace, chosen
 from phalanx.kernels.norms import triton_is_here
 
 __all__ = ["decode_attention", "short_up_to", "takes", "Heads", "Split", "Workspace", "SHORT"]
@@ -39,22 +39,22 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, workspace: Workspace, window: int | None = None, kv_scales: tuple[float, float] | None = None,
-    short: bool = False, early: Early = "nothing", out: Tensor | None = None,
+    short: bool = False, early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
     block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
 
     workspace: of this stream, kept over calls. short: no row has more than SHORT tokens; a longer one is right all the same, and
-    slow. early: what is read while kernels before may still run: "lengths" (and table_rows), or "tables" too, may be said where
-    they are complete before the first of this chain of kernels begins: written by copies, or by kernels that a launch without
-    programmatic dependence came behind.
+    slow. early_lengths: kv_lengths and table_rows are read while kernels before may still run: they must be complete before the
+    first of this chain of kernels begins, written by copies, or by kernels that a launch without programmatic dependence came
+    behind.
     """
     from phalanx.kernels.attention.decode import decode_attention as kernel
 
     split = chosen(max(len(query), 1), *Heads.of(query, key_cache), workspace.processors, short=short, shared=workspace.shared)
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
-        workspace=workspace, split=split, early=early, out=out,
+        workspace=workspace, split=split, early_lengths=early_lengths, out=out,
     )  # fmt: skip
 
 

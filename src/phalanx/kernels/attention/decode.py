@@ -24,16 +24,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.split import MOST_PIECES, Early, Split, Workspace
-from phalanx.kernels.between.silu_gate import nearest
+from phalanx.kernels.attention.split import MOST_PIECES, Split, Workspace
 from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.vectors import nearest
 
 LOG2_E = 1.4426950408889634
 
 MOST_HEADS = 16
 """Query heads that a program computes, at most."""
-
-EARLY = {"nothing": 0, "lengths": 1, "tables": 2}
 
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and still finite: the difference of two is a number."""
@@ -93,10 +91,10 @@ def _in_fp16(query):
 
 
 @triton.jit
-def _blocks(table, at, end, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr, CACHE: tl.constexpr):
+def _blocks(table, at, end, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Where tokens at .. at + TILE - 1 are: one block for RUN of them."""
     first = at + tl.arange(0, TILE // RUN) * RUN
-    return tl.load(table + first // BLOCK_SIZE, first < end, 0, cache_modifier=CACHE)
+    return tl.load(table + first // BLOCK_SIZE, first < end, 0)
 
 
 @triton.jit
@@ -172,7 +170,7 @@ def _part(
         seen = token < end
         if WINDOWED:
             seen &= token >= low
-        coming = _blocks(table, at + TILE, end, TILE, RUN, BLOCK_SIZE, "")
+        coming = _blocks(table, at + TILE, end, TILE, RUN, BLOCK_SIZE)
         place = _places(block, at, head, APART, TILE, RUN, BLOCK_SIZE, DIM, KV_HEADS * DIM)
         # Keys that are not seen may be read, from whatever block, as their scores are replaced.
         there = tl.expand_dims(place, AXIS + 1) + key_dim
@@ -248,10 +246,10 @@ def _decode(
     STAGES: tl.constexpr, INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head and band of HEADS of its query heads, row, piece). MOST: pieces, at most."""
+    """Program (KV head and band of HEADS of its query heads, row, piece). MOST: pieces, at most. EARLY: see early_lengths."""
     if PTX >= 90:
         gdc_launch_dependents()
-        if EARLY == 0:
+        if not EARLY:
             gdc_wait()  # lengths, tables, queries and the newest keys and values: all may be what the kernel before has written
     BANDS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
@@ -266,12 +264,10 @@ def _decode(
     if (piece >= pieces) | (held < 0):  # asked of both, so that one is not read after the other; no slot is less than 0
         return
     # Every row has a first piece, which waits: so what waits for this kernel has waited for those before it too.
-    if PTX >= 90 and EARLY == 1:
+    if PTX >= 90 and EARLY:
         gdc_wait()
     table = tables + held * table_stride
-    block = _blocks(table, begin, end, TILE, RUN, BLOCK_SIZE, ".cg" if EARLY == 2 else "")
-    if PTX >= 90 and EARLY == 2:
-        gdc_wait()
+    block = _blocks(table, begin, end, TILE, RUN, BLOCK_SIZE)
 
     first_head, members = kv_head * GROUP + band * HEADS, GROUP - band * HEADS
     lane, dim = tl.arange(0, HEADS), tl.arange(0, WIDTH)
@@ -305,7 +301,7 @@ def _decode(
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: Workspace, split: Split,
-    early: Early = "nothing", out: Tensor | None = None,
+    early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone."""
     rows, q_heads, head_dim = query.shape
@@ -325,7 +321,7 @@ def decode_attention(
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
         MOST=MOST_PIECES, AT_ONCE=min(MOST_PIECES, 16 * split.warps // lanes), TILE=split.tile,
         APART=1 if split.together else split.warps, STAGES=split.stages, INDIRECT=table_rows is not None,
-        WINDOWED=window is not None, EARLY=EARLY[early], PTX=ptx, num_warps=split.warps, maxnreg=split.registers,
+        WINDOWED=window is not None, EARLY=early_lengths, PTX=ptx, num_warps=split.warps, maxnreg=split.registers,
         launch_pdl=ptx >= 90,
     )  # fmt: skip
     return out

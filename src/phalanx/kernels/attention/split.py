@@ -4,13 +4,10 @@ parts. Decided from shapes alone, so that a captured launch serves all lengths, 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-Early = Literal["nothing", "lengths", "tables"]
-"""What is read while the kernel before still runs: "lengths" with table rows, and "tables" too. See `decode_attention`."""
 
 MOST_PIECES = 32
 """Of one row: the last program to arrive reads what all others left."""

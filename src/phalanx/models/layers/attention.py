@@ -7,15 +7,13 @@ A back end plans a batch once (`batch.attention = backend.plan(batch)`), and eve
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels import attention as kernels
 from phalanx.models.batch import Batch, KvCache
-
-Decode = Literal["kernel", "rest"]
 
 
 class AttentionPlan(Protocol):
@@ -38,28 +36,22 @@ class AttentionBackend(Protocol):
 
     name: str
     captures: bool
-    """Whether it plans fixed batches (`Batch.fixed`): forwards with their plans may be captured in a CUDA graph and replayed."""
-    plans_fixed: bool
-    """Whether each replay of a fixed batch needs a plan of its own, made from the host's facts; else the plan of its capture serves
-    whatever lengths and block tables the batch's tensors hold."""
+    """Whether it plans fixed batches (`Batch.fixed`): a forward with such a plan may be captured in a CUDA graph, and replayed with
+    whatever lengths and block tables the batch's tensors hold by then."""
 
     def plan(self, batch: Batch) -> AttentionPlan:
         """Host work and copies to the device, once per batch; reads no tensor back from the device."""
-
-    def hold(self, rows: int, pages: int) -> None:
-        """Before the first fixed batch: such batches will have up to `rows` rows, and `pages` entries of block tables in all."""
 
     def short_up_to(self, rows: int) -> int:
         """Up to what KV length fixed batches of so many rows are better planned as `Batch.short`; 0 where that makes no difference.
         Known of the kinds of layers that were met: asked behind a forward of the model."""
 
 
-def backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, decode: Decode = "kernel") -> AttentionBackend:
+def backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
     """For rows of several tokens FlashInfer, on a GPU where it is installed and knows dtype and head_dim; else torch's
-    scaled_dot_product_attention. For rows of one token on a GPU the house's kernel, or with decode="rest" what the
-    others have."""
+    scaled_dot_product_attention. For rows of one token the house's kernel, where it `takes` them; else what the others have."""
     rest = _rest(device, dtype, head_dim)
-    if decode == "kernel" and kernels.takes(device, dtype, head_dim):
+    if kernels.takes(device, dtype, head_dim):
         from phalanx.models.layers.attention_decode import DecodeBackend
 
         return DecodeBackend(rest, device)

@@ -26,7 +26,6 @@ class DecodeBackend:
     """others: for the rows of several tokens."""
 
     captures = True
-    plans_fixed = False
 
     def __init__(self, others: AttentionBackend, device: torch.device) -> None:
         self.others, self.name = others, f"triton+{others.name}"
@@ -35,9 +34,6 @@ class DecodeBackend:
 
     def plan(self, batch: Batch) -> DecodePlan:
         return DecodePlan(self, batch)
-
-    def hold(self, rows: int, pages: int) -> None:
-        return
 
     def short_up_to(self, rows: int) -> int:
         held = self.workspace
@@ -72,7 +68,7 @@ class DecodePlan:
             kernels.decode_attention(
                 query[:count], cache.key, cache.value, batch.block_tables, None if rows is None else rows[:count],
                 batch.kv_lengths[:count], scale=scale, window=window, kv_scales=kv_scales, workspace=self._backend.workspace,
-                short=self._short, early="lengths" if batch.fixed else "nothing", out=out[:count],
+                short=self._short, early_lengths=batch.fixed, out=out[:count],
             )  # fmt: skip
         if self._rest is not None:
             self._rest.forward(query[count:], cache, window=window, scale=scale, kv_scales=kv_scales, out=out[count:])

@@ -182,16 +182,12 @@ class SdpaBackend:
 
     name = "sdpa"
     captures = False  # the shapes of its calls follow the lengths
-    plans_fixed = True
 
     def __init__(self) -> None:
         self._scratch = Scratch()
 
     def plan(self, batch: Batch) -> SdpaPlan:
         return SdpaPlan(batch, self._scratch)
-
-    def hold(self, rows: int, pages: int) -> None:
-        return
 
     def short_up_to(self, rows: int) -> int:
         return 0
