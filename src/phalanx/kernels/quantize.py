@@ -32,6 +32,25 @@ def e4m3_bits(value):
 
 
 @triton.jit
+def clipped(value, PTX: tl.constexpr):
+    """What `e4m3_byte` takes, of any fp32: clipped to +-448 unless that does so. NaN stays NaN. A row times the inverse of its
+    `scale_of` needs none of it: what is beyond 448 is so by its rounding, which e4m3's own takes back."""
+    if PTX >= 89:
+        value = tl.clamp(value, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return value
+
+
+@triton.jit
+def e4m3_byte(value, PTX: tl.constexpr):
+    """fp32 rounded to nearest even e4m3, by the processor where it can, in uint8; NaN stays NaN. See `clipped`."""
+    if PTX >= 89:
+        byte = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        byte = e4m3_bits(value).to(tl.uint8)
+    return byte
+
+
+@triton.jit
 def e4m3_value(code):
     """fp32 of non-negative, finite e4m3 bits (int32)."""
     normal = ((code << 20) + (120 << 23)).to(tl.float32, bitcast=True)
@@ -75,10 +94,15 @@ def fp8_vector(lanes, inverse, PTX: tl.constexpr):
 
 
 @triton.jit
+def scale_of(top):
+    """The scale that maps a row's largest magnitude, `top`, to 448 (fp32)."""
+    return tl.div_rn(tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top), FP8_MAX)
+
+
+@triton.jit
 def token_scale(lanes):
     """The scale that maps a row's largest magnitude to 448, a scalar (fp32). Lanes beyond the row are zero."""
-    top = tl.max(largest_along(largest(lanes), 0), 0)
-    return tl.div_rn(tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top), FP8_MAX)
+    return scale_of(tl.max(largest_along(largest(lanes), 0), 0))
 
 
 @triton.jit

@@ -16,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.between.silu_gate import warps_of_row
-from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
-from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
+from phalanx.kernels.residual_rms_norm import capability, warps_of_row
 
 
 @triton.jit
@@ -35,16 +34,12 @@ def _quantize_fp8(x, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexp
     if GIVEN:
         scale = tl.load(scales)
     else:
-        top = tl.max(tl.abs(value), 0)
-        scale = tl.div_rn(tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top), FP8_MAX)
+        scale = scale_of(tl.max(tl.abs(value), 0))
         tl.store(scales + row, scale)
     scaled = value * tl.div_rn(1.0, scale)
-    if PTX >= 89:
-        if GIVEN:  # a scale found here takes nothing beyond 448 but by its rounding, which e4m3's own takes back
-            scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(out + begin + column, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask)
-    else:
-        tl.store(out + begin + column, e4m3_bits(scaled).to(tl.uint8), mask)
+    if GIVEN:
+        scaled = clipped(scaled, PTX)
+    tl.store(out + begin + column, e4m3_byte(scaled, PTX), mask)
 
 
 def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,11 @@ class Unscaled(NamedTuple):
         flat = self.values.float().flatten(1) * self.rows * self.columns
         return flat.view(self.values.shape)
 
+    @staticmethod
+    def parts(product: Tensor | Unscaled) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(values, rows, columns), the scales None for a finished product."""
+        return product if isinstance(product, Unscaled) else (product, None, None)
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H] / rms(x) * weight [H]; arithmetic in fp32, rounded to x's dtype before the weight (as transformers does)."""

@@ -170,6 +170,12 @@ def row_warps(block: int, rows: int) -> int:
     return widest if rows <= 128 else min(widest, 8)
 
 
+def warps_of_row(tokens: int, block: int) -> int:
+    """Warps for one row of `block` columns in a kernel that moves no vectors: few rows are done fast by many threads, of many rows
+    more are under way when each thread has more of one."""
+    return max(1, min(32, block // (256 if tokens <= 128 else 1024)))
+
+
 def residual_rms_norm(
     x: Tensor,
     residual: Tensor,

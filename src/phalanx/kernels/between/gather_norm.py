@@ -27,13 +27,18 @@ Last = tuple[Tensor, Tensor]
 
 
 @triton.jit
-def _source(ids, last_tokens, slots, row, begin, held, LAST: tl.constexpr):
-    """The row's place in the table, and whether it is there."""
+def _gather(
+    ids, last_tokens, slots, table, out, row, column, mask, begin, held, vectors, LAST: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """Store the row's vectors of the table, and return them; zeros where it is not there."""
     token = tl.load(ids + row)
     if LAST:
         token = tl.where(token < 0, tl.load(last_tokens + tl.load(slots + row)), token)
-    place = token - begin
-    return place, (place >= 0) & (place < held)
+    source = token - begin
+    here = (source >= 0) & (source < held)
+    words = load(table, source * vectors + column, mask & here, PTX)
+    store(out, row.to(tl.int64) * vectors + column, words, mask, PTX)
+    return words
 
 
 @triton.jit(do_not_specialize=["begin", "held"])
@@ -47,12 +52,9 @@ def _embed(
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < vectors
-    source, here = _source(ids, last_tokens, slots, row, begin, held, LAST)
-    words = load(table, source * vectors + column, mask & here, PTX)
-    place = row.to(tl.int64) * vectors + column
-    store(found, place, words, mask, PTX)
+    _gather(ids, last_tokens, slots, table, found, row, column, mask, begin, held, vectors, LAST, PTX)
     nothing = tl.zeros([BLOCK], tl.int32)
-    store(zeros, place, (nothing, nothing, nothing, nothing), mask, PTX)
+    store(zeros, row.to(tl.int64) * vectors + column, (nothing, nothing, nothing, nothing), mask, PTX)
 
 
 @triton.jit(do_not_specialize=["hidden", "begin", "held"])
@@ -72,9 +74,7 @@ def _embed_norm(
     if PTX >= 90:
         gdc_wait()
     if IDS:
-        source, here = _source(ids, last_tokens, slots, row, begin, held, LAST)
-        words = load(table, source * vectors + column, mask & here, PTX)
-        store(sinks[1], row.to(tl.int64) * vectors + column, words, mask, PTX)
+        words = _gather(ids, last_tokens, slots, table, sinks[1], row, column, mask, begin, held, vectors, LAST, PTX)
     else:
         source = (row // inner).to(tl.int64) * outer + row % inner
         words = load(table, source * vectors + column, mask, PTX)

@@ -46,6 +46,27 @@ def _key(best, place, begin):
     return tl.max(tl.where(best == -(2**31), LOWEST, key), 0)
 
 
+@triton.jit
+def _best_of_part(start, lane, part, held, begin, span, race, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """`_better` over the `span` columns of a part of the row that begins at `start`. lane: 0 .. BLOCK - 1; race: the row's (top,
+    heat, first, second), or None where the logits themselves are looked at."""
+    best = tl.full([BLOCK], -(2**31), tl.int32)
+    place = tl.zeros([BLOCK], tl.int32)
+    at = part * span
+    end = tl.minimum(at + span, held)
+    while at < end:
+        column = at + lane
+        value = tl.load(start + column, column < held, float("-inf")).to(tl.float32)
+        if race is not None:
+            top, heat, first, second = race
+            if heat > 0.0:
+                value = tl.div_rn(value - top, heat)
+                value = tl.where(value == value, value, 0.0) - _noise(begin + column, first, second, PTX)
+        best, place = _better(value, column, held, best, place)
+        at += BLOCK
+    return best, place
+
+
 @triton.jit(do_not_specialize=["held", "begin", "parts"])
 def _keys(logits, keys, stride, held, begin, parts, span, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """keys [rows, parts]; columns 0 .. held - 1 of a row of logits are tokens begin, begin + 1, ..."""
@@ -55,15 +76,7 @@ def _keys(logits, keys, stride, held, begin, parts, span, BLOCK: tl.constexpr, P
     row, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     start = logits + row.to(tl.int64) * stride
-    best = tl.full([BLOCK], -(2**31), tl.int32)
-    place = tl.zeros([BLOCK], tl.int32)
-    at = part * span
-    end = tl.minimum(at + span, held)
-    while at < end:
-        column = at + lane
-        value = tl.load(start + column, column < held, float("-inf")).to(tl.float32)
-        best, place = _better(value, column, held, best, place)
-        at += BLOCK
+    best, place = _best_of_part(start, lane, part, held, begin, span, None, BLOCK, PTX)
     tl.store(keys + row * parts + part, _key(best, place, begin))
 
 
@@ -116,19 +129,8 @@ def _race(
     top = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
     top = tl.where(top == float("-inf"), 0.0, top)
     heat = tl.load(temperature + row)
-    first, second = tl.load(noise + row), tl.load(noise + rows + row)
-    best = tl.full([BLOCK], -(2**31), tl.int32)
-    place = tl.zeros([BLOCK], tl.int32)
-    at = part * span
-    end = tl.minimum(at + span, held)
-    while at < end:
-        column = at + lane
-        value = tl.load(start + column, column < held, float("-inf")).to(tl.float32)
-        if heat > 0.0:
-            value = tl.div_rn(value - top, heat)
-            value = tl.where(value == value, value, 0.0) - _noise(begin + column, first, second, PTX)
-        best, place = _better(value, column, held, best, place)
-        at += BLOCK
+    race = (top, heat, tl.load(noise + row), tl.load(noise + rows + row))
+    best, place = _best_of_part(start, lane, part, held, begin, span, race, BLOCK, PTX)
     tl.store(keys + row * parts + part, _key(best, place, begin))
 
 

@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.between.silu_gate import parts
-from phalanx.kernels.quantize import FP8_MAX, e4m3_bits
+from phalanx.kernels.quantize import clipped, e4m3_byte
 from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
@@ -33,12 +32,7 @@ HEADS, FEW, HEADS_OF_FEW = 16, 128, 8
 def _kept(values, inverse, FP8: tl.constexpr, PTX: tl.constexpr):
     """As the cache holds them: e4m3 bytes of values * inverse, or the values."""
     if FP8:
-        scaled = values.to(tl.float32) * inverse
-        if PTX >= 89:
-            clipped = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-            kept = clipped.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-        else:
-            kept = e4m3_bits(scaled).to(tl.uint8)
+        kept = e4m3_byte(clipped(values.to(tl.float32) * inverse, PTX), PTX)
     else:
         kept = values
     return kept
@@ -103,7 +97,7 @@ def rope_store(
     kv_scales: tuple[float, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.rope_store`, for contiguous tensors; qkv in bf16, fp16 or fp32, caches in its dtype or e4m3."""
-    values, rows, columns = parts(qkv)
+    values, rows, columns = Unscaled.parts(qkv)
     tokens, heads, head_dim = values.shape
     query = torch.empty((tokens, q_heads, head_dim), dtype=values.dtype, device=values.device)
     if tokens:

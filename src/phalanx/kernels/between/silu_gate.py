@@ -19,9 +19,9 @@ from torch import Tensor
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
+from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
 from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.residual_rms_norm import capability, warps_of_row
 from phalanx.kernels.vectors import nearest
 
 PIECE = 2048
@@ -97,22 +97,18 @@ def _silu_mul_quant_fp8(
     if GIVEN:
         scale = tl.load(scales)
     else:
-        top = tl.max(tl.abs(value), 0)
-        scale = tl.div_rn(tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top), FP8_MAX)
+        scale = scale_of(tl.max(tl.abs(value), 0))
         tl.store(scales + row, scale)
     scaled = value * tl.div_rn(1.0, scale)
     place = out + row.to(tl.int64) * width + column
-    if PTX >= 89:
-        if GIVEN:  # a scale found here takes nothing beyond 448 but by its rounding, which e4m3's own takes back
-            scaled = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(place, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask)
-    else:
-        tl.store(place, e4m3_bits(scaled).to(tl.uint8), mask)
+    if GIVEN:
+        scaled = clipped(scaled, PTX)
+    tl.store(place, e4m3_byte(scaled, PTX), mask)
 
 
 def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
     """The kernel of `reference.silu_mul`, for gate_up [T, 2 * I] contiguous (bf16, fp16, fp32)."""
-    values, rows, columns = parts(gate_up)
+    values, rows, columns = Unscaled.parts(gate_up)
     tokens, doubled = values.shape
     width = doubled // 2
     out = torch.empty((tokens, width), dtype=values.dtype, device=values.device)
@@ -127,7 +123,7 @@ def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
 
 def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The kernel of `reference.silu_mul_quant_fp8`, for gate_up [T, 2 * I] contiguous (bf16, fp16, fp32)."""
-    values, rows, columns = parts(gate_up)
+    values, rows, columns = Unscaled.parts(gate_up)
     tokens, doubled = values.shape
     width = doubled // 2
     out = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=values.device)
@@ -140,14 +136,3 @@ def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) 
             num_warps=warps_of_row(tokens, block), launch_pdl=ptx >= 90,
         )  # fmt: skip
     return out, scales
-
-
-def parts(product: Tensor | Unscaled) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(values, rows, columns), the scales None for a finished product."""
-    return product if isinstance(product, Unscaled) else (product, None, None)
-
-
-def warps_of_row(tokens: int, block: int) -> int:
-    """For a kernel whose programs have a row of `block` columns each: few rows are done fast by many threads, of many rows more are
-    under way when each thread has more of one."""
-    return max(1, min(32, block // (256 if tokens <= 128 else 1024)))

@@ -22,13 +22,19 @@ from phalanx.kernels.vectors import nearest
 
 
 @triton.jit
+def tile(weight, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A program's ROWS of weight [rows, COLUMNS]: (their numbers, the first BLOCK columns [1, BLOCK], which rows are there
+    [ROWS, 1], where the first tile lies)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    return row, column, (row < rows)[:, None], weight + row[:, None].to(tl.int64) * COLUMNS + column
+
+
+@triton.jit
 def _one_row(x, weight, out, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
     if PTX >= 90:
         gdc_launch_dependents()
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows)[:, None]
-    place = weight + row[:, None].to(tl.int64) * COLUMNS + column
+    row, column, inside, place = tile(weight, rows, COLUMNS, ROWS, BLOCK)
     coming = tl.load(place, inside & (column < COLUMNS), 0.0)
     if PTX >= 90:
         gdc_wait()

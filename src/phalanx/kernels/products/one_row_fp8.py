@@ -19,22 +19,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.products.choice import OneRow
-from phalanx.kernels.quantize import FP8_MAX, SMALLEST_AMAX, e4m3_bits
+from phalanx.kernels.products.one_row import tile
+from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
 LANE = tl.constexpr(16)
 """Neighbours that one thread adds up: the bytes of one load."""
-
-
-@triton.jit
-def _e4m3(value, PTX: tl.constexpr):
-    """fp32 clipped to +-448 in e4m3, and back in fp32."""
-    if PTX >= 89:
-        kept = tl.clamp(value, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
-    else:
-        kept = e4m3_bits(value).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    return kept.to(tl.float32)
 
 
 @triton.jit
@@ -45,10 +36,7 @@ def _one_row_fp8(
     """QUANTIZE: x is not in e4m3 yet. GIVEN: x_scale holds its scale, else it is found here. WIDE: COLUMNS up to a power of 2."""
     if PTX >= 90:
         gdc_launch_dependents()
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows)[:, None]
-    place = weight + row[:, None].to(tl.int64) * COLUMNS + column
+    row, column, inside, place = tile(weight, rows, COLUMNS, ROWS, BLOCK)
     coming = tl.load(place, inside & (column < COLUMNS), 0.0)
     row_scale = tl.load(scale + row, row < rows, 0.0)
     if PTX >= 90:
@@ -57,8 +45,7 @@ def _one_row_fp8(
         unit = tl.load(x_scale)
     else:
         whole = tl.arange(0, WIDE)
-        top = tl.max(tl.abs(tl.load(x + whole, whole < COLUMNS, 0.0).to(tl.float32)), 0)
-        unit = tl.div_rn(tl.where(top < SMALLEST_AMAX, SMALLEST_AMAX, top), FP8_MAX)
+        unit = scale_of(tl.max(tl.abs(tl.load(x + whole, whole < COLUMNS, 0.0).to(tl.float32)), 0))
     inverse = tl.div_rn(1.0, unit)
     total = tl.zeros([ROWS, BLOCK // LANE], tl.float32)
     for begin in range(0, COLUMNS, BLOCK):
@@ -66,7 +53,7 @@ def _one_row_fp8(
         coming = tl.load(place + begin + BLOCK, inside & (begin + BLOCK + column < COLUMNS), 0.0)
         factor = tl.load(x + begin + column, begin + column < COLUMNS, 0.0).to(tl.float32)
         if QUANTIZE:
-            factor = _e4m3(factor * inverse, PTX)
+            factor = e4m3_byte(clipped(factor * inverse, PTX), PTX).to(tl.float8e4nv, bitcast=True).to(tl.float32)
         product = here.to(tl.float32) * factor
         total += tl.sum(tl.reshape(product, [ROWS, BLOCK // LANE, LANE]), 2)
     value = nearest(tl.sum(total, 1) * unit * row_scale, tl.zeros([ROWS], out.dtype.element_ty), PTX)
