@@ -45,8 +45,10 @@ class Fp8:
     begin: int = 0
     _spread: list[Tensor] = field(default_factory=list)
 
-    def quantize(self, x: Tensor) -> Quantized:
-        """x [T, in] as this layer's products take it."""
+    def quantize(self, x: Activation) -> Quantized:
+        """x [T, in] as this layer's products take it; itself if it is quantized."""
+        if isinstance(x, Quantized):
+            return x
         return self.took(*kernels.quantize_fp8(x, self.input_scale))
 
     def took(self, values: Tensor, scale: Tensor | None) -> Quantized:
@@ -66,26 +68,20 @@ class Fp8:
 
     def linear(self, x: Activation, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """x [T, in] times weight [out, in] -> [T, out]."""
-        if isinstance(x, Quantized):
-            product = kernels.scaled_mm(x, weight, self.weight_scale, dtype=self.dtype, out=out)
-            return product if bias is None else product + bias
-        if self.products:
-            product = self._quantizing(x, weight, out)
-            return product if bias is None else product + bias
-        wide = self.widened(weight)
-        return F.linear(x, wide, bias) if out is None else torch.mm(x, wide.t(), out=out)
+        if not isinstance(x, Quantized) and not self.products:
+            wide = self.widened(weight)
+            return F.linear(x, wide, bias) if out is None else torch.mm(x, wide.t(), out=out)
+        if not isinstance(x, Quantized) and x.shape[0] == 1:  # one row is quantized by its product, in one launch
+            product = quantizing_mm(x, self.input_scale, weight, self.weight_scale, dtype=self.dtype, out=out)
+        else:
+            product = kernels.scaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype, out=out)
+        return product if bias is None else product + bias
 
     def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
         """`linear` for a reader that can apply the product's scales: it may come without them, unless a bias stands between."""
         if not self.products or bias is not None or x.shape[0] == 1:
             return self.linear(x, weight, bias)
-        quantized = x if isinstance(x, Quantized) else self.quantize(x)
-        return unscaled_mm(quantized, weight, self.weight_scale, dtype=self.dtype)
-
-    def _quantizing(self, x: Tensor, weight: Tensor, out: Tensor | None) -> Tensor:
-        if x.shape[0] == 1:
-            return quantizing_mm(x, self.input_scale, weight, self.weight_scale, dtype=self.dtype, out=out)
-        return kernels.scaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype, out=out)
+        return unscaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype)
 
     def widened(self, weight: Tensor) -> Tensor:
         """The weight's values in 16 or 32 bit."""
