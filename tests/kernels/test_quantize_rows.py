@@ -14,6 +14,8 @@ import sys
 import pytest
 import torch
 
+from tests.kernels.compiled import compiled
+
 pytest.importorskip("triton")
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,16 +56,10 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_compiles(arch: int) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from phalanx.kernels import quantize_rows
 
-    constants = {"GIVEN": False, "BLOCK": 8192, "PTX": arch}
-    signature = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "width": "i32"} | dict.fromkeys(constants, "constexpr")
-    compiled = triton.compile(ASTSource(quantize_rows._quantize_fp8, signature, constants), target=GPUTarget("cuda", arch, 32))
-    assert len(compiled.asm["cubin"]) > 0
+    kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "width": "i32"}
+    compiled(quantize_rows._quantize_fp8, kinds, {"GIVEN": False, "BLOCK": 8192}, arch)
 
 
 @pytest.mark.gpu1

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.compiled import compiled
+
 pytest.importorskip("triton")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -195,10 +197,6 @@ def test_on_gpu(check: Callable[[], None]) -> None:
 )
 def test_compiles(kernel: str, arch: int) -> None:
     """Down to machine code. The launch's own choices (PDL from Hopper on) compile with it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from phalanx.kernels.between import angles, gather_norm, likeliest, scatter
 
     words, ids = "*i32", "*i64"
@@ -247,13 +245,9 @@ def test_compiles(kernel: str, arch: int) -> None:
         signature = dict.fromkeys(("keys", "tokens", "last_tokens", "slots", "kv_slots"), ids)
         signature |= dict.fromkeys(("rows", "parts"), "i32")
         constants = {"RANKS": 4, "REMEMBER": True, "BLOCK": 64}
-    constants["PTX"] = arch
-    signature |= dict.fromkeys(constants, "constexpr")
-    compiled = triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", arch, 32))
-    assert len(compiled.asm["cubin"]) > 0
-    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
-    assert "cos.approx" not in compiled.asm["ptx"]
-    assert "lg2.approx" not in compiled.asm["ptx"]
+    ptx = compiled(function, signature, constants, arch).asm["ptx"]
+    assert "cos.approx" not in ptx
+    assert "lg2.approx" not in ptx
 
 
 if __name__ == "__main__":

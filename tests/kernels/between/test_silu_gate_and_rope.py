@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from phalanx.kernels.reference import Unscaled
+from tests.kernels.compiled import compiled
 
 pytest.importorskip("triton")
 
@@ -135,10 +136,6 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("kernel", ["silu_mul", "silu_mul_quant_fp8", "silu_mul_given_fp8", "rope_store", "rope_store_fp8"])
 def test_compiles(kernel: str, sums: bool, arch: int) -> None:
     """Down to machine code. The launch's own choices (PDL from Hopper on, the FP8 conversion from Ada on) compile with it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from phalanx.kernels.between import rope_to_cache, silu_gate
 
     bf16, bytes_, fp32, int64 = "*bf16", "*u8", "*fp32", "*i64"
@@ -156,17 +153,13 @@ def test_compiles(kernel: str, sums: bool, arch: int) -> None:
             "q_heads": "i32", "kv_heads": "i32", "half": "i32", "key_inverse": "fp32", "value_inverse": "fp32",
         }  # fmt: skip
         constants = {"BLOCK": rope_to_cache.HEADS, "HALF": 64, "FP8": kernel.endswith("fp8")}
-    constants["PTX"] = arch
     if sums:
         signature |= {"rows": fp32, "columns": fp32}
     else:
         constants |= {"rows": None, "columns": None}
-    signature |= dict.fromkeys(constants, "constexpr")
-    compiled = triton.compile(ASTSource(function, signature, constants), target=GPUTarget("cuda", arch, 32))
-    assert len(compiled.asm["cubin"]) > 0
-    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
+    ptx = compiled(function, signature, constants, arch).asm["ptx"]
     if arch >= 89 and kernel in ("silu_mul_given_fp8", "rope_store_fp8"):
-        assert "min.NaN." in compiled.asm["ptx"], "clipped to +-448, and NaN stays NaN"
+        assert "min.NaN." in ptx, "clipped to +-448, and NaN stays NaN"
 
 
 if __name__ == "__main__":

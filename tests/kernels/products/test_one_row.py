@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 
+from tests.kernels.compiled import compiled
+
 pytest.importorskip("triton")
 
 
@@ -40,18 +42,10 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_compiles(arch: int) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from phalanx.kernels.products import one_row
 
-    constants = {"COLUMNS": 4096, "ROWS": 4, "BLOCK": 2048, "PTX": arch}
-    signature = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "rows": "i32"}
-    source = ASTSource(one_row._one_row, signature | dict.fromkeys(constants, "constexpr"), constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-    assert len(compiled.asm["cubin"]) > 0
-    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
+    kinds = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "rows": "i32"}
+    compiled(one_row._one_row, kinds, {"COLUMNS": 4096, "ROWS": 4, "BLOCK": 2048}, arch)
 
 
 def test_linear_on_cpu_is_torchs() -> None:

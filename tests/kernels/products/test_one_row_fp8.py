@@ -10,6 +10,8 @@ import sys
 import pytest
 import torch
 
+from tests.kernels.compiled import compiled
+
 pytest.importorskip("triton")
 
 
@@ -47,22 +49,12 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("arch", [89, 90, 100])
 @pytest.mark.parametrize("quantize", [False, True])
 def test_compiles(arch: int, quantize: bool) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from phalanx.kernels.products import one_row_fp8
 
-    constants = {
-        "COLUMNS": 2048, "WIDE": 2048, "QUANTIZE": quantize, "GIVEN": not quantize, "ROWS": 4,
-        "BLOCK": 2048, "PTX": arch,
-    }  # fmt: skip
+    constants = {"COLUMNS": 2048, "WIDE": 2048, "QUANTIZE": quantize, "GIVEN": not quantize, "ROWS": 4, "BLOCK": 2048}
     pointers = {"x": "bf16" if quantize else "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "bf16"}
-    signature = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"}
-    source = ASTSource(one_row_fp8._one_row_fp8, signature | dict.fromkeys(constants, "constexpr"), constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-    assert len(compiled.asm["cubin"]) > 0
-    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
+    kinds = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"}
+    compiled(one_row_fp8._one_row_fp8, kinds, constants, arch)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from phalanx.kernels.reference import Unscaled
+from tests.kernels.compiled import compiled
 
 pytest.importorskip("triton")
 
@@ -37,18 +38,10 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_compiles(arch: int) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from phalanx.kernels.products import scale_sums
 
-    constants = {"BLOCK": scale_sums.PIECE, "PTX": arch}
-    signature = {"sums": "*bf16", "rows": "*fp32", "columns": "*fp32", "width": "i32"} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(scale_sums._scale_sums, signature, constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-    assert len(compiled.asm["cubin"]) > 0
-    assert ("griddepcontrol.wait" in compiled.asm["ptx"]) == (arch >= 90)
+    kinds = {"sums": "*bf16", "rows": "*fp32", "columns": "*fp32", "width": "i32"}
+    compiled(scale_sums._scale_sums, kinds, {"BLOCK": scale_sums.PIECE}, arch)
 
 
 if __name__ == "__main__":
