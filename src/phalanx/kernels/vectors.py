@@ -6,9 +6,10 @@
 rounds what is no such vector.
 
 A vector is four int32 words, a tuple of four tensors; taken apart it is a tuple of 16 / itemsize fp32 tensors ("lanes"), in the
-order of memory. KIND names what the words hold: "bf16", "fp16" or "fp32". PTX is the GPU's compute capability (90 is Hopper), or
-0 for Triton's interpreter, which knows no PTX: there the same arithmetic runs in plain Triton, bit for bit (only the sign and the
-payload of a NaN may differ).
+order of memory. KIND names what the words hold: "bf16", "fp16" or "fp32". A product in e4m3 may come as bare sums, whose scales are
+applied as they are loaded (`load_product`, `load_row`): the bits that `products.scale_sums` stores. PTX is the GPU's compute
+capability (90 is Hopper), or 0 for Triton's interpreter, which knows no PTX: there the same arithmetic runs in plain Triton, bit
+for bit (only the sign and the payload of a NaN may differ).
 """
 
 from __future__ import annotations
@@ -179,3 +180,50 @@ def largest(lanes):
 def largest_along(values, AXIS: tl.constexpr):
     """The largest of `values` along an axis, which stays with size 1 where there is another; NaN wins."""
     return tl.reduce(values, AXIS, _larger, keep_dims=True)
+
+
+@triton.jit
+def load_scales(columns, column, mask, KIND: tl.constexpr, PTX: tl.constexpr):
+    """The lanes of a row's vectors `column` in the columns' scales (a fp32 pointer, on 16 bytes); no lanes where that is None.
+
+    No kernel writes them, so that they may be loaded before the wait.
+    """
+    lanes = ()
+    if columns is not None:
+        WORDS: tl.constexpr = 1 if KIND == "fp32" else 2
+        for k in tl.static_range(WORDS):
+            words = load(columns, column * WORDS + k, mask, PTX)
+            for j in tl.static_range(4):
+                lanes = lanes + (words[j].to(tl.float32, bitcast=True),)
+    return lanes
+
+
+@triton.jit
+def scaled(words, row_scale, column_scales, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Sums (words) * row_scale (a scalar, or one for each vector) * column_scales (lanes), in fp32, rounded once: words."""
+    lanes = unpack(words, KIND)
+    product = ()
+    for k in tl.static_range(len(lanes)):
+        product = product + (lanes[k] * row_scale * column_scales[k],)
+    return pack(product, KIND, PTX)
+
+
+@triton.jit
+def load_product(x, rows, columns, index, pitch, mask, KIND: tl.constexpr, PTX: tl.constexpr):
+    """Vectors `index` of a product [T, H] of `pitch` vectors a row, whose scales rows [T] and columns [H] (fp32 pointers) are
+    applied; rows and columns None: of one that has none."""
+    words = load(x, index, mask, PTX)
+    if rows is not None:
+        row = index // pitch
+        column_scales = load_scales(columns, index - row * pitch, mask, KIND, PTX)
+        words = scaled(words, tl.load(rows + row, mask, 0.0), column_scales, KIND, PTX)
+    return words
+
+
+@triton.jit
+def load_row(x, rows, column_scales, row, index, mask, KIND: tl.constexpr, PTX: tl.constexpr):
+    """As `load_product`, for vectors `index` of one row, number `row`; column_scales: what `load_scales` gave for them."""
+    words = load(x, index, mask, PTX)
+    if rows is not None:
+        words = scaled(words, tl.load(rows + row), column_scales, KIND, PTX)
+    return words
