@@ -12,6 +12,8 @@ from typing import Literal, Protocol, overload
 import torch
 from torch import Tensor
 
+from phalanx.kernels.reference import Unscaled
+
 
 @dataclass(frozen=True)
 class ResidualRmsNorm:
@@ -43,12 +45,12 @@ class Group(Protocol):
     def size(self) -> int: ...
 
     @overload
-    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: None = None) -> Tensor: ...
     @overload
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
-        """The sum over ranks of x [T, H]; x may be overwritten. With a fusion: (norm, residual), or as the fusion says
-        (quantized values and scales first, the new residual last)."""
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+        """The sum over ranks of x [T, H], or of a product whose scales are still to be applied; x may be overwritten. With a
+        fusion: (norm, residual), or as the fusion says (quantized values and scales first, the new residual last)."""
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The ranks' equally shaped tensors, joined along a dim in rank order."""
@@ -75,10 +77,11 @@ class Solo:
     size = 1
 
     @overload
-    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: None = None) -> Tensor: ...
     @overload
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+        x = with_scales(x)
         return x if fusion is None else finish(x, fusion)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
@@ -107,3 +110,14 @@ def finish(total: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
     return kernels.residual_rms_norm_quant(
         total, fusion.residual, fusion.weight, fusion.eps, quant=fusion.quant, scale=fusion.scale, keep_norm=fusion.keep_norm
     )
+
+
+def with_scales(x: Tensor | Unscaled) -> Tensor:
+    """x, finished: for a reader that applies no scales. A product's values may be overwritten."""
+    if not isinstance(x, Unscaled):
+        return x
+    if x.values.is_cuda:
+        from phalanx.kernels.products.scale_sums import scale_sums
+
+        return scale_sums(x)
+    return x.wide().to(x.values.dtype)

@@ -18,7 +18,8 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from phalanx.comm.group import Group, ResidualRmsNorm, finish
+from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
+from phalanx.kernels.reference import Unscaled
 
 T = TypeVar("T")
 
@@ -130,11 +131,12 @@ class LocalGroup:
         self._world, self.rank, self.size = world, rank, world.size
 
     @overload
-    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: None = None) -> Tensor: ...
     @overload
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
         """As Group."""
+        x = with_scales(x)
         offered = self._world.exchange(self.rank, "all_reduce", x)
         total = offered[0].float()
         for other in offered[1:]:

@@ -26,8 +26,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.comm.group import Group, ResidualRmsNorm, finish
+from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
 from phalanx.errors import RankStalled
+from phalanx.kernels.reference import Unscaled
 
 FOLDER = Path("/dev/shm")
 CHUNK_BYTES = 2 << 20
@@ -77,18 +78,20 @@ class SharedMemory:
         self._outputs = [half[world * chunk :] for half in body]
         self._views: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
 
-    def oneshot(self, x: Tensor) -> Tensor:
+    def oneshot(self, x: Tensor | Unscaled) -> Tensor:
         """The sum over ranks of x, in a new tensor."""
+        x = with_scales(x)
         flat = x.reshape(-1)
         parts = [self._oneshot_chunk(flat[first:last]) for first, last in self._chunks(flat.numel(), x.element_size())]
         return parts[0].view(x.shape) if len(parts) == 1 else torch.cat(parts).view(x.shape)
 
-    def oneshot_norm(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+    def oneshot_norm(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
         """The sum over ranks of x [T, H], and the fusion of all rows on every rank."""
         return finish(self.oneshot(x), fusion)
 
-    def twoshot(self, x: Tensor) -> Tensor:
+    def twoshot(self, x: Tensor | Unscaled) -> Tensor:
         """The sum over ranks of x, in a new tensor."""
+        x = with_scales(x)
         flat, out = x.reshape(-1), torch.empty(x.numel(), dtype=x.dtype)
         for first, last in self._chunks(flat.numel(), x.element_size()):
             half = self._post(flat[first:last])
@@ -101,8 +104,9 @@ class SharedMemory:
             out[first:last] = total
         return out.view(x.shape)
 
-    def twoshot_norm(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+    def twoshot_norm(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
         """The sum over ranks of x [T, H], and the fusion: each rank finishes whole rows."""
+        x = with_scales(x)
         hidden = x.shape[1]
         rows_at_once = max(1, self._chunk // (hidden * x.element_size()))
         if hidden * x.element_size() > self._chunk:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has the same names, untyped
 
-from phalanx.comm.group import Group, ResidualRmsNorm, Solo, finish
+from phalanx.comm.group import Group, ResidualRmsNorm, Solo, finish, with_scales
 from phalanx.errors import EngineError, LayoutError
 from phalanx.hardware.probe import address_towards
+from phalanx.kernels.reference import Unscaled
 from phalanx.plan.layout import Layout
 
 ONE_SHOT_BYTES = 256 << 10
@@ -57,12 +58,12 @@ class TorchGroup:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
 
     @overload
-    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: None = None) -> Tensor: ...
     @overload
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
         self.calls["NCCL/NONE" if fusion is None else "NCCL/RESIDUAL_RMS_NORM"] += 1
-        total = self._sum(x.contiguous())
+        total = self._sum(with_scales(x).contiguous())
         return total if fusion is None else finish(total, fusion)
 
     def _sum(self, x: Tensor) -> Tensor:

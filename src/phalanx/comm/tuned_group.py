@@ -21,6 +21,7 @@ from phalanx.comm.shared_memory import share_text
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.hardware.fingerprint import Fingerprint, link_class
 from phalanx.hardware.links import nvlink_everywhere
+from phalanx.kernels.reference import Unscaled
 from phalanx.log import get_logger
 from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import advice, table_for
@@ -37,8 +38,8 @@ _NONE, _RMS = Fusion.NONE, Fusion.RESIDUAL_RMS_NORM
 class Runner:
     """One strategy's functions: the sum, and the sum with its fusion in one kernel."""
 
-    total: Callable[[Tensor], Tensor]
-    norm: Callable[[Tensor, ResidualRmsNorm], tuple[Tensor, ...]]
+    total: Callable[[Tensor | Unscaled], Tensor]
+    norm: Callable[[Tensor | Unscaled, ResidualRmsNorm], tuple[Tensor, ...]]
 
 
 class TunedGroup:
@@ -56,22 +57,23 @@ class TunedGroup:
         self._runners = runners
 
     @overload
-    def all_reduce(self, x: Tensor, fusion: None = None) -> Tensor: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: None = None) -> Tensor: ...
     @overload
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
-    def all_reduce(self, x: Tensor, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
-        dtype = _DTYPES.get(x.dtype)
-        if dtype is None or x.numel() == 0 or x.dim() == 0:
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
+    def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
+        values = Unscaled.parts(x)[0]
+        dtype = _DTYPES.get(values.dtype)
+        if dtype is None or values.numel() == 0 or values.dim() == 0:
             return self.base.all_reduce(x) if fusion is None else self.base.all_reduce(x, fusion)
-        hidden = x.shape[-1]
+        hidden = values.shape[-1]
         kind = _NONE if fusion is None else _kind(fusion)
-        decision = self.chooser(x.numel() // hidden, hidden, dtype, kind)
+        decision = self.chooser(values.numel() // hidden, hidden, dtype, kind)
         self.calls[decision.name] = self.calls.get(decision.name, 0) + 1
         runner = self._runners[decision.strategy]
-        x = _in_vectors(x)
+        x = Unscaled(*map(_in_vectors, x)) if isinstance(x, Unscaled) else _in_vectors(x)
         if fusion is None:
             return runner.total(x)
-        if decision.fused and x.dim() == 2 and fusion.weight.dtype == x.dtype == fusion.residual.dtype:
+        if decision.fused and values.dim() == 2 and fusion.weight.dtype == values.dtype == fusion.residual.dtype:
             return runner.norm(x, replace(fusion, residual=_in_vectors(fusion.residual)))
         return finish(runner.total(x), fusion)
 
