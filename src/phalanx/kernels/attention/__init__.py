@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of rows of one token over paged keys and values: `decode_attention` on GPUs, where `takes` says so."""
+"""Attention over paged keys and values on GPUs: `decode_attention` of rows of one token, where `takes` says so;
+`prefill_attention` of rows of several, where `takes_prefill` does."""
 
 from __future__ import annotations
 
@@ -8,10 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import SHARED, SHORT, Split, Workspace, chosen
+from phalanx.kernels.attention.split import SHARED, SHORT, Split, Workspace, chosen, prefill_choice, prefill_tiles
 from phalanx.kernels.norms import triton_is_here
 
-__all__ = ["decode_attention", "short_up_to", "takes", "Heads", "Split", "Workspace", "SHORT"]
+__all__ = [
+    "decode_attention", "prefill_attention", "prefill_tiles", "short_up_to", "takes", "takes_prefill", "Heads", "Split",
+    "Workspace", "SHORT",
+]  # fmt: skip
 
 
 class Heads(NamedTuple):
@@ -63,3 +67,29 @@ def short_up_to(rows: int, heads: Heads, processors: int, shared: int = SHARED) 
     processors, shared: see `Workspace`."""
     usual, hasty = (chosen(rows, *heads, processors, short=short, shared=shared) for short in (False, True))
     return SHORT if hasty != usual else 0
+
+
+def takes_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """As `takes`, of `prefill_attention`."""
+    return takes(device, dtype, head_dim) and dtype != torch.float32
+
+
+def prefill_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
+    kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
+    tiles: int | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `reference.prefill_attention`; written into `out` where one is given, else into memory that is not set: tokens of no row
+    have no output. All tensors contiguous but block_tables, whose rows are. Nothing is read by the host: the launch may be
+    captured, and replayed with other starts and lengths.
+
+    tiles: exactly what `prefill_tiles` says of these rows, or more; rows from the first on have no output where it is less. None:
+    as many as so many rows of so many tokens may have, at worst; a program beyond the last tile returns at once.
+    """
+    from phalanx.kernels.attention.prefill import prefill_attention as kernel
+
+    heads = Heads.of(query, key_cache)
+    return kernel(
+        query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths, scale=scale, window=window,
+        kv_scales=kv_scales, choice=prefill_choice(heads.head_dim, heads.itemsize), tiles=tiles, out=out,
+    )  # fmt: skip

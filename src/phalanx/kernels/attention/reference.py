@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of rows of one token in plain torch: what the kernel computes, and its tests' oracle."""
+"""Paged attention of rows of one token, or several, in plain torch: what the kernels compute, and their tests' oracle."""
 
 from __future__ import annotations
 
@@ -32,4 +32,29 @@ def decode_attention(
         )  # fmt: skip
         score = torch.einsum("hd,nhd->hn", query[row].float(), key) * (scale * key_scale)
         out[row] = (torch.einsum("hn,nhd->hd", score.softmax(-1), value) * value_scale).to(query.dtype)
+    return out
+
+
+def prefill_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
+    kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Each row's n tokens, the newest in the cache: token i of n sees the row's keys 0 .. kv_length - n + i, or the last `window`
+    of them.
+
+    query [T, q_heads, head_dim]; query_starts [P + 1] int32: row r's tokens are query[query_starts[r]:query_starts[r + 1]], none or
+    more; tokens of no row keep what `out` holds. kv_lengths [P] int32: at least the row's tokens; of a row without, anything. All
+    else as of `decode_attention`. Computed in fp32; returns `out`, of query's shape and dtype, zeros at first where none is given.
+    """
+    out = torch.zeros_like(query) if out is None else out
+    starts = query_starts.tolist()
+    for row, length in enumerate(kv_lengths.tolist()):
+        begin, end = starts[row : row + 2]
+        for at in range(begin, end):
+            table = row if table_rows is None else int(table_rows[row])
+            out[at] = decode_attention(
+                query[at : at + 1], key_cache, value_cache, block_tables[table : table + 1], None,
+                kv_lengths.new_tensor([length - end + at + 1]), scale=scale, window=window, kv_scales=kv_scales,
+            )[0]  # fmt: skip
     return out

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How decode attention is cut into programs: how many may share a row, how much one reads at a time; and where they leave their
-parts. Decided from shapes alone, so that a captured launch serves all lengths, or all that are short."""
+"""How attention is cut into programs: of decode, how many may share a row, how much one reads at a time, and where they leave their
+parts; of prefill, which tokens one has. Decided from shapes alone, so that a captured launch serves all lengths, or all that are
+short."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -97,3 +100,42 @@ class Workspace:
             held = top, total, out, torch.zeros(groups, dtype=torch.int32, device=self._device)
         self._given.append(held)
         return held
+
+
+TILE_ROWS = 128
+"""Of a row of several tokens, a tile has the queries of so many (token, head), at most, for one KV head."""
+
+
+class PrefillChoice(NamedTuple):
+    """rows: (token, head) that a program has, TILE_ROWS or a half of it. keys: that it computes at a time, a power of two. stages:
+    as Triton's num_stages. registers: of a thread, at most, where the compiler is not to choose: so many programs fit on a
+    processor."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+def tile_tokens(group: int) -> int:
+    """Tokens of a tile, for `group` query heads per KV head."""
+    return max(1, TILE_ROWS // group)
+
+
+def prefill_tiles(query_starts_cpu: Sequence[int], group: int) -> int:
+    """Tiles of rows that have tokens query_starts_cpu[r] .. query_starts_cpu[r + 1] - 1. group: query heads per KV head."""
+    tokens = tile_tokens(group)
+    return sum(-(-(end - begin) // tokens) for begin, end in pairwise(query_starts_cpu))
+
+
+def most_prefill_tiles(tokens: int, rows: int, group: int) -> int:
+    """Of any batch of so many rows that have so many tokens together, or fewer."""
+    return min(tokens, tokens // tile_tokens(group) + rows)
+
+
+def prefill_choice(head_dim: int, itemsize: int) -> PrefillChoice:
+    """itemsize: bytes of a cached element."""
+    if head_dim > 128:
+        return PrefillChoice(64, 32, warps=4, stages=2)
+    return PrefillChoice(128, 64, warps=8, stages=3 if itemsize == 2 else 2)
