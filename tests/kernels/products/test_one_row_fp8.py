@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -55,6 +57,35 @@ def test_compiles(arch: int, quantize: bool) -> None:
     pointers = {"x": "bf16" if quantize else "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "bf16"}
     kinds = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"}
     compiled(one_row_fp8._one_row_fp8, kinds, constants, arch)
+
+
+@pytest.mark.parametrize("inputs", [2048, 3584, 8192])
+def test_quantizing_adds_up_in_the_same_order(inputs: int) -> None:
+    """As many sums of each kind, in a thread and between threads, and none of them of what shared memory has moved elsewhere."""
+    made = {quantize: instructions(inputs, quantize) for quantize in (False, True)}
+    for name in ("fma.rn.f32", "add.f32", "shfl.sync.bfly.b32", "ld.shared.b32"):
+        assert made[True][name] == made[False][name] > 0, name
+    assert not [name for name in made[True] if name.startswith("ld.shared.v")]
+
+
+def instructions(inputs: int, quantize: bool) -> Counter[str]:
+    """How often each stands in the kernel for an H200, whose tensors begin where vectors may."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from phalanx.kernels.products import choice, one_row_fp8
+
+    tiling = choice.fp8(1, 2048, inputs)
+    assert isinstance(tiling, choice.OneRow)
+    constants = {
+        "COLUMNS": inputs, "WIDE": inputs, "QUANTIZE": quantize, "GIVEN": True, "ROWS": tiling.rows, "BLOCK": tiling.block, "PTX": 90,
+    }  # fmt: skip
+    pointers = {"x": "bf16" if quantize else "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "bf16"}
+    kinds = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"} | dict.fromkeys(constants, "constexpr")
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(6)}
+    source = ASTSource(one_row_fp8._one_row_fp8, kinds, constants, aligned)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tiling.warps})
+    return Counter(re.findall(r"^\s+(?:@%p\d+ )?([a-z][a-z.0-9]+)", made.asm["ptx"], re.MULTILINE))
 
 
 if __name__ == "__main__":

@@ -22,29 +22,37 @@ from phalanx.kernels.vectors import nearest
 
 
 @triton.jit
-def tile(weight, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's ROWS of weight [rows, COLUMNS]: (their numbers, the first BLOCK columns [1, BLOCK], which rows are there
-    [ROWS, 1], where the first tile lies)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def tile(weight, row, there, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows `row` [ROWS] of weight [.., COLUMNS], where they are `there`: (the first BLOCK columns [1, BLOCK], which rows are there
+    [ROWS, 1], where the first tile lies, what it holds)."""
     column = tl.arange(0, BLOCK)[None, :]
-    return row, column, (row < rows)[:, None], weight + row[:, None].to(tl.int64) * COLUMNS + column
+    inside = there[:, None]
+    place = weight + row[:, None].to(tl.int64) * COLUMNS + column
+    return column, inside, place, tl.load(place, inside & (column < COLUMNS), 0.0)
 
 
 @triton.jit
-def _one_row(x, weight, out, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    if PTX >= 90:
-        gdc_launch_dependents()
-    row, column, inside, place = tile(weight, rows, COLUMNS, ROWS, BLOCK)
-    coming = tl.load(place, inside & (column < COLUMNS), 0.0)
-    if PTX >= 90:
-        gdc_wait()
+def row_sums(x, column, inside, place, coming, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """x [COLUMNS] times each row of a `tile`, summed in fp32 -> [ROWS]."""
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for begin in range(0, COLUMNS, BLOCK):
         here = coming
         coming = tl.load(place + begin + BLOCK, inside & (begin + BLOCK + column < COLUMNS), 0.0)
         factor = tl.load(x + begin + column, begin + column < COLUMNS, 0.0)
         total += here.to(tl.float32) * factor.to(tl.float32)
-    tl.store(out + row, nearest(tl.sum(total, 1), coming, PTX), row < rows)
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _one_row(x, weight, out, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    if PTX >= 90:
+        gdc_launch_dependents()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column, inside, place, coming = tile(weight, row, row < rows, COLUMNS, BLOCK)
+    if PTX >= 90:
+        gdc_wait()
+    total = row_sums(x, column, inside, place, coming, COLUMNS, ROWS, BLOCK)
+    tl.store(out + row, nearest(total, coming, PTX), row < rows)
 
 
 def one_row(x: Tensor, weight: Tensor, out: Tensor | None = None, *, rows: int, block: int, warps: int) -> Tensor:

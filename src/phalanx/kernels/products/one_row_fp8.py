@@ -5,9 +5,9 @@
 
     out[0, n] = round((sum over k of x[0, k] * weight[n, k]) * x_scale * scale[n])          in fp32, rounded once
 
-x comes in e4m3, or in 16 or 32 bit: then each program quantizes the row itself, as `reference.quantize_fp8` does, and gives the
-same bits as a kernel that quantizes before this one. The weight's first tile is asked for before the kernel waits for the one
-before it, since no kernel writes weights.
+x comes in e4m3, or in 16 or 32 bit: then each program quantizes the row itself, as `reference.quantize_fp8` does. In 16 bit that
+gives the same bits as a kernel that quantizes before this one: see `row_sums_fp8`. The weight's first tile is asked for before the
+kernel waits for the one before it, since no kernel writes weights.
 """
 
 from __future__ import annotations
@@ -24,8 +24,54 @@ from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
-LANE = tl.constexpr(16)
-"""Neighbours that one thread adds up: the bytes of one load."""
+LANE, HALF = tl.constexpr(16), tl.constexpr(8)
+"""Neighbours in e4m3 and in 16 bit that one load of a thread brings."""
+
+
+@triton.jit
+def _halves(values, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The lower and the upper HALF of each LANE of values [ROWS, BLOCK]: two of [ROWS, BLOCK / LANE, HALF]."""
+    return tl.split(tl.permute(tl.reshape(values, [ROWS, BLOCK // LANE, 2, HALF]), (0, 1, 3, 2)))
+
+
+@triton.jit
+def _quantized(values, inverse, PTX: tl.constexpr):
+    """As e4m3 holds them, in fp32."""
+    return e4m3_byte(clipped(values.to(tl.float32) * inverse, PTX), PTX).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def row_sums_fp8(
+    x, x_scale, column, inside, place, coming, COLUMNS: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr,
+    GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """x [COLUMNS] times each row of a `tile`, summed in fp32, times x's scale -> [ROWS].
+
+    QUANTIZE: x is not in e4m3 yet. GIVEN: x_scale holds its scale, else it is found here. WIDE: COLUMNS up to a power of 2.
+
+    A thread adds up what its own load of the weight brought, and does so by halves: a load of x in 16 bit brings half as many.
+    Loaded whole, x would come to threads otherwise than the weight; the compiler would move the weight to where x is, and sums
+    would be added up in another order than those of x in e4m3.
+    """
+    if GIVEN:
+        unit = tl.load(x_scale)
+    else:
+        whole = tl.arange(0, WIDE)
+        unit = scale_of(tl.max(tl.abs(tl.load(x + whole, whole < COLUMNS, 0.0).to(tl.float32)), 0))
+    inverse = tl.div_rn(1.0, unit)
+    lane = tl.arange(0, BLOCK // LANE)[None, :, None] * LANE + tl.arange(0, HALF)[None, None, :]
+    total = tl.zeros([ROWS, BLOCK // LANE], tl.float32)
+    for begin in range(0, COLUMNS, BLOCK):
+        here = coming
+        coming = tl.load(place + begin + BLOCK, inside & (begin + BLOCK + column < COLUMNS), 0.0)
+        if QUANTIZE:
+            low = _quantized(tl.load(x + begin + lane, begin + lane < COLUMNS, 0.0), inverse, PTX)
+            high = _quantized(tl.load(x + begin + lane + HALF, begin + lane + HALF < COLUMNS, 0.0), inverse, PTX)
+        else:
+            low, high = _halves(tl.load(x + begin + column, begin + column < COLUMNS, 0.0), 1, BLOCK)
+        first, second = _halves(here, ROWS, BLOCK)
+        total += tl.sum(first.to(tl.float32) * low.to(tl.float32), 2) + tl.sum(second.to(tl.float32) * high.to(tl.float32), 2)
+    return tl.sum(total, 1) * unit
 
 
 @triton.jit
@@ -33,39 +79,23 @@ def _one_row_fp8(
     x, x_scale, weight, scale, out, rows, COLUMNS: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr, GIVEN: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """QUANTIZE: x is not in e4m3 yet. GIVEN: x_scale holds its scale, else it is found here. WIDE: COLUMNS up to a power of 2."""
     if PTX >= 90:
         gdc_launch_dependents()
-    row, column, inside, place = tile(weight, rows, COLUMNS, ROWS, BLOCK)
-    coming = tl.load(place, inside & (column < COLUMNS), 0.0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column, inside, place, coming = tile(weight, row, row < rows, COLUMNS, BLOCK)
     row_scale = tl.load(scale + row, row < rows, 0.0)
     if PTX >= 90:
         gdc_wait()
-    if GIVEN:
-        unit = tl.load(x_scale)
-    else:
-        whole = tl.arange(0, WIDE)
-        unit = scale_of(tl.max(tl.abs(tl.load(x + whole, whole < COLUMNS, 0.0).to(tl.float32)), 0))
-    inverse = tl.div_rn(1.0, unit)
-    total = tl.zeros([ROWS, BLOCK // LANE], tl.float32)
-    for begin in range(0, COLUMNS, BLOCK):
-        here = coming
-        coming = tl.load(place + begin + BLOCK, inside & (begin + BLOCK + column < COLUMNS), 0.0)
-        factor = tl.load(x + begin + column, begin + column < COLUMNS, 0.0).to(tl.float32)
-        if QUANTIZE:
-            factor = e4m3_byte(clipped(factor * inverse, PTX), PTX).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        product = here.to(tl.float32) * factor
-        total += tl.sum(tl.reshape(product, [ROWS, BLOCK // LANE, LANE]), 2)
-    value = nearest(tl.sum(total, 1) * unit * row_scale, tl.zeros([ROWS], out.dtype.element_ty), PTX)
-    tl.store(out + row, value, row < rows)
+    total = row_sums_fp8(x, x_scale, column, inside, place, coming, COLUMNS, WIDE, QUANTIZE, GIVEN, ROWS, BLOCK, PTX)
+    tl.store(out + row, nearest(total * row_scale, tl.zeros([ROWS], out.dtype.element_ty), PTX), row < rows)
 
 
 def one_row_fp8(
     x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, out: Tensor | None = None,
     tiling: OneRow,
 ) -> Tensor:  # fmt: skip
-    """x [1, in] times weight [out, in] e4m3 with scale [out] fp32, all contiguous -> [1, out] in `dtype`, in `out` where one is
-    given.
+    """x [1, in] times weight [out, in] e4m3 with scale [out] fp32, all contiguous, `in` a multiple of 16 -> [1, out] in `dtype`, in
+    `out` where one is given.
 
     x in e4m3 stands for x * x_scale. x in bf16, fp16 or fp32 is quantized with x_scale, or with its own scale where that is None.
     x_scale: one fp32 number, of any shape.
