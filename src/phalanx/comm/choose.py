@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.admit import admit
+from phalanx.tables.admit import MAX_WORLD, admit
 from phalanx.tables.message import Fusion, Message
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tables.table import Entry
@@ -19,29 +19,58 @@ Lookup = Callable[[str, Fusion, int, int], Entry]
 
 _MAX_CACHED = 1 << 16
 
+OWNED_FROM = {2: 128} | dict.fromkeys(range(3, MAX_WORLD + 1), 64)
+"""By the size of a group of GPUs: from how many tokens on each row of a residual stream has an owner, who norms it for all. Below,
+a message waits for its two hops more than for what they carry."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """strategy: what runs. fused: the fusion runs in the collective's own kernel. source: who decided. reason: for people. name:
-    "ONESHOT/RESIDUAL_RMS_NORM", under which calls are counted."""
+    "ONESHOT/RESIDUAL_RMS_NORM", under which calls are counted. owned: rows have owners, and the new residual is `OwnedRows`."""
 
     strategy: Strategy
     fused: bool
     source: Literal["table", "seed", "forced", "fallback"]
     reason: str
     name: str
+    owned: bool = False
 
 
 @dataclass(frozen=True)
 class Rules:
     """What a group decides by. refused: strategies that this group cannot run at all, with the reason; forced: the strategy that
-    the user asked for, None for AUTO; deterministic: no sums of NCCL's own while something else can run."""
+    the user asked for, None for AUTO; deterministic: no sums of NCCL's own while something else can run; owned_from: tokens from
+    which rows have owners where the caller can take that, None for a group that has no kernel for it."""
 
     fingerprint: Fingerprint
     refused: Mapping[Strategy, str]
     lookup: Lookup | None
     forced: Strategy | None = None
     deterministic: bool = False
+    owned_from: int | None = None
+
+
+def owned_from(fingerprint: Fingerprint) -> int | None:
+    """Tokens from which rows have owners on such a machine; None where there is no kernel for it."""
+    return OWNED_FROM.get(fingerprint.world) if fingerprint.on_gpu and fingerprint.peers_reach else None
+
+
+def owned(message: Message, rules: Rules) -> Decision | None:
+    """The decision for a caller that can take rows with owners, or None: `choose` decides.
+
+    The sums and norms are the same bits as two-shot's, so whoever asks for that, or for sums in rank order, may get this.
+    """
+    fusion, twoshot = message.fusion, Strategy.TWOSHOT
+    if rules.owned_from is None or message.tokens < rules.owned_from or rules.forced not in (None, twoshot):
+        return None
+    known = fusion.quant == "fp8" or fusion is Fusion.RESIDUAL_RMS_NORM
+    if not known or fusion.keeps_norm or message.hidden % 16:
+        return None
+    if rules.refused.get(twoshot) or admit(twoshot, message, rules.fingerprint):
+        return None
+    reason = f"from {rules.owned_from} tokens on, whoever adds a row up norms it for all"
+    return Decision(twoshot, True, "forced" if rules.forced else "seed", reason, f"TWOSHOT+OWNED/{fusion.name}", owned=True)
 
 
 def choose(message: Message, rules: Rules) -> Decision:
@@ -82,15 +111,16 @@ class Chooser:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._kept: dict[tuple[int, int, str, Fusion], Decision] = {}
+        self._kept: dict[tuple[int, int, str, Fusion, bool], Decision] = {}
 
-    def __call__(self, tokens: int, hidden: int, dtype: str, fusion: Fusion) -> Decision:
-        """For a tensor [tokens, hidden] per rank; dtype: bf16, fp16 or fp32."""
-        key = (tokens, hidden, dtype, fusion)
+    def __call__(self, tokens: int, hidden: int, dtype: str, fusion: Fusion, may_own: bool = False) -> Decision:
+        """For a tensor [tokens, hidden] per rank; dtype: bf16, fp16 or fp32. may_own: the caller can take rows with owners."""
+        key = (tokens, hidden, dtype, fusion, may_own)
         found = self._kept.get(key)
         if found is None:
             if len(self._kept) >= _MAX_CACHED:
                 self._kept.clear()
             message = Message("all_reduce", fusion, dtype, tokens, hidden, self.rules.fingerprint.world)
-            found = self._kept[key] = choose(message, self.rules)
+            found = (owned(message, self.rules) if may_own else None) or choose(message, self.rules)
+            self._kept[key] = found
         return found

@@ -24,6 +24,9 @@ class ResidualRmsNorm:
     the norm beside the quantized value (the OUT_QUANT variants).
 
     The sum is rounded to the tensor's dtype before the residual is added, as the unfused path does.
+
+    may_own: the caller takes the new residual back as `rows.OwnedRows`, of which each rank holds its own rows alone, and hands it
+    on to the next all-reduce as its residual, or makes it whole. A group may give it back so, and need not.
     """
 
     residual: Tensor
@@ -32,6 +35,7 @@ class ResidualRmsNorm:
     quant: Literal["none", "fp8", "nvfp4"] = "none"
     scale: Tensor | None = None
     keep_norm: bool = False
+    may_own: bool = False
 
 
 class Group(Protocol):

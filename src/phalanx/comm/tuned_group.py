@@ -15,8 +15,9 @@ from torch import Tensor
 
 from phalanx.comm import nccl
 from phalanx.comm.agreement import difference
-from phalanx.comm.choose import Chooser, Rules
+from phalanx.comm.choose import Chooser, Rules, owned_from
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
+from phalanx.comm.rows import OwnedRows, whole
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.hardware.fingerprint import Fingerprint, link_class
@@ -36,10 +37,12 @@ _NONE, _RMS = Fusion.NONE, Fusion.RESIDUAL_RMS_NORM
 
 @dataclass(frozen=True)
 class Runner:
-    """One strategy's functions: the sum, and the sum with its fusion in one kernel."""
+    """One strategy's functions: the sum, the sum with its fusion in one kernel, and that with rows that have owners: it takes and
+    gives the residual as `OwnedRows`."""
 
     total: Callable[[Tensor | Unscaled], Tensor]
     norm: Callable[[Tensor | Unscaled, ResidualRmsNorm], tuple[Tensor, ...]]
+    owned: Callable[[Tensor | Unscaled, ResidualRmsNorm], tuple[Tensor, ...]] | None = None
 
 
 class TunedGroup:
@@ -64,18 +67,25 @@ class TunedGroup:
         values = Unscaled.parts(x)[0]
         dtype = _DTYPES.get(values.dtype)
         if dtype is None or values.numel() == 0 or values.dim() == 0:
-            return self.base.all_reduce(x) if fusion is None else self.base.all_reduce(x, fusion)
+            return self.base.all_reduce(x) if fusion is None else self.base.all_reduce(x, self._whole(fusion))
         hidden = values.shape[-1]
         kind = _NONE if fusion is None else _kind(fusion)
-        decision = self.chooser(values.numel() // hidden, hidden, dtype, kind)
+        alike = fusion is not None and values.dim() == 2 and fusion.weight.dtype == values.dtype == fusion.residual.dtype
+        decision = self.chooser(values.numel() // hidden, hidden, dtype, kind, alike and fusion is not None and fusion.may_own)
         self.calls[decision.name] = self.calls.get(decision.name, 0) + 1
         runner = self._runners[decision.strategy]
         x = Unscaled(*map(_in_vectors, x)) if isinstance(x, Unscaled) else _in_vectors(x)
         if fusion is None:
             return runner.total(x)
-        if decision.fused and values.dim() == 2 and fusion.weight.dtype == values.dtype == fusion.residual.dtype:
+        if decision.owned and runner.owned is not None:
+            return runner.owned(x, replace(fusion, residual=_in_vectors(fusion.residual)))
+        fusion = self._whole(fusion)
+        if decision.fused and alike:
             return runner.norm(x, replace(fusion, residual=_in_vectors(fusion.residual)))
         return finish(runner.total(x), fusion)
+
+    def _whole(self, fusion: ResidualRmsNorm) -> ResidualRmsNorm:
+        return replace(fusion, residual=whole(fusion.residual, self)) if isinstance(fusion.residual, OwnedRows) else fusion
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return self.base.all_gather(x, dim)
@@ -99,7 +109,9 @@ class TunedGroup:
 
 
 def _in_vectors(x: Tensor) -> Tensor:
-    """x where kernels may read it in vectors of 16 bytes: contiguous, and starting on one."""
+    """x where kernels may read it in vectors of 16 bytes: contiguous, and starting on one, as all are whose rows have owners."""
+    if isinstance(x, OwnedRows):
+        return x
     return x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -132,7 +144,8 @@ def tuned(
     _compare(base, {"all-reduce table": table.digest, "allreduce_strategy": f"{strategy}, deterministic {deterministic}"})
     runners, refused = _runners(base, fingerprint, message_bytes, timeout)
     forced = None if strategy == "AUTO" else Strategy[strategy]
-    rules = Rules(fingerprint, refused, table.lookup, forced, deterministic)
+    owners = Strategy.TWOSHOT in runners and runners[Strategy.TWOSHOT].owned is not None
+    rules = Rules(fingerprint, refused, table.lookup, forced, deterministic, owned_from(fingerprint) if owners else None)
     _announce(base, table, refused, tables)
     return TunedGroup(base, Chooser(rules), runners, digest)
 
@@ -218,6 +231,7 @@ def _on_cpu(base: TorchGroup, message_bytes: int, timeout: float) -> dict[Strate
 
 def _on_gpu(base: TorchGroup, message_bytes: int) -> dict[Strategy, Runner] | str:
     from phalanx.comm import oneshot, twoshot
+    from phalanx.comm.rows import owned
     from phalanx.comm.symmetric import form_workspace
     from phalanx.kernels.norms import triton_is_here
 
@@ -234,5 +248,8 @@ def _on_gpu(base: TorchGroup, message_bytes: int) -> dict[Strategy, Runner] | st
     assert space is not None
     return {
         Strategy.ONESHOT: Runner(partial(oneshot.all_reduce, workspace=space), partial(oneshot.all_reduce_norm, workspace=space)),
-        Strategy.TWOSHOT: Runner(partial(twoshot.all_reduce, workspace=space), partial(twoshot.all_reduce_norm, workspace=space)),
-    }
+        Strategy.TWOSHOT: Runner(
+            partial(twoshot.all_reduce, workspace=space), partial(twoshot.all_reduce_norm, workspace=space),
+            partial(owned.all_reduce_norm, workspace=space),
+        ),
+    }  # fmt: skip
