@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // All-reduce tables by ranges of tokens and hidden sizes, written by `phalanx allreduce codegen`: tune again rather than edit.
 // lookup() answers like phalanx.tables.Table.lookup in Python on every size; a test compiles this and compares.
-// sm90.nvlink.tp2 sha256:4b92aa537034fb004151154a7fa5aa1987cb81136a2e657e85c764918a09d526
-// sm90.nvlink.tp4 sha256:e2db0f4a6429f889b618c960b8ff5f03ee7445fea9d7c9fb2fb8fe3a083396db
+// sm90.nvlink.tp2 sha256:b7a257d507c230f1b266dac4493ec62baac1b86a61eeca501bd8c0669bc05f85
+// sm90.nvlink.tp4 sha256:644efe57b365a63439f30281fd6a1c4c4ba748ac3142dce115cd2ae3a4a1334e
 #ifndef PHALANX_ALLREDUCE_TABLES_HPP
 #define PHALANX_ALLREDUCE_TABLES_HPP
 
@@ -27,7 +27,7 @@ struct Table {
     Section sections[3][8]; Seed seeds[8];
 };
 
-static constexpr Span k0_bf16_0_0[] = {{1, 8192, 4, false}};
+static constexpr Span k0_bf16_0_0[] = {{1, 16384, 4, false}};
 static constexpr Span k0_bf16_0_1[] = {{1, 8831, 4, false}, {8832, 16384, 5, false}};
 static constexpr Span k0_bf16_0_2[] = {{1, 4384, 4, false}, {4385, 16384, 5, false}};
 static constexpr Span k0_bf16_0_3[] = {{1, 2157, 4, false}, {2158, 16384, 5, false}};
@@ -35,7 +35,7 @@ static constexpr Span k0_bf16_0_4[] = {{1, 1097, 4, false}, {1098, 16384, 5, fal
 static constexpr Span k0_bf16_0_5[] = {{1, 539, 4, false}, {540, 16384, 5, false}};
 static constexpr Span k0_bf16_0_6[] = {{1, 269, 4, false}, {270, 16384, 5, false}};
 static constexpr Row k0_bf16_0[] = {{128, 181, k0_bf16_0_0, 1}, {182, 362, k0_bf16_0_1, 2}, {363, 724, k0_bf16_0_2, 2}, {725, 1448, k0_bf16_0_3, 2}, {1449, 2896, k0_bf16_0_4, 2}, {2897, 5792, k0_bf16_0_5, 2}, {5793, 8192, k0_bf16_0_6, 2}};
-static constexpr Span k0_bf16_1_0[] = {{1, 1, 4, false}, {2, 773, 4, true}, {774, 4201, 4, false}, {4202, 8192, 4, true}};
+static constexpr Span k0_bf16_1_0[] = {{1, 1, 4, false}, {2, 773, 4, true}, {774, 4201, 4, false}, {4202, 16384, 4, true}};
 static constexpr Span k0_bf16_1_1[] = {{1, 9127, 4, true}, {9128, 16384, 5, false}};
 static constexpr Span k0_bf16_1_2[] = {{1, 5730, 4, true}, {5731, 16384, 5, false}};
 static constexpr Span k0_bf16_1_3[] = {{1, 5482, 4, true}, {5483, 16384, 5, false}};
@@ -43,68 +43,136 @@ static constexpr Span k0_bf16_1_4[] = {{1, 2083, 4, true}, {2084, 15333, 5, true
 static constexpr Span k0_bf16_1_5[] = {{1, 56, 4, true}, {57, 493, 5, true}, {494, 2634, 4, true}, {2635, 16384, 5, true}};
 static constexpr Span k0_bf16_1_6[] = {{1, 13, 4, true}, {14, 28, 4, false}, {29, 365, 5, true}, {366, 16384, 4, true}};
 static constexpr Row k0_bf16_1[] = {{128, 181, k0_bf16_1_0, 4}, {182, 362, k0_bf16_1_1, 2}, {363, 724, k0_bf16_1_2, 2}, {725, 1448, k0_bf16_1_3, 2}, {1449, 2896, k0_bf16_1_4, 3}, {2897, 5792, k0_bf16_1_5, 4}, {5793, 8192, k0_bf16_1_6, 4}};
-static constexpr Span k0_bf16_4_0[] = {{1, 1021, 4, true}, {1022, 5114, 4, false}, {5115, 8192, 4, true}};
+static constexpr Span k0_bf16_4_0[] = {{1, 1021, 4, true}, {1022, 5114, 4, false}, {5115, 11941, 4, true}, {11942, 16384, 4, false}};
 static constexpr Span k0_bf16_4_1[] = {{1, 8192, 4, true}, {8193, 16384, 5, false}};
 static constexpr Span k0_bf16_4_2[] = {{1, 6187, 4, true}, {6188, 16384, 5, false}};
 static constexpr Span k0_bf16_4_3[] = {{1, 228, 4, true}, {229, 279, 5, true}, {280, 1582, 4, true}, {1583, 4463, 4, false}, {4464, 16384, 5, false}};
 static constexpr Span k0_bf16_4_4[] = {{1, 3300, 4, true}, {3301, 9824, 5, true}, {9825, 16384, 5, false}};
 static constexpr Span k0_bf16_4_5[] = {{1, 90, 4, true}, {91, 243, 5, true}, {244, 3222, 4, true}, {3223, 16384, 5, true}};
 static constexpr Span k0_bf16_4_6[] = {{1, 14, 4, true}, {15, 364, 5, true}, {365, 16384, 4, true}};
-static constexpr Row k0_bf16_4[] = {{128, 181, k0_bf16_4_0, 3}, {182, 362, k0_bf16_4_1, 2}, {363, 724, k0_bf16_4_2, 2}, {725, 1448, k0_bf16_4_3, 5}, {1449, 2896, k0_bf16_4_4, 3}, {2897, 5792, k0_bf16_4_5, 4}, {5793, 8192, k0_bf16_4_6, 3}};
-static constexpr Span k0_bf16_5_0[] = {{1, 5792, 4, false}, {5793, 8192, 4, true}};
-static constexpr Span k0_bf16_5_1[] = {{1, 1471, 4, true}, {1472, 8066, 4, false}, {8067, 16384, 5, false}};
+static constexpr Row k0_bf16_4[] = {{128, 181, k0_bf16_4_0, 4}, {182, 362, k0_bf16_4_1, 2}, {363, 724, k0_bf16_4_2, 2}, {725, 1448, k0_bf16_4_3, 5}, {1449, 2896, k0_bf16_4_4, 3}, {2897, 5792, k0_bf16_4_5, 4}, {5793, 8192, k0_bf16_4_6, 3}};
+static constexpr Span k0_bf16_5_0[] = {{1, 16384, 4, false}};
+static constexpr Span k0_bf16_5_1[] = {{1, 1471, 4, true}, {1472, 11585, 4, false}, {11586, 16384, 5, false}};
 static constexpr Span k0_bf16_5_2[] = {{1, 2896, 4, true}, {2897, 8801, 4, false}, {8802, 16384, 5, false}};
 static constexpr Span k0_bf16_5_3[] = {{1, 219, 4, true}, {220, 295, 5, true}, {296, 749, 4, true}, {750, 1463, 5, true}, {1464, 4751, 4, false}, {4752, 16384, 5, false}};
 static constexpr Span k0_bf16_5_4[] = {{1, 104, 4, true}, {105, 606, 5, true}, {607, 2639, 4, true}, {2640, 16384, 5, false}};
 static constexpr Span k0_bf16_5_5[] = {{1, 49, 4, true}, {50, 394, 5, true}, {395, 7358, 4, true}, {7359, 16384, 5, false}};
 static constexpr Span k0_bf16_5_6[] = {{1, 21, 4, false}, {22, 384, 5, true}, {385, 16384, 4, true}};
-static constexpr Row k0_bf16_5[] = {{128, 181, k0_bf16_5_0, 2}, {182, 362, k0_bf16_5_1, 3}, {363, 724, k0_bf16_5_2, 3}, {725, 1448, k0_bf16_5_3, 6}, {1449, 2896, k0_bf16_5_4, 4}, {2897, 5792, k0_bf16_5_5, 4}, {5793, 8192, k0_bf16_5_6, 3}};
-static constexpr Model k0_seed_0[] = {{0, false, 22275857143ULL, 3968ULL, 1062502ULL}, {4, false, 1683624633ULL, 2976ULL, 0ULL}, {5, false, 2665791891ULL, 2833ULL, 0ULL}};
-static constexpr Model k0_seed_1[] = {{0, false, 11856483871ULL, 4740ULL, 1431340ULL}, {4, true, 2436826772ULL, 3404ULL, 509068ULL}, {5, true, 3169304293ULL, 3094ULL, 1752732ULL}, {4, false, 2573806452ULL, 4118ULL, 230094ULL}, {5, false, 3621291085ULL, 3829ULL, 256038ULL}};
-static constexpr Model k0_seed_4[] = {{0, false, 12052974603ULL, 4675ULL, 1369668ULL}, {4, true, 2609629921ULL, 3316ULL, 568892ULL}, {5, true, 3291828257ULL, 3096ULL, 1936234ULL}, {4, false, 2790466667ULL, 4019ULL, 240854ULL}, {5, false, 3834868441ULL, 3713ULL, 285817ULL}};
-static constexpr Model k0_seed_5[] = {{0, false, 12417870968ULL, 5274ULL, 1166597ULL}, {4, true, 2898795276ULL, 3922ULL, 885756ULL}, {5, true, 3569650943ULL, 3507ULL, 2777998ULL}, {4, false, 3031367082ULL, 4520ULL, 80350ULL}, {5, false, 4040669291ULL, 4216ULL, 101689ULL}};
-static constexpr Model k0_seed_6[] = {{0, false, 9400000000ULL, 4300ULL, 0ULL}, {4, true, 4500000000ULL, 3500ULL, 0ULL}, {5, true, 7000000000ULL, 3800ULL, 0ULL}, {4, false, 5200000000ULL, 4000ULL, 0ULL}, {5, false, 7700000000ULL, 4300ULL, 0ULL}};
-static constexpr Model k0_seed_7[] = {{0, false, 9400000000ULL, 4300ULL, 0ULL}, {4, true, 4500000000ULL, 3500ULL, 0ULL}, {5, true, 7000000000ULL, 3800ULL, 0ULL}, {4, false, 5200000000ULL, 4000ULL, 0ULL}, {5, false, 7700000000ULL, 4300ULL, 0ULL}};
-static constexpr Model k0_seed_68[] = {{0, false, 9400000000ULL, 4300ULL, 0ULL}, {4, true, 4500000000ULL, 3500ULL, 0ULL}, {5, true, 7000000000ULL, 3800ULL, 0ULL}, {4, false, 5200000000ULL, 4000ULL, 0ULL}, {5, false, 7700000000ULL, 4300ULL, 0ULL}};
-static constexpr Model k0_seed_70[] = {{0, false, 9400000000ULL, 4300ULL, 0ULL}, {4, true, 4500000000ULL, 3500ULL, 0ULL}, {5, true, 7000000000ULL, 3800ULL, 0ULL}, {4, false, 5200000000ULL, 4000ULL, 0ULL}, {5, false, 7700000000ULL, 4300ULL, 0ULL}};
-static constexpr Span k1_bf16_0_0[] = {{1, 64, 4, false}};
-static constexpr Span k1_bf16_0_1[] = {{1, 115, 4, false}, {116, 16384, 5, false}};
-static constexpr Span k1_bf16_0_2[] = {{1, 57, 4, false}, {58, 16384, 5, false}};
-static constexpr Span k1_bf16_0_3[] = {{1, 28, 4, false}, {29, 16384, 5, false}};
-static constexpr Span k1_bf16_0_4[] = {{1, 14, 4, false}, {15, 11585, 5, false}, {11586, 16384, 0, false}};
-static constexpr Row k1_bf16_0[] = {{512, 724, k1_bf16_0_0, 1}, {725, 1448, k1_bf16_0_1, 2}, {1449, 2896, k1_bf16_0_2, 2}, {2897, 5792, k1_bf16_0_3, 2}, {5793, 8192, k1_bf16_0_4, 3}};
-static constexpr Span k1_bf16_1_0[] = {{1, 32, 4, true}};
-static constexpr Span k1_bf16_1_1[] = {{1, 73, 4, true}, {74, 991, 5, true}, {992, 1130, 5, false}, {1131, 9139, 5, true}, {9140, 16384, 5, false}};
-static constexpr Span k1_bf16_1_2[] = {{1, 37, 4, false}, {38, 16384, 5, true}};
-static constexpr Span k1_bf16_1_3[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
-static constexpr Span k1_bf16_1_4[] = {{1, 13, 4, false}, {14, 16384, 5, true}};
-static constexpr Row k1_bf16_1[] = {{512, 724, k1_bf16_1_0, 1}, {725, 1448, k1_bf16_1_1, 5}, {1449, 2896, k1_bf16_1_2, 2}, {2897, 5792, k1_bf16_1_3, 2}, {5793, 8192, k1_bf16_1_4, 2}};
-static constexpr Span k1_bf16_4_0[] = {{1, 32, 4, true}};
-static constexpr Span k1_bf16_4_1[] = {{1, 74, 4, true}, {75, 2841, 5, true}, {2842, 16384, 5, false}};
-static constexpr Span k1_bf16_4_2[] = {{1, 38, 4, false}, {39, 16384, 5, true}};
-static constexpr Span k1_bf16_4_3[] = {{1, 28, 4, false}, {29, 16384, 5, true}};
-static constexpr Span k1_bf16_4_4[] = {{1, 12, 4, false}, {13, 16384, 5, true}};
-static constexpr Row k1_bf16_4[] = {{512, 724, k1_bf16_4_0, 1}, {725, 1448, k1_bf16_4_1, 3}, {1449, 2896, k1_bf16_4_2, 2}, {2897, 5792, k1_bf16_4_3, 2}, {5793, 8192, k1_bf16_4_4, 2}};
-static constexpr Span k1_bf16_5_0[] = {{1, 32, 4, true}};
-static constexpr Span k1_bf16_5_1[] = {{1, 77, 4, true}, {78, 665, 5, true}, {666, 1719, 5, false}, {1720, 2441, 5, true}, {2442, 16384, 5, false}};
-static constexpr Span k1_bf16_5_2[] = {{1, 32, 4, false}, {33, 6427, 5, true}, {6428, 16384, 5, false}};
-static constexpr Span k1_bf16_5_3[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
-static constexpr Span k1_bf16_5_4[] = {{1, 21, 4, true}, {22, 16384, 5, true}};
-static constexpr Row k1_bf16_5[] = {{512, 724, k1_bf16_5_0, 1}, {725, 1448, k1_bf16_5_1, 5}, {1449, 2896, k1_bf16_5_2, 3}, {2897, 5792, k1_bf16_5_3, 2}, {5793, 8192, k1_bf16_5_4, 2}};
-static constexpr Model k1_seed_0[] = {{0, false, 26518392962ULL, 5207ULL, 0ULL}, {4, false, 1772793651ULL, 8978ULL, 0ULL}, {5, false, 3223815041ULL, 4440ULL, 0ULL}};
-static constexpr Model k1_seed_1[] = {{0, false, 15874572870ULL, 5719ULL, 2540896ULL}, {4, true, 2662121331ULL, 8635ULL, 2786117ULL}, {5, true, 3640650794ULL, 4832ULL, 904984ULL}, {4, false, 2759845552ULL, 10446ULL, 0ULL}, {5, false, 4381428571ULL, 5480ULL, 0ULL}};
-static constexpr Model k1_seed_4[] = {{0, false, 16000541176ULL, 5673ULL, 2102777ULL}, {4, true, 2839320939ULL, 8631ULL, 2742718ULL}, {5, true, 3789097507ULL, 4805ULL, 1134009ULL}, {4, false, 2968095797ULL, 10364ULL, 0ULL}, {5, false, 4568431937ULL, 5440ULL, 0ULL}};
-static constexpr Model k1_seed_5[] = {{0, false, 16490166448ULL, 6422ULL, 904921ULL}, {4, true, 3217884615ULL, 8789ULL, 4493352ULL}, {5, true, 4063698039ULL, 5506ULL, 637285ULL}, {4, false, 3261857143ULL, 10687ULL, 0ULL}, {5, false, 4792260774ULL, 5966ULL, 0ULL}};
-static constexpr Model k1_seed_6[] = {{0, false, 13200000000ULL, 5950ULL, 0ULL}, {4, true, 5140000000ULL, 9500ULL, 0ULL}, {5, true, 8200000000ULL, 5450ULL, 0ULL}, {4, false, 5840000000ULL, 10000ULL, 0ULL}, {5, false, 8900000000ULL, 5950ULL, 0ULL}};
-static constexpr Model k1_seed_7[] = {{0, false, 13200000000ULL, 5950ULL, 0ULL}, {4, true, 5140000000ULL, 9500ULL, 0ULL}, {5, true, 8200000000ULL, 5450ULL, 0ULL}, {4, false, 5840000000ULL, 10000ULL, 0ULL}, {5, false, 8900000000ULL, 5950ULL, 0ULL}};
-static constexpr Model k1_seed_68[] = {{0, false, 13200000000ULL, 5950ULL, 0ULL}, {4, true, 5140000000ULL, 9500ULL, 0ULL}, {5, true, 8200000000ULL, 5450ULL, 0ULL}, {4, false, 5840000000ULL, 10000ULL, 0ULL}, {5, false, 8900000000ULL, 5950ULL, 0ULL}};
-static constexpr Model k1_seed_70[] = {{0, false, 13200000000ULL, 5950ULL, 0ULL}, {4, true, 5140000000ULL, 9500ULL, 0ULL}, {5, true, 8200000000ULL, 5450ULL, 0ULL}, {4, false, 5840000000ULL, 10000ULL, 0ULL}, {5, false, 8900000000ULL, 5950ULL, 0ULL}};
+static constexpr Row k0_bf16_5[] = {{128, 181, k0_bf16_5_0, 1}, {182, 362, k0_bf16_5_1, 3}, {363, 724, k0_bf16_5_2, 3}, {725, 1448, k0_bf16_5_3, 6}, {1449, 2896, k0_bf16_5_4, 4}, {2897, 5792, k0_bf16_5_5, 4}, {5793, 8192, k0_bf16_5_6, 3}};
+static constexpr Span k0_bf16_6_0[] = {{1, 1107, 4, true}, {1108, 6066, 4, false}, {6067, 11418, 4, true}, {11419, 16384, 5, false}};
+static constexpr Span k0_bf16_6_1[] = {{1, 7053, 4, true}, {7054, 16384, 5, false}};
+static constexpr Span k0_bf16_6_2[] = {{1, 5613, 4, true}, {5614, 16384, 5, false}};
+static constexpr Span k0_bf16_6_3[] = {{1, 1592, 4, true}, {1593, 4848, 4, false}, {4849, 16384, 5, false}};
+static constexpr Span k0_bf16_6_4[] = {{1, 3093, 4, true}, {3094, 10568, 5, true}, {10569, 16384, 4, true}};
+static constexpr Span k0_bf16_6_5[] = {{1, 2, 4, true}, {3, 59, 4, false}, {60, 330, 5, true}, {331, 2564, 4, true}, {2565, 16384, 5, true}};
+static constexpr Span k0_bf16_6_6[] = {{1, 11, 4, true}, {12, 19, 4, false}, {20, 341, 5, true}, {342, 16384, 4, true}};
+static constexpr Row k0_bf16_6[] = {{128, 181, k0_bf16_6_0, 4}, {182, 362, k0_bf16_6_1, 2}, {363, 724, k0_bf16_6_2, 2}, {725, 1448, k0_bf16_6_3, 3}, {1449, 2896, k0_bf16_6_4, 3}, {2897, 5792, k0_bf16_6_5, 5}, {5793, 8192, k0_bf16_6_6, 4}};
+static constexpr Span k0_bf16_7_0[] = {{1, 16384, 4, false}};
+static constexpr Span k0_bf16_7_1[] = {{1, 1512, 4, true}, {1513, 9147, 4, false}, {9148, 16384, 5, false}};
+static constexpr Span k0_bf16_7_2[] = {{1, 2896, 4, true}, {2897, 9442, 4, false}, {9443, 16384, 5, false}};
+static constexpr Span k0_bf16_7_3[] = {{1, 221, 4, true}, {222, 291, 5, true}, {292, 747, 4, true}, {748, 1165, 5, true}, {1166, 4584, 4, false}, {4585, 16384, 5, false}};
+static constexpr Span k0_bf16_7_4[] = {{1, 95, 4, true}, {96, 635, 5, true}, {636, 1510, 4, true}, {1511, 4279, 5, true}, {4280, 16384, 5, false}};
+static constexpr Span k0_bf16_7_5[] = {{1, 41, 4, true}, {42, 392, 5, true}, {393, 3062, 4, true}, {3063, 16384, 5, true}};
+static constexpr Span k0_bf16_7_6[] = {{1, 18, 4, false}, {19, 390, 5, true}, {391, 10528, 4, true}, {10529, 16384, 5, true}};
+static constexpr Row k0_bf16_7[] = {{128, 181, k0_bf16_7_0, 1}, {182, 362, k0_bf16_7_1, 3}, {363, 724, k0_bf16_7_2, 3}, {725, 1448, k0_bf16_7_3, 6}, {1449, 2896, k0_bf16_7_4, 5}, {2897, 5792, k0_bf16_7_5, 4}, {5793, 8192, k0_bf16_7_6, 4}};
+static constexpr Span k0_bf16_68_0[] = {{1, 759, 4, true}, {760, 16384, 4, false}};
+static constexpr Span k0_bf16_68_1[] = {{1, 2683, 4, true}, {2684, 9161, 4, false}, {9162, 16384, 5, false}};
+static constexpr Span k0_bf16_68_2[] = {{1, 3114, 4, true}, {3115, 16384, 5, false}};
+static constexpr Span k0_bf16_68_3[] = {{1, 1158, 4, true}, {1159, 4629, 4, false}, {4630, 16384, 5, false}};
+static constexpr Span k0_bf16_68_4[] = {{1, 3716, 4, true}, {3717, 16384, 5, false}};
+static constexpr Span k0_bf16_68_5[] = {{1, 51, 4, true}, {52, 292, 5, true}, {293, 2400, 4, true}, {2401, 16384, 5, true}};
+static constexpr Span k0_bf16_68_6[] = {{1, 14, 4, true}, {15, 19, 4, false}, {20, 373, 5, true}, {374, 16384, 4, true}};
+static constexpr Row k0_bf16_68[] = {{128, 181, k0_bf16_68_0, 2}, {182, 362, k0_bf16_68_1, 3}, {363, 724, k0_bf16_68_2, 2}, {725, 1448, k0_bf16_68_3, 3}, {1449, 2896, k0_bf16_68_4, 2}, {2897, 5792, k0_bf16_68_5, 4}, {5793, 8192, k0_bf16_68_6, 4}};
+static constexpr Span k0_bf16_70_0[] = {{1, 740, 4, true}, {741, 16384, 4, false}};
+static constexpr Span k0_bf16_70_1[] = {{1, 2629, 4, true}, {2630, 11585, 4, false}, {11586, 16384, 5, false}};
+static constexpr Span k0_bf16_70_2[] = {{1, 3154, 4, true}, {3155, 16384, 5, false}};
+static constexpr Span k0_bf16_70_3[] = {{1, 1148, 4, true}, {1149, 4493, 4, false}, {4494, 16384, 5, false}};
+static constexpr Span k0_bf16_70_4[] = {{1, 116, 4, true}, {117, 165, 5, true}, {166, 4556, 4, true}, {4557, 16384, 5, false}};
+static constexpr Span k0_bf16_70_5[] = {{1, 51, 4, true}, {52, 296, 5, true}, {297, 3479, 4, true}, {3480, 16384, 5, true}};
+static constexpr Span k0_bf16_70_6[] = {{1, 14, 4, true}, {15, 18, 4, false}, {19, 331, 5, true}, {332, 16384, 4, true}};
+static constexpr Row k0_bf16_70[] = {{128, 181, k0_bf16_70_0, 2}, {182, 362, k0_bf16_70_1, 3}, {363, 724, k0_bf16_70_2, 2}, {725, 1448, k0_bf16_70_3, 3}, {1449, 2896, k0_bf16_70_4, 4}, {2897, 5792, k0_bf16_70_5, 4}, {5793, 8192, k0_bf16_70_6, 4}};
+static constexpr Model k0_seed_0[] = {{0, false, 17696142857ULL, 4086ULL, 526758ULL}, {4, false, 1683625611ULL, 2975ULL, 0ULL}, {5, false, 2665791891ULL, 2833ULL, 0ULL}};
+static constexpr Model k0_seed_1[] = {{0, false, 8193533150ULL, 4656ULL, 1486888ULL}, {4, true, 2436826772ULL, 3404ULL, 509068ULL}, {5, true, 3145000000ULL, 3095ULL, 1758474ULL}, {4, false, 2573806452ULL, 4118ULL, 230094ULL}, {5, false, 3621291085ULL, 3829ULL, 256038ULL}};
+static constexpr Model k0_seed_4[] = {{0, false, 8406251799ULL, 4600ULL, 1487888ULL}, {4, true, 2593251328ULL, 3316ULL, 572890ULL}, {5, true, 3291657442ULL, 3092ULL, 1959789ULL}, {4, false, 2790466667ULL, 4019ULL, 240854ULL}, {5, false, 3834585484ULL, 3713ULL, 290307ULL}};
+static constexpr Model k0_seed_5[] = {{0, false, 8721523128ULL, 5189ULL, 1308242ULL}, {4, true, 2895977778ULL, 3910ULL, 935872ULL}, {5, true, 3568247089ULL, 3470ULL, 2940492ULL}, {4, false, 3014314961ULL, 4502ULL, 158967ULL}, {5, false, 4031061570ULL, 4199ULL, 385416ULL}};
+static constexpr Model k0_seed_6[] = {{0, false, 8376979445ULL, 4778ULL, 1444298ULL}, {4, true, 2622433071ULL, 3518ULL, 523425ULL}, {5, true, 3336374468ULL, 3185ULL, 1930319ULL}, {4, false, 2785933333ULL, 4209ULL, 196412ULL}, {5, false, 3820730159ULL, 3977ULL, 249023ULL}};
+static constexpr Model k0_seed_7[] = {{0, false, 8741108871ULL, 5273ULL, 1267037ULL}, {4, true, 2892906161ULL, 3959ULL, 1080437ULL}, {5, true, 3579561190ULL, 3484ULL, 3079471ULL}, {4, false, 3041684309ULL, 4567ULL, 112703ULL}, {5, false, 4058035689ULL, 4160ULL, 306612ULL}};
+static constexpr Model k0_seed_68[] = {{0, false, 8543479111ULL, 4733ULL, 1435887ULL}, {4, true, 2599580645ULL, 3427ULL, 760840ULL}, {5, true, 3377217955ULL, 3271ULL, 2382992ULL}, {4, false, 2799000000ULL, 4208ULL, 206624ULL}, {5, false, 3856822102ULL, 3754ULL, 180471ULL}};
+static constexpr Model k0_seed_70[] = {{0, false, 8547405405ULL, 4904ULL, 1404765ULL}, {4, true, 2593661213ULL, 3569ULL, 719429ULL}, {5, true, 3368894997ULL, 3327ULL, 2475579ULL}, {4, false, 2787608696ULL, 4352ULL, 171365ULL}, {5, false, 3844957250ULL, 3988ULL, 46424ULL}};
+static constexpr Span k1_bf16_0_0[] = {{1, 919, 4, false}, {920, 16384, 5, false}};
+static constexpr Span k1_bf16_0_1[] = {{1, 458, 4, false}, {459, 16384, 5, false}};
+static constexpr Span k1_bf16_0_2[] = {{1, 229, 4, false}, {230, 16384, 5, false}};
+static constexpr Span k1_bf16_0_3[] = {{1, 115, 4, false}, {116, 16384, 5, false}};
+static constexpr Span k1_bf16_0_4[] = {{1, 57, 4, false}, {58, 16384, 5, false}};
+static constexpr Span k1_bf16_0_5[] = {{1, 28, 4, false}, {29, 16384, 5, false}};
+static constexpr Span k1_bf16_0_6[] = {{1, 14, 4, false}, {15, 11585, 5, false}, {11586, 16384, 0, false}};
+static constexpr Row k1_bf16_0[] = {{128, 181, k1_bf16_0_0, 2}, {182, 362, k1_bf16_0_1, 2}, {363, 724, k1_bf16_0_2, 2}, {725, 1448, k1_bf16_0_3, 2}, {1449, 2896, k1_bf16_0_4, 2}, {2897, 5792, k1_bf16_0_5, 2}, {5793, 8192, k1_bf16_0_6, 3}};
+static constexpr Span k1_bf16_1_0[] = {{1, 949, 4, true}, {950, 16384, 5, false}};
+static constexpr Span k1_bf16_1_1[] = {{1, 539, 4, true}, {540, 16384, 5, false}};
+static constexpr Span k1_bf16_1_2[] = {{1, 138, 4, true}, {139, 2221, 5, true}, {2222, 16384, 5, false}};
+static constexpr Span k1_bf16_1_3[] = {{1, 73, 4, true}, {74, 991, 5, true}, {992, 1130, 5, false}, {1131, 9139, 5, true}, {9140, 16384, 5, false}};
+static constexpr Span k1_bf16_1_4[] = {{1, 37, 4, false}, {38, 16384, 5, true}};
+static constexpr Span k1_bf16_1_5[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
+static constexpr Span k1_bf16_1_6[] = {{1, 13, 4, false}, {14, 16384, 5, true}};
+static constexpr Row k1_bf16_1[] = {{128, 181, k1_bf16_1_0, 2}, {182, 362, k1_bf16_1_1, 2}, {363, 724, k1_bf16_1_2, 3}, {725, 1448, k1_bf16_1_3, 5}, {1449, 2896, k1_bf16_1_4, 2}, {2897, 5792, k1_bf16_1_5, 2}, {5793, 8192, k1_bf16_1_6, 2}};
+static constexpr Span k1_bf16_4_0[] = {{1, 1010, 4, true}, {1011, 16384, 5, false}};
+static constexpr Span k1_bf16_4_1[] = {{1, 583, 4, true}, {584, 16384, 5, false}};
+static constexpr Span k1_bf16_4_2[] = {{1, 138, 4, true}, {139, 1678, 5, true}, {1679, 16384, 5, false}};
+static constexpr Span k1_bf16_4_3[] = {{1, 74, 4, true}, {75, 2841, 5, true}, {2842, 16384, 5, false}};
+static constexpr Span k1_bf16_4_4[] = {{1, 38, 4, false}, {39, 16384, 5, true}};
+static constexpr Span k1_bf16_4_5[] = {{1, 28, 4, false}, {29, 16384, 5, true}};
+static constexpr Span k1_bf16_4_6[] = {{1, 12, 4, false}, {13, 16384, 5, true}};
+static constexpr Row k1_bf16_4[] = {{128, 181, k1_bf16_4_0, 2}, {182, 362, k1_bf16_4_1, 2}, {363, 724, k1_bf16_4_2, 3}, {725, 1448, k1_bf16_4_3, 3}, {1449, 2896, k1_bf16_4_4, 2}, {2897, 5792, k1_bf16_4_5, 2}, {5793, 8192, k1_bf16_4_6, 2}};
+static constexpr Span k1_bf16_5_0[] = {{1, 999, 4, false}, {1000, 16384, 5, false}};
+static constexpr Span k1_bf16_5_1[] = {{1, 621, 4, true}, {622, 16384, 5, false}};
+static constexpr Span k1_bf16_5_2[] = {{1, 144, 4, true}, {145, 1796, 5, true}, {1797, 16384, 5, false}};
+static constexpr Span k1_bf16_5_3[] = {{1, 77, 4, true}, {78, 665, 5, true}, {666, 1719, 5, false}, {1720, 2441, 5, true}, {2442, 16384, 5, false}};
+static constexpr Span k1_bf16_5_4[] = {{1, 32, 4, false}, {33, 6427, 5, true}, {6428, 16384, 5, false}};
+static constexpr Span k1_bf16_5_5[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
+static constexpr Span k1_bf16_5_6[] = {{1, 21, 4, true}, {22, 16384, 5, true}};
+static constexpr Row k1_bf16_5[] = {{128, 181, k1_bf16_5_0, 2}, {182, 362, k1_bf16_5_1, 2}, {363, 724, k1_bf16_5_2, 3}, {725, 1448, k1_bf16_5_3, 5}, {1449, 2896, k1_bf16_5_4, 3}, {2897, 5792, k1_bf16_5_5, 2}, {5793, 8192, k1_bf16_5_6, 2}};
+static constexpr Span k1_bf16_6_0[] = {{1, 1, 4, false}, {2, 599, 4, true}, {600, 4096, 5, false}};
+static constexpr Span k1_bf16_6_1[] = {{1, 128, 4, true}, {129, 1809, 5, true}, {1810, 16384, 5, false}};
+static constexpr Span k1_bf16_6_2[] = {{1, 70, 4, true}, {71, 3740, 5, true}, {3741, 16384, 5, false}};
+static constexpr Span k1_bf16_6_3[] = {{1, 39, 4, false}, {40, 16384, 5, true}};
+static constexpr Span k1_bf16_6_4[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
+static constexpr Span k1_bf16_6_5[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
+static constexpr Row k1_bf16_6[] = {{256, 362, k1_bf16_6_0, 3}, {363, 724, k1_bf16_6_1, 3}, {725, 1448, k1_bf16_6_2, 3}, {1449, 2896, k1_bf16_6_3, 2}, {2897, 5792, k1_bf16_6_4, 2}, {5793, 8192, k1_bf16_6_5, 2}};
+static constexpr Span k1_bf16_7_0[] = {{1, 623, 4, true}, {624, 2896, 5, false}, {2897, 4096, 4, true}};
+static constexpr Span k1_bf16_7_1[] = {{1, 156, 4, true}, {157, 1677, 5, true}, {1678, 16384, 5, false}};
+static constexpr Span k1_bf16_7_2[] = {{1, 81, 4, true}, {82, 1496, 5, true}, {1497, 16384, 5, false}};
+static constexpr Span k1_bf16_7_3[] = {{1, 34, 4, false}, {35, 6516, 5, true}, {6517, 16384, 5, false}};
+static constexpr Span k1_bf16_7_4[] = {{1, 23, 4, false}, {24, 16384, 5, true}};
+static constexpr Span k1_bf16_7_5[] = {{1, 21, 4, true}, {22, 16384, 5, true}};
+static constexpr Row k1_bf16_7[] = {{256, 362, k1_bf16_7_0, 3}, {363, 724, k1_bf16_7_1, 3}, {725, 1448, k1_bf16_7_2, 3}, {1449, 2896, k1_bf16_7_3, 3}, {2897, 5792, k1_bf16_7_4, 2}, {5793, 8192, k1_bf16_7_5, 2}};
+static constexpr Span k1_bf16_68_0[] = {{1, 577, 4, true}, {578, 2048, 5, false}};
+static constexpr Span k1_bf16_68_1[] = {{1, 148, 4, true}, {149, 942, 5, true}, {943, 16384, 5, false}};
+static constexpr Span k1_bf16_68_2[] = {{1, 77, 4, true}, {78, 1624, 5, true}, {1625, 16384, 5, false}};
+static constexpr Span k1_bf16_68_3[] = {{1, 43, 4, true}, {44, 5651, 5, true}, {5652, 16384, 5, false}};
+static constexpr Span k1_bf16_68_4[] = {{1, 25, 4, false}, {26, 16384, 5, true}};
+static constexpr Span k1_bf16_68_5[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
+static constexpr Row k1_bf16_68[] = {{256, 362, k1_bf16_68_0, 2}, {363, 724, k1_bf16_68_1, 3}, {725, 1448, k1_bf16_68_2, 3}, {1449, 2896, k1_bf16_68_3, 3}, {2897, 5792, k1_bf16_68_4, 2}, {5793, 8192, k1_bf16_68_5, 2}};
+static constexpr Span k1_bf16_70_0[] = {{1, 578, 4, true}, {579, 2048, 5, false}};
+static constexpr Span k1_bf16_70_1[] = {{1, 148, 4, true}, {149, 932, 5, true}, {933, 16384, 5, false}};
+static constexpr Span k1_bf16_70_2[] = {{1, 77, 4, true}, {78, 1648, 5, true}, {1649, 16384, 5, false}};
+static constexpr Span k1_bf16_70_3[] = {{1, 43, 4, true}, {44, 6250, 5, true}, {6251, 16384, 5, false}};
+static constexpr Span k1_bf16_70_4[] = {{1, 25, 4, false}, {26, 16384, 5, true}};
+static constexpr Span k1_bf16_70_5[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
+static constexpr Row k1_bf16_70[] = {{256, 362, k1_bf16_70_0, 2}, {363, 724, k1_bf16_70_1, 3}, {725, 1448, k1_bf16_70_2, 3}, {1449, 2896, k1_bf16_70_3, 3}, {2897, 5792, k1_bf16_70_4, 2}, {5793, 8192, k1_bf16_70_5, 2}};
+static constexpr Model k1_seed_0[] = {{0, false, 21530909091ULL, 5095ULL, 744732ULL}, {4, false, 1783811024ULL, 8881ULL, 0ULL}, {5, false, 3208811920ULL, 4196ULL, 0ULL}};
+static constexpr Model k1_seed_1[] = {{0, false, 11681235542ULL, 5769ULL, 1416525ULL}, {4, true, 2586850000ULL, 9150ULL, 666455ULL}, {5, true, 3692308294ULL, 4733ULL, 1518818ULL}, {4, false, 2711557442ULL, 10444ULL, 10040ULL}, {5, false, 4208947971ULL, 5449ULL, 245590ULL}};
+static constexpr Model k1_seed_4[] = {{0, false, 11865800000ULL, 5754ULL, 1405153ULL}, {4, true, 2763586943ULL, 9011ULL, 752698ULL}, {5, true, 3847412175ULL, 4729ULL, 1745196ULL}, {4, false, 2900416337ULL, 10390ULL, 29114ULL}, {5, false, 4407641934ULL, 5407ULL, 297138ULL}};
+static constexpr Model k1_seed_5[] = {{0, false, 12229741935ULL, 6357ULL, 1095341ULL}, {4, true, 2978103011ULL, 9432ULL, 1210345ULL}, {5, true, 4065796078ULL, 5147ULL, 2706250ULL}, {4, false, 3143666667ULL, 10714ULL, 11198ULL}, {5, false, 4682726514ULL, 5912ULL, 243064ULL}};
+static constexpr Model k1_seed_6[] = {{0, false, 12037478310ULL, 5953ULL, 1249436ULL}, {4, true, 2833909677ULL, 9086ULL, 571875ULL}, {5, true, 3816759620ULL, 4844ULL, 1259106ULL}, {4, false, 2927142857ULL, 10428ULL, 0ULL}, {5, false, 4483779081ULL, 5642ULL, 0ULL}};
+static constexpr Model k1_seed_7[] = {{0, false, 12419880460ULL, 6361ULL, 1019733ULL}, {4, true, 3002001324ULL, 9682ULL, 671119ULL}, {5, true, 4159467005ULL, 5358ULL, 1872402ULL}, {4, false, 3191586325ULL, 10843ULL, 0ULL}, {5, false, 4741146067ULL, 5903ULL, 0ULL}};
+static constexpr Model k1_seed_68[] = {{0, false, 12208029961ULL, 5766ULL, 1312407ULL}, {4, true, 2788214963ULL, 9225ULL, 401451ULL}, {5, true, 3870674232ULL, 4927ULL, 1490643ULL}, {4, false, 2973322835ULL, 10419ULL, 0ULL}, {5, false, 4505610182ULL, 5456ULL, 0ULL}};
+static constexpr Model k1_seed_70[] = {{0, false, 12215666667ULL, 6089ULL, 1184373ULL}, {4, true, 2800737619ULL, 9297ULL, 387637ULL}, {5, true, 3881832367ULL, 5006ULL, 1595885ULL}, {4, false, 2962209913ULL, 10607ULL, 0ULL}, {5, false, 4508666667ULL, 5671ULL, 0ULL}};
 static constexpr Table kTables[] = {
-    {90, "nvlink", 2, "4b92aa537034fb004151154a7fa5aa1987cb81136a2e657e85c764918a09d526",
-     {{{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_4, 7}, {k0_bf16_4, 7}}, {{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_4, 7}, {k0_bf16_4, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+    {90, "nvlink", 2, "b7a257d507c230f1b266dac4493ec62baac1b86a61eeca501bd8c0669bc05f85",
+     {{{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
      {{k0_seed_0, 3}, {k0_seed_1, 5}, {k0_seed_4, 5}, {k0_seed_5, 5}, {k0_seed_6, 5}, {k0_seed_7, 5}, {k0_seed_68, 5}, {k0_seed_70, 5}}},
-    {90, "nvlink", 4, "e2db0f4a6429f889b618c960b8ff5f03ee7445fea9d7c9fb2fb8fe3a083396db",
-     {{{k1_bf16_0, 5}, {k1_bf16_1, 5}, {k1_bf16_4, 5}, {k1_bf16_5, 5}, {k1_bf16_4, 5}, {k1_bf16_5, 5}, {k1_bf16_4, 5}, {k1_bf16_4, 5}}, {{k1_bf16_0, 5}, {k1_bf16_1, 5}, {k1_bf16_4, 5}, {k1_bf16_5, 5}, {k1_bf16_4, 5}, {k1_bf16_5, 5}, {k1_bf16_4, 5}, {k1_bf16_4, 5}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+    {90, "nvlink", 4, "644efe57b365a63439f30281fd6a1c4c4ba748ac3142dce115cd2ae3a4a1334e",
+     {{{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 6}, {k1_bf16_7, 6}, {k1_bf16_68, 6}, {k1_bf16_70, 6}}, {{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 6}, {k1_bf16_7, 6}, {k1_bf16_68, 6}, {k1_bf16_70, 6}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
      {{k1_seed_0, 3}, {k1_seed_1, 5}, {k1_seed_4, 5}, {k1_seed_5, 5}, {k1_seed_6, 5}, {k1_seed_7, 5}, {k1_seed_68, 5}, {k1_seed_70, 5}}},
 };
 // The table of a machine (its link class as Python names it, for example "nvlink"), or nullptr.
