@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.choose import Chooser, Rules, choose
+from phalanx.comm.choose import OWNED_FROM, Chooser, Rules, choose, owned_from
 from phalanx.hardware.fingerprint import LINKS, Fingerprint
 from phalanx.tables.message import Fusion, Message
 from phalanx.tables.strategy import SUPPORTED, Strategy
@@ -119,3 +119,29 @@ def test_the_answers_do_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) 
     for tokens in range(1, 100):
         assert chooser(tokens, 8192, "bf16", Fusion.NONE).strategy is Strategy.ONESHOT
         assert len(chooser._kept) <= 10
+
+
+@given(
+    st.integers(1, 1 << 12), st.integers(1, 1 << 15), st.sampled_from(Fusion), st.integers(2, 9), st.booleans(),
+    st.sampled_from([None, *SUPPORTED]),
+)  # fmt: skip
+def test_rows_have_owners_where_a_kernel_can_own_them(
+    tokens: int, hidden: int, fusion: Fusion, world: int, pinned: bool, forced: Strategy | None
+) -> None:
+    here = Fingerprint(90, "nvlink", world)
+    rules = Rules(here, {}, says(Strategy.NCCL), forced, pinned, owned_from(here))
+    found = Chooser(rules)(tokens, hidden, "bf16", fusion, may_own=True)
+    can = fusion is Fusion.RESIDUAL_RMS_NORM or (fusion.quant == "fp8" and not fusion.keeps_norm)
+    many = world in OWNED_FROM and tokens >= OWNED_FROM[world]
+    assert found.owned == (can and many and hidden % 16 == 0 and forced in (None, Strategy.TWOSHOT))
+    if found.owned:
+        assert found.name == f"TWOSHOT+OWNED/{fusion.name}"
+        assert found.fused
+    assert not Chooser(rules)(tokens, hidden, "bf16", fusion).owned
+
+
+def test_rows_have_no_owners_on_a_cpu_or_apart() -> None:
+    for link in ("shm", "pcie", "nodes"):
+        assert owned_from(Fingerprint(0 if link == "shm" else 90, link, 2)) is None
+    refused = Rules(HERE, {Strategy.TWOSHOT: "broken"}, says(Strategy.NCCL), owned_from=1)
+    assert not Chooser(refused)(4096, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM, may_own=True).owned

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
+from phalanx.models import registry
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat, Sliced
 from phalanx.plan import shard
+from tests.checkpoints import write_checkpoint
+from tests.comm.rows.poisoned import poisoned
+from tests.models.formation import Formation
 
 CPU = torch.device("cpu")
 
@@ -64,3 +70,28 @@ def test_qkv_holds_the_heads_of_its_rank(q: int, kv: int, tp: int) -> None:
 
     with torch.inference_mode():
         LocalWorld(tp).run(act)
+
+
+class _Owning(Formation):
+    """Its ranks own rows, by chunks of five; whoever reads a row that another owns reads NaN."""
+
+    def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
+        self.groups = [*getattr(self, "groups", []), made := poisoned(group)]
+        return super()._rank(made, layers, folder)
+
+
+@pytest.mark.parametrize(("family", "tp", "pp"), [("llama", 2, 1), ("llama", 4, 2), ("qwen2", 2, 2), ("qwen3", 3, 1)])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_model_whose_rows_have_owners_says_the_same(family: str, tp: int, pp: int, fp8: bool, tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 96, "intermediate_size": 192}
+    folder = write_checkpoint(tmp_path, family, **heads)
+    options = {"fp8": fp8, "fp8_products": fp8}
+    whole = Formation(folder, tp=tp, pp=pp, **options)
+    owning = _Owning(folder, tp=tp, pp=pp, **options)
+    tokens = torch.arange(11) % 7
+    for step in ([(0, tokens), (1, tokens[:3])], [(0, tokens[:1]), (1, tokens[:2])], [(1, tokens[:1])]):
+        for found, wanted in zip(owning.step(step, padding=1), whole.step(step, padding=1), strict=True):
+            assert not found.isnan().any()
+            assert torch.equal(found, wanted)
+    calls = owning.groups[0].calls
+    assert any("OWNED" in name and ("FP8" in name) == fp8 for name in calls), calls

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx import kernels
 from phalanx.comm.group import finish
+from phalanx.comm.rows import whole
 from phalanx.kernels.reference import Unscaled
 from phalanx.models.layers.fp8 import Activation, hold
 from phalanx.models.layers.norm import RmsNorm
@@ -135,18 +136,20 @@ class RowParallelLinear(Sliced):
     def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
         """x [T, in / tp], residual [T, out] -> (norm(residual + y), residual + y); without a norm the residual stands for both.
 
-        The norm comes quantized where it feeds a layer that takes it so.
+        The norm comes quantized where it feeds a layer that takes it so. The residual comes in and goes out as a tensor or as
+        `OwnedRows`, but whole where it stands for both.
         """
         group = self.seat.group
         partial = self._partial(x)
-        if norm is None:
-            total = group.all_reduce(partial)
-            residual = residual + (total if self.bias is None else total + self.bias)
-            return residual, residual
-        fusion = norm.after(residual)
-        if self.bias is None:
-            return norm.taken(group.all_reduce(partial, fusion))
-        return norm.taken(finish(group.all_reduce(partial) + self.bias, fusion))
+        if norm is not None and self.bias is None:
+            return norm.taken(group.all_reduce(partial, norm.after(residual, may_own=True)))
+        total, residual = group.all_reduce(partial), whole(residual, group)
+        if self.bias is not None:
+            total = total + self.bias
+        if norm is not None:
+            return norm.taken(finish(total, norm.after(residual)))
+        residual = residual + total
+        return residual, residual
 
     def _partial(self, x: Activation) -> Tensor:
         group, seat = self.seat.group, self.seat

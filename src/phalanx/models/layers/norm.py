@@ -31,11 +31,13 @@ class RmsNorm(Sliced):
         normed = kernels.rms_norm(x, self.weight, self.eps)
         return normed if self._fed is None else self._fed.quantize(normed)
 
-    def after(self, residual: Tensor) -> ResidualRmsNorm:
-        """This norm as a fusion: of residual [T, size] plus the sum."""
+    def after(self, residual: Tensor, *, may_own: bool = False) -> ResidualRmsNorm:
+        """This norm as a fusion: of residual [T, size] plus the sum. may_own: see `ResidualRmsNorm`."""
         if self._fed is None:
-            return ResidualRmsNorm(residual, self.weight, self.eps)
-        return ResidualRmsNorm(residual, self.weight, self.eps, quant="fp8", scale=self._fed.input_scale)
+            return ResidualRmsNorm(residual, self.weight, self.eps, may_own=may_own)
+        return ResidualRmsNorm(
+            residual, self.weight, self.eps, quant="fp8", scale=self._fed.input_scale, may_own=may_own
+        )  # fmt: skip
 
     def taken(self, outputs: tuple[Tensor, ...]) -> tuple[Activation, Tensor]:
         """What the all-reduce gave for `after`: (norm, new residual)."""
