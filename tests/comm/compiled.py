@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import BOARD_PLACES, Workspace, half_bytes
+from phalanx.kernels.reference import Unscaled
 
 SMS = 132
 DTYPES = {80: torch.float16, 90: torch.bfloat16, 100: torch.float32}
@@ -66,16 +67,26 @@ def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> Wor
 
 
 def launches(
-    strategy: Any, world: int, capability: int, sums: list[tuple[int, int]], norms: list[tuple[int, str, torch.Tensor | None]]
+    strategy: Any,
+    world: int,
+    capability: int,
+    sums: list[tuple[int, int]],
+    norms: list[tuple[int, str, torch.Tensor | None]],
+    *,
+    scales: bool = False,
 ) -> list[Launched]:
     """What a strategy's module launches for sums of [tokens, hidden], then for sums of [tokens, 4096] with a norm (tokens, quant,
-    scale)."""
+    scale). scales: of products whose scales it applies."""
     space, dtype = workspace(world, capability), DTYPES[capability]
+
+    def given(x: torch.Tensor) -> torch.Tensor | Unscaled:
+        return Unscaled(x, torch.ones(x.shape[0], 1), torch.ones(x.shape[1])) if scales else x
+
     with only(capability) as launched:
         for tokens, hidden in sums:
             x = torch.zeros(tokens, hidden, dtype=dtype)
-            assert strategy.all_reduce(x, space).shape == x.shape
+            assert strategy.all_reduce(given(x), space).shape == x.shape
         for tokens, quant, scale in norms:
             x = torch.zeros(tokens, 4096, dtype=dtype)
-            assert strategy.all_reduce_norm(x, ResidualRmsNorm(x, x[0], 1e-5, quant, scale), space)[-1].shape[0] == tokens
+            assert strategy.all_reduce_norm(given(x), ResidualRmsNorm(x, x[0], 1e-5, quant, scale), space)[-1].shape[0] == tokens
     return launched

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.comm import chunked
 from phalanx.comm.group import ResidualRmsNorm
+from phalanx.kernels.reference import Unscaled
 
 
 def space():
@@ -49,3 +50,40 @@ def test_rows_stay_whole(rows: int, pitch: int, rows_at_once: int) -> None:
     fusion = ResidualRmsNorm(x + 1, torch.ones(8 * pitch, dtype=torch.bfloat16), 1e-5, "fp8", None, keep_norm=True)
     chunked.all_reduce_norm(x, fusion, space(), rows_at_once * pitch + pitch - 1, launch)
     assert torch.equal(torch.cat(seen).view(torch.bfloat16), x)
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(0, 4))
+def test_chunks_of_an_unscaled_product_are_whole_rows_with_their_scales(rows: int, pitch: int, at_once: int, spare: int) -> None:
+    product = Unscaled(torch.rand(rows, 8 * pitch).to(torch.bfloat16), torch.rand(rows, 1), torch.rand(8 * pitch))
+    wanted = product.wide().to(torch.bfloat16)
+
+    def scaled(source: torch.Tensor, count: int, constants: dict) -> torch.Tensor:
+        values = source.reshape(-1)[: 8 * pitch // 2 * count].view(torch.bfloat16).view(count, -1)
+        part = Unscaled(values, constants["row_scales"][:count], constants["column_scales"])
+        return part.wide().to(torch.bfloat16).view(-1).view(torch.int32)
+
+    def launch(source, target, count, constants):
+        assert constants["pitch"] == pitch
+        assert count % pitch == 0
+        target[: 4 * count] = scaled(source, count // pitch, constants)
+
+    room = at_once * pitch + spare % pitch
+    assert torch.equal(chunked.all_reduce(product, space(), room, launch), wanted)
+
+    parts = []
+    fusion = ResidualRmsNorm(product.values, product.values[0], 1e-5)
+    chunked.all_reduce_norm(
+        product, fusion, space(), room, lambda arguments, count, constants: parts.append(scaled(arguments[0], count, constants))
+    )
+    assert torch.equal(torch.cat(parts).view(torch.bfloat16).view_as(wanted), wanted)
+
+
+def test_what_has_no_scales_passes_none() -> None:
+    x = torch.zeros(2, 8, dtype=torch.bfloat16)
+    seen: list[dict] = []
+    chunked.all_reduce(x, space(), 2, lambda source, target, count, constants: seen.append(constants))
+    chunked.all_reduce_norm(
+        x, ResidualRmsNorm(x, x[0], 1e-5), space(), 2, lambda arguments, rows, constants: seen.append(constants)
+    )
+    assert [found[name] for found in seen for name in ("row_scales", "column_scales")] == [None] * 4
+    assert seen[0]["pitch"] is None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from phalanx.comm import oneshot
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import BOARD_PLACES
+from phalanx.kernels.reference import Unscaled
 
 SMS = 132
 
@@ -61,6 +62,23 @@ def test_kernels_compile(capability: int, world: int) -> None:
         assert "local" not in made.asm["ptx"].split(".reg")[0]
 
 
+@pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 4), (100, 2)])
+def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
+    """Loads of a vector of 16-bit values bring two vectors of scales along; the rest is as without."""
+    pytest.importorskip("triton")
+    from tests.comm import compiled
+
+    sums, norms = [(3, 1008), (700, 8192)], [(3, "none", None), (3, "fp8", None), (600, "none", None)]
+    plain = compiled.launches(oneshot, world, capability, sums, norms)
+    with_scales = compiled.launches(oneshot, world, capability, sums, norms, scales=True)
+    loads = 2 if compiled.DTYPES[capability].itemsize == 2 else 1
+    for left, right in zip(plain, with_scales, strict=True):
+        assert left[:2] == right[:2]
+        more = right[2].asm["ptx"].count("ld.global.v4.b32") - left[2].asm["ptx"].count("ld.global.v4.b32")
+        assert more > 0
+        assert more % loads == 0
+
+
 def test_messages_beyond_the_workspace_go_in_chunks() -> None:
     pytest.importorskip("triton")
     from tests.comm import compiled
@@ -73,4 +91,10 @@ def test_messages_beyond_the_workspace_go_in_chunks() -> None:
         launches.clear()
         outputs = oneshot.all_reduce_norm(x, ResidualRmsNorm(x, x[0], 1e-5), space)
         assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1
+        launches.clear()
+        product = Unscaled(x, torch.ones(100, 1), torch.ones(8192))
+        oneshot.all_reduce(product, space)
+        assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1  # whole rows
+        oneshot.all_reduce_norm(product, ResidualRmsNorm(x, x[0], 1e-5), space)
+        assert len({made.hash for name, _, made in launches if name == "oneshot"}) == 1, "chunks of one kernel"
     assert [out.shape for out in outputs] == [x.shape, x.shape]

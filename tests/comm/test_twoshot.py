@@ -52,3 +52,19 @@ def test_kernels_compile(capability: int, world: int) -> None:
         assert found.shared * per_sm <= 200 << 10
         if per_sm > 1:
             assert f".maxnreg {found.maxnreg}" in made.asm["ptx"]
+
+
+@pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 4), (100, 2)])
+def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
+    """Each load of values brings its loads of scales along; the rest is as without."""
+    pytest.importorskip("triton")
+    from tests.comm import compiled
+
+    sums, norms = [(3, 1008), (900, 8192)], [(3, "none", None), (40, "fp8", torch.ones(())), (300, "fp8", None)]
+    plain = compiled.launches(twoshot, world, capability, sums, norms)
+    with_scales = compiled.launches(twoshot, world, capability, sums, norms, scales=True)
+    loads = 2 if compiled.DTYPES[capability].itemsize == 2 else 1
+    for left, right in zip(plain, with_scales, strict=True):
+        assert left[:2] == right[:2]
+        more = right[2].asm["ptx"].count("ld.global.v4.b32") - left[2].asm["ptx"].count("ld.global.v4.b32")
+        assert more == loads * world  # a share for each rank

@@ -11,43 +11,59 @@ from torch import Tensor
 
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import Workspace
+from phalanx.kernels.reference import Unscaled
 
 Sum = Callable[[Tensor, Tensor, int, dict[str, Any]], None]
-"""Launch one chunk: (source and target as int32, vectors of 16 bytes, the kernel's constants)."""
+"""Launch one chunk: (source and target as int32, vectors of 16 bytes, the kernel's scales and constants)."""
 SumNorm = Callable[[tuple[Any, ...], int, dict[str, Any]], None]
-"""Launch one chunk: (the kernel's arguments up to `turn`, rows, the kernel's constants)."""
+"""Launch one chunk: (the kernel's arguments up to `turn`, rows, the kernel's scales and constants)."""
 
 
-def all_reduce(x: Tensor, workspace: Workspace, at_once: int, launch: Sum) -> Tensor:
-    """x (contiguous, a multiple of 16 bytes, 16-byte aligned) summed into a new tensor, `at_once` vectors at a time."""
-    out = torch.empty_like(x)
-    source, target = x.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
-    vectors, constants = source.numel() // 4, _constants(x, workspace)
+def all_reduce(x: Tensor | Unscaled, workspace: Workspace, at_once: int, launch: Sum) -> Tensor:
+    """x (contiguous, a multiple of 16 bytes, 16-byte aligned) summed into a new tensor, `at_once` vectors at a time; of a product
+    with scales, whose rows are such multiples, as many rows as they hold (a workspace holds more than one)."""
+    values, rows, columns = Unscaled.parts(x)
+    out = torch.empty_like(values)
+    source, target = values.view(-1).view(torch.int32), out.view(-1).view(torch.int32)
+    vectors, constants = source.numel() // 4, _constants(values, workspace)
+    pitch = None if columns is None else columns.numel() * values.element_size() // 16
+    if pitch is not None:
+        at_once -= at_once % pitch
     for first in range(0, vectors, at_once):
-        launch(source[4 * first :], target[4 * first :], min(vectors - first, at_once), constants)
+        scales = _scales(rows, columns, 0 if pitch is None else first // pitch)
+        count = min(vectors - first, at_once)
+        launch(source[4 * first :], target[4 * first :], count, {**constants, **scales, "pitch": pitch})
     return out
 
 
-def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, at_once: int, launch: SumNorm) -> tuple[Tensor, ...]:
+def all_reduce_norm(
+    x: Tensor | Unscaled, fusion: ResidualRmsNorm, workspace: Workspace, at_once: int, launch: SumNorm
+) -> tuple[Tensor, ...]:  # fmt: skip
     """x [T, H] (as above; H a multiple of 8, for nvfp4 of 16) summed, and its fusion, in new tensors: as many rows at a time as
     `at_once` vectors hold."""
     from phalanx.kernels.residual_rms_norm import Sinks, quant_mode
 
+    values, row_scales, column_scales = Unscaled.parts(x)
     mode = quant_mode(fusion.quant, fusion.scale)
-    sinks = Sinks(x, mode, fusion.keep_norm)
+    sinks = Sinks(values, mode, fusion.keep_norm)
     residual = fusion.residual.contiguous()
-    rows = x.shape[0]
-    rows_at_once = at_once // pitch_of(x)
-    constants = {**_constants(x, workspace), "QUANT": mode, "KEEP_NORM": fusion.keep_norm}
+    rows = values.shape[0]
+    rows_at_once = at_once // pitch_of(values)
+    constants = {**_constants(values, workspace), "QUANT": mode, "KEEP_NORM": fusion.keep_norm}
     for first in range(0, rows, rows_at_once):
         last = min(rows, first + rows_at_once)
         arguments = (
-            x[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
+            values[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
             sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
             workspace.turn,
         )  # fmt: skip
-        launch(arguments, last - first, constants)
+        launch(arguments, last - first, {**constants, **_scales(row_scales, column_scales, first)})
     return sinks.outputs()
+
+
+def _scales(rows: Tensor | None, columns: Tensor | None, first: int) -> dict[str, Tensor | None]:
+    """Of a chunk that begins at row `first`."""
+    return {"row_scales": None if rows is None else rows[first:], "column_scales": columns}
 
 
 def pitch_of(x: Tensor) -> int:

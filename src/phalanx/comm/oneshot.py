@@ -14,6 +14,7 @@ from torch import Tensor
 from phalanx.comm import chunked
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import Workspace
+from phalanx.kernels.reference import Unscaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,9 @@ PIECE = 128
 """Vectors of a piece of a row."""
 
 
-def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) -> Tensor:
-    """The sum over ranks of x (contiguous, a multiple of 16 bytes, 16-byte aligned), in a new tensor."""
+def all_reduce(x: Tensor | Unscaled, workspace: Workspace, launch: Launch | None = None) -> Tensor:
+    """The sum over ranks of x (contiguous, a multiple of 16 bytes, 16-byte aligned), in a new tensor; of an unscaled product, whose
+    rows are such multiples, the sum of what it is with its scales (its columns' scales are aligned so, too)."""
     from phalanx.kernels.allreduce_oneshot import oneshot
 
     def one(source: Tensor, target: Tensor, vectors: int, constants: dict[str, Any]) -> None:
@@ -73,11 +75,14 @@ def all_reduce(x: Tensor, workspace: Workspace, launch: Launch | None = None) ->
     return chunked.all_reduce(x, workspace, workspace.oneshot_vectors, one)
 
 
-def all_reduce_norm(x: Tensor, fusion: ResidualRmsNorm, workspace: Workspace, launch: Launch | None = None) -> tuple[Tensor, ...]:
+def all_reduce_norm(
+    x: Tensor | Unscaled, fusion: ResidualRmsNorm, workspace: Workspace, launch: Launch | None = None
+) -> tuple[Tensor, ...]:
     """The sum over ranks of x [T, H] (as above; H a multiple of 8, for nvfp4 of 16) and its fusion, in new tensors."""
     from phalanx.kernels.allreduce_oneshot import oneshot_norm, oneshot_norm_pieces
 
-    hidden, pitch = x.shape[1], chunked.pitch_of(x)
+    values = Unscaled.parts(x)[0]
+    hidden, pitch = values.shape[1], chunked.pitch_of(values)
 
     def one(arguments: tuple[Any, ...], rows: int, constants: dict[str, Any]) -> None:
         run = launch or row_launch(rows, pitch, workspace.world, workspace.sms, whole_rows=constants["QUANT"] == "fp8_token")

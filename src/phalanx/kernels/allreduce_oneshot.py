@@ -6,6 +6,7 @@
 
     out = round(x[0] + x[1] + ... + x[world - 1])           in fp32, in rank order, rounded once
     oneshot_norm: then what `residual_rms_norm` does with it
+    with scales (fp32 pointers; None without): x[r] stands for round(x[r] * row_scales[:, None] * column_scales)
 
 One hop over the wire, (world - 1) tensors out and in per rank: for small messages. `signals` says how ranks wait for each other.
 A call's half holds [world - 1][vectors], by `slot`.
@@ -18,7 +19,19 @@ import triton.language as tl
 
 from phalanx.kernels.residual_rms_norm import add_residual, finish_row, normalize, square_sum
 from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, hear, leave, poll, push, seal, slot, tell
-from phalanx.kernels.vectors import add, load, pack, rounded, store, unpack
+from phalanx.kernels.vectors import (
+    add,
+    load,
+    load_product,
+    load_row,
+    load_row_scale,
+    load_scales,
+    pack,
+    rounded,
+    scaled,
+    store,
+    unpack,
+)
 
 
 @triton.jit
@@ -60,15 +73,16 @@ def gather_sum(
     return sum_in_rank_order(own, words, KIND, RANK, WORLD)
 
 
-@triton.jit(do_not_specialize=["vectors", "half"])
+@triton.jit(do_not_specialize=["vectors", "half", "row_scales", "pitch"])
 def oneshot(
-    x, out, peers, turn, half, vectors,
+    x, out, peers, turn, half, vectors, row_scales, column_scales, pitch,
     KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
 
-    peers: the address of each rank's workspace; half: vectors in one of its halves; LOOP: there are more blocks than programs.
+    peers: the address of each rank's workspace; half: vectors in one of its halves; pitch: vectors of a row, None without
+    scales; LOOP: there are more blocks than programs.
     """
     dependents(PTX)
     number = enter(turn, PTX)
@@ -82,20 +96,20 @@ def oneshot(
         for block in range(first, blocks, programs):
             index = block * BLOCK + lane
             mask = index < vectors
-            spread(load(x, index, mask, PTX), peers, offset, index, mask, vectors, RANK, WORLD)
+            own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, PTX)
+            spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
         for block in range(first, blocks, programs):
             index = block * BLOCK + lane
             mask = index < vectors
-            total = gather_sum(
-                load(x, index, mask, PTX), mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS
-            )  # fmt: skip
+            own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, PTX)
+            total = gather_sum(own, mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS)
             store(out, index, pack(total, KIND, PTX), mask, PTX)
         leave(turn, programs, ticket)
     else:
         index = first * BLOCK + lane
         mask = index < vectors
-        own = load(x, index, mask, PTX)
+        own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, PTX)
         spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
         total = gather_sum(own, mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS)
@@ -104,8 +118,15 @@ def oneshot(
 
 
 @triton.jit
+def _load_row(x, row_scales, column_scales, row, column, index, mask, KIND: tl.constexpr, PTX: tl.constexpr):
+    """One of many rows. Its columns' scales are loaded again, rather than held in registers while the row waits for peers."""
+    lanes = load_scales(column_scales, column, mask, KIND, PTX)
+    return load_row(x, row_scales, lanes, row, index, mask, KIND, PTX)
+
+
+@triton.jit
 def _finish_rows(
-    x, residual, factors, sinks, scale, peers, offset, first, step, rows, hidden, eps,
+    x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, first, step, rows, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +136,7 @@ def _finish_rows(
     mask = column < pitch
     for row in range(first, rows, step):
         index = row * pitch + column
-        own = load(x, index, mask, PTX)
+        own = _load_row(x, row_scales, column_scales, row, column, index, mask, KIND, PTX)
         old = load(residual, index, mask, PTX)
         total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
         finish_row(
@@ -124,9 +145,9 @@ def _finish_rows(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "hidden", "half"])
+@triton.jit(do_not_specialize=["rows", "hidden", "half", "row_scales"])
 def oneshot_norm(
-    x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, eps,
+    x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -136,6 +157,8 @@ def oneshot_norm(
     column = tl.arange(0, BLOCK)
     mask = column < pitch
     factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
+    if not LOOP:
+        lanes = load_scales(column_scales, column, mask, KIND, PTX)
     number = enter(turn, PTX)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
@@ -143,16 +166,19 @@ def oneshot_norm(
     if LOOP:
         for row in range(first, rows, programs):
             index = row * pitch + column
-            spread(load(x, index, mask, PTX), peers, offset, index, mask, rows * pitch, RANK, WORLD)
+            own = _load_row(x, row_scales, column_scales, row, column, index, mask, KIND, PTX)
+            spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
         _finish_rows(
-            x, residual, factors, sinks, scale, peers, offset, first, programs, rows, hidden, eps,
+            x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, first, programs, rows, hidden, eps,
             KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, WARPS, PTX,
         )  # fmt: skip
     else:
         index = first * pitch + column
         own = load(x, index, mask, PTX)
+        unit = load_row_scale(row_scales, first)
         old = load(residual, index, mask, PTX)
+        own = scaled(own, unit, lanes, KIND, PTX)
         spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
         total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
@@ -163,9 +189,9 @@ def oneshot_norm(
     leave(turn, programs, ticket)
 
 
-@triton.jit(do_not_specialize=["rows", "hidden", "half"])
+@triton.jit(do_not_specialize=["rows", "hidden", "half", "row_scales"])
 def oneshot_norm_pieces(
-    x, residual, weight, sinks, scale, peers, turn, board, half, rows, hidden, eps,
+    x, residual, weight, sinks, scale, peers, turn, board, half, rows, hidden, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     PIECE: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -182,20 +208,23 @@ def oneshot_norm_pieces(
     column = tl.program_id(0) % pieces * PIECE + tl.arange(0, PIECE)
     mask = column < pitch
     factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
+    lanes = load_scales(column_scales, column, mask, KIND, PTX)
     number = enter(turn, PTX)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     index = row * pitch + column
     own = load(x, index, mask, PTX)
+    unit = load_row_scale(row_scales, row)
     old = load(residual, index, mask, PTX)
+    own = scaled(own, unit, lanes, KIND, PTX)
     spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
     ticket = draw_ticket(turn, programs)
     total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, PIECE, WARPS)
-    lanes = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
-    tell(board, tl.program_id(0), square_sum(lanes), number)
+    new = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
+    tell(board, tl.program_id(0), square_sum(new), number)
     each = tl.arange(0, PIECES)
     squares = tl.sum(hear(board, row * pieces + each, each < pieces, number), 0)
     normalize(
-        lanes, squares, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, PIECE, PTX
+        new, squares, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, PIECE, PTX
     )  # fmt: skip
     leave(turn, programs, ticket)

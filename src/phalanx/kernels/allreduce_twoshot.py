@@ -7,6 +7,7 @@
     share r of out = round(x[0] + ... + x[world - 1]) there, in fp32, in rank order, rounded once
     twoshot_norm: then what `residual_rms_norm` does with it, on every rank for every row: sending norm and residual instead of
     the sum would put more on the wire, which is what a large message waits for
+    with scales (fp32 pointers; None without): x[r] stands for round(x[r] * row_scales[:, None] * column_scales)
 
 Two hops, 2 (world - 1) / world tensors out and in per rank. A call's half holds [world - 1][share] parts by `slot`, then the sums
 [vectors] in the message's order.
@@ -24,13 +25,13 @@ import triton.language as tl
 from phalanx.kernels.allreduce_oneshot import gather_sum
 from phalanx.kernels.residual_rms_norm import finish_row
 from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
-from phalanx.kernels.vectors import load, pack, store, unpack
+from phalanx.kernels.vectors import load, load_product, pack, store, unpack
 
 
 @triton.jit
 def _scatter(
-    x, peers, offset, vectors, share, movers,
-    PTX: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
+    x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers,
+    PTX: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push each peer's share of my tensor to it."""
     for block in range(tl.program_id(0), tl.cdiv(share, BLOCK), movers):
@@ -39,12 +40,13 @@ def _scatter(
             source = (RANK + step) % WORLD * share + index
             mask = (index < share) & (source < vectors)
             place = slot((RANK + step) % WORLD, RANK, WORLD) * share.to(tl.int64) * 16
-            push(at(peers[(RANK + step) % WORLD] + offset + place, index, mask), seal(load(x, source, mask, PTX)))
+            address = at(peers[(RANK + step) % WORLD] + offset + place, index, mask)
+            push(address, seal(load_product(x, row_scales, column_scales, source, pitch, mask, KIND, PTX)))
 
 
 @triton.jit
 def _sum_and_push(
-    x, out, peers, offset, vectors, share, movers,
+    x, row_scales, column_scales, pitch, out, peers, offset, vectors, share, movers,
     PTX: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +56,7 @@ def _sum_and_push(
         index = block * BLOCK + tl.arange(0, BLOCK)
         place = RANK * share + index
         mask = (index < share) & (place < vectors)
-        own = load(x, place, mask, PTX)
+        own = load_product(x, row_scales, column_scales, place, pitch, mask, KIND, PTX)
         total = gather_sum(own, peers[RANK] + offset, index, mask, share, KIND, RANK, WORLD, BLOCK, WARPS)
         words = pack(total, KIND, PTX)
         sealed = seal(words)
@@ -74,16 +76,16 @@ def _collector(movers, programs):
     return tl.where(first < 0, 0x7FFFFFFF, first), tl.where(movers == programs, programs, programs - movers)
 
 
-@triton.jit(do_not_specialize=["vectors", "share", "half", "movers"])
+@triton.jit(do_not_specialize=["vectors", "share", "half", "movers", "row_scales", "pitch"])
 def twoshot(
-    x, out, peers, turn, half, vectors, share, movers,
+    x, out, peers, turn, half, vectors, share, movers, row_scales, column_scales, pitch,
     KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
 
     share: vectors that each rank adds up, world x share >= vectors; peers: the address of each rank's workspace; half: vectors in
-    one of its halves.
+    one of its halves; pitch: vectors of a row, None without scales.
     """
     dependents(PTX)
     number = enter(turn, PTX)
@@ -91,10 +93,13 @@ def twoshot(
     programs = tl.num_programs(0)
     moves = tl.program_id(0) < movers
     if moves:
-        _scatter(x, peers, offset, vectors, share, movers, PTX, RANK, WORLD, BLOCK)
+        _scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, BLOCK)
     ticket = draw_ticket(turn, programs)
     if moves:
-        _sum_and_push(x, out, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, BLOCK, WARPS, False)
+        _sum_and_push(
+            x, row_scales, column_scales, pitch, out, peers, offset, vectors, share, movers,
+            PTX, KIND, RANK, WORLD, BLOCK, WARPS, False,
+        )  # fmt: skip
     mine = peers[RANK] + offset + (WORLD - 1) * share.to(tl.int64) * 16
     first, hop = _collector(movers, programs)
     for block in range(first, tl.cdiv(share, BLOCK), hop):
@@ -111,9 +116,9 @@ def twoshot(
     leave(turn, programs, ticket)
 
 
-@triton.jit(do_not_specialize=["rows", "hidden", "share", "half", "movers"])
+@triton.jit(do_not_specialize=["rows", "hidden", "share", "half", "movers", "row_scales"])
 def twoshot_norm(
-    x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, share, movers, eps,
+    x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, share, movers, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -130,10 +135,13 @@ def twoshot_norm(
     programs = tl.num_programs(0)
     moves = tl.program_id(0) < movers
     if moves:
-        _scatter(x, peers, offset, vectors, share, movers, PTX, RANK, WORLD, FLAT)
+        _scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, FLAT)
     ticket = draw_ticket(turn, programs)
     if moves:
-        _sum_and_push(x, x, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, FLAT, WARPS, True)
+        _sum_and_push(
+            x, row_scales, column_scales, pitch, x, peers, offset, vectors, share, movers,
+            PTX, KIND, RANK, WORLD, FLAT, WARPS, True,
+        )  # fmt: skip
     mine = peers[RANK] + offset + (WORLD - 1) * share.to(tl.int64) * 16
     first, hop = _collector(movers, programs)
     # Shares fill up side by side: so rows are taken from each share in turn.

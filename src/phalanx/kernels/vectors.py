@@ -200,12 +200,15 @@ def load_scales(columns, column, mask, KIND: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def scaled(words, row_scale, column_scales, KIND: tl.constexpr, PTX: tl.constexpr):
-    """Sums (words) * row_scale (a scalar, or one for each vector) * column_scales (lanes), in fp32, rounded once: words."""
-    lanes = unpack(words, KIND)
-    product = ()
-    for k in tl.static_range(len(lanes)):
-        product = product + (lanes[k] * row_scale * column_scales[k],)
-    return pack(product, KIND, PTX)
+    """Sums (words) * row_scale (a scalar, or one for each vector) * column_scales (lanes), in fp32, rounded once: words. The words
+    themselves where there are no column_scales."""
+    if len(column_scales) > 0:
+        lanes = unpack(words, KIND)
+        product = ()
+        for k in tl.static_range(len(lanes)):
+            product = product + (lanes[k] * row_scale * column_scales[k],)
+        words = pack(product, KIND, PTX)
+    return words
 
 
 @triton.jit
@@ -221,9 +224,17 @@ def load_product(x, rows, columns, index, pitch, mask, KIND: tl.constexpr, PTX: 
 
 
 @triton.jit
+def load_row_scale(rows, row):
+    """The scale of a row, from `rows` as `load_product` takes them. A kernel has written it: after the wait."""
+    if rows is not None:
+        scale = tl.load(rows + row)
+    else:
+        scale = 1.0
+    return scale
+
+
+@triton.jit
 def load_row(x, rows, column_scales, row, index, mask, KIND: tl.constexpr, PTX: tl.constexpr):
     """As `load_product`, for vectors `index` of one row, number `row`; column_scales: what `load_scales` gave for them."""
     words = load(x, index, mask, PTX)
-    if rows is not None:
-        words = scaled(words, tl.load(rows + row), column_scales, KIND, PTX)
-    return words
+    return scaled(words, load_row_scale(rows, row), column_scales, KIND, PTX)
