@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
+from phalanx.comm.choose import OWNED_FROM
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import default
@@ -30,6 +31,16 @@ def test_ranges_cover_every_size():
         assert (match[3], match[4] == "fused") == (entry.strategy.name, entry.fused)
     assert "x the speed of NCCL" in text[-len(ranges)]
     assert "not measured at this size: the seed" in text[-1]
+
+
+def test_it_says_from_where_on_rows_have_owners():
+    here = Fingerprint(90, "nvlink", 2)
+    table = Table(here, (), default(here))
+    said = [line for line in lines(table, "bf16", 8192) if "OWNED" in line]
+    assert len(said) == 1
+    assert f"from {OWNED_FROM[2]} tokens on" in said[0]
+    cpu = Fingerprint(0, "shm", 2)
+    assert not any("OWNED" in line for line in lines(Table(cpu, (), default(cpu)), "bf16", 8192))
 
 
 def test_what_cannot_run_is_said():

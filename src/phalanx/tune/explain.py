@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from phalanx.comm.choose import Decision, Rules, choose
+from phalanx.comm.choose import Decision, Rules, choose, owned, owned_from
 from phalanx.hardware.fingerprint import LINKS
 from phalanx.tables.message import Fusion, Message
 from phalanx.tables.shipped import mean_gain
@@ -18,7 +18,7 @@ MAX_TOKENS = 32_768
 
 def rules(table: Table) -> Rules:
     """As a group decides that runs by this table, with nothing forced."""
-    return Rules(table.fingerprint, {}, table.lookup)
+    return Rules(table.fingerprint, {}, table.lookup, owned_from=owned_from(table.fingerprint))
 
 
 def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = tuple(Fusion)) -> Iterator[str]:
@@ -31,6 +31,7 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
         yield from (f"  {name}: {text}" for name, text in table.made.items())
     else:
         yield f"no table: the seed decides everywhere ({table.seed.origin})"
+    yield from _owners(decide, dtype, hidden, fusions)
     for fusion in fusions:
         yield f"{fusion.name}, {dtype}, hidden {hidden}"
         sizes = range(1, MAX_TOKENS + 1)
@@ -41,6 +42,16 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
             (first, entry), last = members[0], members[-1][0]
             upto = "or more" if last == MAX_TOKENS else f"to {last}"
             yield f"  {first:>6} {upto:<9} tokens: {how(entry, fusion, machine.sm):<24} ({entry.reason})"
+
+
+def _owners(decide: Rules, dtype: str, hidden: int, fusions: tuple[Fusion, ...]) -> Iterator[str]:
+    """From where on rows have owners, if anywhere."""
+    first, world = decide.owned_from, decide.fingerprint.world
+    if first is not None and any(owned(Message("all_reduce", fusion, dtype, first, hidden, world), decide) for fusion in fusions):
+        yield (
+            f"where a model's layers hand the residual on, without or with FP8: TWOSHOT+OWNED from {first} tokens on, whatever is "
+            "said below: each rank adds up, norms and quantizes its own rows, and hands out what comes of them"
+        )
 
 
 def how(entry: Decision, fusion: Fusion, sm: int) -> str:
