@@ -3,7 +3,8 @@
 
     apply releases and admissions -> arrange (host) -> upload (one copy) -> receive hidden -> forward -> send hidden | sample
 
-A step in which every row is one token that samples is forwarded by a captured graph, where there are any; the others eagerly.
+Where graphs are captured, the smallest that holds the step forwards it: of rows of one token that all sample, or of any rows. A
+step that none holds is forwarded eagerly.
 
 Nothing here waits for the device: tokens stay there, in the slots, where the next step finds them. `Outcome.results` waits.
 """
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.engine.messages import Row, RowResult, StepBatch
-from phalanx.engine.ranks.graphs import DecodeGraphs, NewBlocks, Tape
+from phalanx.engine.ranks.graphs import StepGraphs, Tape
+from phalanx.engine.ranks.places import DecodePlaces, NewBlocks, Size, StepPlaces
 from phalanx.engine.ranks.slots import Arranged, Prompts, SlotTables, Upload
 from phalanx.engine.sampler import Sampler
 from phalanx.engine.sampling.outputs import PromptScores, Sampled
@@ -86,13 +88,14 @@ class Runner:
     """One stage of one slice of a model, with its caches and its slots.
 
     caches: one per layer that the model holds; may be replaced between steps. sampler: on the last stage. pipeline: the group of
-    the stages. max_batch_size: slots. tape: what captures decode steps, where the back end bears it (see `graphs`). Every call is
-    made in the order of the steps.
+    the stages. max_batch_size: slots. tape: what captures steps, where the back end bears it (see `graphs`): those of rows of one
+    token, and those of any rows up to max_num_tokens tokens. Every call is made in the order of the steps.
     """
 
     def __init__(
         self, model: Model, caches: Sequence[KvCache], backend: AttentionBackend, sampler: Sampler | None, pipeline: Group, *,
         max_batch_size: int, max_seq_len: int, block_size: int, dtype: torch.dtype, device: torch.device, tape: Tape | None = None,
+        max_num_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.caches = caches
         self._model, self._backend, self._sampler, self._pipeline = model, backend, sampler, pipeline
@@ -103,11 +106,12 @@ class Runner:
         self._reporting: set[int] = set()  # slots whose prompt tokens' logprobs are asked for
         self._upload = Upload(device)
         self._first, self._last = pipeline.rank == 0, pipeline.rank == pipeline.size - 1
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         if tape is not None and backend.captures:
-            self.graphs = DecodeGraphs(
-                model, backend, self._tables, self._last_tokens, tape, first=self._first, last=self._last, dtype=dtype
-            )
+            self.graphs = StepGraphs(
+                model, backend, self._tables, self._last_tokens, tape, first=self._first, last=self._last, dtype=dtype,
+                max_num_tokens=max_num_tokens,
+            )  # fmt: skip
 
     @torch.inference_mode()
     def run(self, step: StepBatch) -> Outcome:
@@ -117,7 +121,7 @@ class Runner:
             return Outcome(0 if self._last else None)
         reported = self._reported(step.rows)
         arranged, new = self._arrange(step.rows, reported)
-        size = self._graph_size(arranged, new)
+        size = None if self.graphs is None else self.graphs.size_of(arranged)
         stream, forwarded = self._eager(arranged, new) if size is None else self._replay(size, arranged, new)
         outcome = Outcome()
         if forwarded is not None:
@@ -129,19 +133,33 @@ class Runner:
             outcome.event.record()
         return outcome
 
-    def _replay(self, size: int, arranged: Arranged, new: NewBlocks) -> tuple[Tensor | None, Forwarded | None]:
+    def _replay(self, size: Size, arranged: Arranged, new: NewBlocks) -> tuple[Tensor | None, Forwarded | None]:
         """Forward by the graph of a size. Returns the residual stream for the next stage, or what the last one left."""
         assert self.graphs is not None
+        places, rows, count = self.graphs.places(size), len(arranged.slots), len(arranged.sampled_slots)
+        if len(new[0]) > places.room:
+            self._store(new)
+            new = new[0][:0], new[1][:0]
         self.graphs.replay(size, arranged, new, self._receive)
-        places, rows = self.graphs.places, len(arranged.slots)
-        if places.logits is None:
-            return None if places.out is None else places.out[:rows], None
-        return None, Forwarded(places.slots[:rows], places.logits[:rows], places.tokens[:rows])
+        if isinstance(places, DecodePlaces) and places.logits is not None:
+            return None, Forwarded(places.slots[:rows], places.logits[:rows], places.tokens[:rows])
+        assert places.out is not None
+        stream, head = places.out[: len(arranged.token_ids)], self._model.head
+        if head is None:
+            return stream, None
+        assert isinstance(places, StepPlaces)
+        wanted = places.logit_rows[: len(arranged.logit_rows)]
+        local = head.local(stream, wanted[:count])
+        return None, Forwarded(places.sampled_slots[:count], local, stream=stream, scored=wanted[count:])
+
+    def _store(self, new: NewBlocks) -> None:
+        """The new blocks' way into the device's tables."""
+        if self._device.type == "cuda" and new[0].size:
+            self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
 
     def _eager(self, arranged: Arranged, new: NewBlocks) -> tuple[Tensor | None, Forwarded | None]:
         """Forward without a graph. Returns as `_replay`."""
-        if self._device.type == "cuda" and new[0].size:
-            self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
+        self._store(new)
         batch, slots = self._batch(arranged)
         batch.attention = self._backend.plan(batch)
         hidden = None
@@ -171,19 +189,11 @@ class Runner:
                 self._sampler.admit(admission)
 
     @torch.inference_mode()
-    def capture(self, wanted: Sequence[int] | None = None) -> Iterator[int]:
-        """Capture decode steps of these numbers of rows, or of all sizes, over the caches as they are now; yields each once it is
-        there. Collective."""
+    def capture(self, wanted: Sequence[Size] | None = None) -> Iterator[Size]:
+        """Capture steps of these sizes, or of all that there are, over the caches as they are now; yields each once it is there.
+        Collective."""
         if self.graphs is not None:
             yield from self.graphs.capture(self.caches, self.graphs.sizes if wanted is None else wanted)
-
-    def _graph_size(self, arranged: Arranged, new: NewBlocks) -> int | None:
-        """The size of the graph that can forward these rows: each of one token, whose logits are wanted, and no others."""
-        rows = len(arranged.slots)
-        if len(new[0]) > len(self._tables.host):
-            return None
-        alike = len(arranged.token_ids) == len(arranged.sampled_slots) == len(arranged.logit_rows) == rows
-        return self.graphs.size_of(rows) if alike and self.graphs is not None else None
 
     def _reported(self, rows: Sequence[Row]) -> Sequence[range]:
         """Which of each row's tokens are followed by a prompt token to report."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,9 +24,11 @@ class Batch:
     The `*_cpu` facts are the same on the host, for back ends that plan there; `block_tables_cpu` is left out where none does. Of a
     fixed batch they tell its size alone.
 
-    fixed: a batch of R rows of one token each that a captured graph forwards again and again: every tensor stays where it is. Its
-    tables are those of all slots, its table_rows the rows' slots; a row may have any length that its table has room for, and a
-    padding row has slot 0, position 0, a KV length of 1 and KV slot -1.
+    fixed: a batch that a captured graph forwards again and again: every tensor stays where it is. Its tables are those of all
+    slots, its table_rows the rows' slots; a row may have any length that its table has room for. Its rows 0 .. decodes-1 have one
+    token each, row r token r; the others any number, at query_starts. A row that is not there has slot 0, no token and a KV length
+    of 0; or, where all rows are of one token, a token as well and a KV length of 1. Tokens that are not there come last, and have
+    position 0 and KV slot -1.
     short: of a fixed batch: no row gets longer than the back end's `short_up_to` says of so many rows.
     last: (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], what was sampled last.
     """
@@ -43,8 +46,15 @@ class Batch:
     table_rows: Tensor | None = None
     attention: Any = None
     fixed: bool = False
+    decodes: int = 0
     short: bool = False
     last: tuple[Tensor, Tensor] | None = None
+
+
+def leading_ones(query_starts: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> int:
+    """How many rows, from the first on, have one token. query_starts [R + 1]: see `Batch`."""
+    longer = np.diff(np.asarray(query_starts)) != 1
+    return int(longer.argmax()) if longer.any() else len(longer)
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +20,8 @@ from phalanx.config.model import ModelShape
 from phalanx.config.sampling import SamplingParams
 from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
 from phalanx.engine.ranks import graphs
-from phalanx.engine.ranks.graphs import Places, Replay, Rerun, sizes
+from phalanx.engine.ranks.graphs import Replay, Rerun, Tape
+from phalanx.engine.ranks.places import sizes
 from phalanx.engine.runner import Runner
 from phalanx.engine.sampler import Sampler
 from phalanx.errors import EngineError
@@ -38,6 +36,7 @@ from tests.engine.test_runner import Pipe
 
 CPU = torch.device("cpu")
 SLOTS, BLOCKS = 11, 100
+ROWS = [size.tokens for size in sizes(SLOTS, 0)[0]]
 
 
 class Counting(Rerun):
@@ -86,8 +85,8 @@ class Late:
 
 
 def make_runner(
-    folder: Path, tape: Rerun | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
-    attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128,
+    folder: Path, tape: Tape | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
+    attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
 ) -> Runner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
     model = registry.build(shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
@@ -96,6 +95,7 @@ def make_runner(
     runner = Runner(
         model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, tape=tape,
+        max_num_tokens=tokens,
     )  # fmt: skip
     list(runner.capture())
     return runner
@@ -123,17 +123,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("graphs") / "mistral", "mistral", num_hidden_layers=3)
 
 
-def test_sizes_end_at_the_most_and_stay_close() -> None:
-    assert sizes(1) == [1]
-    assert sizes(11) == [1, 2, 4, 8, 11]
-    for most in (64, 256, 512):
-        found = sizes(most)
-        assert found == sorted(set(found))
-        assert found[-1] == most
-        assert len(found) < 40
-        assert all(later <= 2 * size and later - size <= 32 for size, later in itertools.pairwise(found))
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_tokens_equal_the_eager_path_and_transformers(folder: Path, count: int, ahead: bool) -> None:
@@ -141,7 +130,7 @@ def test_tokens_equal_the_eager_path_and_transformers(folder: Path, count: int, 
     got = drive(make_runner(folder, tape)).generate(asked, 7, ahead=ahead)
     assert got == drive(make_runner(folder, None)).generate(asked, 7, ahead=ahead)
     assert got[0] == expected(folder, asked[0], 7)
-    used = len(sizes(SLOTS)) - 1 - next(at for at, size in enumerate(sizes(SLOTS)) if size >= count)
+    used = len(ROWS) - 1 - next(at for at, size in enumerate(ROWS) if size >= count)
     assert tape.replays == {used: 6}
 
 
@@ -151,7 +140,7 @@ def test_no_plan_is_made_per_step(folder: Path) -> None:
     attention = runner._backend
     assert isinstance(attention, Fixed)
     captured = attention.planned
-    assert captured == len(sizes(SLOTS))
+    assert captured == len(ROWS)
     assert drive(runner).generate(asked, 7, ahead=True) == [expected(folder, prompt, 7) for prompt in asked]
     assert attention.planned == captured
 
@@ -183,33 +172,10 @@ def test_ranks_agree_on_tokens_without_the_logits(
     assert drive(make_runner(folder, Counting())).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
 
 
-def test_facts_take_turns_on_the_host() -> None:
-    """What is filled for a small batch after a large one ends in padding."""
-    model = SimpleNamespace(shape=SimpleNamespace(hidden_size=4), head=None)
-    places = Places(8, model, first=True, last=False, dtype=torch.float32, device=CPU)  # type: ignore[arg-type]
-    for rows, size in ((7, 8), (3, 4), (1, 1)):
-        numbers = np.arange(rows, dtype=np.int64)
-        arranged = SimpleNamespace(
-            slots=numbers + 1, token_ids=numbers + 50, from_slot_at=numbers[:1], positions=numbers + 20, kv_slots=numbers + 90,
-            kv_lengths=(numbers + 21).astype(np.int32),
-        )  # fmt: skip
-        new = numbers[:-1] * 2, numbers[:-1].astype(np.int32) + 30
-        places.fill(arranged, new, size)  # type: ignore[arg-type]
-        assert places.facts[5].tolist() == [*range(0, 2 * rows - 2, 2), *[-1] * (9 - rows)]
-        assert places.facts[6, : rows - 1].tolist() == [*range(30, 29 + rows)]
-        batch = places.batch(size, torch.zeros(8, 2, dtype=torch.int32), None)
-        pad = size - rows
-        assert batch.token_ids.tolist() == [-1, *range(51, 50 + rows), *[0] * pad]
-        assert batch.positions.tolist() == [*range(20, 20 + rows), *[0] * pad]
-        assert batch.kv_slots.tolist() == [*range(90, 90 + rows), *[-1] * pad]
-        assert batch.kv_lengths.tolist() == [*range(21, 21 + rows), *[1] * pad]
-        assert batch.table_rows is not None
-        assert batch.table_rows.tolist() == [*range(1, 1 + rows), *[0] * pad]
-
-
 def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> None:
     """Everything that no row owns is poison or must stay as it is, block 0 among them, which padding points at."""
-    runner, plain = make_runner(folder, Counting()), make_runner(folder, None)
+    tape = Counting()
+    runner, plain = make_runner(folder, tape), make_runner(folder, None)
     prompt, used = prompts(1, seed=5)[0][:6], {7: [1, 2], 2: [3, 4], 4: [5, 6]}
     steps = [
         StepBatch(
@@ -233,8 +199,7 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> 
             changed = ((part != old) & ~(part.isnan() & old.isnan())).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(changed) == written
     assert tokens[0] == tokens[1]
-    assert runner.graphs is not None
-    assert runner.graphs.size_of(3) == 4
+    assert tape.replays == {ROWS[::-1].index(4): 1}
 
 
 def test_draws_do_not_depend_on_padding(folder: Path) -> None:

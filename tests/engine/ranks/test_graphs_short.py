@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.engine.ranks.graphs import DecodeGraphs, sizes
+from phalanx.engine.ranks.graphs import StepGraphs
+from phalanx.engine.ranks.places import Size
 from phalanx.engine.runner import Runner
 from phalanx.kernels.attention import SHORT, reference
 from phalanx.models.batch import Batch, KvCache
@@ -21,7 +22,7 @@ from phalanx.models.layers.attention_decode import DecodeBackend
 from phalanx.models.layers.attention_sdpa import SdpaBackend
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import expected, prompts
-from tests.engine.ranks.test_graphs import CPU, SLOTS, Counting, drive, make_runner
+from tests.engine.ranks.test_graphs import CPU, ROWS, Counting, drive, make_runner
 
 PROCESSORS = 16
 """So that up to 4 rows, of 2 KV heads each, are few."""
@@ -95,13 +96,11 @@ def test_each_size_is_told_of_once_and_all_graphs_are_counted(folder: Path) -> N
     graphs = runner.graphs
     assert graphs is not None
     assert tape.recorded == graphs.count == len(LONG) + len(SHORTER)
-    assert [graphs.size_of(rows) for rows in (1, 3, 5, 9)] == [1, 4, 8, 11]
     graphs.forget()
-    assert graphs.size_of(1) is None
-    assert list(runner.capture()) == sizes(SLOTS)[::-1]
+    assert [size.tokens for size in runner.capture()] == ROWS[::-1]
     assert tape.recorded == 2 * graphs.count
     graphs.forget()
-    assert list(runner.capture([2])) == [2]
+    assert list(runner.capture([Size(2, 2)])) == [Size(2, 2)]
     tape.replays.clear()
     assert drive(runner).generate([about(7)], 3) == [expected(folder, about(7), 3)]
     assert tape.replays == {2 * graphs.count + 1: 2}
@@ -112,15 +111,15 @@ def test_each_size_is_told_of_once_and_all_graphs_are_counted(folder: Path) -> N
 
 def test_a_graph_writes_none_of_its_facts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention reads lengths before the kernels before it have ended."""
-    forward, done = DecodeGraphs._forward, []
+    forward, done = StepGraphs._forward, []
 
-    def watched(graphs: DecodeGraphs, batch: Batch, caches: Sequence[KvCache]) -> None:
-        before = graphs.places.facts.clone()
-        forward(graphs, batch, caches)
-        assert torch.equal(graphs.places.facts, before)
+    def watched(graphs: StepGraphs, size: Size, batch: Batch, caches: Sequence[KvCache]) -> None:
+        before = graphs.places(size).facts.clone()
+        forward(graphs, size, batch, caches)
+        assert torch.equal(graphs.places(size).facts, before)
         done.append(len(batch.kv_lengths_cpu))
 
-    monkeypatch.setattr(DecodeGraphs, "_forward", watched)
+    monkeypatch.setattr(StepGraphs, "_forward", watched)
     runner = short_runner(folder, Counting())
     done.clear()
     drive(runner).generate([about(7), about(9)], 4, ahead=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of one token by the kernel, the others by another back end: who gets which, and that nothing is planned for fixed batches.
+"""Rows of one token by one kernel, the others by another or another back end: who gets which, and that nothing is planned for
+fixed batches.
 
-The kernel's reference stands in for it; that the two agree is for the kernel's own tests.
+The kernels' references stand in for them; that they agree is for the kernels' own tests.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import SHORT, reference
-from phalanx.models.batch import Batch
+from phalanx.models.batch import Batch, leading_ones
 from phalanx.models.layers import attention, attention_decode
 from phalanx.models.layers.attention_decode import DecodeBackend
 from phalanx.models.layers.attention_sdpa import SdpaBackend
@@ -55,6 +56,19 @@ def launched(monkeypatch: pytest.MonkeyPatch, said: list[bool]) -> list[int]:
 
     monkeypatch.setattr(attention_decode.kernels, "decode_attention", stand_in)
     return rows
+
+
+@pytest.fixture(autouse=True)
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
+    """Of each launch for other rows, how many these are, and their tiles."""
+    heard: list[tuple[int, int | None]] = []
+
+    def stand_in(query: Tensor, *inputs: Any, tiles: int | None, **options: Any) -> Tensor:
+        heard.append((len(inputs[-1]), tiles))
+        return reference.prefill_attention(query, *inputs, **options)
+
+    monkeypatch.setattr(attention_decode.kernels, "prefill_attention", stand_in)
+    return heard
 
 
 def indirect(batch: Batch) -> None:
@@ -113,12 +127,8 @@ def test_a_fixed_batch_is_planned_once_for_all_replays(launched: list[int]) -> N
     later, cache, keys, values = made_batch([(9, 1), (30, 1)], None)
     indirect(later)
     batch, _, _, _ = made_batch([(0, 1), (0, 1)], None)
-    batch.fixed, batch.block_tables, batch.table_rows = (
-        True,
-        torch.zeros_like(later.block_tables),
-        torch.zeros(2, dtype=torch.int64),
-    )
-    batch.block_tables_cpu = None
+    batch.fixed, batch.decodes, batch.block_tables_cpu = True, 2, None
+    batch.block_tables, batch.table_rows = torch.zeros_like(later.block_tables), torch.zeros(2, dtype=torch.int64)
     others = Watched()
     made = DecodeBackend(others, CPU)
     assert made.captures
@@ -132,6 +142,70 @@ def test_a_fixed_batch_is_planned_once_for_all_replays(launched: list[int]) -> N
     assert launched == [-2, -2]
 
 
+OTHERS = [(7, 1), (16, 1), (0, 9), (5, 1), (11, 50)]
+"""Rows by (tokens before, tokens): three of them, of 9, 1 and 50 tokens, for 3 query heads per KV head, have 1, 1 and 2 tiles."""
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("through_rows", [False, True])
+@pytest.mark.parametrize(("own", "fp8", "taken"), [
+    ("none", False, False), ("none", True, False), ("e4m3", False, False), ("e4m3", True, True), ("all", False, True),
+    ("all", True, True),
+])  # fmt: skip
+def test_who_attends_to_rows_of_several_tokens(
+    own: Any, fp8: bool, taken: bool, through_rows: bool, window: int | None, launched: list[int],
+    prefilled: list[tuple[int, int | None]],
+) -> None:  # fmt: skip
+    batch, cache, keys, values = made_batch(OTHERS, window, padding=2)
+    scales = (0.25, 0.03) if fp8 else None
+    if scales is not None:
+        cache = in_fp8(cache, scales)
+        keys, values = ([as_read(each, scale) for each in kept] for kept, scale in zip((keys, values), scales, strict=True))
+    if through_rows:
+        indirect(batch)
+    query, others = torch.randn(batch.token_ids.shape[0], 6, 8), Watched()
+    plan = DecodeBackend(others, CPU, own).plan(batch)
+    for _ in range(2):
+        out = plan.forward(query, cache, window=window, scale=0.3, kv_scales=scales)
+        compare(out, query, batch, OTHERS, keys, values, window)
+    assert launched == [2, 2]
+    assert prefilled == ([(3, 4)] * 2 if taken else [])
+    assert len(others.planned) == (not taken)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_fixed_batch_of_any_rows_is_planned_once(
+    window: int | None, launched: list[int], prefilled: list[tuple[int, int | None]]
+) -> None:  # fmt: skip
+    """20 rows of one token at most, of which the first 16 are launched apart, and 5 others; other rows of both at each replay."""
+    tokens, decodes, prompts, others = 200, 20, 5, Watched()
+    rows = decodes + prompts
+    made = DecodeBackend(others, CPU, "e4m3")
+    assert made.captures_prompts
+    assert not DecodeBackend(others, CPU).captures_prompts
+    batch, _, _, _ = made_batch([(0, 1)], None)
+    batch.fixed, batch.decodes, batch.block_tables_cpu, batch.kv_lengths_cpu = True, decodes, None, [1] * rows
+    batch.block_tables, batch.table_rows = torch.zeros(8, 60, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
+    batch.query_starts, batch.kv_lengths = (torch.zeros(count, dtype=torch.int32) for count in (rows + 1, rows))
+    plan, query = made.plan(batch), torch.randn(tokens, 6, 8)
+    for kinds in (OTHERS, OTHERS[2:], OTHERS[:2], [(3, 4), (0, 1)]):
+        now, cache, keys, values = made_batch(kinds, window)
+        leading, count = leading_ones(now.query_starts_cpu), len(kinds)
+        at = [*range(leading), *range(decodes, decodes + count - leading)]
+        batch.block_tables[:count, : now.block_tables.shape[1]] = now.block_tables
+        batch.table_rows.zero_()
+        batch.table_rows[at] = torch.arange(count)
+        batch.kv_lengths.zero_()
+        batch.kv_lengths[at] = now.kv_lengths
+        starts = [min(row, leading) for row in range(decodes)] + now.query_starts_cpu[leading:]
+        batch.query_starts[:] = torch.tensor(starts + starts[-1:] * (rows + 1 - len(starts)))
+        out = plan.forward(query, cache, window=window, scale=0.3)
+        compare(out, query, now, kinds, keys, values, window)
+    assert others.planned == []
+    assert launched == [-16, -4] * 4
+    assert prefilled == [(5, None)] * 4
+
+
 @pytest.mark.parametrize(("length", "short"), [(SHORT, True), (SHORT + 1, False)])
 def test_rows_are_short_as_the_host_knows_them(length: int, short: bool, said: list[bool]) -> None:
     """Of rows of one token, not of those that other back ends attend to; of fixed batches as they say themselves."""
@@ -140,7 +214,7 @@ def test_rows_are_short_as_the_host_knows_them(length: int, short: bool, said: l
     DecodeBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(4, 6, 8), cache, window=None, scale=0.3)
     batch, cache, _, _ = made_batch(rows[:2], None)
     for batch.short in (False, True):
-        batch.fixed = True
+        batch.fixed, batch.decodes = True, 2
         DecodeBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(2, 6, 8), cache, window=None, scale=0.3)
     assert said == [short, False, True]
 
@@ -160,8 +234,18 @@ def test_few_rows_are_better_planned_as_short() -> None:
 def test_which_back_end_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.backend(CPU, torch.float32, 64).name == "sdpa"  # no kernel on CPU
     monkeypatch.setattr(attention.kernels, "takes", lambda device, dtype, head_dim: head_dim == 64)
-    assert attention.backend(CPU, torch.float32, 64).name == "triton+sdpa"
+    monkeypatch.setattr(attention.kernels, "takes_prefill", lambda device, dtype, head_dim: False)
+    made = attention.backend(CPU, torch.float32, 64)
+    assert isinstance(made, DecodeBackend)
+    assert (made.name, made.own) == ("triton+sdpa", "none")
     assert attention.backend(CPU, torch.float32, 72).name == "sdpa"
+    monkeypatch.setattr(attention.kernels, "takes_prefill", lambda device, dtype, head_dim: True)
+    for name, own in (("sdpa", "all"), ("flashinfer", "e4m3")):
+        monkeypatch.setattr(Watched, "name", name)
+        monkeypatch.setattr(attention, "_rest", lambda *asked: Watched())
+        made = attention.backend(CPU, torch.float32, 64)
+        assert isinstance(made, DecodeBackend)
+        assert made.own == own
 
 
 def test_what_the_kernel_takes() -> None:

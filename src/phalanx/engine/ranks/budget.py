@@ -17,7 +17,7 @@ from phalanx.plan.memory import KvSpec, block_bytes, blocks_in
 
 DEFAULT_CPU_BYTES = 1 << 30
 GRAPH_BYTES = 8 << 20
-"""Set aside for each CUDA graph beside the memory that all share, which the capture of the largest measures."""
+"""Set aside for each CUDA graph beside the memory that all share, which the capture of the largest of each kind measures."""
 
 
 def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int) -> int:
@@ -95,12 +95,13 @@ def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device) ->
 
 
 def graphs_of(runner: Runner, device: torch.device) -> int:
-    """Bytes that the graphs will take, 0 where there are none: the largest is captured on trial and dropped. Collective."""
+    """Bytes that the graphs will take, 0 where there are none: the largest of each kind is captured on trial and dropped.
+    Collective."""
     graphs = runner.graphs
     if graphs is None:
         return 0
     before = free_bytes(device)
-    for _ in runner.capture(graphs.sizes[-1:]):
+    for _ in runner.capture(graphs.largest):
         taken = before - free_bytes(device)
     graphs.forget()
     return max(taken, 0) + GRAPH_BYTES * graphs.count

@@ -36,8 +36,10 @@ class AttentionBackend(Protocol):
 
     name: str
     captures: bool
-    """Whether it plans fixed batches (`Batch.fixed`): a forward with such a plan may be captured in a CUDA graph, and replayed with
-    whatever lengths and block tables the batch's tensors hold by then."""
+    """Whether it plans fixed batches (`Batch.fixed`) of rows of one token: a forward with such a plan may be captured in a CUDA
+    graph, and replayed with whatever lengths and block tables the batch's tensors hold by then."""
+    captures_prompts: bool
+    """Whether it also plans fixed batches that have other rows."""
 
     def plan(self, batch: Batch) -> AttentionPlan:
         """Host work and copies to the device, once per batch; reads no tensor back from the device."""
@@ -48,13 +50,16 @@ class AttentionBackend(Protocol):
 
 
 def backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """For rows of several tokens FlashInfer, on a GPU where it is installed and knows dtype and head_dim; else torch's
-    scaled_dot_product_attention. For rows of one token the house's kernel, where it `takes` them; else what the others have."""
+    """On a GPU the house's kernels, where they take this: for rows of one token, and for rows of several if FlashInfer, which is
+    better at these but over a cache in e4m3, is not installed or does not know dtype and head_dim. torch's
+    scaled_dot_product_attention for the rest."""
     rest = _rest(device, dtype, head_dim)
     if kernels.takes(device, dtype, head_dim):
         from phalanx.models.layers.attention_decode import DecodeBackend
 
-        return DecodeBackend(rest, device)
+        if not kernels.takes_prefill(device, dtype, head_dim):
+            return DecodeBackend(rest, device)
+        return DecodeBackend(rest, device, "e4m3" if rest.name == "flashinfer" else "all")
     return rest
 
 

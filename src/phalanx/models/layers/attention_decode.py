@@ -1,34 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention with the house's kernel for the rows of one token, which come first in a batch, and another back end for the
-others.
+"""Paged attention with the house's kernels: one for the rows of one token, which come first in a batch, and one for the others,
+unless another back end is better at them.
 
-The kernel reads lengths and block tables on the device, so for such rows there is nothing to plan: a captured forward is replayed
-with whatever its batch's tensors hold by then.
+The kernels read lengths, block tables and where rows begin on the device, so there is nothing to plan: a captured forward is
+replayed with whatever its batch's tensors hold by then.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.kernels import attention as kernels
-from phalanx.models.batch import Batch, KvCache
+from phalanx.models.batch import Batch, KvCache, leading_ones
 
 if TYPE_CHECKING:
     from phalanx.models.layers.attention import AttentionBackend, AttentionPlan
 
+FIRST_BAND = 16
+"""In a graph that also has prompts, most rows of one token are often not there. A launch cuts long rows as finely as its number of
+rows lets it, there or not: so these first rows have one of their own."""
+
 
 class DecodeBackend:
-    """others: for the rows of several tokens."""
+    """others: for rows of several tokens. own: which of those the house's kernel takes instead: those over a cache in e4m3, all, or
+    none, as there is no kernel for them; where there is one, it takes all of a fixed batch."""
 
     captures = True
 
-    def __init__(self, others: AttentionBackend, device: torch.device) -> None:
-        self.others, self.name = others, f"triton+{others.name}"
+    def __init__(
+        self, others: AttentionBackend, device: torch.device, own: Literal["none", "e4m3", "all"] = "none"
+    ) -> None:  # fmt: skip
+        self.others, self.name, self.own = others, f"triton+{others.name}", own
+        self.captures_prompts = own != "none"
         self.workspace = kernels.Workspace(device)
         self.met: set[kernels.Heads] = set()
 
@@ -41,44 +48,65 @@ class DecodeBackend:
 
 
 class DecodePlan:
-    """One batch: rows 0 .. decodes-1 have one token each, the others any number."""
+    """One batch: rows 0 .. decodes-1 have one token each, the others any number. Of a fixed batch some may not be there; what is
+    then written for a row of one token stands where a token of another row, or none, is, and the other rows come behind."""
 
     def __init__(self, backend: DecodeBackend, batch: Batch) -> None:
         self._batch, self._backend = batch, backend
-        self._decodes = len(batch.kv_lengths_cpu) if batch.fixed else leading_decodes(batch)
+        rows = len(batch.kv_lengths_cpu)
+        self._decodes = batch.decodes if batch.fixed else leading_ones(batch.query_starts_cpu)
+        self._prompts = rows - self._decodes
         lengths = batch.kv_lengths_cpu[: self._decodes]
         self._short = batch.short if batch.fixed else max(lengths, default=0) <= kernels.SHORT
+        banded = batch.fixed and self._prompts and self._decodes > FIRST_BAND
+        ends = [FIRST_BAND, self._decodes] if banded else [self._decodes]
+        self._bands = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if end]
+        # What comes of the batch at the first layer, whose cache says which kernel is the better one.
+        self._tiles: int | None = None
         self._rest: AttentionPlan | None = None
-        if self._decodes < len(batch.kv_lengths_cpu):
-            self._rest = backend.others.plan(without_rows(batch, self._decodes) if self._decodes else batch)
 
     def forward(
         self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
-        batch, count = self._batch, self._decodes
+        batch, tables, backend = self._batch, self._batch.block_tables, self._backend
         query = query.contiguous()
         out = torch.empty_like(query) if out is None else out
-        if count:
+        backend.met.add(kernels.Heads.of(query, cache.key))
+        for band in self._bands:
             rows = batch.table_rows
-            self._backend.met.add(kernels.Heads.of(query, cache.key))
             # Of a fixed batch, lengths and table rows are copied to the device before its graph runs, and no kernel of the graph
             # writes them. Tables are no such thing: the graph's first kernel writes the new blocks into them.
             kernels.decode_attention(
-                query[:count], cache.key, cache.value, batch.block_tables, None if rows is None else rows[:count],
-                batch.kv_lengths[:count], scale=scale, window=window, kv_scales=kv_scales, workspace=self._backend.workspace,
-                short=self._short, early_lengths=batch.fixed, out=out[:count],
+                query[band], cache.key, cache.value, tables if rows is not None else tables[band],
+                None if rows is None else rows[band], batch.kv_lengths[band], scale=scale, window=window, kv_scales=kv_scales,
+                workspace=backend.workspace, short=self._short, early_lengths=batch.fixed, out=out[band],
             )  # fmt: skip
-        if self._rest is not None:
-            self._rest.forward(query[count:], cache, window=window, scale=scale, kv_scales=kv_scales, out=out[count:])
+        if self._prompts:
+            if batch.fixed or backend.own == "all" or (backend.own == "e4m3" and cache.key.dtype == torch.float8_e4m3fn):
+                self._attend_prompts(query, cache, window, scale, kv_scales, out)
+            else:
+                if self._rest is None:
+                    self._rest = backend.others.plan(without_rows(batch, self._decodes) if self._decodes else batch)
+                at = self._decodes
+                self._rest.forward(query[at:], cache, window=window, scale=scale, kv_scales=kv_scales, out=out[at:])
         return out
 
-
-def leading_decodes(batch: Batch) -> int:
-    """How many rows, from the first on, have one token."""
-    longer = np.diff(np.asarray(batch.query_starts_cpu)) != 1
-    return int(longer.argmax()) if longer.any() else len(longer)
+    def _attend_prompts(
+        self, query: Tensor, cache: KvCache, window: int | None, scale: float, kv_scales: tuple[float, float] | None, out: Tensor
+    ) -> None:
+        """The rows behind those of one token, by the house's kernel. Its grid is as large as these rows need, or, of a fixed batch,
+        as any may."""
+        batch, at = self._batch, self._decodes
+        if not batch.fixed and self._tiles is None:
+            self._tiles = kernels.prefill_tiles(batch.query_starts_cpu[at:], query.shape[1] // cache.key.shape[2])
+        rows = batch.table_rows
+        kernels.prefill_attention(
+            query, cache.key, cache.value, batch.block_tables if rows is not None else batch.block_tables[at:],
+            None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
+            kv_scales=kv_scales, tiles=self._tiles, out=out,
+        )  # fmt: skip
 
 
 def without_rows(batch: Batch, count: int) -> Batch:

@@ -103,7 +103,7 @@ class FlashInferBackend:
     """One wrapper per kind of layer, kept over batches."""
 
     name = "flashinfer"
-    captures = False  # its launches follow the lengths
+    captures = captures_prompts = False  # its launches follow the lengths
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, device

@@ -181,7 +181,7 @@ class SdpaBackend:
     """torch's scaled_dot_product_attention over gathered blocks."""
 
     name = "sdpa"
-    captures = False  # the shapes of its calls follow the lengths
+    captures = captures_prompts = False  # the shapes of its calls follow the lengths
 
     def __init__(self) -> None:
         self._scratch = Scratch()

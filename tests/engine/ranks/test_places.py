@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of what sizes graphs are, and the facts that they find in their places."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.engine.messages import Row
+from phalanx.engine.ranks.places import DecodePlaces, Size, StepPlaces, sizes, worth_padding
+from phalanx.engine.ranks.slots import SlotTables
+
+CPU = torch.device("cpu")
+MODEL: Any = SimpleNamespace(shape=SimpleNamespace(hidden_size=4), head=None)
+
+
+def test_sizes_end_at_the_most_and_stay_close() -> None:
+    assert [size.tokens for size in sizes(1, 0)[0]] == [1]
+    assert [size.tokens for size in sizes(11, 0)[0]] == [1, 2, 4, 8, 11]
+    for most in (64, 256, 512):
+        rows, none = sizes(most, 0)
+        assert none == []
+        assert all(size == Size(size.decodes, size.decodes, 0) for size in rows)
+        found = [size.tokens for size in rows]
+        assert found == sorted(set(found))
+        assert found[-1] == most
+        assert len(found) < 40
+        assert all(later <= 2 * size and later - size <= 32 for size, later in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize(("slots", "most", "last"), [(256, 8192, 2048), (8, 1000, 1000), (256, 32, 32), (1, 20, 20), (3, 2, 2)])
+def test_sizes_of_any_rows_are_close_where_padding_costs(slots: int, most: int, last: int) -> None:
+    found = sizes(slots, most)[1]
+    assert found[-1].tokens == last
+    assert len(found) <= 13
+    for size in found:
+        assert size.decodes == min(size.tokens, slots)  # so that rows of one token always have room
+        assert 0 < size.prompts == min(size.tokens, slots, 64)
+    for size, later in itertools.pairwise(found):
+        assert size.tokens < later.tokens
+        assert later.tokens <= (2 if later.tokens <= 128 else 1.5) * size.tokens
+    assert sizes(slots, 1)[1] == sizes(slots, 0)[1] == []
+
+
+@pytest.mark.parametrize(("megabytes", "tokens"), [(436, 1376), (855, 701)])  # Llama 3 8B in bf16; 70B in FP8, one rank
+def test_large_steps_of_large_layers_are_not_worth_padding(megabytes: int, tokens: int) -> None:
+    held = torch.empty(megabytes * 10**6, dtype=torch.int8, device="meta")
+    layer = SimpleNamespace(parameters=lambda: [held], buffers=lambda: [torch.empty(8, device="meta")])
+    assert worth_padding(SimpleNamespace(layers=[layer])) == tokens  # type: ignore[arg-type]
+
+
+def test_facts_of_rows_of_one_token() -> None:
+    """What is filled for a small batch after a large one ends in padding."""
+    places = DecodePlaces(8, MODEL, first=True, last=False, dtype=torch.float32, device=CPU)
+    for rows, size in ((7, 8), (3, 4), (1, 1)):
+        numbers = np.arange(rows, dtype=np.int64)
+        arranged: Any = SimpleNamespace(
+            slots=numbers + 1, token_ids=numbers + 50, from_slot_at=numbers[:1], positions=numbers + 20, kv_slots=numbers + 90,
+            kv_lengths=(numbers + 21).astype(np.int32),
+        )  # fmt: skip
+        places.fill(arranged, (numbers[:-1] * 2, numbers[:-1].astype(np.int32) + 30), Size(size, size))
+        assert places.facts[5].tolist() == [*range(0, 2 * rows - 2, 2), *[-1] * (9 - rows)]
+        assert places.facts[6, : rows - 1].tolist() == [*range(30, 29 + rows)]
+        batch = places.batch(Size(size, size), torch.zeros(8, 2, dtype=torch.int32), None)
+        pad = size - rows
+        assert batch.decodes == size
+        assert batch.token_ids.tolist() == [-1, *range(51, 50 + rows), *[0] * pad]
+        assert batch.positions.tolist() == [*range(20, 20 + rows), *[0] * pad]
+        assert batch.kv_slots.tolist() == [*range(90, 90 + rows), *[-1] * pad]
+        assert batch.kv_lengths.tolist() == [*range(21, 21 + rows), *[1] * pad]
+        assert batch.table_rows is not None
+        assert batch.table_rows.tolist() == [*range(1, 1 + rows), *[0] * pad]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_facts_of_any_rows(seed: int) -> None:
+    """A few steps after one another at the same places: each row is told as it is, and the rest is padding."""
+    chance, slots, block = random.Random(seed), 9, 4
+    found = sizes(slots, 40)[1]
+    places = StepPlaces(found[-1], MODEL, first=False, dtype=torch.float32, device=CPU)
+    assert places.hidden is not None
+    assert places.out is not None
+    assert places.hidden.shape == places.out.shape == (40, 4)
+    for _ in range(6):
+        size = chance.choice(found)
+        leading = chance.randrange(5)
+        counts = [1] * leading + [chance.randint(2, 6) for _ in range(chance.randrange(0 if leading else 1, 4))]
+        tables = SlotTables(slots, 80, block, CPU)
+        own, rows = chance.sample(range(slots), len(counts)), []
+        for slot, count in zip(own, counts, strict=True):
+            start, known = chance.randrange(30), count > 1 or chance.random() < 0.5
+            blocks = [chance.randrange(100) for _ in range(-(-(start + count) // block))]
+            rows.append(Row(slot, start, count, [chance.randrange(50) for _ in range(count)] if known else [], blocks, count != 3))
+        new = tables.append(rows)
+        arranged = tables.arrange(rows, [range(min(row.count - 1, 2)) for row in rows])
+        held = new[0][: places.room], new[1][: places.room]
+        places.fill(arranged, held, size)
+        last = torch.arange(100, 100 + slots)
+        batch = places.batch(size, tables.device, last)
+        total, begin, behind = len(arranged.token_ids), size.decodes, len(rows) - leading
+        pad, absent = [0] * (size.tokens - total), [0] * (size.prompts - behind)
+        assert batch.last is not None
+        assert batch.table_rows is not None
+        unknown = batch.token_ids == -1
+        ids = torch.where(unknown, batch.last[0][batch.last[1]], batch.token_ids)
+        wanted = torch.from_numpy(arranged.token_ids.copy())
+        wanted[arranged.from_slot_at] = last[arranged.from_slot]
+        assert ids.tolist() == wanted.tolist() + pad
+        assert batch.positions.tolist() == arranged.positions.tolist() + pad
+        assert batch.kv_slots.tolist() == arranged.kv_slots.tolist() + [-1] * len(pad)
+        gap = [0] * (begin - leading)
+        for fact, told in ((batch.table_rows, arranged.slots), (batch.kv_lengths, arranged.kv_lengths)):
+            assert fact.tolist() == [*told[:leading], *gap, *told[leading:], *absent]
+        starts = batch.query_starts.tolist()
+        assert starts[: begin + 1] == [min(row, leading) for row in range(begin + 1)]
+        assert starts[begin:] == [*arranged.query_starts[leading:], *[total] * len(absent)]
+        assert places.facts[5].tolist() == [*held[0], *[-1] * (places.room - len(held[0]))]
+        assert places.facts[6, : len(held[0])].tolist() == held[1].tolist()
+        assert places.logit_rows[: len(arranged.logit_rows)].tolist() == arranged.logit_rows.tolist()
+        assert places.sampled_slots[: len(arranged.sampled_slots)].tolist() == arranged.sampled_slots.tolist()
