@@ -112,11 +112,14 @@ def test_a_model_with_its_seams_is_the_model_without(tp: int, tmp_path: Path) ->
     assert not torch.equal(fused.step([(1, ids)])[0], widened.step([(1, ids)])[0])
 
 
-@pytest.mark.parametrize(("family", "left"), [("llama", 4), ("qwen3", 2), ("qwen2", 2)])
-def test_scales_are_left_to_what_reads_a_product(family: str, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the SiLU of each layer, and to rope where neither a bias nor a norm of the heads stands between; with the same logits."""
+@pytest.mark.parametrize(("family", "tp", "left"), [("llama", 1, 4), ("qwen3", 1, 2), ("qwen2", 1, 2), ("llama", 2, 2 * 8)])
+def test_scales_are_left_to_what_reads_a_product(
+    family: str, tp: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the SiLU of each layer, and to rope where neither a bias nor a norm of the heads stands between, and to the
+    sums of several ranks; with the same logits."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "std": 0.15}
-    model = Formation(write_checkpoint(tmp_path / "m", family, **sizes), tp=1, fp8=True, fp8_products=True)
+    model = Formation(write_checkpoint(tmp_path / "m", family, **sizes), tp=tp, fp8=True, fp8_products=True)
     ids = torch.randint(0, 384, (9,))
     finished = model.step([(0, ids)])[0]
     asked: list[int] = []

@@ -66,19 +66,19 @@ class Fp8:
             self._spread.append(self.input_scale.expand(1 << (tokens - 1).bit_length(), 1).contiguous())
         return self._spread[-1][:tokens]
 
-    def linear(self, x: Activation, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    def linear(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] times weight [out, in] -> [T, out]."""
         if not isinstance(x, Quantized) and not self.products:
-            wide = self.widened(weight)
-            return F.linear(x, wide, bias) if out is None else torch.mm(x, wide.t(), out=out)
+            return F.linear(x, self.widened(weight), bias)
         if not isinstance(x, Quantized) and x.shape[0] == 1:  # one row is quantized by its product, in one launch
-            product = quantizing_mm(x, self.input_scale, weight, self.weight_scale, dtype=self.dtype, out=out)
+            product = quantizing_mm(x, self.input_scale, weight, self.weight_scale, dtype=self.dtype)
         else:
-            product = kernels.scaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype, out=out)
+            product = kernels.scaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype)
         return product if bias is None else product + bias
 
     def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
-        """`linear` for a reader that can apply the product's scales: it may come without them, unless a bias stands between."""
+        """`linear` for a reader that can apply the product's scales, as a sum over ranks can: it may come without them, unless a bias
+        stands between."""
         if not self.products or bias is not None or x.shape[0] == 1:
             return self.linear(x, weight, bias)
         return unscaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype)

@@ -151,14 +151,14 @@ class RowParallelLinear(Sliced):
         residual = residual + total
         return residual, residual
 
-    def _partial(self, x: Activation) -> Tensor:
+    def _partial(self, x: Activation) -> Tensor | Unscaled:
         group, seat = self.seat.group, self.seat
+        if self.fp8 is not None:  # a sum over ranks can apply the product's scales as it loads them
+            return self.fp8.unscaled(x, self.weight) if group.size > 1 else self.fp8.linear(x, self.weight)
+        assert isinstance(x, Tensor)
         out = None
         if group.size > 1:
             out = group.empty(x.shape[0], self.out_features, dtype=seat.dtype, device=seat.device)
-        if self.fp8 is not None:
-            return self.fp8.linear(x, self.weight, out=out)
-        assert isinstance(x, Tensor)
         return kernels.linear(x, self.weight, out=out)
 
     def slices(self) -> Iterator[Slice]:
