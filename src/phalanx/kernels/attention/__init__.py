@@ -71,7 +71,7 @@ def short_up_to(rows: int, heads: Heads, processors: int, shared: int = SHARED) 
 
 def takes_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """As `takes`, of `prefill_attention`."""
-    return takes(device, dtype, head_dim) and dtype != torch.float32
+    return takes(device, dtype, head_dim)
 
 
 def prefill_attention(
@@ -88,8 +88,8 @@ def prefill_attention(
     """
     from phalanx.kernels.attention.prefill import prefill_attention as kernel
 
-    heads = Heads.of(query, key_cache)
+    choice = prefill_choice(query.shape[2], query.element_size(), key_cache.element_size())
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths, scale=scale, window=window,
-        kv_scales=kv_scales, choice=prefill_choice(heads.head_dim, heads.itemsize), tiles=tiles, out=out,
+        kv_scales=kv_scales, choice=choice, tiles=tiles, out=out,
     )  # fmt: skip

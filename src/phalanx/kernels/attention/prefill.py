@@ -28,30 +28,35 @@ from phalanx.kernels.vectors import nearest
 
 
 @triton.jit
-def _tile(starts, rows, back, TOKENS: tl.constexpr, MOST: tl.constexpr):
-    """The tile that is `back` before the last -> (its row; the row's first token, and how many it has; the tile's first of these,
-    less than 0 if there is no such tile). MOST: a power of two that is at least `rows`."""
+def _tile(starts, lengths, table_rows, rows, back, TOKENS: tl.constexpr, MOST: tl.constexpr, INDIRECT: tl.constexpr):
+    """The tile that is `back` before the last -> (its first token among its row's, less than 0 if there is no such tile; of the
+    row: the first token, how many, the length, the block table). MOST: a power of two that is at least `rows`."""
     each = tl.arange(0, MOST)
     begin = tl.load(starts + each, each < rows, 0, cache_modifier=".cg")
     count = tl.load(starts + each + 1, each < rows, 0, cache_modifier=".cg") - begin
+    # Of all rows, not of the one that is found: so one read does not wait for another.
+    length = tl.load(lengths + each, each < rows, 0, cache_modifier=".cg")
+    table = tl.load(table_rows + each, each < rows, 0, cache_modifier=".cg").to(tl.int64) if INDIRECT else each.to(tl.int64)
     tiles = (count + TOKENS - 1) // TOKENS
     ends = tl.cumsum(tiles, 0)
     tile = tl.max(ends, 0) - 1 - back
-    row = tl.sum((ends <= tile).to(tl.int32), 0)
-    here = each == row
-    first = (tile - tl.sum(tl.where(here, ends - tiles, 0), 0)) * TOKENS
-    return row, tl.sum(tl.where(here, begin, 0), 0), tl.sum(tl.where(here, count, 0), 0), tl.where(tile < 0, -1, first)
+    here = (tile < ends) & (tile >= ends - tiles)
+    first = tl.sum(tl.where(here, (tile - ends + tiles) * TOKENS, 0), 0)
+    return (
+        tl.where(tile < 0, -1, first), tl.sum(tl.where(here, begin, 0), 0), tl.sum(tl.where(here, count, 0), 0),
+        tl.sum(tl.where(here, length, 0), 0), tl.sum(tl.where(here, table, 0), 0),
+    )  # fmt: skip
 
 
 @triton.jit
 def _attended(
-    query, scales, last, key_cache, value_cache, table, begin, low, full, end, head, window,
+    query, scales, last, key_cache, value_cache, table, block, begin, low, full, end, head, window,
     DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, WINDOWED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """query [ROWS, WIDTH] over keys low .. end - 1 of a row, begin <= low a multiple of RUN -> (sum [ROWS], output [ROWS, WIDTH],
     yet to be divided by the sum). scales [ROWS]: of the scores, above 0, log2(e) among them; last [ROWS]: key that each sees; all
-    see those before `full`, but for the window."""
+    see those before `full`, but for the window. block: of the first KEYS."""
     ROWS: tl.constexpr = query.shape[0]
     WIDTH: tl.constexpr = query.shape[1]
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
@@ -59,7 +64,6 @@ def _attended(
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
-    block = _blocks(table, begin, end, KEYS, RUN, BLOCK_SIZE)
     for at in tl.range(begin, end, KEYS, num_stages=STAGES):
         token = at + tl.arange(0, KEYS)
         coming = _blocks(table, at + KEYS, end, KEYS, RUN, BLOCK_SIZE)
@@ -108,14 +112,19 @@ def _prefill(
     PARTS: tl.constexpr = (TOKENS * GROUP + ROWS - 1) // ROWS
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
     kv_head, back = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
-    row, row_begin, count, first = _tile(starts, rows, back // PARTS, TOKENS, MOST)
+    first, row_begin, count, length, held = _tile(starts, lengths, table_rows, rows, back // PARTS, TOKENS, MOST, INDIRECT)
     lead = (PARTS - 1 - back % PARTS) * ROWS  # the part's first (token, head) among the tile's
     if (first < 0) | (first + lead // GROUP >= count):
         return
-    length = tl.load(lengths + row, cache_modifier=".cg")
-    held = row.to(tl.int64)
-    if INDIRECT:
-        held = tl.load(table_rows + row, cache_modifier=".cg").to(tl.int64)
+    earlier = length - count + first  # keys before the tile's first token
+    full = earlier + lead // GROUP + 1
+    end = earlier + tl.minimum((tl.minimum(lead + ROWS, TOKENS * GROUP) - 1) // GROUP + 1, count - first)
+    low = tl.maximum(full - window, 0) if WINDOWED else 0
+    RUN: tl.constexpr = min(BLOCK_SIZE & -BLOCK_SIZE, KEYS)  # keys that are sure to lie in one block, from a multiple of it on
+    begin = low // RUN * RUN
+    table = tables + held * table_stride
+    block = _blocks(table, begin, end, KEYS, RUN, BLOCK_SIZE)
+
     member, dim = lead + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token = first + member // GROUP
     place = ((row_begin + token).to(tl.int64) * KV_HEADS + kv_head) * GROUP + member % GROUP
@@ -126,14 +135,9 @@ def _prefill(
     if FP8 and own.dtype == tl.bfloat16:
         narrow, powers = _in_fp16(own)
         scales *= powers
-    earlier = length - count + first  # keys before the tile's first token
-    full = earlier + lead // GROUP + 1
-    end = earlier + tl.minimum((tl.minimum(lead + ROWS, TOKENS * GROUP) - 1) // GROUP + 1, count - first)
-    low = tl.maximum(full - window, 0) if WINDOWED else 0
-    RUN: tl.constexpr = min(BLOCK_SIZE & -BLOCK_SIZE, KEYS)  # keys that are sure to lie in one block, from a multiple of it on
     total, mixed = _attended(
-        narrow, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, tables + held * table_stride,
-        low // RUN * RUN, low, full, end, kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, PTX,
+        narrow, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, table, block, begin, low, full, end,
+        kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, PTX,
     )  # fmt: skip
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
     tl.store(out + place, nearest(result, own, PTX), valid)

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill attention: in Triton's interpreter against the reference, and compiled for three generations of GPUs.
+
+The interpreter is chosen when a kernel is defined, so what runs in it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention.split import PrefillChoice, most_prefill_tiles, prefill_choice, prefill_tiles, tile_tokens
+from tests.kernels.attention.test_decode import SCALES, let_loops_begin_anywhere
+
+pytest.importorskip("triton")
+
+KEPT = 7.0
+"""What `out` holds where there is no row."""
+
+
+class Case(NamedTuple):
+    """Rows of (tokens, KV length). before, after: tokens of no row about those of the rows; padding: rows without tokens."""
+
+    rows: list[tuple[int, int]]
+    kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int = 16
+    window: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    indirect: bool = True
+    before: int = 2
+    after: int = 3
+    padding: int = 3
+    choice: PrefillChoice = PrefillChoice(64, 32, 4, 2)
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    tables: Tensor
+    table_rows: Tensor | None
+    starts: Tensor
+    lengths: Tensor
+
+
+def made(case: Case, seed: int = 0) -> Inputs:
+    """Blocks in no order; whatever no row sees is NaN, in the cache as it is in memory that was used before."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [*case.rows, *([(0, 1)] * case.padding)]
+    used = [-(-length // case.block_size) for count, length in rows if count]
+    blocks = list(range(1, sum(used) + 1))
+    random.Random(seed).shuffle(blocks)
+    shape = (len(blocks) + 1, case.block_size, case.kv_heads, case.head_dim)
+    caches = [torch.full(shape, float("nan")) for _ in range(2)]
+    slots = random.Random(seed).sample(range(len(rows) + 2), len(rows)) if case.indirect else list(range(len(rows)))
+    width = max(used, default=0) + 1
+    tables = torch.zeros(len(rows) + 2, width + 1, dtype=torch.int32)[:, :width]  # rows lie apart
+    starts = [case.before]
+    for slot, (count, length) in zip(slots, rows, strict=True):
+        starts.append(starts[-1] + count)
+        first = 0 if case.window is None else max(0, length - count + 1 - case.window)
+        if not count:
+            continue
+        for at in range(-(-length // case.block_size)):
+            tables[slot, at] = blocks.pop() if at >= first // case.block_size else 0
+        for at in range(first, length):
+            for cache in caches:
+                new = torch.randn(case.kv_heads, case.head_dim, generator=generator)
+                cache[int(tables[slot, at // case.block_size]), at % case.block_size] = new
+    query = torch.randn(starts[-1] + case.after, case.kv_heads * case.group, case.head_dim, generator=generator) * 3
+    if case.fp8:
+        caches = [(cache / scale).to(torch.float8_e4m3fn) for cache, scale in zip(caches, SCALES, strict=True)]
+    else:
+        caches = [cache.to(case.dtype) for cache in caches]
+    lengths = torch.tensor([length for _, length in rows], dtype=torch.int32)
+    table_rows = torch.tensor(slots) if case.indirect else None
+    return Inputs(query.to(case.dtype), caches[0], caches[1], tables, table_rows, torch.tensor(starts, dtype=torch.int32), lengths)
+
+
+def options(case: Case) -> dict[str, Any]:
+    return {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
+
+
+def assert_near(case: Case, out: Tensor, wanted: Tensor) -> None:
+    step = 2 * torch.finfo(case.dtype).eps
+    assert not wanted.isnan().any()
+    torch.testing.assert_close(out, wanted, rtol=step, atol=max(step, 1e-5), msg=lambda said: f"{case}: {said}")
+
+
+def check(case: Case, seed: int = 0, tiles: int | None = None) -> None:
+    from phalanx.kernels.attention import reference
+    from phalanx.kernels.attention.prefill import prefill_attention
+
+    inputs = made(case, seed)
+    wanted = reference.prefill_attention(*inputs, **options(case), out=torch.full_like(inputs.query, KEPT))
+    out = torch.full_like(inputs.query, KEPT)
+    assert prefill_attention(*inputs, **options(case), choice=case.choice, tiles=tiles, out=out) is out
+    assert_near(case, out, wanted)
+
+
+def check_ratios_of_heads() -> None:
+    for kv_heads, group in ((2, 1), (1, 3), (2, 4), (1, 7), (1, 8), (1, 20)):
+        check(Case([(1, 1), (40, 70), (7, 90)], kv_heads, group, 16))
+    check(Case([(2, 5)], 1, 130, 16))
+
+
+def check_head_dims_dtypes_and_quantized_caches() -> None:
+    for head_dim, dtype in ((64, torch.float16), (80, torch.bfloat16), (128, torch.bfloat16), (256, torch.float32)):
+        for fp8 in (False, True):
+            check(Case([(5, 37), (20, 20)], 2, 4, head_dim, dtype=dtype, fp8=fp8))
+
+
+def check_rows_about_the_edges_of_tiles() -> None:
+    """Of tiles of 32 tokens, whose halves are programs, and of 32 keys; rows without tokens between."""
+    rows = [(0, 9), (1, 33), (31, 31), (0, 1), (32, 32), (33, 64), (16, 65), (17, 96), (64, 97), (65, 65)]
+    for choice in (PrefillChoice(64, 32, 4, 2), PrefillChoice(128, 64, 8, 3), PrefillChoice(64, 16, 4, 2)):
+        check(Case(rows, 1, 4, 16, choice=choice))
+    check(Case(rows, 1, 4, 16, indirect=False, before=0, after=0, padding=0))
+    check(Case(rows, 1, 4, 16, padding=40))  # more than there is room for in the smallest kernel
+
+
+def check_block_sizes_and_windows() -> None:
+    for block_size, windows in ((16, (None, 1, 16, 50, 1000)), (1, (None, 50)), (5, (50,)), (32, (None, 50)), (128, (None, 50))):
+        for window in windows:
+            check(Case([(40, 150), (1, 49), (51, 51), (3, 120)], 1, 4, 16, block_size, window, fp8=window == 50))
+
+
+def check_as_many_programs_as_tiles_or_more() -> None:
+    case = Case([(40, 50), (0, 3), (9, 9)], 2, 4, 16)
+    exact = prefill_tiles(made(case).starts.tolist(), 4)
+    assert exact == 3
+    for tiles in (exact, exact + 5):
+        check(case, tiles=tiles)
+    check(Case([], 2, 4, 16))  # padding alone
+
+
+def check_queries_of_any_size_meet_a_quantized_cache() -> None:
+    """bf16 reaches further than fp16, which products with e4m3 are made in; and a scale's product with it further than fp32."""
+    from phalanx.kernels.attention import reference
+    from phalanx.kernels.attention.prefill import prefill_attention
+
+    case = Case([(30, 60)], 1, 4, 32, fp8=True, before=0, after=0)
+    inputs = made(case)
+    query = inputs.query
+    for factor, scale in ((1e30, 1e-30), (1e-30, 1e30), (1e-30, 1e-30), (1e-39, 1.0), (0.0, 1.0)):
+        chosen = options(case) | {"scale": scale}
+        inputs = inputs._replace(query=query * factor)
+        wanted = reference.prefill_attention(*inputs, **chosen)
+        out = prefill_attention(*inputs, **chosen, choice=case.choice)
+        torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
+
+
+CHECKS = [
+    check_ratios_of_heads, check_head_dims_dtypes_and_quantized_caches, check_rows_about_the_edges_of_tiles,
+    check_block_sizes_and_windows, check_as_many_programs_as_tiles_or_more, check_queries_of_any_size_meet_a_quantized_cache,
+]  # fmt: skip
+
+
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.attention.test_prefill"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+
+
+def test_tiles_are_counted_by_row() -> None:
+    """And from shapes alone never too few."""
+    assert prefill_tiles([3, 3, 4, 20, 37, 37], 8) == 1 + 1 + 2
+    assert [tile_tokens(group) for group in (1, 3, 8, 128, 200)] == [128, 42, 16, 1, 1]
+    drawn = random.Random(0)
+    for _ in range(200):
+        group, starts = drawn.choice((1, 3, 8, 64)), [drawn.randrange(4)]
+        for _ in range(drawn.randrange(9)):
+            starts.append(starts[-1] + drawn.choice((0, 1, 15, 16, 17, 130)))
+        assert prefill_tiles(starts, group) <= most_prefill_tiles(starts[-1], len(starts) - 1, group)
+
+
+SIGNATURE = {
+    "table_rows": "*i64", **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
+    **dict.fromkeys(("score_scale", "value_scale"), "fp32"), **dict.fromkeys(("table_stride", "rows", "window"), "i32"),
+}  # fmt: skip
+HELD = {80: 163, 90: 227, 100: 227}
+"""KiB of shared memory that a program may have."""
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "fp8", "window"),
+    [(128, "*bf16", False, False), (128, "*bf16", True, False), (80, "*fp16", False, True), (256, "*bf16", True, True)],
+)
+def test_compiles(head_dim: int, dtype: str, fp8: bool, window: bool, arch: int) -> None:
+    """Down to machine code that a processor has room for: on tensor cores, with reads of 16 bytes under way."""
+    choice = prefill_choice(head_dim, 2, 1 if fp8 else 2)
+    compiled = compiled_as(choice, dtype, fp8=fp8, head_dim=head_dim, window=window, arch=arch)
+    ptx = compiled.asm["ptx"]
+    assert compiled.metadata.shared <= HELD[arch] << 10
+    assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
+    vectors = 2 * choice.keys * head_dim * (1 if fp8 else 2) // 16 // (32 * choice.warps)
+    if arch >= 90:
+        assert ptx.count("cp.async.cg.shared.global") >= vectors * (choice.stages - 1), "keys or values are read in small pieces"
+    assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
+    if arch == 90 and head_dim == 128:
+        assert spilled(compiled) == 0
+
+
+@pytest.mark.parametrize(("arch", "head_dim", "fp8"), [(80, 256, False), (90, 256, True), (90, 128, False)])
+def test_fp32_fits_a_processor_too(arch: int, head_dim: int, fp8: bool) -> None:
+    choice = prefill_choice(head_dim, 4, 1 if fp8 else 4)
+    compiled = compiled_as(choice, "*fp32", fp8=fp8, head_dim=head_dim, window=False, arch=arch)
+    assert compiled.metadata.shared <= HELD[arch] << 10
+
+
+def compiled_as(choice: PrefillChoice, dtype: str, *, fp8: bool, head_dim: int, window: bool, arch: int) -> Any:
+    """The kernel as Triton compiles it for 16 query and 2 KV heads."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from phalanx.kernels.attention import prefill
+
+    constants = {
+        "GROUP": 8, "KV_HEADS": 2, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
+        "TOKENS": tile_tokens(8), "ROWS": choice.rows, "KEYS": choice.keys, "STAGES": choice.stages, "MOST": 32, "INDIRECT": True,
+        "WINDOWED": window, "PTX": arch,
+    }  # fmt: skip
+    signature = {}
+    for name in prefill._prefill.arg_names:
+        kind = "*u8" if fp8 and name.endswith("cache") else dtype
+        signature[name] = "constexpr" if name in constants else SIGNATURE.get(name, kind)
+    aligned = {
+        (at,): [["tt.divisibility", 16]] for at, name in enumerate(signature) if signature[name][0] == "*" and name not in SIGNATURE
+    }
+    given = {"num_warps": choice.warps} | ({} if choice.registers is None else {"maxnreg": choice.registers})
+    return triton.compile(
+        ASTSource(prefill._prefill, signature, constants, aligned), target=GPUTarget("cuda", arch, 32), options=given
+    )
+
+
+def spilled(compiled: Any) -> int:
+    """Bytes of a thread's local memory."""
+    import triton.backends.nvidia
+
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60).stdout
+    found = re.search(r"STACK:(\d+).*LOCAL:(\d+)", said)
+    assert found, said
+    return int(found[1]) + int(found[2])
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case([(700, 900), (0, 5), (1, 2000), (130, 130)], 2, 8, 128), Case([(300, 1200), (90, 90)], 2, 7, 64, window=300, fp8=True),
+        Case([(300, 1200), (90, 90)], 1, 4, 128, fp8=True), Case([(40, 1200), (90, 90)], 1, 4, 80, 5, dtype=torch.float32),
+        Case([(40, 300), (90, 90)], 1, 3, 256, 32, dtype=torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_replayed_on_a_gpu_with_other_rows(case: Case) -> None:
+    """Captured with rows that have no token, replayed with those of the case; each time the same bits."""
+    from phalanx.kernels.attention import prefill_attention, reference
+
+    inputs = Inputs(*(None if each is None else each.cuda() for each in made(case)))  # type: ignore[arg-type]
+    held = inputs._replace(starts=torch.zeros_like(inputs.starts), lengths=torch.ones_like(inputs.lengths))
+    out = torch.full_like(inputs.query, KEPT)
+    torch.cuda.synchronize()
+    prefill_attention(*held, **options(case), out=out)
+    torch.cuda.synchronize()
+    assert bool((out == KEPT).all())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prefill_attention(*held, **options(case), out=out)
+    held.starts.copy_(inputs.starts)
+    held.lengths.copy_(inputs.lengths)
+    wanted = reference.prefill_attention(*inputs, **options(case), out=torch.full_like(inputs.query, KEPT))
+    seen = []
+    for _ in range(5):
+        graph.replay()
+        seen.append(out.clone())
+    assert all(torch.equal(each, seen[0]) for each in seen)
+    assert_near(case, seen[0], wanted)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    let_loops_begin_anywhere()
+    for each in CHECKS:
+        each()
+        print(each.__name__)
