@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import oneshot, twoshot
-from phalanx.comm.group import ResidualRmsNorm
+from phalanx.comm.group import Group, ResidualRmsNorm, finish
 from phalanx.comm.symmetric import Workspace, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
-from phalanx.kernels import reference, residual_rms_norm_quant
+from phalanx.kernels import quantize_fp8, reference, residual_rms_norm_quant
+from phalanx.kernels.products.scale_sums import scale_sums
+from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_mm import Quantized, unscaled_mm
 
 STRATEGIES = {"ONESHOT": oneshot, "TWOSHOT": twoshot}
 SHAPES = ((1, 8), (3, 1000), (17, 5120), (4096, 16384))
@@ -250,7 +253,86 @@ def picked(workspace: Workspace) -> None:
             raise AssertionError(f"{strategy} was counted as {group.calls}")
 
 
-CHECKS = {check.__name__: check for check in (sums, strange_values, fusions, large_fusion, graph, two_groups, pairs, picked)}
+def bare_sums(rank: int, tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Unscaled, torch.Tensor]:
+    """What `rank` contributes without its scales, and the same with them, as the kernel for them gives it."""
+    values = tensor_of(rank, tokens, hidden, dtype, 10) * 1000
+    rows, columns = (tensor_of(rank, *shape, torch.float32, 11).abs() / 30 for shape in ((tokens, 1), (1, hidden)))
+    product = Unscaled(values, rows, columns[0].contiguous())
+    return product, scale_sums(product._replace(values=values.clone()))
+
+
+def unscaled(workspace: Workspace) -> None:
+    """A product whose scales the all-reduce applies, against one whose scales a kernel applied before it: bit for bit. Whole, and,
+    in a small workspace of its own, in chunks of rows."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    small = form_workspace(dist.new_group(list(range(workspace.world))), device, 1 << 18)
+    cases = [(torch.bfloat16, tokens, hidden) for tokens in (2, 17, 64, 255, 1000) for hidden in (8192, 5120, 1000)]
+    cases += [(torch.bfloat16, 3, 8), (torch.float16, 17, 8192), (torch.float32, 17, 2048)]
+    for dtype, tokens, hidden in cases:
+        both = [bare_sums(r, tokens, hidden, dtype) for r in range(workspace.world)]
+        product, wanted = both[workspace.rank][0], reference.all_reduce([part for _, part in both])
+        residual, weight = tensor_of(99, tokens, hidden, dtype, 12), 1 + 0.1 * tensor_of(98, 1, hidden, dtype, 13)[0]
+        for space, where in ((workspace, "whole"), (small, "in chunks")):
+            for name, strategy in STRATEGIES.items():
+                what = f"{name} {dtype} {tokens}x{hidden} {where}"
+                same(strategy.all_reduce(product, space), wanted, what)
+                for quant, scale, keep in QUANTS:
+                    if (quant == "nvfp4" and hidden % 16) or keep:
+                        continue
+                    given = None if scale is None else torch.tensor(scale, device="cuda")
+                    fusion = ResidualRmsNorm(residual, weight.contiguous(), 1e-5, quant, given)
+                    unfused = finish(wanted, fusion)
+                    for launch in _row_launches(name, tokens, hidden * dtype.itemsize // 16, space, quant, scale):
+                        found = strategy.all_reduce_norm(product, fusion, space, launch)
+                        for index, (left, right) in enumerate(zip(found, unfused, strict=True)):
+                            same(left, right, f"{what} {quant} {scale} {launch}: output {index}")
+
+
+def _row_launches(
+    name: str, rows: int, pitch: int, space: Workspace, quant: str, scale: float | None
+) -> list[oneshot.Launch | None]:  # fmt: skip
+    """The strategy's own, and in pieces where few rows could lie so: among two ranks none does by itself."""
+    pieces = -(-pitch // oneshot.PIECE)
+    fits = rows * pieces <= 4 * space.sms and rows * pitch <= space.oneshot_vectors
+    if name != "ONESHOT" or pieces == 1 or not fits or (quant == "fp8" and scale is None):
+        return [None]
+    return [None, oneshot.Launch(rows * pieces, oneshot.PIECE, oneshot.PIECE // 32, False, pieces)]
+
+
+def unscaled_from_products(workspace: Workspace) -> None:
+    """torch's product of e4m3 straight into each strategy, eager and in a graph, against the finished product."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    base, outputs, inputs = TorchGroup(dist.group.WORLD, device), 8192, 4096
+    stored, scale = quantize_fp8(tensor_of(workspace.rank, outputs, inputs, torch.bfloat16, 14))
+    scale, weight = scale.flatten().contiguous(), torch.ones(outputs, device=device, dtype=torch.bfloat16)
+    for strategy in ("ONESHOT", "TWOSHOT", "NCCL"):
+        group = tuned(base, message_bytes=4 << 20, strategy=strategy)
+        for tokens in (2, 17, 64, 255):
+            x = tensor_of(workspace.rank, tokens, inputs, torch.bfloat16, 15)
+            fusion = ResidualRmsNorm(tensor_of(99, tokens, outputs, torch.bfloat16, 16), weight, 1e-5, "fp8")
+            finished = scale_sums(unscaled_mm(Quantized(*quantize_fp8(x)), stored, scale, dtype=torch.bfloat16))
+            wanted = group.all_reduce(finished.clone(), fusion)
+
+            def layer(x: torch.Tensor = x, fusion: ResidualRmsNorm = fusion, group: Group = group) -> tuple[torch.Tensor, ...]:
+                product = unscaled_mm(Quantized(*quantize_fp8(x)), stored, scale, dtype=torch.bfloat16)
+                assert isinstance(product, Unscaled), "at so many tokens sums come bare"
+                return group.all_reduce(product, fusion)
+
+            found = [layer()]
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                found.append(layer())
+            for _ in range(20):
+                captured.replay()
+            for outputs_of in found:
+                for index, (left, right) in enumerate(zip(outputs_of, wanted, strict=True)):
+                    same(left, right, f"{strategy} {tokens}: output {index}")
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (sums, strange_values, fusions, large_fusion, graph, two_groups, pairs, picked, unscaled, unscaled_from_products)
+}
 
 
 def main(names: list[str]) -> None:

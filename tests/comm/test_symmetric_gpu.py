@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = ("sums", "strange_values", "fusions", "large_fusion", "graph", "two_groups", "pairs", "picked")
+CHECKS = (
+    "sums", "strange_values", "fusions", "large_fusion", "graph", "two_groups", "pairs", "picked", "unscaled",
+    "unscaled_from_products",
+)  # fmt: skip
 
 
 def run(count: int, check: str) -> None:

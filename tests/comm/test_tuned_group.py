@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.comm.group import Solo
+from phalanx.comm.group import ResidualRmsNorm, Solo, finish
+from phalanx.comm.local import LocalWorld
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import reference
+from phalanx.kernels.reference import Unscaled
 from tests.comm import cpu_ranks
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory needs stores in order: x86-64")
@@ -122,3 +124,44 @@ def test_a_group_of_one_stays_as_it_is() -> None:
     alone = Solo()
     assert tuned(alone, message_bytes=8) is alone
     assert not isinstance(alone, TunedGroup)
+
+
+def test_scales_of_a_product_are_applied_before_its_sum(tmp_path: Path) -> None:
+    """By every strategy, fused and not, and by the group below: as if the product had come finished."""
+    body = """
+from phalanx.comm.group import ResidualRmsNorm
+from phalanx.comm.tuned_group import tuned
+from phalanx.kernels.reference import Unscaled
+maker = torch.Generator().manual_seed(rank)
+product = Unscaled((1000 * torch.randn(5, 64, generator=maker)).bfloat16(), torch.rand(5, 1, generator=maker),
+                   torch.rand(64, generator=maker))
+finished = product.wide().bfloat16()
+ones = torch.ones(5, 64, dtype=torch.bfloat16)
+fusion = ResidualRmsNorm(ones, ones[0], 1e-5)
+for name in ("NCCL", "ONESHOT", "TWOSHOT", "base"):
+    each = group if name == "base" else tuned(group, message_bytes=1 << 20, strategy=name, tables=folder / "none")
+    found[name] = [
+        (each.all_reduce(product), each.all_reduce(finished.clone())),
+        *zip(each.all_reduce(product, fusion), each.all_reduce(finished.clone(), fusion), strict=True),
+    ]
+"""
+    for rank in cpu_ranks.run(2, body, tmp_path):
+        assert set(rank) == {"NCCL", "ONESHOT", "TWOSHOT", "base"}
+        for name, outputs in rank.items():
+            assert len(outputs) == 3
+            for left, right in outputs:
+                assert torch.equal(left, right), name
+
+
+def test_one_rank_and_ranks_in_threads_finish_a_product_too() -> None:
+    product = Unscaled((1000 * torch.randn(3, 16)).bfloat16(), torch.rand(3, 1), torch.rand(16))
+    finished = product.wide().bfloat16()
+    fusion = ResidualRmsNorm(torch.ones_like(finished), torch.ones(16, dtype=torch.bfloat16), 1e-5)
+    assert torch.equal(Solo().all_reduce(product), finished)
+    for left, right in zip(Solo().all_reduce(product, fusion), finish(finished, fusion), strict=True):
+        assert torch.equal(left, right)
+    wanted = reference.all_reduce([finished, finished])
+    for total, fused in LocalWorld(2).run(lambda group: (group.all_reduce(product), group.all_reduce(product, fusion))):
+        assert torch.equal(total, wanted)
+        for left, right in zip(fused, finish(wanted, fusion), strict=True):
+            assert torch.equal(left, right)

@@ -77,8 +77,8 @@ class Fp8:
         return product if bias is None else product + bias
 
     def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
-        """`linear` for a reader that can apply the product's scales, as a sum over ranks can: it may come without them, unless a bias
-        stands between."""
+        """`linear` for a reader that can apply the product's scales, such as a sum over ranks: it may come without them, unless a
+        bias stands between."""
         if not self.products or bias is not None or x.shape[0] == 1:
             return self.linear(x, weight, bias)
         return unscaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype)
