@@ -1,47 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention's kernel in several variants beside FlashInfer, on one GPU: head_dim 128, blocks of 16, keys and values in bf16
-and in e4m3.
+"""Attention's kernels in several variants beside FlashInfer, on one GPU: head_dim 128, blocks of 16, keys and values in bf16 and in
+e4m3.
 
-Each variant is verified against the reference on some of the rows, then timed in a CUDA graph over enough copies of keys and values
-that none is in a cache: median of 4 replays, per launch; TB/s are of keys and values.
+decode: each variant is verified against the reference on some of the rows, then timed in a CUDA graph over enough copies of keys
+and values that none is in a cache: median of 4 replays, per launch; TB/s are of keys and values.
+prefill: verified on some of the tokens, and the others against the chosen variant's, then timed in a graph of 4 launches; TFLOP/s
+are of the keys that tokens see. Shapes are rows x tokens, and the tokens that each row has already.
 
-    python benchmarks/kernels/attention.py --out DIR [--heads 32/8,64/8] [--rows 1,64] [--tokens 200] [--kv bf16,e4m3] [--mixed 64]
+    python benchmarks/kernels/attention.py --out DIR [--parts decode,prefill] [--heads 32/8,64/8] [--kv bf16,e4m3]
+        [--rows 1,64] [--tokens 200] [--mixed 64] [--shapes 8x1024,1x1024+16384]
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
-from triton.runtime._async_compile import AsyncCompileMode
-from triton.runtime.jit import JITFunction
 
 from benchmarks import record
+from benchmarks.kernels.attention_launches import (
+    BLOCK,
+    HEAD_DIM,
+    PEER_BYTES,
+    SCALES,
+    WRONG,
+    Candidate,
+    compile_ahead,
+    line,
+    seconds,
+    tell_best,
+)  # fmt: skip
+from benchmarks.kernels.attention_prefill import prefill
 from phalanx.kernels.attention import reference
 from phalanx.kernels.attention.decode import decode_attention
 from phalanx.kernels.attention.split import MOST_PIECES, SHORT, Split, Workspace, chosen
 
-HEAD_DIM, BLOCK = 128, 16
 COLD = 160 << 20
 """Bytes of keys and values between two reads of the same."""
 MOST_COPIES = 96
-REPLAYS = 4
-WRONG = 2e-2
-PEER_BYTES = 256 << 20
-"""FlashInfer's workspace."""
-SCALES = (0.25, 0.03)
 MANY = [(16, 1, 4, 168), (16, 1, 4, 128), (32, 1, 3, 168), (32, 2, 4, 168), (128, 4, 2, 168)]
 """(tile, warps, stages, registers), each warp on its own."""
 FEW = [
@@ -51,9 +55,6 @@ FEW = [
 """Tried where few programs leave the GPU room."""
 ALONE = FEW[0]._replace(pieces=1)
 """Tried where each program has a processor to itself."""
-
-Candidate = Callable[[Tensor, Tensor], Tensor]
-"""From keys and values to the output."""
 
 
 class Job(NamedTuple):
@@ -75,9 +76,11 @@ class Job(NamedTuple):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    parser.add_argument("--heads", default="32/8,16/2")
+    parser.add_argument("--parts", default="decode", help="of decode,prefill")
+    parser.add_argument("--heads", default="32/8,16/2", help="query/KV heads")
     parser.add_argument("--rows", default="1,8,64,128,256,512")
     parser.add_argument("--tokens", default="200,1500")
+    parser.add_argument("--shapes", default="8x1024,1x128,1x2048,64x128,1x1024+16384", help="of prefill")
     parser.add_argument("--kv", default="bf16,e4m3")
     parser.add_argument("--peers", default="flashinfer", help="or none")
     parser.add_argument("--mixed", default="64", help="so many rows also with 1 .. 2 * tokens - 1 tokens each, not all alike")
@@ -86,13 +89,18 @@ def main() -> int:
     )
     asked = parser.parse_args()
     pairs = [tuple(map(int, pair.split("/"))) for pair in asked.heads.split(",")]
+    if "prefill" in asked.parts.split(","):
+        prefill(asked, pairs)
+    if "decode" in asked.parts.split(","):
+        decode(asked, pairs)
+    return 0
+
+
+def decode(asked: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
     tokens, rows, mixed = ([int(each) for each in text.split(",") if each] for text in (asked.tokens, asked.rows, asked.mixed))
     workspace = Workspace(torch.device("cuda"))
     figures: dict[str, Any] = {}
-    begin = time.monotonic()
-    with ThreadPoolExecutor(14) as pool:
-        compile_ahead(pool, pairs, asked.kv.split(","), workspace, asked.early)
-    print(f"compiled in {time.monotonic() - begin:.1f} s", flush=True)
+    compile_ahead(partial(decodes, pairs, asked.kv.split(","), workspace, asked.early))
     for kv in asked.kv.split(","):
         memory = Memory(kv)
         for q_heads, kv_heads in pairs:
@@ -105,25 +113,7 @@ def main() -> int:
             record.write("kernels_attention", figures, asked.out)
         del memory
     print("\nbest variants (pieces, chunk, tile, warps, stages, registers, together), beside the chosen:")
-    for name, found in figures.items():
-        timed = {label: row for label, row in found.items() if isinstance(row, list)}
-        best = sorted(timed.items(), key=lambda entry: entry[1][0])[:3]
-        usual = timed.get("chosen", [0.0])[0]
-        print(
-            f"{name:28} {usual / best[0][1][0] if best else 0:.2f} times: "
-            + ", ".join(f"{label} {row[0]} us" for label, row in best)
-        )
-    return 0
-
-
-def line(found: dict[str, Any]) -> str:
-    timed = {label: row for label, row in found.items() if isinstance(row, list)}
-    ours = {label: row for label, row in timed.items() if label[0] == "("}
-    best = min(ours, key=lambda label: ours[label][0], default="-")
-    (ours_us, ours_rate), (chosen_us, _), (peer, _) = (timed.get(label, [0.0, 0.0]) for label in (best, "chosen", "flashinfer"))
-    faults = [f"\n    {label}: {row}" for label, row in found.items() if not isinstance(row, list)]
-    text = f"{best:30} {ours_us:9.2f} us {ours_rate:5.2f} TB/s   chosen {chosen_us:9.2f}   flashinfer {peer:9.2f}"
-    return text + "".join(faults)
+    tell_best(figures)
 
 
 class Memory:
@@ -174,27 +164,18 @@ def named(split: Split) -> str:
     return f"({', '.join(map(str, split[:-1]))}{', together' if split.together else ''})"
 
 
-def compile_ahead(
-    pool: ThreadPoolExecutor, pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace, early: bool
-) -> None:
-    """All at once: a launch only asks for its kernel here."""
-
-    def ask(kernel: JITFunction[Any], grid: Any) -> Any:
-        return partial(kernel.run, grid=grid, warmup=True)
-
+def decodes(pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace, early: bool) -> Iterator[Callable[[], Any]]:
     tables, slots, lengths = (torch.zeros(64, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64, torch.int32))
-    with mock.patch.object(JITFunction, "__getitem__", ask), AsyncCompileMode(pool, ignore_errors=True):
-        for q_heads, kv_heads in pairs:
-            query = torch.zeros(1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-            for kv in kinds:
-                dtype = torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn
-                cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(dtype)
-                for split in [*FEW, *(Split(MOST_PIECES, 64, *tile) for tile in MANY)]:
-                    with contextlib.suppress(Exception):  # said when it is measured
-                        decode_attention(
-                            query, cache, cache, tables.view(1, -1), slots[:1], lengths[:1], scale=1.0, window=None,
-                            kv_scales=SCALES, workspace=workspace, split=split, early_lengths=early,
-                        )  # fmt: skip
+    for q_heads, kv_heads in pairs:
+        query = torch.zeros(1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        for kv in kinds:
+            dtype = torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn
+            cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(dtype)
+            for split in [*FEW, *(Split(MOST_PIECES, 64, *tile) for tile in MANY)]:
+                yield partial(
+                    decode_attention, query, cache, cache, tables.view(1, -1), slots[:1], lengths[:1], scale=1.0, window=None,
+                    kv_scales=SCALES, workspace=workspace, split=split, early_lengths=early,
+                )  # fmt: skip
 
 
 def measure(job: Job, workspace: Workspace, peers: str, early: bool) -> dict[str, Any]:
@@ -259,29 +240,6 @@ def flashinfers(job: Job) -> Candidate:
     )  # fmt: skip
     scales = {} if job.scales is None else {"k_scale": job.scales[0], "v_scale": job.scales[1]}
     return lambda key, value: wrapper.run(job.query, (key, value), out=torch.empty_like(job.query), **scales)
-
-
-def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:
-    """For one launch, in a graph of one with each copy."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            for key, value in copies:
-                candidate(key, value)
-        finally:
-            graph.capture_end()
-        times: list[float] = []
-        for _ in range(REPLAYS + 1):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3 / len(copies))
-    return statistics.median(times[1:])
 
 
 if __name__ == "__main__":

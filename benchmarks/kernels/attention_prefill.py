@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill part of attention.py: all variants of one shape, verified and timed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import record
+from benchmarks.kernels.attention_launches import (
+    BLOCK,
+    HEAD_DIM,
+    PEER_BYTES,
+    SCALES,
+    WRONG,
+    compile_ahead,
+    line,
+    seconds,
+    tell_best,
+)
+from phalanx.kernels.attention import prefill_tiles, reference
+from phalanx.kernels.attention.prefill import prefill_attention
+from phalanx.kernels.attention.split import PrefillChoice, prefill_choice
+
+PREFILL = {
+    "bf16": [
+        (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), (64, 128, 4, 2), (128, 32, 8, 3, 128), (128, 64, 8, 3), (128, 128, 8, 2),
+        (128, 128, 8, 3),
+    ],
+    "e4m3": [
+        (64, 64, 4, 3), (64, 64, 4, 3, 168), (64, 64, 4, 4, 168), (64, 32, 4, 4, 168), (64, 128, 4, 3), (128, 64, 8, 3),
+        (128, 128, 8, 3), (128, 128, 8, 4),
+    ],
+}  # fmt: skip
+"""(rows, keys, warps, stages, registers)."""
+LAUNCHES = 4
+"""Of one graph of prefill's."""
+
+
+def prefill(asked: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
+    kinds, figures = asked.kv.split(","), {}
+    shapes = [tuple(map(int, f"{shape}+0".replace("x", "+").split("+")[:3])) for shape in asked.shapes.split(",")]
+    compile_ahead(partial(prefills, pairs, kinds))
+    for kv in kinds:
+        for q_heads, kv_heads in pairs:
+            for rows, tokens, prior in shapes:
+                job = prefill_job(kv, q_heads, kv_heads, rows, tokens, prior)
+                name = f"{kv} {q_heads}/{kv_heads} {rows}x{tokens}" + (f"+{prior}" if prior else "")
+                figures[name] = found = measure_prefill(job, kv, asked.peers)
+                print(f"{name:28} {line(found, 'TFLOP/s')}", flush=True)
+            record.write("kernels_attention_prefill", figures, asked.out)
+    print("\nbest variants (rows, keys, warps, stages, registers), beside the chosen:")
+    tell_best(figures)
+
+
+class PrefillJob(NamedTuple):
+    """One shape's inputs, as `Job`'s; all rows alike. read: what tokens see, as FLOP."""
+
+    query: Tensor
+    cache: tuple[Tensor, Tensor]
+    tables: Tensor
+    slots: Tensor
+    starts: Tensor
+    lengths: Tensor
+    scales: tuple[float, float] | None
+    flop: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"scale": HEAD_DIM**-0.5, "window": None, "kv_scales": self.scales}
+
+
+def prefill_job(kv: str, q_heads: int, kv_heads: int, rows: int, tokens: int, prior: int) -> PrefillJob:
+    draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
+    width = -(-(prior + tokens) // BLOCK)
+    cache, scales = [draw(rows * width, BLOCK, kv_heads, HEAD_DIM) for _ in range(2)], None
+    if kv == "e4m3":
+        scales = SCALES
+        cache = [(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(cache, SCALES, strict=True)]
+    tables = torch.randperm(rows * width, device="cuda").int().view(rows, width)
+    starts = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device="cuda")
+    lengths = torch.full((rows,), prior + tokens, dtype=torch.int32, device="cuda")
+    flop = 4 * q_heads * HEAD_DIM * rows * (tokens * prior + tokens * (tokens + 1) // 2)
+    query, slots = draw(rows * tokens, q_heads, HEAD_DIM), torch.randperm(rows, device="cuda")
+    return PrefillJob(query, (cache[0], cache[1]), tables, slots, starts, lengths, scales, flop)
+
+
+def prefills(pairs: list[tuple[int, ...]], kinds: list[str]) -> Iterator[Callable[[], Any]]:
+    for q_heads, kv_heads in pairs:
+        for kv in kinds:
+            job = prefill_job(kv, q_heads, kv_heads, 1, 1, 0)
+            for choice in [prefill_choice(HEAD_DIM, 2, job.cache[0].element_size()), *starmap(PrefillChoice, PREFILL[kv])]:
+                yield partial(prefill_attention, job.query, *job.cache, *job[2:6], **job.options, choice=choice)
+
+
+def measure_prefill(job: PrefillJob, kv: str, peers: str) -> dict[str, Any]:
+    """Of each candidate: microseconds and TFLOP/s; or what is wrong with it."""
+    tokens, q_heads, _ = job.query.shape
+    rows, kv_heads = len(job.lengths), job.cache[0].shape[2]
+    at = torch.unique(torch.linspace(0, tokens - 1, 48, device="cuda").long())
+    row = at // (tokens // rows)
+    seen = job.lengths[row] - job.starts[row + 1] + at.int() + 1
+    wanted = reference.decode_attention(job.query[at], *job.cache, job.tables, job.slots[row], seen, **job.options).float()
+    tiles = prefill_tiles(job.starts.tolist(), q_heads // kv_heads)
+    choices = {"chosen": prefill_choice(HEAD_DIM, 2, job.cache[0].element_size())}
+    choices |= {f"({', '.join(map(str, each))})": PrefillChoice(*each) for each in PREFILL[kv]}
+    candidates: dict[str, Callable[[Tensor], Tensor]] = {
+        label: partial(_prefilled, job, choice, tiles) for label, choice in choices.items()
+    }
+    found: dict[str, Any] = {}
+    if peers == "flashinfer":
+        try:
+            candidates["flashinfer"] = flashinfers_prefill(job)
+        except Exception as fault:
+            found["flashinfer"] = f"failed: {str(fault)[:120]}"
+    whole: Tensor | None = None
+    for label, candidate in candidates.items():
+        try:
+            out = candidate(torch.full_like(job.query, float("nan"))).float()
+            whole = out if whole is None else whole
+            error = max(((one - other).norm() / other.norm()).item() for one, other in ((out[at], wanted), (out, whole)))
+            if not error < WRONG:
+                found[label] = f"wrong: {error:.1e}"
+                continue
+            out = torch.empty_like(job.query)
+            microseconds = seconds(lambda *_, run=candidate, out=out: run(out), [job.cache] * LAUNCHES) * 1e6
+            found[label] = [round(microseconds, 2), round(job.flop / microseconds / 1e6, 1)]
+        except Exception as fault:  # a variant that this GPU cannot run is reported, and the others go on
+            found[label] = f"failed: {str(fault)[:120]}"
+            torch.cuda.synchronize()
+    return found
+
+
+def _prefilled(job: PrefillJob, choice: PrefillChoice, tiles: int, out: Tensor) -> Tensor:
+    return prefill_attention(job.query, *job.cache, *job[2:6], **job.options, choice=choice, tiles=tiles, out=out)
+
+
+def flashinfers_prefill(job: PrefillJob) -> Callable[[Tensor], Tensor]:
+    """Planned once for these rows, on what back end it chooses itself."""
+    import flashinfer
+
+    rows, width = job.tables.shape
+    pages = torch.arange(0, rows * width + 1, width, dtype=torch.int32)
+    last = (job.lengths.cpu() - 1) % BLOCK + 1
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.zeros(PEER_BYTES, dtype=torch.uint8, device="cuda"), "NHD")
+    wrapper.plan(
+        job.starts.cpu(), pages, job.tables[job.slots].flatten(), last, job.query.shape[1], job.cache[0].shape[2], HEAD_DIM, BLOCK,
+        causal=True, sm_scale=HEAD_DIM**-0.5, q_data_type=job.query.dtype, kv_data_type=job.cache[0].dtype,
+    )  # fmt: skip
+    scales = {} if job.scales is None else {"k_scale": job.scales[0], "v_scale": job.scales[1]}
+    return lambda out: wrapper.run(job.query, job.cache, out=out, **scales)
