@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines of one model and layout, the plain path and the fast one, asked the same; and what the truth says to both.
+
+The plain path: eager steps, sums by NCCL, as rows of one kernel after the other have it. The fast one: everything as it is by
+default. Both start beside each other while the truth is worked out on the host, and run one after the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.engine import asked_texts
+from benchmarks.engine.asked_texts import Entry, Generate, Led
+from benchmarks.engine.nearness import Limits, Truth, judge
+from benchmarks.engine.side_by_side import turn
+from benchmarks.engine.true_logprobs import Change, log_probabilities, sensitivities
+from phalanx import LLM, SamplingParams
+from phalanx.config.locate import locate
+from phalanx.config.model import ModelShape
+from phalanx.config.resolve import arithmetic
+
+PLAIN: dict[str, Any] = {"cuda_graphs": False, "allreduce_strategy": "NCCL"}
+MAX_BATCH, MAX_TOKENS, MAX_SEQ = 160, 4096, 640
+BURSTS = ((1, 6), (6, 60))  # beginnings asked for at once, and how often, before all that are left
+LARGE_STEPS = (256, 2048)
+MUST_RUN = ("ONESHOT/", "TWOSHOT+OWNED/")  # all-reduces, where ranks sum
+BATCHES = ((1, 6), (3, 24), (128, 128))  # answers at once, of so many, token for token
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What is asked. prompts, answers: of what the model was taught; none for other models than the demo."""
+
+    short: list[Led]
+    long: list[Led]
+    cuts: int
+    prompts: list[list[int]] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, *, short: int, long: int, cuts: int, answers: int) -> Texts:
+        taught = asked_texts.taught(answers) if name == "demo" and answers else ([], [])
+        return cls(*asked_texts.led(name, short, long), cuts, *taught)
+
+    @property
+    def led(self) -> list[Led]:
+        return [*self.short, *self.long]
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """All tokens whose log probabilities the truth gives: the led ones, then what was taught."""
+        taught = [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+        return [*(row.tokens for row in self.led), *taught]
+
+
+@dataclass
+class Observed:
+    """Of one path. parts: "prefill", "decode", "prompts". others: how many answers had another token, of how many. steps: for
+    some ways of asking, the tokens of the largest step at least. allreduce: how many of which kind ran."""
+
+    parts: dict[str, list[Entry]]
+    others: int
+    answers: int
+    steps: dict[str, int]
+    allreduce: dict[str, int] = field(default_factory=dict)
+
+
+def engine_options(job: Mapping[str, Any]) -> dict[str, Any]:
+    dtype, _, kv = job["dtype"].partition("+")
+    return {
+        "tensor_parallel_size": job["tp"], "pipeline_parallel_size": job["pp"], "dtype": dtype, "kv_cache_dtype": kv or "model",
+        "device": job["device"], "kv_cache_bytes": 256 << 20, "max_num_tokens": MAX_TOKENS, "max_seq_len": MAX_SEQ,
+        "max_batch_size": MAX_BATCH, "skip_tokenizer_init": True, "enable_prefix_caching": False,
+    }  # fmt: skip
+
+
+def truth_of(job: Mapping[str, Any], folder: Path, rows: Sequence[Sequence[int]], spoil: Change | None = None) -> Truth:
+    """On CPU, quantized as the job's engines are. spoil: done to the yardstick, to see that what is wrong is found."""
+    from phalanx.engine.ranks.worker import torch_dtype
+
+    dtype, _, kv = job["dtype"].partition("+")
+    on_gpu = job["device"] == "cuda"
+    options = {"fp8": True, "fp8_products": on_gpu} if dtype == "fp8" else {}
+    if kv == "fp8":
+        options["fp8_cache"] = True
+    name = arithmetic(dtype, ModelShape.from_folder(folder), job["device"])
+    rounded = torch.bfloat16 if name == "fp32" else torch_dtype(name)
+    whole = torch.cat(log_probabilities(folder, rows, tp=job["tp"], dtype=torch.float32, **options))
+    near = torch.cat(log_probabilities(folder, rows, tp=job["tp"], dtype=rounded, change=spoil, **options))
+    exact = log_probabilities(folder, rows, tp=1, dtype=torch.float32)
+    return Truth(whole, near, sensitivities(folder, rows, exact))
+
+
+def observe(llm: LLM, texts: Texts) -> Observed:
+    """Ask an engine everything, in ways that make small and large steps."""
+    parts: dict[str, list[Entry]] = {"prefill": [], "decode": [], "prompts": []}
+
+    def generate(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Any]:
+        found: list[Any] = llm.generate([list(prompt) for prompt in prompts], list(params), use_tqdm=False)
+        return found
+
+    def keep(found: Mapping[str, list[Entry]]) -> None:
+        for part, entries in found.items():
+            parts[part] += entries
+
+    short, long, first = texts.short, texts.long, len(texts.short)
+    with ThreadPoolExecutor(4) as askers:  # who come and go, so that prompts meet tokens in the same steps
+        for found in askers.map(lambda at: asked_texts.lead(generate, short[at : at + 10], at), range(0, first, 10)):
+            keep(found)
+    few = len(long) // 2  # some at a time, the rest at once: steps of some hundred tokens, and the largest
+    for part in (*(range(at, min(at + 3, few)) for at in range(0, few, 3)), range(few, len(long))):
+        keep(asked_texts.lead(generate, long[part.start : part.stop], first + part.start, whole=True))
+    steps: dict[str, int] = {}
+    for size, where in _bursts(asked_texts.cuts(long, texts.cuts)):
+        before = llm.stats()
+        keep({"prefill": asked_texts.cut(generate, long, where, first)})
+        after = llm.stats()
+        # A mean: some step had as many tokens.
+        mean = (after.prompt_tokens - before.prompt_tokens) // max(after.steps - before.steps, 1)
+        steps[size] = max(steps.get(size, 0), mean)
+    others = [_answered_otherwise(generate, texts, size, most) for size, most in BATCHES]
+    wrong, found = asked_texts.go_on(generate, texts.prompts, texts.answers, len(texts.led))
+    keep(found)
+    asked = sum(min(most, len(texts.prompts)) for _, most in BATCHES) + len(texts.prompts)
+    return Observed(parts, sum(others) + len(wrong), asked, steps)
+
+
+def _bursts(cuts: list[tuple[int, int]]) -> list[tuple[str, list[tuple[int, int]]]]:
+    """The cuts in groups that are asked for at once, named."""
+    groups, at = [], 0
+    for size, times in BURSTS:
+        for _ in range(times):
+            groups.append((f"{size} at once", cuts[at : at + size]))
+            at += size
+    groups.append(("all at once", cuts[at:]))
+    return [(name, group) for name, group in groups if group]
+
+
+def _answered_otherwise(generate: Generate, texts: Texts, size: int, most: int) -> int:
+    """How many of the first `most` prompts are not answered as they should be, token for token, asked so many at a time: greedy and
+    no more, so that the likeliest tokens are found where the fast path finds them."""
+    found = 0
+    asked = list(zip(texts.prompts, texts.answers, strict=True))[:most]
+    for at in range(0, len(asked), size):
+        prompts, answers = zip(*asked[at : at + size], strict=True)
+        params = [SamplingParams(max_tokens=len(answer), temperature=0, detokenize=False) for answer in answers]
+        outputs = generate(prompts, params)
+        found += sum(list(output.outputs[0].token_ids) != answer for output, answer in zip(outputs, answers, strict=True))
+    return found
+
+
+def compare(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Run a job: model, dtype (with +fp8: of the cache, too), tp, pp, device; short, long, cuts, answers: how much is asked.
+    `faults` says in words what is wrong."""
+    begin = time.monotonic()
+    folder = locate(job["model"])
+    texts = Texts.of(job["checkpoint"], **{name: job[name] for name in ("short", "long", "cuts", "answers")})
+    options = engine_options(job)
+    with ThreadPoolExecutor(3) as pool, ExitStack() as engines:
+        worked_out = pool.submit(truth_of, job, folder, texts.rows)
+        starting = [pool.submit(partial(LLM, str(folder), **options, **each)) for each in (PLAIN, {})]
+        plain, fast = (engines.enter_context(each.result()) for each in starting)
+        started = time.monotonic() - begin
+        with turn():
+            seen = {"plain": observe(plain, texts), "fast": observe(fast, texts)}
+        ran = time.monotonic() - begin
+        time.sleep(1.2)  # ranks report their all-reduces once a second
+        for name, llm in (("plain", plain), ("fast", fast)):
+            seen[name].allreduce = llm.stats().allreduce
+        first = fast.facts.ranks[0]
+        facts = {"attention": first.attention, "graph_bytes": first.bytes.get("graphs", 0), "table": first.allreduce}
+        found = verdict(job, texts, worked_out.result(), seen["plain"], seen["fast"])
+    seconds = {"started_s": started, "ran_s": ran, "seconds": time.monotonic() - begin}
+    return {**found, "fast": facts, **{name: round(value, 1) for name, value in seconds.items()}}
+
+
+def verdict(job: Mapping[str, Any], texts: Texts, truth: Truth, plain: Observed, fast: Observed) -> dict[str, Any]:
+    """What a job found, as JSON has it."""
+    parts, faults = {}, []
+    for part in plain.parts:
+        both = _common(plain.parts[part], fast.parts[part])
+        if both[0]:
+            one, other = (asked_texts.seen(each, texts.rows) for each in both)
+            parts[part] = judge(truth, one, other, Limits())
+            faults += [f"{part}: {fault}" for fault in parts[part]["faults"]]
+    for name, path in (("plain", plain), ("fast", fast)):
+        if path.others:
+            faults.append(f"the {name} path gave {path.others} of {path.answers} taught answers another token")
+    if job["device"] == "cuda":
+        faults += _not_run(job, fast)
+    return {
+        "answers": fast.answers, "answers_with_another_token": {"plain": plain.others, "fast": fast.others},
+        "answer_margins": answer_margins(texts, truth), "parts": parts, "steps_tokens_at_least": fast.steps,
+        "allreduce": {"plain": plain.allreduce, "fast": fast.allreduce}, "faults": faults,
+    }  # fmt: skip
+
+
+def _not_run(job: Mapping[str, Any], fast: Observed) -> list[str]:
+    """What of the fast path ought to have run and did not, in words."""
+    largest = max(fast.steps.values(), default=0)
+    faults = [
+        f"no step of the fast path is known to have had {least} tokens: {fast.steps}" for least in LARGE_STEPS if largest < least
+    ]
+    for kind in MUST_RUN if job["tp"] > 1 else ():
+        if not any(name.startswith(kind) for name, count in fast.allreduce.items() if count):
+            faults.append(f"no all-reduce of the fast path was {kind}: {fast.allreduce}")
+    return faults
+
+
+def _common(one: Sequence[Entry], other: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """The entries about the same positions, in the same order; a position may come several times."""
+    where = {entry[:2] for entry in one} & {entry[:2] for entry in other}
+    kept = [sorted((entry for entry in each if entry[:2] in where), key=lambda entry: entry[:2]) for each in (one, other)]
+    return kept[0], kept[1]
+
+
+def answer_margins(texts: Texts, truth: Truth) -> dict[str, float]:
+    """By how much the taught token is likelier than the next, in the truth: nats, at which quantile of the answers' positions."""
+    rows, first = texts.rows, len(texts.led)
+    if first == len(rows):
+        return {}
+    begins = [0, *itertools.accumulate(len(row) for row in rows)]
+    where: list[int] = []
+    tokens: list[int] = []
+    for row, (prompt, answer) in enumerate(zip(texts.prompts, texts.answers, strict=True), start=first):
+        where += range(begins[row] + len(prompt) - 1, begins[row + 1] - 1)
+        tokens += answer
+    whole = truth.whole[where]
+    mine = whole.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+    others = whole.scatter(-1, torch.tensor(tokens).unsqueeze(-1), -torch.inf).amax(-1)
+    margins = mine - others
+    shares = (0.0, 0.001, 0.01, 0.1, 0.5)
+    return {"positions": len(where), **{f"{share:g}": round(float(margins.quantile(share)), 3) for share in shares}}

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's log probabilities ought to be: a model's parts on CPU, in plain torch, over as many in-process ranks.
+
+Weights and activations are quantized as the engine's are (a rank's row-parallel weights have scales of their own, so the layout
+counts), all else is in the dtype that is asked for: fp32 gives what the arithmetic means, 16 bit what rounding alone does to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.models.fp8_error import BLOCK, prefill
+from phalanx.comm.group import Group
+from phalanx.comm.local import LocalWorld
+from phalanx.config.model import ModelShape
+from phalanx.models import registry, weights
+from phalanx.models.batch import LayerCache
+from phalanx.models.layers.attention import backend
+
+CPU = torch.device("cpu")
+TOKENS_AT_ONCE = 4096
+
+Change = Callable[[registry.Model], object]
+"""Done to each rank's model once it is loaded."""
+
+PRODUCTS: dict[str, Callable[[Any], Any]] = {
+    "qkv": lambda layer: layer.attention.qkv,
+    "out": lambda layer: layer.attention.out,
+    "gate_up": lambda layer: layer.mlp.gate_up,
+    "down": lambda layer: layer.mlp.down,
+}
+"""A decoder layer's products, by name."""
+
+
+@torch.inference_mode()
+def log_probabilities(
+    folder: Path, rows: Sequence[Sequence[int]], *, tp: int, dtype: torch.dtype, change: Change | None = None, **options: bool
+) -> list[Tensor]:
+    """Of the next token, at each token of each row: [tokens, vocabulary] fp32. options: of `registry.build`, for FP8."""
+    shape = ModelShape.from_folder(folder)
+    world = LocalWorld(tp)
+
+    def load(group: Group) -> registry.Model:
+        model = registry.build(shape, group=group, layers=range(shape.num_layers), dtype=dtype, device=CPU, **options)
+        weights.load(model, folder)
+        if change is not None:
+            change(model)
+        return model
+
+    models = world.run(load)
+    found: dict[int, Tensor] = {}
+    for part in _parts(rows):
+        read = [list(rows[index]) for index in part]
+
+        def act(group: Group, read: list[list[int]] = read) -> Tensor:
+            model = models[group.rank]
+            batch, blocks = prefill(read, CPU)
+            batch.attention = backend(CPU, dtype, shape.head_dim).plan(batch)
+            held = model.seat.cache_dtype
+            caches = [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, held, CPU) for s in model.kv_specs()]
+            logits: Tensor = model(batch, caches)
+            return logits
+
+        each = torch.split(world.run(act)[0].log_softmax(-1), [len(row) for row in read])
+        found.update(zip(part, each, strict=True))
+    return [found[index] for index in range(len(rows))]
+
+
+def _parts(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The rows' numbers, like lengths together, a bounded number of tokens in each part."""
+    parts: list[list[int]] = []
+    held = TOKENS_AT_ONCE
+    for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
+        if held + len(rows[index]) > TOKENS_AT_ONCE:
+            parts.append([])
+            held = 0
+        parts[-1].append(index)
+        held += len(rows[index])
+    return parts
+
+
+def scaled(product: str, by: float) -> Change:
+    """A change: every layer's product of that name comes out `by` times as large."""
+
+    def change(model: registry.Model) -> None:
+        for layer in model.layers:
+            linear = PRODUCTS[product](layer)
+            (linear.weight if linear.fp8 is None else linear.weight_scale).mul_(by)
+
+    return change
+
+
+def sensitivities(folder: Path, rows: Sequence[Sequence[int]], exact: Sequence[Tensor], step: float = 0.01) -> dict[str, Tensor]:
+    """How the log probabilities move with the scale of each product, per unit: [all tokens, vocabulary]. exact: of the model in
+    fp32, which nothing quantizes, so that the difference is smooth."""
+    whole = torch.cat(list(exact))
+    return {
+        product: torch.cat(
+            log_probabilities(folder, rows, tp=1, dtype=torch.float32, change=scaled(product, 1 + step))
+        ).sub_(whole).div_(step)
+        for product in PRODUCTS
+    }  # fmt: skip

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""benchmarks/engine/paths_on_gpu.py can fail: what it says of paths that are spoilt, and of one that is merely rounded otherwise.
+
+The paths of these tests are the parts of the model on CPU, quantized as a GPU does it; one real pair of engines runs over gloo.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.engine import asked_texts, path_pair
+from benchmarks.engine.nearness import Limits, Seen, Truth, judge
+from benchmarks.engine.path_pair import Observed, Texts
+from benchmarks.engine.true_logprobs import PRODUCTS, Change, log_probabilities, scaled
+from phalanx.config.locate import locate
+from phalanx.models import registry
+
+JOB = {"checkpoint": "demo", "model": "demo", "dtype": "fp8+fp8", "tp": 2, "pp": 1, "device": "cuda"}
+FP8 = {"fp8": True, "fp8_products": True, "fp8_cache": True}
+
+
+@dataclass
+class Setting:
+    texts: Texts
+    truth: Truth
+    at: torch.Tensor
+    request: torch.Tensor
+    plain: Seen
+
+    def path(self, change: Change) -> Seen:
+        """A path in which the model is changed."""
+        whole = log_probabilities(locate("demo"), self.texts.rows, tp=2, dtype=torch.bfloat16, change=change, **FP8)
+        return Seen.of(torch.cat(whole), self.at, self.request)
+
+    def faults(self, change: Change) -> list[str]:
+        found: list[str] = judge(self.truth, self.plain, self.path(change), Limits())["faults"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def setting() -> Setting:
+    texts = Texts.of("demo", short=0, long=8, cuts=0, answers=16)
+    truth = path_pair.truth_of(JOB, locate("demo"), texts.rows)
+    request = torch.cat([torch.full((len(row),), number) for number, row in enumerate(texts.rows)])
+    at = torch.arange(len(request))
+    return Setting(texts, truth, at, request, Seen.of(truth.rounded, at, request))
+
+
+def dithered(model: registry.Model) -> None:
+    """As much noise as the rounding of one value to bf16, in what the model starts from: as good a path as any."""
+    noise = torch.rand(model.embedding.weight.shape, generator=torch.Generator().manual_seed(5)) - 0.5
+    model.embedding.weight.mul_(1 + noise * 2**-8)
+
+
+def without_a_residual(model: registry.Model) -> None:
+    out = model.layers[2].attention.out
+    forward = out.forward
+    out.forward = lambda x, residual, norm: forward(x, torch.zeros_like(residual), norm)
+
+
+def with_other_tokens_scales(model: registry.Model) -> None:
+    """One product takes each token's scale from the token before."""
+    fp8 = model.layers[3].mlp.down.fp8
+    took = fp8.took
+    object.__setattr__(fp8, "took", lambda values, scale: took(values, scale.roll(1, 0)))
+
+
+def test_a_path_that_rounds_otherwise_holds(setting: Setting) -> None:
+    assert setting.faults(dithered) == []
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_scale_that_is_off_is_found_and_named(setting: Setting, product: str) -> None:
+    by = {"down": 1.04}.get(product, 1.02)
+    faults = setting.faults(scaled(product, by))
+    assert any(f"the fast path's {product} seems scaled by 1.0" in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize("change", [without_a_residual, with_other_tokens_scales])
+def test_a_broken_path_is_found(setting: Setting, change: Change) -> None:
+    faults = setting.faults(change)
+    assert any("times as far from the truth as the plain" in fault for fault in faults), faults
+
+
+def test_another_likeliest_token_where_the_truth_is_sure_is_wrong(setting: Setting) -> None:
+    ids, logprobs = setting.plain.ids.clone(), setting.plain.logprobs
+    best = setting.truth.whole.topk(2, -1).values
+    surest = int((best[:, 0] - best[:, 1]).argmax())
+    ids[surest, :2] = ids[surest, :2].flip(0)
+    faults = judge(setting.truth, setting.plain, Seen(setting.at, setting.request, ids, logprobs), Limits())["faults"]
+    assert [fault for fault in faults if "has 1 other likeliest tokens where the margin is above" in fault]
+
+
+def test_the_demo_model_is_sure_of_what_it_was_taught(setting: Setting) -> None:
+    margins = path_pair.answer_margins(setting.texts, setting.truth)
+    assert margins["positions"] > 400
+    assert margins["0"] > 4
+
+
+def test_what_did_not_run_is_a_fault(setting: Setting) -> None:
+    def observed(others: int, **ran: Any) -> Observed:
+        return Observed({"decode": []}, others, 30, **ran)
+
+    found = path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, steps={}), observed(2, steps={"6 at once": 900}))
+    assert len(found["faults"]) == 4
+    assert "fast path gave 2 of 30 taught answers another token" in found["faults"][0]
+    assert "2048 tokens" in found["faults"][1]
+    assert "ONESHOT/" in found["faults"][2]
+    assert "TWOSHOT+OWNED/" in found["faults"][3]
+    ran = {"steps": {"all at once": 4000}, "allreduce": {"ONESHOT/NONE": 3, "TWOSHOT+OWNED/RESIDUAL_RMS_NORM": 1}}
+    assert path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, steps={}), observed(0, **ran))["faults"] == []
+
+
+def test_positions_seen_by_one_path_alone_are_not_compared() -> None:
+    one, other = [(0, 3, "a"), (0, 3, "b"), (1, 2, "c")], [(2, 0, "x"), (0, 3, "y"), (0, 3, "z")]
+    assert path_pair._common(one, other) == ([(0, 3, "a"), (0, 3, "b")], [(0, 3, "y"), (0, 3, "z")])
+
+
+def test_two_real_engines_hold() -> None:
+    amount = {"short": 12, "long": 2, "cuts": 3, "answers": 4}
+    found = path_pair.compare({**JOB, "dtype": "bf16", "device": "cpu", **amount})
+    assert found["faults"] == []
+    assert found["answers"] == 16
+    assert found["parts"]["decode"]["fast"]["positions"] >= 14 * asked_texts.TAIL
+    assert found["parts"]["prompts"]["fast"]["wrong"] == 0
+    assert any(name.startswith("ONESHOT/") for name in found["allreduce"]["fast"])
+    assert all(name.startswith("GLOO/") for name in found["allreduce"]["plain"])
