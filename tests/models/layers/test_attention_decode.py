@@ -7,6 +7,9 @@ The kernels' references stand in for them; that they agree is for the kernels' o
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -255,3 +258,22 @@ def test_what_the_kernel_takes() -> None:
     assert [takes(cuda, torch.bfloat16, dim) for dim in (64, 80, 256, 100, 512)] == [True, True, True, False, False]
     assert not takes(cuda, torch.float64, 64)
     assert not takes(CPU, torch.bfloat16, 64)
+
+
+ABSENT = """
+from tests.kernels.attention.test_decode import Case, check, let_loops_begin_anywhere
+let_loops_begin_anywhere()
+for more in ({}, {"window": 7}, {"fp8": True}, {"tile": 64, "warps": 4, "together": True}, {"pieces": 1}):
+    check(Case([0, 33, 0, 90], 2, 4, 16, **more))
+check(Case([0, 0], 1, 2, 16))
+"""
+
+
+def test_the_kernel_leaves_zeros_for_rows_that_are_not_there() -> None:
+    """As its reference does, and reads no key for them: what no row sees is NaN. In the interpreter, in a process of its own."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-c", ABSENT], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=250,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
