@@ -236,7 +236,7 @@ def compiled_as(choice: PrefillChoice, dtype: str, *, fp8: bool, head_dim: int, 
     constants = {
         "GROUP": 8, "KV_HEADS": 2, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "TOKENS": tile_tokens(8), "ROWS": choice.rows, "KEYS": choice.keys, "STAGES": choice.stages, "MOST": 32, "INDIRECT": True,
-        "WINDOWED": window, "PTX": arch,
+        "WINDOWED": window, "EARLY": fp8, "PTX": arch,
     }  # fmt: skip
     signature = {}
     for name in prefill._prefill.arg_names:
@@ -275,7 +275,8 @@ def spilled(compiled: Any) -> int:
     ],
     ids=str,
 )  # fmt: skip
-def test_replayed_on_a_gpu_with_other_rows(case: Case) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_replayed_on_a_gpu_with_other_rows(case: Case, early: bool) -> None:
     """Captured with rows that have no token, replayed with those of the case; each time the same bits."""
     from phalanx.kernels.attention import prefill_attention, reference
 
@@ -283,12 +284,12 @@ def test_replayed_on_a_gpu_with_other_rows(case: Case) -> None:
     held = inputs._replace(starts=torch.zeros_like(inputs.starts), lengths=torch.ones_like(inputs.lengths))
     out = torch.full_like(inputs.query, KEPT)
     torch.cuda.synchronize()
-    prefill_attention(*held, **options(case), out=out)
+    prefill_attention(*held, **options(case), early_lengths=early, out=out)
     torch.cuda.synchronize()
     assert bool((out == KEPT).all())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        prefill_attention(*held, **options(case), out=out)
+        prefill_attention(*held, **options(case), early_lengths=early, out=out)
     held.starts.copy_(inputs.starts)
     held.lengths.copy_(inputs.lengths)
     wanted = reference.prefill_attention(*inputs, **options(case), out=torch.full_like(inputs.query, KEPT))

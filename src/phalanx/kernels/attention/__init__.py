@@ -77,7 +77,7 @@ def takes_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
 def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
-    tiles: int | None = None, out: Tensor | None = None,
+    tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.prefill_attention`; written into `out` where one is given, else into memory that is not set: tokens of no row
     have no output. All tensors contiguous but block_tables, whose rows are. Nothing is read by the host: the launch may be
@@ -85,11 +85,12 @@ def prefill_attention(
 
     tiles: exactly what `prefill_tiles` says of these rows, or more; rows from the first on have no output where it is less. None:
     as many as so many rows of so many tokens may have, at worst; a program beyond the last tile returns at once.
+    early_lengths: as of `decode_attention`; query_starts are read then, too.
     """
     from phalanx.kernels.attention.prefill import prefill_attention as kernel
 
     choice = prefill_choice(query.shape[2], query.element_size(), key_cache.element_size())
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths, scale=scale, window=window,
-        kv_scales=kv_scales, choice=choice, tiles=tiles, out=out,
+        kv_scales=kv_scales, choice=choice, tiles=tiles, early_lengths=early_lengths, out=out,
     )  # fmt: skip

@@ -103,16 +103,19 @@ def _prefill(
     table_stride, rows, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MOST: tl.constexpr,
-    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, PTX: tl.constexpr,
+    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Programs count tiles from the last, parts of a tile from the last, and KV heads."""
+    """Programs count tiles from the last, parts of a tile from the last, and KV heads. EARLY: see early_lengths."""
     if PTX >= 90:
         gdc_launch_dependents()
-        gdc_wait()  # starts, lengths, tables, queries and the newest keys and values: all may be what kernels before have written
+        if not EARLY:
+            gdc_wait()  # starts, lengths, tables, queries and the newest keys and values: all may be what the kernel before wrote
     PARTS: tl.constexpr = (TOKENS * GROUP + ROWS - 1) // ROWS
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
     kv_head, back = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     first, row_begin, count, length, held = _tile(starts, lengths, table_rows, rows, back // PARTS, TOKENS, MOST, INDIRECT)
+    if PTX >= 90 and EARLY:
+        gdc_wait()  # also where there is nothing to do: so what waits for this kernel has waited for those before it too
     lead = (PARTS - 1 - back % PARTS) * ROWS  # the part's first (token, head) among the tile's
     if (first < 0) | (first + lead // GROUP >= count):
         return
@@ -146,7 +149,7 @@ def _prefill(
 def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, choice: PrefillChoice,
-    tiles: int | None = None, out: Tensor | None = None,
+    tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.prefill_attention`, for contiguous queries and caches; `out`'s tokens of no row are not set."""
     tokens, q_heads, head_dim = query.shape
@@ -164,7 +167,8 @@ def prefill_attention(
         block_tables.stride(0), rows, window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TOKENS=each, ROWS=choice.rows, KEYS=choice.keys, STAGES=choice.stages, MOST=_room(rows), INDIRECT=table_rows is not None,
-        WINDOWED=window is not None, PTX=ptx, num_warps=choice.warps, maxnreg=choice.registers, launch_pdl=ptx >= 90,
+        WINDOWED=window is not None, EARLY=early_lengths, PTX=ptx, num_warps=choice.warps, maxnreg=choice.registers,
+        launch_pdl=ptx >= 90,
     )  # fmt: skip
     return out
 
