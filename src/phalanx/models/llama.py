@@ -48,12 +48,21 @@ class Attention(nn.Module):
         self, x: Activation, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, norm: RmsNorm
     ) -> tuple[Activation, Tensor]:
         """x and residual [T, hidden] -> (norm(residual + attention(x)), residual + attention(x))."""
-        heads = self.qkv(x, may_stay_unscaled=not self.prepares).view(x.shape[0], -1, self.head_dim)
-        query = self.store(self.prepare(heads) if self.prepares else heads, turns, self.q_heads, cache, batch.kv_slots)
+        query = self._queries(x, turns, batch, cache)
         scales = self.store.read_scales
         seen = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
         done: tuple[Activation, Tensor] = self.out(seen.reshape(x.shape[0], -1), residual, norm)
         return done
+
+    def _queries(self, x: Activation, turns: Turns, batch: Batch, cache: KvCache) -> Tensor:
+        """Of x [T, hidden], turned, [T, q_heads, head_dim]; keys and values go into the cache."""
+        if not self.prepares:
+            query = self.store.of_one_token(x, self.qkv, turns, cache, batch.kv_slots)
+            if query is not None:
+                return query
+        heads = self.qkv(x, may_stay_unscaled=not self.prepares).view(x.shape[0], -1, self.head_dim)
+        out: Tensor = self.store(self.prepare(heads) if self.prepares else heads, turns, self.q_heads, cache, batch.kv_slots)
+        return out
 
     def prepare(self, heads: Tensor) -> Tensor:
         """What families do to heads [T, q_heads + 2 * kv_heads, head_dim] before queries and keys are turned by their positions."""

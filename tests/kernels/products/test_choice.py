@@ -39,3 +39,22 @@ def test_torch_has_the_rest() -> None:
         ((8, 8192, 2048), False), ((8192, 8192, 7168), False),
     ):  # fmt: skip
         assert choice.fp8(*size, reader_scales=reads) is Torchs.SCALED
+
+
+@pytest.mark.parametrize("inputs", [2048, 3584, 4096, 5120, 8192, 16384])
+def test_pairs_of_one_token(inputs: int) -> None:
+    for fp8 in (False, True):
+        tiling = choice.pairs(1, inputs, fp8=fp8)
+        assert tiling is not None
+        for size in tiling:
+            assert size & (size - 1) == 0 < size
+        assert 4 * tiling.pairs * tiling.block * (1 if fp8 else 2) / (tiling.warps * 32) <= 4 * 128
+        assert choice.pairs(2, inputs, fp8=fp8) is None
+        assert (choice.pairs(1, inputs, fp8=True, quantized=False) is None) == (inputs > choice.WIDEST_TO_QUANTIZE)
+
+
+def test_silu_joins_the_product_where_that_saves_a_launch() -> None:
+    # Of 70B: on four GPUs the down product quantizes its input itself, on two a kernel would have to.
+    assert choice.gates(7168, down_is_fp8=True)
+    assert not choice.gates(14336, down_is_fp8=True)
+    assert choice.gates(14336, down_is_fp8=False)

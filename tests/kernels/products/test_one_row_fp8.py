@@ -78,7 +78,8 @@ def instructions(inputs: int, quantize: bool) -> Counter[str]:
     tiling = choice.fp8(1, 2048, inputs)
     assert isinstance(tiling, choice.OneRow)
     constants = {
-        "COLUMNS": inputs, "WIDE": inputs, "QUANTIZE": quantize, "GIVEN": True, "ROWS": tiling.rows, "BLOCK": tiling.block, "PTX": 90,
+        "COLUMNS": inputs, "WIDE": inputs, "QUANTIZE": quantize, "GIVEN": True, "ROWS": tiling.rows, "BLOCK": tiling.block,
+        "PTX": 90,
     }  # fmt: skip
     pointers = {"x": "bf16" if quantize else "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "bf16"}
     kinds = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"} | dict.fromkeys(constants, "constexpr")

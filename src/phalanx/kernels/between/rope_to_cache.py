@@ -45,6 +45,30 @@ def _store(cache, place, mask, first, second, half, FP8: tl.constexpr, PTX: tl.c
 
 
 @triton.jit
+def turn_and_store(
+    first, second, wide_first, wide_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
+    q_heads, kv_heads, half, key_inverse, value_inverse, FP8: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Elements pair and pair + half of a token's heads, as values are stored, and wide, to be turned by cosines c and sines s."""
+    turned_first = nearest(wide_first * c - wide_second * s, first, PTX)
+    turned_second = nearest(wide_second * c + wide_first * s, first, PTX)
+
+    is_query = inside & (head < q_heads)
+    place = (token * q_heads + head) * (2 * half) + pair
+    tl.store(query + place, turned_first, is_query)
+    tl.store(query + place + half, turned_second, is_query)
+
+    slot = tl.load(slots + token)
+    stored = inside & (slot >= 0)
+    is_key = stored & (head >= q_heads) & (head < q_heads + kv_heads)
+    place = (slot * kv_heads + head - q_heads) * (2 * half) + pair
+    _store(key_cache, place, is_key, turned_first, turned_second, half, FP8, PTX, key_inverse)
+    is_value = stored & (head >= q_heads + kv_heads)
+    place = (slot * kv_heads + head - q_heads - kv_heads) * (2 * half) + pair
+    _store(value_cache, place, is_value, first, second, half, FP8, PTX, value_inverse)
+
+
+@triton.jit
 def _rope_store(
     qkv, rows, columns, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, key_inverse, value_inverse,
     BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
@@ -72,24 +96,11 @@ def _rope_store(
         unit = tl.load(rows + token)
         wide_first = wide_first * unit * first_scale
         wide_second = wide_second * unit * second_scale
-    turned_first = nearest(wide_first * c - wide_second * s, first, PTX)
-    turned_second = nearest(wide_second * c + wide_first * s, first, PTX)
-
-    is_query = inside & (head < q_heads)
-    place = (token * q_heads + head) * (2 * half) + pair
-    tl.store(query + place, turned_first, is_query)
-    tl.store(query + place + half, turned_second, is_query)
-
-    slot = tl.load(slots + token)
-    stored = inside & (slot >= 0)
-    is_key = stored & (head >= q_heads) & (head < q_heads + kv_heads)
-    place = (slot * kv_heads + head - q_heads) * (2 * half) + pair
-    _store(key_cache, place, is_key, turned_first, turned_second, half, FP8, PTX, key_inverse)
-    is_value = stored & (head >= q_heads + kv_heads)
-    place = (slot * kv_heads + head - q_heads - kv_heads) * (2 * half) + pair
-    if rows is not None:
         first, second = nearest(wide_first, first, PTX), nearest(wide_second, second, PTX)
-    _store(value_cache, place, is_value, first, second, half, FP8, PTX, value_inverse)
+    turn_and_store(
+        first, second, wide_first, wide_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
+        q_heads, kv_heads, half, key_inverse, value_inverse, FP8, PTX,
+    )  # fmt: skip
 
 
 def rope_store(

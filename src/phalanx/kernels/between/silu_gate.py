@@ -51,6 +51,13 @@ def _column_scales(columns, column, mask, width):
 
 
 @triton.jit
+def gate_of(gate, up, PTX: tl.constexpr):
+    """Of a finished product, in its dtype."""
+    turned = nearest(_silu(gate.to(tl.float32), PTX), gate, PTX)
+    return nearest(turned.to(tl.float32) * up.to(tl.float32), gate, PTX)
+
+
+@triton.jit
 def _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, PTX: tl.constexpr):
     """A piece of one row, in its dtype."""
     first = gate_up + row.to(tl.int64) * (2 * width) + column
@@ -59,10 +66,10 @@ def _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, PTX: t
     if rows is not None:
         unit = tl.load(rows + row)
         turned = _silu(gate.to(tl.float32) * unit * gate_scale, PTX)
-        product = turned * (up.to(tl.float32) * unit * up_scale)
+        out = nearest(turned * (up.to(tl.float32) * unit * up_scale), gate, PTX)
     else:
-        product = nearest(_silu(gate.to(tl.float32), PTX), gate, PTX).to(tl.float32) * up.to(tl.float32)
-    return nearest(product, gate, PTX)
+        out = gate_of(gate, up, PTX)
+    return out
 
 
 @triton.jit

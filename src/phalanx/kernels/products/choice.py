@@ -18,6 +18,15 @@ class OneRow(NamedTuple):
     warps: int
 
 
+class Pairs(NamedTuple):
+    """One token, by a kernel that also does what follows the product to pairs of its elements. pairs, block: pairs of rows of the
+    weight and columns of each row that a program reads at a time."""
+
+    pairs: int
+    block: int
+    warps: int
+
+
 class Torchs(Enum):
     """Torch's product in e4m3."""
 
@@ -57,3 +66,23 @@ def sixteen(tokens: int, inputs: int) -> OneRow | None:
     if tokens != 1:
         return None
     return OneRow(rows=2, block=16384, warps=16) if 8192 < inputs <= 16384 else OneRow(rows=1, block=2048, warps=4)
+
+
+def pairs(tokens: int, inputs: int, *, fp8: bool, quantized: bool = True) -> Pairs | None:
+    """For x [tokens, inputs] and a weight [2 * any, inputs] in 16 bit, or in e4m3 (fp8). quantized: x is in e4m3, too. None: the
+    product and what follows it are two kernels.
+
+    A pair is two rows, so that of the tilings for one row it is the one of as many bytes for each thread.
+    """
+    if tokens != 1 or (fp8 and not quantized and inputs > WIDEST_TO_QUANTIZE):
+        return None
+    if fp8:
+        rows, block, warps = _one_row_fp8(inputs)
+        return Pairs(rows // 2, block, warps)
+    return Pairs(pairs=1, block=2048, warps=4)
+
+
+def gates(inner: int, *, down_is_fp8: bool) -> bool:
+    """Whether one token's gate_up product should give silu(gate) * up [1, inner] itself: if no kernel is needed then to quantize
+    that, since each program of the down product does so again, up to some width."""
+    return not down_is_fp8 or inner <= WIDEST_TO_QUANTIZE

@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from phalanx import kernels
+from phalanx.kernels.products.one_token import qkv_rope_store
 from phalanx.kernels.reference import Unscaled
 from phalanx.models.batch import KvCache
+from phalanx.models.layers.fp8 import Activation
+from phalanx.models.layers.linear import QkvParallelLinear
+from phalanx.models.layers.one_token import factors
 from phalanx.models.slices import Scale, Seat, Slice, Sliced
 
 
@@ -30,6 +34,15 @@ class KvStore(Sliced):
         """heads [T, q_heads + 2 * kv_heads, head_dim], not turned yet; turns: cosines and sines of their positions. Keys, turned,
         and values go into slots [T] (see `Batch.kv_slots`); returns the queries, turned, [T, q_heads, head_dim]."""
         return kernels.rope_store(heads, *turns, cache.key, cache.value, slots, q_heads, self.read_scales)
+
+    def of_one_token(
+        self, x: Activation, qkv: QkvParallelLinear, turns: tuple[Tensor, Tensor], cache: KvCache, slots: Tensor
+    ) -> Tensor | None:
+        """forward(qkv(x)) in one kernel, if x is one token and there is one that takes it; else None, and nothing is stored."""
+        found, q_heads = factors(x, qkv), len(qkv.heads.q)
+        if found is None:
+            return None
+        return qkv_rope_store(found, *turns, cache.key, cache.value, slots, q_heads, self.read_scales)
 
     def slices(self) -> Iterator[Slice]:
         return iter(())

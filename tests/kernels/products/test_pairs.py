@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with what follows them: in Triton's interpreter the same bits as by two kernels, compiled for the GPUs that run them,
+and on a GPU beside two kernels."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.compiled import compiled
+
+pytest.importorskip("triton")
+
+if TYPE_CHECKING:
+    from phalanx.kernels.products.one_token import Factors
+
+FP8 = torch.float8_e4m3fn
+KINDS = ["16", "quantized", "quantizes", "static"]
+"""Of factors: both in 16 bit; both in e4m3; x quantized by the kernel, with its own scale, or with a given one."""
+
+
+def factors_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False, device: str = "cpu") -> Factors:
+    from phalanx.kernels import reference
+    from phalanx.kernels.products.one_token import Factors
+
+    x, wide = torch.randn(1, inputs, device=device).to(dtype), torch.randn(outputs, inputs, device=device)
+    added = torch.randn(outputs, device=device).to(dtype) if bias else None
+    if kind == "16":
+        return Factors(x, None, wide.to(dtype), None, added, dtype)
+    weight, scale = reference.quantize_fp8(wide)
+    scale = scale.flatten() / inputs**0.5
+    if kind == "quantized":
+        return Factors(*reference.quantize_fp8(x), weight, scale, added, dtype)
+    return Factors(x, torch.tensor(0.01, device=device) if kind == "static" else None, weight, scale, added, dtype)
+
+
+def product_of(factors: Factors, tiling: tuple[int, int, int]) -> Tensor:
+    """By one row's own kernel."""
+    from phalanx.kernels.products.choice import OneRow
+    from phalanx.kernels.products.one_row import one_row
+    from phalanx.kernels.products.one_row_fp8 import one_row_fp8
+
+    x, x_scale, weight, scale, bias, dtype = factors
+    assert bias is None
+    if scale is None:
+        return one_row(x, weight, **OneRow(*tiling)._asdict())
+    return one_row_fp8(x, x_scale, weight, scale, dtype=dtype, tiling=OneRow(*tiling))
+
+
+def check_gate_up_silu() -> None:
+    from phalanx.kernels.between.silu_gate import silu_mul
+    from phalanx.kernels.products.choice import Pairs
+    from phalanx.kernels.products.pairs import gate_up_silu
+
+    for kind in KINDS:
+        for dtype, inner, inputs, pairs in ((torch.bfloat16, 3, 16, 1), (torch.float16, 7, 208, 2), (torch.bfloat16, 33, 1040, 8)):
+            factors = factors_of(kind, 2 * inner, inputs, dtype)
+            wanted = silu_mul(product_of(factors, (16, 256, 4)))
+            found = gate_up_silu(factors, Pairs(pairs, 256, 4))
+            assert found.shape == (1, inner)
+            assert torch.equal(found, wanted), (kind, dtype, inner)
+
+
+def check_qkv_rope_store() -> None:
+    from phalanx.kernels.between.rope_to_cache import rope_store
+    from phalanx.kernels.products.choice import Pairs
+    from phalanx.kernels.products.pairs import qkv_rope_store
+
+    cases = [
+        (torch.bfloat16, (2, 1, 4, 1), False, 5), (torch.float16, (3, 1, 12, 4), True, 5),
+        (torch.bfloat16, (6, 3, 16, 16), True, 0),
+        (torch.bfloat16, (4, 2, 8, 8), False, -1),
+    ]  # fmt: skip
+    for kind, (dtype, (q_heads, kv_heads, head_dim, pairs), fp8, slot) in itertools.product(KINDS, cases):
+        heads = q_heads + 2 * kv_heads
+        factors = factors_of(kind, heads * head_dim, 48, dtype)
+        angles, slots = torch.rand(1, head_dim // 2) * 7, torch.tensor([slot])
+        held = [torch.randn(3, 4, kv_heads, head_dim).to(FP8 if fp8 else dtype) for _ in range(2)]
+        expected = [cache.clone() for cache in held]
+        scales = (0.25, 0.5) if fp8 else None
+        product = product_of(factors, (32, 64, 4)).view(1, heads, head_dim)
+        wanted = rope_store(product, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
+        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, q_heads, scales, Pairs(pairs, 64, 4))
+        for got, want in zip((query, *held), (wanted, *expected), strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(got.float(), want.float()), (kind, dtype, head_dim, fp8, slot)
+
+
+def check_a_bias_is_added_before_the_rounding() -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.products.choice import Pairs
+    from phalanx.kernels.products.pairs import qkv_rope_store
+
+    for kind in ("16", "quantized"):
+        factors = factors_of(kind, 8 * 8, 48, torch.bfloat16, bias=True)
+        angles, slots = torch.rand(1, 4) * 7, torch.tensor([2])
+        held = [torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
+        expected = [cache.clone() for cache in held]
+        x, x_scale, weight, scale, bias, _ = factors
+        assert bias is not None
+        wide = x.float() @ weight.float().t() * (1.0 if scale is None or x_scale is None else x_scale * scale)
+        product = (wide + bias.float()).to(torch.bfloat16).view(1, 8, 8)
+        wanted = reference.rope_store(product, angles.cos(), angles.sin(), *expected, slots, 4)
+        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, 4, None, Pairs(8, 64, 4))
+        for got, want in zip((query, *held), (wanted, *expected), strict=True):
+            torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-6)
+
+
+CHECKS = [check_gate_up_silu, check_qkv_rope_store, check_a_bias_is_added_before_the_rounding]
+
+
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.products.test_pairs"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+
+
+@pytest.mark.parametrize("kernel", ["gate_up_silu", "qkv_rope_store", "qkv_rope_store in e4m3"])
+@pytest.mark.parametrize(("kind", "arch"), [("16", 80), ("16", 90), ("16", 100), ("e4m3", 90), ("e4m3", 100), ("quantize", 90)])
+def test_compiles(kernel: str, kind: str, arch: int) -> None:
+    from phalanx.kernels.products import pairs
+
+    fp8 = kind != "16"
+    pointers = {"x": "fp8e4nv" if kind == "e4m3" else "bf16", "weight": "fp8e4nv" if fp8 else "bf16"}
+    constants = {
+        "COLUMNS": 4096, "WIDE": 4096, "QUANTIZE": kind == "quantize", "GIVEN": kind == "e4m3", "PAIRS": 1,
+        "BLOCK": 4096 if fp8 else 2048,
+    }  # fmt: skip
+    for name, here in (("x_scale", kind == "e4m3"), ("scale", fp8)):
+        if here:
+            pointers[name] = "fp32"
+        else:
+            constants[name] = None
+    numbers = {"pairs": "i32"}
+    if kernel == "gate_up_silu":
+        function = pairs._gate_up_silu
+        pointers["out"], constants["bias"], constants["SPAN"] = "bf16", None, 14336
+    else:
+        function, cache = pairs._qkv_rope_store, "u8" if kernel.endswith("e4m3") else "bf16"
+        pointers |= {"bias": "bf16", "cos": "fp32", "sin": "fp32", "query": "bf16", "slots": "i64"}
+        pointers |= {"key_cache": cache, "value_cache": cache}
+        numbers |= {"q_heads": "i32", "kv_heads": "i32", "key_inverse": "fp32", "value_inverse": "fp32"}
+        constants |= {"SPAN": 64, "FP8_CACHE": cache == "u8"}
+    compiled(function, {name: "*" + of for name, of in pointers.items()} | numbers, constants, arch)
+
+
+TILINGS = {"16": [(1, 2048, 4), (2, 1024, 4)], "fp8": [(1, 8192, 4), (2, 2048, 2), (1, 4096, 4)]}
+
+
+def needs_fp8(kind: str) -> None:
+    from phalanx.kernels.scaled_mm import has_fp8_products
+
+    if kind != "16" and not has_fp8_products(torch.device("cuda")):
+        pytest.skip("this GPU has no FP8 products")
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("inner", "inputs"), [(512, 4096), (3584, 8192), (72, 3584)])
+def test_gate_up_silu_on_gpu(kind: str, inner: int, inputs: int) -> None:
+    """The bits of two kernels."""
+    from phalanx import kernels
+    from phalanx.kernels.products import one_token
+    from phalanx.kernels.products.choice import Pairs
+    from phalanx.kernels.products.pairs import gate_up_silu
+
+    needs_fp8(kind)
+    torch.manual_seed(inner)
+    factors = factors_of(kind, 2 * inner, inputs, torch.bfloat16, device="cuda")
+    for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
+        wanted = kernels.silu_mul(product_of(factors, (2 * pairs, block, warps)))
+        found = gate_up_silu(factors, Pairs(pairs, block, warps))
+        assert torch.equal(found, wanted), f"{(found != wanted).sum()} of {inner}, {(pairs, block, warps)}"
+    chosen = one_token.gate_up_silu(factors)
+    assert chosen is not None
+    assert (chosen.float() - wanted.float()).norm() < 1e-2 * wanted.float().norm()
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cache", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("slot", [37, -1])
+def test_qkv_rope_store_on_gpu(kind: str, cache: torch.dtype, slot: int) -> None:
+    """The bits of two kernels."""
+    from phalanx import kernels
+    from phalanx.kernels.products import one_token
+    from phalanx.kernels.products.choice import Pairs
+    from phalanx.kernels.products.pairs import qkv_rope_store
+
+    needs_fp8(kind)
+    torch.manual_seed(slot)
+    q_heads, kv_heads, head_dim, inputs = 8, 2, 128, 8192
+    factors = factors_of(kind, (q_heads + 2 * kv_heads) * head_dim, inputs, torch.bfloat16, device="cuda")
+    angles, slots = torch.rand(1, head_dim // 2, device="cuda") * 7, torch.tensor([slot], device="cuda")
+    turns, scales = (angles.cos(), angles.sin()), (0.25, 0.5) if cache == FP8 else None
+    held = [torch.randn(4, 16, kv_heads, head_dim, device="cuda").to(cache) for _ in range(2)]
+    for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
+        found, wanted = ([each.clone() for each in held] for _ in range(2))
+        product = product_of(factors, (2 * pairs, block, warps)).view(1, -1, head_dim)
+        wanted.append(kernels.rope_store(product, *turns, wanted[0], wanted[1], slots, q_heads, scales))
+        found.append(qkv_rope_store(factors, *turns, found[0], found[1], slots, q_heads, scales, Pairs(pairs, block, warps)))
+        for got, want in zip(found, wanted, strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (pairs, block, warps)
+    if slot < 0:
+        assert torch.equal(found[0].view(torch.uint8), held[0].view(torch.uint8))
+    chosen = one_token.qkv_rope_store(factors, *turns, held[0], held[1], slots, q_heads, scales)
+    assert chosen is not None
+    assert (chosen.float() - wanted[2].float()).norm() < 1e-2 * wanted[2].float().norm()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for check in CHECKS:
+        check()
+        print(check.__name__)

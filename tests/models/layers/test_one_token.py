@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose products of one token do what follows them: in Triton's interpreter, beside the same models without. On CPU outside
+of it, and for more tokens, no kernel takes them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from phalanx.comm.group import Solo
+from phalanx.config.quantization import ON_LOAD
+from phalanx.kernels.products import choice, one_token
+from phalanx.kernels.scaled_mm import FP8, Quantized
+from phalanx.models.layers.linear import MergedColumnParallelLinear
+from phalanx.models.layers.one_token import factors
+from phalanx.models.slices import Seat
+from tests.checkpoints import write_checkpoint
+from tests.models.formation import CPU, Formation
+
+pytest.importorskip("triton")
+
+SEAT = Seat(Solo(), torch.bfloat16, CPU)
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "std": 0.15}
+
+
+def merged(seat: Seat, *, bias: bool = False) -> MergedColumnParallelLinear:
+    return MergedColumnParallelLinear(["gate_proj", "up_proj"], 32, 64, what="inner", bias=bias, seat=seat)
+
+
+def test_what_a_layer_gives() -> None:
+    x, layer = torch.randn(1, 32, dtype=torch.bfloat16), merged(SEAT, bias=True)
+    found = factors(x, layer)
+    assert found is not None
+    assert found.x is x
+    assert found.weight is layer.weight
+    assert found.bias is layer.bias
+    assert (found.x_scale, found.scale, found.dtype) == (None, None, torch.bfloat16)
+    assert factors(torch.randn(2, 32), layer) is None
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_what_a_layer_in_fp8_gives(static: bool) -> None:
+    quantization = replace(ON_LOAD, activations="static" if static else "token")
+    layer = merged(replace(SEAT, quantization=quantization, fp8_products=True))
+    quantized = Quantized(torch.zeros(1, 32, dtype=FP8), torch.ones(1, 1))
+    found = factors(quantized, layer)
+    assert found is not None
+    assert found.x is quantized.values
+    assert found.x_scale is quantized.scale
+    assert found.scale is layer.fp8.weight_scale
+    plain = factors(torch.zeros(1, 32, dtype=torch.bfloat16), layer)
+    assert plain is not None
+    assert plain.x_scale is layer.fp8.input_scale
+    assert factors(quantized, merged(replace(SEAT, quantization=quantization, fp8_products=False))) is None
+
+
+def test_a_cpu_has_no_such_kernels() -> None:
+    found = factors(torch.zeros(1, 32, dtype=torch.bfloat16), merged(SEAT))
+    assert found is not None
+    assert one_token.tiling_of(found) is None
+    assert one_token.gate_up_silu(found) is None
+    nothing = torch.zeros(0)
+    assert one_token.qkv_rope_store(found, nothing, nothing, nothing, nothing, nothing, 1) is None
+
+
+def check(family: str, fused: int, **options: bool) -> None:
+    """A prompt, a step of one token and one of two, with kernels for one token and without: `fused` products of the former."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_checkpoint(Path(folder) / "m", family, **SIZES)
+        prompt, after = torch.randint(0, 384, (9,)), torch.randint(0, 384, (3,))
+        logits = []
+        for pairs in (None, choice.Pairs(16, 64, 4)):
+            with mock.patch.object(one_token, "tiling_of", return_value=pairs) as asked:
+                model = Formation(path, **options)
+                model.step([(0, prompt)])
+                assert not asked.called
+                logits.append([model.step([(0, after[:1])])[0], model.step([(0, after[1:])])[0]])
+                assert asked.call_count == fused
+        for one, two in zip(*logits, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-3, atol=5e-2 if options else 1e-4)
+
+
+def check_all() -> None:
+    torch.manual_seed(0)
+    check("llama", 4)
+    check("qwen2", 4)  # has a bias
+    check("qwen3", 2)  # norms its heads
+    check("llama", 4, fp8=True, fp8_products=True)
+    check("qwen2", 4, fp8=True, fp8_products=True, fp8_cache=True)
+    check("llama", 0, fp8=True, fp8_products=False)
+    with mock.patch.object(choice, "WIDEST_TO_QUANTIZE", 100):
+        check("llama", 2, fp8=True, fp8_products=True)
+
+
+def test_models_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.layers.test_one_token"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "checked"
+
+
+if __name__ == "__main__":
+    check_all()
+    print("checked")
