@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows one token's products, in kernels of its own or in the products' kernels, on one GPU: shapes of Llama-3-70B in FP8
+(TP4, TP2) and of 8B in bf16.
+
+mlp: gate_up, SiLU, down. Where the weights are in FP8, who quantizes what `down` takes is named: SiLU's kernel, the down product
+itself, or a kernel for it. qkv: the product, rope, keys and values into the cache.
+
+Each variant is verified against plain torch, then timed as by `products.py`: in a CUDA graph over enough layers that no weight is
+in a cache. TB/s are of the weights. (pairs, block, warps) are those of `products.choice.Pairs`.
+
+    python benchmarks/kernels/one_token.py --out DIR [--shapes tp4,tp2,8b]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+from torch import Tensor
+
+from benchmarks import record
+from benchmarks.kernels.products import BF16, COLD, FP8, HEAD_DIM, SHAPES, WRONG, WRONG_FP8, Candidate, Case, measure
+from phalanx.kernels import quantize_rows, reference
+from phalanx.kernels.between import rope_to_cache, silu_gate
+from phalanx.kernels.products import choice, pairs
+from phalanx.kernels.products.choice import OneRow, Pairs
+from phalanx.kernels.products.one_row import one_row
+from phalanx.kernels.products.one_row_fp8 import one_row_fp8
+from phalanx.kernels.products.one_token import Factors
+
+DEVICE = "cuda"
+PAIRS_FP8 = [Pairs(1, 8192, 4), Pairs(1, 8192, 8), Pairs(2, 8192, 8), Pairs(1, 4096, 4), Pairs(2, 2048, 4)]
+PAIRS = [Pairs(1, 2048, 4), Pairs(2, 2048, 4), Pairs(1, 4096, 4), Pairs(1, 4096, 8), Pairs(2, 1024, 4)]
+
+
+class Layer(NamedTuple):
+    """What is the same of each copy of the weights. x [1, in] and x_scale: None in bf16. sizes: of the weights that lie behind one
+    another in a copy's bytes; scales: of each, None in bf16."""
+
+    x: Tensor
+    x_scale: Tensor | None
+    sizes: tuple[tuple[int, int], ...]
+    scales: tuple[Tensor | None, ...]
+
+    def weights(self, copy: Tensor) -> list[Tensor]:
+        found, at = [], 0
+        for rows, columns in self.sizes:
+            found.append(copy[at : at + rows * columns].view(rows, columns))
+            at += rows * columns
+        return found
+
+    def factors(self, copy: Tensor) -> Factors:
+        """Of the first product."""
+        return Factors(self.x, self.x_scale, self.weights(copy)[0], self.scales[0], None, BF16)
+
+    def product(self, x: Tensor, x_scale: Tensor | None, copy: Tensor, at: int) -> Tensor:
+        """The product number `at` of x, by one row's own kernel."""
+        weight, scale = self.weights(copy)[at], self.scales[at]
+        tiling = choice.sixteen(1, weight.shape[1]) if scale is None else choice.fp8(1, *weight.shape)
+        assert isinstance(tiling, OneRow)
+        if scale is None:
+            return one_row(x, weight, **tiling._asdict())
+        return one_row_fp8(x, x_scale, weight, scale, dtype=BF16, tiling=tiling)
+
+    def exact(self, x: Tensor, copy: Tensor, at: int) -> Tensor:
+        """The same by torch, of x in bf16 or quantized as (values, scale) stand for it."""
+        weight, scale = self.weights(copy)[at].float(), self.scales[at]
+        out = x.float() @ (weight if scale is None else weight * scale[:, None]).t()
+        return out.to(BF16)
+
+
+def make(fp8: bool, *sizes: tuple[int, int]) -> tuple[Layer, list[Tensor]]:
+    """A layer, and copies of its weights."""
+    torch.manual_seed(0)
+    x = torch.randn(1, sizes[0][1], device=DEVICE).to(BF16)
+    parts = [torch.randn(rows, columns, device=DEVICE, dtype=BF16) for rows, columns in sizes]
+    scales: list[Tensor | None] = [None for _ in sizes]
+    x_scale = None
+    if fp8:
+        x, x_scale = reference.quantize_fp8(x)
+        parts = [(part * 16).to(FP8) for part in parts]
+        scales = [(torch.rand(rows, device=DEVICE) + 0.5) / (16 * columns**0.5) for rows, columns in sizes]
+    else:
+        parts = [part / part.shape[1] ** 0.5 for part in parts]
+    first = torch.cat([part.flatten().view(torch.uint8) for part in parts]).view(parts[0].dtype)
+    copies = [first.clone() for _ in range(max(1, COLD // first.nbytes))]
+    return Layer(x, x_scale, sizes, tuple(scales)), [first, *copies]
+
+
+def mlp(shape: str) -> Case:
+    fp8 = shape != "8b"
+    layer, copies = make(fp8, SHAPES[shape]["gate_up"], SHAPES[shape]["down"])
+    x = layer.x if layer.x_scale is None else layer.x.float() * layer.x_scale
+    inner = reference.silu_mul(layer.exact(x, copies[0], 0))
+    if fp8:
+        values, scale = reference.quantize_fp8(inner)
+        inner = values.float() * scale
+    wanted, wrong = layer.exact(inner, copies[0], 1), WRONG_FP8 if fp8 else 2 * WRONG
+
+    def apart(copy: Tensor) -> Tensor:
+        gate_up = layer.product(layer.x, layer.x_scale, copy, 0)
+        if fp8:
+            return layer.product(*silu_gate.silu_mul_quant_fp8(gate_up), copy, 1)
+        return layer.product(silu_gate.silu_mul(gate_up), None, copy, 1)
+
+    def together(tiling: Pairs, quantize: bool, copy: Tensor) -> Tensor:
+        inner = pairs.gate_up_silu(layer.factors(copy), tiling)
+        if quantize:
+            return layer.product(*quantize_rows.quantize_fp8(inner), copy, 1)
+        return layer.product(inner, None, copy, 1)
+
+    found = {"apart": Candidate(apart, wanted, wrong)}
+    for tiling in PAIRS_FP8 if fp8 else PAIRS:
+        found[f"{tuple(tiling)}" + ", down quantizes" * fp8] = Candidate(partial(together, tiling, False), wanted, wrong)
+    if fp8:
+        chosen = choice.pairs(1, layer.x.shape[1], fp8=True)
+        assert chosen is not None
+        found[f"{tuple(chosen)}, a kernel quantizes"] = Candidate(partial(together, chosen, True), wanted, wrong)
+    return Case(copies, copies[0].nbytes / 1e6, found)
+
+
+def qkv(shape: str) -> Case:
+    fp8, (outputs, inputs) = shape != "8b", SHAPES[shape]["qkv"]
+    layer, copies = make(fp8, (outputs, inputs))
+    heads = outputs // HEAD_DIM
+    kv_heads = 8 if shape == "8b" else 8 // int(shape[-1])
+    angles, slots = torch.rand(1, HEAD_DIM // 2, device=DEVICE) * 7, torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    caches = [torch.zeros(1, 16, kv_heads, HEAD_DIM, device=DEVICE, dtype=BF16) for _ in range(2)]
+    place = (angles.cos(), angles.sin(), caches[0], caches[1], slots, heads - 2 * kv_heads)
+    x = layer.x if layer.x_scale is None else layer.x.float() * layer.x_scale
+    wanted = reference.rope_store(layer.exact(x, copies[0], 0).view(1, heads, HEAD_DIM), *place)
+
+    def apart(copy: Tensor) -> Tensor:
+        return rope_to_cache.rope_store(layer.product(layer.x, layer.x_scale, copy, 0).view(1, heads, HEAD_DIM), *place)
+
+    def together(tiling: Pairs, copy: Tensor) -> Tensor:
+        return pairs.qkv_rope_store(layer.factors(copy), *place, None, tiling)
+
+    found = {"apart": Candidate(apart, wanted, 2 * WRONG)}
+    for tiling in PAIRS_FP8 if fp8 else PAIRS:
+        found[f"{tuple(tiling)}"] = Candidate(partial(together, tiling), wanted, 2 * WRONG)
+    return Case(copies, copies[0].nbytes / 1e6, found)
+
+
+def cases(shapes: list[str]) -> Iterator[tuple[str, Case]]:
+    for shape in shapes:
+        yield f"{shape} mlp", mlp(shape)
+        yield f"{shape} qkv", qkv(shape)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--shapes", default="tp4,tp2,8b")
+    asked = parser.parse_args()
+    figures: dict[str, Any] = {}
+    begin = time.monotonic()
+    with ThreadPoolExecutor(12) as pool:
+        for title, case in cases(asked.shapes.split(",")):
+            figures[title] = measure(pool, case)
+            print(title)
+            for label, row in figures[title].items():
+                print(f"  {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f} TB/s' if isinstance(row, list) else row}", flush=True)
+    figures["seconds"] = round(time.monotonic() - begin, 1)
+    print(f"{figures['seconds']} s, kept in {record.write('kernels_one_token', figures, asked.out).name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
