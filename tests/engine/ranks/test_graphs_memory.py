@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps in a steady state take no new memory: on the device, and what the host keeps for its copies."""
+"""Steps from graphs in a steady state take no new memory: on the device, and what the host keeps for its copies."""
 
 from __future__ import annotations
 
@@ -19,31 +19,39 @@ from phalanx.engine.runner import Outcome, Runner
 from phalanx.engine.sampler import Sampler
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention import AttentionBackend, backend
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import prompts
 from tests.engine.ranks.test_graphs import Fixed
+from tests.engine.ranks.test_graphs_steps import TOKENS, requests, serve
 
 SLOTS, BLOCK, LONGEST = 24, 16, 2048
 KINDS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1)}
 
 
-def made_runner(folder: Path, device: torch.device, dtype: torch.dtype) -> Runner:
+def made_runner(
+    folder: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool = True, tokens: int = 0, fp8_cache: bool = False,
+    attention: AttentionBackend | None = None,
+) -> Runner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device)
+    model = registry.build(
+        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_cache=fp8_cache
+    )  # fmt: skip
     weights.load(model, folder)
     on_gpu = device.type == "cuda"
-    attention = backend(device, dtype, shape.head_dim) if on_gpu else Fixed()
+    attention = attention or (backend(device, dtype, shape.head_dim) if on_gpu else Fixed())
     tape: Tape = CudaTape(device) if on_gpu else Rerun()
-    blocks = SLOTS * LONGEST // BLOCK if on_gpu else 200
+
+    def caches(blocks: int) -> list[LayerCache]:
+        return [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in model.kv_specs()]
+
     runner = Runner(
-        model, [LayerCache.zeros(1, BLOCK, s.heads, s.head_dim, dtype, device) for s in model.kv_specs()], attention,
-        Sampler(SLOTS, shape.vocab_size, device), Solo(), max_batch_size=SLOTS, max_seq_len=LONGEST, block_size=BLOCK, dtype=dtype,
-        device=device, tape=tape,
+        model, caches(1), attention, Sampler(SLOTS, shape.vocab_size, device), Solo(), max_batch_size=SLOTS, max_seq_len=LONGEST,
+        block_size=BLOCK, dtype=dtype, device=device, tape=tape if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip
     for step in budget.largest_steps(max_num_tokens=64, max_seq_len=64, max_batch_size=SLOTS, block_size=BLOCK):
         runner.run(step).results()
-    runner.caches = [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, dtype, device) for s in model.kv_specs()]
+    runner.caches = caches(SLOTS * LONGEST // BLOCK if on_gpu else 400)
     list(runner.capture())
     return runner
 
@@ -104,3 +112,27 @@ def test_a_thousand_steps_take_no_memory_from_the_device(tmp_path: Path, kind: s
     host = torch.cuda.host_memory_stats()
     decode(runner, KINDS[kind], 100)
     assert torch.cuda.host_memory_stats().get("segment.allocated") == host.get("segment.allocated")
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_of_any_rows_take_no_memory_from_the_device(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    folder = write_checkpoint(
+        tmp_path / "llama", "llama", hidden_size=512, num_attention_heads=8, num_key_value_heads=8, head_dim=64, std=0.05
+    )
+    runner = made_runner(folder, device, torch.bfloat16, tokens=TOKENS)
+    assert runner.graphs is not None
+    assert runner.graphs.mixed is not None
+    sizes = {"block_size": BLOCK, "max_batch_size": SLOTS, "max_seq_len": LONGEST, "num_blocks": 100}
+    asked = [each for each in requests(3, count=40) if each[1].params.prompt_logprobs is None]
+    serve([runner], asked, **sizes)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_stats(device)
+    for _ in range(4):
+        serve([runner], asked, **sizes)
+    torch.cuda.synchronize(device)
+    after = torch.cuda.memory_stats(device)
+    for name in ("segment.all.allocated", "segment.all.freed", "num_alloc_retries", "num_ooms", "num_device_alloc"):
+        assert after.get(name) == before.get(name), name
+    assert after["allocated_bytes.all.current"] == before["allocated_bytes.all.current"]

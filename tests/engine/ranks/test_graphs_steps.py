@@ -45,6 +45,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_references(monkeypatch)
+
+
+def put_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the kernels of attention."""
     hints = "workspace", "short", "early_lengths", "tiles"
 
     def decode(query: Tensor, *inputs: Any, out: Tensor, **options: Any) -> Tensor:
