@@ -36,11 +36,11 @@ def test_ranges_cover_every_size():
 def test_it_says_from_where_on_rows_have_owners():
     here = Fingerprint(90, "nvlink", 2)
     table = Table(here, (), default(here))
-    said = [line for line in lines(table, "bf16", 8192) if "OWNED" in line]
+    said = [line for line in lines(table, "bf16", 8192, (Fusion.RESIDUAL_RMS_NORM,)) if "OWNED" in line]
     assert len(said) == 1
     assert f"from {OWNED_FROM[2]} tokens on" in said[0]
     cpu = Fingerprint(0, "shm", 2)
-    assert not any("OWNED" in line for line in lines(Table(cpu, (), default(cpu)), "bf16", 8192))
+    assert not any("OWNED" in line for line in lines(Table(cpu, (), default(cpu)), "bf16", 8192, (Fusion.RESIDUAL_RMS_NORM,)))
 
 
 def test_what_cannot_run_is_said():

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel itself, between processes: each is one program of one rank, in Triton's interpreter, with shared memory for workspaces
+and plain loads and stores for PTX. Bits equal the unfused kernel's, and every workspace is clean again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.attention.test_decode import let_loops_begin_anywhere
+
+pytest.importorskip("triton")
+
+HALF = 1 << 10  # vectors
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Call:
+    """rows x hidden; movers of the programs; scaled: x comes without its scales."""
+
+    dtype: torch.dtype
+    rows: int
+    hidden: int
+    quant: str
+    movers: int
+    scaled: bool = False
+    spoiled: bool = False
+
+
+CALLS = (
+    Call(torch.bfloat16, 1, 16, "fp8_token", 2),
+    Call(torch.bfloat16, 5, 48, "none", 3),
+    Call(torch.float16, 3, 272, "fp8_token", 3),
+    Call(torch.bfloat16, 5, 80, "fp8_token", 2, scaled=True),
+    Call(torch.float32, 2, 32, "fp8", 1),
+    Call(torch.float32, 35, 16, "fp8_token", 3),
+    Call(torch.bfloat16, 3, 64, "fp8_token", 2, spoiled=True),
+    Call(torch.bfloat16, 3, 64, "none", 2, spoiled=True),
+)
+
+
+def shared(shape: tuple[int, ...], dtype: torch.dtype, value: float = 0) -> Tensor:
+    """Where every process forked from this one sees it, at the same address."""
+    made = torch.full(shape, value, dtype=torch.float32).to(dtype) if dtype.itemsize == 1 else torch.full(shape, value, dtype=dtype)
+    return made.share_memory_()
+
+
+class Board:
+    """What the programs of all ranks share in one run."""
+
+    def __init__(self, world: int, programs: int) -> None:
+        from phalanx.kernels.residual_rms_norm import Sinks
+
+        self.world, self.programs = world, programs
+        self.halves = [shared((2 * HALF * 4,), torch.int32, -1) for _ in range(world)]
+        self.done = shared((world, programs), torch.int32)
+        self.parts: list[list[Any]] = []
+        self.sinks: list[list[Sinks]] = []
+        self.residuals, self.weights = [], []
+        for call in CALLS:
+            size = (call.rows, call.hidden)
+            self.parts.append([self._part(call, rank) for rank in range(world)])
+            self.residuals.append(torch.randn(size).to(call.dtype))
+            self.weights.append(torch.rand(call.hidden).to(call.dtype))
+            sinks = [Sinks(torch.empty(size, dtype=call.dtype), call.quant, False) for _ in range(world)]  # type: ignore[arg-type]
+            for made in sinks:
+                made.residual.fill_(NAN)
+                for out in made.outputs():
+                    out.share_memory_()
+            self.sinks.append(sinks)
+        self.scale = torch.tensor(0.02)
+
+    def _part(self, call: Call, rank: int) -> Any:
+        from phalanx.kernels.reference import Unscaled
+
+        x = torch.randn(call.rows, call.hidden).to(call.dtype)
+        if call.spoiled:
+            x.view(torch.int16)[rank % call.rows] = -1  # the sentinel, and a row that becomes it
+            x[call.rows - 1, :4] = torch.tensor([-0.0, float("inf"), 1e-30, -float("inf")])
+        rows, columns = torch.rand(call.rows, 1), torch.rand(call.hidden)
+        return Unscaled(x, rows, columns) if call.scaled else x
+
+
+def stand_in(number: list[int]) -> None:
+    """Plain loads and stores for what speaks PTX; number: of the call."""
+    import triton.language as tl
+
+    from phalanx.kernels import allreduce_oneshot
+    from phalanx.kernels.rows import owned
+
+    word = tl.pointer_type(tl.int32)
+
+    def push(address: Any, sealed: Any) -> None:
+        for k in range(4):
+            tl.store(address.to(word) + k, sealed[k], address != 0)
+
+    def clear(address: Any) -> None:
+        push(address, (address * 0 - 1,) * 4)
+
+    def poll_words(address: Any) -> Any:
+        while True:
+            words = tl.load(address.to(word), address != 0, 0)
+            if not (words.handle.data == -1).any():
+                return words
+            time.sleep(1e-3)
+
+    def poll(addresses: Any, block: Any, warps: Any) -> Any:
+        return tuple(poll_words(tl.where(address == 0, 0, address + 4 * k)) for address in addresses for k in range(4))
+
+    def push_codes(base: Any, index: Any, mask: Any, codes: Any) -> None:
+        kind = tl.pointer_type(codes.dtype)
+        tl.store((base + index.to(tl.int64) * (codes.dtype.primitive_bitwidth // 8)).to(kind), codes, mask)
+
+    def push_once(address: Any, value: Any) -> None:
+        tl.store(address.to(word), value)
+
+    def clear_word(address: Any) -> None:
+        tl.store(address.to(word), address * 0 - 1, address != 0)
+
+    def enter(turn: Any, ptx: Any) -> Any:
+        return tl.full((), number[0], tl.int32)
+
+    for module in (owned, allreduce_oneshot):
+        module.push, module.clear, module.poll = push, clear, poll  # type: ignore[assignment]
+    owned.push_codes, owned.push_once, owned.poll_words, owned.clear_word = push_codes, push_once, poll_words, clear_word
+    owned.enter, owned.draw_ticket, owned.leave = enter, lambda turn, programs: 0, lambda turn, programs, ticket: None
+
+
+def program(board: Board, rank: int, own: int) -> None:
+    """All calls of one program of one rank."""
+    from triton.runtime import interpreter
+
+    from phalanx.kernels.reference import Unscaled
+    from phalanx.kernels.rows.owned import owned_norm
+    from phalanx.kernels.vectors import KINDS
+
+    number = [0]
+    stand_in(number)
+    builder = interpreter.interpreter_builder
+    place, size = builder.set_grid_idx, builder.set_grid_dim
+    let_loops_begin_anywhere()
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None  # it writes tensors back that other processes have gone on writing
+    builder.set_grid_idx = lambda *_: place(own, 0, 0)
+    builder.set_grid_dim = lambda *_: size(board.programs, 1, 1)
+    peers = tuple(half.data_ptr() for half in board.halves)
+    for turn, call in enumerate(CALLS):
+        number[0] = turn
+        sinks = board.sinks[turn][rank]
+        values, rows, columns = Unscaled.parts(board.parts[turn][rank])
+        taken = sinks.norm if sinks.quantized is None else sinks.quantized
+        assert taken is not None
+        owned_norm[(1,)](
+            values.view(torch.int32), rows, columns, board.residuals[turn].view(torch.int32), board.weights[turn].view(torch.int32),
+            sinks.pointers(0, call.rows), taken.view(torch.int32), board.scale, peers, board.scale, HALF, call.rows, call.hidden,
+            min(call.movers, board.programs), 1e-5, KIND=KINDS[call.dtype], QUANT=call.quant, RANK=rank, WORLD=board.world,
+            BLOCK=128, FLAT=32, TAKE=64, WARPS=1, PTX=0,
+        )  # fmt: skip
+        board.done[rank, own] = turn + 1
+        while int(board.done[rank].min()) <= turn:  # the next kernel of a rank begins when this one has ended
+            time.sleep(1e-3)
+
+
+def verify(board: Board) -> None:
+    from phalanx.comm.rows import own_rows
+    from phalanx.kernels import reference
+    from phalanx.kernels.reference import Unscaled
+    from phalanx.kernels.residual_rms_norm import residual_rms_norm
+
+    assert all(bool((half == -1).all()) for half in board.halves), "a workspace is not clean"
+    for turn, call in enumerate(CALLS):
+        parts = [part.wide().to(call.dtype) if isinstance(part, Unscaled) else part for part in board.parts[turn]]
+        quant, scale = ("none", None) if call.quant == "none" else ("fp8", board.scale if call.quant == "fp8" else None)
+        wanted = residual_rms_norm(
+            reference.all_reduce(parts), board.residuals[turn], board.weights[turn], 1e-5, quant=quant, scale=scale
+        )  # type: ignore[arg-type]
+        for rank in range(board.world):
+            *outputs, residual = board.sinks[turn][rank].outputs()
+            first = board.sinks[turn][0].outputs()
+            for found, right, theirs in zip(outputs, wanted[:-1], first[:-1], strict=True):
+                same(found, right, f"{call} on rank {rank}")
+                assert torch.equal(found.view(torch.uint8), theirs.view(torch.uint8)), f"{call}: rank {rank} differs from rank 0"
+            (mine,) = own_rows(call.rows, call.rows, rank, board.world)
+            same(residual[mine.start : mine.stop], wanted[-1][mine.start : mine.stop], f"{call}: residual of rank {rank}")
+            others = torch.cat((residual[: mine.start], residual[mine.stop :]))
+            assert others.isnan().all(), "a rank wrote rows that it does not own"
+
+
+def same(found: Tensor, right: Tensor, what: str) -> None:
+    """Bit for bit, but for which NaN a NaN is."""
+    nan = right.float().isnan()
+    assert torch.equal(found.float().isnan(), nan), what
+    wide = found.float().masked_fill(nan, 0).view(torch.int32)
+    assert torch.equal(wide, right.float().masked_fill(nan, 0).view(torch.int32)), what
+
+
+def check(world: int, programs: int) -> None:
+    board = Board(world, programs)
+    children = []
+    for rank in range(world):
+        for own in range(programs):
+            child = os.fork()
+            if child == 0:
+                status = 1
+                signal.alarm(200)
+                try:
+                    program(board, rank, own)
+                    status = 0
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(status)
+            children.append(child)
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+    verify(board)
+
+
+@pytest.mark.parametrize(("world", "programs"), [(2, 3), (4, 1)])
+def test_between_processes(world: int, programs: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.rows.test_owned", str(world), str(programs)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "checked"
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    check(int(sys.argv[1]), int(sys.argv[2]))
+    print("checked")
