@@ -39,14 +39,14 @@ class Call:
 
 
 CALLS = (
-    Call(torch.bfloat16, 1, 16, "fp8_token", 2),
-    Call(torch.bfloat16, 5, 48, "none", 3),
-    Call(torch.float16, 3, 272, "fp8_token", 3),
-    Call(torch.bfloat16, 5, 80, "fp8_token", 2, scaled=True),
+    Call(torch.bfloat16, 1, 16, "fp8_token", 1),
+    Call(torch.bfloat16, 5, 48, "none", 2),
+    Call(torch.float16, 3, 272, "fp8_token", 2),
+    Call(torch.bfloat16, 5, 80, "fp8_token", 1, scaled=True),
     Call(torch.float32, 2, 32, "fp8", 1),
-    Call(torch.float32, 35, 16, "fp8_token", 3),
+    Call(torch.float32, 35, 16, "fp8_token", 2),
     Call(torch.bfloat16, 3, 64, "fp8_token", 2, spoiled=True),
-    Call(torch.bfloat16, 3, 64, "none", 2, spoiled=True),
+    Call(torch.bfloat16, 3, 64, "none", 1, spoiled=True),
 )
 
 
@@ -227,10 +227,9 @@ def check(world: int, programs: int) -> None:
     verify(board)
 
 
-@pytest.mark.parametrize(("world", "programs"), [(2, 3), (4, 1)])
-def test_between_processes(world: int, programs: int) -> None:
+def test_between_processes() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.rows.test_owned", str(world), str(programs)],
+        [sys.executable, "-m", "tests.kernels.rows.test_owned", "3", "2"],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250,
         check=False,
     )  # fmt: skip
