@@ -4,12 +4,13 @@
 0. products: one row times each of the model's matrices by the kernels that there are, over copies that no cache holds.
 1. tokens: a small checkpoint decodes greedily in batches of several sizes; graphs and eager steps must give the same tokens.
 2. tpot: through the whole engine, (t(129 tokens) - t(1 token)) / 128 at input 128, best of 2, as the peers were measured.
-3. prompts: eager steps of one prompt, which the first token waits for: milliseconds by the wall clock, of the host in `run`, of the
-   kernels; and the host's functions by time.
+3. prompts: steps of one prompt, which the first token waits for, from graphs and eager: milliseconds by the wall clock, of the host
+   in `run`, of the kernels; the host's functions by time; whether both modes give the same token, and what graphs take to capture.
 4. steps: the runner alone, one step ahead as the engine keeps it, milliseconds per step by the wall clock; and the kernels of one
    replayed step by time (torch's profiler), with the bytes that the step must read over the time.
 
     python benchmarks/engine/decode_step.py --out DIR [--parts products,tokens,prompts,steps,tpot] [--requests 1,64]
+        [--prompts 16,128,256]
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
 from phalanx.engine.ranks.graphs import CudaTape
+from phalanx.engine.ranks.places import Size
 from phalanx.engine.runner import Runner
 from phalanx.engine.sampler import Sampler
 from phalanx.models import registry, weights
@@ -50,11 +53,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=record.RESULTS)
     parser.add_argument("--parts", default="products,tokens,steps,tpot")
     parser.add_argument("--requests", default="1,64")
+    parser.add_argument("--prompts", default="16,128,256", help="tokens of each prompt of the part `prompts`")
     parser.add_argument("--modes", default="graphs,eager")
-    parser.add_argument("--shape", default="llama-3-8b", help="of the part `steps`, as `phalanx bench shape` names it")
-    parser.add_argument("--ranks", type=int, default=1, help="`steps` runs what one of so many tensor-parallel ranks computes")
-    parser.add_argument("--fp8", action="store_true", help="`steps` with weights in FP8")
-    parser.add_argument("--fp8_cache", action="store_true", help="`steps` with the KV cache in FP8")
+    parser.add_argument("--shape", default="llama-3-8b", help="of `steps` and `prompts`, as `phalanx bench shape` names it")
+    parser.add_argument("--ranks", type=int, default=1, help="these run what one of so many tensor-parallel ranks computes")
+    parser.add_argument("--fp8", action="store_true", help="these with weights in FP8")
+    parser.add_argument("--fp8_cache", action="store_true", help="these with the KV cache in FP8")
     parser.add_argument("--name", default="decode_step", help="of the file of figures")
     asked = parser.parse_args()
     parts, modes = asked.parts.split(","), asked.modes.split(",")
@@ -87,8 +91,11 @@ def show(part: str, figure: dict[str, Any]) -> str:
 
 
 def make_runner(
-    folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: list[int] | None, fp8: bool = False, fp8_cache: bool = False
-) -> Runner:
+    folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: Callable[[list[Size]], Sequence[Size]], fp8: bool = False,
+    fp8_cache: bool = False, blocks: int | None = None, longest: int = 320, tokens: int = 0,
+) -> Runner:  # fmt: skip
+    """captured: the sizes of graphs, of those that there are. blocks: 20 for each slot if None is given. longest: tokens of a request, at
+    most; tokens: of a step from a graph that also takes prompts."""
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     shape = ModelShape.from_folder(folder)
     model = registry.build(
@@ -98,17 +105,18 @@ def make_runner(
         weights.dummy(model, 0)
     else:
         weights.load(model, folder)
-    caches = [LayerCache.zeros(slots * 20 + 1, 16, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in model.kv_specs()]
+    held = slots * 20 + 1 if blocks is None else blocks
+    caches = [LayerCache.zeros(held, 16, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in model.kv_specs()]
     runner = Runner(
         model, caches, backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
-        max_batch_size=slots, max_seq_len=320, block_size=16, dtype=dtype, device=device,
-        tape=CudaTape(device) if graphs else None,
+        max_batch_size=slots, max_seq_len=longest, block_size=16, dtype=dtype, device=device,
+        tape=CudaTape(device) if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip
     # Kinds of layers are met in an eager step.
     runner.run(StepBatch(admitted=[Admission(0, [5], 1, GREEDY, 1)], rows=[Row(0, 0, 1, [5], [0], samples=True)])).results()
     runner.run(StepBatch(released=[0]))
     begin = time.monotonic()
-    done = list(runner.capture(captured))
+    done = list(runner.capture(captured(runner.graphs.sizes))) if runner.graphs is not None else []
     if done:
         print(f"captured {len(done)} sizes in {time.monotonic() - begin:.2f} s", flush=True)
     return runner
@@ -183,7 +191,8 @@ def tokens() -> dict[str, Any]:
         )
         found: dict[bool, list[Any]] = {}
         for graphs in (True, False):
-            runner, results = make_runner(folder, 44, graphs=graphs, dummy=False, captured=None), deque[StepResult]()
+            runner = make_runner(folder, 44, graphs=graphs, dummy=False, captured=list)
+            results = deque[StepResult]()
 
             def submit(step: Step, runner: Runner = runner, results: deque[StepResult] = results) -> None:
                 results.append(StepResult(step.number, [runner.run(step.batches[0]).results()[0] or []]))
@@ -225,7 +234,7 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
                 max(requests),
                 graphs=mode == "graphs",
                 dummy=True,
-                captured=requests,
+                captured=lambda _: [Size(count, count) for count in requests],
                 fp8=asked.fp8,
                 fp8_cache=asked.fp8_cache,
             )
@@ -237,36 +246,54 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def prompts_of(asked: argparse.Namespace) -> dict[str, Any]:
-    """Eager steps of one prompt each."""
+    """Steps of one prompt each. Slots and graphs are those of a server, whose padding is in the figures, up to what the longest
+    prompt needs."""
+    counts = [int(count) for count in asked.prompts.split(",")]
     found: dict[str, Any] = {}
+    tokens: dict[str, list[int | None]] = {}
     with tempfile.TemporaryDirectory() as parent:
         folder = part_of(shapes.write(asked.shape, Path(parent) / "model"), asked.ranks)
-        runner = make_runner(folder, 1, graphs=False, dummy=True, captured=None, fp8=asked.fp8, fp8_cache=asked.fp8_cache)
-        for tokens in (16, 128, 256):
-            prompt = list(range(100, 100 + tokens))
+        for mode in asked.modes.split(","):
+            runner = make_runner(
+                folder, 256, graphs=mode == "graphs", dummy=True, captured=lambda sizes: [size for size in sizes if size.prompts],
+                fp8=asked.fp8, fp8_cache=asked.fp8_cache, blocks=max(counts) // 16 + 3, longest=max(counts) + 16,
+                tokens=max(counts),
+            )  # fmt: skip
+            for count in counts:
+                figures, token = prompt_times(runner, count)
+                found[f"{mode} {count}"] = figures
+                tokens.setdefault(str(count), []).append(token)
+            del runner
+            torch.cuda.empty_cache()
+    return {**found, "same tokens": {count: len(set(given)) == 1 for count, given in tokens.items()}}
 
-            def step(prompt: list[int] = prompt) -> tuple[float, float]:
-                """Seconds until the token is there, and seconds in `run`."""
-                admitted = [Admission(0, prompt, len(prompt), GREEDY, 1)]
-                rows = [Row(0, 0, len(prompt), prompt, list(range(1, 18)), samples=True)]
-                begin = time.perf_counter()
-                outcome = runner.run(StepBatch(admitted=admitted, rows=rows))
-                host = time.perf_counter() - begin
-                outcome.results()
-                whole = time.perf_counter() - begin
-                runner.run(StepBatch(released=[0]))
-                return whole, host
 
-            whole, host = min(step() for _ in range(6))
-            profiler = cProfile.Profile()
-            profiler.enable()
-            step()
-            profiler.disable()
-            found[str(tokens)] = {
-                "ms": round(whole * 1e3, 2), "host_ms": round(host * 1e3, 2), **profile(step),
-                "functions": functions(pstats.Stats(profiler)),
-            }  # fmt: skip
-    return found
+def prompt_times(runner: Runner, count: int) -> tuple[dict[str, Any], int | None]:
+    """The figures, and the token."""
+    prompt, given = list(range(100, 100 + count)), []
+
+    def step() -> tuple[float, float]:
+        """Seconds until the token is there, and seconds in `run`."""
+        admitted = [Admission(0, prompt, count, GREEDY, 1)]
+        rows = [Row(0, 0, count, prompt, list(range(1, count // 16 + 2)), samples=True)]
+        begin = time.perf_counter()
+        outcome = runner.run(StepBatch(admitted=admitted, rows=rows))
+        host = time.perf_counter() - begin
+        given.append((outcome.results()[0] or [])[0].token)
+        whole = time.perf_counter() - begin
+        runner.run(StepBatch(released=[0]))
+        return whole, host
+
+    whole, host = min(step() for _ in range(6))
+    profiler = cProfile.Profile()
+    profiler.enable()
+    step()
+    profiler.disable()
+    figures = {
+        "ms": round(whole * 1e3, 2), "host_ms": round(host * 1e3, 2), **profile(step),
+        "functions": functions(pstats.Stats(profiler)),
+    }  # fmt: skip
+    return figures, given[-1]
 
 
 def functions(stats: pstats.Stats) -> list[str]:
