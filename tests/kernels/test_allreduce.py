@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One-shot and two-shot in Triton's interpreter, with the launches of `comm`: against the formula, with and without scales.
+
+The interpreter has one thread and knows no PTX, so that nobody can wait: the words of `signals` are read and written by plain
+loads and stores, and every rank runs each call as many times as there are ranks. Then the last run has found what the others sent.
+That ranks wait as they should, `tests.comm.test_symmetric_gpu` shows.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.comm import oneshot, twoshot
+from phalanx.comm.group import ResidualRmsNorm, finish
+from phalanx.comm.symmetric import BOARD_PLACES, Workspace
+from phalanx.kernels import reference
+from phalanx.kernels.reference import Unscaled
+from tests.kernels.attention.test_decode import let_loops_begin_anywhere
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402 (where there is a Triton)
+
+HALF = 1 << 11
+"""Vectors in one half of a workspace."""
+
+
+@triton.jit
+def dependents(PTX: tl.constexpr):
+    pass
+
+
+@triton.jit
+def enter(turn, PTX: tl.constexpr):
+    return tl.load(turn)
+
+
+@triton.jit
+def draw_ticket(turn, programs):
+    return programs
+
+
+@triton.jit
+def leave(turn, programs, ticket):
+    pass
+
+
+@triton.jit
+def clear(address):
+    pass
+
+
+@triton.jit
+def push(address, sealed):
+    place = address.to(tl.pointer_type(tl.int32))
+    for k in tl.static_range(4):
+        tl.store(place + k, sealed[k], address != 0)
+
+
+@triton.jit
+def poll(addresses, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    words = ()
+    for source in tl.static_range(len(addresses)):
+        place = addresses[source].to(tl.pointer_type(tl.int32))
+        for k in tl.static_range(4):
+            words = words + (tl.load(place + k, addresses[source] != 0, 0),)  # noqa: RUF005 (Triton's tuples grow by +)
+    return words
+
+
+@triton.jit
+def tell(board, place, value, number):
+    tl.store(board + place * 2, value.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def hear(board, places, mask, number):
+    return tl.load(board + places * 2, mask, 0).to(tl.float64, bitcast=True)
+
+
+def without_waiting() -> None:
+    from phalanx.kernels import allreduce_oneshot, allreduce_twoshot
+
+    plain = allreduce_oneshot.finish_row
+
+    def finish_row(total: Any, residual: Any, weight: Any, row: Any, *rest: Any) -> None:
+        plain(total, residual, weight, tl.full((), row, tl.int32), *rest)  # in a loop the interpreter's row is an int of Python
+
+    allreduce_oneshot.finish_row = finish_row
+
+    for module in (allreduce_oneshot, allreduce_twoshot):
+        for act in (dependents, enter, draw_ticket, leave, clear, push, poll, tell, hear):
+            if hasattr(module, act.__name__):
+                setattr(module, act.__name__, act)
+
+
+def ranks(world: int, sms: int) -> list[Workspace]:
+    memory = [torch.full((2 * HALF * 4,), -1, dtype=torch.int32) for _ in range(world)]
+    board = [torch.zeros(BOARD_PLACES, 2, dtype=torch.int64) for _ in range(world)]
+    addresses, turn = tuple(part.data_ptr() for part in memory), torch.zeros(2, dtype=torch.int32)
+    return [Workspace(rank, world, addresses, HALF, turn, board[rank], sms, 0, tuple(memory)) for rank in range(world)]
+
+
+def in_turn(act: Any, spaces: list[Workspace]) -> list[Any]:
+    """What each rank's last run gives. Among two ranks the second run finds all: sums that a rank sent after it had all parts."""
+    for _ in range(len(spaces) - 1):
+        for space in spaces:
+            act(space)
+    return [act(space) for space in spaces]
+
+
+def contributions(world: int, tokens: int, hidden: int, dtype: torch.dtype, scales: bool) -> tuple[list[Any], list[torch.Tensor]]:
+    """What each rank gives, and what it stands for."""
+    values = [(100 * torch.randn(tokens, hidden)).to(dtype) for _ in range(world)]
+    if not scales:
+        return list(values), values
+    products = [Unscaled(part, torch.rand(tokens, 1), torch.rand(hidden)) for part in values]
+    return list(products), [product.wide().to(dtype) for product in products]
+
+
+def check(world: int, tokens: int, hidden: int, dtype: torch.dtype, sms: int, *, scales: bool) -> None:
+    given, parts = contributions(world, tokens, hidden, dtype, scales)
+    wanted, spaces = reference.all_reduce(parts), ranks(world, sms)
+    what = f"{world} ranks {tokens}x{hidden} {dtype} {sms} processors, scales {scales}"
+    fusion = ResidualRmsNorm(torch.randn(tokens, hidden).to(dtype), torch.rand(hidden).to(dtype), 1e-5)
+    for strategy in (oneshot, twoshot):
+        for found in in_turn(lambda space: strategy.all_reduce(given[space.rank], space), spaces):  # noqa: B023 (called here)
+            assert torch.equal(found, wanted), f"{strategy.__name__} {what}"
+        for norm, residual in in_turn(lambda space: strategy.all_reduce_norm(given[space.rank], fusion, space), spaces):  # noqa: B023
+            assert torch.equal(residual, finish(wanted, fusion)[1]), f"{strategy.__name__} {what}"
+            torch.testing.assert_close(norm, finish(wanted, fusion)[0], rtol=1e-2, atol=1e-5)
+
+
+def main() -> None:
+    let_loops_begin_anywhere()
+    without_waiting()
+    check(2, 3, 264, torch.bfloat16, 132, scales=False)
+    check(2, 3, 264, torch.bfloat16, 132, scales=True)
+    check(2, 9, 72, torch.float32, 1, scales=True)  # fewer programs than rows, some of which collect
+    check(3, 2, 1032, torch.float16, 132, scales=True)  # rows in pieces
+
+
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_allreduce"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "checked"
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
+    print("checked")
