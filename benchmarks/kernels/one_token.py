@@ -32,9 +32,9 @@ from phalanx.kernels import quantize_rows, reference
 from phalanx.kernels.between import rope_to_cache, silu_gate
 from phalanx.kernels.products import choice, pairs
 from phalanx.kernels.products.choice import OneRow, Pairs
+from phalanx.kernels.products.factors import Factors
 from phalanx.kernels.products.one_row import one_row
 from phalanx.kernels.products.one_row_fp8 import one_row_fp8
-from phalanx.kernels.products.one_token import Factors
 
 DEVICE = "cuda"
 PAIRS_FP8 = [Pairs(1, 8192, 4), Pairs(1, 8192, 8), Pairs(2, 8192, 8), Pairs(1, 4096, 4), Pairs(2, 2048, 4)]

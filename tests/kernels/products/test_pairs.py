@@ -19,7 +19,7 @@ from tests.kernels.compiled import compiled
 pytest.importorskip("triton")
 
 if TYPE_CHECKING:
-    from phalanx.kernels.products.one_token import Factors
+    from phalanx.kernels.products.factors import Factors
 
 FP8 = torch.float8_e4m3fn
 KINDS = ["16", "quantized", "quantizes", "static"]
@@ -28,7 +28,7 @@ KINDS = ["16", "quantized", "quantizes", "static"]
 
 def factors_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False, device: str = "cpu") -> Factors:
     from phalanx.kernels import reference
-    from phalanx.kernels.products.one_token import Factors
+    from phalanx.kernels.products.factors import Factors
 
     x, wide = torch.randn(1, inputs, device=device).to(dtype), torch.randn(outputs, inputs, device=device)
     added = torch.randn(outputs, device=device).to(dtype) if bias else None

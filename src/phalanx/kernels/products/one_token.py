@@ -4,36 +4,13 @@ product and what follows are two calls."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from phalanx.kernels.norms import triton_is_here
 from phalanx.kernels.products import choice
-from phalanx.kernels.scaled_mm import FP8, Quantized, has_fp8_kernels
-
-
-class Factors(NamedTuple):
-    """x [T, in] and weight [out, in], in the same 16 or 32 bit; or the weight in e4m3, times scale [out] fp32, and x in e4m3, times
-    x_scale, or to be quantized with x_scale, or with scales of its own where that is None. x_scale: one fp32 number, of any shape,
-    where T is 1. bias [out] is added before the product is rounded, to `dtype`."""
-
-    x: Tensor
-    x_scale: Tensor | None
-    weight: Tensor
-    scale: Tensor | None
-    bias: Tensor | None
-    dtype: torch.dtype
-
-    @classmethod
-    def of(
-        cls, x: Tensor | Quantized, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, scale: Tensor | None = None,
-        input_scale: Tensor | None = None,
-    ) -> Factors:  # fmt: skip
-        """input_scale: what x is to be quantized with, () fp32, where it is not yet; None: a scale of its own."""
-        values, x_scale = x if isinstance(x, Quantized) else (x, input_scale)
-        return cls(values, x_scale, weight, scale, bias, dtype)
+from phalanx.kernels.products.factors import Factors
+from phalanx.kernels.scaled_mm import FP8, has_fp8_kernels
 
 
 def gate_up_silu(factors: Factors) -> Tensor | None:

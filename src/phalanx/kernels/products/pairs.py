@@ -27,9 +27,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.between.rope_to_cache import turn_and_store
 from phalanx.kernels.between.silu_gate import gate_of
 from phalanx.kernels.products.choice import Pairs
+from phalanx.kernels.products.factors import Factors
 from phalanx.kernels.products.one_row import row_sums, tile
 from phalanx.kernels.products.one_row_fp8 import row_sums_fp8
-from phalanx.kernels.products.one_token import Factors
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 

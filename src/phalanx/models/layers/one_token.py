@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from phalanx.kernels.products.one_token import Factors
+from phalanx.kernels.products.factors import Factors
 from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.linear import ColumnParallelLinear
 
