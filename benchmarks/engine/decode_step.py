@@ -94,8 +94,8 @@ def make_runner(
     folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: Callable[[list[Size]], Sequence[Size]], fp8: bool = False,
     fp8_cache: bool = False, blocks: int | None = None, longest: int = 320, tokens: int = 0,
 ) -> Runner:  # fmt: skip
-    """captured: the sizes of graphs, of those that there are. blocks: 20 for each slot if None is given. longest: tokens of a request, at
-    most; tokens: of a step from a graph that also takes prompts."""
+    """captured: the sizes of graphs, of those there are. blocks: 20 for each slot if None is given. longest: tokens of a request.
+    tokens: of a step from a graph that also takes prompts, at most."""
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     shape = ModelShape.from_folder(folder)
     model = registry.build(

@@ -25,8 +25,9 @@ HOST_COPIES = 4
 STEP_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 """Of graphs of any rows. Up to some 128 tokens a GPU waits for weights and padding costs nothing; from there on its share."""
 
-MOST_PROMPTS = 64
-"""Rows of several tokens in one graph: their kernel looks through all to find a program's own."""
+MOST_PROMPTS, TOKENS_PER_PROMPT = 64, 4
+"""Rows of several tokens in one graph: so many, unless each would have fewer tokens than this. Their kernel looks through all of
+them to find a program's own, and has programs to spare for rows that end within a tile."""
 
 HOST_SECONDS = 1e-3
 """That launching a layer's kernels takes, as measured on an H200's host: more with ranks that wait for each other, less without."""
@@ -52,7 +53,7 @@ def sizes(slots: int, most_tokens: int) -> tuple[list[Size], list[Size]]:
     tokens = _up_to(min(most_tokens, STEP_TOKENS[-1]), STEP_TOKENS) if most_tokens > 1 else []
     return (
         [Size(count, count) for count in _up_to(slots, rows)],
-        [Size(count, min(count, slots), min(count, slots, MOST_PROMPTS)) for count in tokens],
+        [Size(count, min(count, slots), min(-(-count // TOKENS_PER_PROMPT), slots, MOST_PROMPTS)) for count in tokens],
     )
 
 
