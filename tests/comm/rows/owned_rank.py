@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One GPU rank of the checks of rows with owners: `torchrun --nproc-per-node N -m tests.comm.rows.owned_rank CHECK ...`.
+
+What every rank gets equals the unfused kernels' and two-shot's, bit for bit; so do the rows of the residual that it owns.
+`test_owned_gpu` starts this; it also runs alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm import oneshot, twoshot
+from phalanx.comm.group import ResidualRmsNorm, finish
+from phalanx.comm.rows import OwnedRows, own_rows, owned, whole
+from phalanx.comm.symmetric import Workspace, form_workspace
+from phalanx.comm.torch_group import TorchGroup
+from phalanx.comm.tuned_group import TunedGroup, tuned
+from phalanx.kernels import reference
+from phalanx.kernels.reference import Unscaled
+from tests.comm.allreduce_rank import same, tensor_of
+
+MODES = (("none", None), ("fp8", 0.02), ("fp8", None))
+VARIANTS = ((32, 1, 1), (16, 2, 2), (16, 3, 1), (16, 3, 2), (8, 4, 2))
+SHAPES = ((1, 16), (2, 1008), (3, 5120), (17, 5120), (64, 8192), (255, 4096), (1000, 8192))
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def agrees(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], workspace: Workspace, what: str) -> None:
+    """All outputs, and of the residual the rows that this rank owns."""
+    if len(found) != len(wanted):
+        raise AssertionError(f"{what}: {len(found)} outputs, not {len(wanted)}")
+    for index, (left, right) in enumerate(zip(found[:-1], wanted[:-1], strict=True)):
+        same(left, right, f"{what}: output {index}")
+    new = found[-1]
+    assert isinstance(new, OwnedRows), what
+    for rows in own_rows(len(wanted[-1]), new.at_once, workspace.rank, workspace.world):
+        same(new.held[rows.start : rows.stop], wanted[-1][rows.start : rows.stop], f"{what}: residual of {rows}")
+
+
+def case(workspace: Workspace, tokens: int, hidden: int, dtype: torch.dtype, mode: tuple[str, float | None]) -> tuple[Any, ...]:
+    """(this rank's part, the same without its scales, the sum, a fusion)."""
+    parts, bare = [], []
+    for rank in range(workspace.world):
+        x = tensor_of(rank, tokens, hidden, dtype, 20)
+        rows, columns = tensor_of(rank, tokens, 1, torch.float32, 21).abs(), tensor_of(rank, 1, hidden, torch.float32, 22)[0]
+        bare.append(Unscaled(x, rows, columns))
+        parts.append(bare[-1].wide().to(dtype))
+    weight = (1 + 0.1 * tensor_of(98, 1, hidden, dtype, 23)[0]).contiguous()
+    scale = None if mode[1] is None else torch.tensor(mode[1], device="cuda")
+    fusion = ResidualRmsNorm(tensor_of(99, tokens, hidden, dtype, 24), weight, 1e-5, mode[0], scale)  # type: ignore[arg-type]
+    return parts[workspace.rank], bare[workspace.rank], reference.all_reduce(parts), fusion
+
+
+def shapes(workspace: Workspace) -> None:
+    """Every mode and dtype at odd sizes; a call whose residual is whole, then one whose residual has owners."""
+    cases = [(torch.bfloat16, *shape, mode) for shape in SHAPES for mode in MODES]
+    cases += [(dtype, 33, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES]
+    for dtype, tokens, hidden, mode in cases:
+        part, bare, total, fusion = case(workspace, tokens, hidden, dtype, mode)
+        once = finish(total, fusion)
+        twice = finish(total, replace(fusion, residual=once[-1]))
+        for x, form in ((part, "finished"), (bare, "bare sums")):
+            if form == "bare sums" and mode == MODES[1]:
+                continue
+            what = f"{dtype} {tokens}x{hidden} {mode} {form}"
+            found = owned.all_reduce_norm(x, fusion, workspace)
+            agrees(found, once, workspace, what)
+            agrees(owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace), twice, workspace, f"{what}, again")
+            held = twoshot.all_reduce_norm(x, fusion, workspace)
+            agrees(found, held, workspace, f"{what}, against two-shot")
+
+
+def launches(workspace: Workspace) -> None:
+    """Other launches than a size's own."""
+    for tokens in (5, 256, 1000):
+        for mode in (MODES[0], MODES[2]):
+            part, _, total, fusion = case(workspace, tokens, 8192, torch.bfloat16, mode)
+            for shape in VARIANTS:
+                for time_of in range(3):
+                    found = owned.all_reduce_norm(part, fusion, workspace, shape)
+                    agrees(found, finish(total, fusion), workspace, f"{tokens} {mode} {shape}, time {time_of}")
+
+
+def chunks(workspace: Workspace) -> None:
+    """4096 x 8192 in chunks of a small workspace, whose last one is a part; then made whole."""
+    small = form_workspace(dist.new_group(list(range(workspace.world))), device(), 5 << 20)
+    group = TorchGroup(dist.group.WORLD, device())
+    for tokens in (4096, 1001):
+        for mode in MODES:
+            part, _, total, fusion = case(workspace, tokens, 8192, torch.bfloat16, mode)
+            wanted = finish(total, fusion)
+            found = owned.all_reduce_norm(part, fusion, small)
+            assert found[-1].at_once < tokens  # type: ignore[attr-defined]
+            agrees(found, wanted, small, f"{tokens} in chunks {mode}")
+            same(whole(found[-1], group), wanted[-1], f"{tokens} in chunks {mode}: made whole")
+
+
+def strange_values(workspace: Workspace) -> None:
+    """-0.0, NaN, infinities, denormals, and the very word that signals absence, in rows of their own and scattered."""
+    choices = (0, -1, 1, -(2**31), 0x7F800000, 0x7FC00000, 0x3F803F80, 0x80008000 - 2**32, 0x7FFF7FFF, 0x00010001)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        parts = []
+        for rank in range(workspace.world):
+            maker = random.Random(rank)
+            bits = torch.tensor([[maker.choice(choices) for _ in range(512)] for _ in range(11)], dtype=torch.int64)
+            bits[4] = -1
+            bits[5:, 3:] = 0x3F803F80  # rows that are not all NaN
+            parts.append(bits.to(torch.int32).cuda().view(dtype))
+        total, weight = reference.all_reduce(parts), torch.ones(parts[0].shape[1], device="cuda", dtype=dtype)
+        for quant, given in MODES:
+            scale = None if given is None else torch.tensor(given, device="cuda")
+            fusion = ResidualRmsNorm(torch.zeros_like(total), weight, 1e-5, quant, scale)  # type: ignore[arg-type]
+            for _ in range(3):
+                *found, new = owned.all_reduce_norm(parts[workspace.rank], fusion, workspace)
+                *wanted, residual = finish(total, fusion)
+                for left, right in zip(found, wanted, strict=True):
+                    alike(left, right, f"{dtype} {quant} {given}")
+                (mine,) = own_rows(11, new.at_once, workspace.rank, workspace.world)  # type: ignore[attr-defined]
+                alike(new.held[mine.start : mine.stop], residual[mine.start : mine.stop], f"{dtype} {quant}: residual")  # type: ignore[attr-defined]
+
+
+def alike(left: Tensor, right: Tensor, what: str) -> None:
+    """Bit for bit, but for which NaN a NaN is."""
+    left, right = left.float(), right.float()
+    if not torch.equal(left.isnan(), right.isnan()):
+        raise AssertionError(f"{what}: NaN elsewhere")
+    same(left.nan_to_num(1.0), right.nan_to_num(1.0), what)
+
+
+def graph(workspace: Workspace) -> None:
+    """One graph of many sizes, among one-shot and two-shot, replayed 1,000 times by ranks that sleep at times; it checks itself."""
+    sizes = ((1, 16), (300, 4096), (17, 5120), (64, 8192), (2, 8192), (700, 1024))
+    base = {size: torch.randint(-8, 9, size, device="cuda").to(torch.bfloat16) for size in sizes}
+    weight = torch.rand(8192, device="cuda").to(torch.bfloat16)
+    dist.broadcast(weight, 0)
+    residuals = {size: tensor_of(97, *size, torch.bfloat16, 25) for size in sizes}
+    step, wrong = torch.zeros(1, device="cuda", dtype=torch.bfloat16), torch.zeros(1, device="cuda", dtype=torch.int64)
+
+    def body() -> None:
+        step.copy_((step + 1) % 16)
+        for number, size in enumerate(sizes):
+            x = base[size] + step
+            fusion = ResidualRmsNorm(residuals[size], weight[: size[1]], 1e-5, "fp8" if number % 2 else "none")
+            wanted = (oneshot, twoshot)[number % 2].all_reduce_norm(x, fusion, workspace)
+            found = owned.all_reduce_norm(x, fusion, workspace)
+            for left, right in zip(found[:-1], wanted[:-1], strict=True):
+                wrong.add_((left.view(torch.uint8) != right.view(torch.uint8)).sum())
+            (mine,) = own_rows(size[0], found[-1].at_once, workspace.rank, workspace.world)  # type: ignore[attr-defined]
+            wrong.add_((found[-1].held[mine.start : mine.stop] != wanted[-1][mine.start : mine.stop]).sum())  # type: ignore[attr-defined]
+            owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
+
+    body()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        body()
+    maker = random.Random(workspace.rank)
+    for replay in range(1000):
+        if maker.random() < 0.3:
+            torch.cuda._sleep(maker.randrange(200_000))
+        if maker.random() < 0.05:
+            time.sleep(maker.random() * 0.002)
+        captured.replay()
+        if replay % 97 == 0:  # eager calls in between take part in the same count of calls
+            body()
+    torch.cuda.synchronize()
+    if wrong.item():
+        raise AssertionError(f"{wrong.item()} bytes were wrong in 1,000 replays")
+
+
+def picked(workspace: Workspace) -> None:
+    """The group that picks: a chain of norms, as of a model, owns rows from its number of tokens on; eager and captured."""
+    group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=8 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
+    assert isinstance(group, TunedGroup)
+    first = group.chooser.rules.owned_from
+    assert first is not None, "rows have owners on GPUs that reach each other"
+    for tokens, hidden in ((first, 8192), (first - 1, 8192), (first + 3, 1000)):
+        part, _, _, fusion = case(workspace, tokens, hidden, torch.bfloat16, MODES[2])
+
+        def chain(own: bool, part: Tensor = part, fusion: ResidualRmsNorm = fusion) -> tuple[Tensor, ...]:
+            through, residual, outputs = group if own else plain, fusion.residual, []
+            for quant in ("fp8", "fp8", "fp8", "none"):
+                asked = replace(fusion, residual=residual, quant=quant, may_own=own)  # type: ignore[arg-type]
+                *made, residual = through.all_reduce(part.clone(), asked)
+                outputs += made
+            return (*outputs, whole(residual, through))
+
+        owns = tokens >= first and hidden % 16 == 0
+        group.calls.clear()
+        found, wanted = chain(True), chain(False)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            again = chain(True)
+        for _ in range(3):
+            captured.replay()
+        for index, (left, replayed, right) in enumerate(zip(found, again, wanted, strict=True)):
+            if owns:  # below, NCCL may sum, in an order of its own
+                same(left, right, f"{tokens}x{hidden}: output {index}")
+                same(replayed, right, f"{tokens}x{hidden}: output {index}, replayed")
+        if any("OWNED" in name for name in group.calls) != owns:
+            raise AssertionError(f"{tokens}x{hidden}: {group.calls}")
+
+
+CHECKS = {check.__name__: check for check in (shapes, launches, chunks, strange_values, graph, picked)}
+
+
+def main(names: list[str]) -> None:
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=device())
+    workspace = form_workspace(dist.group.WORLD, device(), 64 << 20)
+    for name in names or list(CHECKS):
+        began = time.monotonic()
+        CHECKS[name](workspace)
+        torch.cuda.synchronize()
+        if rank == 0:
+            print(f"ok {name} {time.monotonic() - began:.1f} s", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
