@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time all-reduces whose rows have owners: `torchrun --nproc-per-node N benchmarks/comm/rows.py --csv OUT.csv --json OUT.json`.
+
+The sum over ranks of [tokens, 8192] bf16, residual, norm and e4m3 with a scale per token, as between the layers of a model in FP8:
+by owners of rows, by what AUTO picks for whole rows, and by NCCL and a kernel. Each is verified first, against the unfused kernels;
+a figure is 50 calls in one CUDA graph, the median of 9 replays, the maximum over ranks (`allreduce.py`). At 256, 512 and 8192 tokens
+other launches run too: warps of a program, programs on a multiprocessor, movers among these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks import record  # noqa: E402 (behind the path)
+from benchmarks.comm.allreduce import measure, verdict  # noqa: E402
+from phalanx.comm.group import ResidualRmsNorm, finish  # noqa: E402
+from phalanx.comm.rows import OwnedRows, own_rows, owned  # noqa: E402
+from phalanx.comm.symmetric import Workspace, form_workspace  # noqa: E402
+from phalanx.comm.torch_group import TorchGroup  # noqa: E402
+from phalanx.comm.tuned_group import tuned  # noqa: E402
+from phalanx.kernels import reference  # noqa: E402
+from phalanx.tables.message import Fusion  # noqa: E402
+
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+SWEPT = (256, 512, 8192)
+LAUNCHES = ((16, 1, 1), (32, 1, 1), (8, 2, 1), (16, 2, 1), (16, 2, 2), (16, 3, 1), (16, 3, 2))
+HIDDEN, FUSION = 8192, Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE
+Call = Callable[[], Any]
+
+
+def cases(tokens: int, workspace: Workspace, base: TorchGroup, picked: Any) -> Iterator[tuple[str, Call]]:
+    """(name, call), each verified before it is handed out."""
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
+    shared = torch.Generator(device="cuda").manual_seed(99)
+    residual = torch.randn(tokens, HIDDEN, device="cuda", generator=shared).to(torch.bfloat16)
+    fusion = ResidualRmsNorm(residual, torch.ones_like(residual[0]), 1e-5, "fp8")
+    parts = [torch.empty_like(x) for _ in range(base.size)]
+    dist.all_gather(parts, x)
+    wanted = finish(reference.all_reduce(parts), fusion)
+    del parts
+    for shape in (None, *(LAUNCHES if tokens in SWEPT else ())):
+        *found, new = owned.all_reduce_norm(x, fusion, workspace, shape)
+        assert isinstance(new, OwnedRows)
+        good = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=False))
+        for rows in own_rows(tokens, new.at_once, base.rank, base.size):
+            good = good and torch.equal(new.held[rows.start : rows.stop], wanted[-1][rows.start : rows.stop])
+        name = "OWNED" if shape is None else "OWNED {}w {} per sm, {} move".format(*shape)
+        verdict(good, f"{name}, {tokens} tokens", base.process_group)
+        again = replace(fusion, residual=new)  # as behind the second layer
+        yield name, lambda s=shape, f=again: owned.all_reduce_norm(x, f, workspace, s)
+    yield "AUTO, whole rows", lambda: picked.all_reduce(x, fusion)
+    zeros = torch.zeros_like(x)  # summed in place
+    yield "NCCL + ours", lambda: finish(base.all_reduce(zeros), fusion)
+
+
+def run(options: argparse.Namespace) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    world = dist.group.WORLD
+    assert world is not None
+    base, longest = TorchGroup(world, device), max(TOKENS) * HIDDEN * 2
+    workspace, picked = form_workspace(world, device, longest), tuned(base, message_bytes=longest)
+    rows = []
+    for tokens in TOKENS:
+        for name, call in cases(tokens, workspace, base, picked):
+            us = measure(call, world)
+            decision = picked.chooser(tokens, HIDDEN, "bf16", FUSION).name if name.startswith("AUTO") else ""
+            rows.append({"world": base.size, "tokens": tokens, "hidden": HIDDEN, "what": name, "ran": decision, "us": round(us, 2)})
+    if base.rank == 0:
+        show(rows)
+        if options.csv:
+            with Path(options.csv).open("w", newline="") as file:
+                writer = csv.DictWriter(file, rows[0])
+                writer.writeheader()
+                writer.writerows(rows)
+        if options.json:
+            Path(options.json).write_text(json.dumps({"about": record.about(), "rows": rows}, indent=1) + "\n")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """A line for each number of tokens, then the launches, the fastest first."""
+    for tokens in TOKENS:
+        held = {row["what"]: row for row in rows if row["tokens"] == tokens}
+        auto = held["AUTO, whole rows"]
+        mine, theirs, ran = held["OWNED"]["us"], held["NCCL + ours"]["us"], auto["ran"].split("/")[0]
+        print(f"tp{auto['world']} {tokens:>5} tokens: OWNED {mine:>7} us, {ran} {auto['us']:>7}, NCCL {theirs:>7}")
+        launches = sorted((row["us"], name) for name, row in held.items() if name.startswith("OWNED "))
+        if launches:
+            print("    " + "; ".join(f"{name.removeprefix('OWNED ')} {us}" for us, name in launches), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csv")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["RANK"])))
+    run(options)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
