@@ -2,8 +2,8 @@
 """Time all-reduces whose rows have owners: `torchrun --nproc-per-node N benchmarks/comm/rows.py --csv OUT.csv --json OUT.json`.
 
 The sum over ranks of [tokens, 8192] bf16, residual, norm and e4m3 with a scale per token, as between the layers of a model in FP8:
-by owners of rows, by what AUTO picks for whole rows, and by NCCL and a kernel. Each is verified first, against the unfused kernels;
-a figure is 50 calls in one CUDA graph, the median of 9 replays, the maximum over ranks (`allreduce.py`). At 256, 512 and 8192 tokens
+by owners of rows, by what AUTO picks for whole rows, by NCCL and a kernel. Each is verified first, against the unfused kernels;
+a figure is 50 calls in one CUDA graph, the median of 9 replays, the maximum over ranks, as in allreduce.py. At some sizes
 other launches run too: warps of a program, programs on a multiprocessor, movers among these.
 """
 
@@ -24,15 +24,15 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks import record  # noqa: E402 (behind the path)
-from benchmarks.comm.allreduce import measure, verdict  # noqa: E402
-from phalanx.comm.group import ResidualRmsNorm, finish  # noqa: E402
-from phalanx.comm.rows import OwnedRows, own_rows, owned  # noqa: E402
-from phalanx.comm.symmetric import Workspace, form_workspace  # noqa: E402
-from phalanx.comm.torch_group import TorchGroup  # noqa: E402
-from phalanx.comm.tuned_group import tuned  # noqa: E402
-from phalanx.kernels import reference  # noqa: E402
-from phalanx.tables.message import Fusion  # noqa: E402
+from benchmarks import record
+from benchmarks.comm.allreduce import measure, verdict
+from phalanx.comm.group import ResidualRmsNorm, finish
+from phalanx.comm.rows import OwnedRows, own_rows, owned
+from phalanx.comm.symmetric import Workspace, form_workspace
+from phalanx.comm.torch_group import TorchGroup
+from phalanx.comm.tuned_group import tuned
+from phalanx.kernels import reference
+from phalanx.tables.message import Fusion
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SWEPT = (256, 512, 8192)
