@@ -5,32 +5,35 @@ Reference: transformers on CPU in fp32, greedy, one sequence per prompt, with th
 at each position. Noise of a dtype: twice the largest difference of any log probability between transformers on CPU in that
 dtype and in fp32 over the same sequences, so the bound comes from the CPU alone and the GPU can fail it.
 
-Each job (checkpoint, dtype, tp, pp) is one engine on its own GPUs; jobs run beside each other while GPUs are free. A job
+Each job (checkpoint, dtype, tp, pp) is one engine; jobs start beside each other, and run in turns where they share GPUs. A job
 checks two paths: forced (each reference sequence as a prompt with prompt logprobs: one comparison per position) and free (greedy
 generation in one batch: up to the first difference, which must lie within the noise).
 
     python benchmarks/engine/tokens_on_gpu.py --out DIR        needs 4 GPUs for every layout; runs those that fit
+    python benchmarks/engine/tokens_on_gpu.py --device cpu --checkpoints demo --dtypes bf16 --layouts 1x1,2x1
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import record
+from benchmarks.engine.side_by_side import run_jobs, turn, visible_gpus
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 DTYPES = ["bf16", "fp16"]
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 24, 40
+STEP_TOKENS = 192  # the sequences take three steps, which are long enough that rows have owners where ranks sum
 
 
 def main() -> int:
@@ -41,25 +44,33 @@ def main() -> int:
     parser.add_argument("--everywhere", default="demo,llama", help="those that run in every layout; others: 1 x 1, 2 x 2")
     parser.add_argument("--layouts", default=",".join(f"{tp}x{pp}" for tp, pp in LAYOUTS), help="tp x pp")
     parser.add_argument("--strategies", default="AUTO", help="all-reduce strategies, each an engine of its own")
+    parser.add_argument("--device", default="cuda", help="cpu: to try this script itself")
+    parser.add_argument("--beside", type=int, default=8, help="jobs that share a GPU; they run in turns")
     parser.add_argument("--name", default="tokens_on_gpu", help="of the results file")
     parser.add_argument("--job", help="(internal) run one job, described as JSON")
     asked = parser.parse_args()
     if asked.job:
         print("RESULT " + json.dumps(run_job(json.loads(asked.job))), flush=True)
         return 0
-    gpus = visible_gpus()
+    begin = time.monotonic()
+    gpus = visible_gpus() if asked.device == "cuda" else list(range(4))
     layouts = [tuple(map(int, layout.split("x"))) for layout in asked.layouts.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = {name: make_reference(name, Path(folder)) for name in asked.checkpoints.split(",")}
+        names = asked.checkpoints.split(",")
+        with ProcessPoolExecutor(len(names), multiprocessing.get_context("spawn")) as pool:
+            made = dict(zip(names, pool.map(make_reference, names, [Path(folder)] * len(names)), strict=True))
         jobs = [
-            {"checkpoint": name, "reference": str(path), "dtype": dtype, "tp": tp, "pp": pp, "strategy": strategy}
-            for name, path in checkpoints.items()
+            {
+                "checkpoint": name, "reference": str(path), "dtype": dtype, "tp": tp, "pp": pp, "strategy": strategy,
+                "device": asked.device,
+            }
+            for name, path in made.items()
             for dtype in asked.dtypes.split(",")
             for strategy in asked.strategies.split(",")
             for tp, pp in layouts
             if tp * pp <= len(gpus) and (name in asked.everywhere.split(",") or (tp, pp) in {(1, 1), (2, 2)})
-        ]
-        results = run_jobs(sorted(jobs, key=lambda job: -job["tp"] * job["pp"]), gpus)
+        ]  # fmt: skip
+        results = run_jobs(jobs, gpus, Path(__file__), beside=asked.beside if asked.device == "cuda" else 1)
     for result in results:
         print(
             f"{result['checkpoint']:8} {result['dtype']} tp{result['tp']} pp{result['pp']} {result['strategy']}: "
@@ -69,7 +80,8 @@ def main() -> int:
             )
         )
     wrong = sum(bool(result.get("error")) or result["wrong"] > 0 for result in results)
-    print("written:", record.write(asked.name, {"jobs": results}, asked.out))
+    seconds = round(time.monotonic() - begin, 1)
+    print(f"{seconds} s; written: {record.write(asked.name, {'seconds': seconds, 'jobs': results}, asked.out).name}")
     return 1 if wrong or not results else 0
 
 
@@ -116,41 +128,6 @@ def make_reference(name: str, folder: Path) -> Path:
     return path
 
 
-def visible_gpus() -> list[int]:
-    """The host's GPUs, or those that CUDA_VISIBLE_DEVICES names by number."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return [int(number) for number in visible.split(",")]
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    return list(range(len(listed.splitlines())))
-
-
-def run_jobs(jobs: list[dict[str, Any]], gpus: list[int], script: Path = Path(__file__)) -> list[dict[str, Any]]:
-    """Run the jobs beside each other, each by `script --job` on GPUs of its own."""
-    free = list(gpus)
-    running: list[tuple[dict[str, Any], list[int], subprocess.Popen[str]]] = []
-    results = []
-    while jobs or running:
-        for job in list(jobs):
-            need = job["tp"] * job["pp"]
-            if need <= len(free):
-                mine, free[:] = free[:need], free[need:]
-                jobs.remove(job)
-                environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, mine))}
-                command = [sys.executable, str(script), "--job", json.dumps(job)]
-                running.append((job, mine, subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)))
-        for entry in list(running):
-            job, mine, process = entry
-            if process.poll() is not None:
-                running.remove(entry)
-                free.extend(mine)
-                lines = [line for line in process.stdout.read().splitlines() if line.startswith("RESULT ")]
-                described = {key: job[key] for key in ("checkpoint", "dtype", "tp", "pp", "strategy")}
-                outcome = json.loads(lines[0][7:]) if lines else {"error": f"exit status {process.returncode}"}
-                results.append({**described, **outcome})
-        time.sleep(0.1)
-    return results
-
-
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     from phalanx import LLM, SamplingParams
 
@@ -159,16 +136,17 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     sequences, best, margin = reference["sequences"], reference["best"], reference["margin"]
     begin = time.monotonic()
     with LLM(
-        reference["folder"], tensor_parallel_size=job["tp"], pipeline_parallel_size=job["pp"], dtype=job["dtype"], device="cuda",
-        kv_cache_bytes=256 << 20, max_num_tokens=64, max_seq_len=256, skip_tokenizer_init=True,
-        allreduce_strategy=job["strategy"],
+        reference["folder"], tensor_parallel_size=job["tp"], pipeline_parallel_size=job["pp"], dtype=job["dtype"],
+        device=job["device"], kv_cache_bytes=256 << 20, max_num_tokens=STEP_TOKENS, max_seq_len=256, max_batch_size=2 * PROMPTS,
+        skip_tokenizer_init=True, allreduce_strategy=job["strategy"],
     ) as llm:  # fmt: skip
         started = time.monotonic() - begin
-        forced = llm.generate(
-            sequences, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, ignore_eos=True), use_tqdm=False
-        )
-        prompts = [sequence[:PROMPT_TOKENS] for sequence in sequences]
-        free = llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True), use_tqdm=False)
+        with turn():
+            forced = llm.generate(
+                sequences, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1, ignore_eos=True), use_tqdm=False
+            )
+            prompts = [sequence[:PROMPT_TOKENS] for sequence in sequences]
+            free = llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True), use_tqdm=False)
         attention = sorted({rank.attention for rank in llm.facts.ranks})
         time.sleep(1.5)  # ranks report their all-reduces once a second
         allreduce = {"table": llm.facts.ranks[0].allreduce, "calls": llm.stats().allreduce}
