@@ -63,11 +63,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, said: list[bool]) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
-    """Of each launch for other rows, how many these are, and their tiles."""
+    """Of each launch for other rows, how many these are, less than 0 where lengths are read early, and their tiles."""
     heard: list[tuple[int, int | None]] = []
 
-    def stand_in(query: Tensor, *inputs: Any, tiles: int | None, **options: Any) -> Tensor:
-        heard.append((len(inputs[-1]), tiles))
+    def stand_in(query: Tensor, *inputs: Any, tiles: int | None, early_lengths: bool, **options: Any) -> Tensor:
+        heard.append((-len(inputs[-1]) if early_lengths else len(inputs[-1]), tiles))
         return reference.prefill_attention(query, *inputs, **options)
 
     monkeypatch.setattr(attention_decode.kernels, "prefill_attention", stand_in)
@@ -206,7 +206,7 @@ def test_a_fixed_batch_of_any_rows_is_planned_once(
         compare(out, query, now, kinds, keys, values, window)
     assert others.planned == []
     assert launched == [-16, -4] * 4
-    assert prefilled == [(5, None)] * 4
+    assert prefilled == [(-5, None)] * 4
 
 
 @pytest.mark.parametrize(("length", "short"), [(SHORT, True), (SHORT + 1, False)])

@@ -76,8 +76,8 @@ class DecodePlan:
         backend.met.add(kernels.Heads.of(query, cache.key))
         for band in self._bands:
             rows = batch.table_rows
-            # Of a fixed batch, lengths and table rows are copied to the device before its graph runs, and no kernel of the graph
-            # writes them. Tables are no such thing: the graph's first kernel writes the new blocks into them.
+            # Of a fixed batch, lengths, table rows and starts are copied to the device before its graph runs, and no kernel of the
+            # graph writes them. Tables are no such thing: the graph's first kernel writes the new blocks into them.
             kernels.decode_attention(
                 query[band], cache.key, cache.value, tables if rows is not None else tables[band],
                 None if rows is None else rows[band], batch.kv_lengths[band], scale=scale, window=window, kv_scales=kv_scales,
@@ -105,7 +105,7 @@ class DecodePlan:
         kernels.prefill_attention(
             query, cache.key, cache.value, batch.block_tables if rows is not None else batch.block_tables[at:],
             None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
-            kv_scales=kv_scales, tiles=self._tiles, out=out,
+            kv_scales=kv_scales, tiles=self._tiles, early_lengths=batch.fixed, out=out,
         )  # fmt: skip
 
 
