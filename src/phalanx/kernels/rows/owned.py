@@ -186,7 +186,8 @@ def owned_norm(
         )  # fmt: skip
     own = tl.program_id(0)
     if (movers == programs) | (own >= movers):
-        first = tl.where(movers == programs, own, own - movers)
+        # Where all are movers, the last ones have finished first, if they had a row at all.
+        first = tl.where(movers == programs, programs - 1 - own, own - movers)
         hop = tl.where(movers == programs, programs, programs - movers)
         _collect(taken, peers[RANK] + outs, rows, depth, out_pitch, first, hop, RANK, WORLD, TAKE, WARPS, PTX)
         if QUANT == "fp8_token":
