@@ -95,7 +95,7 @@ def prefills(pairs: list[tuple[int, ...]], kinds: list[str]) -> Iterator[Callabl
     for q_heads, kv_heads in pairs:
         for kv in kinds:
             job = prefill_job(kv, q_heads, kv_heads, 1, 1, 0)
-            for choice in [prefill_choice(HEAD_DIM, 2, job.cache[0].element_size()), *starmap(PrefillChoice, PREFILL[kv])]:
+            for choice in [prefill_choice(HEAD_DIM, 2), *starmap(PrefillChoice, PREFILL[kv])]:
                 yield partial(prefill_attention, job.query, *job.cache, *job[2:6], **job.options, choice=choice)
 
 
@@ -108,7 +108,7 @@ def measure_prefill(job: PrefillJob, kv: str, peers: str) -> dict[str, Any]:
     seen = job.lengths[row] - job.starts[row + 1] + at.int() + 1
     wanted = reference.decode_attention(job.query[at], *job.cache, job.tables, job.slots[row], seen, **job.options).float()
     tiles = prefill_tiles(job.starts.tolist(), q_heads // kv_heads)
-    choices = {"chosen": prefill_choice(HEAD_DIM, 2, job.cache[0].element_size())}
+    choices = {"chosen": prefill_choice(HEAD_DIM, 2)}
     choices |= {f"({', '.join(map(str, each))})": PrefillChoice(*each) for each in PREFILL[kv]}
     candidates: dict[str, Callable[[Tensor], Tensor]] = {
         label: partial(_prefilled, job, choice, tiles) for label, choice in choices.items()

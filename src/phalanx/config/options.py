@@ -73,7 +73,7 @@ class EngineOptions(BaseModel):
         "AUTO", description="AUTO asks the machine's table; a name forces one where it can run. On CPU, NCCL means gloo."
     )
     deterministic: bool = Field(False, description="Pin rank-order fp32 reductions (no NCCL sums).")
-    cuda_graphs: bool = Field(True, description="Replay captured decode steps on GPU.")
+    cuda_graphs: bool = Field(True, description="Replay captured steps on GPU: decode steps, and small steps with prompts.")
     stall_timeout: float = Field(20.0, gt=0, description="Seconds without a sign of life after which a rank is called stalled.")
     step_timeout: float = Field(300.0, gt=0, description="Seconds after which a step that no rank settles is an error.")
     start_timeout: float = Field(600.0, gt=0, description="Seconds that ranks may take to start.")

@@ -205,7 +205,7 @@ HELD = {80: 163, 90: 227, 100: 227}
 )
 def test_compiles(head_dim: int, dtype: str, fp8: bool, window: bool, arch: int) -> None:
     """Down to machine code that a processor has room for: on tensor cores, with reads of 16 bytes under way."""
-    choice = prefill_choice(head_dim, 2, 1 if fp8 else 2)
+    choice = prefill_choice(head_dim, 2)
     compiled = compiled_as(choice, dtype, fp8=fp8, head_dim=head_dim, window=window, arch=arch)
     ptx = compiled.asm["ptx"]
     assert compiled.metadata.shared <= HELD[arch] << 10
@@ -220,7 +220,7 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, window: bool, arch: int)
 
 @pytest.mark.parametrize(("arch", "head_dim", "fp8"), [(80, 256, False), (90, 256, True), (90, 128, False)])
 def test_fp32_fits_a_processor_too(arch: int, head_dim: int, fp8: bool) -> None:
-    choice = prefill_choice(head_dim, 4, 1 if fp8 else 4)
+    choice = prefill_choice(head_dim, 4)
     compiled = compiled_as(choice, "*fp32", fp8=fp8, head_dim=head_dim, window=False, arch=arch)
     assert compiled.metadata.shared <= HELD[arch] << 10
 

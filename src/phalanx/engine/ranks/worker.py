@@ -222,7 +222,7 @@ class Worker:
 
         runner = Runner(
             model, caches(1), attention, sampler, groups.pp, max_batch_size=options.max_batch_size, max_seq_len=max_seq_len,
-            block_size=options.kv_block_size, dtype=dtype, device=device,
+            block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=options.max_num_tokens or max_seq_len,
             tape=CudaTape(device, getattr(groups.tp, "calls", None)) if options.cuda_graphs and device.type == "cuda" else None,
         )  # fmt: skip
         with self._phase("measure"):

@@ -89,7 +89,7 @@ def prefill_attention(
     """
     from phalanx.kernels.attention.prefill import prefill_attention as kernel
 
-    choice = prefill_choice(query.shape[2], query.element_size(), key_cache.element_size())
+    choice = prefill_choice(query.shape[2], query.element_size())
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths, scale=scale, window=window,
         kv_scales=kv_scales, choice=choice, tiles=tiles, early_lengths=early_lengths, out=out,

@@ -83,6 +83,6 @@ def pairs(tokens: int, inputs: int, *, fp8: bool, quantized: bool = True) -> Pai
 
 
 def gates(inner: int, *, down_is_fp8: bool) -> bool:
-    """Whether one token's gate_up product should give silu(gate) * up [1, inner] itself: if no kernel is needed then to quantize
-    that, since each program of the down product does so again, up to some width."""
-    return not down_is_fp8 or inner <= WIDEST_TO_QUANTIZE
+    """Whether one token's gate_up product should give silu(gate) * up [1, inner] itself. Not where the kernel apart quantizes it on
+    the way: each program of the down product would do so again, which costs more than that kernel."""
+    return not down_is_fp8 or inner > WIDEST_TO_QUANTIZE
