@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines of one model and layout, the plain path and the fast one, asked the same; and what the truth says to both.
 
-The plain path: eager steps, sums by NCCL, as rows of one kernel after the other have it. The fast one: everything as it is by
-default. Both start beside each other while the truth is worked out on the host, and run one after the other.
+The plain path: eager steps, sums by NCCL and norms as kernels after them. The fast one: everything as it is by default. Both start beside each other while the truth is worked out on the host, and run one after the other.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from phalanx.config.resolve import arithmetic
 
 PLAIN: dict[str, Any] = {"cuda_graphs": False, "allreduce_strategy": "NCCL"}
 MAX_BATCH, MAX_TOKENS, MAX_SEQ = 160, 4096, 640
-BURSTS = ((1, 6), (6, 60))  # beginnings asked for at once, and how often, before all that are left
+BURSTS = ((1, 6), (6, 40))  # beginnings asked for at once, and how often, before all that are left
 LARGE_STEPS = (256, 2048)
 MUST_RUN = ("ONESHOT/", "TWOSHOT+OWNED/")  # all-reduces, where ranks sum
-BATCHES = ((1, 6), (3, 24), (128, 128))  # answers at once, of so many, token for token
+BATCHES = ((1, 4), (3, 12), (128, 128))  # answers at once, of so many, token for token
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ ASKED_SMALL = {"short": 40, "long": 3, "cuts": 4, "answers": 12}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=record.RESULTS)
-    parser.add_argument("--checkpoints", default="demo,qwen3", help="demo, or families that tests/checkpoints.py writes")
+    parser.add_argument("--checkpoints", default="demo,llama", help="demo, or families that tests/checkpoints.py writes")
     parser.add_argument("--dtypes", default="bf16,fp8+fp8", help="dtype, or dtype+KV dtype")
     parser.add_argument("--layouts", default="1x1,2x1,4x1,1x2,2x2", help="tp x pp; those that fit run")
     parser.add_argument("--tiny_layouts", default="1x1,2x2", help="of these, for checkpoints other than the demo")
