@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines of one model and layout, the plain path and the fast one, asked the same; and what the truth says to both.
 
-The plain path: eager steps, sums by NCCL and norms as kernels after them. The fast one: everything as it is by default. Both start beside each other while the truth is worked out on the host, and run one after the other.
+The plain path: eager steps, sums by NCCL and norms as kernels after them. The fast one: everything as it is by default. Both start
+beside each other while the truth is worked out on the host, and run one after the other.
 """
 
 from __future__ import annotations
