@@ -41,7 +41,7 @@ def launch_of(rows: int, pitch: int, take: int, world: int, sms: int, shape: tup
     or has so many peers that sums take its registers; else two, one of which collects."""
     block, depth = row_block(pitch), -(-rows // world)
     if shape is None:
-        shape = (16, 1, 1) if depth <= sms or world > 4 else (16, 2, 1)
+        shape = (16, 1, 1) if depth <= sms or world > 4 else (16, 2, 2)
     warps, per_sm, moving = min(shape[0], block // 32), shape[1], shape[2]
     flat = 32 * warps
     work = max(-(-depth * pitch // flat), depth)
