@@ -93,6 +93,18 @@ def test_the_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
         pool.check([held[:1]])
 
 
+@pytest.mark.parametrize("damage", [_count, _free_twice, _lost, _key_lost, _stray_key])
+def test_the_check_sees_damage_where_nobody_holds_a_block(damage: Callable[[BlockPool], None]) -> None:
+    pool = BlockPool(4)
+    pool.take(2)
+    pool.name(1, b"key")
+    pool.release([1, 0])
+    pool.check([])
+    damage(pool)
+    with pytest.raises(EngineError, match="accounting is broken"):
+        pool.check([])
+
+
 class Pool(RuleBasedStateMachine):
     """Any order of the operations keeps the accounting whole."""
 

@@ -263,3 +263,36 @@ def test_a_result_of_no_step_ends_the_engine(make: Callable[..., Client]) -> Non
     client = make(Strays.of(vocab_size=50, **SIZES))
     client.add("a", [1])
     assert client.hear(Failed)[0].error["kind"] == "StepDiverged"
+
+
+def test_nobody_waits_for_the_check_of_the_accounting(make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.engine.loop.QUIET_SECONDS", 0.4)
+    client = make()
+    checked: list[float] = []
+    check = client.scheduler.check
+
+    def slow() -> None:
+        check()
+        checked.append(time.monotonic())
+        time.sleep(0.3)
+
+    client.scheduler.check = slow  # type: ignore[method-assign]
+    for name in ("a", "b"):  # the second comes before the engine was quiet for long
+        client.add(name, [1], max_tokens=3)
+        ended(client, 1 if name == "a" else 2)
+        answered = time.monotonic()
+        assert not checked
+    deadline = time.monotonic() + 20
+    while not checked and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(checked) == 1 and checked[0] > answered + 0.3  # noqa: PT018 (one sentence)
+    time.sleep(0.8)
+    assert len(checked) == 1
+
+
+def test_broken_accounting_is_told_at_the_latest_when_the_engine_ends(make: Callable[..., Client]) -> None:
+    client = make()
+    client.add("a", [1], max_tokens=3)
+    ended(client, 1)
+    client.scheduler.pool._free.pop()
+    assert client.finish() == 1

@@ -100,9 +100,11 @@ class BlockPool:
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Verify the whole accounting against `held`: the blocks of every request that holds some (-1: none at that place).
 
-        Raises EngineError naming the first contradiction. O(count).
+        Raises EngineError naming the first contradiction. O(count), some milliseconds for 100,000 blocks that nobody holds.
         """
         expected = Counter(block for blocks in held for block in blocks if block >= 0)
+        if not expected and self._whole():
+            return
         free = set(self._free)
         if len(free) != len(self._free):
             raise self._broken("a block is free twice")
@@ -119,6 +121,14 @@ class BlockPool:
                 raise self._broken(f"block {block} cannot be found by its key")
         if len(self._blocks) != sum(key is not None for key in self._keys):
             raise self._broken("a key leads to a block that does not hold it")
+
+    def _whole(self) -> bool:
+        """Whether nobody holds a block and all are in their places: what `check` finds of each, asked of all at once."""
+        free, cached = set(self._free), self._cached
+        placed = len(free) == len(self._free) and free.isdisjoint(cached) and len(free) + len(cached) == self.count
+        keyed = self._keys.count(None) == len(free) and len(self._blocks) == len(cached)
+        found = all(self._blocks.get(self._keys[block] or b"") == block for block in cached)
+        return not any(self._references) and placed and keyed and found
 
     def _broken(self, what: str) -> EngineError:
         return EngineError(

@@ -28,6 +28,8 @@ logger = get_logger(__name__)
 
 BEAT_SECONDS = 1.0
 STATS_SECONDS = 0.5
+QUIET_SECONDS = 2.0
+"""For how long there must have been no work before the accounting is checked: a request that comes meanwhile waits for that."""
 _MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
 _FRAMES_PER_TURN = 512  # so that a flood of messages does not keep the ranks waiting
 
@@ -64,7 +66,8 @@ class Loop:
         self._frames = list(backlog)
         self._outbox: list[FromEngine] = []  # encoded as they leave, after ranks have their step
         self._beat_due = self._stats_due = clock()
-        self._rested = True  # the accounting was checked since the last work
+        self._rested = True  # since the last work, clients were told that there is none
+        self._check_due: float | None = None  # when the accounting of that work is to be checked
         self._stopping = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -79,6 +82,8 @@ class Loop:
         try:
             while not self._stopping:
                 self.step()
+            if self._check_due is not None:
+                self._check()
         except Exception as raised:
             error = raised if isinstance(raised, PhalanxError) else _unexpected(raised)
             self._refuse_everybody(error)
@@ -101,6 +106,8 @@ class Loop:
         self._submit()
         self._report()
         self._send()
+        if self._check_due is not None and self._clock() >= self._check_due:
+            self._check()
 
     def stop(self) -> None:
         """End `run` after this turn. May be called from a signal handler or another thread."""
@@ -116,7 +123,7 @@ class Loop:
             self._poller, self._polled = zmq.Poller(), waitables
             for waitable in waitables:
                 self._poller.register(waitable, zmq.POLLIN)
-        due = self._beat_due if self._scheduler.idle else min(self._beat_due, self._stats_due)
+        due = min(self._beat_due, (self._check_due or self._beat_due) if self._scheduler.idle else self._stats_due)
         seconds = 0.0 if self._frames else max(0.0, due - self._clock())
         self._poller.poll(min(int(seconds * 1000) + 1, 1000) if seconds else 0)
         with contextlib.suppress(BlockingIOError):
@@ -151,14 +158,18 @@ class Loop:
             self._say(Beat())
             self._beat_due = now + BEAT_SECONDS
         if not self._scheduler.idle:
-            self._rested = False
+            self._rested, self._check_due = False, None
             if now >= self._stats_due:
                 self._say_stats()
                 self._stats_due = now + STATS_SECONDS
         elif not self._rested:
-            self._scheduler.check()
-            self._rested = True
+            self._rested, self._check_due = True, now + QUIET_SECONDS
             self._say_stats()  # gauges fall to zero
+
+    def _check(self) -> None:
+        """Verify what the last work left. Raises EngineError where the accounting is broken."""
+        self._check_due = None
+        self._scheduler.check()
 
     def _send(self) -> None:
         if self._outbox:
