@@ -27,6 +27,7 @@ def filled(prefix: str = "phalanx") -> Metrics:
         running=3, waiting=2, blocks_total=100, blocks_referenced=25, preemptions=1, prefix_queries=50, prefix_hits=20,
         prompt_tokens=60, generation_tokens=70, rank_bytes={0: {"weights": 10, "kv": 20}, 1: {"weights": 11, "kv": 21}},
         allreduce={"ONESHOT/RESIDUAL_RMS_NORM": 8, "NCCL/NONE": 9},
+        ran={"decode graph/steps": 5, "decode graph/tokens": 35, "decode graph/padding": 6, "eager/steps": 0},
     )  # fmt: skip
     made.startup_phases = {"weights": 1.5}
     made.queue_limits = {"requests": 16, "tokens": 1000}
@@ -74,6 +75,10 @@ def test_values():
     assert value("prefix_cache_hits_total") == 20
     assert value("rank_memory_bytes", rank="1", kind="kv") == 21
     assert value("allreduce_calls_total", strategy="ONESHOT", fusion="RESIDUAL_RMS_NORM") == 8
+    assert value("steps_total", kind="decode graph") == 5
+    assert value("steps_total", kind="eager") == 0
+    assert value("step_tokens_total", kind="decode graph") == 35
+    assert value("step_padding_tokens_total", kind="decode graph") == 6
     assert value("startup_phase_seconds", phase="weights") == 1.5
     assert value("queue_limit", kind="tokens") == 1000
     assert value("num_requests_queued") == 4

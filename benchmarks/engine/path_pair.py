@@ -30,12 +30,14 @@ from phalanx import LLM, SamplingParams
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.resolve import arithmetic
+from phalanx.engine.messages import DECODE_GRAPH, EAGER, PROMPT_GRAPH, STEP_KINDS
 
 PLAIN: dict[str, Any] = {"cuda_graphs": False, "allreduce_strategy": "NCCL"}
 MAX_BATCH, MAX_TOKENS, MAX_SEQ = 160, 4096, 640
 BURSTS = ((1, 6), (6, 40))  # beginnings asked for at once, and how often, before all that are left
 LARGE_STEPS = (256, 2048)
 MUST_RUN = ("ONESHOT/", "TWOSHOT+OWNED/")  # all-reduces, where ranks sum
+GRAPHS = (DECODE_GRAPH, PROMPT_GRAPH)
 BATCHES = ((1, 4), (3, 12), (128, 128))  # answers at once, of so many, token for token
 
 
@@ -68,13 +70,19 @@ class Texts:
 @dataclass
 class Observed:
     """Of one path. parts: "prefill", "decode", "prompts". others: how many answers had another token, of how many. steps: for
-    some ways of asking, the tokens of the largest step at least. allreduce: how many of which kind ran."""
+    some ways of asking, the tokens of the largest step at least. allreduce, ran: how many of which kind ran, and steps how."""
 
     parts: dict[str, list[Entry]]
     others: int
     answers: int
     steps: dict[str, int]
     allreduce: dict[str, int] = field(default_factory=dict)
+    ran: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> set[str]:
+        """How any step ran."""
+        return {kind for kind in STEP_KINDS if self.ran.get(f"{kind}/steps")}
 
 
 def engine_options(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,9 +184,10 @@ def compare(job: Mapping[str, Any]) -> dict[str, Any]:
         with turn():
             seen = {"plain": observe(plain, texts), "fast": observe(fast, texts)}
         ran = time.monotonic() - begin
-        time.sleep(1.2)  # ranks report their all-reduces once a second
+        time.sleep(1.2)  # ranks report what they count once a second
         for name, llm in (("plain", plain), ("fast", fast)):
-            seen[name].allreduce = llm.stats().allreduce
+            counted = llm.stats()
+            seen[name].allreduce, seen[name].ran = counted.allreduce, counted.ran
         first = fast.facts.ranks[0]
         facts = {"attention": first.attention, "graph_bytes": first.bytes.get("graphs", 0), "table": first.allreduce}
         found = verdict(job, texts, worked_out.result(), seen["plain"], seen["fast"])
@@ -199,16 +208,17 @@ def verdict(job: Mapping[str, Any], texts: Texts, truth: Truth, plain: Observed,
         if path.others:
             faults.append(f"the {name} path gave {path.others} of {path.answers} taught answers another token")
     if job["device"] == "cuda":
-        faults += _not_run(job, fast)
+        faults += _not_run(job, plain, fast)
     return {
         "answers": fast.answers, "answers_with_another_token": {"plain": plain.others, "fast": fast.others},
         "answer_margins": answer_margins(texts, truth), "parts": parts, "steps_tokens_at_least": fast.steps,
-        "allreduce": {"plain": plain.allreduce, "fast": fast.allreduce}, "faults": faults,
+        "allreduce": {"plain": plain.allreduce, "fast": fast.allreduce}, "ran": {"plain": plain.ran, "fast": fast.ran},
+        "faults": faults,
     }  # fmt: skip
 
 
-def _not_run(job: Mapping[str, Any], fast: Observed) -> list[str]:
-    """What of the fast path ought to have run and did not, in words."""
+def _not_run(job: Mapping[str, Any], plain: Observed, fast: Observed) -> list[str]:
+    """What of the fast path ought to have run and did not, and what of it the plain path ran, in words."""
     largest = max(fast.steps.values(), default=0)
     faults = [
         f"no step of the fast path is known to have had {least} tokens: {fast.steps}" for least in LARGE_STEPS if largest < least
@@ -216,6 +226,9 @@ def _not_run(job: Mapping[str, Any], fast: Observed) -> list[str]:
     for kind in MUST_RUN if job["tp"] > 1 else ():
         if not any(name.startswith(kind) for name, count in fast.allreduce.items() if count):
             faults.append(f"no all-reduce of the fast path was {kind}: {fast.allreduce}")
+    faults += [f"no step of the fast path ran as a {kind}: {fast.ran}" for kind in GRAPHS if kind not in fast.kinds]
+    if plain.kinds != {EAGER}:
+        faults.append(f"the plain path's steps are to be eager: {plain.ran}")
     return faults
 
 

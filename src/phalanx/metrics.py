@@ -27,7 +27,7 @@ E2E_BUCKETS = (*_FINE, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20
 
 class EngineCounters(Protocol):
     """What the engine counts (the engine's `Stats` message fits): gauges of now, counters since start; bytes by rank and kind;
-    calls by "strategy/fusion"."""
+    calls by "strategy/fusion"; how steps ran by "kind/steps", "kind/tokens" and "kind/padding"."""
 
     running: int
     waiting: int
@@ -40,6 +40,7 @@ class EngineCounters(Protocol):
     generation_tokens: int
     rank_bytes: dict[int, dict[str, int]]
     allreduce: dict[str, int]
+    ran: dict[str, int]
 
 
 class Metrics:
@@ -141,6 +142,13 @@ class _EngineCollector(Collector):
         yield self._gauge("rank_memory_bytes", "Memory of each rank, by kind.", by_rank, "rank", "kind")
         calls = {tuple(f"{key}/".split("/")[:2]): count for key, count in counters.allreduce.items()}
         yield self._count("allreduce_calls", "All-reduces of rank 0, by strategy and fusion.", calls, "strategy", "fusion")
+        for stem, what, says in (
+            ("steps", "steps", "Steps of rank 0, by how they ran."),
+            ("step_tokens", "tokens", "Tokens of those steps."),
+            ("step_padding_tokens", "padding", "What graphs of fixed sizes forwarded beside those tokens."),
+        ):
+            ran = {(key.removesuffix(f"/{what}"),): count for key, count in counters.ran.items() if key.endswith(f"/{what}")}
+            yield self._count(stem, says, ran, "kind")
 
     def _gauge(self, stem: str, says: str, values: Mapping[Any, float], *labels: str) -> Metric:
         return self._fill(GaugeMetricFamily(self._metrics.name(stem), says, labels=self._names(labels)), values)

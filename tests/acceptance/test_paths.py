@@ -20,6 +20,7 @@ from phalanx.config.locate import locate
 from phalanx.models import registry
 
 JOB = {"checkpoint": "demo", "model": "demo", "dtype": "fp8+fp8", "tp": 2, "pp": 1, "device": "cuda"}
+PLAIN: dict[str, Any] = {"steps": {}, "ran": {"decode graph/steps": 0, "prompt graph/steps": 0, "eager/steps": 9}}
 FP8 = {"fp8": True, "fp8_products": True, "fp8_cache": True}
 
 
@@ -107,14 +108,23 @@ def test_what_did_not_run_is_a_fault(setting: Setting) -> None:
     def observed(others: int, **ran: Any) -> Observed:
         return Observed({"decode": []}, others, 30, **ran)
 
-    found = path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, steps={}), observed(2, steps={"6 at once": 900}))
-    assert len(found["faults"]) == 4
+    found = path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, **PLAIN), observed(2, steps={"6 at once": 900}))
+    assert len(found["faults"]) == 6
     assert "fast path gave 2 of 30 taught answers another token" in found["faults"][0]
     assert "2048 tokens" in found["faults"][1]
     assert "ONESHOT/" in found["faults"][2]
     assert "TWOSHOT+OWNED/" in found["faults"][3]
-    ran = {"steps": {"all at once": 4000}, "allreduce": {"ONESHOT/NONE": 3, "TWOSHOT+OWNED/RESIDUAL_RMS_NORM": 1}}
-    assert path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, steps={}), observed(0, **ran))["faults"] == []
+    assert "no step of the fast path ran as a decode graph" in found["faults"][4]
+    assert "no step of the fast path ran as a prompt graph" in found["faults"][5]
+    fast = {
+        "steps": {"all at once": 4000}, "allreduce": {"ONESHOT/NONE": 3, "TWOSHOT+OWNED/RESIDUAL_RMS_NORM": 1},
+        "ran": {"decode graph/steps": 7, "prompt graph/steps": 1, "eager/steps": 2},
+    }  # fmt: skip
+    found = path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, **PLAIN), observed(0, **fast))
+    assert found["faults"] == []
+    for ran in ({}, {"eager/steps": 9, "decode graph/steps": 1}, {"eager/steps": 0}):
+        found = path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, **{**PLAIN, "ran": ran}), observed(0, **fast))
+        assert [fault for fault in found["faults"] if "plain path's steps are to be eager" in fault] == found["faults"] != []
 
 
 def test_positions_seen_by_one_path_alone_are_not_compared() -> None:
@@ -131,3 +141,5 @@ def test_two_real_engines_hold() -> None:
     assert found["parts"]["prompts"]["fast"]["wrong"] == 0
     assert any(name.startswith("ONESHOT/") for name in found["allreduce"]["fast"])
     assert all(name.startswith("GLOO/") for name in found["allreduce"]["plain"])
+    for ran in found["ran"].values():
+        assert [name for name, count in ran.items() if count] == ["eager/steps", "eager/tokens"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import threading
 import time
@@ -59,14 +60,19 @@ def test_processes_and_metrics(served, client):
     complete(client, extra_body={"ignore_eos": True})
     assert served.metric("generation_tokens_total") == before + 24
     until(lambda: served.metric("allreduce_calls_total") > 0)  # ranks report theirs once a second
+    until(lambda: served.metric("step_tokens_total") >= 24)
     with served.http() as http:
         text = http.get("/metrics").text
     for series in (
         'rank_memory_bytes{engine="0",kind="weights",model_name="tiny",rank="1"}',
+        'steps_total{engine="0",kind="decode graph",model_name="tiny"} 0.0',  # on CPU all are eager
+        'steps_total{engine="0",kind="prompt graph",model_name="tiny"} 0.0',
+        'step_padding_tokens_total{engine="0",kind="eager",model_name="tiny"} 0.0',
         "startup_phase_seconds{",
         "build_info{",
     ):
         assert f"phalanx:{series}" in text
+    assert not re.search(r'phalanx:steps_total\{[^}]*kind="eager"[^}]*\} 0\.0', text)
 
 
 def test_streamed_text_is_the_whole_text(client):

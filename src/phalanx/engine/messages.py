@@ -13,6 +13,9 @@ import msgspec
 
 from phalanx.config.sampling import SamplingParams
 
+STEP_KINDS = DECODE_GRAPH, PROMPT_GRAPH, EAGER = ("decode graph", "prompt graph", "eager")
+"""How a step runs: replayed with rows of one token that all sample, replayed with any rows, or launched kernel by kernel."""
+
 # ---- client -> engine ------------------------------------------------------------------------------------------------
 
 
@@ -74,8 +77,9 @@ class Refused(msgspec.Struct, tag=True, array_like=True):
 
 
 class RankFacts(msgspec.Struct, array_like=True):
-    """What one rank reports once it is ready. Bytes by kind: "weights", "kv", "workspace", "graphs", "activations", "total" (device
-    memory in use by the process) and "capacity"."""
+    """What one rank reports once it is ready. Bytes by kind: "weights", "activations" (the most that the largest steps held beside
+    them), "kv", "graphs", "total" (of the device what torch's allocator holds; on CPU of memory what the process does) and
+    "capacity" (of the device, or the host)."""
 
     rank: int
     node: int
@@ -129,6 +133,14 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     generation_tokens: int = 0
     rank_bytes: dict[int, dict[str, int]] = {}
     allreduce: dict[str, int] = {}  # "ONESHOT/RESIDUAL_RMS_NORM" -> calls, on rank 0
+    ran: dict[str, int] = {}  # "decode graph/steps", "/tokens" and "/padding" (tokens), and so for each of STEP_KINDS, on rank 0
+
+    def __post_init__(self) -> None:
+        """What rank 0 counts is one dict on its way here, in `allreduce`; whoever receives it finds it parted."""
+        ran = {name: count for name, count in self.allreduce.items() if name.partition("/")[0] in STEP_KINDS}
+        if ran:
+            self.ran = {**self.ran, **ran}
+            self.allreduce = {name: count for name, count in self.allreduce.items() if name not in ran}
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.engine.messages import Row, RowResult, StepBatch
-from phalanx.engine.ranks.graphs import StepGraphs, Tape
+from phalanx.engine.ranks.graphs import StepCounts, StepGraphs, Tape
 from phalanx.engine.ranks.places import DecodePlaces, NewBlocks, Size, StepPlaces
 from phalanx.engine.ranks.slots import Arranged, Prompts, SlotTables, Upload
 from phalanx.engine.sampler import Sampler
@@ -106,6 +106,7 @@ class Runner:
         self._reporting: set[int] = set()  # slots whose prompt tokens' logprobs are asked for
         self._upload = Upload(device)
         self._first, self._last = pipeline.rank == 0, pipeline.rank == pipeline.size - 1
+        self.ran = StepCounts()  # of the steps with rows; may be replaced between steps
         self.graphs: StepGraphs | None = None
         if tape is not None and backend.captures:
             self.graphs = StepGraphs(
@@ -122,6 +123,7 @@ class Runner:
         reported = self._reported(step.rows)
         arranged, new = self._arrange(step.rows, reported)
         size = None if self.graphs is None else self.graphs.size_of(arranged)
+        self.ran.add(size, len(arranged.token_ids))
         stream, forwarded = self._eager(arranged, new) if size is None else self._replay(size, arranged, new)
         outcome = Outcome()
         if forwarded is not None:

@@ -286,6 +286,31 @@ def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypat
     assert not tape.replays
 
 
+def test_steps_are_counted_by_how_they_ran(folders: dict[str, Path]) -> None:
+    tape = Steps(tokens=40)
+    runner = step_runner(folders["llama"], tape, tokens=40)
+    assert not any(runner.ran.by_name.values()), "capturing runs no step"
+    long, short = [3 + at for at in range(41)], [5, 6, 7]
+
+    def run(*rows: Row, **changes: Any) -> None:
+        runner.run(StepBatch(rows=[*rows], **changes)).results()
+
+    run(Row(0, 0, 41, long, list(range(11)), True), admitted=[admitted(0, long)])  # more than any graph holds
+    run(Row(0, 41, 1, [], [], True))
+    run(Row(0, 42, 1, [], [], True), Row(1, 0, 3, short, [20], True), admitted=[admitted(1, short)])
+    run(Row(0, 43, 1, [], [], True), Row(1, 3, 1, [], [], True))
+    for slot in range(2, 4):
+        run(Row(slot, 0, 3, short, [slot * 20], True), admitted=[admitted(slot, short)])
+    run(*(Row(slot, start, 1, [], [60 + slot], True) for slot, start in enumerate((44, 4, 3))))
+    run(released=[*range(4)])  # without rows there is nothing to forward
+    assert tape.sized == {Size(1, 1): 1, Size(2, 2): 1, Size(4, 4): 1, Size(32, 11, 8): 3}
+    assert runner.ran.by_name == {
+        "decode graph/steps": 3, "decode graph/tokens": 6, "decode graph/padding": 1,
+        "prompt graph/steps": 3, "prompt graph/tokens": 10, "prompt graph/padding": 86,
+        "eager/steps": 1, "eager/tokens": 41, "eager/padding": 0,
+    }  # fmt: skip
+
+
 def test_more_new_blocks_than_a_graph_takes_go_before_it(folders: dict[str, Path]) -> None:
     """A row whose beginning the prefix cache holds brings all its blocks at once."""
     prompt, tape = [3 + at % 300 for at in range(125)], Steps(tokens=16)

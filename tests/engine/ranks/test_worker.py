@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.engine.executor import make
-from phalanx.engine.messages import RankFacts, RowResult, Step, StepBatch
+from phalanx.engine.messages import DECODE_GRAPH, PROMPT_GRAPH, STEP_KINDS, RankFacts, RowResult, Step, StepBatch
 from phalanx.engine.ranks.executor import RankExecutor
 from phalanx.engine.ranks.wire import Stop
 from phalanx.engine.ranks.worker import Worker, checkpoint_digest
@@ -69,7 +70,33 @@ def test_each_rank_reports_what_it_holds(pool: Pool) -> None:
     assert blocks >= 100
     by_rank, calls = executor.stats()
     assert by_rank.keys() == set(range(len(facts)))
-    assert all(count > 0 for count in calls.values())
+    assert all(count > 0 for name, count in calls.items() if name.partition("/")[0] not in STEP_KINDS)
+
+
+def test_rank_0_counts_how_the_engines_steps_ran(pool: Pool) -> None:
+    """Its pulse says so once a second. On CPU there are no graphs."""
+    executor, *_, drive = pool
+    asked, end = prompts(2, seed=7), time.monotonic() + 30
+    before = counted(executor, end)
+    drive.generate(asked, 5)
+    tokens = sum(map(len, asked)) + 2 * 4
+    while (after := counted(executor, end))["eager/tokens"] < before["eager/tokens"] + tokens:
+        assert time.monotonic() < end
+    assert after["eager/tokens"] == before["eager/tokens"] + tokens
+    assert after["eager/steps"] == before["eager/steps"] + 5
+    graphs = {name: count for name, count in after.items() if name.partition("/")[0] in (DECODE_GRAPH, PROMPT_GRAPH)}
+    assert len(graphs) == 6
+    assert set(graphs.values()) == {after["eager/padding"]} == {0}
+
+
+def counted(executor: RankExecutor, end: float) -> dict[str, int]:
+    """What came with the next pulse of rank 0 that has counts of steps."""
+    seen = executor.stats()[1]
+    while (counts := executor.stats()[1]) is seen or "eager/steps" not in counts:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+        executor.collect()
+    return counts
 
 
 class Later:

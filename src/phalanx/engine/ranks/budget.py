@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -31,14 +32,15 @@ def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int
 
 
 def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int, graphs: int, device: torch.device) -> int:
-    """Blocks in the fraction of what is free once weights are there, less the bytes for the activations' peak and for graphs."""
+    """Blocks in the fraction of what is free once weights are there, less the bytes that the activations' peak and graphs will take
+    of that."""
     if options.kv_cache_bytes is not None:
         return blocks_in(options.kv_cache_bytes, specs, options.kv_block_size, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
     budget = int(options.kv_cache_free_gpu_memory_fraction * (free - activations - graphs))
     what = (
         f"{options.kv_cache_free_gpu_memory_fraction:g} of the GPU memory left ({free:,} of {total:,} bytes free after weights, "
-        f"{activations:,} for activations, {graphs:,} for graphs)"
+        f"{activations:,} of these for activations, {graphs:,} for graphs)"
     )
     if budget < block_bytes(specs, options.kv_block_size):
         raise CapacityError(
@@ -51,25 +53,69 @@ def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int
 
 def largest_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
     """The steps with the most to hold: all tokens in as few prompts as can be; and every slot sampling, beside what is left of the
-    tokens in one prompt. Each row asks for all that takes memory, of the sampler and of the report on its prompt.
+    tokens in one prompt. Each row asks for all that takes memory, of the sampler and of the report on its prompt. Behind them,
+    smaller ones of every kind: kernels are compiled at their first launch, and no request should wait for that.
 
     All their blocks are block 0, and their results mean nothing. The last step leaves every slot free.
     """
-    prompts: list[Row] = []
-    left = max_num_tokens
-    while left > 0 and len(prompts) < max_batch_size:
-        count = min(left, max_seq_len)
-        prompts.append(_row(len(prompts), count, block_size))
-        left -= count
+    prompts = _prompts(max_num_tokens, max_seq_len, max_batch_size, block_size)
     most = min(max_batch_size, max_num_tokens)
     mixed = [_row(slot, 1, block_size) for slot in range(most - 1)]
     mixed.append(_row(most - 1, min(max_num_tokens - most + 1, max_seq_len), block_size))
-    steps = [StepBatch(admitted=[_admission(row) for row in rows], rows=rows) for rows in (prompts, mixed)]
-    return [*steps, StepBatch(released=list(range(max_batch_size)))]
+    steps = [_step(rows, HUNGRIEST) for rows in (prompts, mixed)]
+    every = steps_of_every_kind(
+        max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, max_batch_size=max_batch_size, block_size=block_size
+    )  # fmt: skip
+    return [*steps, *every, StepBatch(released=list(range(max_batch_size)))]
+
+
+def steps_of_every_kind(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
+    """Steps that between them launch each kernel as any eager step may, in the fewest tokens. What a launch follows are a step's
+    tokens, rows of one token, and rows of several, by their numbers' magnitude; the length of the only row; and how tokens are
+    sampled, for a few rows and for more."""
+    most = min(max_batch_size, max_num_tokens)
+    alone = Row(0, max_seq_len - 1, 1, [0], [0] * -(-max_seq_len // block_size), samples=True)
+    decodes = [[alone], *([_row(slot, 1, block_size) for slot in range(count)] for count in _doubled(1, most))]
+    steps = []
+    for some in ([rows for rows in decodes if len(rows) < MORE], [rows for rows in decodes if len(rows) >= MORE]):
+        count = max(len(some), len(SAMPLED)) if some else 0
+        steps += [_step(some[number % len(some)], SAMPLED[number % len(SAMPLED)]) for number in range(count)]
+    pairs = min(most, max_num_tokens // 2) if max_seq_len > 1 else 0
+    several = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(2 * MORE, pairs)]
+    several += [_prompts(tokens, max_seq_len, max_batch_size, block_size) for tokens in _doubled(2 * most, max_num_tokens)[:-1]]
+    return [*steps, *(_step(rows, SAMPLED[0]) for rows in several)]
+
+
+MORE = 8
+"""Rows that are no longer few, for the kernels that sample."""
+
+SAMPLED = [
+    SamplingParams(temperature=temperature, logprobs=logprobs, logit_bias=bias)
+    for logprobs, bias in ((None, None), (0, None), (None, {0: 1.0}))
+    for temperature in (0.0, 1.0)
+]
+"""How tokens come from logits by kernels: the likeliest and a draw, on ranks that share the vocabulary, of gathered logits, and of
+those in fp32 that something was added to."""
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """first, 2 * first, ... as long as they are less than `last`, then that; nothing where it is less than 1."""
+    found = [first << power for power in range(64) if first << power < last]
+    return [*found, last] if last > 0 else []
+
+
+def _prompts(tokens: int, max_seq_len: int, most: int, block_size: int) -> list[Row]:
+    """So many tokens in as few prompts as can be, `most` at most."""
+    counts = [min(max_seq_len, tokens - first) for first in range(0, tokens, max_seq_len)][:most]
+    return [_row(slot, count, block_size) for slot, count in enumerate(counts)]
 
 
 def _row(slot: int, count: int, block_size: int) -> Row:
     return Row(slot, 0, count, tokens=[0] * count, blocks=[0] * -(-count // block_size), samples=True)
+
+
+def _step(rows: Sequence[Row], params: SamplingParams) -> StepBatch:
+    return StepBatch(admitted=[_admission(row, params) for row in rows], rows=list(rows))
 
 
 HUNGRIEST = SamplingParams(
@@ -79,19 +125,26 @@ HUNGRIEST = SamplingParams(
 """For memory: top_p sorts the vocabulary, penalties count each token of it."""
 
 
-def _admission(row: Row) -> Admission:
-    return Admission(row.slot, row.tokens, row.count, HUNGRIEST, seed=0, stop_token_ids=[0])
+def _admission(row: Row, params: SamplingParams) -> Admission:
+    return Admission(row.slot, row.tokens, row.count, params, seed=0, stop_token_ids=[0])
 
 
-def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device) -> int:
-    """Bytes that the steps take from the device beyond what is held already, with what the allocator loses between its blocks.
-    Collective: every rank runs the same steps."""
+class Peak(NamedTuple):
+    """Bytes of activations at their peak: what tensors held beside those that were there before; and what the allocator took from
+    the device for them, with what it loses between its blocks. It takes less where it had room already: loading leaves holes."""
+
+    held: int
+    taken: int
+
+
+def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device) -> Peak:
+    """Of these steps. Collective: every rank runs the same steps."""
     free_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_reserved(device)
+    held, taken = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     for step in steps:
         runner.run(step).results()
-    return int(torch.cuda.max_memory_reserved(device) - before)
+    return Peak(torch.cuda.max_memory_allocated(device) - held, torch.cuda.max_memory_reserved(device) - taken)
 
 
 def graphs_of(runner: Runner, device: torch.device) -> int:

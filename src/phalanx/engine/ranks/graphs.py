@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from phalanx.engine.messages import DECODE_GRAPH, EAGER, PROMPT_GRAPH, STEP_KINDS
 from phalanx.engine.ranks.places import DecodePlaces, NewBlocks, Places, Size, StepPlaces, sizes, worth_padding
 from phalanx.engine.ranks.slots import Arranged, SlotTables
 from phalanx.kernels import between, sampling
@@ -91,6 +92,31 @@ class Rerun:
 
     def rewind(self) -> None:
         return
+
+
+class StepCounts:
+    """How steps ran: of each of STEP_KINDS how many, their tokens, and the tokens of padding. Read by the pulse's thread too."""
+
+    def __init__(self) -> None:
+        self._of = {kind: [0, 0, 0] for kind in STEP_KINDS}
+
+    def add(self, size: Size | None, tokens: int) -> None:
+        """A step of so many tokens, by the graph of a size or eagerly."""
+        if size is None:
+            held = self._of[EAGER]
+        else:
+            held = self._of[PROMPT_GRAPH if size.prompts else DECODE_GRAPH]
+            held[2] += size.tokens - tokens
+        held[0] += 1
+        held[1] += tokens
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """As `Stats.ran` has it."""
+        return {f"{kind}/{what}": n for kind, held in self._of.items() for what, n in zip(_COUNTED, held, strict=True)}
+
+
+_COUNTED = ("steps", "tokens", "padding")
 
 
 class StepGraphs:

@@ -69,15 +69,15 @@ class Link:
                 return False
         return True
 
-    def start_pulse(self, bytes_now: Callable[[], dict[str, int]], calls: Callable[[], dict[str, int]]) -> None:
-        """Give a sign of life each second. `bytes_now`, `calls`: as in Pulse, asked in the pulse's thread."""
+    def start_pulse(self, bytes_now: Callable[[], dict[str, int]], counts: Callable[[], dict[str, int]]) -> None:
+        """Give a sign of life each second. `bytes_now`, `counts`: as in Pulse, asked in the pulse's thread."""
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
         def beat() -> None:
             socket = dealer(context, self._address, b"pulse-" + rank_name(self.rank))
             while True:
-                socket.send(encode(Pulse(self.rank, self.begun, self.finished, bytes_now(), calls())))
+                socket.send(encode(Pulse(self.rank, self.begun, self.finished, bytes_now(), counts())))
                 threading.Event().wait(PULSE_SECONDS)
 
         threading.Thread(target=beat, name="pulse", daemon=True).start()

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from phalanx.comm.torch_group import Groups
+    from phalanx.engine.ranks.graphs import StepCounts
     from phalanx.engine.runner import Outcome, Runner
     from phalanx.models.registry import Model
 
@@ -76,6 +77,7 @@ class Worker:
         self._phases = log.Phases(logger)
         self._bytes: dict[str, int] = {}
         self._groups: Groups | None = None
+        self._ran: StepCounts | None = None
 
     def run(self) -> None:
         """The rank's whole life. Raises what goes wrong; returns when told to stop."""
@@ -92,7 +94,7 @@ class Worker:
             self._import()
         with self._phase("open the device"):
             device = self._take_device()
-        self.link.start_pulse(self._bytes_now, self._calls)
+        self.link.start_pulse(self._bytes_now, self._counts)
         with self._phase("find the model"):
             folder = locate(self.options.model, self.options.revision)
             shape = ModelShape.from_folder(folder)
@@ -202,7 +204,7 @@ class Worker:
         import torch
 
         from phalanx.engine.ranks import budget
-        from phalanx.engine.ranks.graphs import CudaTape
+        from phalanx.engine.ranks.graphs import CudaTape, StepCounts
         from phalanx.engine.runner import Runner
         from phalanx.engine.sampler import Sampler
         from phalanx.models.batch import LayerCache
@@ -231,9 +233,9 @@ class Worker:
                     max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len,
                     max_batch_size=options.max_batch_size, block_size=options.kv_block_size,
                 )  # fmt: skip
-                self._bytes["activations"] = budget.peak_of(runner, steps, device)
-                graphs = budget.graphs_of(runner, device)
-                blocks = budget.gpu_blocks(options, specs, self._bytes["activations"], graphs, device)
+                peak = budget.peak_of(runner, steps, device)
+                self._bytes["activations"] = peak.held
+                blocks = budget.gpu_blocks(options, specs, peak.taken, budget.graphs_of(runner, device), device)
             else:
                 blocks = budget.cpu_blocks(options, specs, max_seq_len)
         self.link.send(Offer(self.rank, blocks))
@@ -242,6 +244,7 @@ class Worker:
             runner.caches = caches(blocks)
             self._bytes["kv"] = sum(cache.key.nbytes + cache.value.nbytes for cache in runner.caches)
         self._capture(runner, device)
+        self._ran = runner.ran = StepCounts()  # from here on steps are the engine's
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         held, digest = (layers.start, layers.stop), getattr(groups.tp, "digest", "")
         facts = RankFacts(
@@ -288,8 +291,9 @@ class Worker:
             return {**self._bytes, "total": torch.cuda.memory_reserved(self._config["device_index"])}
         return {**self._bytes, "total": psutil.Process().memory_info().rss, "capacity": psutil.virtual_memory().total}
 
-    def _calls(self) -> dict[str, int]:
-        return dict(getattr(self._groups.tp, "calls", {})) if self._groups is not None else {}
+    def _counts(self) -> dict[str, int]:
+        calls = {} if self._groups is None else getattr(self._groups.tp, "calls", {})
+        return {**calls, **({} if self._ran is None else self._ran.by_name)}
 
     # ---- running steps -----------------------------------------------------------------------------------------------
 
