@@ -18,7 +18,7 @@ from phalanx.plan.layout import Layout, require_suits
 
 if TYPE_CHECKING:
     from phalanx.config.options import EngineOptions
-    from phalanx.engine.messages import RankFacts, Step, StepResult
+    from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult
 
 
 class Executor(Protocol):
@@ -45,8 +45,8 @@ class Executor(Protocol):
     def waitables(self) -> list[Any]:
         """What a zmq.Poller should wait for before `collect` has something to say: sockets and file descriptors."""
 
-    def stats(self) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
-        """(bytes by kind for each rank, all-reduce calls of rank 0 by "STRATEGY/FUSION"), as last reported."""
+    def stats(self) -> RankStats:
+        """As last reported."""
 
     def shutdown(self) -> None:
         """End the ranks and return when their processes are gone. May be called at any time, and again."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, RankFacts, Row, RowResult, Step, StepResult, TokenLogprobs
+from phalanx.engine.messages import Admission, RankFacts, RankStats, Row, RowResult, Step, StepResult, TokenLogprobs
 from phalanx.errors import StepDiverged
 
 _MASK = (1 << 64) - 1
@@ -298,8 +298,8 @@ class FakeExecutor:
     def waitables(self) -> list[Any]:
         return [self._read]
 
-    def stats(self) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
-        return {rank: {"total": 0} for rank in range(self._stages)}, {}
+    def stats(self) -> RankStats:
+        return RankStats({rank: {"total": 0} for rank in range(self._stages)}, {}, {})
 
     def shutdown(self) -> None:
         with self._changed:

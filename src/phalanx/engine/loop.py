@@ -242,7 +242,7 @@ class Loop:
 
     def _say_stats(self) -> None:
         stats = self._scheduler.stats()
-        stats.rank_bytes, stats.allreduce = self._executor.stats()
+        stats.rank_bytes, stats.allreduce, stats.ran = self._executor.stats()
         self._say(stats)
 
     def _wake(self) -> None:

@@ -9,6 +9,8 @@ gc=False: of these there are hundreds a step, and none can be part of a cycle.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from phalanx.config.sampling import SamplingParams
@@ -135,12 +137,14 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     allreduce: dict[str, int] = {}  # "ONESHOT/RESIDUAL_RMS_NORM" -> calls, on rank 0
     ran: dict[str, int] = {}  # "decode graph/steps", "/tokens" and "/padding" (tokens), and so for each of STEP_KINDS, on rank 0
 
-    def __post_init__(self) -> None:
-        """What rank 0 counts is one dict on its way here, in `allreduce`; whoever receives it finds it parted."""
-        ran = {name: count for name, count in self.allreduce.items() if name.partition("/")[0] in STEP_KINDS}
-        if ran:
-            self.ran = {**self.ran, **ran}
-            self.allreduce = {name: count for name, count in self.allreduce.items() if name not in ran}
+
+class RankStats(NamedTuple):
+    """What ranks report beside results. bytes: by kind, for each rank; of rank 0, allreduce: calls by "STRATEGY/FUSION", ran: see
+    `Stats`."""
+
+    bytes: dict[int, dict[str, int]]
+    allreduce: dict[str, int]
+    ran: dict[str, int]
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):

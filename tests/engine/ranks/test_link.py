@@ -50,9 +50,9 @@ def test_a_link_takes_words_and_steps_and_gives_a_pulse(router: zmq.Socket[bytes
     with pytest.raises(StepDiverged, match="rank 3 was given step 3"):
         link.receive()
     link.begun, link.finished = 2, 1
-    link.start_pulse(lambda: {"total": 9}, dict)
+    link.start_pulse(lambda: {"total": 9}, lambda: ({"A/B": 4}, {"eager/steps": 5}))
     name, frame = router.recv_multipart()
-    assert (name, decode_to_engine(frame)) == (b"pulse-rank-3", Pulse(3, 2, 1, {"total": 9}, {}))
+    assert (name, decode_to_engine(frame)) == (b"pulse-rank-3", Pulse(3, 2, 1, {"total": 9}, {"A/B": 4}, {"eager/steps": 5}))
 
 
 def test_a_wait_of_less_than_a_millisecond_ends_and_a_message_ends_it_sooner(router: zmq.Socket[bytes], link: Link) -> None:

@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.comm import launch
 from phalanx.config.options import EngineOptions
-from phalanx.engine.messages import RankFacts, Step, StepResult
+from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult
 from phalanx.engine.ranks import host, trouble, wire
 from phalanx.engine.ranks.ledger import Ledger
 from phalanx.engine.ranks.muster import Muster
@@ -63,6 +63,7 @@ class RankExecutor:
         self._reports: list[Report] = []
         self._bytes: dict[int, dict[str, int]] = {}
         self._allreduce: dict[str, int] = {}
+        self._ran: dict[str, int] = {}
         self._failed: PhalanxError | None = None
         self._nodes_told = 0.0
 
@@ -133,8 +134,8 @@ class RankExecutor:
     def waitables(self) -> list[Any]:
         return [] if self._socket is None or self._watch is None else [self._socket, self._watch.fileno()]
 
-    def stats(self) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
-        return self._bytes, self._allreduce
+    def stats(self) -> RankStats:
+        return RankStats(self._bytes, self._allreduce, self._ran)
 
     def shutdown(self) -> None:
         self._end(None)
@@ -192,7 +193,7 @@ class RankExecutor:
                 if message.bytes:
                     self._bytes[message.rank] = message.bytes
                 if message.rank == 0:
-                    self._allreduce = message.allreduce
+                    self._allreduce, self._ran = message.allreduce, message.ran
             case wire.Hello():
                 self._vigil.know(message.rank, f"pid {message.pid}, node {message.node}")
                 self._muster.hello(message)

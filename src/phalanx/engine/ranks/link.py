@@ -6,7 +6,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -69,15 +69,16 @@ class Link:
                 return False
         return True
 
-    def start_pulse(self, bytes_now: Callable[[], dict[str, int]], counts: Callable[[], dict[str, int]]) -> None:
-        """Give a sign of life each second. `bytes_now`, `counts`: as in Pulse, asked in the pulse's thread."""
+    def start_pulse(self, bytes_now: Callable[[], dict[str, int]], counts: Callable[[], Sequence[dict[str, int]]]) -> None:
+        """Give a sign of life each second. `bytes_now`, and `counts` (all-reduce calls, how steps ran): as in Pulse, asked in the
+        pulse's thread."""
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
         def beat() -> None:
             socket = dealer(context, self._address, b"pulse-" + rank_name(self.rank))
             while True:
-                socket.send(encode(Pulse(self.rank, self.begun, self.finished, bytes_now(), counts())))
+                socket.send(encode(Pulse(self.rank, self.begun, self.finished, bytes_now(), *counts())))
                 threading.Event().wait(PULSE_SECONDS)
 
         threading.Thread(target=beat, name="pulse", daemon=True).start()

@@ -76,14 +76,15 @@ class Trouble(msgspec.Struct, tag=True, array_like=True):
 
 
 class Pulse(msgspec.Struct, tag=True, array_like=True):
-    """A rank's sign of life, once a second: the last steps that it began and finished, its bytes by kind, and what it counts:
-    all-reduce calls, and beside them the steps by how they ran, which `Stats` parts again."""
+    """A rank's sign of life, once a second: the last steps that it began and finished, its bytes by kind, its all-reduce calls, and
+    how its steps ran (see `Stats.ran`)."""
 
     rank: int
     begun: int = 0
     finished: int = 0
     bytes: dict[str, int] = {}
     allreduce: dict[str, int] = {}
+    ran: dict[str, int] = {}
 
 
 # ---- node -> engine --------------------------------------------------------------------------------------------------

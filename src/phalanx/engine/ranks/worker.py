@@ -291,9 +291,10 @@ class Worker:
             return {**self._bytes, "total": torch.cuda.memory_reserved(self._config["device_index"])}
         return {**self._bytes, "total": psutil.Process().memory_info().rss, "capacity": psutil.virtual_memory().total}
 
-    def _counts(self) -> dict[str, int]:
+    def _counts(self) -> tuple[dict[str, int], dict[str, int]]:
+        """All-reduce calls, and how steps ran."""
         calls = {} if self._groups is None else getattr(self._groups.tp, "calls", {})
-        return {**calls, **({} if self._ran is None else self._ran.by_name)}
+        return dict(calls), {} if self._ran is None else self._ran.by_name
 
     # ---- running steps -----------------------------------------------------------------------------------------------
 
