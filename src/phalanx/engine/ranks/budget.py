@@ -81,7 +81,8 @@ def steps_of_every_kind(*, max_num_tokens: int, max_seq_len: int, max_batch_size
         count = max(len(some), len(SAMPLED)) if some else 0
         steps += [_step(some[number % len(some)], SAMPLED[number % len(SAMPLED)]) for number in range(count)]
     pairs = min(most, max_num_tokens // 2) if max_seq_len > 1 else 0
-    several = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(2 * MORE, pairs)]
+    # With tokens halfway between those of the steps above: where launches change, they may change again before twice as many.
+    several = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(MORE + MORE // 2, pairs)]
     several += [_prompts(tokens, max_seq_len, max_batch_size, block_size) for tokens in _doubled(2 * most, max_num_tokens)[:-1]]
     return [*steps, *(_step(rows, SAMPLED[0]) for rows in several)]
 

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 from phalanx.kernels.residual_rms_norm import capability
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def _turns(positions, wavelengths, cosines, sines, half, factor, BLOCK: tl.constexpr, PTX: tl.constexpr):
     if PTX >= 90:
         gdc_launch_dependents()

@@ -41,7 +41,7 @@ def _gather(
     return words
 
 
-@triton.jit(do_not_specialize=["begin", "held"])
+@triton.jit(do_not_specialize=["begin", "held"], do_not_specialize_on_alignment=["ids", "last_tokens", "slots"])
 def _embed(
     ids, last_tokens, slots, table, found, zeros, begin, held, vectors,
     LAST: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
@@ -57,7 +57,10 @@ def _embed(
     store(zeros, row.to(tl.int64) * vectors + column, (nothing, nothing, nothing, nothing), mask, PTX)
 
 
-@triton.jit(do_not_specialize=["hidden", "begin", "held"])
+@triton.jit(
+    do_not_specialize=["hidden", "begin", "held", "inner", "outer"],
+    do_not_specialize_on_alignment=["ids", "last_tokens", "slots"],
+)
 def _embed_norm(
     ids, last_tokens, slots, table, weight, sinks, scale, begin, held, inner, outer, hidden, eps,
     IDS: tl.constexpr, LAST: tl.constexpr, KIND: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,

@@ -67,7 +67,7 @@ def _best_of_part(start, lane, part, held, begin, span, race, BLOCK: tl.constexp
     return best, place
 
 
-@triton.jit(do_not_specialize=["held", "begin", "parts"])
+@triton.jit(do_not_specialize=["held", "begin", "parts"], do_not_specialize_on_alignment=["keys"])
 def _keys(logits, keys, stride, held, begin, parts, span, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """keys [rows, parts]; columns 0 .. held - 1 of a row of logits are tokens begin, begin + 1, ..."""
     if PTX >= 90:
@@ -113,7 +113,10 @@ def _noise(token, first, second, PTX: tl.constexpr):
     return noise
 
 
-@triton.jit(do_not_specialize=["held", "begin", "rows", "parts"])
+@triton.jit(
+    do_not_specialize=["held", "begin", "rows", "parts"],
+    do_not_specialize_on_alignment=["keys", "tops", "temperature", "noise"],
+)
 def _race(
     logits, keys, tops, temperature, noise, stride, held, begin, rows, parts, span,
     RANKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
@@ -134,7 +137,10 @@ def _race(
     tl.store(keys + row * parts + part, _key(best, place, begin))
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
+@triton.jit(
+    do_not_specialize=["rows", "parts"],
+    do_not_specialize_on_alignment=["keys", "tokens", "last_tokens", "slots", "kv_slots"],
+)
 def _settle(
     keys, tokens, last_tokens, slots, kv_slots, rows, parts,
     RANKS: tl.constexpr, REMEMBER: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,

@@ -68,7 +68,7 @@ def turn_and_store(
     _store(value_cache, place, is_value, first, second, half, FP8, PTX, value_inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_store(
     qkv, rows, columns, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, key_inverse, value_inverse,
     BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,

@@ -18,7 +18,7 @@ from phalanx.kernels.residual_rms_norm import capability
 BLOCK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["places", "values"])
 def _store_words(table, places, values, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
     if PTX >= 90:
         gdc_launch_dependents()

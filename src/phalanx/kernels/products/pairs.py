@@ -79,7 +79,7 @@ def _gate_up_silu(
     tl.store(out + pair, gate_of(gate, up, PTX), pair < pairs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _qkv_rope_store(
     x, x_scale, weight, scale, bias, pairs, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, key_inverse,
     value_inverse, FP8_CACHE: tl.constexpr, SPAN: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr,
