@@ -66,6 +66,11 @@ def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> Wor
     return Workspace(world - 1, world, addresses, half_bytes(world, message_bytes) // 16, turn, board, SMS, capability)
 
 
+def fused(launch: Launched) -> int:
+    """Multiplications that a launch's kernel does not round before it adds their product to something."""
+    return int(launch[2].asm["ptx"].count("fma.rn.f32"))
+
+
 def launches(
     strategy: Any,
     world: int,

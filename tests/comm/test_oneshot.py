@@ -77,6 +77,7 @@ def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
         more = right[2].asm["ptx"].count("ld.global.v4.b32") - left[2].asm["ptx"].count("ld.global.v4.b32")
         assert more > 0
         assert more % loads == 0
+        assert compiled.fused(right) == compiled.fused(left), "a part is rounded before it is added up"
         if capability >= 90:  # a row's scale is written by a kernel before, a column's by none
             early, late = right[2].asm["ptx"].split("griddepcontrol.wait")
             assert ("ld.global.b32" in early, "ld.global.b32" in late) == (False, True)

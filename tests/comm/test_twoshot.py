@@ -68,3 +68,4 @@ def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
         assert left[:2] == right[:2]
         more = right[2].asm["ptx"].count("ld.global.v4.b32") - left[2].asm["ptx"].count("ld.global.v4.b32")
         assert more == loads * world  # a share for each rank
+        assert compiled.fused(right) == compiled.fused(left), "a part is rounded before it is added up"

@@ -199,6 +199,17 @@ def load_scales(columns, column, mask, KIND: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def _product(left, right, KIND: tl.constexpr, PTX: tl.constexpr):
+    """left * right, fp32, rounded by itself. What is narrower than fp32 is rounded next; an fp32 product may be added up next, and
+    the compiler would make one fma of both: so that each rank would add its own part more exactly than its peers can."""
+    if KIND == "fp32" and PTX > 0:
+        product = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [left, right], tl.float32, is_pure=True, pack=1)
+    else:
+        product = left * right
+    return product
+
+
+@triton.jit
 def scaled(words, row_scale, column_scales, KIND: tl.constexpr, PTX: tl.constexpr):
     """Sums (words) * row_scale (a scalar, or one for each vector) * column_scales (lanes), in fp32, rounded once: words. The words
     themselves where there are no column_scales."""
@@ -206,7 +217,7 @@ def scaled(words, row_scale, column_scales, KIND: tl.constexpr, PTX: tl.constexp
         lanes = unpack(words, KIND)
         product = ()
         for k in tl.static_range(len(lanes)):
-            product = product + (lanes[k] * row_scale * column_scales[k],)
+            product = product + (_product(lanes[k] * row_scale, column_scales[k], KIND, PTX),)
         words = pack(product, KIND, PTX)
     return words
 

@@ -64,16 +64,20 @@ def test_kernels_compile(capability: int, world: int) -> None:
     from tests.comm import compiled
 
     workspace, dtype = compiled.workspace(world, capability), compiled.DTYPES[capability]
-    cases = [(3, "none", None), (700, "fp8", None), (1100, "fp8", torch.ones(()))]
+    cases = [(3, "none", None, False), (700, "fp8", None, True), (1100, "fp8", torch.ones(()), True)]
+    if dtype == torch.float32:
+        cases.append((3, "none", None, True))
     with compiled.only(capability) as launched:
-        for tokens, quant, scale in cases:
+        for tokens, quant, scale, bare in cases:
             x = torch.zeros(tokens, 4096, dtype=dtype)
-            product = Unscaled(x, torch.ones(tokens, 1), torch.ones(4096)) if quant == "fp8" else x
+            product = Unscaled(x, torch.ones(tokens, 1), torch.ones(4096)) if bare else x
             *_, residual = owned.all_reduce_norm(product, ResidualRmsNorm(x, x[0], 1e-5, quant, scale), workspace)
             again = owned.all_reduce_norm(product, ResidualRmsNorm(residual, x[0], 1e-5, quant, scale), workspace)
             assert isinstance(again[-1], OwnedRows)
             assert len(list(own_rows(tokens, again[-1].at_once, 0, world))) == 1
     assert {name for name, _, _ in launched} == {"owned_norm"}
+    if dtype == torch.float32:
+        assert compiled.fused(launched[0]) == compiled.fused(launched[-1]), "a part is rounded before it is added up"
     for _, grid, made in launched:
         per_sm, ptx = -(-grid[0] // SMS), made.asm["ptx"]
         assert made.metadata.shared * per_sm <= 200 << 10
