@@ -46,6 +46,18 @@ def square_sum(lanes):
 
 
 @triton.jit
+def normed(lanes, squares, weight, hidden, eps, KIND: tl.constexpr, PTX: tl.constexpr):
+    """The norm of a row, or of a part of one, in words [BLOCK]; arguments as in `normalize`."""
+    mean = tl.div_rn(squares.to(tl.float32), hidden.to(tl.float32))
+    scaled = rounded(multiply(lanes, tl.div_rn(1.0, tl.sqrt_rn(mean + eps))), KIND, PTX)
+    factors = unpack(weight, KIND)
+    product = ()
+    for k in tl.static_range(len(scaled)):
+        product = product + (scaled[k] * factors[k],)
+    return pack(product, KIND, PTX)
+
+
+@triton.jit
 def normalize(
     lanes, squares, weight, row, column, mask, sinks, scale, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
@@ -57,13 +69,7 @@ def normalize(
     """
     norm_out, _, quantized, scales = sinks
     place = row.to(tl.int64) * (hidden // len(lanes)) + column
-    mean = tl.div_rn(squares.to(tl.float32), hidden.to(tl.float32))
-    scaled = rounded(multiply(lanes, tl.div_rn(1.0, tl.sqrt_rn(mean + eps))), KIND, PTX)
-    factors = unpack(weight, KIND)
-    product = ()
-    for k in tl.static_range(len(scaled)):
-        product = product + (scaled[k] * factors[k],)
-    norm = pack(product, KIND, PTX)
+    norm = normed(lanes, squares, weight, hidden, eps, KIND, PTX)
     if KEEP_NORM or QUANT == "none":
         store(norm_out, place, norm, mask, PTX)
     if QUANT == "fp8":

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-# ruff: noqa: RUF005 (Triton's tuples grow by +)
 """All-reduce with a norm behind it, where each row has an owner: who adds a row up also adds its residual, norms and quantizes it.
 
     depth = ceil(rows / world);  rank r owns rows r * depth .. min(rows, (r + 1) * depth) - 1
@@ -29,10 +28,10 @@ import triton.language as tl
 
 from phalanx.kernels.allreduce_oneshot import gather_sum
 from phalanx.kernels.quantize import fp8_vector, token_scale
-from phalanx.kernels.residual_rms_norm import add_residual, square_sum
+from phalanx.kernels.residual_rms_norm import add_residual, normed, square_sum
 from phalanx.kernels.rows.narrow import clear_word, poll_words, push_codes, push_once, sealed_codes, sealed_word
 from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
-from phalanx.kernels.vectors import load, load_product, load_row, load_scales, multiply, pack, rounded, store, unpack
+from phalanx.kernels.vectors import load, load_product, load_row, load_scales, rounded, store, unpack
 
 
 @triton.jit
@@ -49,18 +48,6 @@ def _scatter(
             place = slot((RANK + step) % WORLD, RANK, WORLD) * share.to(tl.int64) * 16
             words = load_product(x, row_scales, column_scales, source, pitch, mask, KIND, PTX)
             push(at(peers[(RANK + step) % WORLD] + offset + place, index, mask), seal(words))
-
-
-@triton.jit
-def _normed(lanes, factors, hidden, eps, KIND: tl.constexpr, PTX: tl.constexpr):
-    """The norm of one row (lanes of its new residual), as words: what `residual_rms_norm.normalize` stores."""
-    mean = tl.div_rn(square_sum(lanes).to(tl.float32), hidden.to(tl.float32))
-    scaled = rounded(multiply(lanes, tl.div_rn(1.0, tl.sqrt_rn(mean + eps))), KIND, PTX)
-    weights = unpack(factors, KIND)
-    product = ()
-    for k in tl.static_range(len(scaled)):
-        product = product + (scaled[k] * weights[k],)
-    return pack(product, KIND, PTX)
 
 
 @triton.jit
@@ -112,7 +99,7 @@ def _finish_own(
                 own, peers[RANK] + offset, local * pitch + column, mask, depth * pitch, KIND, RANK, WORLD, BLOCK, WARPS
             )  # fmt: skip
             lanes = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
-            norm = _normed(lanes, factors, hidden, eps, KIND, PTX)
+            norm = normed(lanes, square_sum(lanes), factors, hidden, eps, KIND, PTX)
             _hand_out(norm, row, index, mask, sinks, scale, peers, outs, words_at, KIND, QUANT, RANK, WORLD, PTX)
 
 
