@@ -64,6 +64,20 @@ def test_it_is_made_whole_from_its_owners(tokens: int, world: int) -> None:
         assert torch.equal(found, wanted)
 
 
+def test_no_rows_are_a_tensor_at_once() -> None:
+    held = torch.empty(0, 8)
+    assert LocalWorld(1).run(lambda group: whole(OwnedRows.of(held, 4), group) is held) == [True]
+
+
+def test_it_flows_where_no_gradients_are_made() -> None:
+    with torch.inference_mode():
+        owned = OwnedRows.of(torch.ones(4, 8), 4)
+        assert (owned.shape, owned.dtype, owned.at_once) == ((4, 8), torch.float32, 4)
+        with pytest.raises(TypeError, match="rows that other ranks own"):
+            torch.add(owned, 1)
+        assert torch.equal(owned.held, torch.ones(4, 8))
+
+
 def test_a_whole_tensor_stays_as_it_is() -> None:
     x = torch.randn(3, 4)
     assert LocalWorld(1).run(lambda group: whole(x, group) is x) == [True]

@@ -76,4 +76,6 @@ def gathered(held: Tensor, at_once: int, group: Gathers) -> Tensor:
 
 def whole(x: Tensor, group: Gathers) -> Tensor:
     """x as every rank may read it: itself, or gathered from its owners; collective where it is OwnedRows."""
-    return gathered(x.held, x.at_once, group) if isinstance(x, OwnedRows) and x.held.shape[0] else x
+    if not isinstance(x, OwnedRows):
+        return x
+    return gathered(x.held, x.at_once, group) if x.held.shape[0] else x.held
