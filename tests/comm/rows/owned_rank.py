@@ -110,15 +110,20 @@ def chunks(workspace: Workspace) -> None:
 def strange_values(workspace: Workspace) -> None:
     """-0.0, NaN, infinities, denormals, and the very word that signals absence, in rows of their own and scattered."""
     choices = (0, -1, 1, -(2**31), 0x7F800000, 0x7FC00000, 0x3F803F80, 0x80008000 - 2**32, 0x7FFF7FFF, 0x00010001)
+    finite = tuple(word for word in choices if word not in (-1, 0x7F800000, 0x7FC00000, 0x7FFF7FFF))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         parts = []
         for rank in range(workspace.world):
             maker = random.Random(rank)
             bits = torch.tensor([[maker.choice(choices) for _ in range(512)] for _ in range(11)], dtype=torch.int64)
             bits[4] = -1
-            bits[5:, 3:] = 0x3F803F80  # rows that are not all NaN
+            bits[5:, 3:] = 0x3F803F80
+            for row in range(7, 11):  # without a NaN, which the norm would spread all over the row
+                bits[row] = torch.tensor([maker.choice(finite) for _ in range(512)])
+            bits[9] = -(2**31)
             parts.append(bits.to(torch.int32).cuda().view(dtype))
         total, weight = reference.all_reduce(parts), torch.ones(parts[0].shape[1], device="cuda", dtype=dtype)
+        assert total[7:].isfinite().all(), "rows that show more than where NaN is"
         for quant, given in MODES:
             scale = None if given is None else torch.tensor(given, device="cuda")
             fusion = ResidualRmsNorm(torch.zeros_like(total), weight, 1e-5, quant, scale)  # type: ignore[arg-type]
