@@ -25,9 +25,12 @@ def run(subject: Subject, workloads: Sequence[Workload]) -> report.Document:
 
 
 def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
-    """One batch workload: output and total tokens per second, what the scheduler had to do for it, and the fraction of the roof."""
+    """One batch workload: output and total tokens per second, what the scheduler had to do for it, and the fraction of the roof.
+
+    It is not the engine's first work: a few tokens each for as many of its prompts as fill a step go before it, and are not timed.
+    """
     ids = prompts(workload, llm.facts.vocab_size, subject.options.seed)
-    # Enough prompts for one whole step, so that the kernels of the largest steps are there.
+    # What libraries load and choose for a size at its first product is no part of a rate.
     warm = min(workload.requests, llm.facts.max_num_tokens // workload.input_len + 1)
     offline.seconds_of(llm, ids[:warm], min(_WARM_TOKENS, workload.output_len))
     times, before = [], llm.stats()

@@ -42,7 +42,7 @@ def _turns(positions, wavelengths, cosines, sines, half, factor, BLOCK: tl.const
 def turns(positions: Tensor, inverse_wavelengths: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """The kernel of `reference.turns`."""
     tokens, half = len(positions), len(inverse_wavelengths)
-    cosines, sines = torch.empty((2, tokens, half), dtype=torch.float32, device=positions.device).unbind(0)
+    cosines, sines = (torch.empty((tokens, half), dtype=torch.float32, device=positions.device) for _ in range(2))
     if tokens:
         ptx = capability(positions.device)
         _turns[(tokens,)](
