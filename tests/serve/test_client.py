@@ -18,7 +18,7 @@ from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.messages import TokenLogprobs, Update
 from phalanx.errors import EngineClosed, EngineError, ModelError, PromptTooLong, RankDied, RequestError
 from phalanx.serve import client as client_module
-from phalanx.serve.client import EngineClient, Stream
+from phalanx.serve.client import PATIENCE, EngineClient, Stream
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,7 +154,7 @@ def test_nothing_changes_a_stream_that_has_ended():
     asyncio.run(run())
 
 
-def test_a_patient_reader_is_woken_at_the_end_only():
+def test_a_patient_reader_is_woken_at_the_end():
     async def run():
         whole, lost = Stream(patient=True), Stream(patient=True)
         waits = [asyncio.create_task(stream.next()) for stream in (whole, lost)]
@@ -168,6 +168,21 @@ def test_a_patient_reader_is_woken_at_the_end_only():
         assert (await waits[1]).tokens == [1]
         with pytest.raises(EngineError, match="it is lost"):
             await lost.next()
+
+    asyncio.run(run())
+
+
+def test_a_patient_reader_takes_many_tokens_at_once_before_the_end():
+    async def run():
+        stream = Stream(patient=True)
+        wait = asyncio.create_task(stream.next())
+        for number in range(PATIENCE):
+            assert not wait.done()
+            stream.put(Update("r", [number]))
+            await asyncio.sleep(0)
+        assert (await wait).tokens == list(range(PATIENCE))
+        stream.put(Update("r", [7], finish_reason="length"))
+        assert (await stream.next()).tokens == [7]
 
     asyncio.run(run())
 

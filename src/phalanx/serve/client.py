@@ -76,9 +76,14 @@ class Engine(Protocol):
         """End the engine now, without an event loop; for when there is none any more."""
 
 
+PATIENCE = 128
+"""Tokens that a patient reader takes at once."""
+
+
 class Stream:
     """Updates of one request, in order, until a finish_reason or an error. What comes while nobody reads is joined: a reader that
-    is slow, or has no time, takes several tokens at once and is woken once. patient: it is woken at the end only."""
+    is slow, or has no time, takes several tokens at once and is woken once. patient: it is woken every `PATIENCE` tokens and at the
+    end: what it makes of them is then not all left to do when the last one has come."""
 
     def __init__(self, *, patient: bool = False) -> None:
         self.ended = False
@@ -100,7 +105,7 @@ class Stream:
             held.prompt_logprobs = held.prompt_logprobs or update.prompt_logprobs
             held.finish_reason, held.stop_reason = update.finish_reason, update.stop_reason
         self.ended = update.finish_reason is not None
-        if self.ended or not self._patient:
+        if self._worth_waking:
             self._wake()
 
     def fail(self, error: PhalanxError) -> None:
@@ -110,13 +115,18 @@ class Stream:
             self._wake()
 
     async def next(self) -> Update:
-        while self._held is None or (self._patient and not self.ended):
+        while not self._worth_waking:
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         held, self._held = self._held, None
         return held
+
+    @property
+    def _worth_waking(self) -> bool:
+        held = self._held
+        return held is not None and (self.ended or not self._patient or len(held.tokens) >= PATIENCE)
 
     def _wake(self) -> None:
         reader = self._reader
