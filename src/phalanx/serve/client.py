@@ -115,12 +115,12 @@ class Stream:
             self._wake()
 
     async def next(self) -> Update:
-        while not self._worth_waking:
+        while (held := self._held) is None or not self._worth_waking:
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        held, self._held = self._held, None
+        self._held = None
         return held
 
     @property

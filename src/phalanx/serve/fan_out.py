@@ -89,8 +89,8 @@ def completions(
     """The pieces of all params.n completions, as they come; in order within each.
 
     Without a tokenizer, or with params.detokenize off, texts are "". patient: nobody looks before the end, so that a completion
-    without stop strings may come in few pieces. Leaving early (close it: `contextlib.aclosing`) aborts what still runs. The first error
-    of any completion is raised, and the others are aborted. Raises what `Engine.add` raises.
+    without stop strings may come in few pieces. Leaving early (close it: `contextlib.aclosing`) aborts what still runs. The first
+    error of any completion is raised, and the others are aborted. Raises what `Engine.add` raises.
     """
     patient = patient and not params.stops
     if params.n == 1:
