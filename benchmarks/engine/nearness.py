@@ -152,7 +152,7 @@ def judge(truth: Truth, plain: Seen, fast: Seen, limits: Limits) -> dict[str, An
 
     def compared(name: str, other: str, most: float) -> tuple[float, float]:
         found, unsure = ratio(distances[name], distances[other], plain.request)
-        if found > most + limits.surely * unsure:
+        if not found <= most + limits.surely * unsure:  # nor may it be NaN
             faults.append(
                 f"the {name} path is {found:.2f} +- {unsure:.2f} times as far from the truth as the {other}, {most} at most"
             )
@@ -164,9 +164,12 @@ def judge(truth: Truth, plain: Seen, fast: Seen, limits: Limits) -> dict[str, An
         "fast over plain": compared("fast", "plain", limits.over_plain),
     }
     for name in ("plain", "fast"):
+        strange = int((~seen[name].logprobs.isfinite()).sum())
+        if strange:
+            faults.append(f"{strange} log probabilities of the {name} path are no finite numbers")
         if figures[name].wrong:
             faults.append(f"the {name} path has {figures[name].wrong} other likeliest tokens where the margin is above {sure:.2f}")
         for product, (found, unsure) in figures[name].scales.items():
-            if len(plain.at) >= limits.positions and abs(found) > limits.scale + limits.surely * unsure:
+            if len(plain.at) >= limits.positions and not abs(found) <= limits.scale + limits.surely * unsure:
                 faults.append(f"the {name} path's {product} seems scaled by {1 + found:.4f} +- {unsure:.4f}")
     return {**{name: asdict(each) for name, each in figures.items()}, "ratios": ratios, "sure_margin": sure, "faults": faults}

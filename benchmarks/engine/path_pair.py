@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,7 +36,7 @@ from phalanx.engine.messages import DECODE_GRAPH, EAGER, PROMPT_GRAPH, STEP_KIND
 PLAIN: dict[str, Any] = {"cuda_graphs": False, "allreduce_strategy": "NCCL"}
 MAX_BATCH, MAX_TOKENS, MAX_SEQ = 160, 4096, 640
 BURSTS = ((1, 6), (6, 40))  # beginnings asked for at once, and how often, before all that are left
-LARGE_STEPS = (256, 2048)
+LARGE_STEP = 2048
 MUST_RUN = ("ONESHOT/", "TWOSHOT+OWNED/")  # all-reduces, where ranks sum
 GRAPHS = (DECODE_GRAPH, PROMPT_GRAPH)
 BATCHES = ((1, 4), (3, 12), (128, 128))  # answers at once, of so many, token for token
@@ -200,6 +201,9 @@ def verdict(job: Mapping[str, Any], texts: Texts, truth: Truth, plain: Observed,
     parts, faults = {}, []
     for part in plain.parts:
         both = _common(plain.parts[part], fast.parts[part])
+        alone = _alone(plain.parts[part], fast.parts[part])
+        if alone and not (plain.others or fast.others):  # after another token other positions follow, and that is a fault already
+            faults.append(f"{part}: {alone} positions were reported by one of the paths only")
         if both[0]:
             one, other = (asked_texts.seen(each, texts.rows) for each in both)
             parts[part] = judge(truth, one, other, Limits())
@@ -220,9 +224,7 @@ def verdict(job: Mapping[str, Any], texts: Texts, truth: Truth, plain: Observed,
 def _not_run(job: Mapping[str, Any], plain: Observed, fast: Observed) -> list[str]:
     """What of the fast path ought to have run and did not, and what of it the plain path ran, in words."""
     largest = max(fast.steps.values(), default=0)
-    faults = [
-        f"no step of the fast path is known to have had {least} tokens: {fast.steps}" for least in LARGE_STEPS if largest < least
-    ]
+    faults = [] if largest >= LARGE_STEP else [f"no step of the fast path is known to have had {LARGE_STEP} tokens: {fast.steps}"]
     for kind in MUST_RUN if job["tp"] > 1 else ():
         if not any(name.startswith(kind) for name, count in fast.allreduce.items() if count):
             faults.append(f"no all-reduce of the fast path was {kind}: {fast.allreduce}")
@@ -237,6 +239,12 @@ def _common(one: Sequence[Entry], other: Sequence[Entry]) -> tuple[list[Entry], 
     where = {entry[:2] for entry in one} & {entry[:2] for entry in other}
     kept = [sorted((entry for entry in each if entry[:2] in where), key=lambda entry: entry[:2]) for each in (one, other)]
     return kept[0], kept[1]
+
+
+def _alone(one: Sequence[Entry], other: Sequence[Entry]) -> int:
+    """How many entries one of them has about positions that the other has fewer of."""
+    here, there = (Counter(entry[:2] for entry in each) for each in (one, other))
+    return ((here - there) + (there - here)).total()
 
 
 def answer_margins(texts: Texts, truth: Truth) -> dict[str, float]:

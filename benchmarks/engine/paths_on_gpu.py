@@ -11,8 +11,11 @@ fails
 - that is further from the truth than 1.25 times that, or than 1.1 times the plain path;
 - whose likeliest token is another where the truth's margin is more than twice what rounding moved any margin;
 - whose log probabilities, fitted by how they move with the scale of a kind of product, say that one is off by over a percent;
-- or if no step of 256, and of 2,048, tokens was among those that ran, or, where ranks sum, no one-shot all-reduce and none whose
-  rows have owners.
+- or that reports what is no number, or positions that the other does not;
+- or if no step of 2,048 tokens was among those that ran, none from a graph of each kind, or, where ranks sum, no one-shot
+  all-reduce and none whose rows have owners.
+
+"More" is by two standard errors, where there are some.
 
     python benchmarks/engine/paths_on_gpu.py --out DIR        runs each layout that fits the GPUs
     python benchmarks/engine/paths_on_gpu.py --device cpu --checkpoints demo --layouts 1x1,2x1 --small

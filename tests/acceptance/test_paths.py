@@ -127,9 +127,24 @@ def test_what_did_not_run_is_a_fault(setting: Setting) -> None:
         assert [fault for fault in found["faults"] if "plain path's steps are to be eager" in fault] == found["faults"] != []
 
 
-def test_positions_seen_by_one_path_alone_are_not_compared() -> None:
+def test_positions_seen_by_one_path_alone_are_not_compared_and_a_fault(setting: Setting) -> None:
     one, other = [(0, 3, "a"), (0, 3, "b"), (1, 2, "c")], [(2, 0, "x"), (0, 3, "y"), (0, 3, "z")]
     assert path_pair._common(one, other) == ([(0, 3, "a"), (0, 3, "b")], [(0, 3, "y"), (0, 3, "z")])
+    plain = Observed({"prompts": [(0, 3, []), (0, 4, [])]}, 0, 30, **PLAIN)
+    found = path_pair.verdict(
+        {**JOB, "device": "cpu"}, setting.texts, setting.truth, plain, Observed({"prompts": []}, 0, 30, **PLAIN)
+    )
+    assert found["faults"] == ["prompts: 2 positions were reported by one of the paths only"]
+
+
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_what_is_no_number_is_a_fault(setting: Setting, strange: float, everywhere: bool) -> None:
+    logprobs = setting.plain.logprobs.clone()
+    logprobs[:: 1 if everywhere else len(logprobs)] = strange
+    seen = Seen(setting.at, setting.request, setting.plain.ids, logprobs)
+    faults = judge(setting.truth, setting.plain, seen, Limits())["faults"]
+    assert [fault for fault in faults if "of the fast path are no finite numbers" in fault], faults
 
 
 def test_two_real_engines_hold() -> None:

@@ -48,7 +48,7 @@ def all_reduce_norm(
     sinks = Sinks(values, mode, fusion.keep_norm)
     residual = fusion.residual.contiguous()
     rows = values.shape[0]
-    rows_at_once = at_once // pitch_of(values)
+    rows_at_once = whole_rows(at_once, pitch_of(values))
     constants = {**_constants(values, workspace), "QUANT": mode, "KEEP_NORM": fusion.keep_norm}
     for first in range(0, rows, rows_at_once):
         last = min(rows, first + rows_at_once)
@@ -64,6 +64,13 @@ def all_reduce_norm(
 def _scales(rows: Tensor | None, columns: Tensor | None, first: int) -> dict[str, Tensor | None]:
     """Of a chunk that begins at row `first`."""
     return {"row_scales": None if rows is None else rows[first:], "column_scales": columns}
+
+
+def whole_rows(vectors: int, pitch: int, of: int = 1) -> int:
+    """Rows of `pitch` vectors that so many hold: a multiple of `of`, and where there are enough of 4 times that, so that what a
+    chunk has of an fp32 for each row begins on 16 bytes, as the first does. Triton would compile its launch anew."""
+    rows = vectors // pitch
+    return rows // (4 * of) * 4 * of or rows // of * of
 
 
 def pitch_of(x: Tensor) -> int:

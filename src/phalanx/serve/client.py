@@ -76,19 +76,17 @@ class Engine(Protocol):
         """End the engine now, without an event loop; for when there is none any more."""
 
 
-PATIENCE = 128
-"""Tokens that a patient reader takes at once."""
+PATIENCE = 128  # tokens that a patient reader takes at once
 
 
 class Stream:
-    """Updates of one request, in order, until a finish_reason or an error. What comes while nobody reads is joined: a reader that
-    is slow, or has no time, takes several tokens at once and is woken once. patient: it is woken every `PATIENCE` tokens and at the
-    end: what it makes of them is then not all left to do when the last one has come."""
+    """Updates of one request, in order, until a finish_reason or an error. What comes while nobody reads is joined, and a reader is
+    woken once for it. patient: every `PATIENCE` tokens and at the end, so that not all of its work is left to do then."""
 
     def __init__(self, *, patient: bool = False) -> None:
         self.ended = False
         """The engine has nothing more to say about this request."""
-        self._patient = patient
+        self._least = PATIENCE if patient else 0
         self._held: Update | None = None
         self._error: PhalanxError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -98,14 +96,14 @@ class Stream:
             return
         held = self._held
         if held is None:
-            self._held = update
+            self._held = held = update
         else:
             held.tokens += update.tokens
             held.logprobs += update.logprobs
             held.prompt_logprobs = held.prompt_logprobs or update.prompt_logprobs
             held.finish_reason, held.stop_reason = update.finish_reason, update.stop_reason
         self.ended = update.finish_reason is not None
-        if self._worth_waking:
+        if self.ended or len(held.tokens) >= self._least:
             self._wake()
 
     def fail(self, error: PhalanxError) -> None:
@@ -115,7 +113,7 @@ class Stream:
             self._wake()
 
     async def next(self) -> Update:
-        while (held := self._held) is None or not self._worth_waking:
+        while (held := self._held) is None or not (self.ended or len(held.tokens) >= self._least):
             if self._error is not None:
                 raise self._error
             self._reader = asyncio.get_running_loop().create_future()
@@ -123,15 +121,9 @@ class Stream:
         self._held = None
         return held
 
-    @property
-    def _worth_waking(self) -> bool:
-        held = self._held
-        return held is not None and (self.ended or not self._patient or len(held.tokens) >= PATIENCE)
-
     def _wake(self) -> None:
-        reader = self._reader
-        if reader is not None and not reader.done():
-            reader.set_result(None)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class EngineClient:

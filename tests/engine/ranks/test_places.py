@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from phalanx.bench import shapes
+from phalanx.config.model import ModelShape
 from phalanx.engine.messages import Row
 from phalanx.engine.ranks.places import DecodePlaces, Size, StepPlaces, sizes, worth_padding
 from phalanx.engine.ranks.slots import SlotTables
 
-CPU = torch.device("cpu")
+CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 MODEL: Any = SimpleNamespace(shape=SimpleNamespace(hidden_size=4), head=None)
 
 
@@ -48,11 +51,18 @@ def test_sizes_of_any_rows_are_close_where_padding_costs(slots: int, most: int, 
     assert sizes(slots, 1)[1] == sizes(slots, 0)[1] == []
 
 
-@pytest.mark.parametrize(("megabytes", "tokens"), [(436, 1376), (855, 701)])  # Llama 3 8B in bf16; 70B in FP8, one rank
-def test_large_steps_of_large_layers_are_not_worth_padding(megabytes: int, tokens: int) -> None:
-    held = torch.empty(megabytes * 10**6, dtype=torch.int8, device="meta")
-    layer = SimpleNamespace(parameters=lambda: [held], buffers=lambda: [torch.empty(8, device="meta")])
-    assert worth_padding(SimpleNamespace(layers=[layer])) == tokens  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "held", "ranks", "tokens"),
+    [("llama-3-8b", torch.bfloat16, 1, 1375), ("llama-3-70b", FP8, 1, 700), ("llama-3-70b", FP8, 4, 2803)],
+)
+def test_large_steps_of_large_layers_are_not_worth_padding(
+    tmp_path: Path, name: str, held: torch.dtype, ranks: int, tokens: int
+) -> None:
+    """Ranks come to the same whatever each holds of a layer."""
+    seat = SimpleNamespace(dtype=torch.bfloat16, group=SimpleNamespace(size=ranks))
+    layer = SimpleNamespace(parameters=lambda: [torch.empty(1, dtype=held, device="meta")])
+    model: Any = SimpleNamespace(layers=[layer], seat=seat, shape=ModelShape.from_folder(shapes.write(name, tmp_path / name)))
+    assert worth_padding(model) == tokens
 
 
 def test_facts_of_rows_of_one_token() -> None:

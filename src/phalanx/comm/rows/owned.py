@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.comm.chunked import pitch_of
+from phalanx.comm.chunked import pitch_of, whole_rows
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.oneshot import row_block
 from phalanx.comm.rows.ownership import OwnedRows
@@ -54,7 +54,7 @@ def launch_of(rows: int, pitch: int, take: int, world: int, sms: int, shape: tup
 def rows_at_once(pitch: int, workspace: Workspace) -> int:
     """Rows of a chunk: whole shares, of a size that hangs on the tensor's rows and on the workspace alone, so that a row has the
     same owner in every call that it goes through. What a two-shot of them takes holds the parts and, at most, the norms."""
-    return workspace.twoshot_vectors // pitch // workspace.world * workspace.world
+    return whole_rows(workspace.twoshot_vectors, pitch, workspace.world)
 
 
 def all_reduce_norm(

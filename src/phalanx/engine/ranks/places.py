@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx.engine.ranks.slots import Arranged, Ints, Words
 from phalanx.models.batch import Batch, leading_ones
 from phalanx.models.registry import Model
+from phalanx.plan.weights import layer_bytes
 
 NewBlocks = tuple[Ints, Words]
 """Places [K] in the flattened tables of all slots, and the block ids [K] that are new there: see `SlotTables.append`."""
@@ -62,9 +63,11 @@ def _up_to(most: int, found: Sequence[int]) -> list[int]:
 
 
 def worth_padding(model: Model) -> int:
-    """Up to how many tokens an eager step would have the GPU wait for the host."""
-    layer = model.layers[0]
-    held = sum(each.nbytes for each in (*layer.parameters(), *layer.buffers()))
+    """Up to how many tokens an eager step would have the GPU wait for the host. From the shape alone: ranks may differ in what they
+    hold of a layer by some scales or heads, and must capture the same."""
+    fp8 = any(each.dtype == torch.float8_e4m3fn for each in model.layers[0].parameters())
+    plain = "fp32" if model.seat.dtype.itemsize == 4 else "bf16"
+    held = layer_bytes(model.shape, "fp8" if fp8 else plain).layers[0] / model.seat.group.size
     return int(HOST_SECONDS * BYTES_PER_SECOND / held)
 
 

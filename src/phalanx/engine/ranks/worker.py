@@ -200,7 +200,7 @@ class Worker:
         self._bytes["weights"] = sum({each.data_ptr(): each.nbytes for each in held}.values())
 
     def _allocate(self, model: Model, layers: range, groups: Groups, device: torch.device) -> Runner:
-        """Measure, offer, make the caches of the size that the engine settles on, and capture the decode steps over them."""
+        """Measure, offer, make the caches of the size that the engine settles on, and capture steps over them."""
         import torch
 
         from phalanx.engine.ranks import budget
@@ -245,6 +245,9 @@ class Worker:
             self._bytes["kv"] = sum(cache.key.nbytes + cache.value.nbytes for cache in runner.caches)
         self._capture(runner, device)
         self._ran = runner.ran = StepCounts()  # from here on steps are the engine's
+        calls = getattr(groups.tp, "calls", {})
+        for each in calls:  # not cleared: a graph counts up what it holds
+            calls[each] = 0
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         held, digest = (layers.start, layers.stop), getattr(groups.tp, "digest", "")
         facts = RankFacts(
@@ -254,7 +257,7 @@ class Worker:
         return runner
 
     def _capture(self, runner: Runner, device: torch.device) -> None:
-        """Capture the decode steps of all sizes, where graphs are wanted and the attention back end bears them."""
+        """Capture steps of all sizes, where graphs are wanted and the attention back end bears them."""
         from phalanx.engine.ranks import budget
 
         if runner.graphs is None:
@@ -294,7 +297,7 @@ class Worker:
     def _counts(self) -> tuple[dict[str, int], dict[str, int]]:
         """All-reduce calls, and how steps ran."""
         calls = {} if self._groups is None else getattr(self._groups.tp, "calls", {})
-        return dict(calls), {} if self._ran is None else self._ran.by_name
+        return {name: count for name, count in calls.copy().items() if count}, {} if self._ran is None else self._ran.by_name
 
     # ---- running steps -----------------------------------------------------------------------------------------------
 

@@ -70,8 +70,8 @@ def short_up_to(rows: int, heads: Heads, processors: int, shared: int = SHARED) 
 
 
 def takes_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """As `takes`, of `prefill_attention`."""
-    return takes(device, dtype, head_dim)
+    """As `takes`, of `prefill_attention`, which in fp32 fits the shared memory of every GPU up to a head_dim of 128."""
+    return takes(device, dtype, head_dim) and (dtype != torch.float32 or head_dim <= 128)
 
 
 def prefill_attention(

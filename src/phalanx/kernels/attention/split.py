@@ -137,7 +137,7 @@ def most_prefill_tiles(tokens: int, rows: int, group: int) -> int:
 def prefill_choice(head_dim: int, itemsize: int) -> PrefillChoice:
     """For any rows, as a captured launch serves all. itemsize: bytes of a query's element. As measured on H200."""
     if itemsize == 4:  # whose products are not a tensor core's
-        return PrefillChoice(64, 32 if head_dim <= 128 else 16, warps=4, stages=2)
+        return PrefillChoice(64, 32, warps=4, stages=2)
     if head_dim > 128:
         return PrefillChoice(64, 32, warps=4, stages=2)
     # Several programs on a processor: one's products go on while others take exponentials.
