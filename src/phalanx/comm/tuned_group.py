@@ -141,7 +141,8 @@ def tuned(
     fingerprint = _fingerprint(base)
     table = table_for(fingerprint, tables)
     digest = table.digest if table.sections else "seed"
-    _compare(base, {"all-reduce table": table.digest, "allreduce_strategy": f"{strategy}, deterministic {deterministic}"})
+    asked = {"allreduce_strategy": f"{strategy}, deterministic {deterministic}", "longest all-reduce": f"{message_bytes} bytes"}
+    _compare(base, {"all-reduce table": table.digest, **asked})
     runners, refused = _runners(base, fingerprint, message_bytes, timeout)
     forced = None if strategy == "AUTO" else Strategy[strategy]
     owners = Strategy.TWOSHOT in runners and runners[Strategy.TWOSHOT].owned is not None
