@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GPU rank of the all-reduce checks: `torchrun --nproc-per-node N allreduce_rank.py CHECK ...`.
+"""One GPU rank of the all-reduce checks: `torchrun --nproc-per-node N -m tests.comm.allreduce_rank CHECK ...`.
 
 Each check compares with the oracles of `kernels.reference`, bit for bit where sums are concerned, and raises at the first
 difference. `test_symmetric_gpu` starts this; it also runs alone.
@@ -24,6 +24,7 @@ from phalanx.kernels import quantize_fp8, reference, residual_rms_norm_quant
 from phalanx.kernels.products.scale_sums import scale_sums
 from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.scaled_mm import Quantized, unscaled_mm
+from tests.comm.gpu_ranks import replayed
 
 STRATEGIES = {"ONESHOT": oneshot, "TWOSHOT": twoshot}
 SHAPES = ((1, 8), (3, 1000), (17, 5120), (4096, 16384))
@@ -162,23 +163,13 @@ def graph(workspace: Workspace) -> None:
             wanted = (whole[(64, 8192)] + workspace.world * step.float() + x.float()).to(torch.bfloat16)
             wrong.add_((residual != wanted).sum() + torch.isnan(norm).sum())
 
-    body()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        body()
-    maker = random.Random(workspace.rank)
-    for replay in range(1000):
-        if maker.random() < 0.3:
-            torch.cuda._sleep(maker.randrange(200_000))
-        if maker.random() < 0.05:
-            time.sleep(maker.random() * 0.002)
-        captured.replay()
-        if replay % 97 == 0:  # eager calls in between take part in the same count of calls
-            strategy = STRATEGIES["ONESHOT" if replay % 2 else "TWOSHOT"]
-            found = strategy.all_reduce(base[(3, 1000)], workspace)
-            wrong.add_((found.float() != whole[(3, 1000)]).sum())
-    torch.cuda.synchronize()
+    def eagerly(replay: int) -> None:
+        """Calls in between take part in the same count of calls."""
+        strategy = STRATEGIES["ONESHOT" if replay % 2 else "TWOSHOT"]
+        found = strategy.all_reduce(base[(3, 1000)], workspace)
+        wrong.add_((found.float() != whole[(3, 1000)]).sum())
+
+    replayed(body, workspace.rank, eagerly)
     if wrong.item():
         raise AssertionError(f"{wrong.item()} elements were wrong in 1,000 replays")
 

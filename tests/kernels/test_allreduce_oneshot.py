@@ -8,9 +8,6 @@ That ranks wait as they should, `tests.comm.test_symmetric_gpu` shows.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -22,6 +19,7 @@ from phalanx.comm.symmetric import BOARD_PLACES, Workspace
 from phalanx.kernels import reference
 from phalanx.kernels.reference import Unscaled
 from tests.kernels.attention.test_decode import let_loops_begin_anywhere
+from tests.kernels.interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 (where there is a Triton)
@@ -145,12 +143,7 @@ def main() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_allreduce_oneshot"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "checked"
+    assert interpreted("tests.kernels.test_allreduce_oneshot").strip() == "checked"
 
 
 if __name__ == "__main__":

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+
+from tests.kernels.interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -64,12 +63,7 @@ def main() -> None:
 
 
 def test_every_value_in_the_interpreter() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_quantize"],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=200,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    found = json.loads(interpreted("tests.kernels.test_quantize"))
     assert found
     assert not {what: wrong for what, wrong in found.items() if wrong}
 

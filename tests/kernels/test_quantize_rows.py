@@ -7,14 +7,12 @@ The interpreter is chosen when a kernel is defined, so what runs in it runs in a
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.kernels.compiled import compiled
+from tests.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -46,12 +44,7 @@ CHECKS = [check_rows, check_a_row_of_zeros]
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_quantize_rows"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.test_quantize_rows").split() == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

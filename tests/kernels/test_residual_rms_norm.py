@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ import torch
 from phalanx import kernels
 from phalanx.comm.group import ResidualRmsNorm, finish
 from phalanx.kernels import reference
+from tests.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -66,12 +64,7 @@ def _a_few_last_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def test_equals_the_oracle_in_the_interpreter() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.test_residual_rms_norm"],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False, timeout=200,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    found = json.loads(interpreted("tests.kernels.test_residual_rms_norm"))
     assert len(found) == len(DTYPES) * len(SHAPES) * len(QUANTS)
     assert not {case: apart for case, apart in found.items() if any(apart)}
 

@@ -24,9 +24,6 @@ def test_scales_of_rows_and_columns(static: bool, dtype: torch.dtype) -> None:
     assert quantized.shape == (5, 32)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
     torch.testing.assert_close(expected, x.double() @ weight.double().t(), rtol=0, atol=1.5)
-    into = torch.empty_like(out)
-    assert kernels.scaled_mm(quantized, stored, scale.squeeze(-1), dtype=dtype, out=into) is into
-    assert torch.equal(into, out)
 
 
 @pytest.mark.parametrize("begin", [0, 5, 15])
@@ -90,11 +87,10 @@ TOKENS = [1, 2, 17, 64, 300, 1025]
 @pytest.mark.parametrize(("inputs", "out"), [(336, 208), (7168, 8192), (8192, 2560), (2048, 1280), (16384, 64), (17408, 64)])
 def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out: int) -> None:
     x, weight, scale, expected = on_gpu(tokens, inputs, out, static=static)
-    for into in (None, torch.empty(tokens, out, dtype=dtype, device="cuda")):
-        found = kernels.scaled_mm(x, weight, scale, dtype=dtype, out=into)
-        assert into is None or found is into
-        torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2 * inputs**0.5)
-        assert (found.float() - expected).norm() < 5e-3 * expected.norm()
+    found = kernels.scaled_mm(x, weight, scale, dtype=dtype)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2 * inputs**0.5)
+    assert (found.float() - expected).norm() < 5e-3 * expected.norm()
 
 
 @pytest.mark.gpu1

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from phalanx.kernels.reference import Unscaled
 from tests.kernels.compiled import compiled
+from tests.kernels.interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 (where there is a Triton)
@@ -61,12 +58,7 @@ def check() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.test_vectors"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "checked"
+    assert interpreted("tests.kernels.test_vectors").strip() == "checked"
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

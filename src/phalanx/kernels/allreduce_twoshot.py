@@ -29,7 +29,7 @@ from phalanx.kernels.vectors import load, load_product, pack, store, unpack
 
 
 @triton.jit
-def _scatter(
+def scatter(
     x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers,
     PTX: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +93,7 @@ def twoshot(
     programs = tl.num_programs(0)
     moves = tl.program_id(0) < movers
     if moves:
-        _scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, BLOCK)
+        scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, BLOCK)
     ticket = draw_ticket(turn, programs)
     if moves:
         _sum_and_push(
@@ -135,7 +135,7 @@ def twoshot_norm(
     programs = tl.num_programs(0)
     moves = tl.program_id(0) < movers
     if moves:
-        _scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, FLAT)
+        scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, FLAT)
     ticket = draw_ticket(turn, programs)
     if moves:
         _sum_and_push(

@@ -49,40 +49,39 @@ def has_fp8_kernels(device: torch.device) -> bool:
     return has_fp8_products(device) and torch.cuda.get_device_capability(device) == (9, 0) and triton_is_here()
 
 
-def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """x [T, in] times weight [out, in] e4m3 with scale [out] fp32 -> [T, out] in `dtype`, written into `out` where one is given.
+def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """x [T, in] times weight [out, in] e4m3 with scale [out] fp32 -> [T, out] in `dtype`.
 
     On GPUs both sizes of the weight must be multiples of 16.
     """
     values, x_scale = x
     if not values.is_cuda:
-        product = reference.scaled_mm(values, x_scale, weight, scale, dtype)
-        return product if out is None else out.copy_(product)
-    if _kernels_take(values, weight, out):
+        return reference.scaled_mm(values, x_scale, weight, scale, dtype)
+    if _kernels_take(values, weight):
         how = choice.fp8(values.shape[0], *weight.shape)
         if isinstance(how, choice.OneRow):
             from phalanx.kernels.products.one_row_fp8 import one_row_fp8
 
-            return one_row_fp8(values, x_scale, weight, scale, dtype=dtype, out=out, tiling=how)
+            return one_row_fp8(values, x_scale, weight, scale, dtype=dtype, tiling=how)
         if how is choice.Torchs.SUMS and dtype == torch.bfloat16:
             from phalanx.kernels.products.scale_sums import scale_sums
 
-            return scale_sums(_sums(x, weight, scale, out))
-    return _torchs(x, weight, scale, dtype, out)
+            return scale_sums(_sums(x, weight, scale))
+    return _torchs(x, weight, scale, dtype)
 
 
 def unscaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor | Unscaled:
     """`scaled_mm` for a reader that can apply the scales: the bare sums where they are faster."""
-    if dtype == torch.bfloat16 and _kernels_take(x.values, weight, None):
+    if dtype == torch.bfloat16 and _kernels_take(x.values, weight):
         how = choice.fp8(x.shape[0], *weight.shape, reader_scales=True)
         if how is choice.Torchs.SUMS:
-            return _sums(x, weight, scale, None)
+            return _sums(x, weight, scale)
     return scaled_mm(x, weight, scale, dtype=dtype)
 
 
-def _sums(x: Quantized, weight: Tensor, scale: Tensor, out: Tensor | None) -> Unscaled:
+def _sums(x: Quantized, weight: Tensor, scale: Tensor) -> Unscaled:
     one, bf16 = _one(weight.device), torch.bfloat16
-    sums = torch._scaled_mm(x.values, weight.t(), one, one, out_dtype=bf16, use_fast_accum=True, out=out)
+    sums = torch._scaled_mm(x.values, weight.t(), one, one, out_dtype=bf16, use_fast_accum=True)
     return Unscaled(sums, _by_row(x), scale)
 
 
@@ -98,35 +97,29 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
-def _torchs(x: Quantized, weight: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _torchs(x: Quantized, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     # Scales by row and column need [T, 1] and [1, out], and give bf16 only: its rounding is a sixteenth of e4m3's own.
     rows, columns, bf16 = _by_row(x), scale.view(1, -1), torch.bfloat16
-    if out is not None and dtype == bf16:
-        return torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True, out=out)
-    product = torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True)
-    return product.to(dtype) if out is None else out.copy_(product)
+    return torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True).to(dtype)
 
 
 def _by_row(x: Quantized) -> Tensor:
     return x.scale if x.scale.dim() == 2 else x.scale.expand(x.shape[0], 1).contiguous()
 
 
-def quantizing_mm(
-    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
+def quantizing_mm(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
     """`quantize_fp8` of x [T, in] with x_scale (None: one per token), then `scaled_mm`. One token takes one kernel; same bits."""
-    if x.is_cuda and weight.shape[1] <= choice.WIDEST_TO_QUANTIZE and _kernels_take(x, weight, out):
+    if x.is_cuda and weight.shape[1] <= choice.WIDEST_TO_QUANTIZE and _kernels_take(x, weight):
         how = choice.fp8(x.shape[0], *weight.shape)
         if isinstance(how, choice.OneRow):
             from phalanx.kernels.products.one_row_fp8 import one_row_fp8
 
-            return one_row_fp8(x, x_scale, weight, scale, dtype=dtype, out=out, tiling=how)
-    return scaled_mm(Quantized(*quantize_fp8(x, x_scale)), weight, scale, dtype=dtype, out=out)
+            return one_row_fp8(x, x_scale, weight, scale, dtype=dtype, tiling=how)
+    return scaled_mm(Quantized(*quantize_fp8(x, x_scale)), weight, scale, dtype=dtype)
 
 
-def _kernels_take(x: Tensor, weight: Tensor, out: Tensor | None) -> bool:
-    whole = x.is_contiguous() and weight.is_contiguous() and (out is None or out.is_contiguous())
-    return whole and has_fp8_kernels(x.device)
+def _kernels_take(x: Tensor, weight: Tensor) -> bool:
+    return x.is_contiguous() and weight.is_contiguous() and has_fp8_kernels(x.device)
 
 
 def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import reference
 from phalanx.kernels.reference import Unscaled
 from tests.comm.allreduce_rank import same, tensor_of
+from tests.comm.gpu_ranks import replayed
 
 MODES = (("none", None), ("fp8", 0.02), ("fp8", None))
 VARIANTS = ((32, 1, 1), (16, 2, 2), (16, 3, 1), (16, 3, 2), (8, 4, 2))
@@ -166,21 +167,7 @@ def graph(workspace: Workspace) -> None:
             wrong.add_((found[-1].held[mine.start : mine.stop] != wanted[-1][mine.start : mine.stop]).sum())  # type: ignore[attr-defined]
             owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
 
-    body()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        body()
-    maker = random.Random(workspace.rank)
-    for replay in range(1000):
-        if maker.random() < 0.3:
-            torch.cuda._sleep(maker.randrange(200_000))
-        if maker.random() < 0.05:
-            time.sleep(maker.random() * 0.002)
-        captured.replay()
-        if replay % 97 == 0:  # eager calls in between take part in the same count of calls
-            body()
-    torch.cuda.synchronize()
+    replayed(body, workspace.rank, lambda _: body())  # eager calls in between take part in the same count of calls
     if wrong.item():
         raise AssertionError(f"{wrong.item()} bytes were wrong in 1,000 replays")
 
@@ -210,10 +197,10 @@ def picked(workspace: Workspace) -> None:
             again = chain(True)
         for _ in range(3):
             captured.replay()
-        for index, (left, replayed, right) in enumerate(zip(found, again, wanted, strict=True)):
+        for index, (left, later, right) in enumerate(zip(found, again, wanted, strict=True)):
             if owns:  # below, NCCL may sum, in an order of its own
                 same(left, right, f"{tokens}x{hidden}: output {index}")
-                same(replayed, right, f"{tokens}x{hidden}: output {index}, replayed")
+                same(later, right, f"{tokens}x{hidden}: output {index}, replayed")
         if any("OWNED" in name for name in group.calls) != owns:
             raise AssertionError(f"{tokens}x{hidden}: {group.calls}")
 

@@ -7,10 +7,7 @@ The interpreter is chosen when a kernel is defined, so what runs in it runs in a
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention.split import Split
+from tests.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -187,12 +185,7 @@ CHECKS = [
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.attention.test_decode"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.attention.test_decode").split() == [check.__name__ for check in CHECKS]
 
 
 SIGNATURE = {

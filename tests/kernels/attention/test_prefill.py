@@ -6,11 +6,9 @@ The interpreter is chosen when a kernel is defined, so what runs in it runs in a
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from phalanx.kernels.attention.split import PrefillChoice, most_prefill_tiles, prefill_choice, prefill_tiles, tile_tokens
 from tests.kernels.attention.test_decode import SCALES, let_loops_begin_anywhere
+from tests.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -170,12 +169,7 @@ CHECKS = [
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.attention.test_prefill"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.attention.test_prefill").split() == [check.__name__ for check in CHECKS]
 
 
 def test_tiles_are_counted_by_row() -> None:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +15,7 @@ import pytest
 import torch
 
 from tests.kernels.compiled import compiled
+from tests.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -175,12 +173,9 @@ CHECKS = [check_embed, check_embed_norm, check_rms_norm, check_turns, check_like
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.between.test_gather_norm_angles_and_likeliest"],
-        env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.between.test_gather_norm_angles_and_likeliest").split() == [
+        check.__name__ for check in CHECKS
+    ]
 
 
 @pytest.mark.gpu1

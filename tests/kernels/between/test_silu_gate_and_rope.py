@@ -7,15 +7,13 @@ The interpreter is chosen when a kernel is defined, so what runs in it runs in a
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from phalanx.kernels.reference import Unscaled
 from tests.kernels.compiled import compiled
+from tests.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -123,12 +121,7 @@ CHECKS = [
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.between.test_silu_gate_and_rope"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.between.test_silu_gate_and_rope").split() == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

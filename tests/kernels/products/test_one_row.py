@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from tests.kernels.compiled import compiled
+from tests.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -32,12 +29,7 @@ def check() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.products.test_one_row"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "checked"
+    assert interpreted("tests.kernels.products.test_one_row").strip() == "checked"
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

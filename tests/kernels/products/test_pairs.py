@@ -5,9 +5,6 @@ and on a GPU beside two kernels."""
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.compiled import compiled
+from tests.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -117,12 +115,7 @@ CHECKS = [check_gate_up_silu, check_qkv_rope_store, check_a_bias_is_added_before
 
 
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.products.test_pairs"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.products.test_pairs").split() == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.parametrize("kernel", ["gate_up_silu", "qkv_rope_store", "qkv_rope_store in e4m3"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.attention.test_decode import let_loops_begin_anywhere
+from tests.kernels.interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -228,13 +228,7 @@ def check(world: int, programs: int) -> None:
 
 
 def test_between_processes() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.rows.test_owned", "3", "2"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=250,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "checked"
+    assert interpreted("tests.kernels.rows.test_owned", "3", "2").strip() == "checked"
 
 
 if __name__ == "__main__":

@@ -4,9 +4,6 @@ of it, and for more tokens, no kernel takes them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +20,7 @@ from phalanx.models.layers.linear import MergedColumnParallelLinear
 from phalanx.models.layers.one_token import factors
 from phalanx.models.slices import Seat
 from tests.checkpoints import write_checkpoint
+from tests.kernels.interpreted import interpreted
 from tests.models.formation import CPU, Formation
 
 pytest.importorskip("triton")
@@ -101,12 +99,7 @@ def check_all() -> None:
 
 
 def test_models_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.models.layers.test_one_token"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=250, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "checked"
+    assert interpreted("tests.models.layers.test_one_token").strip() == "checked"
 
 
 if __name__ == "__main__":

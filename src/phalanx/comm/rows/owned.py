@@ -38,7 +38,7 @@ class Launch:
 def launch_of(rows: int, pitch: int, take: int, world: int, sms: int, shape: tuple[int, int, int] | None = None) -> Launch:
     """For a chunk of `rows` rows of `pitch` vectors, which become `take` vectors each. shape: (warps of a program, programs on a
     multiprocessor, movers among these) to try instead of those that follow from the size: one program where a rank owns few rows,
-    or has so many peers that sums take its registers; else two, one of which collects."""
+    or has so many peers that sums take its registers; else two, which both move."""
     block, depth = row_block(pitch), -(-rows // world)
     if shape is None:
         shape = (16, 1, 1) if depth <= sms or world > 4 else (16, 2, 2)

@@ -70,7 +70,7 @@ class CudaTape:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         self._pool = self._pool or graph.pool()
-        made = [(name, count - before.get(name, 0)) for name, count in self._calls.items()]
+        made = [(name, new) for name, count in self._calls.items() if (new := count - before.get(name, 0))]
 
         def replay() -> None:
             graph.replay()

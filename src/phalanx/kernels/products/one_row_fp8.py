@@ -91,17 +91,15 @@ def _one_row_fp8(
 
 
 def one_row_fp8(
-    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, out: Tensor | None = None,
-    tiling: OneRow,
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, tiling: OneRow
 ) -> Tensor:  # fmt: skip
-    """x [1, in] times weight [out, in] e4m3 with scale [out] fp32, all contiguous, `in` a multiple of 16 -> [1, out] in `dtype`, in
-    `out` where one is given.
+    """x [1, in] times weight [out, in] e4m3 with scale [out] fp32, all contiguous, `in` a multiple of 16 -> [1, out] in `dtype`.
 
     x in e4m3 stands for x * x_scale. x in bf16, fp16 or fp32 is quantized with x_scale, or with its own scale where that is None.
     x_scale: one fp32 number, of any shape.
     """
     outputs, inputs = weight.shape
-    out = torch.empty((1, outputs), dtype=dtype, device=x.device) if out is None else out
+    out = torch.empty((1, outputs), dtype=dtype, device=x.device)
     ptx = capability(x.device)
     quantize = x.dtype != torch.float8_e4m3fn
     _one_row_fp8[(triton.cdiv(outputs, tiling.rows),)](

@@ -27,27 +27,12 @@ import triton
 import triton.language as tl
 
 from phalanx.kernels.allreduce_oneshot import gather_sum
+from phalanx.kernels.allreduce_twoshot import scatter
 from phalanx.kernels.quantize import fp8_vector, token_scale
 from phalanx.kernels.residual_rms_norm import add_residual, normed, square_sum
 from phalanx.kernels.rows.narrow import clear_word, poll_words, push_codes, push_once, sealed_codes, sealed_word
-from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
-from phalanx.kernels.vectors import load, load_product, load_row, load_scales, rounded, store, unpack
-
-
-@triton.jit
-def _scatter(
-    x, row_scales, column_scales, peers, offset, pitch, vectors, share, movers,
-    PTX: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, FLAT: tl.constexpr,
-):  # fmt: skip
-    """Push each peer's rows of my tensor to it."""
-    for block in range(tl.program_id(0), tl.cdiv(share, FLAT), movers):
-        index = block * FLAT + tl.arange(0, FLAT)
-        for step in tl.static_range(1, WORLD):
-            source = (RANK + step) % WORLD * share + index
-            mask = (index < share) & (source < vectors)
-            place = slot((RANK + step) % WORLD, RANK, WORLD) * share.to(tl.int64) * 16
-            words = load_product(x, row_scales, column_scales, source, pitch, mask, KIND, PTX)
-            push(at(peers[(RANK + step) % WORLD] + offset + place, index, mask), seal(words))
+from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal
+from phalanx.kernels.vectors import load, load_row, load_scales, rounded, store, unpack
 
 
 @triton.jit
@@ -162,9 +147,7 @@ def owned_norm(
     words_at = outs + rows.to(tl.int64) * out_pitch * 16
     moves = tl.program_id(0) < movers
     if moves:
-        _scatter(
-            x, row_scales, column_scales, peers, offset, pitch, rows * pitch, share, movers, PTX, KIND, RANK, WORLD, FLAT
-        )  # fmt: skip
+        scatter(x, row_scales, column_scales, pitch, peers, offset, rows * pitch, share, movers, PTX, KIND, RANK, WORLD, FLAT)
     ticket = draw_ticket(turn, programs)
     if moves:
         _finish_own(
