@@ -96,7 +96,7 @@ def stand_in(number: list[int]) -> None:
     """Plain loads and stores for what speaks PTX; number: of the call."""
     import triton.language as tl
 
-    from phalanx.kernels import allreduce_oneshot
+    from phalanx.kernels import allreduce_oneshot, allreduce_twoshot
     from phalanx.kernels.rows import owned
 
     word = tl.pointer_type(tl.int32)
@@ -131,7 +131,7 @@ def stand_in(number: list[int]) -> None:
     def enter(turn: Any, ptx: Any) -> Any:
         return tl.full((), number[0], tl.int32)
 
-    for module in (owned, allreduce_oneshot):
+    for module in (owned, allreduce_oneshot, allreduce_twoshot):
         module.push, module.clear, module.poll = push, clear, poll  # type: ignore[assignment]
     owned.push_codes, owned.push_once, owned.poll_words, owned.clear_word = push_codes, push_once, poll_words, clear_word
     owned.enter, owned.draw_ticket, owned.leave = enter, lambda turn, programs: 0, lambda turn, programs, ticket: None
