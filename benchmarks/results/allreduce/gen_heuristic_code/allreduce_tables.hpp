@@ -2,7 +2,7 @@
 // All-reduce tables by ranges of tokens and hidden sizes, written by `phalanx allreduce codegen`: tune again rather than edit.
 // lookup() answers like phalanx.tables.Table.lookup in Python on every size; a test compiles this and compares.
 // sm90.nvlink.tp2 sha256:b7a257d507c230f1b266dac4493ec62baac1b86a61eeca501bd8c0669bc05f85
-// sm90.nvlink.tp4 sha256:644efe57b365a63439f30281fd6a1c4c4ba748ac3142dce115cd2ae3a4a1334e
+// sm90.nvlink.tp4 sha256:6997a1ffa159cc7e6c657645307c7a5c64e92551ef6ce53890f24db7d632af48
 #ifndef PHALANX_ALLREDUCE_TABLES_HPP
 #define PHALANX_ALLREDUCE_TABLES_HPP
 
@@ -131,48 +131,52 @@ static constexpr Span k1_bf16_5_4[] = {{1, 32, 4, false}, {33, 6427, 5, true}, {
 static constexpr Span k1_bf16_5_5[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
 static constexpr Span k1_bf16_5_6[] = {{1, 21, 4, true}, {22, 16384, 5, true}};
 static constexpr Row k1_bf16_5[] = {{128, 181, k1_bf16_5_0, 2}, {182, 362, k1_bf16_5_1, 2}, {363, 724, k1_bf16_5_2, 3}, {725, 1448, k1_bf16_5_3, 5}, {1449, 2896, k1_bf16_5_4, 3}, {2897, 5792, k1_bf16_5_5, 2}, {5793, 8192, k1_bf16_5_6, 2}};
-static constexpr Span k1_bf16_6_0[] = {{1, 1, 4, false}, {2, 599, 4, true}, {600, 4096, 5, false}};
-static constexpr Span k1_bf16_6_1[] = {{1, 128, 4, true}, {129, 1809, 5, true}, {1810, 16384, 5, false}};
-static constexpr Span k1_bf16_6_2[] = {{1, 70, 4, true}, {71, 3740, 5, true}, {3741, 16384, 5, false}};
-static constexpr Span k1_bf16_6_3[] = {{1, 39, 4, false}, {40, 16384, 5, true}};
-static constexpr Span k1_bf16_6_4[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
-static constexpr Span k1_bf16_6_5[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
-static constexpr Row k1_bf16_6[] = {{256, 362, k1_bf16_6_0, 3}, {363, 724, k1_bf16_6_1, 3}, {725, 1448, k1_bf16_6_2, 3}, {1449, 2896, k1_bf16_6_3, 2}, {2897, 5792, k1_bf16_6_4, 2}, {5793, 8192, k1_bf16_6_5, 2}};
-static constexpr Span k1_bf16_7_0[] = {{1, 623, 4, true}, {624, 2896, 5, false}, {2897, 4096, 4, true}};
-static constexpr Span k1_bf16_7_1[] = {{1, 156, 4, true}, {157, 1677, 5, true}, {1678, 16384, 5, false}};
-static constexpr Span k1_bf16_7_2[] = {{1, 81, 4, true}, {82, 1496, 5, true}, {1497, 16384, 5, false}};
-static constexpr Span k1_bf16_7_3[] = {{1, 34, 4, false}, {35, 6516, 5, true}, {6517, 16384, 5, false}};
-static constexpr Span k1_bf16_7_4[] = {{1, 23, 4, false}, {24, 16384, 5, true}};
-static constexpr Span k1_bf16_7_5[] = {{1, 21, 4, true}, {22, 16384, 5, true}};
-static constexpr Row k1_bf16_7[] = {{256, 362, k1_bf16_7_0, 3}, {363, 724, k1_bf16_7_1, 3}, {725, 1448, k1_bf16_7_2, 3}, {1449, 2896, k1_bf16_7_3, 3}, {2897, 5792, k1_bf16_7_4, 2}, {5793, 8192, k1_bf16_7_5, 2}};
-static constexpr Span k1_bf16_68_0[] = {{1, 577, 4, true}, {578, 2048, 5, false}};
-static constexpr Span k1_bf16_68_1[] = {{1, 148, 4, true}, {149, 942, 5, true}, {943, 16384, 5, false}};
-static constexpr Span k1_bf16_68_2[] = {{1, 77, 4, true}, {78, 1624, 5, true}, {1625, 16384, 5, false}};
-static constexpr Span k1_bf16_68_3[] = {{1, 43, 4, true}, {44, 5651, 5, true}, {5652, 16384, 5, false}};
-static constexpr Span k1_bf16_68_4[] = {{1, 25, 4, false}, {26, 16384, 5, true}};
-static constexpr Span k1_bf16_68_5[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
-static constexpr Row k1_bf16_68[] = {{256, 362, k1_bf16_68_0, 2}, {363, 724, k1_bf16_68_1, 3}, {725, 1448, k1_bf16_68_2, 3}, {1449, 2896, k1_bf16_68_3, 3}, {2897, 5792, k1_bf16_68_4, 2}, {5793, 8192, k1_bf16_68_5, 2}};
-static constexpr Span k1_bf16_70_0[] = {{1, 578, 4, true}, {579, 2048, 5, false}};
-static constexpr Span k1_bf16_70_1[] = {{1, 148, 4, true}, {149, 932, 5, true}, {933, 16384, 5, false}};
-static constexpr Span k1_bf16_70_2[] = {{1, 77, 4, true}, {78, 1648, 5, true}, {1649, 16384, 5, false}};
-static constexpr Span k1_bf16_70_3[] = {{1, 43, 4, true}, {44, 6250, 5, true}, {6251, 16384, 5, false}};
-static constexpr Span k1_bf16_70_4[] = {{1, 25, 4, false}, {26, 16384, 5, true}};
-static constexpr Span k1_bf16_70_5[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
-static constexpr Row k1_bf16_70[] = {{256, 362, k1_bf16_70_0, 2}, {363, 724, k1_bf16_70_1, 3}, {725, 1448, k1_bf16_70_2, 3}, {1449, 2896, k1_bf16_70_3, 3}, {2897, 5792, k1_bf16_70_4, 2}, {5793, 8192, k1_bf16_70_5, 2}};
+static constexpr Span k1_bf16_6_0[] = {{1, 1003, 4, true}, {1004, 16384, 5, false}};
+static constexpr Span k1_bf16_6_1[] = {{1, 1, 4, false}, {2, 599, 4, true}, {600, 16384, 5, false}};
+static constexpr Span k1_bf16_6_2[] = {{1, 128, 4, true}, {129, 1809, 5, true}, {1810, 16384, 5, false}};
+static constexpr Span k1_bf16_6_3[] = {{1, 70, 4, true}, {71, 3740, 5, true}, {3741, 16384, 5, false}};
+static constexpr Span k1_bf16_6_4[] = {{1, 39, 4, false}, {40, 16384, 5, true}};
+static constexpr Span k1_bf16_6_5[] = {{1, 27, 4, false}, {28, 16384, 5, true}};
+static constexpr Span k1_bf16_6_6[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
+static constexpr Row k1_bf16_6[] = {{128, 181, k1_bf16_6_0, 2}, {182, 362, k1_bf16_6_1, 3}, {363, 724, k1_bf16_6_2, 3}, {725, 1448, k1_bf16_6_3, 3}, {1449, 2896, k1_bf16_6_4, 2}, {2897, 5792, k1_bf16_6_5, 2}, {5793, 8192, k1_bf16_6_6, 2}};
+static constexpr Span k1_bf16_7_0[] = {{1, 996, 4, false}, {997, 16384, 5, false}};
+static constexpr Span k1_bf16_7_1[] = {{1, 623, 4, true}, {624, 16384, 5, false}};
+static constexpr Span k1_bf16_7_2[] = {{1, 156, 4, true}, {157, 1677, 5, true}, {1678, 16384, 5, false}};
+static constexpr Span k1_bf16_7_3[] = {{1, 81, 4, true}, {82, 1496, 5, true}, {1497, 16384, 5, false}};
+static constexpr Span k1_bf16_7_4[] = {{1, 34, 4, false}, {35, 6516, 5, true}, {6517, 16384, 5, false}};
+static constexpr Span k1_bf16_7_5[] = {{1, 23, 4, false}, {24, 16384, 5, true}};
+static constexpr Span k1_bf16_7_6[] = {{1, 21, 4, true}, {22, 16384, 5, true}};
+static constexpr Row k1_bf16_7[] = {{128, 181, k1_bf16_7_0, 2}, {182, 362, k1_bf16_7_1, 2}, {363, 724, k1_bf16_7_2, 3}, {725, 1448, k1_bf16_7_3, 3}, {1449, 2896, k1_bf16_7_4, 3}, {2897, 5792, k1_bf16_7_5, 2}, {5793, 8192, k1_bf16_7_6, 2}};
+static constexpr Span k1_bf16_68_0[] = {{1, 947, 4, true}, {948, 16384, 5, false}};
+static constexpr Span k1_bf16_68_1[] = {{1, 577, 4, true}, {578, 16384, 5, false}};
+static constexpr Span k1_bf16_68_2[] = {{1, 148, 4, true}, {149, 942, 5, true}, {943, 16384, 5, false}};
+static constexpr Span k1_bf16_68_3[] = {{1, 77, 4, true}, {78, 1624, 5, true}, {1625, 16384, 5, false}};
+static constexpr Span k1_bf16_68_4[] = {{1, 43, 4, true}, {44, 5651, 5, true}, {5652, 16384, 5, false}};
+static constexpr Span k1_bf16_68_5[] = {{1, 25, 4, false}, {26, 16384, 5, true}};
+static constexpr Span k1_bf16_68_6[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
+static constexpr Row k1_bf16_68[] = {{128, 181, k1_bf16_68_0, 2}, {182, 362, k1_bf16_68_1, 2}, {363, 724, k1_bf16_68_2, 3}, {725, 1448, k1_bf16_68_3, 3}, {1449, 2896, k1_bf16_68_4, 3}, {2897, 5792, k1_bf16_68_5, 2}, {5793, 8192, k1_bf16_68_6, 2}};
+static constexpr Span k1_bf16_70_0[] = {{1, 937, 4, true}, {938, 16384, 5, false}};
+static constexpr Span k1_bf16_70_1[] = {{1, 578, 4, true}, {579, 16384, 5, false}};
+static constexpr Span k1_bf16_70_2[] = {{1, 148, 4, true}, {149, 932, 5, true}, {933, 16384, 5, false}};
+static constexpr Span k1_bf16_70_3[] = {{1, 77, 4, true}, {78, 1648, 5, true}, {1649, 16384, 5, false}};
+static constexpr Span k1_bf16_70_4[] = {{1, 43, 4, true}, {44, 6250, 5, true}, {6251, 16384, 5, false}};
+static constexpr Span k1_bf16_70_5[] = {{1, 25, 4, false}, {26, 16384, 5, true}};
+static constexpr Span k1_bf16_70_6[] = {{1, 11, 4, false}, {12, 16384, 5, true}};
+static constexpr Row k1_bf16_70[] = {{128, 181, k1_bf16_70_0, 2}, {182, 362, k1_bf16_70_1, 2}, {363, 724, k1_bf16_70_2, 3}, {725, 1448, k1_bf16_70_3, 3}, {1449, 2896, k1_bf16_70_4, 3}, {2897, 5792, k1_bf16_70_5, 2}, {5793, 8192, k1_bf16_70_6, 2}};
 static constexpr Model k1_seed_0[] = {{0, false, 21530909091ULL, 5095ULL, 744732ULL}, {4, false, 1783811024ULL, 8881ULL, 0ULL}, {5, false, 3208811920ULL, 4196ULL, 0ULL}};
 static constexpr Model k1_seed_1[] = {{0, false, 11681235542ULL, 5769ULL, 1416525ULL}, {4, true, 2586850000ULL, 9150ULL, 666455ULL}, {5, true, 3692308294ULL, 4733ULL, 1518818ULL}, {4, false, 2711557442ULL, 10444ULL, 10040ULL}, {5, false, 4208947971ULL, 5449ULL, 245590ULL}};
 static constexpr Model k1_seed_4[] = {{0, false, 11865800000ULL, 5754ULL, 1405153ULL}, {4, true, 2763586943ULL, 9011ULL, 752698ULL}, {5, true, 3847412175ULL, 4729ULL, 1745196ULL}, {4, false, 2900416337ULL, 10390ULL, 29114ULL}, {5, false, 4407641934ULL, 5407ULL, 297138ULL}};
 static constexpr Model k1_seed_5[] = {{0, false, 12229741935ULL, 6357ULL, 1095341ULL}, {4, true, 2978103011ULL, 9432ULL, 1210345ULL}, {5, true, 4065796078ULL, 5147ULL, 2706250ULL}, {4, false, 3143666667ULL, 10714ULL, 11198ULL}, {5, false, 4682726514ULL, 5912ULL, 243064ULL}};
-static constexpr Model k1_seed_6[] = {{0, false, 12037478310ULL, 5953ULL, 1249436ULL}, {4, true, 2833909677ULL, 9086ULL, 571875ULL}, {5, true, 3816759620ULL, 4844ULL, 1259106ULL}, {4, false, 2927142857ULL, 10428ULL, 0ULL}, {5, false, 4483779081ULL, 5642ULL, 0ULL}};
-static constexpr Model k1_seed_7[] = {{0, false, 12419880460ULL, 6361ULL, 1019733ULL}, {4, true, 3002001324ULL, 9682ULL, 671119ULL}, {5, true, 4159467005ULL, 5358ULL, 1872402ULL}, {4, false, 3191586325ULL, 10843ULL, 0ULL}, {5, false, 4741146067ULL, 5903ULL, 0ULL}};
-static constexpr Model k1_seed_68[] = {{0, false, 12208029961ULL, 5766ULL, 1312407ULL}, {4, true, 2788214963ULL, 9225ULL, 401451ULL}, {5, true, 3870674232ULL, 4927ULL, 1490643ULL}, {4, false, 2973322835ULL, 10419ULL, 0ULL}, {5, false, 4505610182ULL, 5456ULL, 0ULL}};
-static constexpr Model k1_seed_70[] = {{0, false, 12215666667ULL, 6089ULL, 1184373ULL}, {4, true, 2800737619ULL, 9297ULL, 387637ULL}, {5, true, 3881832367ULL, 5006ULL, 1595885ULL}, {4, false, 2962209913ULL, 10607ULL, 0ULL}, {5, false, 4508666667ULL, 5671ULL, 0ULL}};
+static constexpr Model k1_seed_6[] = {{0, false, 11913497116ULL, 5944ULL, 1314298ULL}, {4, true, 2813768627ULL, 9074ULL, 754061ULL}, {5, true, 3859171196ULL, 4769ULL, 1847415ULL}, {4, false, 2898387609ULL, 10485ULL, 44953ULL}, {5, false, 4372009070ULL, 5596ULL, 205353ULL}};
+static constexpr Model k1_seed_7[] = {{0, false, 12225000000ULL, 6323ULL, 1223807ULL}, {4, true, 3027092342ULL, 9506ULL, 1215953ULL}, {5, true, 4190037182ULL, 5159ULL, 2678946ULL}, {4, false, 3144762091ULL, 10858ULL, 0ULL}, {5, false, 4687274510ULL, 5876ULL, 253045ULL}};
+static constexpr Model k1_seed_68[] = {{0, false, 12045457143ULL, 5907ULL, 1365890ULL}, {4, true, 2748074766ULL, 9185ULL, 922496ULL}, {5, true, 3886992874ULL, 4858ULL, 2050642ULL}, {4, false, 2910476863ULL, 10485ULL, 24479ULL}, {5, false, 4444024610ULL, 5427ULL, 243393ULL}};
+static constexpr Model k1_seed_70[] = {{0, false, 12050956154ULL, 6063ULL, 1331171ULL}, {4, true, 2755293501ULL, 9263ULL, 932423ULL}, {5, true, 3887711963ULL, 4904ULL, 2286651ULL}, {4, false, 2906476795ULL, 10628ULL, 0ULL}, {5, false, 4457651663ULL, 5645ULL, 131442ULL}};
 static constexpr Table kTables[] = {
     {90, "nvlink", 2, "b7a257d507c230f1b266dac4493ec62baac1b86a61eeca501bd8c0669bc05f85",
      {{{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{k0_bf16_0, 7}, {k0_bf16_1, 7}, {k0_bf16_4, 7}, {k0_bf16_5, 7}, {k0_bf16_6, 7}, {k0_bf16_7, 7}, {k0_bf16_68, 7}, {k0_bf16_70, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
      {{k0_seed_0, 3}, {k0_seed_1, 5}, {k0_seed_4, 5}, {k0_seed_5, 5}, {k0_seed_6, 5}, {k0_seed_7, 5}, {k0_seed_68, 5}, {k0_seed_70, 5}}},
-    {90, "nvlink", 4, "644efe57b365a63439f30281fd6a1c4c4ba748ac3142dce115cd2ae3a4a1334e",
-     {{{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 6}, {k1_bf16_7, 6}, {k1_bf16_68, 6}, {k1_bf16_70, 6}}, {{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 6}, {k1_bf16_7, 6}, {k1_bf16_68, 6}, {k1_bf16_70, 6}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
+    {90, "nvlink", 4, "6997a1ffa159cc7e6c657645307c7a5c64e92551ef6ce53890f24db7d632af48",
+     {{{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 7}, {k1_bf16_7, 7}, {k1_bf16_68, 7}, {k1_bf16_70, 7}}, {{k1_bf16_0, 7}, {k1_bf16_1, 7}, {k1_bf16_4, 7}, {k1_bf16_5, 7}, {k1_bf16_6, 7}, {k1_bf16_7, 7}, {k1_bf16_68, 7}, {k1_bf16_70, 7}}, {{nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}, {nullptr, 0}}},
      {{k1_seed_0, 3}, {k1_seed_1, 5}, {k1_seed_4, 5}, {k1_seed_5, 5}, {k1_seed_6, 5}, {k1_seed_7, 5}, {k1_seed_68, 5}, {k1_seed_70, 5}}},
 };
 // The table of a machine (its link class as Python names it, for example "nvlink"), or nullptr.
