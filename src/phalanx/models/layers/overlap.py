@@ -32,7 +32,7 @@ PART_TOKENS = 1536
 """In a part, at least: products of fewer rows no longer fill a GPU, and lose more than a hidden sum gains. So steps of twice as
 many tokens are cut, and longer ones."""
 LAG = 1
-"""How many products further a part is finished: so long has what was sent to travel."""
+"""Products between a part's own and the one behind which it is finished, this one counted: what is sent has as long to travel."""
 
 
 class Overlap:
