@@ -20,7 +20,6 @@ from phalanx.models.layers.kv_store import KvStore
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.mlp import GatedMlp
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.layers.overlap import Overlap, Parts
 from phalanx.models.layers.rope import Rotary
 from phalanx.models.slices import Seat
 from phalanx.plan.memory import KvSpec
@@ -49,38 +48,20 @@ class Attention(nn.Module):
         self, x: Activation, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, norm: RmsNorm
     ) -> tuple[Activation, Tensor]:
         """x and residual [T, hidden] -> (norm(residual + attention(x)), residual + attention(x))."""
-        seen = self._attend(self._queries(x, turns, batch.kv_slots, cache), batch, cache)
-        done: tuple[Activation, Tensor] = self.out(seen, residual, norm)
+        query = self._queries(x, turns, batch, cache)
+        scales = self.store.read_scales
+        seen = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
+        done: tuple[Activation, Tensor] = self.out(seen.reshape(x.shape[0], -1), residual, norm)
         return done
 
-    def in_parts(self, parts: Parts, turns: Turns, batch: Batch, cache: KvCache, norm: RmsNorm) -> None:
-        """`forward` of a step in parts: takes each, and gives it back."""
-        seen = self._attend(self._queries_of(parts, turns, batch.kv_slots, cache), batch, cache)
-        for part, cut in enumerate(parts.cuts):
-            parts.give(part, self.out, seen[cut], norm)
-
-    def _attend(self, query: Tensor, batch: Batch, cache: KvCache) -> Tensor:
-        """query [T, q_heads, head_dim] -> what the heads see, [T, q_heads * head_dim]."""
-        scales = self.store.read_scales
-        seen: Tensor = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
-        return seen.reshape(query.shape[0], -1)
-
-    def _queries_of(self, parts: Parts, turns: Turns, kv_slots: Tensor, cache: KvCache) -> Tensor:
-        """`_queries` of all parts, joined: a token may see the keys of every part."""
-        found = []
-        for part, cut in enumerate(parts.cuts):
-            found.append(self._queries(parts.take(part), (turns[0][cut], turns[1][cut]), kv_slots[cut], cache))
-            parts.multiplied()
-        return torch.cat(found)
-
-    def _queries(self, x: Activation, turns: Turns, kv_slots: Tensor, cache: KvCache) -> Tensor:
+    def _queries(self, x: Activation, turns: Turns, batch: Batch, cache: KvCache) -> Tensor:
         """Of x [T, hidden], turned, [T, q_heads, head_dim]; keys and values go into the cache."""
         if not self.prepares:
-            query = self.store.of_one_token(x, self.qkv, turns, cache, kv_slots)
+            query = self.store.of_one_token(x, self.qkv, turns, cache, batch.kv_slots)
             if query is not None:
                 return query
         heads = self.qkv(x, may_stay_unscaled=not self.prepares).view(x.shape[0], -1, self.head_dim)
-        out: Tensor = self.store(self.prepare(heads) if self.prepares else heads, turns, self.q_heads, cache, kv_slots)
+        out: Tensor = self.store(self.prepare(heads) if self.prepares else heads, turns, self.q_heads, cache, batch.kv_slots)
         return out
 
     def prepare(self, heads: Tensor) -> Tensor:
@@ -108,20 +89,9 @@ class DecoderLayer(nn.Module):
         done: tuple[Activation, Tensor] = self.mlp(x, residual, next_norm)
         return done
 
-    def in_parts(self, parts: Parts, turns: Turns, batch: Batch, cache: KvCache, next_norm: RmsNorm | None) -> None:
-        """`forward` of a step in parts: takes each, and gives it back."""
-        self.attention.in_parts(parts, turns, batch, cache, self.mlp_norm)
-        for part in range(len(parts.cuts)):
-            parts.give(part, self.mlp.down, self.mlp.inner(parts.take(part)), next_norm)
-
 
 class Llama(nn.Module):
-    """The stage that holds `layers` of a model: with the embedding if it is the first, with the head if it is the last.
-
-    overlap: how long steps run in parts, so that all-reduces run beside products; None: they do not.
-    """
-
-    overlap: Overlap | None = None
+    """The stage that holds `layers` of a model: with the embedding if it is the first, with the head if it is the last."""
 
     def __init__(self, shape: ModelShape, *, layers: range, seat: Seat) -> None:
         super().__init__()
@@ -161,14 +131,7 @@ class Llama(nn.Module):
         else:
             x, residual = norms[0](hidden), hidden
         turns = self.rotary(batch.positions)
-        steps = list(zip(self.layers, caches, [*norms[1:], self.norm], strict=True))
-        parts = None if self.overlap is None else self.overlap.begin(x, residual)
-        if parts is not None:
-            del x, residual  # the first layer lets go of them
-            for layer, cache, next_norm in steps:
-                layer.in_parts(parts, turns, batch, cache, next_norm)
-            return parts.joined()
-        for layer, cache, next_norm in steps:
+        for layer, cache, next_norm in zip(self.layers, caches, [*norms[1:], self.norm], strict=True):
             x, residual = layer(x, turns, batch, cache, residual, next_norm)
         out: Tensor = x
         return out

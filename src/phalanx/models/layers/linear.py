@@ -140,7 +140,7 @@ class RowParallelLinear(Sliced):
         `OwnedRows`, but whole where it stands for both.
         """
         group = self.seat.group
-        partial = self._share(x)
+        partial = self._partial(x)
         if norm is not None and self.bias is None:
             return norm.taken(group.all_reduce(partial, norm.after(residual, may_own=True)))
         total, residual = group.all_reduce(partial), whole(residual, group)
@@ -151,21 +151,15 @@ class RowParallelLinear(Sliced):
         residual = residual + total
         return residual, residual
 
-    def partial(self, x: Activation) -> Tensor:
-        """This rank's share of the sum, finished: x [T, in / tp] -> [T, out], contiguous."""
-        if self.fp8 is not None:
-            return self.fp8.linear(x, self.weight)
+    def _partial(self, x: Activation) -> Tensor | Unscaled:
+        group, seat = self.seat.group, self.seat
+        if self.fp8 is not None:  # a sum over ranks can apply the product's scales as it loads them
+            return self.fp8.unscaled(x, self.weight) if group.size > 1 else self.fp8.linear(x, self.weight)
         assert isinstance(x, Tensor)
-        group, seat, out = self.seat.group, self.seat, None
+        out = None
         if group.size > 1:
             out = group.empty(x.shape[0], self.out_features, dtype=seat.dtype, device=seat.device)
         return kernels.linear(x, self.weight, out=out)
-
-    def _share(self, x: Activation) -> Tensor | Unscaled:
-        """`partial`, or in FP8 a product whose scales the sum over ranks applies as it loads it."""
-        if self.fp8 is not None and self.seat.group.size > 1:
-            return self.fp8.unscaled(x, self.weight)
-        return self.partial(x)
 
     def slices(self) -> Iterator[Slice]:
         shape = (self.out_features, self.in_features)

@@ -29,12 +29,11 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
         """x [T, hidden] -> as RowParallelLinear: (norm(residual + mlp(x)), residual + mlp(x))."""
-        down: tuple[Activation, Tensor] = self.down(self.inner(x), residual, norm)
+        down: tuple[Activation, Tensor] = self.down(self._inner(x), residual, norm)
         return down
 
-    def inner(self, x: Activation) -> Activation:
-        """x [T, hidden] -> silu(gate(x)) * up(x), [T, intermediate / tp], quantized where `down` takes that and does not do it
-        itself."""
+    def _inner(self, x: Activation) -> Activation:
+        """x [T, hidden] -> silu(gate(x)) * up(x), quantized where `down` takes that and does not do it itself."""
         fp8 = self.down.fp8
         quantized = fp8 is not None and fp8.products
         of_one = factors(x, self.gate_up)
