@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that every rank of a group maps: the workspace of ONESHOT and TWOSHOT on GPUs, and room for what copy engines carry.
+"""Memory that every rank of a group maps: the workspace of ONESHOT and TWOSHOT on GPUs.
 
 The only file that imports torch's private symmetric memory. Multicast is not used.
 """
@@ -7,7 +7,6 @@ The only file that imports torch's private symmetric memory. Multicast is not us
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,50 +73,20 @@ def share_of(vectors: int, world: int) -> int:
 
 def form_workspace(process_group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> Workspace:
     """Allocate and map the group's workspace; collective. Every pair of the group's GPUs must reach each other's memory."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
     rank, world = process_group.rank(), process_group.size()
     half = half_bytes(world, message_bytes)
-    buffer, handle = _mapped(process_group, device, 2 * half, -1)  # the sentinel of kernels.signals
+    buffer = symmetric_memory.empty(2 * half // 4, dtype=torch.int32, device=device)
+    handle = symmetric_memory.rendezvous(buffer, process_group.group_name)
+    buffer.fill_(-1)  # the sentinel of kernels.signals
     turn = torch.zeros(2, dtype=torch.int32, device=device)
     board = torch.zeros(BOARD_PLACES, 2, dtype=torch.int64, device=device)
+    torch.cuda.synchronize(device)
+    handle.barrier(channel=0)  # nobody pushes into a workspace that is not filled yet
+    torch.cuda.synchronize(device)
     properties = torch.cuda.get_device_properties(device)
     return Workspace(
         rank, world, tuple(int(address) for address in handle.buffer_ptrs), half // _VECTOR_BYTES, turn,
-        board, properties.multi_processor_count, _ptx(device), (buffer, handle),
+        board, properties.multi_processor_count, 10 * properties.major + properties.minor, (buffer, handle),
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Mapped:
-    """spaces: of each rank, as this rank maps it: uint8 [bytes]; ptx and memory as in Workspace."""
-
-    rank: int
-    world: int
-    spaces: tuple[Tensor, ...]
-    ptx: int
-    memory: tuple[object, ...] = ()
-
-
-def form_mapped(process_group: dist.ProcessGroup, device: torch.device, space_bytes: int) -> Mapped:
-    """Memory of zeros on every rank of the group, a multiple of 4 bytes; collective, and asks what `form_workspace` asks."""
-    rank, world = process_group.rank(), process_group.size()
-    buffer, handle = _mapped(process_group, device, space_bytes, 0)
-    spaces = tuple(handle.get_buffer(each, (space_bytes,), torch.uint8) for each in range(world))
-    return Mapped(rank, world, spaces, _ptx(device), (buffer, handle))
-
-
-def _mapped(process_group: dist.ProcessGroup, device: torch.device, size: int, fill: int) -> tuple[Tensor, Any]:
-    """(int32 [size / 4] of `fill`, the handle of its group), once every rank's is filled."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    buffer = symmetric_memory.empty(size // 4, dtype=torch.int32, device=device)
-    handle = symmetric_memory.rendezvous(buffer, process_group.group_name)
-    buffer.fill_(fill)
-    torch.cuda.synchronize(device)
-    handle.barrier(channel=0)  # nobody writes into a peer's memory that is not filled yet
-    torch.cuda.synchronize(device)
-    return buffer, handle
-
-
-def _ptx(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

@@ -15,17 +15,16 @@ from torch import Tensor
 
 from phalanx.comm import nccl
 from phalanx.comm.agreement import difference
-from phalanx.comm.choose import Chooser, Rules, owned, owned_from
+from phalanx.comm.choose import Chooser, Rules, owned_from
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
 from phalanx.comm.rows import OwnedRows, whole
-from phalanx.comm.rows.beside import PARTS, TILE, Beside
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.hardware.fingerprint import Fingerprint, link_class
 from phalanx.hardware.links import nvlink_everywhere
 from phalanx.kernels.reference import Unscaled
 from phalanx.log import get_logger
-from phalanx.tables.message import Fusion, Message
+from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import advice, table_for
 from phalanx.tables.strategy import Strategy
 from phalanx.tables.table import Table
@@ -84,26 +83,6 @@ class TunedGroup:
         if decision.fused and alike:
             return runner.norm(x, replace(fusion, residual=_in_vectors(fusion.residual)))
         return finish(runner.total(x), fusion)
-
-    def beside(self, tokens: int, hidden: int, dtype: torch.dtype) -> Beside | None:
-        """All-reduces in three acts for steps of up to so many tokens, where rows have owners that add them up as two-shot does,
-        and every GPU reaches every other; None elsewhere. Collective."""
-        rules, parts = self.chooser.rules, PARTS
-        asked = Message("all_reduce", _RMS, _DTYPES[dtype], tokens, hidden, self.size)
-        if not isinstance(self.base, TorchGroup) or not rules.fingerprint.on_gpu or owned(asked, rules) is None:
-            return None
-        from phalanx.comm.rows.copied import Copied, space_bytes
-        from phalanx.comm.symmetric import form_mapped
-
-        part_tokens, row_bytes = -(-tokens // (parts * TILE)) * TILE, hidden * dtype.itemsize
-        memory = form_mapped(
-            self.base.process_group, self.base.device, space_bytes(parts, part_tokens, row_bytes, self.size)
-        )  # fmt: skip
-        return Copied(memory, parts, part_tokens, row_bytes, self._count_copied)
-
-    def _count_copied(self, fusion: ResidualRmsNorm) -> None:
-        name = f"TWOSHOT+COPIED/{_kind(fusion).name}"
-        self.calls[name] = self.calls.get(name, 0) + 1
 
     def _whole(self, fusion: ResidualRmsNorm) -> ResidualRmsNorm:
         return replace(fusion, residual=whole(fusion.residual, self)) if isinstance(fusion.residual, OwnedRows) else fusion
