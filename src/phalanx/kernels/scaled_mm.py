@@ -3,13 +3,14 @@
 
     out = (x.values * x.scale) @ (weight * scale[:, None]).T
 
-The equivalent plain code is `reference.scaled_mm`. For few tokens the sums alone are faster, rounded to bf16, which holds whatever
-fp32 does; the scales are applied after, best of all by what reads the product (`unscaled_mm`).
+The equivalent plain code is `reference.scaled_mm`. For few tokens torch's sums alone are faster, rounded to bf16, which holds
+whatever fp32 does; the scales are applied after, best of all by what reads the product (`unscaled_mm`).
 """
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,12 @@ def has_fp8_kernels(device: torch.device) -> bool:
     return has_fp8_products(device) and torch.cuda.get_device_capability(device) == (9, 0) and triton_is_here()
 
 
+@cache
+def _knows_few_rows() -> bool:
+    """Whether the product of a few rows was verified with this Triton: its language, Gluon, is said to be experimental there."""
+    return version("triton").startswith("3.6.")
+
+
 def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
     """x [T, in] times weight [out, in] e4m3 with scale [out] fp32 -> [T, out] in `dtype`.
 
@@ -58,6 +65,11 @@ def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype
     if not values.is_cuda:
         return reference.scaled_mm(values, x_scale, weight, scale, dtype)
     if _kernels_take(values, weight):
+        few = _few_rows(values, weight)
+        if few is not None:
+            from phalanx.kernels.products.few_rows import few_rows_fp8
+
+            return few_rows_fp8(values, weight, few, (_by_row(x), scale), dtype=dtype)
         how = choice.fp8(values.shape[0], *weight.shape)
         if isinstance(how, choice.OneRow):
             from phalanx.kernels.products.one_row_fp8 import one_row_fp8
@@ -73,10 +85,24 @@ def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype
 def unscaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor | Unscaled:
     """`scaled_mm` for a reader that can apply the scales: the bare sums where they are faster."""
     if dtype == torch.bfloat16 and _kernels_take(x.values, weight):
+        few = _few_rows(x.values, weight)
+        if few is not None:
+            from phalanx.kernels.products.few_rows import few_rows_fp8
+
+            return Unscaled(few_rows_fp8(x.values, weight, few), _by_row(x), scale)
         how = choice.fp8(x.shape[0], *weight.shape, reader_scales=True)
         if how is choice.Torchs.SUMS:
             return _sums(x, weight, scale)
     return scaled_mm(x, weight, scale, dtype=dtype)
+
+
+def _few_rows(x: Tensor, weight: Tensor) -> choice.FewRows | None:
+    """How the kernel for a few tokens cuts the weight; None where it does not take these, or is not the fastest."""
+    if not 1 < x.shape[0] <= choice.MOST_FEW or not _knows_few_rows():
+        return None
+    from phalanx.kernels.products.few_rows import processors, takes
+
+    return choice.few_rows(x.shape[0], *weight.shape, processors(x.device)) if takes(x, weight) else None
 
 
 def _sums(x: Quantized, weight: Tensor, scale: Tensor) -> Unscaled:

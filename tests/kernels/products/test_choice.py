@@ -41,6 +41,37 @@ def test_torch_has_the_rest() -> None:
         assert choice.fp8(*size, reader_scales=reads) is Torchs.SCALED
 
 
+@pytest.mark.parametrize("outputs", [16, 48, 2560, 2576, 4096, 6144, 8192, 14336, 28672, 57344, 100_000])
+@pytest.mark.parametrize("inputs", [16, 144, 2048, 2064, 8192, 14336])
+def test_few_rows_give_every_program_as_much_and_a_multiprocessor(outputs: int, inputs: int) -> None:
+    for processors in (132, 114, 78):
+        for tokens in (2, 16, 17, 33, 48, 64):
+            tiling = choice.few_rows(tokens, outputs, inputs, processors)
+            if tiling is None:
+                assert outputs <= 64 * processors // 2
+                assert tokens > 48
+                continue
+            along, deep = -(-outputs // tiling.rows), -(-inputs // 128)
+            assert 0 < tiling.programs <= min(processors, along * deep)
+            assert tiling.stages >= 4
+            assert tiling.stages * (tiling.rows + choice.columns_for(tokens)) * 128 <= choice.ROOM
+            if tiling.programs > along:  # a row of tiles for as many programs each
+                assert tiling.programs % along == 0
+            else:  # none is cut
+                assert outputs > 64 * processors // 2 or deep == 1 or tiling.programs == along
+
+
+def test_few_rows_of_70b() -> None:
+    def programs(tokens: int, outputs: int, inputs: int) -> tuple[int, int] | None:
+        found = choice.few_rows(tokens, outputs, inputs, 132)
+        return None if found is None else (found.rows, found.programs)
+
+    assert programs(1, 8192, 8192) is programs(65, 8192, 8192) is None
+    assert [programs(tokens, 2560, 8192) for tokens in (16, 48, 64)] == [(128, 80), (64, 80), None]
+    assert [programs(64, *size) for size in ((8192, 2048), (14336, 8192), (8192, 7168))] == [(64, 128), (128, 112), (64, 128)]
+    assert [programs(64, *size) for size in ((5120, 8192), (28672, 8192), (57344, 8192))] == [(64, 80), (128, 112), (128, 112)]
+
+
 @pytest.mark.parametrize("inputs", [2048, 3584, 4096, 5120, 8192, 16384])
 def test_pairs_of_one_token(inputs: int) -> None:
     for fp8 in (False, True):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel multiplies, and how it cuts the weight: pure functions of the sizes, with thresholds measured on H200.
 
-Only one token is faster here than in torch: from two on, cuBLAS and CUTLASS read the weight as fast as it can be read.
+Up to 64 tokens are faster here than in torch: not by themselves from two on, but behind a kernel that still runs while the weight
+is on its way. In 16 bit, torch has all but one token.
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ class Pairs(NamedTuple):
     warps: int
 
 
+class FewRows(NamedTuple):
+    """A few tokens in e4m3, on Hopper. rows: of a tile of the weight, 64, 128 or 256; stages: tiles that shared memory holds;
+    programs: how many share the weight; warps: 4 for every 64 rows, at most. More programs than multiprocessors need tiles for
+    which two have room on one."""
+
+    rows: int
+    stages: int
+    programs: int
+    warps: int
+
+
 class Torchs(Enum):
     """Torch's product in e4m3."""
 
@@ -39,9 +51,50 @@ WIDEST_TO_QUANTIZE = 8192
 WIDE = 8192
 """Outputs above which sums alone gain little, and the weight's scales are much to read again for each token: `FEW_WIDE`."""
 FEW_WIDE, FEW_READ, FEW = 64, 1024, 255
-"""The most tokens for which sums alone are faster: of wide products, of those whose reader applies the scales, and of others."""
+"""The most tokens for which torch's sums alone are faster than its scaled ones: of wide products, of those whose reader applies the
+scales, and of others."""
 SHALLOW = 2048
 """Inputs up to which what sums alone gain is less than a kernel that scales them takes."""
+
+
+DEPTH = 128
+"""Inputs of a tile of `FewRows`: as many bytes as Hopper's shared memory is swizzled over."""
+ROOM = 220 * 1024
+"""Bytes of a multiprocessor's shared memory for such tiles: 7 KiB less than a program may have, for barriers and what moves between
+threads."""
+MOST_FEW = 64
+"""Tokens for which `FewRows` gains: more of them would read as much of x as of the weight."""
+SPLIT_IN_FOUR, SPLIT_IN_TWO = 16, 48
+"""The most tokens for which a weight of few outputs is cut along its inputs, too, in so many parts. Sums of parts take longer to add
+up, the more tokens there are."""
+
+
+def columns_for(tokens: int) -> int:
+    """Of the tensor cores' product of `FewRows`: tokens in a tile of x."""
+    return max(8, 1 << (tokens - 1).bit_length())
+
+
+def stages_for(rows: int, tokens: int) -> int:
+    """As many as shared memory holds of tiles of so many rows of the weight and so many tokens."""
+    return ROOM // ((rows + columns_for(tokens)) * DEPTH)
+
+
+def few_rows(tokens: int, outputs: int, inputs: int, processors: int) -> FewRows | None:
+    """For x [tokens, inputs] and weight [outputs, inputs], both in e4m3; None: `fp8` says. processors: the GPU's.
+
+    Programs have whole rows of tiles, as many each, in the smallest tiles of which there are no more than processors. Where half of
+    the processors would have none, rows of tiles are cut.
+    """
+    if not 1 < tokens <= MOST_FEW:
+        return None
+    if -(-outputs // 64) <= processors // 2:
+        rows, parts = (128, 4) if tokens <= SPLIT_IN_FOUR else (64, 2)
+        along = -(-outputs // rows)
+        parts = min(parts, processors // along, -(-inputs // DEPTH))
+        return FewRows(rows, stages_for(rows, tokens), along * parts, 4) if tokens <= SPLIT_IN_TWO else None
+    rows = 64 if -(-outputs // 64) <= processors else 128
+    along = -(-outputs // rows)
+    return FewRows(rows, stages_for(rows, tokens), -(-along // -(-along // processors)), 4)
 
 
 def fp8(tokens: int, outputs: int, inputs: int, *, reader_scales: bool = False) -> OneRow | Torchs:

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+# ruff: noqa: RUF005 (Triton's tuples grow by +)
+"""A few rows times a matrix in e4m3 on Hopper, while the kernel before still runs as far as that can be.
+
+    out[t, n] = round(sum over k of x[t, k] * weight[n, k])                             in fp32, rounded once
+
+A program fills its shared memory with its first tiles of the weight before it waits for the kernel before it, since no kernel
+writes weights; what it waits for then is x alone. Weights are the rows of the tensor cores' product and tokens its columns, which
+come in eights.
+
+The weight's tiles [ROWS, DEPTH], numbered along its rows of tiles, are dealt out evenly and in turn: each program has a run of
+them, and a row of tiles may belong to several programs. Each of those leaves its sums in fp32, and whichever is the last to do so
+adds them all up in the order of the programs: the same bits whoever is the last, and no program waits for another.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.errors import EngineError
+from phalanx.kernels.products import choice
+from phalanx.kernels.products.choice import FewRows
+
+DEPTH = gl.constexpr(choice.DEPTH)
+ALIGNMENT = 16
+"""Rows that the tensor memory accelerator reads begin on multiples of this many bytes."""
+MOST = 256
+"""Tokens that one product takes: the columns of an instruction."""
+
+
+@gluon.jit
+def _spot(unit, KT: gl.constexpr):
+    """The tile `unit` begins here: row of tiles, column."""
+    row = unit // KT
+    return row, (unit - row * KT) * DEPTH
+
+
+@gluon.jit
+def _ask(weight, ring, bar, stage, unit, KT: gl.constexpr, go, BYTES: gl.constexpr):
+    """For the tile `unit` of the weight; `bar` then waits for BYTES, of which x's tile is a part."""
+    row, column = _spot(unit, KT)
+    mbarrier.expect(bar.index(stage), BYTES, pred=go)
+    tma.async_copy_global_to_shared(weight, [row * ring.shape[1], column], bar.index(stage), ring.index(stage), pred=go)
+
+
+@gluon.jit
+def _ask_x(x, ring, bar, stage, unit, KT: gl.constexpr, go):
+    _, column = _spot(unit, KT)
+    tma.async_copy_global_to_shared(x, [0, column], bar.index(stage), ring.index(stage), pred=go)
+
+
+@gluon.jit
+def _total(parts, place, begin, end, SIZE: gl.constexpr, AT_ONCE: gl.constexpr):
+    """What the programs begin .. end - 1 left of a row of tiles, added up in their order, AT_ONCE of them asked for together."""
+    total = gl.load(parts + (2 * begin + 1).to(gl.int64) * SIZE + place, cache_modifier=".cg")
+    for first in range(begin + 1, end, AT_ONCE):
+        found = ()
+        for j in gl.static_range(AT_ONCE):
+            there = (place < SIZE) & (first + j < end)
+            found = found + (gl.load(parts + (2 * (first + j)).to(gl.int64) * SIZE + place, there, 0.0, cache_modifier=".cg"),)
+        for j in gl.static_range(AT_ONCE):
+            total += found[j]
+    return total
+
+
+@gluon.jit
+def _store(out, total, row, outputs, tokens, row_scale, column_scale, STORED: gl.constexpr):
+    """total [ROWS, TOKENS] -> out [tokens, outputs] from the column `row`, scaled where there are scales; by threads as STORED
+    says."""
+    ROWS: gl.constexpr = total.shape[0]
+    TOKENS: gl.constexpr = total.shape[1]
+    if row_scale is not None:
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, total.type.layout))
+        columns = gl.arange(0, TOKENS, gl.SliceLayout(0, total.type.layout))
+        by_token = gl.load(row_scale + columns, columns < tokens, 0.0)
+        by_row = gl.load(column_scale + rows, rows < outputs, 0.0)
+        total = total * by_token[None, :] * by_row[:, None]
+    rounded = gl.convert_layout(total.to(out.dtype.element_ty), STORED)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
+    columns = gl.arange(0, TOKENS, gl.SliceLayout(0, STORED))
+    inside = (rows < outputs)[:, None] & (columns < tokens)[None, :]
+    gl.store(out + columns.to(gl.int64)[None, :] * outputs + rows[:, None], rounded, inside)
+
+
+@gluon.jit(do_not_specialize=["tokens", "units"])
+def _few_rows_fp8(
+    x, weight, out, row_scale, column_scale, parts, arrived, tokens, outputs, units, KT: gl.constexpr, STAGES: gl.constexpr,
+    SUMS: gl.constexpr, STORED: gl.constexpr, AT_ONCE: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    gdc_launch_dependents()
+    ROWS: gl.constexpr = weight.block_type.shape[0]
+    TOKENS: gl.constexpr = x.block_type.shape[0]
+    BYTES: gl.constexpr = (ROWS + TOKENS) * DEPTH
+    tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, ROWS, DEPTH], weight.layout)
+    inputs = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, DEPTH], x.layout)
+    bar = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES + 1):
+        mbarrier.init(bar.index(stage), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    first, last = program * units // programs, (program + 1) * units // programs
+    for stage in gl.static_range(STAGES):
+        _ask(weight, tiles, bar, stage, first + stage, KT, first + stage < last, BYTES)
+    # A tile beyond the last token: nothing is read, but x's descriptor is there when it is needed.
+    mbarrier.expect(bar.index(STAGES), TOKENS * DEPTH)
+    tma.async_copy_global_to_shared(x, [TOKENS, 0], bar.index(STAGES), inputs.index(0))
+    mbarrier.wait(bar.index(STAGES), 0)
+    gdc_wait()
+    for stage in gl.static_range(STAGES):
+        _ask_x(x, inputs, bar, stage, first + stage, KT, first + stage < last)
+
+    rows, columns = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS)), gl.arange(0, TOKENS, gl.SliceLayout(0, SUMS))
+    place = rows[:, None] * TOKENS + columns[None, :]
+    stage, phase, before = 0, 0, 0
+    for tile in range(first // KT, (last - 1) // KT + 1):
+        begin, end = gl.maximum(first, tile * KT), gl.minimum(last, (tile + 1) * KT)
+        sums = gl.zeros([ROWS, TOKENS], gl.float32, SUMS)
+        for unit in range(begin, end):
+            mbarrier.wait(bar.index(stage), phase)
+            sums = warpgroup_mma(tiles.index(stage), inputs.index(stage).permute((1, 0)), sums, is_async=True)
+            sums = warpgroup_mma_wait(1, deps=(sums,))
+            # The product before this one is done: by all warps, behind the barrier. Its tiles give way to others.
+            gl.thread_barrier()
+            ahead = unit - 1 + STAGES
+            go = (unit > first) & (ahead < last)
+            _ask(weight, tiles, bar, before, ahead, KT, go, BYTES)
+            _ask_x(x, inputs, bar, before, ahead, KT, go)
+            before = stage
+            stage += 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
+        total = warpgroup_mma_wait(0, deps=(sums,))
+        if SHARED and end - begin < KT:
+            owner, behind = ((tile * KT + 1) * programs - 1) // units, ((tile + 1) * KT * programs - 1) // units + 1
+            slot = 2 * program + (program == owner).to(gl.int32)
+            gl.store(parts + slot.to(gl.int64) * (ROWS * TOKENS) + place, total)
+            gl.thread_barrier()
+            if gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == behind - owner - 1:
+                gl.store(arrived + tile, 0)
+                total = _total(parts, place, owner, behind, ROWS * TOKENS, AT_ONCE)
+                _store(out, total, tile * ROWS, outputs, tokens, row_scale, column_scale, STORED)
+        else:
+            _store(out, total, tile * ROWS, outputs, tokens, row_scale, column_scale, STORED)
+
+
+def _powers(first: int, end: int) -> list[int]:
+    return [first << j for j in range((end // first).bit_length() - 1)]
+
+
+def layouts(rows: int, tokens: int, warps: int) -> tuple[gl.NVMMADistributedLayout, gl.DistributedLayout]:
+    """Of sums [rows, tokens]: as the tensor cores leave them, and as they are stored, 8 rows of a token in each thread.
+
+    From 16 tokens on, the two differ within warps alone.
+    """
+    sums = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, tokens, 32])
+    if tokens < 16:
+        return sums, sums
+    registers = [[1, 0], [2, 0], [4, 0], *([0, t] for t in _powers(16, tokens)), *([r, 0] for r in _powers(16 * warps, rows))]
+    lanes = [[8, 0], [0, 1], [0, 2], [0, 4], [0, 8]]
+    return sums, gl.DistributedLinearLayout(registers, lanes, [[r, 0] for r in _powers(16, 16 * warps)], [], [rows, tokens])
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether `few_rows_fp8` multiplies these: on Hopper, e4m3, contiguous, up to `MOST` tokens, rows of whole `ALIGNMENT`s."""
+    return (
+        x.is_cuda
+        and x.dtype == weight.dtype == torch.float8_e4m3fn
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and 0 < x.shape[0] <= MOST
+        and weight.shape[1] % ALIGNMENT == 0
+        and weight.shape[1] > 0
+        and weight.shape[0] > 0
+        and x.data_ptr() % ALIGNMENT == weight.data_ptr() % ALIGNMENT == 0
+        and processors(x.device) > 0
+    )
+
+
+def few_rows_fp8(
+    x: Tensor, weight: Tensor, tiling: FewRows, scales: tuple[Tensor, Tensor] | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """x [T, in] times weight [out, in], both e4m3 -> the sums [T, out] in `dtype`, for what it `takes`.
+
+    scales: fp32, one for each token [T] or [T, 1] and one for each of the weight's rows [out]; applied in fp32 before the rounding.
+    Two products with one weight must not run at the same time: they count what has arrived in the same place.
+    """
+    tokens, (outputs, inputs) = x.shape[0], weight.shape
+    columns = choice.columns_for(tokens)
+    along, deep = triton.cdiv(outputs, tiling.rows), triton.cdiv(inputs, DEPTH.value)
+    sums, stored = layouts(tiling.rows, columns, tiling.warps)
+    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=DEPTH.value, element_bitwidth=8, rank=2)
+    shared = along * deep % tiling.programs != 0 or along * deep // tiling.programs % deep != 0
+    out = torch.empty((tokens, outputs), dtype=dtype, device=x.device)
+    parts, arrived = out, out
+    if shared:
+        parts = torch.empty(2 * tiling.programs * tiling.rows * columns, dtype=torch.float32, device=x.device)
+        arrived = _arrived(x.device, weight.data_ptr(), along)
+    by_token, by_row = scales or (None, None)
+    each = tiling.rows * columns // (32 * tiling.warps)
+    _few_rows_fp8[(tiling.programs,)](
+        TensorDescriptor(x, [tokens, inputs], [inputs, 1], [columns, DEPTH.value], swizzled),
+        TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [tiling.rows, DEPTH.value], swizzled),
+        out, by_token, by_row, parts, arrived, tokens, outputs, along * deep, KT=deep, STAGES=tiling.stages, SUMS=sums,
+        STORED=stored, AT_ONCE=max(1, min(4, 128 // each)), SHARED=shared, num_warps=tiling.warps, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a Hopper GPU; 0 for others."""
+    found = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count if (found.major, found.minor) == (9, 0) else 0
+
+
+@cache
+def _arrived(device: torch.device, _weight: int, places: int) -> Tensor:
+    """For the weight at that address: how many programs have left their sums of each row of tiles. Zeros, as the kernel leaves
+    them."""
+    if torch.cuda.is_current_stream_capturing():
+        raise EngineError(
+            "a product in FP8 asked for counters while a graph is captured",
+            why="they would be zero only after that graph ran",
+            next="run the product once before the capture",
+        )
+    return torch.zeros(places, dtype=torch.int32, device=device)

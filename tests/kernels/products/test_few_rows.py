@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Few rows times a matrix in e4m3: compiled for Hopper, and how the weight is dealt out; on a GPU what it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from phalanx.kernels.products import choice
+
+ROOM = 227 * 1024  # of one program, in Hopper's shared memory
+
+
+def made(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from phalanx.kernels.products import few_rows
+
+    sums, stored = few_rows.layouts(rows, tokens, warps)
+    constants = {
+        "KT": 64, "STAGES": choice.stages_for(rows, tokens), "SUMS": sums, "STORED": stored, "AT_ONCE": 2, "SHARED": shared,
+    }  # fmt: skip
+    pointers = {"out": "bf16", "row_scale": "fp32", "column_scale": "fp32", "parts": "fp32", "arrived": "i32"}
+    if not scaled:
+        constants |= {"row_scale": None, "column_scale": None}
+    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    kinds = {"x": f"tensordesc<fp8e4nv[{tokens},128],{swizzled!r}>", "weight": f"tensordesc<fp8e4nv[{rows},128],{swizzled!r}>"}
+    kinds |= {name: "*" + kind for name, kind in pointers.items()} | dict.fromkeys(("tokens", "outputs", "units"), "i32")
+    kernel = few_rows._few_rows_fp8
+    aligned = [name for name in kernel.arg_names if name in (*pointers, "outputs") and name not in constants]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = GluonASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+@pytest.mark.parametrize(("rows", "tokens", "warps"), [(64, 8, 4), (128, 16, 4), (128, 64, 8), (256, 128, 8), (128, 256, 8)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiles(rows: int, tokens: int, warps: int, scaled: bool) -> None:
+    kernel = made(rows, tokens, warps, shared=True, scaled=scaled)
+    assert kernel.metadata.shared <= ROOM
+    ptx = kernel.asm["ptx"]
+    assert ".local" not in ptx  # nothing is held where it would have to be read back
+    wait = ptx.index("griddepcontrol.wait")
+    before = ptx[:wait]
+    assert before.count("cp.async.bulk.tensor") == choice.stages_for(rows, tokens) + 1  # the weight's tiles, and x's descriptor
+    assert not any(act in before for act in ("st.global", "ld.global", "atom."))
+    assert "wgmma.mma_async" in ptx[wait:]
+    if tokens >= 16:
+        assert "st.global.v4.b32" in ptx  # 8 rows at once
+
+
+@pytest.mark.parametrize(("along", "deep", "programs"), [(20, 64, 120), (20, 64, 132), (1, 9, 7), (112, 64, 132), (3, 1, 2)])
+def test_shares_of_a_row_of_tiles_are_found_from_both_sides(along: int, deep: int, programs: int) -> None:
+    """Who has tiles of a row, by each program's run and by the row's ends, as the kernel finds them; and no slot is used twice."""
+    units = along * deep
+    runs = [(p * units // programs, (p + 1) * units // programs) for p in range(programs)]
+    slots: set[int] = set()
+    for row in range(along):
+        begin, end = row * deep, (row + 1) * deep
+        sharing = [p for p, (first, last) in enumerate(runs) if first < end and last > begin]
+        owner, behind = ((begin + 1) * programs - 1) // units, (end * programs - 1) // units + 1
+        assert sharing == list(range(owner, behind))
+        if len(sharing) > 1:
+            left = {2 * p + (p == owner) for p in sharing}
+            assert not slots & left
+            slots |= left
+    assert all(slot < 2 * programs for slot in slots)
+
+
+SHAPES = ((2560, 8192), (8192, 2048), (14336, 8192), (8192, 7168), (4096, 4096), (2576, 2064), (48, 144), (16, 16), (208, 16400))
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_equals_exact_sums_as_nearly_as_torch_does(outputs: int, inputs: int) -> None:
+    """In steps of bf16, with and without scales, whoever adds parts up: tensor cores add e4m3 with fewer bits than fp32 has."""
+    import torch
+
+    from phalanx.kernels.products.few_rows import few_rows_fp8, processors, takes
+
+    torch.manual_seed(0)
+    e4m3, one = torch.float8_e4m3fn, torch.ones((), device="cuda")
+    weight = (torch.randn(outputs, inputs, device="cuda") * 0.5).to(e4m3)
+    columns = torch.rand(outputs, device="cuda") + 0.1
+    for tokens in (2, 5, 8, 16, 17, 33, 48, 64):
+        x, rows = torch.randn(tokens, inputs, device="cuda").to(e4m3), torch.rand(tokens, 1, device="cuda") + 0.1
+        tiling = choice.few_rows(tokens, outputs, inputs, processors(x.device))
+        assert takes(x, weight)
+        if tiling is None:
+            continue
+        sums = x.float() @ weight.float().t()
+        theirs = torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        for scales, wanted, dtype in (
+            (None, sums, torch.bfloat16), ((rows, columns), sums * rows * columns, torch.bfloat16),
+            ((rows, columns), sums * rows * columns, torch.float16),
+        ):  # fmt: skip
+            size = torch.maximum(wanted.abs(), wanted.square().mean().sqrt()) * 2**-8
+            bound = max(
+                1.5,
+                1.5
+                * ((theirs.float() - sums).abs() / (torch.maximum(sums.abs(), sums.square().mean().sqrt()) * 2**-8)).max().item(),
+            )
+            first = few_rows_fp8(x, weight, tiling, scales, dtype=dtype)
+            assert first.dtype == dtype
+            assert ((first.float() - wanted).abs() / size).max().item() <= bound, (tokens, tiling)
+            for _ in range(3):
+                assert torch.equal(first, few_rows_fp8(x, weight, tiling, scales, dtype=dtype)), (tokens, tiling)
+
+
+@pytest.mark.gpu1
+def test_replays_behind_kernels_that_start_it_early() -> None:
+    """Products of one weight, split and whole, behind each other and behind a norm, in a graph: the bits of eager ones."""
+    import torch
+
+    from phalanx.kernels.products.few_rows import few_rows_fp8, processors
+    from phalanx.kernels.residual_rms_norm import residual_rms_norm
+
+    torch.manual_seed(0)
+    e4m3 = torch.float8_e4m3fn
+    weights = [(torch.randn(*shape, device="cuda") * 0.5).to(e4m3) for shape in ((2560, 8192), (8192, 2560), (8192, 8192))]
+    norm = torch.ones(8192, device="cuda", dtype=torch.bfloat16)
+    for tokens in (3, 40, 64):
+        start = torch.randn(tokens, 8192, device="cuda", dtype=torch.bfloat16)
+
+        def chain(start: torch.Tensor = start) -> list[torch.Tensor]:
+            made, residual = [], start
+            for _ in range(4):
+                x, _, residual = residual_rms_norm(start, residual, norm, 1e-5, quant="fp8")
+                for weight in weights:
+                    tiling = choice.few_rows(len(x), *weight.shape, processors(x.device))
+                    if tiling is None:
+                        tiling = choice.FewRows(64, choice.stages_for(64, len(x)), -(-weight.shape[0] // 64), 4)
+                    sums = few_rows_fp8(x, weight, tiling)
+                    made.append(sums)
+                    x = (sums / 256).to(e4m3)
+                made.append(residual)
+            return made
+
+        wanted = [each.clone() for each in chain()]
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain()
+        for _ in range(50):
+            graph.replay()
+            for left, right in zip(found, wanted, strict=True):
+                assert torch.equal(left, right)
