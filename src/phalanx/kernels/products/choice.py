@@ -65,7 +65,7 @@ threads."""
 MOST_FEW = 64
 """Tokens for which `FewRows` gains: more of them would read as much of x as of the weight."""
 SPLIT_IN_FOUR, SPLIT_IN_TWO = 16, 48
-"""The most tokens for which a weight of few outputs is cut along its inputs, too, in so many parts. Sums of parts take longer to add
+"""The most tokens for which a weight of few outputs is cut along its inputs, in so many parts. Sums of parts take longer to add
 up, the more tokens there are."""
 
 
