@@ -220,3 +220,29 @@ def rope_store(
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, in] times weight [out, in] transposed -> [T, out]: summed in fp32, rounded once."""
     return (x.float() @ weight.float().t()).to(x.dtype)
+
+
+def _in_groups(x: Tensor, size: int, begin: int) -> Tensor:
+    """x [T, in] -> [T, groups, size], where x's first column is number `begin` of the first group; zeros around."""
+    padded = torch.nn.functional.pad(x, (begin, -(begin + x.shape[1]) % size))
+    return padded.view(x.shape[0], padded.shape[1] // size, size)
+
+
+def quantize_groups(x: Tensor, size: int = 128, begin: int = 0) -> tuple[Tensor, Tensor]:
+    """x [T, in] as e4m3 and fp32 scales [T, groups]: `quantize_fp8` of each `size` columns with a scale of their own, where the
+    first column is number `begin` of the first group."""
+    groups = _in_groups(x, size, begin)
+    values, scale = quantize_fp8(groups)
+    return values.flatten(1)[:, begin : begin + x.shape[1]].contiguous(), scale.squeeze(-1)
+
+
+def block_scaled_mm(
+    values: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype, *, size: int = 128, begin: int = 0
+) -> Tensor:  # fmt: skip
+    """values [T, in] e4m3 with x_scale [T, groups] times weight [out, in] e4m3 with scale [out, groups], groups as in
+    `quantize_groups`: each group's product in fp32 times both of its scales, added up in fp32, rounded to `dtype`."""
+    total = torch.zeros(values.shape[0], weight.shape[0], device=values.device)
+    for at in range(scale.shape[1]):
+        here = slice(max(0, at * size - begin), (at + 1) * size - begin)
+        total += (values[:, here].float() @ weight[:, here].float().t()) * x_scale[:, at, None] * scale[:, at]
+    return total.to(dtype)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""Several rows times a matrix in e4m3 that has a scale per row and 128 columns, as DeepSeek-V3 (arXiv 2412.19437, 3.3.2) does it.
+
+    out[t, n] = round(sum over blocks b of (sum over k in b of x[t, k] * weight[n, k]) * x_scale[t, b] * scale[n, b])
+
+Each block is summed by the tensor cores, and what they give is scaled and added up in fp32 apart: their own sums of e4m3 keep fewer
+bits. x comes in e4m3 with a scale per row and block; or in 16 bit, without: then the weight is widened in registers, which any GPU
+can do.
+
+Weights are the rows of a tile and tokens its columns, of which tensor cores take any multiple of 8, where rows come in 64. Programs
+that share a tile leave fp32 sums, which a second kernel adds up in their order: the same bits each time. Weights, which no kernel
+writes, are asked for before the kernel waits for the one before it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.products.cuts import Blocks
+from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.vectors import nearest
+
+DEPTH = tl.constexpr(128)
+"""Columns of a block."""
+TOGETHER = tl.constexpr(16)
+"""Tiles of tokens that go through the weight side by side: what they read stays in the second cache."""
+PIECE = 1024
+"""Sums that one program of the second kernel adds up."""
+
+
+@triton.jit
+def widened(byte, PTX: tl.constexpr):
+    """e4m3 in uint8 as fp32, exactly; NaN stays NaN."""
+    if PTX >= 89:
+        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        code = byte.to(tl.int32)
+        # As bits of fp32 the exponent's bias is 127 for 7; a subnormal stays one, and the product makes it normal.
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+        size = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+        value = tl.where((code & 0x7F) == 0x7F, float("nan"), size)
+    return value
+
+
+@triton.jit
+def _ask_ahead(weight, row, inputs, block, SKIP: tl.constexpr):
+    """Ask for a tile's block of columns, to be in the second cache when it is read."""
+    column = tl.maximum(block * DEPTH - SKIP, 0)
+    place = weight + row.to(tl.int64) * inputs + tl.minimum(column, inputs - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile_of(tiles_n, tiles_t):
+    """(tile of rows, tile of tokens, part) of this program: TOGETHER tiles of tokens beside each other, row by row."""
+    part, program = tl.program_id(1), tl.program_id(0)
+    of_group = TOGETHER * tiles_n
+    first = program // of_group * TOGETHER
+    beside = tl.minimum(tiles_t - first, TOGETHER)
+    return program % of_group // beside, first + program % beside, part
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles_t", "share"])
+def _block_scaled(
+    x, x_scale, weight, scale, out, tokens, outputs, inputs, blocks, tiles_n, tiles_t, share, SKIP: tl.constexpr,
+    WHOLE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """x_scale [blocks, tokens], or None for x in 16 bit and a weight in uint8. WHOLE: no block is cut. share: blocks of one part.
+    out: [tokens, outputs], or fp32 [parts, tokens, outputs]."""
+    if PTX >= 90:
+        gdc_launch_dependents()
+    tile_n, tile_t, part = _tile_of(tiles_n, tiles_t)
+    row, token = tile_n * ROWS + tl.arange(0, ROWS), tile_t * TOKENS + tl.arange(0, TOKENS)
+    # Rows and tokens beyond the last are the last again, and are not stored.
+    real_row, real_token = tl.minimum(row, outputs - 1), tl.minimum(token, tokens - 1)
+    first = part * share
+    last = tl.minimum(first + share, blocks)
+    if PTX >= 90:
+        for ahead in tl.static_range(AHEAD):
+            _ask_ahead(weight, real_row, inputs, tl.minimum(first + ahead, blocks - 1), SKIP)
+        gdc_wait()
+    column = tl.arange(0, DEPTH)[None, :] - SKIP
+    weight_place = weight + real_row[:, None].to(tl.int64) * inputs + column
+    x_place = x + real_token[:, None].to(tl.int64) * inputs + column
+    scale_place = scale + real_row.to(tl.int64) * blocks
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for block in range(first, last):
+        at = block * DEPTH
+        if WHOLE:
+            w, v = tl.load(weight_place + at), tl.load(x_place + at)
+        else:
+            inside = (column + at >= 0) & (column + at < inputs)
+            w, v = tl.load(weight_place + at, inside, 0.0), tl.load(x_place + at, inside, 0.0)
+        factor = tl.load(scale_place + block)[:, None]
+        if x_scale is not None:
+            sums = tl.dot(w, tl.trans(v))
+            total += sums * tl.load(x_scale + block * tokens + real_token)[None, :] * factor
+        else:
+            wide = widened(w, PTX)
+            if PTX == 0:  # the interpreter does not multiply bf16
+                total += tl.dot(wide, tl.trans(v.to(tl.float32)), input_precision="ieee") * factor
+            else:
+                total += tl.dot(wide.to(v.dtype), tl.trans(v)) * factor
+    inside = (row < outputs)[:, None] & (token < tokens)[None, :]
+    place = out + token[None, :].to(tl.int64) * outputs + row[:, None]
+    if PARTS:
+        tl.store(place + part.to(tl.int64) * tokens * outputs, total, inside)
+    else:
+        tl.store(place, nearest(total, tl.zeros([ROWS, TOKENS], out.dtype.element_ty), PTX), inside)
+
+
+@triton.jit(do_not_specialize=["size"])
+def _add_parts(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    if PTX >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    total = tl.load(parts + at, inside, 0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * size.to(tl.int64) + at, inside, 0.0)
+    tl.store(out + at, nearest(total, tl.zeros([BLOCK], out.dtype.element_ty), PTX), inside)
+
+
+def block_scaled(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, begin: int, tiling: Blocks
+) -> Tensor:  # fmt: skip
+    """x [T, in] times weight [out, in] e4m3 with scale [out, blocks] fp32, contiguous -> [T, out] in `dtype`.
+
+    x in e4m3 with x_scale [T, blocks], as `quantize_groups` gives them; or in bf16 or fp16 and x_scale None. begin: which column of
+    its block of 128 the first one is. `in`, out and begin are multiples of 16.
+    """
+    (tokens, inputs), outputs = x.shape, weight.shape[0]
+    blocks, ptx = scale.shape[1], capability(x.device)
+    tiles_n, tiles_t = triton.cdiv(outputs, tiling.rows), triton.cdiv(tokens, tiling.tokens)
+    share = triton.cdiv(blocks, tiling.parts)
+    parts = triton.cdiv(blocks, share)
+    out = torch.empty((tokens, outputs), dtype=dtype, device=x.device)
+    sums = torch.empty((parts, tokens, outputs), dtype=torch.float32, device=x.device) if parts > 1 else out
+    if not tokens:
+        return out
+    if x_scale is not None and not x_scale.t().is_contiguous():
+        x_scale = x_scale.t().contiguous().t()
+    _block_scaled[(tiles_n * tiles_t, parts)](
+        x, x_scale, weight if x_scale is not None else weight.view(torch.uint8), scale, sums, tokens, outputs, inputs, blocks,
+        tiles_n, tiles_t, share, SKIP=begin, WHOLE=begin == 0 and inputs % DEPTH.value == 0, PARTS=parts > 1, ROWS=tiling.rows,
+        TOKENS=tiling.tokens, AHEAD=min(tiling.stages, 4), PTX=ptx, num_warps=tiling.warps, num_stages=tiling.stages,
+        launch_pdl=ptx >= 90,
+    )  # fmt: skip
+    if parts > 1:
+        _add_parts[(triton.cdiv(out.numel(), PIECE),)](
+            sums, out, out.numel(), PARTS=parts, BLOCK=PIECE, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90
+        )
+    return out

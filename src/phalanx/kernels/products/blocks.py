@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with weights in e4m3 that have a scale per block of 128 columns: `block_scaled_mm` where the device multiplies e4m3,
+`widening_mm` elsewhere.
+
+A weight [out, in] has scales [out, blocks]. It may be a slice whose first column is number `begin` of its block; activations are
+quantized in groups that lie as the weight's blocks do.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.kernels import reference
+from phalanx.kernels.norms import triton_is_here
+from phalanx.kernels.products import choice, cuts
+
+WIDTH = 128
+"""Columns of a block, and of a group of activations."""
+ALIGNMENT = 16
+"""Bytes that a thread loads at once: both sizes of a weight and `begin` are multiples."""
+
+
+class _Gpu(NamedTuple):
+    processors: int
+    shared: int
+
+
+def takes(outputs: int, inputs: int, block: int, begin: int) -> bool:
+    """Whether `block_scaled_mm` takes such a weight. block: the columns of one; its rows do not matter."""
+    return block == WIDTH and not any(size % ALIGNMENT for size in (outputs, inputs, begin))
+
+
+def quantize_groups(x: Tensor, begin: int = 0) -> tuple[Tensor, Tensor]:
+    """See `reference.quantize_groups`, for groups of 128."""
+    if x.is_cuda and x.is_contiguous() and triton_is_here():
+        from phalanx.kernels.products.quantize_groups import quantize_groups as kernel
+
+        return kernel(x, begin)
+    return reference.quantize_groups(x, WIDTH, begin)
+
+
+def block_scaled_mm(x: Tensor, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, begin: int = 0) -> Tensor:
+    """x [T, in] in 16 or 32 bit, quantized in groups, times a weight that `takes` names -> [T, out] in `dtype`.
+
+    One token and many are quantized alike, so that a token's result depends on how many there are by the order of sums alone.
+    """
+    if not (x.is_cuda and triton_is_here()):
+        values, x_scale = reference.quantize_groups(x, WIDTH, begin)
+        return reference.block_scaled_mm(values, x_scale, weight, scale, dtype, size=WIDTH, begin=begin)
+    x = x.contiguous()
+    if x.shape[0] == 1 and begin + x.shape[1] <= choice.WIDEST_TO_QUANTIZE:
+        return _one_row(x, None, weight, scale, dtype, begin, quantize=True)
+    values, found = quantize_groups(x, begin)
+    if x.shape[0] == 1:
+        return _one_row(values, found, weight, scale, dtype, begin, quantize=True)
+    return _rows(values, found, weight, scale, dtype, begin)
+
+
+def widening_mm(x: Tensor, weight: Tensor, scale: Tensor, *, block: int, begin: int = 0) -> Tensor:
+    """x [T, in] times the weight's meaning in x's dtype -> [T, out]. block: the columns of one.
+
+    Few tokens on a GPU read the weight in e4m3 and widen it in registers, unrounded; otherwise it is widened in memory first.
+    """
+    outputs, inputs = weight.shape
+    known = takes(outputs, inputs, block, begin) and x.dtype in (torch.bfloat16, torch.float16)
+    if x.is_cuda and 0 < x.shape[0] <= cuts.FEW and known and triton_is_here():
+        x = x.contiguous()
+        if x.shape[0] == 1:
+            return _one_row(x, None, weight, scale, x.dtype, begin, quantize=False)
+        return _rows(x, None, weight, scale, x.dtype, begin)
+    return F.linear(x, reference.dequantize(weight, scale, x.dtype, block=block, begin=begin))
+
+
+def _one_row(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, dtype: torch.dtype, begin: int, *, quantize: bool
+) -> Tensor:  # fmt: skip
+    from phalanx.kernels.products.block_scaled_row import block_scaled_row
+
+    tiling = cuts.one_row(begin + weight.shape[1])
+    return block_scaled_row(x, x_scale, weight, scale, dtype=dtype, begin=begin, quantize=quantize, tiling=tiling)
+
+
+def _rows(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, dtype: torch.dtype, begin: int) -> Tensor:
+    from phalanx.kernels.products.block_scaled import block_scaled
+
+    held = _gpu(x.device)
+    tiling = cuts.rows(
+        x.shape[0], *scale.shape, multiprocessors=held.processors, shared=held.shared, width=x.element_size()
+    )  # fmt: skip
+    return block_scaled(x, x_scale, weight, scale, dtype=dtype, begin=begin, tiling=tiling)
+
+
+@cache
+def _gpu(device: torch.device) -> _Gpu:
+    found = torch.cuda.get_device_properties(device)
+    return _Gpu(found.multi_processor_count, int(found.shared_memory_per_block_optin))  # type: ignore[attr-defined]

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""Rows in e4m3 with a scale for each 128 columns, for products with weights that are scaled by block.
+
+    quantized: e4m3(x / scale), scale = largest |x| of the group / 448                   see `reference.quantize_groups`
+
+A program has some groups of one row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.quantize import e4m3_byte, scale_of
+from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.vectors import largest_along
+
+GROUP = tl.constexpr(128)
+MANY, FEW = 32, 8
+"""Groups of one program: where rows are many, and where they are few."""
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _quantize_groups(x, out, scales, tokens, columns, groups, SKIP: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr):
+    """scales [groups, tokens]: products read those of neighbouring tokens together."""
+    if PTX >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    column = group * GROUP + tl.arange(0, GROUP)[None, :] - SKIP
+    mask = (column >= 0) & (column < columns)
+    begin = row.to(tl.int64) * columns
+    value = tl.load(x + begin + column, mask, 0.0).to(tl.float32)
+    scale = scale_of(largest_along(tl.abs(value), 1))
+    tl.store(scales + group * tokens + row, scale, group < groups)
+    tl.store(out + begin + column, e4m3_byte(value * tl.div_rn(1.0, scale), PTX), mask)
+
+
+def quantize_groups(x: Tensor, begin: int = 0) -> tuple[Tensor, Tensor]:
+    """The kernel of `reference.quantize_groups` for groups of 128; x [T, in] contiguous in bf16, fp16 or fp32, `in` and begin
+    multiples of 16. The scales [T, groups] lie with tokens side by side."""
+    tokens, columns = x.shape
+    groups = triton.cdiv(begin + columns, GROUP.value)
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((groups, tokens), dtype=torch.float32, device=x.device)
+    if tokens:
+        ptx = capability(x.device)
+        at_once = MANY if tokens * groups >= 8192 else FEW
+        _quantize_groups[(tokens, triton.cdiv(groups, at_once))](
+            x, out.view(torch.uint8), scales, tokens, columns, groups, SKIP=begin, GROUPS=at_once, PTX=ptx,
+            num_warps=4 if at_once == MANY else 2, launch_pdl=ptx >= 90,
+        )  # fmt: skip
+    return out, scales.t()

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with weights scaled by block: in Triton's interpreter against the reference, compiled for four generations of GPUs, and
+on a GPU against the reference on a CPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.kernels import reference
+from phalanx.kernels.products import blocks, cuts
+from phalanx.kernels.products.choice import OneRow
+from phalanx.kernels.products.cuts import Blocks
+from tests.kernels.compiled import compiled
+from tests.kernels.interpreted import interpreted
+
+pytest.importorskip("triton")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = [  # outputs, inputs, begin
+    (16, 128, 0), (48, 16, 112), (80, 208, 0), (144, 272, 48), (16, 640, 16), (176, 384, 0),
+]  # fmt: skip
+
+
+def weight_of(outputs: int, inputs: int, begin: int) -> tuple[Tensor, Tensor]:
+    """e4m3 [outputs, inputs], of all sizes that e4m3 has, and scales [outputs, blocks] that differ by a factor of 100."""
+    groups = -(-(begin + inputs) // 128)
+    weight = (torch.randn(outputs, inputs) * torch.logspace(-4, 2, inputs)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return weight, torch.logspace(-3, -1, outputs * groups).view(outputs, groups)
+
+
+def activations(tokens: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """Whose groups have very different sizes; a token of zeros among them."""
+    x = (torch.randn(tokens, inputs) * torch.logspace(-2, 2, inputs)).to(dtype)
+    x[tokens // 2 :: 7] = 0.0
+    return x
+
+
+def near(found: Tensor, wanted: Tensor, terms: Tensor) -> None:
+    """Apart by the order of fp32 sums (2^-24 of the terms' magnitudes for each of some 30 sums) and a rounding to found's dtype."""
+    room = terms * 2.0**-19 + wanted.float().abs() * torch.finfo(found.dtype).eps
+    assert ((found.float() - wanted.float()).abs() <= room).all()
+
+
+def magnitudes(x: Tensor, weight: Tensor, scale: Tensor, begin: int) -> Tensor:
+    """The sums of their terms' magnitudes [T, out]."""
+    wide = reference.dequantize(weight, scale, torch.float32, block=128, begin=begin)
+    return x.float().abs() @ wide.abs().t()
+
+
+def check_groups() -> None:
+    from phalanx.kernels.products.quantize_groups import quantize_groups
+
+    for dtype, tokens, (_, inputs, begin) in itertools.product(DTYPES, (0, 3), SIZES):
+        x = activations(tokens, inputs, dtype)
+        values, scales = quantize_groups(x, begin)
+        wanted, wanted_scales = reference.quantize_groups(x, 128, begin)
+        assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(scales, wanted_scales)
+
+
+def check_rows() -> None:
+    from phalanx.kernels.products.block_scaled import block_scaled
+
+    tilings = [Blocks(64, 16, 4, 4), Blocks(64, 64, 4, 4, parts=3), Blocks(128, 128, 8, 3)]
+    for number, (tokens, (outputs, inputs, begin)) in enumerate(itertools.product((1, 3, 17, 70), SIZES)):
+        tiling, dtype = tilings[number % len(tilings)], DTYPES[number % 3]
+        weight, scale = weight_of(outputs, inputs, begin)
+        values, x_scale = reference.quantize_groups(activations(tokens, inputs, dtype), 128, begin)
+        wanted = reference.block_scaled_mm(values, x_scale, weight, scale, dtype, begin=begin)
+        terms = magnitudes(reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin), weight, scale, begin)
+        near(block_scaled(values, x_scale, weight, scale, dtype=dtype, begin=begin, tiling=tiling), wanted, terms)
+        if dtype != torch.float32:
+            x = activations(tokens, inputs, dtype)
+            wanted = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
+            found = block_scaled(x, None, weight, scale, dtype=dtype, begin=begin, tiling=tiling)
+            near(found, wanted, magnitudes(x, weight, scale, begin))
+    assert not len(block_scaled(values[:0], x_scale[:0], weight, scale, dtype=dtype, begin=begin, tiling=tiling))
+
+
+def check_one_row() -> None:
+    from phalanx.kernels.products.block_scaled_row import block_scaled_row
+
+    for dtype, (outputs, inputs, begin, block) in itertools.product(
+        DTYPES, [(4, 16, 112, 128), (7, 208, 0, 128), (5, 640, 48, 512)]
+    ):
+        weight, scale = weight_of(outputs, inputs, begin)
+        x = activations(1, inputs, dtype) if begin else activations(2, inputs, dtype)[:1]
+        values, x_scale = reference.quantize_groups(x, 128, begin)
+        how: dict[str, Any] = {"dtype": dtype, "begin": begin, "tiling": OneRow(4, block, 4)}
+        found = block_scaled_row(values, x_scale, weight, scale, quantize=True, **how)
+        wanted = reference.block_scaled_mm(values, x_scale, weight, scale, dtype, begin=begin)
+        near(found, wanted, magnitudes(x, weight, scale, begin) * 1.1)
+        itself = block_scaled_row(x, None, weight, scale, quantize=True, **how)
+        assert torch.equal(itself, found)  # quantized there or before: the same bits
+        wide = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
+        found = block_scaled_row(x, None, weight, scale, quantize=False, **how)
+        near(found, wide, magnitudes(x, weight, scale, begin))
+
+
+def check_every_e4m3() -> None:
+    """Each of the 256 comes out of the weight as it is, NaN too."""
+    from phalanx.kernels.products.block_scaled_row import block_scaled_row
+
+    weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None].repeat(1, 16)
+    x, scale = torch.zeros(1, 16), torch.ones(256, 1)
+    x[0, 3] = 1.0
+    found = block_scaled_row(x, None, weight, scale, dtype=torch.float32, begin=0, quantize=False, tiling=OneRow(4, 128, 4))
+    torch.testing.assert_close(found[0], weight[:, 0].float(), rtol=0, atol=0, equal_nan=True)
+
+
+CHECKS = [check_groups, check_rows, check_one_row, check_every_e4m3]
+
+
+def test_in_the_interpreter() -> None:
+    assert interpreted("tests.kernels.products.test_block_scaled").split() == [check.__name__ for check in CHECKS]
+
+
+def made(tiling: Blocks, arch: int, *, quantized: bool, whole: bool = True, parts: bool = False) -> Any:
+    """The product compiled, with tensors that begin where vectors may and sizes that are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from phalanx.kernels.products.block_scaled import _block_scaled as kernel
+
+    constants: dict[str, Any] = {
+        "SKIP": 0 if whole else 48, "WHOLE": whole, "PARTS": parts, "ROWS": tiling.rows, "TOKENS": tiling.tokens, "AHEAD": 4,
+        "PTX": arch,
+    }  # fmt: skip
+    pointers = {"x": "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "fp32" if parts else "bf16"}
+    if not quantized:
+        pointers |= {"x": "bf16", "weight": "u8"}
+        constants["x_scale"] = None
+    kinds = {name: "*" + kind for name, kind in pointers.items()}
+    kinds |= dict.fromkeys(("tokens", "outputs", "inputs", "blocks", "tiles_n", "tiles_t", "share"), "i32")
+    aligned = [name for name in (*pointers, "outputs", "inputs") if name not in constants]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, attributes)
+    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+ROOM = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that a program may have."""
+SHAPES = [(8, 6144, 32), (33, 28672, 64), (256, 2560, 64), (2048, 28672, 32)]  # tokens, outputs, blocks
+
+
+@pytest.mark.parametrize("arch", [89, 90, 100])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiles_in_e4m3(arch: int, shape: tuple[int, int, int]) -> None:
+    tiling = cuts.rows(*shape, shared=ROOM[arch])
+    kernel = made(tiling, arch, quantized=True, parts=tiling.parts > 1)
+    fits(kernel, arch)
+    ptx = kernel.asm["ptx"]
+    if arch >= 90:
+        wait = ptx.index("griddepcontrol.wait")
+        assert "prefetch.global.L2" in ptx[:wait]
+        assert not any(act in ptx[:wait] for act in ("ld.global", "st.global", "cp.async"))
+    assert {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
+    assert "cp.async" in ptx
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_compiles_for_a_weight_widened_in_registers(arch: int, shape: tuple[int, int, int]) -> None:
+    tiling = cuts.rows(*shape, shared=ROOM[arch], width=2)
+    fits(made(tiling, arch, quantized=False, whole=shape[0] > 8), arch)
+
+
+def test_compiles_where_blocks_are_cut() -> None:
+    kernel = made(cuts.rows(*SHAPES[0]), 90, quantized=True, whole=False, parts=True)
+    fits(kernel, 90)
+    assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # 16 bytes at once
+
+
+def fits(kernel: Any, arch: int) -> None:
+    assert kernel.metadata.shared <= ROOM[arch]
+    assert ".local" not in kernel.asm["ptx"]  # nothing is held where it would have to be read back
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("x", ["bf16", "u8", "widened"])
+def test_one_row_compiles(arch: int, x: str) -> None:
+    from phalanx.kernels.products import block_scaled_row
+
+    if arch == 80 and x != "widened":
+        return  # a GPU without products in e4m3 is not asked for them
+    constants: dict[str, Any] = {"COLUMNS": 2048, "SKIP": 0, "QUANTIZE": x == "bf16", "ROWS": 4, "BLOCK": 2048}
+    kinds = {"x": "*u8" if x == "u8" else "*bf16", "x_scale": "*fp32", "weight": "*u8", "scale": "*fp32", "out": "*bf16"}
+    if x != "u8":
+        constants["x_scale"] = None
+    compiled(block_scaled_row._block_scaled_row, kinds | {"rows": "i32", "blocks": "i32"}, constants, arch)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_what_is_beside_compiles(arch: int) -> None:
+    from phalanx.kernels.products import block_scaled, quantize_groups
+
+    kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "tokens": "i32", "columns": "i32", "groups": "i32"}
+    compiled(quantize_groups._quantize_groups, kinds, {"SKIP": 0, "GROUPS": 32}, arch)
+    kinds = {"parts": "*fp32", "out": "*bf16", "size": "i32"}
+    compiled(block_scaled._add_parts, kinds, {"PARTS": 3, "BLOCK": 1024}, arch)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 65, 256, 2048, 8192])
+def test_tilings(tokens: int) -> None:
+    for outputs, groups, room in itertools.product((16, 2560, 28672), (1, 2, 32, 112), (99 * 1024, cuts.SHARED_MEMORY)):
+        tiling = cuts.rows(tokens, outputs, groups, shared=room)
+        assert tiling.parts <= max(1, groups // 4)
+        assert tiling.stages >= 2
+        assert tiling.stages * 128 * (tiling.rows + tiling.tokens) < room
+    assert cuts.rows(tokens, 16, 112).parts > 1
+    assert cuts.rows(8192, 28672, 112).parts == 1
+
+
+def test_what_is_taken() -> None:
+    assert blocks.takes(16, 4096, 128, 48)
+    assert blocks.takes(16, 4096, 128, 0)
+    for outputs, inputs, block, begin in ((8, 128, 128, 0), (16, 40, 128, 0), (16, 128, 128, 8), (16, 128, 20, 0)):
+        assert not blocks.takes(outputs, inputs, block, begin)
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "begin"), SIZES)
+def test_the_reference_is_the_formula(outputs: int, inputs: int, begin: int) -> None:
+    x, (weight, scale) = activations(5, inputs, torch.float32), weight_of(outputs, inputs, begin)
+    values, x_scale = reference.quantize_groups(x, 128, begin)
+    assert x_scale.shape == (5, scale.shape[1])
+    meant = torch.empty(5, inputs, dtype=torch.float64)
+    for k in range(inputs):
+        meant[:, k] = values[:, k].double() * x_scale[:, (begin + k) // 128]
+        assert ((meant[:, k] - x[:, k]).abs() <= x[:, k].abs() / 16 + x_scale[:, (begin + k) // 128] / 1024).all()
+    exact = meant @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).double().t()
+    found = blocks.block_scaled_mm(x, weight, scale, dtype=torch.float32, begin=begin)
+    near(found, exact, magnitudes(x, weight, scale, begin) * 1.1)
+    assert float(found.abs().max()) > 0
+
+
+def test_widening_is_the_products_meaning() -> None:
+    weight, scale = weight_of(48, 272, 48)
+    x = activations(3, 272, torch.float32)
+    wide = reference.dequantize(weight, scale, torch.float32, block=128, begin=48)
+    assert torch.equal(blocks.widening_mm(x, weight, scale, block=128, begin=48), torch.nn.functional.linear(x, wide))
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 8, 17, 64, 65, 300, 1025])
+@pytest.mark.parametrize(("outputs", "inputs", "begin"), [*SIZES, (2560, 8192, 0), (8192, 1792, 64), (208, 14336, 0)])
+def test_on_gpu(tokens: int, outputs: int, inputs: int, begin: int, dtype: torch.dtype) -> None:
+    """Quantized bit for bit as on a CPU; products within the order of their sums, and 2^-13 of a block's terms: tensor cores add up
+    the products of e4m3 with 13 bits behind the largest."""
+    from phalanx.kernels.scaled_mm import has_fp8_products
+
+    device = torch.device("cuda")
+    x, (weight, scale) = activations(tokens, inputs, dtype), weight_of(outputs, inputs, begin)
+    if has_fp8_products(device):
+        values, x_scale = reference.quantize_groups(x, 128, begin)
+        got, got_scale = blocks.quantize_groups(x.to(device), begin)
+        assert torch.equal(got.cpu().view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(got_scale.cpu(), x_scale)
+        wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32, begin=begin)
+        found = blocks.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)
+        again = blocks.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)
+        assert found.dtype == dtype
+        assert torch.equal(found, again)
+        terms = magnitudes(reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin), weight, scale, begin)
+        near(found.cpu(), wanted, terms * 64)
+    if dtype != torch.float32:
+        wide = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
+        found = blocks.widening_mm(x.to(device), weight.to(device), scale.to(device), block=128, begin=begin)
+        # Many tokens round the widened weight to 16 bit: half an eps of each term.
+        slack = torch.finfo(dtype).eps * 2**18 if tokens > cuts.FEW else 0
+        near(found.cpu(), wide, magnitudes(x, weight, scale, begin) * (2 + slack))
+
+
+def let_loops_begin_anywhere() -> None:
+    """The interpreter's scalars are arrays of one element, which numpy no longer takes for an integer, as a loop's bounds are."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patched
+
+
+if __name__ == "__main__":
+    let_loops_begin_anywhere()
+    torch.manual_seed(0)
+    for check in CHECKS:
+        check()
+        print(check.__name__)
