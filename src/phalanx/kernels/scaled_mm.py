@@ -98,7 +98,7 @@ def unscaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dty
 
 def _few_rows(x: Tensor, weight: Tensor) -> choice.FewRows | None:
     """How the kernel for a few tokens cuts the weight; None where it does not take these, or is not the fastest."""
-    if not 1 < x.shape[0] <= choice.MOST_FEW or not _knows_few_rows():
+    if x.shape[0] > choice.MOST_FEW or not _knows_few_rows():
         return None
     from phalanx.kernels.products.few_rows import processors, takes
 
@@ -131,6 +131,15 @@ def _torchs(x: Quantized, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> 
 
 def _by_row(x: Quantized) -> Tensor:
     return x.scale if x.scale.dim() == 2 else x.scale.expand(x.shape[0], 1).contiguous()
+
+
+def prefers_quantized(token: Tensor, weight: Tensor) -> bool:
+    """Whether a product of one token [1, any] and weight [out, in] e4m3 is fastest where the token was quantized before it."""
+    if not token.is_cuda or not has_fp8_kernels(token.device) or not _knows_few_rows():
+        return False
+    from phalanx.kernels.products.few_rows import processors
+
+    return weight.shape[1] % ALIGNMENT == 0 and choice.few_rows(1, *weight.shape, processors(token.device)) is not None
 
 
 def quantizing_mm(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:

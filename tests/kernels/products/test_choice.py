@@ -66,7 +66,8 @@ def test_few_rows_of_70b() -> None:
         found = choice.few_rows(tokens, outputs, inputs, 132)
         return None if found is None else (found.rows, found.programs)
 
-    assert programs(1, 8192, 8192) is programs(65, 8192, 8192) is None
+    assert programs(1, 8192, 4096) is programs(1, 5120, 8192) is programs(65, 8192, 8192) is None
+    assert [programs(1, *size) for size in ((14336, 8192), (8192, 7168))] == [(128, 112), (64, 128)]
     assert [programs(tokens, 2560, 8192) for tokens in (16, 48, 64)] == [(128, 80), (64, 80), None]
     assert [programs(64, *size) for size in ((8192, 2048), (14336, 8192), (8192, 7168))] == [(64, 128), (128, 112), (64, 128)]
     assert [programs(64, *size) for size in ((5120, 8192), (28672, 8192), (57344, 8192))] == [(64, 80), (128, 112), (128, 112)]

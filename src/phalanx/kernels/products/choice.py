@@ -64,6 +64,8 @@ ROOM = 220 * 1024
 threads."""
 MOST_FEW = 64
 """Tokens for which `FewRows` gains: more of them would read as much of x as of the weight."""
+LARGE = 50_000_000
+"""Bytes of a weight from which on `FewRows` gains for one token, too."""
 SPLIT_IN_FOUR, SPLIT_IN_TWO = 16, 48
 """The most tokens for which a weight of few outputs is cut along its inputs, in so many parts. Sums of parts take longer to add
 up, the more tokens there are."""
@@ -85,7 +87,7 @@ def few_rows(tokens: int, outputs: int, inputs: int, processors: int) -> FewRows
     Programs have whole rows of tiles, as many each, in the smallest tiles of which there are no more than processors. Where half of
     the processors would have none, rows of tiles are cut.
     """
-    if not 1 < tokens <= MOST_FEW:
+    if not 0 < tokens <= MOST_FEW or (tokens == 1 and outputs * inputs < LARGE):
         return None
     if -(-outputs // 64) <= processors // 2:
         rows, parts = (128, 4) if tokens <= SPLIT_IN_FOUR else (64, 2)
