@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.products.cuts import Blocks
+from phalanx.kernels.products.quantize_groups import PITCH, empty_scales
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
@@ -68,13 +69,13 @@ def _tile_of(tiles_n, tiles_t):
     return program % of_group // beside, first + program % beside, part
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles_t", "share"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "tiles_n", "tiles_t", "share"])
 def _block_scaled(
-    x, x_scale, weight, scale, out, tokens, outputs, inputs, blocks, tiles_n, tiles_t, share, SKIP: tl.constexpr,
+    x, x_scale, weight, scale, out, tokens, pitch, outputs, inputs, blocks, tiles_n, tiles_t, share, SKIP: tl.constexpr,
     WHOLE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """x_scale [blocks, tokens], or None for x in 16 bit and a weight in uint8. WHOLE: no block is cut. share: blocks of one part.
-    out: [tokens, outputs], or fp32 [parts, tokens, outputs]."""
+    """x_scale [blocks, pitch], pitch a multiple of TOKENS; or None, for x in 16 bit and a weight in uint8. WHOLE: no block is cut.
+    share: blocks of one part. out: [tokens, outputs], or fp32 [parts, tokens, outputs]."""
     if PTX >= 90:
         gdc_launch_dependents()
     tile_n, tile_t, part = _tile_of(tiles_n, tiles_t)
@@ -102,7 +103,7 @@ def _block_scaled(
         factor = tl.load(scale_place + block)[:, None]
         if x_scale is not None:
             sums = tl.dot(w, tl.trans(v))
-            total += sums * tl.load(x_scale + block * tokens + real_token)[None, :] * factor
+            total += sums * tl.load(x_scale + block * pitch + token)[None, :] * factor
         else:
             wide = widened(w, PTX)
             if PTX == 0:  # the interpreter does not multiply bf16
@@ -117,16 +118,17 @@ def _block_scaled(
         tl.store(place, nearest(total, tl.zeros([ROWS, TOKENS], out.dtype.element_ty), PTX), inside)
 
 
-@triton.jit(do_not_specialize=["size"])
-def _add_parts(parts, out, size, PARTS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+@triton.jit(do_not_specialize=["size", "count"])
+def _add_parts(parts, out, size, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """parts [count, size] -> out [size]."""
     if PTX >= 90:
         gdc_launch_dependents()
         gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.load(parts + at, inside, 0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * size.to(tl.int64) + at, inside, 0.0)
+    for part in range(1, count):
+        total += tl.load(parts + at + size.to(tl.int64) * part, inside, 0.0)
     tl.store(out + at, nearest(total, tl.zeros([BLOCK], out.dtype.element_ty), PTX), inside)
 
 
@@ -147,16 +149,16 @@ def block_scaled(
     sums = torch.empty((parts, tokens, outputs), dtype=torch.float32, device=x.device) if parts > 1 else out
     if not tokens:
         return out
-    if x_scale is not None and not x_scale.t().is_contiguous():
-        x_scale = x_scale.t().contiguous().t()
+    if x_scale is not None and (x_scale.stride(0) != 1 or x_scale.stride(1) % PITCH):
+        x_scale = empty_scales(tokens + 1, blocks, x.device)[:tokens].copy_(x_scale)
     _block_scaled[(tiles_n * tiles_t, parts)](
-        x, x_scale, weight if x_scale is not None else weight.view(torch.uint8), scale, sums, tokens, outputs, inputs, blocks,
-        tiles_n, tiles_t, share, SKIP=begin, WHOLE=begin == 0 and inputs % DEPTH.value == 0, PARTS=parts > 1, ROWS=tiling.rows,
-        TOKENS=tiling.tokens, AHEAD=min(tiling.stages, 4), PTX=ptx, num_warps=tiling.warps, num_stages=tiling.stages,
-        launch_pdl=ptx >= 90,
+        x, x_scale, weight if x_scale is not None else weight.view(torch.uint8), scale, sums, tokens,
+        0 if x_scale is None else x_scale.stride(1), outputs, inputs, blocks, tiles_n, tiles_t, share,
+        SKIP=begin, WHOLE=begin == 0 and inputs % DEPTH.value == 0, PARTS=parts > 1, ROWS=tiling.rows, TOKENS=tiling.tokens,
+        AHEAD=min(tiling.stages, 4), PTX=ptx, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=ptx >= 90,
     )  # fmt: skip
     if parts > 1:
         _add_parts[(triton.cdiv(out.numel(), PIECE),)](
-            sums, out, out.numel(), PARTS=parts, BLOCK=PIECE, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90
+            sums, out, out.numel(), parts, BLOCK=PIECE, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90
         )
     return out

@@ -44,7 +44,7 @@ def _as_e4m3(value, inverse, PTX: tl.constexpr):
     return widened(e4m3_byte(value * inverse[:, :, None], PTX), PTX)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _block_scaled_row(
     x, x_scale, weight, scale, out, rows, blocks, COLUMNS: tl.constexpr, SKIP: tl.constexpr, QUANTIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,

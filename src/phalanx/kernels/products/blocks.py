@@ -28,6 +28,7 @@ ALIGNMENT = 16
 class _Gpu(NamedTuple):
     processors: int
     shared: int
+    large: bool
 
 
 def takes(outputs: int, inputs: int, block: int, begin: int) -> bool:
@@ -90,7 +91,8 @@ def _rows(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, dtyp
 
     held = _gpu(x.device)
     tiling = cuts.rows(
-        x.shape[0], *scale.shape, multiprocessors=held.processors, shared=held.shared, width=x.element_size()
+        x.shape[0], *scale.shape, multiprocessors=held.processors, shared=held.shared, width=x.element_size(),
+        large=held.large,
     )  # fmt: skip
     return block_scaled(x, x_scale, weight, scale, dtype=dtype, begin=begin, tiling=tiling)
 
@@ -98,4 +100,4 @@ def _rows(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, dtyp
 @cache
 def _gpu(device: torch.device) -> _Gpu:
     found = torch.cuda.get_device_properties(device)
-    return _Gpu(found.multi_processor_count, int(found.shared_memory_per_block_optin))  # type: ignore[attr-defined]
+    return _Gpu(found.multi_processor_count, int(found.shared_memory_per_block_optin), found.major < 10)  # type: ignore[attr-defined]

@@ -29,12 +29,18 @@ _LEAST_DEEP = 4  # blocks of columns that a program which shares a tile has at l
 
 
 def rows(
-    tokens: int, outputs: int, blocks: int, *, multiprocessors: int = 132, shared: int = SHARED_MEMORY, width: int = 1
+    tokens: int, outputs: int, blocks: int, *, multiprocessors: int = 132, shared: int = SHARED_MEMORY, width: int = 1,
+    large: bool = True,
 ) -> Blocks:  # fmt: skip
-    """For x [tokens, in], of `width` bytes each, and weight [outputs, in] in e4m3 that spans `blocks` blocks of 128 columns."""
+    """For x [tokens, in], of `width` bytes each, and weight [outputs, in] in e4m3 that spans `blocks` blocks of 128 columns. large:
+    the device has registers for tiles of 128 rows and 128 tokens, as Blackwell, whose sums come by another way, does not.
+
+    What a kernel is compiled for changes with the magnitude of `tokens` alone: an engine runs each magnitude before it serves.
+    """
+    tokens = 1 << (tokens - 1).bit_length()
     if tokens <= FEW:
         high, side, warps, deep, programs = 64, 16 if tokens <= 16 else 32 if tokens <= 32 else 64, 4, 6, 3
-    elif -(-outputs // 128) * -(-tokens // 128) >= multiprocessors:
+    elif large and -(-outputs // 128) * -(-tokens // 128) >= multiprocessors:
         high, side, warps, deep, programs = 128, 128, 8, 4, 1
     else:
         high, side, warps, deep, programs = 64, 128, 4, 4, 2

@@ -16,18 +16,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.products import cuts
 from phalanx.kernels.quantize import e4m3_byte, scale_of
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import largest_along
 
 GROUP = tl.constexpr(128)
+PITCH = 128
+"""Tokens, in multiples of which groups follow each other: a tile's scales begin where vectors may, and its last tokens, which may
+not be there, have memory."""
 MANY, FEW = 32, 8
 """Groups of one program: where rows are many, and where they are few."""
 
 
-@triton.jit(do_not_specialize=["tokens"])
-def _quantize_groups(x, out, scales, tokens, columns, groups, SKIP: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr):
-    """scales [groups, tokens]: products read those of neighbouring tokens together."""
+@triton.jit(do_not_specialize=["pitch", "groups"])
+def _quantize_groups(x, out, scales, pitch, columns, groups, SKIP: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr):
+    """scales [groups, pitch]: products read those of neighbouring tokens together."""
     if PTX >= 90:
         gdc_launch_dependents()
         gdc_wait()
@@ -38,22 +42,28 @@ def _quantize_groups(x, out, scales, tokens, columns, groups, SKIP: tl.constexpr
     begin = row.to(tl.int64) * columns
     value = tl.load(x + begin + column, mask, 0.0).to(tl.float32)
     scale = scale_of(largest_along(tl.abs(value), 1))
-    tl.store(scales + group * tokens + row, scale, group < groups)
+    tl.store(scales + group * pitch + row, scale, group < groups)
     tl.store(out + begin + column, e4m3_byte(value * tl.div_rn(1.0, scale), PTX), mask)
+
+
+def empty_scales(tokens: int, groups: int, device: torch.device) -> Tensor:
+    """[tokens, groups] fp32, tokens side by side; those of one token are contiguous."""
+    pitch = 1 if tokens == 1 else triton.cdiv(tokens, PITCH) * PITCH
+    return torch.empty((groups, pitch), dtype=torch.float32, device=device)[:, :tokens].t()
 
 
 def quantize_groups(x: Tensor, begin: int = 0) -> tuple[Tensor, Tensor]:
     """The kernel of `reference.quantize_groups` for groups of 128; x [T, in] contiguous in bf16, fp16 or fp32, `in` and begin
-    multiples of 16. The scales [T, groups] lie with tokens side by side."""
+    multiples of 16. The scales [T, groups] lie with tokens side by side, a group's `PITCH`ed: as `block_scaled` reads them."""
     tokens, columns = x.shape
     groups = triton.cdiv(begin + columns, GROUP.value)
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((groups, tokens), dtype=torch.float32, device=x.device)
+    scales = empty_scales(tokens, groups, x.device)
     if tokens:
         ptx = capability(x.device)
-        at_once = MANY if tokens * groups >= 8192 else FEW
+        at_once = MANY if tokens > cuts.FEW else FEW
         _quantize_groups[(tokens, triton.cdiv(groups, at_once))](
-            x, out.view(torch.uint8), scales, tokens, columns, groups, SKIP=begin, GROUPS=at_once, PTX=ptx,
+            x, out.view(torch.uint8), scales, scales.stride(1), columns, groups, SKIP=begin, GROUPS=at_once, PTX=ptx,
             num_warps=4 if at_once == MANY else 2, launch_pdl=ptx >= 90,
         )  # fmt: skip
-    return out, scales.t()
+    return out, scales
