@@ -102,7 +102,8 @@ def _few_rows(x: Tensor, weight: Tensor) -> choice.FewRows | None:
         return None
     from phalanx.kernels.products.few_rows import processors, takes
 
-    return choice.few_rows(x.shape[0], *weight.shape, processors(x.device)) if takes(x, weight) else None
+    outputs, inputs = weight.shape
+    return choice.few_rows(x.shape[0], outputs, inputs, processors(x.device)) if takes(x, weight) else None
 
 
 def _sums(x: Quantized, weight: Tensor, scale: Tensor) -> Unscaled:
@@ -139,7 +140,8 @@ def prefers_quantized(token: Tensor, weight: Tensor) -> bool:
         return False
     from phalanx.kernels.products.few_rows import processors
 
-    return weight.shape[1] % ALIGNMENT == 0 and choice.few_rows(1, *weight.shape, processors(token.device)) is not None
+    outputs, inputs = weight.shape
+    return inputs % ALIGNMENT == 0 and choice.few_rows(1, outputs, inputs, processors(token.device)) is not None
 
 
 def quantizing_mm(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
