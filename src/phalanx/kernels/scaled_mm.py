@@ -10,7 +10,6 @@ whatever fp32 does; the scales are applied after, best of all by what reads the 
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from phalanx.errors import EngineError
 from phalanx.kernels import between, reference
 from phalanx.kernels.norms import triton_is_here
-from phalanx.kernels.products import choice
+from phalanx.kernels.products import choice, cut_for_few_rows, knows_gluon
 from phalanx.kernels.reference import Unscaled
 
 FP8 = torch.float8_e4m3fn
@@ -50,12 +49,6 @@ def has_fp8_kernels(device: torch.device) -> bool:
     return has_fp8_products(device) and torch.cuda.get_device_capability(device) == (9, 0) and triton_is_here()
 
 
-@cache
-def _knows_few_rows() -> bool:
-    """Whether the product of a few rows was verified with this Triton: its language, Gluon, is said to be experimental there."""
-    return version("triton").startswith("3.6.")
-
-
 def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
     """x [T, in] times weight [out, in] e4m3 with scale [out] fp32 -> [T, out] in `dtype`.
 
@@ -65,11 +58,11 @@ def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype
     if not values.is_cuda:
         return reference.scaled_mm(values, x_scale, weight, scale, dtype)
     if _kernels_take(values, weight):
-        few = _few_rows(values, weight)
+        few = cut_for_few_rows(values, weight)
         if few is not None:
-            from phalanx.kernels.products.few_rows import few_rows_fp8
+            from phalanx.kernels.products.few_rows import few_rows
 
-            return few_rows_fp8(values, weight, few, (_by_row(x), scale), dtype=dtype)
+            return few_rows(values, weight, few, (_by_row(x), scale), dtype=dtype)
         how = choice.fp8(values.shape[0], *weight.shape)
         if isinstance(how, choice.OneRow):
             from phalanx.kernels.products.one_row_fp8 import one_row_fp8
@@ -85,25 +78,15 @@ def scaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype
 def unscaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor | Unscaled:
     """`scaled_mm` for a reader that can apply the scales: the bare sums where they are faster."""
     if dtype == torch.bfloat16 and _kernels_take(x.values, weight):
-        few = _few_rows(x.values, weight)
+        few = cut_for_few_rows(x.values, weight)
         if few is not None:
-            from phalanx.kernels.products.few_rows import few_rows_fp8
+            from phalanx.kernels.products.few_rows import few_rows
 
-            return Unscaled(few_rows_fp8(x.values, weight, few), _by_row(x), scale)
+            return Unscaled(few_rows(x.values, weight, few), _by_row(x), scale)
         how = choice.fp8(x.shape[0], *weight.shape, reader_scales=True)
         if how is choice.Torchs.SUMS:
             return _sums(x, weight, scale)
     return scaled_mm(x, weight, scale, dtype=dtype)
-
-
-def _few_rows(x: Tensor, weight: Tensor) -> choice.FewRows | None:
-    """How the kernel for a few tokens cuts the weight; None where it does not take these, or is not the fastest."""
-    if x.shape[0] > choice.MOST_FEW or not _knows_few_rows():
-        return None
-    from phalanx.kernels.products.few_rows import processors, takes
-
-    outputs, inputs = weight.shape
-    return choice.few_rows(x.shape[0], outputs, inputs, processors(x.device)) if takes(x, weight) else None
 
 
 def _sums(x: Quantized, weight: Tensor, scale: Tensor) -> Unscaled:
@@ -136,7 +119,7 @@ def _by_row(x: Quantized) -> Tensor:
 
 def prefers_quantized(token: Tensor, weight: Tensor) -> bool:
     """Whether a product of one token [1, any] and weight [out, in] e4m3 is fastest where the token was quantized before it."""
-    if not token.is_cuda or not has_fp8_kernels(token.device) or not _knows_few_rows():
+    if not token.is_cuda or not has_fp8_kernels(token.device) or not knows_gluon():
         return False
     from phalanx.kernels.products.few_rows import processors
 

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.metadata import version
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,16 +13,22 @@ from torch import Tensor
 from phalanx.kernels.norms import triton_is_here
 from phalanx.kernels.products import choice
 
-__all__ = ["choice", "linear"]
+__all__ = ["choice", "cut_for_few_rows", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out], written into `out` where one is given (without a
     bias); summed in fp32, rounded to x's dtype.
 
-    One row on a GPU reads the weight and does next to nothing else: it has a kernel that does only that.
+    One row on a GPU reads the weight and does next to nothing else: it has a kernel that does only that; a few rows have one that
+    begins to read while the kernel before still runs.
     """
     if x.is_cuda and bias is None and _kernels_take(x, weight, out):
+        few = cut_for_few_rows(x, weight)
+        if few is not None:
+            from phalanx.kernels.products.few_rows import few_rows
+
+            return few_rows(x, weight, few, dtype=x.dtype, out=out)
         tiling = choice.sixteen(x.shape[0], weight.shape[1])
         if tiling is not None:
             from phalanx.kernels.products.one_row import one_row
@@ -28,6 +37,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     if out is not None:
         return torch.mm(x, weight.t(), out=out)
     return F.linear(x, weight, bias)
+
+
+def cut_for_few_rows(x: Tensor, weight: Tensor) -> choice.FewRows | None:
+    """How `few_rows.few_rows` is to cut the weight, where it takes these and is the fastest; else None."""
+    if x.shape[0] > choice.MOST_FEW or not knows_gluon():
+        return None
+    from phalanx.kernels.products.few_rows import processors, takes
+
+    if not takes(x, weight):
+        return None
+    outputs, inputs = weight.shape
+    return choice.few_rows(x.shape[0], outputs, inputs, processors(x.device), x.element_size())
+
+
+@cache
+def knows_gluon() -> bool:
+    """Whether `few_rows` was verified with this Triton: its language, Gluon, is said to be experimental there."""
+    return triton_is_here() and version("triton").startswith("3.6.")
 
 
 def _kernels_take(x: Tensor, weight: Tensor, out: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
 # ruff: noqa: RUF005 (Triton's tuples grow by +)
-"""A few rows times a matrix in e4m3 on Hopper, while the kernel before still runs as far as that can be.
+"""A few rows times a matrix in e4m3 or 16 bit on Hopper, while the kernel before still runs as far as that can be.
 
     out[t, n] = round(sum over k of x[t, k] * weight[n, k])                             in fp32, rounded once
 
@@ -38,15 +38,16 @@ from phalanx.errors import EngineError
 from phalanx.kernels.products import choice
 from phalanx.kernels.products.choice import FewRows
 
-DEPTH = gl.constexpr(choice.DEPTH)
 ALIGNMENT = 16
 """Rows that the tensor memory accelerator reads begin on multiples of this many bytes."""
 MOST = 256
 """Tokens that one product takes: the columns of an instruction."""
+WIDE = gl.constexpr(choice.DEPTH)
+_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 
 @gluon.jit
-def _spot(unit, KT: gl.constexpr):
+def _spot(unit, KT: gl.constexpr, DEPTH: gl.constexpr):
     """The tile `unit` begins here: row of tiles, column."""
     row = unit // KT
     return row, (unit - row * KT) * DEPTH
@@ -55,14 +56,14 @@ def _spot(unit, KT: gl.constexpr):
 @gluon.jit
 def _ask(weight, ring, bar, stage, unit, KT: gl.constexpr, go, BYTES: gl.constexpr):
     """For the tile `unit` of the weight; `bar` then waits for BYTES, of which x's tile is a part."""
-    row, column = _spot(unit, KT)
+    row, column = _spot(unit, KT, ring.shape[2])
     mbarrier.expect(bar.index(stage), BYTES, pred=go)
     tma.async_copy_global_to_shared(weight, [row * ring.shape[1], column], bar.index(stage), ring.index(stage), pred=go)
 
 
 @gluon.jit
 def _ask_x(x, ring, bar, stage, unit, KT: gl.constexpr, go):
-    _, column = _spot(unit, KT)
+    _, column = _spot(unit, KT, ring.shape[2])
     tma.async_copy_global_to_shared(x, [0, column], bar.index(stage), ring.index(stage), pred=go)
 
 
@@ -99,15 +100,34 @@ def _store(out, total, row, outputs, tokens, row_scale, column_scale, STORED: gl
     gl.store(out + columns.to(gl.int64)[None, :] * outputs + rows[:, None], rounded, inside)
 
 
+@gluon.jit
+def _hand_over(
+    total, tile, units, parts, arrived, place, out, outputs, tokens, row_scale, column_scale,
+    KT: gl.constexpr, STORED: gl.constexpr, AT_ONCE: gl.constexpr,
+):  # fmt: skip
+    """Leave this program's sums of a row of tiles for the last to come, or be that one: add all up, and store them."""
+    SIZE: gl.constexpr = total.shape[0] * total.shape[1]
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    owner, behind = ((tile * KT + 1) * programs - 1) // units, ((tile + 1) * KT * programs - 1) // units + 1
+    slot = 2 * program + (program == owner).to(gl.int32)
+    gl.store(parts + slot.to(gl.int64) * SIZE + place, total)
+    gl.thread_barrier()
+    if gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == behind - owner - 1:
+        gl.store(arrived + tile, 0)
+        whole = _total(parts, place, owner, behind, SIZE, AT_ONCE)
+        _store(out, whole, tile * total.shape[0], outputs, tokens, row_scale, column_scale, STORED)
+
+
 @gluon.jit(do_not_specialize=["tokens", "units"])
-def _few_rows_fp8(
+def _few_rows(
     x, weight, out, row_scale, column_scale, parts, arrived, tokens, outputs, units, KT: gl.constexpr, STAGES: gl.constexpr,
     SUMS: gl.constexpr, STORED: gl.constexpr, AT_ONCE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()
     ROWS: gl.constexpr = weight.block_type.shape[0]
     TOKENS: gl.constexpr = x.block_type.shape[0]
-    BYTES: gl.constexpr = (ROWS + TOKENS) * DEPTH
+    DEPTH: gl.constexpr = x.block_type.shape[1]
+    BYTES: gl.constexpr = (ROWS + TOKENS) * WIDE
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, ROWS, DEPTH], weight.layout)
     inputs = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, DEPTH], x.layout)
     bar = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
@@ -121,7 +141,7 @@ def _few_rows_fp8(
     for stage in gl.static_range(STAGES):
         _ask(weight, tiles, bar, stage, first + stage, KT, first + stage < last, BYTES)
     # A tile beyond the last token: nothing is read, but x's descriptor is there when it is needed.
-    mbarrier.expect(bar.index(STAGES), TOKENS * DEPTH)
+    mbarrier.expect(bar.index(STAGES), TOKENS * WIDE)
     tma.async_copy_global_to_shared(x, [TOKENS, 0], bar.index(STAGES), inputs.index(0))
     mbarrier.wait(bar.index(STAGES), 0)
     gdc_wait()
@@ -150,14 +170,9 @@ def _few_rows_fp8(
             stage = gl.where(stage == STAGES, 0, stage)
         total = warpgroup_mma_wait(0, deps=(sums,))
         if SHARED and end - begin < KT:
-            owner, behind = ((tile * KT + 1) * programs - 1) // units, ((tile + 1) * KT * programs - 1) // units + 1
-            slot = 2 * program + (program == owner).to(gl.int32)
-            gl.store(parts + slot.to(gl.int64) * (ROWS * TOKENS) + place, total)
-            gl.thread_barrier()
-            if gl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu") == behind - owner - 1:
-                gl.store(arrived + tile, 0)
-                total = _total(parts, place, owner, behind, ROWS * TOKENS, AT_ONCE)
-                _store(out, total, tile * ROWS, outputs, tokens, row_scale, column_scale, STORED)
+            _hand_over(
+                total, tile, units, parts, arrived, place, out, outputs, tokens, row_scale, column_scale, KT, STORED, AT_ONCE
+            )  # fmt: skip
         else:
             _store(out, total, tile * ROWS, outputs, tokens, row_scale, column_scale, STORED)
 
@@ -166,12 +181,12 @@ def _powers(first: int, end: int) -> list[int]:
     return [first << j for j in range((end // first).bit_length() - 1)]
 
 
-def layouts(rows: int, tokens: int, warps: int) -> tuple[gl.NVMMADistributedLayout, gl.DistributedLayout]:
+def layouts(rows: int, tokens: int, warps: int, itemsize: int = 1) -> tuple[gl.NVMMADistributedLayout, gl.DistributedLayout]:
     """Of sums [rows, tokens]: as the tensor cores leave them, and as they are stored, 8 rows of a token in each thread.
 
     From 16 tokens on, the two differ within warps alone.
     """
-    sums = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, tokens, 32])
+    sums = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, tokens, 32 // itemsize])
     if tokens < 16:
         return sums, sums
     registers = [[1, 0], [2, 0], [4, 0], *([0, t] for t in _powers(16, tokens)), *([r, 0] for r in _powers(16 * warps, rows))]
@@ -180,14 +195,17 @@ def layouts(rows: int, tokens: int, warps: int) -> tuple[gl.NVMMADistributedLayo
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows_fp8` multiplies these: on Hopper, e4m3, contiguous, up to `MOST` tokens, rows of whole `ALIGNMENT`s."""
+    """Whether `few_rows` multiplies these: on Hopper, of one dtype, e4m3 or 16 bit, contiguous, up to `MOST` tokens, rows of whole
+    `ALIGNMENT`s."""
     return (
         x.is_cuda
-        and x.dtype == weight.dtype == torch.float8_e4m3fn
+        and x.dim() == 2
+        and x.dtype == weight.dtype
+        and x.dtype in _DTYPES
         and x.is_contiguous()
         and weight.is_contiguous()
         and 0 < x.shape[0] <= MOST
-        and weight.shape[1] % ALIGNMENT == 0
+        and weight.shape[1] * weight.element_size() % ALIGNMENT == 0
         and weight.shape[1] > 0
         and weight.shape[0] > 0
         and x.data_ptr() % ALIGNMENT == weight.data_ptr() % ALIGNMENT == 0
@@ -195,30 +213,34 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def few_rows_fp8(
-    x: Tensor, weight: Tensor, tiling: FewRows, scales: tuple[Tensor, Tensor] | None = None, *, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """x [T, in] times weight [out, in], both e4m3 -> the sums [T, out] in `dtype`, for what it `takes`.
+def few_rows(
+    x: Tensor, weight: Tensor, tiling: FewRows, scales: tuple[Tensor, Tensor] | None = None, *,
+    dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x [T, in] times weight [out, in], for what it `takes` -> the sums [T, out] in `dtype`, or in `out`, contiguous, where one is
+    given.
 
     scales: fp32, one for each token [T] or [T, 1] and one for each of the weight's rows [out]; applied in fp32 before the rounding.
     Two products with one weight must not run at the same time: they count what has arrived in the same place.
     """
     tokens, (outputs, inputs) = x.shape[0], weight.shape
     columns = choice.columns_for(tokens)
-    along, deep = triton.cdiv(outputs, tiling.rows), triton.cdiv(inputs, DEPTH.value)
-    sums, stored = layouts(tiling.rows, columns, tiling.warps)
-    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=DEPTH.value, element_bitwidth=8, rank=2)
+    size = x.element_size()
+    depth = choice.DEPTH // size
+    along, deep = triton.cdiv(outputs, tiling.rows), triton.cdiv(inputs, depth)
+    sums, stored = layouts(tiling.rows, columns, tiling.warps, size)
+    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=choice.DEPTH, element_bitwidth=8 * size, rank=2)
     shared = along * deep % tiling.programs != 0 or along * deep // tiling.programs % deep != 0
-    out = torch.empty((tokens, outputs), dtype=dtype, device=x.device)
+    out = torch.empty((tokens, outputs), dtype=dtype, device=x.device) if out is None else out
     parts, arrived = out, out
     if shared:
         parts = torch.empty(2 * tiling.programs * tiling.rows * columns, dtype=torch.float32, device=x.device)
         arrived = _arrived(x.device, weight.data_ptr(), along)
     by_token, by_row = scales or (None, None)
     each = tiling.rows * columns // (32 * tiling.warps)
-    _few_rows_fp8[(tiling.programs,)](
-        TensorDescriptor(x, [tokens, inputs], [inputs, 1], [columns, DEPTH.value], swizzled),
-        TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [tiling.rows, DEPTH.value], swizzled),
+    _few_rows[(tiling.programs,)](
+        TensorDescriptor(x, [tokens, inputs], [inputs, 1], [columns, depth], swizzled),
+        TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [tiling.rows, depth], swizzled),
         out, by_token, by_row, parts, arrived, tokens, outputs, along * deep, KT=deep, STAGES=tiling.stages, SUMS=sums,
         STORED=stored, AT_ONCE=max(1, min(4, 128 // each)), SHARED=shared, num_warps=tiling.warps, launch_pdl=True,
     )  # fmt: skip
@@ -238,7 +260,7 @@ def _arrived(device: torch.device, _weight: int, places: int) -> Tensor:
     them."""
     if torch.cuda.is_current_stream_capturing():
         raise EngineError(
-            "a product in FP8 asked for counters while a graph is captured",
+            "a product asked for counters while a graph is captured",
             why="they would be zero only after that graph ran",
             next="run the product once before the capture",
         )
