@@ -13,6 +13,7 @@ from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
 from phalanx.kernels.scaled_mm import has_fp8_products
 from phalanx.log import get_logger
+from phalanx.models.layers.fp8 import how_multiplied
 from phalanx.models.llama import Llama
 from phalanx.models.mistral import Mistral
 from phalanx.models.qwen2 import Qwen2
@@ -47,8 +48,8 @@ def build(
         raise ValueError(f"{layers} is not a run of the model's {shape.num_layers} layers")
     quantization = shape.quantization or (ON_LOAD if fp8 else None)
     products = has_fp8_products(device) if fp8_products is None else fp8_products
-    if quantization is not None and (not products or quantization.activations == "none"):
-        why = f"this {device.type} has no FP8 products" if not products else "the checkpoint does not quantize activations"
-        logger.info("weights are in FP8, and products run in %s: %s", str(dtype).removeprefix("torch."), why)
+    told = None if quantization is None else how_multiplied(quantization, products, device, dtype)
+    if told is not None:
+        logger.info(told)
     seat = Seat(group, dtype, device, quantization, products, fp8_cache)
     return MODELS[shape.architecture](shape, layers=layers, seat=seat).eval()

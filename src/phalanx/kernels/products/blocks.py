@@ -62,8 +62,10 @@ def block_scaled_mm(x: Tensor, weight: Tensor, scale: Tensor, *, dtype: torch.dt
     return _rows(values, found, weight, scale, dtype, begin)
 
 
-def widening_mm(x: Tensor, weight: Tensor, scale: Tensor, *, block: int, begin: int = 0) -> Tensor:
-    """x [T, in] times the weight's meaning in x's dtype -> [T, out]. block: the columns of one.
+def widening_mm(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, block: int, begin: int = 0
+) -> Tensor:  # fmt: skip
+    """x [T, in] times the weight's meaning in x's dtype, plus bias [out] -> [T, out]. block: the columns of one.
 
     Few tokens on a GPU read the weight in e4m3 and widen it in registers, unrounded; otherwise it is widened in memory first.
     """
@@ -72,9 +74,11 @@ def widening_mm(x: Tensor, weight: Tensor, scale: Tensor, *, block: int, begin: 
     if x.is_cuda and 0 < x.shape[0] <= cuts.FEW and known and triton_is_here():
         x = x.contiguous()
         if x.shape[0] == 1:
-            return _one_row(x, None, weight, scale, x.dtype, begin, quantize=False)
-        return _rows(x, None, weight, scale, x.dtype, begin)
-    return F.linear(x, reference.dequantize(weight, scale, x.dtype, block=block, begin=begin))
+            product = _one_row(x, None, weight, scale, x.dtype, begin, quantize=False)
+        else:
+            product = _rows(x, None, weight, scale, x.dtype, begin)
+        return product if bias is None else product + bias
+    return F.linear(x, reference.dequantize(weight, scale, x.dtype, block=block, begin=begin), bias)
 
 
 def _one_row(

@@ -2,8 +2,9 @@
 """Weights in e4m3 and the products with them: what a linear layer holds beside its weight when it is in FP8.
 
 Where the device multiplies e4m3 (Ada, Hopper and later), activations are quantized too, by whoever makes them: the norm or the
-SiLU before the layer if it can, else the layer itself. Elsewhere, and for weights scaled by block, the weight is widened for each
-product and activations stay as they are.
+SiLU before the layer if it can, else the layer itself. A layer whose weights are scaled by block quantizes what it is given itself,
+with a scale per token and block of columns. Elsewhere the weight is widened for each product, in registers where it is scaled by
+block and tokens are few, and activations stay as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.config.quantization import Quantization, require_whole
+from phalanx.kernels.products import blocks
+from phalanx.kernels.products.cuts import FEW
 from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized, quantizing_mm, unscaled_mm
 from phalanx.log import get_logger
@@ -33,8 +36,8 @@ class Fp8:
     """One layer's scales, and how it multiplies.
 
     weight_scale: fp32 [out], or [out, blocks] for weights scaled by block, each row with its block's scale. input_scale: a fp32
-    scalar where activations have a static scale. products: activations are e4m3 too. begin: the whole weight's column that is
-    the first here.
+    scalar where activations have a static scale. products: activations are e4m3 too, and whoever makes them may quantize them.
+    by_group: they are, but only this layer knows their groups. begin: the whole weight's column that is the first here.
     """
 
     quantization: Quantization
@@ -43,6 +46,7 @@ class Fp8:
     products: bool
     dtype: torch.dtype
     begin: int = 0
+    by_group: bool = False
     _spread: list[Tensor] = field(default_factory=list)
 
     def quantize(self, x: Activation) -> Quantized:
@@ -69,11 +73,22 @@ class Fp8:
     def linear(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] times weight [out, in] -> [T, out]."""
         if not isinstance(x, Quantized) and not self.products:
-            return F.linear(x, self.widened(weight), bias)
+            return self._of_tensor(x, weight, bias)
         if not isinstance(x, Quantized) and x.shape[0] == 1:  # one row is quantized by its product, in one launch
             product = quantizing_mm(x, self.input_scale, weight, self.weight_scale, dtype=self.dtype)
         else:
             product = kernels.scaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype)
+        return product if bias is None else product + bias
+
+    def _of_tensor(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`linear` where x comes, and is to come, in 16 or 32 bit."""
+        if self.quantization.block is None:
+            return F.linear(x, self.widened(weight), bias)
+        columns = self.quantization.block[1]
+        begin = self.begin % columns
+        if not self.by_group:
+            return blocks.widening_mm(x, weight, self.weight_scale, bias, block=columns, begin=begin)
+        product = blocks.block_scaled_mm(x, weight, self.weight_scale, dtype=self.dtype, begin=begin)
         return product if bias is None else product + bias
 
     def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
@@ -131,18 +146,49 @@ def hold(layer: Sliced, names: Sequence[str], out: int, inputs: int, *, seat: Se
         layer.weight = seat.weight(out, inputs)
         return None
     layer.weight = seat.weight(out, inputs, dtype=FP8)
-    blocks: tuple[int, ...] = ()
+    along: tuple[int, ...] = ()
     if quantization.block is not None:
         columns = quantization.block[1]
-        blocks = (-(-(begin % columns + inputs) // columns),)
-    layer.weight_scale = seat.weight(out, *blocks, dtype=torch.float32)
-    products = seat.fp8_products and quantization.activations != "none"
-    if products and (out % ALIGNMENT or inputs % ALIGNMENT):
+        along = (-(-(begin % columns + inputs) // columns),)
+    layer.weight_scale = seat.weight(out, *along, dtype=torch.float32)
+    products = _why_widened(quantization, seat.fp8_products, seat.device) is None
+    if products and (out % ALIGNMENT or inputs % ALIGNMENT or (along and begin % ALIGNMENT)):
         logger.info(
-            "%s runs in %s: its weight is %d x %d on this rank, and FP8 products need multiples of %d", names[0], seat.dtype, out,
-            inputs, ALIGNMENT,
+            "%s runs in %s: its weight is %d x %d on this rank, from column %d on, and FP8 products need multiples of %d", names[0],
+            seat.dtype, out, inputs, begin, ALIGNMENT,
         )  # fmt: skip
         products = False
     if quantization.activations == "static":
         layer.input_scale = nn.Parameter(torch.zeros((), dtype=torch.float32, device=seat.device), requires_grad=False)
-    return Fp8(quantization, layer.weight_scale, getattr(layer, "input_scale", None), products, seat.dtype, begin)
+    by_group, input_scale = products and bool(along), getattr(layer, "input_scale", None)
+    return Fp8(quantization, layer.weight_scale, input_scale, products and not along, seat.dtype, begin, by_group)
+
+
+def how_multiplied(quantization: Quantization, fp8_products: bool, device: torch.device, dtype: torch.dtype) -> str | None:
+    """A line for the log on weights that are widened, or scaled by block; None for others. fp8_products: as a seat has it."""
+    why, block = _why_widened(quantization, fp8_products, device), quantization.block
+    if why is None:
+        if block is None:
+            return None
+        return (
+            f"weights are in FP8 by blocks of {block[0]} x {block[1]}, and so are products: activations get a scale per token and "
+            f"{block[1]} columns, and each block's sum its scales"
+        )
+    line = f"weights are in FP8, and products run in {str(dtype).removeprefix('torch.')}: {why}"
+    if block is not None and block[1] == blocks.WIDTH and device.type == "cuda":
+        line += f"; up to {FEW} tokens, weights are widened in registers"
+    return line
+
+
+def _why_widened(quantization: Quantization, fp8_products: bool, device: torch.device) -> str | None:
+    """What keeps a checkpoint's products from being in FP8; None: nothing, but for the sizes of some."""
+    if not fp8_products:
+        return f"this {device.type} has no FP8 products"
+    if quantization.block is None:
+        return "the checkpoint does not quantize activations" if quantization.activations == "none" else None
+    # "fp8" quantizes activations by group wherever it scales weights by block.
+    if quantization.activations == "none" and quantization.method != "fp8":
+        return "the checkpoint is not known to quantize activations"
+    if quantization.block[1] != blocks.WIDTH:
+        return f"its blocks have {quantization.block[1]} columns, and FP8 products need {blocks.WIDTH}"
+    return None
