@@ -13,7 +13,8 @@ import torch
 from phalanx import kernels
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo
 from phalanx.comm.local import LocalWorld
-from phalanx.config.quantization import ON_LOAD
+from phalanx.config.quantization import ON_LOAD, Quantization
+from phalanx.kernels import reference
 from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.scaled_mm import Quantized
 from phalanx.models.layers import fp8
@@ -131,3 +132,77 @@ def test_scales_are_left_to_what_reads_a_product(
     monkeypatch.setattr(fp8, "unscaled_mm", sums)
     torch.testing.assert_close(model.step([(1, ids)])[0], finished, rtol=1e-3, atol=2e-2)
     assert len(asked) == left
+
+
+BLOCKS = Quantization("fp8", "block", "none", block=(128, 128), scale_name="weight_scale_inv")
+
+
+def fill_blocks(layer: RowParallelLinear | MergedColumnParallelLinear, scales: torch.Tensor) -> None:
+    """Weights as `fill` makes them, in e4m3, and of each checkpoint layer the same scales."""
+    fill(layer)
+    for scale in layer.scales():
+        rows, columns = scale.shapes[0]
+        scale.store(scales[:rows, :columns].contiguous())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) -> None:
+    """A rank whose columns begin within a block has the groups that the whole layer has, cut; norms hand on what they have."""
+    x, residual, scales = torch.randn(5, 320), torch.randn(5, 32), torch.rand(3, 3) + 0.1
+
+    def act(group: Group) -> torch.Tensor:
+        seat = replace(SEAT, group=group, quantization=BLOCKS)
+        mine = shard.even("inputs", 320, tp, group.rank)
+        out, norm = RowParallelLinear("o", 320, 32, local=mine, bias=False, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
+        after = merged(seat)
+        fill_blocks(out, scales)
+        fill_blocks(after, scales)
+        fill(norm)
+        norm.feed(after.fp8)
+        assert out.fp8.by_group
+        assert not out.fp8.products
+        assert out.weight_scale.shape == (32, -(-mine.stop // 128) - mine.start // 128)
+        product = out.fp8.linear(x[:, mine.start : mine.stop], out.weight)
+        begin, columns = mine.start % 128, slice(mine.start, mine.stop)
+        values, x_scale = reference.quantize_groups(x[:, columns], 128, begin)
+        meant = reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin)
+        torch.testing.assert_close(product, meant @ out.fp8.widened(out.weight).t(), rtol=1e-5, atol=1e-5)
+        normed, _ = out(x[:, columns], residual, norm)
+        assert isinstance(normed, torch.Tensor)
+        wide = after.fp8.widened(after.weight)
+        values, x_scale = reference.quantize_groups(normed)
+        wanted = reference.dequantize(values, x_scale, torch.float32, block=128) @ wide.t() + after.bias
+        torch.testing.assert_close(after(normed, may_stay_unscaled=True), wanted, rtol=1e-5, atol=1e-5)
+        for token in range(5):  # alone or beside others, but for the order of sums
+            torch.testing.assert_close(after(normed[token : token + 1]), wanted[token : token + 1], rtol=1e-5, atol=1e-5)
+        return product
+
+    with torch.inference_mode():
+        parts = LocalWorld(tp).run(act)
+        seat = replace(SEAT, quantization=BLOCKS, fp8_products=False)
+        plain = RowParallelLinear("o", 320, 32, local=range(320), bias=False, seat=seat)
+        fill_blocks(plain, scales)
+        assert not plain.fp8.by_group
+        wanted = x @ plain.fp8.widened(plain.weight).t()
+        assert torch.equal(plain.fp8.linear(x, plain.weight), wanted)
+        error = (sum(parts) - wanted).norm() / wanted.norm()
+    assert 1e-3 < float(error) < 2**-4  # of e4m3, a sixteenth of each activation at most
+
+
+def test_what_the_log_says_of_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    cuda, bf16 = torch.device("cuda"), torch.bfloat16
+    how = fp8.how_multiplied
+    assert "a scale per token and 128 columns" in (how(BLOCKS, True, cuda, bf16) or "")
+    none = how(BLOCKS, False, cuda, bf16) or ""
+    assert "run in bfloat16: this cuda has no FP8 products; up to 64 tokens" in none
+    assert "blocks have 20 columns" in (how(replace(BLOCKS, block=(24, 20)), True, cuda, bf16) or "")
+    weights_only = replace(BLOCKS, method="compressed-tensors")
+    assert "not known to quantize activations" in (how(weights_only, True, cuda, bf16) or "")
+    assert "and so are products" in (how(replace(weights_only, activations="token"), True, cuda, bf16) or "")
+    assert how(ON_LOAD, True, cuda, bf16) is None
+    assert "does not quantize activations" in (how(replace(ON_LOAD, activations="none"), True, cuda, bf16) or "")
+    with caplog.at_level(logging.INFO, logger="phalanx"):
+        seat = replace(SEAT, quantization=BLOCKS)
+        layer = RowParallelLinear("o", 64, 32, local=range(8, 56), bias=False, seat=seat)
+    assert "from column 8 on" in caplog.text
+    assert not layer.fp8.by_group
