@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 checkpoints on a GPU: logits and likeliest tokens beside those of a CPU with the same numerics.
+
+A CPU with `fp8_products` quantizes what a GPU quantizes, and multiplies in fp32. Two forwards in bf16 that add up in another order
+are apart because they round at other places, and what is then quantized may fall on another side of a bound. How much that is, the
+CPU says: of the same forward in bf16 beside fp32. A GPU in bf16 is as far from fp32 for the same reasons: twice that bounds it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Solo
+from phalanx.config.model import ModelShape
+from phalanx.kernels.scaled_mm import has_fp8_products
+from phalanx.models import registry, weights
+from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.layers.attention import backend
+from tests import quantized_checkpoints
+from tests.checkpoints import write_checkpoint
+from tests.models.formation import CPU
+from tests.quantized_checkpoints import FORMS, rewrite
+
+CHECKPOINTS = ("blocks of 128", "modelopt", "modelopt per channel", "compressed static", "compressed dynamic", "one scale")
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 336, "num_attention_heads": 4, "num_key_value_heads": 2, "std": 0.06,
+}  # fmt: skip
+PROMPT, AFTER = 80, 6  # more tokens than are few, then one at a time
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Form -> the FP8 checkpoint, and the plain one that it stands for."""
+    plain = write_checkpoint(tmp_path_factory.mktemp("plain"), "qwen2", dtype=torch.bfloat16, **SIZES)
+    declared, encode, scales_at = FORMS["blocks"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized_checkpoints, "BLOCK", (128, 128))
+        patch.setitem(FORMS, "blocks of 128", ({**declared, "weight_block_size": [128, 128]}, encode, scales_at))
+        return {form: rewrite(plain, tmp_path_factory.mktemp("form"), form) for form in CHECKPOINTS}
+
+
+def logits(folder: Path, device: torch.device, dtype: torch.dtype, *, fp8_products: bool = True) -> Tensor:
+    """[PROMPT + AFTER, vocabulary] fp32, on CPU, of a prompt in one step and tokens in steps of their own."""
+    shape = ModelShape.from_folder(folder)
+    model = registry.build(
+        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_products=fp8_products
+    )  # fmt: skip
+    weights.load(model, folder)
+    count = -(-(PROMPT + AFTER) // BLOCK)
+    caches = [LayerCache.zeros(count + 1, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
+    ids = torch.randint(0, 384, (PROMPT + AFTER,), generator=torch.Generator().manual_seed(1)).to(device)
+    attention, found = backend(device, dtype, shape.head_dim), []
+    with torch.inference_mode():
+        for begin, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + AFTER))]:
+            at, table = torch.arange(begin, end, device=device), torch.arange(1, count + 1, dtype=torch.int32, device=device)
+            batch = Batch(
+                ids[begin:end], at, at + BLOCK, torch.tensor([0, end - begin], dtype=torch.int32, device=device),
+                torch.tensor([end], dtype=torch.int32, device=device), table[None], at - begin, [0, end - begin], [end],
+                table[None].cpu().numpy(),
+            )  # fmt: skip
+            batch.attention = attention.plan(batch)
+            found.append(model(batch, caches).float().cpu())
+    return torch.cat(found)
+
+
+def as_on_a_cpu(found: Tensor, folder: Path, meant: Path) -> None:
+    """found: logits [tokens, vocabulary] in bf16 with FP8 products. Raises AssertionError where they are not those of `folder`."""
+    exact = logits(folder, CPU, torch.float32)
+    rounded = logits(folder, CPU, torch.bfloat16)
+    assert not found.isnan().any()
+    for tokens in (slice(0, PROMPT), slice(PROMPT, None)):
+        apart = (rounded[tokens] - exact[tokens]).norm()
+        assert (found[tokens] - exact[tokens]).norm() <= 2 * apart
+        # Beside the widened weights, the same triangle: what quantizing activations makes, and what rounding makes of that.
+        widened = logits(meant, CPU, torch.float32)[tokens]
+        made = (exact[tokens] - widened).norm()
+        assert (found[tokens] - widened).norm() <= made + 2 * apart
+        assert 2 * apart < exact[tokens].norm() / 4, "the bound means something"
+    bound = 2 * (rounded - exact).abs().max()
+    first, second = exact.topk(2, -1).values.unbind(-1)
+    sure = first - second > 2 * bound
+    assert sure.sum() >= 8
+    assert torch.equal(found.argmax(-1)[sure], exact.argmax(-1)[sure])
+
+
+@pytest.mark.parametrize("form", CHECKPOINTS)
+def test_the_bound_can_fail(form: str, written: dict[str, tuple[Path, Path]]) -> None:
+    """A CPU in bf16 is within it; and another checkpoint's logits are not, nor are those of two swapped tokens."""
+    folder, meant = written[form]
+    found = logits(folder, CPU, torch.bfloat16)
+    as_on_a_cpu(found, folder, meant)
+    with pytest.raises(AssertionError):
+        as_on_a_cpu(found.roll(1, 0), folder, meant)
+    other = next(name for name in CHECKPOINTS if name != form)
+    assert not torch.equal(found, logits(written[other][0], CPU, torch.bfloat16))
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", CHECKPOINTS)
+def test_on_gpu(form: str, written: dict[str, tuple[Path, Path]]) -> None:
+    folder, meant = written[form]
+    device = torch.device("cuda")
+    if not has_fp8_products(device):
+        pytest.skip("this GPU has no FP8 products")
+    as_on_a_cpu(logits(folder, device, torch.bfloat16), folder, meant)
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_blocks_widened_on_gpu(written: dict[str, tuple[Path, Path]]) -> None:
+    """As on a GPU without FP8 products: weights alone in FP8, within twice what bf16 makes of them on a CPU."""
+    folder, meant = written["blocks of 128"]
+    exact, rounded = logits(meant, CPU, torch.float32), logits(folder, CPU, torch.bfloat16, fp8_products=False)
+    found = logits(folder, torch.device("cuda"), torch.bfloat16, fp8_products=False)
+    for tokens in (slice(0, PROMPT), slice(PROMPT, None)):
+        assert (found[tokens] - exact[tokens]).norm() <= 2 * (rounded[tokens] - exact[tokens]).norm()
