@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FP8 products of a few rows on one Hopper GPU, by `kernels/products/few_rows.py` in many tilings, beside torch's bare sums: shapes
+of Llama-3-70B on 4, 2 and 1 ranks, and of 8B.
+
+cells: each product alone, over copies of its weight that no cache holds. Each tiling is verified first: against sums in fp32, and
+that it gives the same bits again; errors are the largest, in steps of bf16.
+chains: a layer's products with the kernels that read them, and between ranks one that waits as long as an all-reduce. By torch; by
+the tilings that `choice.few_rows` chooses; and by tilings picked one product after another, each the one that makes the chain
+fastest, of those fastest alone. What the chosen ones take beyond the picked ones is what the rule costs.
+
+All in CUDA graphs, medians of 9 replays. A tiling is (rows, stages, programs, warps). Kernels are compiled first, in processes of
+their own, so that nothing else runs when something is timed.
+
+    python benchmarks/kernels/few_rows.py --out DIR [--shapes tp4,tp2,tp1,8b] [--tokens 4,16,32,64] [--workers 14]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from benchmarks import record
+from benchmarks.kernels.products import SHAPES as OTHERS_TOO
+from benchmarks.kernels.products import UNIT, off, seconds
+from phalanx.kernels.products import choice
+from phalanx.kernels.products.choice import FewRows
+from phalanx.kernels.products.few_rows import few_rows, processors
+from phalanx.kernels.quantize_rows import quantize_fp8
+from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.residual_rms_norm import residual_rms_norm
+from phalanx.kernels.scaled_mm import silu_mul_quant_fp8
+
+Sizes = Mapping[str, tuple[int, int]]
+SHAPES: Mapping[str, Sizes] = {
+    name: {product: size for product, size in sizes.items() if product != "head"} for name, sizes in OTHERS_TOO.items()
+} | {"tp1": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}}
+"""[outputs, inputs] of a rank's products."""
+BETWEEN_RANKS = ("tp4", "tp2")
+PICKED = ("gate_up", "down", "o", "qkv")
+"""In this order: what reads most bytes first."""
+FASTEST = 5
+"""Tilings of a product that its pick chooses from: the fastest alone."""
+NOISE = 0.15
+"""Microseconds of a layer: less is no reason to prefer a tiling to torch."""
+LAYERS = 12
+BYTES = 3_600_000_000
+COLD = 300_000_000
+"""Bytes of weights between two reads of the same: six times what the L2 cache holds."""
+ROOM_OF_TWO = 106 * 1024
+"""Bytes of shared memory for the tiles of one program where a multiprocessor has room for two."""
+SUMS = {4: 64, 8: 128}
+"""The most sums that a thread holds, by warps."""
+WRONG, LEAST = 3.0, 3.0
+"""Of torch's error, and in steps of bf16. Sums that torch cuts in parts come out nearer, and a whole row on tensor cores is off by
+up to 1.7 times as much; one tile of the weight that is left out or added twice, by more than 15 steps even of the longest rows."""
+CYCLES = 11000
+"""Of a processor's clock: 5.6 us, about what an all-reduce of a few rows takes."""
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+class Job(NamedTuple):
+    """One kernel to compile: x [tokens, inputs] times weight [outputs, inputs]."""
+
+    tokens: int
+    outputs: int
+    inputs: int
+    tiling: FewRows
+
+    def constants(self) -> tuple[int, ...]:
+        """Jobs of the same ones run the same kernel."""
+        rows, stages, programs, warps = self.tiling
+        along, deep = triton.cdiv(self.outputs, rows), triton.cdiv(self.inputs, choice.DEPTH)
+        in_parts = along * deep % programs != 0 or along * deep // programs % deep != 0
+        return choice.columns_for(self.tokens), deep, rows, stages, warps, in_parts
+
+
+class Cell(NamedTuple):
+    """One product alone, in microseconds. us: of the tilings that are right; failed: what is wrong with the others."""
+
+    torch: float
+    torch_error: float
+    chosen: FewRows | None
+    us: dict[FewRows, float]
+    errors: dict[FewRows, float]
+    failed: dict[FewRows, str]
+
+    def fastest(self, count: int) -> list[FewRows]:
+        return sorted(self.us, key=self.us.__getitem__)[:count]
+
+    def figures(self) -> dict[str, Any]:
+        chosen = None if self.chosen is None else {"tiling": self.chosen, "us": _rounded(self.us.get(self.chosen))}
+        best = next(({"tiling": tiling, "us": _rounded(self.us[tiling])} for tiling in self.fastest(1)), None)
+        tried = {
+            f"{tuple(tiling)}": {"us": _rounded(self.us[tiling]), "error": round(self.errors[tiling], 2)}
+            for tiling in self.fastest(len(self.us))
+        }
+        wrong = {f"{tuple(tiling)}": what for tiling, what in self.failed.items()}
+        return {
+            "torch": _rounded(self.torch), "chosen": chosen, "best": best, "torch_error": round(self.torch_error, 2),
+            "tried": tried, "failed": wrong,
+        }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--shapes", default="tp4,tp2,tp1,8b")
+    parser.add_argument("--tokens", default="4,16,32,64")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that compile")
+    asked = parser.parse_args()
+    gpu = torch.device("cuda", 0)
+    if processors(gpu) == 0:
+        print(f"not run: this kernel is for Hopper, and here is {torch.cuda.get_device_name(gpu)}")
+        return 1
+    plan = [(shape, int(count)) for shape in asked.shapes.split(",") for count in asked.tokens.split(",")]
+    jobs = [
+        Job(tokens, *size, tiling)
+        for shape, tokens in plan
+        for size in SHAPES[shape].values()
+        for tiling in tilings(tokens, *size, processors(gpu))
+    ]
+    compile_ahead(jobs, asked.workers)
+    memory, figures = Memory(), dict[str, Any](cells={}, chains={})
+    for shape, tokens in plan:
+        cells = {name: measured(memory, tokens, *size) for name, size in SHAPES[shape].items()}
+        for name, cell in cells.items():
+            title = f"{shape} {name} {tokens}"
+            figures["cells"][title] = cell.figures()
+            tell(title, cell)
+        figures["chains"][f"{shape} {tokens}"] = found = chained(Chain(memory, shape, tokens), cells)
+        picked = ", ".join(f"{name} {tuple(tiling)}" for name, tiling in found["picks"].items())
+        three = ", ".join(f"{name} {found[name]:.2f}" for name in ("torch", "chosen", "picked"))
+        print(f"{shape} chain {tokens}: {three} us a layer; {picked}", flush=True)
+        record.write("kernels_few_rows", figures, asked.out)
+    return 0
+
+
+def tell(title: str, cell: Cell) -> None:
+    fastest = "  ".join(f"{tuple(tiling)} {cell.us[tiling]:.2f}" for tiling in cell.fastest(4))
+    chosen = "torch" if cell.chosen is None else f"{tuple(cell.chosen)} {cell.us.get(cell.chosen, float('nan')):.2f}"
+    print(f"{title:16} torch {cell.torch:7.2f} | chosen {chosen} | {fastest}", flush=True)
+    for tiling, what in cell.failed.items():
+        print(f"    {tuple(tiling)} {what}", flush=True)
+
+
+def tilings(tokens: int, outputs: int, inputs: int, count: int) -> list[FewRows]:
+    """What is tried on `count` processors: whole rows of tiles or equal parts of one for each program, the tiles dealt out evenly
+    to all processors, rows of tiles cut in some other number of parts, and two programs on each processor."""
+    columns, deep, found = choice.columns_for(tokens), triton.cdiv(inputs, choice.DEPTH), list[FewRows]()
+    for rows, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
+        if rows * columns // (32 * warps) > SUMS[warps]:
+            continue
+        along, stages = triton.cdiv(outputs, rows), choice.stages_for(rows, tokens)
+        cuts = [cut for cut in (2, 3, 4, 5, 6, 8) if warps == 4 and along * cut <= count and deep >= 3 * cut]
+        programs = [_evenly(along, deep, count), min(count, along * deep), *(along * cut for cut in cuts)]
+        found += [FewRows(rows, stages, each, warps) for each in programs]
+        half, twice = ROOM_OF_TWO // ((rows + columns) * choice.DEPTH), _evenly(along, deep, 2 * count)
+        if warps == 4 and half >= 3 and twice > count:
+            found.append(FewRows(rows, half, twice, warps))
+    chosen = choice.few_rows(tokens, outputs, inputs, count)
+    return list(dict.fromkeys(found if chosen is None else [chosen, *found]))
+
+
+def _evenly(along: int, deep: int, programs: int) -> int:
+    """So many programs, at most, that each has as many whole rows of tiles, or that those of a row have parts as large."""
+    if along > programs:
+        return int(triton.cdiv(along, triton.cdiv(along, programs)))
+    return along * min(deep, programs // along)
+
+
+WORKERS = max(2, min(14, (os.cpu_count() or 4) - 2))
+
+
+def compile_ahead(jobs: Collection[Job], workers: int = WORKERS) -> None:
+    """Into Triton's cache on disk, by running each kernel once in one of so many processes. A failure is said where it is timed."""
+    begin, of_their_own = time.monotonic(), {job.constants(): job for job in jobs}
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        failures = [said for said in pool.map(run_once, of_their_own.values()) if said]
+    print(f"{len(of_their_own)} kernels compiled in {time.monotonic() - begin:.1f} s, {len(failures)} failed", flush=True)
+
+
+def run_once(job: Job) -> str:
+    """What went wrong."""
+    try:
+        x, weight = (torch.empty(rows, job.inputs, dtype=FP8, device="cuda") for rows in (job.tokens, job.outputs))
+        few_rows(x, weight, job.tiling)
+        torch.cuda.synchronize()
+    except Exception as fault:
+        return f"{type(fault).__name__}: {fault}"
+    return ""
+
+
+class Memory:
+    """Random weights in e4m3, of which each measurement takes as many as it needs."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        piece = (torch.randn(1 << 26, device="cuda") / 2).to(FP8).view(torch.uint8)
+        self._held = torch.empty(BYTES, dtype=torch.uint8, device="cuda")
+        for number, part in enumerate(torch.split(self._held, piece.numel())):
+            part.copy_(piece.roll(65537 * number)[: part.numel()])
+
+    def copies(self, outputs: int, inputs: int) -> list[Tensor]:
+        """Of one size, all different, so many that none is in a cache when its turn comes again."""
+        size = outputs * inputs
+        count = min(max(6, -(-COLD // size)), BYTES // size)
+        return [self._at(place * size, outputs, inputs) for place in range(count)]
+
+    def layers(self, sizes: Sizes) -> Iterator[dict[str, Tensor]]:
+        one, place = sum(outputs * inputs for outputs, inputs in sizes.values()), 0
+        for _ in range(min(LAYERS, BYTES // one)):
+            layer = {}
+            for name, (outputs, inputs) in sizes.items():
+                layer[name] = self._at(place, outputs, inputs)
+                place += outputs * inputs
+            yield layer
+
+    def _at(self, place: int, outputs: int, inputs: int) -> Tensor:
+        return self._held[place : place + outputs * inputs].view(FP8).view(outputs, inputs)
+
+
+def measured(memory: Memory, tokens: int, outputs: int, inputs: int) -> Cell:
+    weights, x = memory.copies(outputs, inputs), torch.randn(tokens, inputs, device="cuda").to(FP8)
+    exact = x.float() @ weights[0].float().t()
+    error = steps_off(torchs(x, weights[0]), exact)
+    count = processors(x.device)
+    chosen = choice.few_rows(tokens, outputs, inputs, count)
+    cell = Cell(seconds(partial(torchs, x), weights) * 1e6, error, chosen, {}, {}, {})
+    for tiling in tilings(tokens, outputs, inputs, count):
+        act = partial(few_rows, x, tiling=tiling)
+        try:
+            first, *_ = [act(weight) for weight in weights]  # all: a graph is captured only when each has its counters
+            found = steps_off(first, exact)
+            if not found <= max(LEAST, WRONG * error):
+                cell.failed[tiling] = f"wrong: off by {found:.1f} steps of bf16, torch by {error:.1f}"
+            elif not torch.equal(first, act(weights[0])):
+                cell.failed[tiling] = "wrong: other bits when it runs again"
+            else:
+                cell.errors[tiling], cell.us[tiling] = found, seconds(act, weights) * 1e6
+        except Exception as fault:  # a tiling that this GPU cannot run is reported, and the others go on
+            cell.failed[tiling] = f"failed: {str(fault)[:120]}"
+            torch.cuda.synchronize()
+    return cell
+
+
+def torchs(x: Tensor, weight: Tensor) -> Tensor:
+    return torch._scaled_mm(x, weight.t(), UNIT, UNIT, out_dtype=BF16, use_fast_accum=True)
+
+
+def steps_off(found: Tensor, exact: Tensor) -> float:
+    """The largest error, in steps of bf16 at the size of the sum or, where that is larger, at the usual one."""
+    size = torch.maximum(exact.abs(), exact.square().mean().sqrt())
+    return ((found.float() - exact).abs() / (size * 2**-8)).max().item()
+
+
+@triton.jit
+def wait_as_an_all_reduce(cycles):  # type: ignore[no-untyped-def]
+    gdc_launch_dependents()
+    gdc_wait()
+    begin = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    now = begin
+    while now - begin < cycles:
+        now = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+class Chain:
+    """Layers without their attention, in whose place the first columns of the QKV product are quantized for the next one."""
+
+    def __init__(self, memory: Memory, shape: str, tokens: int) -> None:
+        sizes = SHAPES[shape]
+        hidden, query = sizes["o"]
+        self._waits, self._query = shape in BETWEEN_RANKS, query
+        self._layers = list(memory.layers(sizes))
+        self._first = torch.randn(tokens, hidden, device="cuda", dtype=BF16)
+        self._seen, _ = quantize_fp8(torch.randn(tokens, query, device="cuda", dtype=BF16))
+        self._norm = torch.ones(hidden, device="cuda", dtype=BF16)
+        self._columns = torch.full((sizes["gate_up"][0],), 2e-3, device="cuda")
+
+    def run(self, tilings: Mapping[str, FewRows]) -> Tensor:
+        """The residual stream. tilings: by product; torch multiplies those that have none."""
+        seen, residual = self._seen, self._first
+
+        for layer in self._layers:
+            x, rows, residual = self._normed(_product("o", layer, seen, tilings), residual)
+            inner, _ = silu_mul_quant_fp8(Unscaled(_product("gate_up", layer, x, tilings), rows, self._columns))
+            x, rows, residual = self._normed(_product("down", layer, inner, tilings), residual)
+            wide = _product("qkv", layer, x, tilings).view(-1)[: len(x) * self._query]
+            seen, _ = quantize_fp8(wide.view(len(x), self._query))
+        return residual
+
+    def _normed(self, out: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        if self._waits:
+            wait_as_an_all_reduce[(24,)](CYCLES, num_warps=16, launch_pdl=True)
+        return residual_rms_norm(out, residual, self._norm, 1e-5, quant="fp8")
+
+    def us(self, tilings: Mapping[str, FewRows]) -> float:
+        """Of a layer."""
+        return seconds(lambda _: self.run(tilings), [self._first]) * 1e6 / len(self._layers)
+
+
+def _product(name: str, layer: Mapping[str, Tensor], x: Tensor, tilings: Mapping[str, FewRows]) -> Tensor:
+    tiling = tilings.get(name)
+    return torchs(x, layer[name]) if tiling is None else few_rows(x, layer[name], tiling)
+
+
+def chained(chain: Chain, cells: Mapping[str, Cell]) -> dict[str, Any]:
+    """us of a layer, the three right behind one another; off: of torch's residual stream."""
+    chosen = {name: cell.chosen for name, cell in cells.items() if cell.chosen is not None and cell.chosen in cell.us}
+    picks: dict[str, FewRows] = {}
+    for name in PICKED:
+        least, best = chain.us(picks) - NOISE, picks
+        for tiling in cells[name].fastest(FASTEST):
+            us = chain.us({**picks, name: tiling})
+            if us < least:
+                least, best = us, {**picks, name: tiling}
+        picks = best
+    plain = chain.run({})
+    return {
+        "torch": _rounded(chain.us({})), "chosen": _rounded(chain.us(chosen)), "picked": _rounded(chain.us(picks)),
+        "off": {"chosen": float(f"{off(chain.run(chosen), plain):.1e}"), "picked": float(f"{off(chain.run(picks), plain):.1e}")},
+        "picks": picks,
+    }  # fmt: skip
+
+
+def _rounded(us: float | None) -> float | None:
+    return None if us is None else round(us, 2)
+
+
+if __name__ == "__main__":
+    start = time.monotonic()
+    status = main()
+    print(f"{time.monotonic() - start:.1f} s")
+    sys.exit(status)
