@@ -83,14 +83,15 @@ SHAPES = ((2560, 8192), (8192, 2048), (14336, 8192), (4096, 4096), (2576, 2064),
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_equals_exact_sums_as_nearly_as_torch_does(outputs: int, inputs: int) -> None:
-    """In steps of bf16, with and without scales, whoever adds parts up: tensor cores add e4m3 with fewer bits than fp32 has."""
+def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
+    """In steps of bf16, with and without scales, whoever adds parts up. Hopper's tensor cores keep 13 bits behind the point when they
+    add 32 products in e4m3 to a sum: each time up to 2^-13 of it is lost, which is 1/32 of a step of bf16."""
     import torch
 
     from phalanx.kernels.products.few_rows import few_rows, processors, takes
 
     torch.manual_seed(0)
-    e4m3, one = torch.float8_e4m3fn, torch.ones((), device="cuda")
+    e4m3, bound = torch.float8_e4m3fn, 1.5 + inputs / 32 / 32
     weight = (torch.randn(outputs, inputs, device="cuda") * 0.5).to(e4m3)
     columns = torch.rand(outputs, device="cuda") + 0.1
     for tokens in (1, 5, 16, 33, 64):
@@ -100,8 +101,6 @@ def test_equals_exact_sums_as_nearly_as_torch_does(outputs: int, inputs: int) ->
         if tiling is None:
             continue
         sums = x.float() @ weight.float().t()
-        theirs = torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        bound = max(1.5, 1.5 * steps(theirs, sums))
         for scales, wanted in ((None, sums), ((rows, columns), sums * rows * columns)):
             first = few_rows(x, weight, tiling, scales)
             assert steps(first, wanted) <= bound, (tokens, tiling)
