@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with weights scaled by block, on one GPU: every cut of ours beside what else could multiply, for shapes of Llama-3 8B
+and of 70B on four ranks.
+
+ours: x in bf16 in, bf16 out, the quantization of x by groups included. "(rows, tokens, warps, stages, parts)" are cuts of
+`cuts.rows`, "row (rows, block, warps)" of `cuts.one_row`; "chosen" is what `blocks.block_scaled_mm` takes today. "x16" keeps x in
+bf16 and widens the weight in registers. widened: the weight in memory first, then bf16. bf16: F.linear on a weight in bf16.
+row-wise: torch._scaled_mm with scales by row and column on x in e4m3, the bound: its quantization is not in it, nor are blocks.
+
+TB/s of the weight's e4m3 bytes up to 64 tokens, TFLOP/s beyond. Each is verified against the sum in fp32 of what is to be
+multiplied, then timed in a CUDA graph over enough copies of the weight that none is in a cache: median of 7 replays.
+
+    python benchmarks/kernels/block_scaled.py --out DIR [--shapes 8b,tp4] [--tokens 1,8,64,256,2048]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import record
+from benchmarks.kernels import products
+from benchmarks.kernels.products import Candidate, Case, measure
+from phalanx.kernels import reference
+from phalanx.kernels.products import blocks, cuts
+from phalanx.kernels.products.block_scaled import block_scaled
+from phalanx.kernels.products.block_scaled_row import block_scaled_row
+from phalanx.kernels.products.choice import OneRow
+from phalanx.kernels.products.cuts import Blocks
+
+SHAPES = {
+    "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
+    "tp4": {"qkv": (2560, 8192), "o": (8192, 2048), "gate_up": (14336, 8192), "down": (8192, 7168)},
+}
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+FEW = 64
+"""The most tokens for which a weight's bytes are the time."""
+COLD = 128 << 20
+"""Bytes of copies of the weight in e4m3 at least: beyond the second cache of an H200, which has 50 MiB."""
+REPLAYS = 7
+ROWS = [OneRow(2, 4096, 4), OneRow(4, 2048, 2), OneRow(4, 2048, 4), OneRow(2, 8192, 4), OneRow(1, 8192, 4), OneRow(4, 4096, 8)]
+TILES = {  # tokens -> (rows, tokens, warps, stages), without parts
+    8: [(64, 16, 4, 4), (64, 16, 4, 6), (64, 16, 4, 8), (128, 16, 4, 5), (128, 16, 8, 6)],
+    64: [(64, 64, 4, 4), (64, 64, 4, 6), (128, 64, 8, 4), (64, 32, 4, 6)],
+    256: [(64, 128, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4), (128, 64, 8, 4), (64, 64, 4, 5)],
+    2048: [(128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 8, 5), (128, 64, 8, 4), (64, 128, 4, 4)],
+}
+PARTS = {8: (1, 2, 4, 8), 64: (1, 2, 4), 256: (1, 2, 4), 2048: (1,)}
+
+
+class Product(NamedTuple):
+    """x [T, in] in bf16, copies of weight [out, in] e4m3 with scale [out, blocks], and what each kind of product must give."""
+
+    x: Tensor
+    weights: list[Tensor]
+    scale: Tensor
+    quantized: Tensor
+    wide: Tensor
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--shapes", default="8b,tp4")
+    parser.add_argument("--tokens", default="1,8,64,256,2048")
+    asked = parser.parse_args()
+    figures: dict[str, Any] = {}
+    with ThreadPoolExecutor(12) as pool, mock.patch.object(products, "REPLAYS", REPLAYS):
+        for shape, tokens in product(asked.shapes.split(","), map(int, asked.tokens.split(","))):
+            for name, size in SHAPES[shape].items():
+                title = f"{shape} {name} {size} T={tokens}"
+                p = make(tokens, size)
+                figures[title] = measure(pool, Case(p.weights, work(p), dict(candidates(p)))) | beside(p)
+                tell(title, figures[title])
+                record.write("kernels_block_scaled", figures, asked.out)
+    return 0
+
+
+def tell(title: str, found: dict[str, Any]) -> None:
+    """The best of our cuts and what stands beside it in one line, then every cut that is within a tenth of the best."""
+    timed = {label: row for label, row in found.items() if isinstance(row, list)}
+    ours = {label: row for label, row in timed.items() if label.startswith(("(", "row (", "quantized, row"))}
+    best = min(ours, key=lambda label: ours[label][0]) if ours else "none"
+    others = ["chosen", "x16", "widened", "bf16", "row-wise"]
+    cells = [f"{label} {timed[label][0]:8.2f} us {timed[label][1]:8.2f}" for label in (best, *others) if label in timed]
+    print(f"{title:32} {' | '.join(cells)}")
+    near = [f"{label} {row[0]:.2f}" for label, row in ours.items() if label != best and row[0] < 1.1 * ours[best][0]]
+    wrong = [f"{label}: {row}" for label, row in found.items() if not isinstance(row, list)]
+    if near or wrong:
+        print("    " + "; ".join([*near, *wrong]), flush=True)
+
+
+def make(tokens: int, size: tuple[int, int]) -> Product:
+    outputs, inputs = size
+    torch.manual_seed(0)
+    x = (torch.randn(tokens, inputs, device="cuda") * torch.rand(inputs, device="cuda") * 4).to(BF16)
+    first = (torch.randn(outputs, inputs, device="cuda", dtype=BF16) * 16).to(FP8)
+    scale = torch.rand(-(-outputs // 128), -(-inputs // 128), device="cuda") / 512 + 1e-3
+    scale = scale.repeat_interleave(128, dim=0)[:outputs].contiguous()
+    meant = reference.dequantize(first, scale, torch.float32, block=128)
+    values, x_scale = reference.quantize_groups(x)
+    quantized = reference.dequantize(values, x_scale, torch.float32, block=128) @ meant.t()
+    copies = [first, *(first.clone() for _ in range(max(1, COLD // first.nbytes)))]
+    return Product(x, copies, scale, quantized, x.float() @ meant.t())
+
+
+def work(p: Product) -> float:
+    """Of one product: bytes / 1e6, which per microsecond are TB/s, or operations / 1e6: TFLOP/s."""
+    weight = p.weights[0]
+    return weight.nbytes / 1e6 if len(p.x) <= FEW else 2.0 * len(p.x) * weight.numel() / 1e6
+
+
+def candidates(p: Product) -> Iterator[tuple[str, Candidate]]:
+    """On the weight in e4m3."""
+    tokens, inputs = p.x.shape
+    yield "chosen", Candidate(lambda w: blocks.block_scaled_mm(p.x, w, p.scale, dtype=BF16), p.quantized)
+    if tokens == 1:
+        for held in ROWS:
+            if inputs <= 8192:
+                yield f"row {tuple(held)}", Candidate(partial(row, p, held, False), p.quantized)
+            yield f"quantized, row {tuple(held)}", Candidate(partial(row, p, held, True), p.quantized)
+    near = min(TILES, key=lambda count: abs(count - tokens))
+    for tile, parts in product(TILES[near], PARTS[near]):
+        tiles = -(-p.scale.shape[0] // tile[0]) * -(-tokens // tile[1])
+        if parts == 1 or (tiles * parts <= 132 * 6 and p.scale.shape[1] // parts >= 4):
+            tiling = Blocks(*tile, parts)
+            yield f"{tuple(tiling)}", Candidate(partial(cut, p, tiling), p.quantized)
+    if tokens <= cuts.FEW:
+        yield "x16", Candidate(lambda w: blocks.widening_mm(p.x, w, p.scale, block=128), p.wide)
+    yield "widened", Candidate(partial(widened, p), p.wide)
+    by_row, by_column = torch.ones(tokens, 1, device="cuda"), torch.ones(1, p.scale.shape[0], device="cuda")
+    values = (p.x.float() * 8).to(FP8)
+    bare = values.float() @ p.weights[0].float().t()
+    mm = partial(torch._scaled_mm, scale_a=by_row, scale_b=by_column, out_dtype=BF16, use_fast_accum=True)
+    yield "row-wise", Candidate(lambda w: mm(values, w.t()), bare)
+
+
+def row(p: Product, tiling: OneRow, apart: bool, weight: Tensor) -> Tensor:
+    """apart: a kernel before it quantizes x."""
+    values, x_scale = blocks.quantize_groups(p.x) if apart else (p.x, None)
+    return block_scaled_row(values, x_scale, weight, p.scale, dtype=BF16, begin=0, quantize=True, tiling=tiling)
+
+
+def cut(p: Product, tiling: Blocks, weight: Tensor) -> Tensor:
+    values, x_scale = blocks.quantize_groups(p.x)
+    return block_scaled(values, x_scale, weight, p.scale, dtype=BF16, begin=0, tiling=tiling)
+
+
+def widened(p: Product, weight: Tensor) -> Tensor:
+    return F.linear(p.x, reference.dequantize(weight, p.scale, BF16, block=128))
+
+
+def beside(p: Product) -> dict[str, Any]:
+    """F.linear on a weight in bf16, of the same values."""
+    meant = reference.dequantize(p.weights[0], p.scale, BF16, block=128)
+    copies = [meant, *(meant.clone() for _ in range(max(1, COLD // meant.nbytes)))]
+    act: Callable[[Tensor], Tensor] = partial(F.linear, p.x)
+    microseconds = products.seconds(act, copies) * 1e6
+    return {"bf16": [round(microseconds, 2), round(work(p) / microseconds, 3), float(f"{products.off(act(meant), p.wide):.1e}")]}
+
+
+if __name__ == "__main__":
+    start = time.monotonic()
+    status = main()
+    print(f"{time.monotonic() - start:.1f} s")
+    sys.exit(status)
