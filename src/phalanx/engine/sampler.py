@@ -2,7 +2,7 @@
 """From logits to tokens, on the device: `Sampler`.
 
 What each request asked for is held per slot. A step decides from what the host knows which parts it needs: where all rows are
-greedy it is one argmax, without top-k and top-p nothing is sorted, without penalties no counts exist. A token depends on
+greedy it is one argmax, without filters nothing is looked for, without penalties no counts exist. A token depends on
 (seed, position, logits) only: the noise is a hash of (seed, position, token), so that the rest of the batch, a preemption and the
 number of ranks change nothing, and every rank that holds the logits draws the same token without a message.
 """
@@ -155,18 +155,7 @@ class Sampler:
         """tokens [S] int64: the likeliest in greedy rows, a draw in the others."""
         if needs.temperature is None:
             return sampling.likeliest(logits)
-        noise = self._noise(needs, positions)
-        if needs.random is None:
-            return sampling.drawn(logits, needs.temperature, noise)
-        found = []
-        for part in _parts(len(needs.random), self._vocab_size):
-            rows = needs.random[part]
-            scaled = sampling.scale(logits[rows].float(), needs.temperature[rows])
-            top_k, top_p, min_p = (None if x is None else x[part] for x in (needs.top_k, needs.top_p, needs.min_p))
-            scaled = sampling.keep_likely(scaled, needs.most_likely, top_k, top_p, min_p)
-            found.append(sampling.draw(scaled, noise[:, rows]))
-        tokens = found[0] if len(found) == 1 else torch.cat(found)
-        return tokens if len(tokens) == len(logits) else sampling.likeliest(logits).index_copy(0, needs.random, tokens)
+        return sampling.drawn(logits, needs.temperature, self._noise(needs, positions), needs.filters)
 
     def _noise(self, needs: Needs, positions: Rows) -> Tensor:
         """The rows' keys [2, S] int32: see `sampling.draw`."""

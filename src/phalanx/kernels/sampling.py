@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops that turn logits into tokens, row by row, in plain torch: the same on CPU and GPU, and on every rank. The likeliest
-token, and a draw from all of them, have kernels: they are all that most steps need.
+token, and a draw, filtered or not, have kernels: they are all that most steps need.
 
 No op looks from one row into another, so that a request's tokens do not depend on what else is in the batch. Filters are
 thresholds on values (tokens that tie with the last one kept are kept), so that no result depends on how a sort orders ties.
@@ -84,17 +84,19 @@ def _best(values: Tensor, begin: int) -> Tensor:
     return (order.long() << 32) | (0xFFFFFFFF - begin - place)
 
 
-def race(logits: Tensor, begin: int, held: int, tops: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+def race(
+    logits: Tensor, begin: int, held: int, tops: Tensor, temperature: Tensor, noise: Tensor, floors: Tensor | None = None
+) -> Tensor:
     """As `keys`, of a draw: the largest key's token is one of probability softmax(logits / temperature), as `scale` and `draw` find
     it in the whole vocabulary, to the bit where exp and log are the same.
 
     tops [ranks, S, parts]: the keys of the logits, of all ranks. temperature [S] fp32: 0 where the likeliest is to win. noise
-    [2, S] int32: the rows' keys, as in `draw`.
+    [2, S] int32: the rows' keys, as in `draw`. floors [S] fp32: what is scaled to less does not run (see `floors`); None: all run.
     """
     if _kernel_takes(logits):
         from phalanx.kernels.between.likeliest import race as kernel
 
-        return kernel(logits, begin, held, tops, temperature, noise)
+        return kernel(logits, begin, held, tops, temperature, noise, floors)
     order = (tops.amax((0, 2)) >> 32).to(torch.int32)
     top = torch.where(order < 0, order ^ 0x7FFFFFFF, order).view(torch.float32).unsqueeze(1)
     parts = []
@@ -102,16 +104,47 @@ def race(logits: Tensor, begin: int, held: int, tops: Tensor, temperature: Tenso
     for rows in (slice(at, at + step) for at in range(0, len(logits), step)):
         wide, drawn = logits[rows, :held].float(), (temperature[rows] > 0).unsqueeze(1)
         heat = torch.where(drawn, temperature[rows].unsqueeze(1), 1.0)
-        runs = _scaled(wide, top[rows], heat).sub_(_log_exponential(noise[:, rows], begin, begin + held))
+        runs = _scaled(wide, top[rows], heat)
+        if floors is not None:
+            runs = torch.where(runs >= floors[rows].unsqueeze(1), runs, _NEVER)
+        runs = runs.sub_(_log_exponential(noise[:, rows], begin, begin + held))
         parts.append(_best(torch.where(drawn, runs, wide), begin))
     return torch.cat(parts) if parts else torch.empty(0, 1, dtype=torch.int64, device=logits.device)
 
 
-def drawn(logits: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-    """One token per row of logits [S, V]: [S] int64, the likeliest where temperature [S] is 0, else a draw. See `race`."""
+def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    """What the filters keep of each row of logits [S, V], as the least logit, scaled as `scale` does, that is kept: [S] fp32, -inf
+    where all are, and in rows of temperature 0.
+
+    tops [1, S, parts]: the keys of the logits. filters [3, S] fp64: top_k, top_p and min_p of each row as in `keep_likely`, whose
+    floor this is; off are V, 1 or more, and 0.
+    """
+    if _kernel_takes(logits):
+        from phalanx.kernels.between.floors import floors as kernel
+
+        return kernel(logits, tops, temperature, filters)
+    found, width = torch.full_like(temperature, _NEVER), logits.shape[1]
+    top_k, top_p, min_p = filters
+    k_on, p_on, m_on = top_k < width, top_p < 1.0, min_p > 0.0
+    asking = ((temperature > 0) & (k_on | p_on | m_on)).nonzero()[:, 0]
+    for rows in asking.split(max(1, _AT_ONCE // width)):
+        scaled = scale(logits[rows].float(), temperature[rows])
+        some_k, some_p, some_m = (bool(on[rows].any()) for on in (k_on, p_on, m_on))
+        most = width if (p_on & ~k_on)[rows].any() else int(top_k[rows].where(k_on[rows], 1.0).max())
+        found[rows] = _floor(
+            scaled, most, top_k[rows].long() if some_k else None, top_p[rows].where(p_on[rows], 2.0) if some_p else None,
+            min_p[rows].float() if some_m else None,
+        )[:, 0]  # fmt: skip
+    return found
+
+
+def drawn(logits: Tensor, temperature: Tensor, noise: Tensor, filters: Tensor | None = None) -> Tensor:
+    """One token per row of logits [S, V]: [S] int64, the likeliest where temperature [S] is 0, else a draw of what the filters
+    [3, S] keep. See `race` and `floors`."""
     tokens, width = torch.empty(len(logits), dtype=torch.int64, device=logits.device), logits.shape[1]
     tops = keys(logits, 0, width).unsqueeze(0)
-    settle(race(logits, 0, width, tops, temperature, noise).unsqueeze(0), tokens)
+    kept = None if filters is None else floors(logits, tops, temperature, filters)
+    settle(race(logits, 0, width, tops, temperature, noise, kept).unsqueeze(0), tokens)
     return tokens
 
 
@@ -154,6 +187,11 @@ def keep_likely(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor |
     min_p (fp32, 0 is off): those at least min_p times as likely as the likeliest. `most`: no row that has a top_p has a higher
     top_k, and none that has a top_k; V means a full sort.
     """
+    return torch.where(scaled >= _floor(scaled, most, top_k, top_p, min_p), scaled, _NEVER)
+
+
+def _floor(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """The least value that is kept, [R, 1]."""
     floor = torch.full_like(scaled[:, :1], _NEVER)
     if top_k is not None or top_p is not None:
         if most < scaled.shape[1]:
@@ -167,7 +205,7 @@ def keep_likely(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor |
             floor = torch.maximum(floor, _nucleus_floor(scaled, highest, floor, top_p))
     if min_p is not None:
         floor = torch.maximum(floor, min_p.log().unsqueeze(1))
-    return torch.where(scaled >= floor, scaled, _NEVER)
+    return floor
 
 
 def _descending(x: Tensor) -> Tensor:

@@ -72,11 +72,7 @@ class Needs:
     penalties: Tensor | None  # [penalized, 3]
     seeds: Words64
     temperature: Tensor | None  # [S], 0 where a row is greedy
-    random: Tensor | None  # the rows that are not, where there is a filter
-    most_likely: int  # as in sampling.keep_likely; 0: no filter at all
-    top_k: Tensor | None  # [random], as are the other filters
-    top_p: Tensor | None
-    min_p: Tensor | None
+    filters: Tensor | None  # [3, S], as in sampling.floors
     reported_rows: Longs  # that ask for logprobs
     reported: Tensor | None
     logprobs: Longs  # [reported]: how many alternatives
@@ -86,7 +82,7 @@ class Needs:
     def order_counts(self) -> bool:
         """Whether nothing counts but the order of the logits, and of what runs the race if a row draws: nothing is added to them,
         filtered or reported."""
-        return self.bias is None and self.penalized is None and self.reported is None and not self.most_likely
+        return self.bias is None and self.penalized is None and self.reported is None and self.filters is None
 
     @classmethod
     def of(cls, slots: Longs, book: Book, tally: list[int], send: Send) -> Needs:
@@ -95,12 +91,9 @@ class Needs:
         biased = [(row, *each) for row in np.flatnonzero(book.biased[slots]).tolist() for each in book.bias[slots[row]]]
         columns = list(zip(*biased, strict=True))
         penalized = np.flatnonzero(book.penalized[slots])
-        random = np.flatnonzero(book.random[slots])
-        drawn = slots[random]
-        top_k, top_p, min_p = book.top_k[drawn], book.top_p[drawn], book.min_p[drawn]
-        k_on, p_on, m_on = top_k < size, top_p < 1.0, min_p > 0.0
-        most = size if (p_on & ~k_on).any() else int(top_k[k_on].max(initial=1))
-        filtered = bool((k_on | p_on | m_on).any())
+        random = book.random[slots]
+        filters = np.stack([book.top_k[slots], book.top_p[slots], book.min_p[slots]])  # fp64 holds each exactly
+        filtered = (random & ((filters[0] < size) | (filters[1] < 1.0) | (filters[2] > 0.0))).any()
         reported = np.flatnonzero(book.logprobs[slots] >= 0)
         logprobs = book.logprobs[slots[reported]]
         return cls(
@@ -110,12 +103,8 @@ class Needs:
             tally_rows=send(tally, index) if penalized.size else None,
             penalties=send(book.penalties[slots[penalized]], torch.float32) if penalized.size else None,
             seeds=book.seed[slots],
-            temperature=send(np.where(book.random[slots], book.temperature[slots], 0.0), torch.float32) if random.size else None,
-            random=send(random, index) if filtered else None,
-            most_likely=most if filtered else 0,
-            top_k=send(top_k, index) if k_on.any() else None,
-            top_p=send(np.where(p_on, top_p, 2.0), torch.float64) if p_on.any() else None,
-            min_p=send(min_p, torch.float32) if m_on.any() else None,
+            temperature=send(np.where(random, book.temperature[slots], 0.0), torch.float32) if random.any() else None,
+            filters=send(filters, torch.float64) if filtered else None,
             reported_rows=reported,
             reported=send(reported, index) if reported.size else None,
             logprobs=logprobs, most_logprobs=int(min(logprobs.max(initial=0), size)),

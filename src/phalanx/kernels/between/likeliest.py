@@ -47,9 +47,9 @@ def _key(best, place, begin):
 
 
 @triton.jit
-def _best_of_part(start, lane, part, held, begin, span, race, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def _best_of_part(start, lane, part, held, begin, span, race, floor, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """`_better` over the `span` columns of a part of the row that begins at `start`. lane: 0 .. BLOCK - 1; race: the row's (top,
-    heat, first, second), or None where the logits themselves are looked at."""
+    heat, first, second), or None where the logits themselves are looked at; floor: of what runs, scaled; None: all do."""
     best = tl.full([BLOCK], -(2**31), tl.int32)
     place = tl.zeros([BLOCK], tl.int32)
     at = part * span
@@ -60,8 +60,11 @@ def _best_of_part(start, lane, part, held, begin, span, race, BLOCK: tl.constexp
         if race is not None:
             top, heat, first, second = race
             if heat > 0.0:
-                value = tl.div_rn(value - top, heat)
-                value = tl.where(value == value, value, 0.0) - _noise(begin + column, first, second, PTX)
+                scaled = tl.div_rn(value - top, heat)
+                scaled = tl.where(scaled == scaled, scaled, 0.0)
+                value = scaled - _noise(begin + column, first, second, PTX)
+                if floor is not None:
+                    value = tl.where(scaled >= floor, value, float("-inf"))
         best, place = _better(value, column, held, best, place)
         at += BLOCK
     return best, place
@@ -76,7 +79,7 @@ def _keys(logits, keys, stride, held, begin, parts, span, BLOCK: tl.constexpr, P
     row, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     start = logits + row.to(tl.int64) * stride
-    best, place = _best_of_part(start, lane, part, held, begin, span, None, BLOCK, PTX)
+    best, place = _best_of_part(start, lane, part, held, begin, span, None, None, BLOCK, PTX)
     tl.store(keys + row * parts + part, _key(best, place, begin))
 
 
@@ -115,13 +118,14 @@ def _noise(token, first, second, PTX: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["held", "begin", "rows", "parts"],
-    do_not_specialize_on_alignment=["keys", "tops", "temperature", "noise"],
+    do_not_specialize_on_alignment=["keys", "tops", "temperature", "noise", "floors"],
 )
 def _race(
-    logits, keys, tops, temperature, noise, stride, held, begin, rows, parts, span,
+    logits, keys, tops, temperature, noise, floors, stride, held, begin, rows, parts, span,
     RANKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """keys [rows, parts] of what runs the race; tops: the keys [RANKS, rows, parts] of the logits themselves."""
+    """keys [rows, parts] of what runs the race; tops: the keys [RANKS, rows, parts] of the logits themselves. floors: None where
+    all run."""
     if PTX >= 90:
         gdc_launch_dependents()
         gdc_wait()
@@ -133,7 +137,10 @@ def _race(
     top = tl.where(top == float("-inf"), 0.0, top)
     heat = tl.load(temperature + row)
     race = (top, heat, tl.load(noise + row), tl.load(noise + rows + row))
-    best, place = _best_of_part(start, lane, part, held, begin, span, race, BLOCK, PTX)
+    if floors is None:
+        best, place = _best_of_part(start, lane, part, held, begin, span, race, None, BLOCK, PTX)
+    else:
+        best, place = _best_of_part(start, lane, part, held, begin, span, race, tl.load(floors + row), BLOCK, PTX)
     tl.store(keys + row * parts + part, _key(best, place, begin))
 
 
@@ -184,14 +191,16 @@ def keys(logits: Tensor, begin: int, held: int) -> Tensor:
     return found
 
 
-def race(logits: Tensor, begin: int, held: int, tops: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+def race(
+    logits: Tensor, begin: int, held: int, tops: Tensor, temperature: Tensor, noise: Tensor, floors: Tensor | None = None
+) -> Tensor:
     """The kernel of `sampling.race`: [S, parts] for logits [S, W] whose rows are contiguous."""
     rows, (parts, span) = len(logits), _cut(logits)
     found = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     if rows:
         ptx = capability(logits.device)
         _race[(rows, parts)](
-            logits, found, tops, temperature, noise, logits.stride(0), held, begin, rows, parts, span, RANKS=len(tops),
+            logits, found, tops, temperature, noise, floors, logits.stride(0), held, begin, rows, parts, span, RANKS=len(tops),
             PARTS=_room(parts), BLOCK=BLOCK, PTX=ptx, num_warps=8, launch_pdl=ptx >= 90,
         )  # fmt: skip
     return found

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""What top-k, top-p and min-p leave of a row of logits, as one number: the least scaled logit that is kept. Nothing is sorted.
+
+A token's depth is how far its logit lies below the row's top, at least 0; what follows is in the bits of depths, which as integers
+have their order. Top-k and top-p ask the same: the least depth down to which enough is found, of tokens (k of them) or of mass (p
+of all). A search keeps two depths, the upper with too little above and at it, the lower with enough, and in each pass over the row
+sums at eight depths between them: so a pass leaves an eighth of the interval, and no more than what tokens lie at. The first pass
+looks where edges mostly are. As soon as few enough tokens are left between, they are put aside, and later passes look at those
+alone: of logits as models have, a search reads the row twice, and never more than a dozen times. One program has a row.
+
+Mass is exp2 in fp32, summed by each lane in fp32 and over lanes in integers, always in the same order: a row's floor does not
+depend on others, the sums never fall from depth to depth, and are right to about 1e-6 of the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
+
+from phalanx.kernels.between.likeliest import _largest, _room
+from phalanx.kernels.residual_rms_norm import capability
+
+LANES = 1024
+EACH = 8
+"""Neighbouring logits that a lane reads at a time: 16 bytes or more."""
+ROOM = 16
+"""Depths that a lane can put aside: where at most a quarter as many are left for each, it hardly ever happens that some lane has
+more, and then the search goes on in the whole row."""
+
+DEEPEST = tl.constexpr(0x7F7FFFFF)  # the largest of floats, which -inf is taken for
+BINADE = tl.constexpr(1 << 23)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _value(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reaches(depth, pivot, PTX: tl.constexpr):
+    """1.0 where the depth is at most the pivot, else 0.0: by one instruction, where a comparison and a choice would be two."""
+    if PTX > 0:
+        flag = tl.inline_asm_elementwise("set.le.f32.f32 $0, $1, $2;", "=f,f,f", [depth, pivot], tl.float32, True, 1)
+    else:
+        flag = (depth <= pivot).to(tl.float32)
+    return flag
+
+
+@triton.jit
+def _more(total, depth, weight, pivot, PTX: tl.constexpr):
+    """The sum of each lane [LANES] with the weights [LANES, EACH] of what lies no deeper than the pivot."""
+    return total + tl.sum(_reaches(depth, pivot, PTX) * weight, 1)
+
+
+@triton.jit
+def _whole(sums):
+    """Of all lanes, in units of 2^-40: exact, and so in any order."""
+    return tl.sum((sums * 1099511627776.0).to(tl.int64), 0)
+
+
+@triton.jit
+def _depth(values, top):
+    return tl.minimum(tl.maximum(top - values.to(tl.float32), 0.0), LARGEST)
+
+
+@triton.jit
+def _look(seen, depth, inside, rate, above, pivots, PTX: tl.constexpr):
+    """A tile of depths [LANES, ..] more in what was `seen`: the sums at eight pivots, the least depth below `above`, and the
+    greatest down to the last pivot. inside: which of the tile count; None where all do."""
+    s0, s1, s2, s3, s4, s5, s6, s7, least, most = seen
+    p0, p1, p2, p3, p4, p5, p6, p7 = pivots
+    weight = tl.exp2(depth * rate)
+    if inside is not None:
+        depth, weight = tl.where(inside, depth, LARGEST), tl.where(inside, weight, 0.0)
+    s0, s1 = _more(s0, depth, weight, p0, PTX), _more(s1, depth, weight, p1, PTX)
+    s2, s3 = _more(s2, depth, weight, p2, PTX), _more(s3, depth, weight, p3, PTX)
+    s4, s5 = _more(s4, depth, weight, p4, PTX), _more(s5, depth, weight, p5, PTX)
+    s6, s7 = _more(s6, depth, weight, p6, PTX), _more(s7, depth, weight, p7, PTX)
+    least = tl.minimum(least, tl.min(depth + _reaches(depth, above, PTX) * LARGEST, 1))
+    most = tl.maximum(most, tl.max(depth * _reaches(depth, p7, PTX), 1))
+    return s0, s1, s2, s3, s4, s5, s6, s7, least, most
+
+
+@triton.jit
+def _pass(start, held, top, rate, above, pivots, LANES: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr):
+    """`_look` at the whole row."""
+    column = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    none = tl.zeros([LANES], tl.float32)
+    seen = (none, none, none, none, none, none, none, none, none + LARGEST, none)
+    at = 0
+    while at + LANES * EACH <= held:  # without a mask, so that a lane reads all its logits at once
+        seen = _look(seen, _depth(tl.load(start + at + column), top), None, rate, above, pivots, PTX)
+        at += LANES * EACH
+    if at < held:
+        depth = _depth(tl.load(start + at + column, at + column < held, 0.0), top)
+        seen = _look(seen, depth, at + column < held, rate, above, pivots, PTX)
+    return _summed(seen)
+
+
+@triton.jit
+def _pass_few(few, counts, rounds, rate, above, pivots, LANES: tl.constexpr, PTX: tl.constexpr):
+    """`_look` at what `_gather` has put aside: `counts` [LANES] of each lane, `rounds` at most."""
+    lane = tl.arange(0, LANES)[:, None]
+    none = tl.zeros([LANES], tl.float32)
+    seen = (none, none, none, none, none, none, none, none, none + LARGEST, none)
+    at = 0
+    while at < rounds:
+        inside = at < counts[:, None]
+        seen = _look(seen, tl.load(few + at * LANES + lane, inside, 0.0), inside, rate, above, pivots, PTX)
+        at += 1
+    return _summed(seen)
+
+
+@triton.jit
+def _summed(seen):
+    s0, s1, s2, s3, s4, s5, s6, s7, least, most = seen
+    sums = (_whole(s0), _whole(s1), _whole(s2), _whole(s3), _whole(s4), _whole(s5), _whole(s6), _whole(s7))
+    return sums, tl.min(least, 0), tl.max(most, 0)
+
+
+@triton.jit
+def _put(few, counts, depth, inside, lane, LANES: tl.constexpr, ROOM: tl.constexpr):
+    """Those inside of a tile of depths [LANES, EACH], behind what each lane has put aside; the counts [LANES] then."""
+    one = inside.to(tl.int32)
+    place = counts[:, None] + tl.cumsum(one, 1) - one
+    tl.store(few + place * LANES + lane, depth, inside & (place < ROOM))
+    return counts + tl.sum(one, 1)
+
+
+@triton.jit
+def _gather(few, start, held, top, low, high, LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr):
+    """Put aside the depths of the row in (low, high]: how many are each lane's [LANES], of which it has put ROOM aside."""
+    lane = tl.arange(0, LANES)[:, None]
+    column = lane * EACH + tl.arange(0, EACH)[None, :]
+    counts = tl.zeros([LANES], tl.int32)
+    at = 0
+    tl.debug_barrier()  # nobody reads what was put aside before
+    while at + LANES * EACH <= held:
+        depth = _depth(tl.load(start + at + column), top)
+        bits = depth.to(tl.int32, bitcast=True)
+        counts = _put(few, counts, depth, (bits > low) & (bits <= high), lane, LANES, ROOM)
+        at += LANES * EACH
+    if at < held:
+        depth = _depth(tl.load(start + at + column, at + column < held, 0.0), top)
+        bits = depth.to(tl.int32, bitcast=True)
+        counts = _put(few, counts, depth, (bits > low) & (bits <= high) & (at + column < held), lane, LANES, ROOM)
+    tl.debug_barrier()
+    return counts
+
+
+@triton.jit
+def _narrow(low, high, under, over, total, pivot, target):
+    """The interval (low, high] and the sums at both, after a pivot and the sum there."""
+    if total >= target:
+        if pivot < high:
+            high, over = pivot, total
+    elif pivot > low:
+        low, under = pivot, total
+    return low, high, under, over
+
+
+@triton.jit
+def _search(
+    start, held, top, heat, rate, limit, target, share, crowd, few,
+    LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Bits of the least depth, at most `limit`, down to which the weights exp2(depth * rate) reach the target, in units of 2^-40;
+    where this is 0, so much of their sum down to the limit as `share` says, which is found on the way. crowd: no more tokens than
+    this are so deep at most, but for ties. few: room for ROOM * LANES depths."""
+    low, high = tl.full((), -1, tl.int32), limit
+    first, step = (heat * 0.25).to(tl.int32, bitcast=True), BINADE + 0  # a quarter to 16 nats
+    under, over, aside = target * 0, target * 0, target * 0
+    counts, rounds, few_enough = tl.zeros([LANES], tl.int32), 0, LANES * ROOM / 4.0
+    while high - low > 1:
+        if (rounds == 0) & (crowd <= few_enough):
+            counts = _gather(few, start, held, top, low, high, LANES, EACH, ROOM)
+            rounds, aside = tl.max(counts, 0), under
+            if rounds > ROOM:
+                rounds, few_enough = 0, few_enough / 4
+        b0, b1 = tl.minimum(first, high), tl.minimum(first + step, high)
+        b2, b3 = tl.minimum(first + 2 * step, high), tl.minimum(first + 3 * step, high)
+        b4, b5 = tl.minimum(first + 4 * step, high), tl.minimum(first + 5 * step, high)
+        b6 = tl.minimum(first + 6 * step, high)
+        pivots = (_value(b0), _value(b1), _value(b2), _value(b3), _value(b4), _value(b5), _value(b6), _value(high))
+        above = tl.where(low < 0, -1.0, _value(low))
+        if rounds > 0:
+            sums, least, most = _pass_few(few, counts, rounds, rate, above, pivots, LANES, PTX)
+            base = aside
+        else:
+            sums, least, most = _pass(start, held, top, rate, above, pivots, LANES, EACH, PTX)
+            base = aside * 0
+        s0, s1, s2, s3, s4, s5, s6, s7 = sums
+        over = base + s7
+        if target == 0:
+            target = tl.maximum(tl.minimum(tl.ceil(share * over.to(tl.float64)).to(tl.int64), over), 1)
+        # Only what tokens lie at can be the edge.
+        low = tl.maximum(low, tl.minimum(least.to(tl.int32, bitcast=True), high) - 1)
+        high = tl.minimum(high, most.to(tl.int32, bitcast=True))
+        low, high, under, over = _narrow(low, high, under, over, base + s0, b0, target)
+        low, high, under, over = _narrow(low, high, under, over, base + s1, b1, target)
+        low, high, under, over = _narrow(low, high, under, over, base + s2, b2, target)
+        low, high, under, over = _narrow(low, high, under, over, base + s3, b3, target)
+        low, high, under, over = _narrow(low, high, under, over, base + s4, b4, target)
+        low, high, under, over = _narrow(low, high, under, over, base + s5, b5, target)
+        low, high, under, over = _narrow(low, high, under, over, base + s6, b6, target)
+        step = ((high - low) >> 3) + 1
+        first = low + step
+        crowd = (over - under).to(tl.float32) * 9.094947017729282e-13 / tl.exp2(_value(high) * rate)
+    return high
+
+
+@triton.jit
+def _scaled(bits, heat):
+    """A depth as what `sampling.scale` makes of its logit."""
+    return tl.where(bits < DEEPEST, -tl.div_rn(_value(bits), heat), float("-inf"))
+
+
+@triton.jit
+def _alike(bits, heat):
+    """The greatest depth whose scaled logit is that of this depth, in bits: division makes equals of neighbours."""
+    wanted = tl.div_rn(_value(bits), heat)
+    low, high = bits, tl.full((), DEEPEST, tl.int32)
+    while high > low:
+        middle = low + ((high - low + 1) >> 1)
+        if tl.div_rn(_value(middle), heat) == wanted:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["held", "rows", "parts"],
+    do_not_specialize_on_alignment=["floors", "tops", "temperature", "filters"],
+)
+def _floors(
+    logits, floors, tops, temperature, filters, few, stride, held, rows, parts,
+    PARTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    if PTX >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    heat = tl.load(temperature + row)
+    k = tl.load(filters + row).to(tl.int32)
+    p = tl.load(filters + rows + row)
+    m = tl.load(filters + 2 * rows + row).to(tl.float32)
+    floor = float("-inf")
+    order = (_largest(tops, row, rows, parts, 1, PARTS) >> 32).to(tl.int32)
+    top = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
+    if (heat > 0.0) & (top > float("-inf")):
+        start = logits + row.to(tl.int64) * stride
+        top = tl.minimum(top, LARGEST)  # so that no depth is NaN
+        few += row.to(tl.int64) * (ROOM * LANES)
+        limit, crowd = tl.full((), DEEPEST, tl.int32), held.to(tl.float32)
+        by_mass = 0
+        while by_mass < 2:  # top-k, then top-p of what it leaves: two turns, so that the search is there once
+            if tl.where(by_mass > 0, p < 1.0, k < held):
+                limit = _alike(limit, heat)
+                rate = by_mass * (-LOG2_E / heat)
+                target = tl.where(by_mass > 0, 0, k).to(tl.int64) << 40
+                limit = _search(start, held, top, heat, rate, limit, target, p, crowd, few, LANES, EACH, ROOM, PTX)
+                floor = tl.maximum(floor, _scaled(limit, heat))
+                crowd = k.to(tl.float32)
+            by_mass += 1
+        if m > 0.0:
+            if PTX > 0:
+                floor = tl.maximum(floor, libdevice.log(m))
+            else:
+                floor = tl.maximum(floor, tl.log(m))
+    tl.store(floors + row, floor)
+
+
+def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    """The kernel of `sampling.floors`: [S] for logits [S, V] whose rows are contiguous."""
+    rows, width = logits.shape
+    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        ptx, parts = capability(logits.device), tops.shape[2]
+        few = torch.empty(rows, ROOM * LANES, dtype=torch.float32, device=logits.device)
+        _floors[(rows,)](
+            logits, found, tops, temperature, filters, few, logits.stride(0), width, rows, parts, PARTS=_room(parts), LANES=LANES,
+            EACH=EACH, ROOM=ROOM, PTX=ptx, num_warps=LANES // 32, launch_pdl=ptx >= 90,
+        )  # fmt: skip
+    return found

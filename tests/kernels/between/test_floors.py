@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Filters as floors, without a sort: in Triton's interpreter against what sorting keeps, and compiled for three generations of
+GPUs.
+
+Kept sets are equal, but where an edge of top-p is too close to call in fp32: a token may be kept by one and not by the other only
+if the mass of what is likelier than it is, in fp64, within `TOO_CLOSE` of p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.kernels import sampling
+from tests.kernels.compiled import compiled
+from tests.kernels.interpreted import interpreted
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402 - after it is known to be there
+from triton.compiler import ASTSource  # noqa: E402
+
+TOO_CLOSE = 2e-6
+
+
+def found(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    from phalanx.kernels.between import floors, likeliest
+
+    tops = likeliest.keys(logits, 0, logits.shape[1]).unsqueeze(0)
+    return floors.floors(logits, tops, temperature, filters)
+
+
+def check(logits: Tensor, temperature: Tensor, filters: Tensor) -> int:
+    """The kernel's floors keep what sorting keeps; how many rows differ by what is too close."""
+    floor, width = found(logits, temperature, filters), logits.shape[1]
+    assert not floor.isnan().any()
+    drawn = (temperature > 0).nonzero()[:, 0]
+    assert (floor[temperature == 0] == -math.inf).all()
+    logits, temperature, filters, floor = logits[drawn], temperature[drawn], filters[:, drawn], floor[drawn]
+    scaled = sampling.scale(logits.float(), temperature)
+    top_k, top_p, min_p = filters[0].long(), filters[1].where(filters[1] < 1.0, 2.0), filters[2].float()
+    wanted = sampling.keep_likely(scaled, width, top_k, top_p, min_p)
+    got = torch.where(scaled >= floor.unsqueeze(1), scaled, -math.inf)
+    odd = (got != wanted).any(1).nonzero()[:, 0].tolist()
+    for row in odd:
+        kept = sampling.keep_likely(scaled[row : row + 1], width, top_k[row : row + 1], None, None)[0].double()
+        mass = kept.exp()
+        for value in kept[got[row] != wanted[row]].unique():
+            before = mass[kept > value].sum() / mass.sum()
+            assert abs(before - top_p[row]) <= TOO_CLOSE, (row, filters[:, row], temperature[row], before)
+    return len(odd)
+
+
+def rows_of(*asked: tuple[float, float, float, float]) -> tuple[Tensor, Tensor]:
+    """(temperature, filters) of rows that ask (temperature, k, p, m)."""
+    table = torch.tensor(asked, dtype=torch.float64)
+    return table[:, 0].float(), table[:, 1:].t().contiguous()
+
+
+def check_filters() -> None:
+    """Flat and peaked rows of all kinds of logits, with every kind of filter."""
+    width = 301
+    asked = [
+        (0.8, width, 0.95, 0), (1.0, 50, 1, 0), (1.0, 1, 1, 0), (1.0, 2 * width, 0.5, 0), (0.7, width, 1.0, 0.05),
+        (1.3, 40, 0.9, 0.02), (1.0, width, 1e-300, 0), (1.0, width, 0.999999, 0), (0.0, 3, 0.5, 0.5), (100.0, 7, 0.5, 0),
+        (1e-30, 7, 0.5, 0.1), (1.0, width, 2.0, 0), (1.0, width - 1, 0.3, 1.0), (5.0, 300, 0.999, 1e-5),
+    ]  # fmt: skip
+    temperature, filters = rows_of(*asked)
+    apart = 0
+    wide, narrow = torch.float32, torch.bfloat16
+    for spread, dtype, digits in ((0.01, wide, 9), (1.0, narrow, 9), (6.0, wide, 9), (6.0, narrow, 9), (2.0, wide, 1)):
+        logits = torch.randn(len(asked), width) * spread
+        logits[:, 100:103] += 2 * spread
+        apart += check(logits.round(decimals=digits).to(dtype), temperature, filters)
+    assert apart <= 3
+
+
+def check_edges() -> None:
+    """Ties, NaN, infinities, equal masses, depths that division by a high temperature makes equal, and values that are no floats
+    of full precision; with room to put few or many aside."""
+    from phalanx.kernels.between import floors
+
+    width, inf = 70, math.inf
+    logits = torch.randn(13, width)
+    logits[0], logits[1], logits[2, 5], logits[3, [3, 9]] = -inf, 2.0, math.nan, inf
+    logits[4, 8:] = -inf
+    logits[5, ::2], logits[5, 1::2] = 3.4e38, -3.4e38
+    logits[6] = torch.arange(width) * -1e-45
+    logits[7], logits[7, :4] = -200.0, 1.0
+    logits[8] = torch.arange(width) * -(2.0**-23)
+    logits[9] = -1.0 - torch.arange(width) // 3 * 2.0**-23
+    logits[9, 33] = 0.0
+    logits[10], logits[10, 10:20] = -1.0, 0.0
+    logits[11, :35], logits[11, 35:] = 0.0, -math.log(2.0)
+    logits[12], logits[12, 60] = -3.4e38, 0.0
+    asked = [
+        (5, 1, 0), (11, 1, 0), (69, 0.5, 0), (70, 0.5, 0), (70, 2 / 3, 0), (70, 0.25, 0), (70, 1e-9, 0), (70, 1, 1), (1, 0.9, 0.1),
+    ]  # fmt: skip
+    for temperature, turn, aside in ((1e-30, 0, 1), (1.0, 1, 1), (1.0, 5, 16), (3.0, 0, 1), (3.0, 2, 16), (100.0, 0, 1)):
+        with mock.patch.object(floors, "ROOM", aside):
+            check(logits, *rows_of(*[(temperature, *asked[(row + turn) % len(asked)]) for row in range(13)]))
+
+
+def check_any() -> None:
+    """Any few floats and filters; with room to put all aside, or so little that a lane often has more than its room."""
+    from phalanx.kernels.between import floors
+
+    finite = st.floats(-(2.0**127), 2.0**127, width=32)
+    near = st.integers(-40, 0).map(lambda steps: 1.0 + steps * 2.0**-22)
+    usual = st.floats(-30, 30, width=32)
+    logit = st.one_of(usual, usual, near, finite, st.just(-math.inf), st.sampled_from([0.0, -0.0, 1.0, -5.0, 1e-40]))
+
+    @hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
+    @hypothesis.given(
+        st.lists(logit, min_size=1, max_size=40),
+        st.one_of(st.floats(0.1, 2.0), st.floats(1e-30, 100.0)), st.sampled_from([1, 1, 16]),
+        st.integers(1, 45), st.one_of(st.floats(1e-12, 1.0), st.just(2.0)), st.one_of(st.just(0.0), st.floats(0.0, 1.0, width=32)),
+    )  # fmt: skip
+    def keeps(row: list[float], temperature: float, aside: int, k: int, p: float, m: float) -> None:
+        with mock.patch.object(floors, "ROOM", aside):
+            check(torch.tensor([row]), *rows_of((temperature, k, p, m)))
+
+    keeps()
+
+
+def check_vocabulary() -> None:
+    """Cut as on a GPU: some are put aside of many, and of so many in one lane that it has no room."""
+    from phalanx.kernels.between import floors
+
+    width = 20_001
+    logits = torch.randn(4, width) * 2
+    logits[:, :40] += torch.linspace(14, 4, 40)
+    logits[3], logits[3, :8] = -9.0, 1.0
+    logits[3, 8192:8200], logits[3, 16384:16392] = torch.linspace(0, 1, 8), torch.linspace(-1, 0, 8)
+    asked = rows_of((0.8, width, 0.95, 0), (0.8, 50, 1, 0), (1.0, 50, 0.95, 0.05), (1.0, 20, 0.9, 0))
+    with mock.patch.multiple(floors, LANES=1024, EACH=8):
+        check(logits.bfloat16(), *asked)
+        check(logits, *asked)
+
+
+def check_draws() -> None:
+    """Filtered draws are those of plain torch: the same noise runs among what is kept."""
+    from phalanx.kernels.between import floors, likeliest
+
+    logits = torch.randn(20, 500) * 3
+    temperature = torch.rand(20) + 0.3
+    temperature[[0, 10]] = 0.0
+    k = torch.where(torch.arange(20) % 3 > 0, 500, torch.arange(20) + 1)
+    filters = torch.stack([k.double(), torch.linspace(0.2, 1.1, 20, dtype=torch.float64), torch.rand(20).double() * 0.1])
+    noise = torch.randint(-(2**31), 2**31 - 1, (2, 20)).to(torch.int32)
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = logits.to(dtype)
+        tokens = torch.empty(20, dtype=torch.int64)
+        tops = likeliest.keys(rows, 0, 500).unsqueeze(0)
+        kept = floors.floors(rows, tops, temperature, filters)
+        likeliest.settle(likeliest.race(rows, 0, 500, tops, temperature, noise, kept).unsqueeze(0), tokens, None)
+        heat = torch.where(temperature > 0, temperature, 1.0)
+        scaled = sampling.scale(rows.float(), heat)
+        top_p = filters[1].where(filters[1] < 1.0, 2.0)
+        wanted = sampling.draw(sampling.keep_likely(scaled, 500, filters[0].long(), top_p, filters[2].float()), noise)
+        wanted = torch.where(temperature > 0, wanted, rows.argmax(-1))
+        assert (tokens != wanted).sum() <= 1  # log may differ in its last bit
+        assert (tokens != rows.argmax(-1)).sum() > 5
+
+
+CHECKS = [check_filters, check_edges, check_any, check_vocabulary, check_draws]
+
+
+def test_in_the_interpreter() -> None:
+    assert interpreted("tests.kernels.between.test_floors").split() == [check.__name__ for check in CHECKS]
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_gpu(check: Callable[[], None]) -> None:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        check()
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_of_mixed_rows_on_gpu(dtype: torch.dtype) -> None:
+    """64 rows of 128,256: the tokens are those of plain torch on the same GPU, and floors too."""
+    torch.manual_seed(0)
+    rows, width = 64, 128_256
+    logits = torch.randn(rows, width, device="cuda") * 2
+    logits[:, :64] += torch.linspace(16, 2, 64, device="cuda")
+    logits = logits.to(dtype)
+    kinds = [
+        (0.0, width, 1, 0), (0.8, width, 0.95, 0), (1.0, 50, 1, 0), (0.7, width, 1, 0.05), (1.5, 40, 0.9, 0.01), (1.0, width, 1, 0),
+        (2.0, width, 0.99, 0), (1.0, 5000, 0.999, 0),
+    ]  # fmt: skip
+    temperature, filters = (x.cuda() for x in rows_of(*(kinds * 8)))
+    apart = check(logits, temperature, filters)
+    noise = torch.randint(-(2**31), 2**31 - 1, (2, rows), device="cuda").to(torch.int32)
+    heat = torch.where(temperature > 0, temperature, 1.0)
+    top_p = filters[1].where(filters[1] < 1.0, 2.0)
+    kept = sampling.keep_likely(sampling.scale(logits.float(), heat), width, filters[0].long(), top_p, filters[2].float())
+    wanted = torch.where(temperature > 0, sampling.draw(kept, noise), logits.argmax(-1))
+    assert sampling.drawn(logits, temperature, noise, filters).tolist() == wanted.tolist()
+    assert apart <= 8
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("kernel", ["floors", "race_above_floors"])
+def test_compiles(kernel: str, arch: int) -> None:
+    """Down to machine code."""
+    from phalanx.kernels.between import floors, likeliest
+
+    ids = "*i64"
+    constants: dict[str, Any]
+    if kernel == "floors":
+        signature = {"logits": "*bf16", "floors": "*fp32", "tops": ids, "temperature": "*fp32", "filters": "*fp64", "few": "*fp32"}
+        signature |= dict.fromkeys(("stride", "held", "rows", "parts"), "i32")
+        constants = {"PARTS": 64, "LANES": floors.LANES, "EACH": floors.EACH, "ROOM": floors.ROOM, "PTX": arch}
+        source = ASTSource(floors._floors, signature | dict.fromkeys(constants, "constexpr"), constants)
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": floors.LANES // 32})
+        assert len(made.asm["cubin"]) > 0
+        assert ("griddepcontrol.wait" in made.asm["ptx"]) == (arch >= 90)
+        assert "set.le.f32.f32" in made.asm["ptx"]
+        return
+    signature = {"logits": "*bf16", "keys": ids, "tops": ids, "temperature": "*fp32", "noise": "*i32", "floors": "*fp32"}
+    signature |= dict.fromkeys(("stride", "held", "begin", "rows", "parts", "span"), "i32")
+    compiled(likeliest._race, signature, {"RANKS": 1, "PARTS": 64, "BLOCK": likeliest.BLOCK}, arch)
+
+
+if __name__ == "__main__":
+    from phalanx.kernels.between import floors
+
+    torch.manual_seed(0)
+    floors.LANES, floors.EACH = 32, 4
+    for check_one in CHECKS:
+        check_one()
+        print(check_one.__name__, flush=True)
