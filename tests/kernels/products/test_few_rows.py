@@ -84,8 +84,8 @@ SHAPES = ((2560, 8192), (8192, 2048), (14336, 8192), (4096, 4096), (2576, 2064),
 @pytest.mark.gpu1
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
-    """In steps of bf16, with and without scales, whoever adds parts up. Hopper's tensor cores keep 13 bits behind the point when they
-    add 32 products in e4m3 to a sum: each time up to 2^-13 of it is lost, which is 1/32 of a step of bf16."""
+    """In steps of bf16, with and without scales, whoever adds parts up. Hopper's tensor cores keep 13 bits behind the point when
+    they add 32 products in e4m3 to a sum: each time up to 2^-13 of it is lost, which is 1/32 of a step of bf16."""
     import torch
 
     from phalanx.kernels.products.few_rows import few_rows, processors, takes
