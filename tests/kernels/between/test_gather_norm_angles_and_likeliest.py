@@ -230,7 +230,7 @@ def test_compiles(kernel: str, arch: int) -> None:
         function = likeliest._race
         signature = {"logits": "*bf16", "keys": ids, "tops": ids, "temperature": "*fp32", "noise": "*i32"}
         signature |= dict.fromkeys(("stride", "held", "begin", "rows", "parts", "span"), "i32")
-        constants = {"RANKS": 4, "PARTS": 16, "BLOCK": likeliest.BLOCK}
+        constants = {"floors": None, "RANKS": 4, "PARTS": 16, "BLOCK": likeliest.BLOCK}
     elif kernel == "store_words":
         function = scatter._store_words
         signature = {"table": "*i32", "places": ids, "values": ids, "count": "i32"}
