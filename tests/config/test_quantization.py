@@ -40,6 +40,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return made
 
 
+IN_BLOCKS = changed("config_groups/group_0/weights", {**NUMBER, "strategy": "block", "block_structure": [128, 128]})
+
+
 def test_a_plain_checkpoint() -> None:
     assert read(None) is None
 
@@ -51,7 +54,8 @@ def test_a_plain_checkpoint() -> None:
         ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "tensor", "static", "weight_scale", True),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "channel", "token", "weight_scale", False),
         (COMPRESSED, "channel", "token", "weight_scale", False),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "block", "none", "weight_scale_inv", False),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "block", "token", "weight_scale_inv", False),
+        (IN_BLOCKS, "block", "token", "weight_scale", False),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "tensor", "static", "weight_scale", False),
         (changed("kv_cache_scheme", {**NUMBER, "strategy": "tensor", "dynamic": False}), "channel", "token", "weight_scale", True),
     ],
@@ -101,6 +105,15 @@ def test_which_layers_are_left_out(declared: dict[str, Any], covered: str | None
         (changed("config_groups/group_0/weights/symmetric", False), r"weights.symmetric=False"),
         (changed("config_groups/group_0/weights/strategy", "group"), r"weights.strategy='group'"),
         (changed("config_groups/group_0/weights/strategy", "block"), r"weights.block_structure=None"),
+        (
+            {
+                **IN_BLOCKS,
+                "config_groups": {
+                    "group_0": {**IN_BLOCKS["config_groups"]["group_0"], "input_activations": {**NUMBER, "dynamic": False}}
+                },
+            },
+            "beside weights scaled by block",
+        ),
         (changed("config_groups/group_0/input_activations/num_bits", 4), r"input_activations.num_bits=4"),
         (changed("config_groups/group_0/input_activations/dynamic", False), r"input_activations.strategy='token'"),
         (changed("config_groups/group_1", {"weights": {**NUMBER, "strategy": "tensor"}}), "its groups differ"),

@@ -106,8 +106,7 @@ def _fp8(config: Fields) -> Quantization:
     if scheme == "static":
         raise _refused(config, "activation_scheme", "with weight_block_size it is dynamic")
     block = _block(config, "weight_block_size")
-    # Activations are meant to have a scale per 128 values; in 16 bit they lose nothing.
-    return Quantization("fp8", "block", "none", block=block, scale_name="weight_scale_inv", ignore=ignore)
+    return Quantization("fp8", "block", "token", block=block, scale_name="weight_scale_inv", ignore=ignore)
 
 
 def _block(config: Fields, name: str) -> tuple[int, int]:
@@ -132,12 +131,13 @@ def _compressed_tensors(config: Fields) -> Quantization:
     if len(set(found)) > 1:
         raise _refused(config, "config_groups", "its groups differ from each other")
     weights, block, activations = found[0]
+    if weights == "block" and activations == "static":
+        raise _refused(config, "config_groups", "beside weights scaled by block, activations are dynamic or in 16 bit")
     chosen = () if "Linear" in targets else tuple(_pattern(target) for target in targets)
     ignore = tuple(_pattern(name) for name in config.optional_texts("ignore") or [])
     return Quantization(
-        "compressed-tensors", weights, "none" if weights == "block" else activations, block=block, kv=_kv_scheme(config),
-        targets=chosen, ignore=ignore,
-    )  # fmt: skip
+        "compressed-tensors", weights, activations, block=block, kv=_kv_scheme(config), targets=chosen, ignore=ignore
+    )
 
 
 def _mapping(config: Fields, name: str, value: Any) -> Mapping[str, Any]:

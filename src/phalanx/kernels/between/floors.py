@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
-from phalanx.kernels.between.likeliest import _largest, _room
+from phalanx.kernels.between.likeliest import BLOCK, _largest, _room
 from phalanx.kernels.residual_rms_norm import capability
 
 LANES = 1024
@@ -286,7 +286,7 @@ def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -
         ptx, parts = capability(logits.device), tops.shape[2]
         few = torch.empty(rows, ROOM * LANES, dtype=torch.float32, device=logits.device)
         _floors[(rows,)](
-            logits, found, tops, temperature, filters, few, logits.stride(0), width, rows, parts, PARTS=_room(parts), LANES=LANES,
+            logits, found, tops, temperature, filters, few, logits.stride(0), width, rows, parts, PARTS=_room(triton.cdiv(width, BLOCK)), LANES=LANES,
             EACH=EACH, ROOM=ROOM, PTX=ptx, num_warps=LANES // 32, launch_pdl=ptx >= 90,
         )  # fmt: skip
     return found

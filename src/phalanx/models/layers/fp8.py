@@ -184,11 +184,8 @@ def _why_widened(quantization: Quantization, fp8_products: bool, device: torch.d
     """What keeps a checkpoint's products from being in FP8; None: nothing, but for the sizes of some."""
     if not fp8_products:
         return f"this {device.type} has no FP8 products"
-    if quantization.block is None:
-        return "the checkpoint does not quantize activations" if quantization.activations == "none" else None
-    # "fp8" quantizes activations by group wherever it scales weights by block.
-    if quantization.activations == "none" and quantization.method != "fp8":
-        return "the checkpoint is not known to quantize activations"
-    if quantization.block[1] != blocks.WIDTH:
+    if quantization.activations == "none":
+        return "the checkpoint does not quantize activations"
+    if quantization.block is not None and quantization.block[1] != blocks.WIDTH:
         return f"its blocks have {quantization.block[1]} columns, and FP8 products need {blocks.WIDTH}"
     return None
