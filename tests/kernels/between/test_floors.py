@@ -212,22 +212,33 @@ def test_a_step_of_mixed_rows_on_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("kernel", ["floors", "race_above_floors"])
+@pytest.mark.parametrize("kernel", ["floors_bf16", "floors_fp32", "race_above_floors"])
 def test_compiles(kernel: str, arch: int) -> None:
-    """Down to machine code."""
+    """Down to machine code; a lane's logits stay its own, so that sums over them need no other lane."""
     from phalanx.kernels.between import floors, likeliest
 
     ids = "*i64"
     constants: dict[str, Any]
-    if kernel == "floors":
-        signature = {"logits": "*bf16", "floors": "*fp32", "tops": ids, "temperature": "*fp32", "filters": "*fp64", "few": "*fp32"}
+    if kernel.startswith("floors"):
+        each = floors.EACH if kernel == "floors_bf16" else floors.EACH // 2
+        signature = {
+            "logits": "*" + kernel[7:],
+            "floors": "*fp32",
+            "tops": ids,
+            "temperature": "*fp32",
+            "filters": "*fp64",
+            "few": "*fp32",
+        }
         signature |= dict.fromkeys(("stride", "held", "rows", "parts"), "i32")
-        constants = {"PARTS": 64, "LANES": floors.LANES, "EACH": floors.EACH, "ROOM": floors.ROOM, "PTX": arch}
-        source = ASTSource(floors._floors, signature | dict.fromkeys(constants, "constexpr"), constants)
+        constants = {"PARTS": 64, "LANES": floors.LANES, "EACH": each, "ROOM": floors.ROOM, "PTX": arch}
+        aligned = {(at,): [["tt.divisibility", 16]] for at in (0, 6)}  # logits and stride
+        source = ASTSource(floors._floors, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": floors.LANES // 32})
         assert len(made.asm["cubin"]) > 0
         assert ("griddepcontrol.wait" in made.asm["ptx"]) == (arch >= 90)
         assert "set.le.f32.f32" in made.asm["ptx"]
+        assert "ld.global.v4.b32" in made.asm["ptx"]
+        assert made.metadata.shared <= 1024  # for sums over all lanes, nothing larger
         return
     signature = {"logits": "*bf16", "keys": ids, "tops": ids, "temperature": "*fp32", "noise": "*i32", "floors": "*fp32"}
     signature |= dict.fromkeys(("stride", "held", "begin", "rows", "parts", "span"), "i32")

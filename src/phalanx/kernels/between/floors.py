@@ -27,7 +27,8 @@ from phalanx.kernels.residual_rms_norm import capability
 
 LANES = 1024
 EACH = 8
-"""Neighbouring logits that a lane reads at a time: 16 bytes or more."""
+"""Neighbouring logits of 16 bits that a lane reads at a time, of 32 half as many: 16 bytes, the most that no other lane has a share
+of when they are summed."""
 ROOM = 16
 """Depths that a lane can put aside: where at most a quarter as many are left for each, it hardly ever happens that some lane has
 more, and then the search goes on in the whole row."""
@@ -286,7 +287,8 @@ def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -
         ptx, parts = capability(logits.device), tops.shape[2]
         few = torch.empty(rows, ROOM * LANES, dtype=torch.float32, device=logits.device)
         _floors[(rows,)](
-            logits, found, tops, temperature, filters, few, logits.stride(0), width, rows, parts, PARTS=_room(triton.cdiv(width, BLOCK)), LANES=LANES,
-            EACH=EACH, ROOM=ROOM, PTX=ptx, num_warps=LANES // 32, launch_pdl=ptx >= 90,
+            logits, found, tops, temperature, filters, few, logits.stride(0), width, rows, parts,
+            PARTS=_room(triton.cdiv(width, BLOCK)), LANES=LANES, EACH=EACH * 2 // logits.element_size(), ROOM=ROOM, PTX=ptx,
+            num_warps=LANES // 32, launch_pdl=ptx >= 90,
         )  # fmt: skip
     return found

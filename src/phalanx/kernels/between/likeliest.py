@@ -56,15 +56,21 @@ def _best_of_part(start, lane, part, held, begin, span, race, floor, BLOCK: tl.c
     end = tl.minimum(at + span, held)
     while at < end:
         column = at + lane
-        value = tl.load(start + column, column < held, float("-inf")).to(tl.float32)
+        if at + BLOCK <= held:  # without a mask, so that a thread reads neighbours at once
+            value = tl.load(start + column).to(tl.float32)
+        else:
+            value = tl.load(start + column, column < held, float("-inf")).to(tl.float32)
         if race is not None:
             top, heat, first, second = race
             if heat > 0.0:
-                scaled = tl.div_rn(value - top, heat)
-                scaled = tl.where(scaled == scaled, scaled, 0.0)
-                value = scaled - _noise(begin + column, first, second, PTX)
-                if floor is not None:
-                    value = tl.where(scaled >= floor, value, float("-inf"))
+                value = tl.div_rn(value - top, heat)
+                value = tl.where(value == value, value, 0.0)
+                if floor is None:
+                    value -= _noise(begin + column, first, second, PTX)
+                else:
+                    value = tl.where(value >= floor, value, float("-inf"))
+                    if tl.max(value, 0) > float("-inf"):  # mostly nothing here is kept, and noise is what takes time
+                        value -= _noise(begin + column, first, second, PTX)
         best, place = _better(value, column, held, best, place)
         at += BLOCK
     return best, place
