@@ -95,6 +95,8 @@ def noted() -> Iterator[set[Variant]]:
         patch.setattr(scaled_mm, "has_fp8_products", lambda device: True)
         patch.setattr(scaled_mm, "has_fp8_kernels", lambda device: True)
         patch.setattr(scaled_mm, "_one", lambda device: torch.ones(()))
+        patch.setattr("phalanx.kernels.products.few_rows.processors", lambda device: SMS)
+        patch.setattr("phalanx.kernels.products.few_rows._arrived", lambda device, *_: torch.zeros(256, dtype=torch.int32))
         patch.setattr("phalanx.kernels.products.one_token.has_fp8_kernels", lambda device: True)
         # Products and reports of large vocabularies take long, and launch nothing of ours.
         patch.setattr("torch.nn.functional.linear", product)

@@ -71,8 +71,8 @@ def test_few_rows_of_70b() -> None:
     assert [programs(1, *size) for size in ((14336, 8192), (8192, 7168))] == [(128, 112), (64, 128)]
     assert [programs(tokens, 2560, 8192) for tokens in (16, 48, 64)] == [(128, 80), (64, 80), None]
     assert [programs(64, *size) for size in ((8192, 2048), (14336, 8192), (8192, 7168))] == [(64, 128), (128, 112), (64, 128)]
-    assert choice.few_rows(1, 28672, 4096, 132, 2) is None  # one_row reads that as fast
-    assert choice.few_rows(64, 4096, 14336, 132, 2) == choice.FewRows(64, 13, 128, 4)
+    assert programs(1, 8192, 14336) is None  # of two ranks: as fast by one row's kernels
+    assert programs(64, 4096, 14336) == (64, 128)
     assert [programs(64, *size) for size in ((5120, 8192), (28672, 8192), (57344, 8192))] == [(64, 80), (128, 112), (128, 112)]
 
 

@@ -91,12 +91,15 @@ MORE = 8
 """Rows that are no longer few, for the kernels that sample."""
 
 SAMPLED = [
-    SamplingParams(temperature=temperature, logprobs=logprobs, logit_bias=bias)
-    for logprobs, bias in ((None, None), (0, None), (None, {0: 1.0}))
-    for temperature in (0.0, 1.0)
+    *(
+        SamplingParams(temperature=temperature, logprobs=logprobs, logit_bias=bias)
+        for logprobs, bias in ((None, None), (0, None), (None, {0: 1.0}))
+        for temperature in (0.0, 1.0)
+    ),
+    *(SamplingParams(temperature=1.0, top_p=0.9, logit_bias=bias) for bias in (None, {0: 1.0})),
 ]
 """How tokens come from logits by kernels: the likeliest and a draw, on ranks that share the vocabulary, of gathered logits, and of
-those in fp32 that something was added to."""
+those in fp32 that something was added to; and a draw of what a filter leaves of the last two."""
 
 
 def _doubled(first: int, last: int) -> list[int]:
@@ -123,7 +126,7 @@ HUNGRIEST = SamplingParams(
     temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, min_tokens=1,
     logit_bias={0: 1.0}, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS,
 )  # fmt: skip
-"""For memory: top_p sorts the vocabulary, penalties count each token of it."""
+"""For memory: penalties count each token of the vocabulary, and without kernels top_p sorts it."""
 
 
 def _admission(row: Row, params: SamplingParams) -> Admission:

@@ -20,15 +20,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
     """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out], written into `out` where one is given (without a
     bias); summed in fp32, rounded to x's dtype.
 
-    One row on a GPU reads the weight and does next to nothing else: it has a kernel that does only that; a few rows have one that
-    begins to read while the kernel before still runs.
+    One row on a GPU reads the weight and does next to nothing else: it has a kernel that does only that.
     """
     if x.is_cuda and bias is None and _kernels_take(x, weight, out):
-        few = cut_for_few_rows(x, weight)
-        if few is not None:
-            from phalanx.kernels.products.few_rows import few_rows
-
-            return few_rows(x, weight, few, dtype=x.dtype, out=out)
         tiling = choice.sixteen(x.shape[0], weight.shape[1])
         if tiling is not None:
             from phalanx.kernels.products.one_row import one_row
@@ -40,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor
 
 
 def cut_for_few_rows(x: Tensor, weight: Tensor) -> choice.FewRows | None:
-    """How `few_rows.few_rows` is to cut the weight, where it takes these and is the fastest; else None."""
+    """How `few_rows.few_rows` is to cut the weight, both in e4m3, where it takes these and is the fastest; else None."""
     if x.shape[0] > choice.MOST_FEW or not knows_gluon():
         return None
     from phalanx.kernels.products.few_rows import processors, takes
@@ -48,7 +42,7 @@ def cut_for_few_rows(x: Tensor, weight: Tensor) -> choice.FewRows | None:
     if not takes(x, weight):
         return None
     outputs, inputs = weight.shape
-    return choice.few_rows(x.shape[0], outputs, inputs, processors(x.device), x.element_size())
+    return choice.few_rows(x.shape[0], outputs, inputs, processors(x.device))
 
 
 @cache

@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
 
 
 class FewRows(NamedTuple):
-    """A few tokens in e4m3 or 16 bit, on Hopper. rows: of a tile of the weight, 64, 128 or 256; stages: tiles that shared memory
+    """A few tokens in e4m3, on Hopper. rows: of a tile of the weight, 64, 128 or 256; stages: tiles that shared memory
     holds; programs: how many share the weight; warps: 4 for every 64 rows, at most. More programs than multiprocessors need tiles
     for which two have room on one."""
 
@@ -58,15 +58,15 @@ SHALLOW = 2048
 
 
 DEPTH = 128
-"""Bytes of a row of a tile of `FewRows`: as many as Hopper's shared memory is swizzled over."""
+"""Inputs of a tile of `FewRows`: as many bytes as Hopper's shared memory is swizzled over."""
 ROOM = 220 * 1024
 """Bytes of a multiprocessor's shared memory for such tiles: 7 KiB less than a program may have, for barriers and what moves between
 threads."""
 MOST_FEW = 64
 """Tokens for which `FewRows` gains: more of them would read as much of x as of the weight."""
 LARGE = 50_000_000
-"""Bytes of a weight from which on `FewRows` gains in e4m3 for one token, too, and parts of any number of tokens are worth adding
-up."""
+"""Bytes of a weight from which on `FewRows` gains for one token, too, unless it is wider than what programs of one row quantize;
+and parts of any number of tokens are worth adding up."""
 SPLIT_IN_FOUR, SPLIT_IN_TWO = 16, 48
 """The most tokens for which a weight of few outputs is cut along its inputs, in so many parts. Sums of parts take longer to add
 up, the more tokens there are."""
@@ -82,20 +82,19 @@ def stages_for(rows: int, tokens: int) -> int:
     return ROOM // ((rows + columns_for(tokens)) * DEPTH)
 
 
-def few_rows(tokens: int, outputs: int, inputs: int, processors: int, itemsize: int = 1) -> FewRows | None:
-    """For x [tokens, inputs] and weight [outputs, inputs], both in e4m3, or in elements of itemsize 2; None: `fp8` or `sixteen`
-    says. processors: the GPU's.
+def few_rows(tokens: int, outputs: int, inputs: int, processors: int) -> FewRows | None:
+    """For x [tokens, inputs] and weight [outputs, inputs], both in e4m3; None: `fp8` says. processors: the GPU's.
 
     Programs have whole rows of tiles, as many each, in the smallest tiles of which there are no more than processors. Where half of
     the processors would have none, rows of tiles are cut.
     """
-    large = outputs * inputs * itemsize >= LARGE
-    if not 0 < tokens <= MOST_FEW or (tokens == 1 and (itemsize > 1 or not large)):
+    large = outputs * inputs >= LARGE
+    if not 0 < tokens <= MOST_FEW or (tokens == 1 and (not large or inputs > WIDEST_TO_QUANTIZE)):
         return None
     if -(-outputs // 64) <= processors // 2:
         rows, parts = (128, 4) if tokens <= SPLIT_IN_FOUR else (64, 2)
         along = -(-outputs // rows)
-        parts = min(parts, processors // along, -(-inputs * itemsize // DEPTH))
+        parts = min(parts, processors // along, -(-inputs // DEPTH))
         return FewRows(rows, stages_for(rows, tokens), along * parts, 4) if tokens <= SPLIT_IN_TWO or large else None
     rows = 64 if -(-outputs // 64) <= processors else 128
     along = -(-outputs // rows)

@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
 # ruff: noqa: RUF005 (Triton's tuples grow by +)
-"""A few rows times a matrix in e4m3 or 16 bit on Hopper, while the kernel before still runs as far as that can be.
+"""A few rows times a matrix in e4m3 on Hopper, while the kernel before still runs as far as that can be.
 
     out[t, n] = round(sum over k of x[t, k] * weight[n, k])                             in fp32, rounded once
 
@@ -42,8 +42,6 @@ ALIGNMENT = 16
 """Rows that the tensor memory accelerator reads begin on multiples of this many bytes."""
 MOST = 256
 """Tokens that one product takes: the columns of an instruction."""
-WIDE = gl.constexpr(choice.DEPTH)
-_DTYPES = (torch.float8_e4m3fn, torch.bfloat16, torch.float16)
 
 
 @gluon.jit
@@ -127,7 +125,7 @@ def _few_rows(
     ROWS: gl.constexpr = weight.block_type.shape[0]
     TOKENS: gl.constexpr = x.block_type.shape[0]
     DEPTH: gl.constexpr = x.block_type.shape[1]
-    BYTES: gl.constexpr = (ROWS + TOKENS) * WIDE
+    BYTES: gl.constexpr = (ROWS + TOKENS) * DEPTH
     tiles = gl.allocate_shared_memory(weight.dtype, [STAGES, ROWS, DEPTH], weight.layout)
     inputs = gl.allocate_shared_memory(x.dtype, [STAGES, TOKENS, DEPTH], x.layout)
     bar = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
@@ -141,7 +139,7 @@ def _few_rows(
     for stage in gl.static_range(STAGES):
         _ask(weight, tiles, bar, stage, first + stage, KT, first + stage < last, BYTES)
     # A tile beyond the last token: nothing is read, but x's descriptor is there when it is needed.
-    mbarrier.expect(bar.index(STAGES), TOKENS * WIDE)
+    mbarrier.expect(bar.index(STAGES), TOKENS * DEPTH)
     tma.async_copy_global_to_shared(x, [TOKENS, 0], bar.index(STAGES), inputs.index(0))
     mbarrier.wait(bar.index(STAGES), 0)
     gdc_wait()
@@ -181,12 +179,12 @@ def _powers(first: int, end: int) -> list[int]:
     return [first << j for j in range((end // first).bit_length() - 1)]
 
 
-def layouts(rows: int, tokens: int, warps: int, itemsize: int = 1) -> tuple[gl.NVMMADistributedLayout, gl.DistributedLayout]:
+def layouts(rows: int, tokens: int, warps: int) -> tuple[gl.NVMMADistributedLayout, gl.DistributedLayout]:
     """Of sums [rows, tokens]: as the tensor cores leave them, and as they are stored, 8 rows of a token in each thread.
 
     From 16 tokens on, the two differ within warps alone.
     """
-    sums = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, tokens, 32 // itemsize])
+    sums = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, tokens, 32])
     if tokens < 16:
         return sums, sums
     registers = [[1, 0], [2, 0], [4, 0], *([0, t] for t in _powers(16, tokens)), *([r, 0] for r in _powers(16 * warps, rows))]
@@ -195,17 +193,14 @@ def layouts(rows: int, tokens: int, warps: int, itemsize: int = 1) -> tuple[gl.N
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether `few_rows` multiplies these: on Hopper, of one dtype, e4m3 or 16 bit, contiguous, up to `MOST` tokens, rows of whole
-    `ALIGNMENT`s."""
+    """Whether `few_rows` multiplies these: on Hopper, in e4m3, contiguous, up to `MOST` tokens, rows of whole `ALIGNMENT`s."""
     return (
         x.is_cuda
-        and x.dim() == 2
-        and x.dtype == weight.dtype
-        and x.dtype in _DTYPES
+        and x.dtype == weight.dtype == torch.float8_e4m3fn
         and x.is_contiguous()
         and weight.is_contiguous()
         and 0 < x.shape[0] <= MOST
-        and weight.shape[1] * weight.element_size() % ALIGNMENT == 0
+        and weight.shape[1] % ALIGNMENT == 0
         and weight.shape[1] > 0
         and weight.shape[0] > 0
         and x.data_ptr() % ALIGNMENT == weight.data_ptr() % ALIGNMENT == 0
@@ -214,24 +209,21 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def few_rows(
-    x: Tensor, weight: Tensor, tiling: FewRows, scales: tuple[Tensor, Tensor] | None = None, *,
-    dtype: torch.dtype = torch.bfloat16, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """x [T, in] times weight [out, in], for what it `takes` -> the sums [T, out] in `dtype`, or in `out`, contiguous, where one is
-    given.
+    x: Tensor, weight: Tensor, tiling: FewRows, scales: tuple[Tensor, Tensor] | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """x [T, in] times weight [out, in], for what it `takes` -> the sums [T, out] in `dtype`.
 
     scales: fp32, one for each token [T] or [T, 1] and one for each of the weight's rows [out]; applied in fp32 before the rounding.
     Two products with one weight must not run at the same time: they count what has arrived in the same place.
     """
     tokens, (outputs, inputs) = x.shape[0], weight.shape
     columns = choice.columns_for(tokens)
-    size = x.element_size()
-    depth = choice.DEPTH // size
+    depth = choice.DEPTH
     along, deep = triton.cdiv(outputs, tiling.rows), triton.cdiv(inputs, depth)
-    sums, stored = layouts(tiling.rows, columns, tiling.warps, size)
-    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=choice.DEPTH, element_bitwidth=8 * size, rank=2)
+    sums, stored = layouts(tiling.rows, columns, tiling.warps)
+    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=depth, element_bitwidth=8, rank=2)
     shared = along * deep % tiling.programs != 0 or along * deep // tiling.programs % deep != 0
-    out = torch.empty((tokens, outputs), dtype=dtype, device=x.device) if out is None else out
+    out = torch.empty((tokens, outputs), dtype=dtype, device=x.device)
     parts, arrived = out, out
     if shared:
         parts = torch.empty(2 * tiling.programs * tiling.rows * columns, dtype=torch.float32, device=x.device)
