@@ -66,6 +66,27 @@ def test_rows_filter_alone_whatever_the_others_ask():
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("at_once", [2**24, 100])
+def test_draws_of_a_step_are_those_of_each_row_alone(at_once, monkeypatch):
+    """Greedy rows, and rows with any of the filters, in one call; by floors as by what is kept."""
+    monkeypatch.setattr(sampling, "_AT_ONCE", at_once)
+    logits, noise = logits_of(6, 50, seed=2), random_keys(6, seed=3)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 1.3, 0.9, 2.0])
+    filters = torch.tensor([[3, 50, 4, 50, 50, 9], [0.2, 0.8, 1, 1, 1, 0.9], [0.5, 0, 0, 0.2, 0, 0.01]], dtype=torch.float64)
+    seen = set()
+    for _ in range(40):
+        tokens = sampling.drawn(logits, temperature, noise, filters)
+        assert tokens[0] == logits[0].argmax()
+        for row in range(1, 6):
+            k, p, m = filters[:, row : row + 1]
+            scaled = sampling.scale(logits[row : row + 1], temperature[row : row + 1])
+            kept = sampling.keep_likely(scaled, 50, k.long(), p if p < 1 else None, m.float() if m > 0 else None)
+            assert tokens[row] == sampling.draw(kept, noise[:, row : row + 1])
+        seen.add(tuple(tokens.tolist()))
+        noise = noise.roll(1, 1) + 77
+    assert len(seen) > 20
+
+
 def test_ties_at_the_edge_are_kept_in_every_path():
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -1.0]])
     scaled = sampling.scale(logits, torch.ones(1))
