@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.kernels import reference
 from phalanx.kernels.norms import triton_is_here
-from phalanx.kernels.products import choice, cuts
+from phalanx.kernels.products import cuts
 
 WIDTH = 128
 """Columns of a block, and of a group of activations."""
@@ -54,7 +54,7 @@ def block_scaled_mm(x: Tensor, weight: Tensor, scale: Tensor, *, dtype: torch.dt
         values, x_scale = reference.quantize_groups(x, WIDTH, begin)
         return reference.block_scaled_mm(values, x_scale, weight, scale, dtype, size=WIDTH, begin=begin)
     x = x.contiguous()
-    if x.shape[0] == 1 and begin + x.shape[1] <= choice.WIDEST_TO_QUANTIZE:
+    if x.shape[0] == 1 and cuts.quantizes(weight.shape[0], begin + x.shape[1]):
         return _one_row(x, None, weight, scale, dtype, begin, quantize=True)
     values, found = quantize_groups(x, begin)
     if x.shape[0] == 1:
@@ -86,7 +86,7 @@ def _one_row(
 ) -> Tensor:  # fmt: skip
     from phalanx.kernels.products.block_scaled_row import block_scaled_row
 
-    tiling = cuts.one_row(begin + weight.shape[1])
+    tiling = cuts.one_row(begin + weight.shape[1], quantizes=quantize and x_scale is None)
     return block_scaled_row(x, x_scale, weight, scale, dtype=dtype, begin=begin, quantize=quantize, tiling=tiling)
 
 
