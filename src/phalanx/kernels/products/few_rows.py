@@ -179,6 +179,7 @@ def _powers(first: int, end: int) -> list[int]:
     return [first << j for j in range((end // first).bit_length() - 1)]
 
 
+@cache
 def layouts(rows: int, tokens: int, warps: int) -> tuple[gl.NVMMADistributedLayout, gl.DistributedLayout]:
     """Of sums [rows, tokens]: as the tensor cores leave them, and as they are stored, 8 rows of a token in each thread.
 
