@@ -64,10 +64,12 @@ def noted() -> Iterator[set[Variant]]:
     """Inside, kernels take CPU tensors, and the variants that launches ask for are in the set."""
     from phalanx import kernels
     from phalanx.kernels import sampling
+    from phalanx.kernels.products import blocks, knows_gluon
     from phalanx.models.layers import embedding
 
     for found in pkgutil.walk_packages(kernels.__path__, "phalanx.kernels."):
-        import_module(found.name)  # before anything is patched that a room would import and keep
+        if knows_gluon() or not found.name.endswith(".few_rows"):
+            import_module(found.name)  # before anything is patched that a room would import and keep
     scaled_mm = import_module("phalanx.kernels.scaled_mm")  # the room has a function of that name
     variants: set[Variant] = set()
 
@@ -95,8 +97,10 @@ def noted() -> Iterator[set[Variant]]:
         patch.setattr(scaled_mm, "has_fp8_products", lambda device: True)
         patch.setattr(scaled_mm, "has_fp8_kernels", lambda device: True)
         patch.setattr(scaled_mm, "_one", lambda device: torch.ones(()))
-        patch.setattr("phalanx.kernels.products.few_rows.processors", lambda device: SMS)
-        patch.setattr("phalanx.kernels.products.few_rows._arrived", lambda device, *_: torch.zeros(256, dtype=torch.int32))
+        if knows_gluon():
+            patch.setattr("phalanx.kernels.products.few_rows.processors", lambda device: SMS)
+            patch.setattr("phalanx.kernels.products.few_rows._arrived", lambda device, *_: torch.zeros(256, dtype=torch.int32))
+        patch.setattr(blocks, "_gpu", lambda device: blocks._Gpu(SMS, 227 << 10, True))
         patch.setattr("phalanx.kernels.products.one_token.has_fp8_kernels", lambda device: True)
         # Products and reports of large vocabularies take long, and launch nothing of ours.
         patch.setattr("torch.nn.functional.linear", product)

@@ -3,8 +3,9 @@
 
     out = (x.values * x.scale) @ (weight * scale[:, None]).T
 
-The equivalent plain code is `reference.scaled_mm`. For few tokens torch's sums alone are faster, rounded to bf16, which holds
-whatever fp32 does; the scales are applied after, best of all by what reads the product (`unscaled_mm`).
+The equivalent plain code is `reference.scaled_mm`. Few tokens have kernels of ours (`products.choice`). Where torch multiplies
+them, its sums alone are faster, rounded to bf16, which holds whatever fp32 does; the scales are applied after, best of all by what
+reads the product (`unscaled_mm`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from phalanx.errors import EngineError
 from phalanx.kernels import between, reference
 from phalanx.kernels.norms import triton_is_here
-from phalanx.kernels.products import choice, cut_for_few_rows, knows_gluon
+from phalanx.kernels.products import choice, cut_for_few_rows
 from phalanx.kernels.reference import Unscaled
 
 FP8 = torch.float8_e4m3fn
@@ -117,18 +118,9 @@ def _by_row(x: Quantized) -> Tensor:
     return x.scale if x.scale.dim() == 2 else x.scale.expand(x.shape[0], 1).contiguous()
 
 
-def prefers_quantized(token: Tensor, weight: Tensor) -> bool:
-    """Whether a product of one token [1, any] and weight [out, in] e4m3 is fastest where the token was quantized before it."""
-    if not token.is_cuda or not has_fp8_kernels(token.device) or not knows_gluon():
-        return False
-    from phalanx.kernels.products.few_rows import processors
-
-    outputs, inputs = weight.shape
-    return inputs % ALIGNMENT == 0 and choice.few_rows(1, outputs, inputs, processors(token.device)) is not None
-
-
 def quantizing_mm(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """`quantize_fp8` of x [T, in] with x_scale (None: one per token), then `scaled_mm`. One token takes one kernel; same bits."""
+    """`quantize_fp8` of x [T, in] with x_scale (None: one per token), then `scaled_mm`. One token takes one kernel:
+    the same bits, but for the order in which large weights' products are added up there."""
     if x.is_cuda and weight.shape[1] <= choice.WIDEST_TO_QUANTIZE and _kernels_take(x, weight):
         how = choice.fp8(x.shape[0], *weight.shape)
         if isinstance(how, choice.OneRow):

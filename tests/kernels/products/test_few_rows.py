@@ -9,7 +9,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from phalanx.kernels.products import choice
+from phalanx.kernels.products import choice, knows_gluon
+from tests.kernels.attention.test_prefill import spilled
+
+if not knows_gluon():
+    pytest.skip("the kernel is for another Triton", allow_module_level=True)
 
 ROOM = 227 * 1024  # of one program, in Hopper's shared memory
 
@@ -39,13 +43,13 @@ def made(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> A
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
 
 
-@pytest.mark.parametrize(("rows", "tokens", "warps"), [(64, 8, 4), (128, 16, 4), (128, 64, 8), (256, 128, 8), (128, 256, 8)])
+@pytest.mark.parametrize(("rows", "tokens", "warps"), [(64, 8, 4), (128, 16, 4), (64, 32, 4), (64, 64, 4), (128, 64, 4)])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_compiles(rows: int, tokens: int, warps: int, scaled: bool) -> None:
     kernel = made(rows, tokens, warps, shared=True, scaled=scaled)
     assert kernel.metadata.shared <= ROOM
+    assert spilled(kernel) == 0
     ptx = kernel.asm["ptx"]
-    assert ".local" not in ptx  # nothing is held where it would have to be read back
     wait = ptx.index("griddepcontrol.wait")
     before = ptx[:wait]
     assert before.count("cp.async.bulk.tensor") == choice.stages_for(rows, tokens) + 1  # the weight's tiles, and x's descriptor
@@ -73,7 +77,7 @@ def test_shares_of_a_row_of_tiles_are_found_from_both_sides(along: int, deep: in
     assert all(slot < 2 * programs for slot in slots)
 
 
-SHAPES = ((2560, 8192), (8192, 2048), (14336, 8192), (4096, 4096), (2576, 2064), (48, 144), (16, 16))
+SHAPES = ((2560, 8192), (8192, 2048), (14336, 8192), (37888, 3584), (4096, 4096), (2576, 2064), (48, 144), (16, 16))
 
 
 @pytest.mark.gpu1
@@ -85,6 +89,7 @@ def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
 
     from phalanx.kernels.products.few_rows import few_rows, processors, takes
 
+    needs_hopper()
     torch.manual_seed(0)
     e4m3, bound = torch.float8_e4m3fn, 1.5 + inputs / 32 / 32
     weight = (torch.randn(outputs, inputs, device="cuda") * 0.5).to(e4m3)
@@ -105,6 +110,13 @@ def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
         assert steps(scaled, sums * rows * columns) <= bound
 
 
+def needs_hopper() -> None:
+    import torch
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for Hopper")
+
+
 def steps(found: Any, wanted: Any) -> float:
     """The largest error, in steps of bf16 at the size of the value, or of the others where it is smaller."""
     size = wanted.abs().maximum(wanted.square().mean().sqrt()) * 2**-8
@@ -119,6 +131,7 @@ def test_replays_behind_kernels_that_start_it_early() -> None:
     from phalanx.kernels.products.few_rows import few_rows, processors
     from phalanx.kernels.residual_rms_norm import residual_rms_norm
 
+    needs_hopper()
     torch.manual_seed(0)
     e4m3 = torch.float8_e4m3fn
     weights = [(torch.randn(*shape, device="cuda") * 0.5).to(e4m3) for shape in ((2560, 8192), (8192, 2560), (8192, 8192))]

@@ -83,7 +83,11 @@ def steps_of_every_kind(*, max_num_tokens: int, max_seq_len: int, max_batch_size
     pairs = min(most, max_num_tokens // 2) if max_seq_len > 1 else 0
     # With tokens halfway between those of the steps above: where launches change, they may change again before twice as many.
     several = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(MORE + MORE // 2, pairs)]
-    several += [_prompts(tokens, max_seq_len, max_batch_size, block_size) for tokens in _doubled(2 * most, max_num_tokens)[:-1]]
+    several += [
+        _prompts(tokens, max_seq_len, max_batch_size, block_size)
+        for doubled in _doubled(2 * most, max_num_tokens)[:-1]
+        for tokens in (doubled, min(3 * doubled // 2, max_num_tokens))
+    ]
     return [*steps, *(_step(rows, SAMPLED[0]) for rows in several)]
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of activations and weights in 16 and 32 bit: `linear` picks the code; `scaled_mm` does for e4m3."""
+"""Products of activations and weights in 16 and 32 bit: `linear` picks the code; `scaled_mm` does for e4m3, and asks here whether
+the kernel for a few rows is to be taken."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import version
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.kernels.norms import triton_is_here
 from phalanx.kernels.products import choice
 
-__all__ = ["choice", "cut_for_few_rows", "linear"]
+__all__ = ["choice", "cut_for_few_rows", "knows_gluon", "linear"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -48,7 +48,11 @@ def cut_for_few_rows(x: Tensor, weight: Tensor) -> choice.FewRows | None:
 @cache
 def knows_gluon() -> bool:
     """Whether `few_rows` was verified with this Triton: its language, Gluon, is said to be experimental there."""
-    return triton_is_here() and version("triton").startswith("3.6.")
+    if not triton_is_here():
+        return False
+    import triton
+
+    return str(triton.__version__).startswith("3.6.")
 
 
 def _kernels_take(x: Tensor, weight: Tensor, out: Tensor | None) -> bool:

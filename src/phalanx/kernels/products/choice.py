@@ -65,8 +65,8 @@ threads."""
 MOST_FEW = 64
 """Tokens for which `FewRows` gains: more of them would read as much of x as of the weight."""
 LARGE = 50_000_000
-"""Bytes of a weight from which on `FewRows` gains for one token, too, unless it is wider than what programs of one row quantize;
-and parts of any number of tokens are worth adding up."""
+"""Bytes of a weight from which on `FewRows` gains for one token, too, unless its input is so wide that one token has it from a
+kernel that quantizes nothing (`gates`); and parts of any number of tokens are worth adding up."""
 SPLIT_IN_FOUR, SPLIT_IN_TWO = 16, 48
 """The most tokens for which a weight of few outputs is cut along its inputs, in so many parts. Sums of parts take longer to add
 up, the more tokens there are."""
@@ -85,8 +85,8 @@ def stages_for(rows: int, tokens: int) -> int:
 def few_rows(tokens: int, outputs: int, inputs: int, processors: int) -> FewRows | None:
     """For x [tokens, inputs] and weight [outputs, inputs], both in e4m3; None: `fp8` says. processors: the GPU's.
 
-    Programs have whole rows of tiles, as many each, in the smallest tiles of which there are no more than processors. Where half of
-    the processors would have none, rows of tiles are cut.
+    Programs have whole rows of tiles, in the smallest tiles of which there are no more than processors; or nearly whole ones, where
+    rows do not divide evenly, as all have as many tiles. Where half of the processors would have none, rows are cut throughout.
     """
     large = outputs * inputs >= LARGE
     if not 0 < tokens <= MOST_FEW or (tokens == 1 and (not large or inputs > WIDEST_TO_QUANTIZE)):

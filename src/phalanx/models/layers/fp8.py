@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.config.quantization import Quantization, require_whole
+from phalanx.kernels.norms import triton_is_here
 from phalanx.kernels.products import blocks
 from phalanx.kernels.products.cuts import FEW
 from phalanx.kernels.reference import Unscaled
@@ -175,7 +176,7 @@ def how_multiplied(quantization: Quantization, fp8_products: bool, device: torch
             f"{block[1]} columns, and each block's sum its scales"
         )
     line = f"weights are in FP8, and products run in {str(dtype).removeprefix('torch.')}: {why}"
-    if block is not None and block[1] == blocks.WIDTH and device.type == "cuda":
+    if block is not None and block[1] == blocks.WIDTH and device.type == "cuda" and triton_is_here():
         line += f"; up to {FEW} tokens, weights are widened in registers"
     return line
 
@@ -186,6 +187,8 @@ def _why_widened(quantization: Quantization, fp8_products: bool, device: torch.d
         return f"this {device.type} has no FP8 products"
     if quantization.activations == "none":
         return "the checkpoint does not quantize activations"
+    if quantization.block is not None and device.type == "cuda" and not triton_is_here():
+        return "products by block need Triton"
     if quantization.block is not None and quantization.block[1] != blocks.WIDTH:
         return f"its blocks have {quantization.block[1]} columns, and FP8 products need {blocks.WIDTH}"
     return None

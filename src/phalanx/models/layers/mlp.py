@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from phalanx import kernels
 from phalanx.kernels.products import choice
 from phalanx.kernels.products.one_token import gate_up_silu
-from phalanx.kernels.scaled_mm import prefers_quantized
 from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
@@ -38,8 +37,8 @@ class GatedMlp(nn.Module):
         fp8 = self.down.fp8
         quantized = fp8 is not None and fp8.products
         of_one = factors(x, self.gate_up)
-        if of_one is not None and not (quantized and prefers_quantized(of_one.x, self.down.weight)):
-            inner = gate_up_silu(of_one) if choice.gates(self.down.weight.shape[1], down_is_fp8=quantized) else None
+        if of_one is not None and choice.gates(self.down.weight.shape[1], down_is_fp8=quantized):
+            inner = gate_up_silu(of_one)
             if inner is not None:
                 return inner
         gate_up = self.gate_up(x, may_stay_unscaled=True)
