@@ -214,3 +214,15 @@ def test_scores_are_of_the_softmax():
     assert table[:, 1].tolist() == [(row == t).nonzero().item() + 1 for row, t in zip(order, targets, strict=True)]
     assert torch.equal(table[:, 2:6].long(), order[:, :4])
     torch.testing.assert_close(table[:, 6:], wanted.gather(1, order[:, :4]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_widened_rows_lie_alike(rows: int, dtype: torch.dtype) -> None:
+    """However many there are, and whatever lies behind them: kernels are compiled for a stride, and add up by it."""
+    held = torch.randn(rows, 128).to(dtype)
+    found = sampling.widened(held[:, :99])
+    assert found.stride() == (99, 1)
+    assert torch.equal(found, held[:, :99].float())
+    assert sampling.widened(found) is found
+    assert sampling.widened(found, copy=True) is not found

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops that turn logits into tokens, row by row, in plain torch: the same on CPU and GPU, and on every rank. The likeliest
-token, and a draw, filtered or not, have kernels: they are all that most steps need.
+token, and a draw, filtered or not, have kernels: they are all that most steps need. On a GPU the mass above the last token of a
+nucleus is right to about 1e-6 of the whole.
 
 No op looks from one row into another, so that a request's tokens do not depend on what else is in the batch. Filters are
 thresholds on values (tokens that tie with the last one kept are kept), so that no result depends on how a sort orders ties.
@@ -116,8 +117,9 @@ def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -
     """What the filters keep of each row of logits [S, V], as the least logit, scaled as `scale` does, that is kept: [S] fp32, -inf
     where all are, and in rows of temperature 0.
 
-    tops [1, S, parts]: the keys of the logits. filters [3, S] fp64: top_k, top_p and min_p of each row as in `keep_likely`, whose
-    floor this is; off are V, 1 or more, and 0.
+    tops [1, S, parts]: the keys of the logits. temperature: up to 100. filters [3, S] fp64: top_k, top_p and min_p of each row as
+    in `keep_likely`, whose floor this is; off are V, 1 or more, and 0. Without the kernel, what rows ask for is read from the
+    device.
     """
     if _kernel_takes(logits):
         from phalanx.kernels.between.floors import floors as kernel
@@ -141,11 +143,20 @@ def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -
 def drawn(logits: Tensor, temperature: Tensor, noise: Tensor, filters: Tensor | None = None) -> Tensor:
     """One token per row of logits [S, V]: [S] int64, the likeliest where temperature [S] is 0, else a draw of what the filters
     [3, S] keep. See `race` and `floors`."""
+    if filters is not None and _kernel_takes(logits):
+        logits = widened(logits)  # lanes add up as dtype and stride have it, and a neighbour with a bias is fp32
     tokens, width = torch.empty(len(logits), dtype=torch.int64, device=logits.device), logits.shape[1]
     tops = keys(logits, 0, width).unsqueeze(0)
     kept = None if filters is None else floors(logits, tops, temperature, filters)
     settle(race(logits, 0, width, tops, temperature, noise, kept).unsqueeze(0), tokens)
     return tokens
+
+
+def widened(logits: Tensor, *, copy: bool = False) -> Tensor:
+    """logits [S, V] in fp32, row behind row with nothing between, for any S; itself if it is so and no copy is asked for."""
+    if not copy and logits.dtype == torch.float32 and logits.stride() == (logits.shape[1], 1):
+        return logits
+    return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def settle(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
@@ -181,7 +192,8 @@ def _scaled(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
 
 
 def keep_likely(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """scaled [R, V] (see `scale`) with -inf at what the three filters drop; each is per row [R], or None where no row has it.
+    """What `floors` keeps, by definition: scaled [R, V] (see `scale`) with -inf at what the three filters drop; each is per row
+    [R], or None where no row has it.
 
     top_k (int64, V is off): the k highest. top_p (fp64, above 1 is off): of those, the fewest whose probability reaches p.
     min_p (fp32, 0 is off): those at least min_p times as likely as the likeliest. `most`: no row that has a top_p has a higher
@@ -226,7 +238,8 @@ def _nucleus_floor(scaled: Tensor, highest: Tensor, floor: Tensor, top_p: Tensor
 
 
 def draw(scaled: Tensor, keys: Tensor) -> Tensor:
-    """One token per row [R] int64 with probability softmax(scaled) [R, V], decided by keys [2, R] int32 alone.
+    """What `race` draws, by definition: one token per row [R] int64 with probability softmax(scaled) [R, V], decided by keys [2, R]
+    int32 alone.
 
     Gumbel-max as an exponential race: argmax(scaled - log(E)), E = -log(1 - u), u = hash(key, token). A token at -inf never wins
     while another is finite.

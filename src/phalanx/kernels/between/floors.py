@@ -8,10 +8,12 @@ have their order. Top-k and top-p ask the same: the least depth down to which en
 of all). A search keeps two depths, the upper with too little above and at it, the lower with enough, and in each pass over the row
 sums at eight depths between them: so a pass leaves an eighth of the interval, and no more than what tokens lie at. The first pass
 looks where edges mostly are. As soon as few enough tokens are left between, they are put aside, and later passes look at those
-alone: of logits as models have, a search reads the row twice, and never more than a dozen times. One program has a row.
+alone: of logits as models have, a search reads the row twice, and at worst a dozen times and once more for each time that tokens
+were too uneven to be put aside. One program has a row.
 
-Mass is exp2 in fp32, summed by each lane in fp32 and over lanes in integers, always in the same order: a row's floor does not
-depend on others, the sums never fall from depth to depth, and are right to about 1e-6 of the whole.
+Mass is exp2 in fp32, summed by each lane in fp32 and over lanes in integers, in an order that hangs on the dtype and the stride
+alone (`sampling.drawn` sees to both): a row's floor does not depend on others, the sums never fall from depth to depth, and are
+right to about 1e-6 of the whole.
 """
 
 from __future__ import annotations
