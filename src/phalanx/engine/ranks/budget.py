@@ -14,6 +14,7 @@ from phalanx.config.sampling import MAX_LOGPROBS, SamplingParams
 from phalanx.engine.messages import Admission, Row, StepBatch
 from phalanx.engine.runner import Runner
 from phalanx.errors import CapacityError
+from phalanx.kernels.products.choice import MOST_FEW
 from phalanx.plan.memory import KvSpec, block_bytes, blocks_in
 
 DEFAULT_CPU_BYTES = 1 << 30
@@ -81,13 +82,12 @@ def steps_of_every_kind(*, max_num_tokens: int, max_seq_len: int, max_batch_size
         count = max(len(some), len(SAMPLED)) if some else 0
         steps += [_step(some[number % len(some)], SAMPLED[number % len(SAMPLED)]) for number in range(count)]
     pairs = min(most, max_num_tokens // 2) if max_seq_len > 1 else 0
-    # With tokens halfway between those of the steps above: where launches change, they may change again before twice as many.
+    # With tokens halfway between those of the steps above, and of few tokens halfway again: where launches change, they may change
+    # once more before twice as many.
     several = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(MORE + MORE // 2, pairs)]
-    several += [
-        _prompts(tokens, max_seq_len, max_batch_size, block_size)
-        for doubled in _doubled(2 * most, max_num_tokens)[:-1]
-        for tokens in (doubled, min(3 * doubled // 2, max_num_tokens))
-    ]
+    doubled = _doubled(2 * most, max_num_tokens)[:-1]
+    halfway = [tokens for tokens in (3 * each // 2 for each in doubled) if tokens <= min(MOST_FEW, max_num_tokens)]
+    several += [_prompts(tokens, max_seq_len, max_batch_size, block_size) for tokens in (*doubled, *halfway)]
     return [*steps, *(_step(rows, SAMPLED[0]) for rows in several)]
 
 
