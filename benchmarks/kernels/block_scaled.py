@@ -112,7 +112,7 @@ def chosen(tokens: int, size: tuple[int, int]) -> str:
     """The label of what `blocks.block_scaled_mm` takes for x [tokens, in] and weight [out, in] on an H200; size: (out, in)."""
     outputs, inputs = size
     if tokens > 1:
-        return f"{tuple(cuts.rows(tokens, outputs, inputs // blocks.WIDTH))}"
+        return f"{tuple(cuts.rows(tokens, outputs, inputs // cuts.WIDTH))}"
     itself = cuts.quantizes(outputs, inputs)
     return f"{'' if itself else 'quantized, '}row {tuple(cuts.one_row(inputs, quantizes=itself))}"
 

@@ -58,6 +58,20 @@ def e4m3_value(code):
 
 
 @triton.jit
+def widened(code, like, PTX: tl.constexpr):
+    """e4m3 bytes (uint8) in the dtype of `like`, exactly; NaN stays NaN."""
+    if PTX >= 89:
+        value = code.to(tl.float8e4nv, bitcast=True).to(like.dtype)
+    else:
+        bits = code.to(tl.int32)
+        size = bits & 0x7F
+        # Exponent and mantissa where fp32 has them: exponent bias 7 is read as 127, which the factor 2^120 makes good.
+        size = tl.where(size == 0x7F, 0x7F800001, size << 20)
+        value = ((size | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(like.dtype)
+    return value
+
+
+@triton.jit
 def e2m1_bits(value):
     """The four bits (in int32) of fp32 rounded to nearest even e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives), clipped to
     +-6; NaN becomes 0, since the format has none."""

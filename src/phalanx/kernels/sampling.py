@@ -124,7 +124,8 @@ def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -
     if _kernel_takes(logits):
         from phalanx.kernels.between.floors import floors as kernel
 
-        return kernel(logits, tops, temperature, filters)
+        # Lanes add up as dtype and stride have it, and a neighbour with a bias makes all rows fp32.
+        return kernel(widened(logits), tops, temperature, filters)
     found, width = torch.full_like(temperature, _NEVER), logits.shape[1]
     top_k, top_p, min_p = filters
     k_on, p_on, m_on = top_k < width, top_p < 1.0, min_p > 0.0
@@ -143,8 +144,6 @@ def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -
 def drawn(logits: Tensor, temperature: Tensor, noise: Tensor, filters: Tensor | None = None) -> Tensor:
     """One token per row of logits [S, V]: [S] int64, the likeliest where temperature [S] is 0, else a draw of what the filters
     [3, S] keep. See `race` and `floors`."""
-    if filters is not None and _kernel_takes(logits):
-        logits = widened(logits)  # lanes add up as dtype and stride have it, and a neighbour with a bias is fp32
     tokens, width = torch.empty(len(logits), dtype=torch.int64, device=logits.device), logits.shape[1]
     tops = keys(logits, 0, width).unsqueeze(0)
     kept = None if filters is None else floors(logits, tops, temperature, filters)

@@ -34,7 +34,7 @@ def found(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
     from phalanx.kernels.between import floors, likeliest
 
     tops = likeliest.keys(logits, 0, logits.shape[1]).unsqueeze(0)
-    return floors.floors(logits, tops, temperature, filters)
+    return floors.floors(sampling.widened(logits), tops, temperature, filters)
 
 
 def check(logits: Tensor, temperature: Tensor, filters: Tensor) -> int:
@@ -158,7 +158,7 @@ def check_vocabulary() -> None:
     logits[3], logits[3, :8] = -9.0, 1.0
     logits[3, 8192:8200], logits[3, 16384:16392] = torch.linspace(0, 1, 8), torch.linspace(-1, 0, 8)
     asked = rows_of((0.8, width, 0.95, 0), (0.8, 50, 1, 0), (1.0, 50, 0.95, 0.05), (1.0, 20, 0.9, 0))
-    with mock.patch.multiple(floors, LANES=1024, EACH=8):
+    with mock.patch.multiple(floors, LANES=1024, EACH=4):
         check(logits.bfloat16(), *asked)
         check(logits, *asked)
 
@@ -177,7 +177,7 @@ def check_draws() -> None:
         rows = logits.to(dtype)
         tokens = torch.empty(20, dtype=torch.int64)
         tops = likeliest.keys(rows, 0, 500).unsqueeze(0)
-        kept = floors.floors(rows, tops, temperature, filters)
+        kept = floors.floors(sampling.widened(rows), tops, temperature, filters)
         likeliest.settle(likeliest.race(rows, 0, 500, tops, temperature, noise, kept).unsqueeze(0), tokens, None)
         heat = torch.where(temperature > 0, temperature, 1.0)
         scaled = sampling.scale(rows.float(), heat)
@@ -230,17 +230,16 @@ def test_a_step_of_mixed_rows_on_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("kernel", ["floors_bf16", "floors_fp32", "race_above_floors"])
+@pytest.mark.parametrize("kernel", ["floors", "race_above_floors"])
 def test_compiles(kernel: str, arch: int) -> None:
     """Down to machine code; a lane's logits stay its own, so that sums over them need no other lane."""
     from phalanx.kernels.between import floors, likeliest
 
     ids = "*i64"
     constants: dict[str, Any]
-    if kernel.startswith("floors"):
-        each = floors.EACH if kernel == "floors_bf16" else floors.EACH // 2
+    if kernel == "floors":
         signature = {
-            "logits": "*" + kernel[7:],
+            "logits": "*fp32",
             "floors": "*fp32",
             "tops": ids,
             "temperature": "*fp32",
@@ -248,7 +247,7 @@ def test_compiles(kernel: str, arch: int) -> None:
             "few": "*fp32",
         }
         signature |= dict.fromkeys(("stride", "held", "rows", "parts"), "i32")
-        constants = {"PARTS": 64, "LANES": floors.LANES, "EACH": each, "ROOM": floors.ROOM, "PTX": arch}
+        constants = {"PARTS": 64, "LANES": floors.LANES, "EACH": floors.EACH, "ROOM": floors.ROOM, "PTX": arch}
         aligned = {(at,): [["tt.divisibility", 16]] for at in (0, 6)}  # logits and stride
         source = ASTSource(floors._floors, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": floors.LANES // 32})
@@ -267,7 +266,7 @@ if __name__ == "__main__":
     from phalanx.kernels.between import floors
 
     torch.manual_seed(0)
-    floors.LANES, floors.EACH = 32, 4
+    floors.LANES, floors.EACH = 32, 2
     for check_one in CHECKS:
         check_one()
         print(check_one.__name__, flush=True)

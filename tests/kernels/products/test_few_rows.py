@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -59,16 +60,26 @@ def test_compiles(rows: int, tokens: int, warps: int, scaled: bool) -> None:
         assert "st.global.v4.b32" in ptx  # 8 rows at once
 
 
+def said(kernel: Any, begins: str) -> str:
+    """What stands behind the `=` of a kernel's line."""
+    return next(line.split("=", 1)[1].strip() for line in inspect.getsource(kernel).splitlines() if line.strip().startswith(begins))
+
+
 @pytest.mark.parametrize(("along", "deep", "programs"), [(20, 64, 120), (20, 64, 132), (1, 9, 7), (112, 64, 132), (3, 1, 2)])
 def test_shares_of_a_row_of_tiles_are_found_from_both_sides(along: int, deep: int, programs: int) -> None:
-    """Who has tiles of a row, by each program's run and by the row's ends, as the kernel finds them; and no slot is used twice."""
+    """Who has tiles of a row, by each program's run and by the row's ends, both in the kernel's own words; and no slot is used
+    twice."""
+    from phalanx.kernels.products import few_rows
+
     units = along * deep
-    runs = [(p * units // programs, (p + 1) * units // programs) for p in range(programs)]
+    run = said(few_rows._few_rows.fn, "first, last =")
+    runs = [eval(run, {"program": p, "programs": programs, "units": units}) for p in range(programs)]
+    sharers = said(few_rows._hand_over.fn, "owner, behind =")
     slots: set[int] = set()
     for row in range(along):
         begin, end = row * deep, (row + 1) * deep
         sharing = [p for p, (first, last) in enumerate(runs) if first < end and last > begin]
-        owner, behind = ((begin + 1) * programs - 1) // units, (end * programs - 1) // units + 1
+        owner, behind = eval(sharers, {"tile": row, "KT": deep, "programs": programs, "units": units})
         assert sharing == list(range(owner, behind))
         if len(sharing) > 1:
             left = {2 * p + (p == owner) for p in sharing}

@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.attention.split import MOST_PIECES, Split, Workspace
+from phalanx.kernels.quantize import widened
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
@@ -35,20 +36,6 @@ MOST_HEADS = 16
 
 LOWEST = tl.constexpr(-1e30)
 """Below every score, and still finite: the difference of two is a number."""
-
-
-@triton.jit
-def _widened(code, like, PTX: tl.constexpr):
-    """e4m3 bytes in the dtype of `like`, exactly."""
-    if PTX >= 89:
-        value = code.to(tl.float8e4nv, bitcast=True).to(like.dtype)
-    else:
-        bits = code.to(tl.int32)
-        size = bits & 0x7F
-        # Exponent and mantissa where fp32 has them: exponent bias 7 is read as 127, which the factor 2^120 makes good.
-        size = tl.where(size == 0x7F, 0x7F800001, size << 20)
-        value = ((size | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(like.dtype)
-    return value
 
 
 @triton.jit
@@ -68,7 +55,7 @@ def _half(pairs, like, ODD: tl.constexpr, PTX: tl.constexpr):
                 "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
             )  # fmt: skip
     else:
-        value = _widened((pairs >> (8 if ODD else 0)).to(tl.uint8), like, PTX)
+        value = widened((pairs >> (8 if ODD else 0)).to(tl.uint8), like, PTX)
     return value
 
 
@@ -176,7 +163,7 @@ def _part(
         there = tl.expand_dims(place, AXIS + 1) + key_dim
         key = tl.load(key_cache + there) if DIM == WIDTH else tl.load(key_cache + there, key_dim < DIM, 0)
         if FP8:
-            key = _widened(key, query, PTX)
+            key = widened(key, query, PTX)
         score = _product(key, queries, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), PTX) * scales
         score = tl.where(tl.expand_dims(seen, AXIS + 1), score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, AXIS))
@@ -195,7 +182,7 @@ def _part(
         else:
             value = tl.load(value_cache + tl.expand_dims(place, AXIS) + value_dim, read, 0)
             if FP8:
-                value = _widened(value, query, PTX)
+                value = widened(value, query, PTX)
             out = _product(value, narrow, out * fade, PTX)
         top, block = higher, coming
     return _joined(top, total, out, odd, APART, PAIRS)

@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.decode import LOG2_E, LOWEST, _blocks, _in_fp16, _places, _product, _widened
+from phalanx.kernels.attention.decode import LOG2_E, LOWEST, _blocks, _in_fp16, _places, _product
 from phalanx.kernels.attention.split import PrefillChoice, most_prefill_tiles, tile_tokens
+from phalanx.kernels.quantize import widened
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
@@ -71,7 +72,7 @@ def _attended(
         # Keys that are not seen may be read, from whatever block, as their scores are replaced.
         key = tl.load(key_cache + place) if DIM == WIDTH else tl.load(key_cache + place, dim < DIM, 0)
         if FP8:
-            key = _widened(key, query, PTX)
+            key = widened(key, query, PTX)
         score = _product(query, tl.trans(key), tl.zeros([ROWS, KEYS], tl.float32), PTX)
         if WINDOWED:
             seen = (token[None, :] <= last[:, None]) & (token[None, :] > last[:, None] - window)
@@ -88,7 +89,7 @@ def _attended(
             read = read & (dim < DIM)
         value = tl.load(value_cache + place, read, 0)
         if FP8:
-            value = _widened(value, query, PTX)
+            value = widened(value, query, PTX)
         out = _product(nearest(weight, query, PTX), value, out * fade[:, None], PTX)
         top, block = higher, coming
     return total, out

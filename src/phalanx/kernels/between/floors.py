@@ -11,9 +11,9 @@ looks where edges mostly are. As soon as few enough tokens are left between, the
 alone: of logits as models have, a search reads the row twice, and at worst a dozen times and once more for each time that tokens
 were too uneven to be put aside. One program has a row.
 
-Mass is exp2 in fp32, summed by each lane in fp32 and over lanes in integers, in an order that hangs on the dtype and the stride
-alone (`sampling.drawn` sees to both): a row's floor does not depend on others, the sums never fall from depth to depth, and are
-right to about 1e-6 of the whole.
+Mass is exp2 in fp32, summed by each lane in fp32 and over lanes in integers, in an order that hangs on the stride alone
+(`sampling.floors` sees to it): a row's floor does not depend on others, the sums never fall from depth to depth, and are right to
+about 1e-6 of the whole.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from phalanx.kernels.between.likeliest import BLOCK, _largest, _room
 from phalanx.kernels.residual_rms_norm import capability
 
 LANES = 1024
-EACH = 8
-"""Neighbouring logits of 16 bits that a lane reads at a time, of 32 half as many: 16 bytes, the most that no other lane has a share
-of when they are summed."""
+EACH = 4
+"""Neighbouring logits that a lane reads at a time: 16 bytes, the most that no other lane has a share of when they are summed."""
 ROOM = 16
 """Depths that a lane can put aside: where at most a quarter as many are left for each, it hardly ever happens that some lane has
 more, and then the search goes on in the whole row."""
@@ -70,7 +69,7 @@ def _whole(sums):
 
 @triton.jit
 def _depth(values, top):
-    return tl.minimum(tl.maximum(top - values.to(tl.float32), 0.0), LARGEST)
+    return tl.minimum(tl.maximum(top - values, 0.0), LARGEST)
 
 
 @triton.jit
@@ -282,7 +281,7 @@ def _floors(
 
 
 def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
-    """The kernel of `sampling.floors`: [S] for logits [S, V] whose rows are contiguous."""
+    """The kernel of `sampling.floors`: [S] for logits [S, V] in fp32 whose rows are contiguous."""
     rows, width = logits.shape
     found = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -290,7 +289,7 @@ def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -
         few = torch.empty(rows, ROOM * LANES, dtype=torch.float32, device=logits.device)
         _floors[(rows,)](
             logits, found, tops, temperature, filters, few, logits.stride(0), width, rows, parts,
-            PARTS=_room(triton.cdiv(width, BLOCK)), LANES=LANES, EACH=EACH * 2 // logits.element_size(), ROOM=ROOM, PTX=ptx,
+            PARTS=_room(triton.cdiv(width, BLOCK)), LANES=LANES, EACH=EACH, ROOM=ROOM, PTX=ptx,
             num_warps=LANES // 32, launch_pdl=ptx >= 90,
         )  # fmt: skip
     return found

@@ -22,31 +22,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.products.cuts import Blocks
+from phalanx.kernels.products.cuts import WIDTH, Blocks
 from phalanx.kernels.products.quantize_groups import PITCH, empty_scales
+from phalanx.kernels.quantize import widened
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
-DEPTH = tl.constexpr(128)
+DEPTH = tl.constexpr(WIDTH)
 """Columns of a block."""
 TOGETHER = tl.constexpr(16)
 """Tiles of tokens that go through the weight side by side: what they read stays in the second cache."""
 PIECE = 1024
 """Sums that one program of the second kernel adds up."""
-
-
-@triton.jit
-def widened(byte, PTX: tl.constexpr):
-    """e4m3 in uint8 as fp32, exactly; NaN stays NaN."""
-    if PTX >= 89:
-        value = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        code = byte.to(tl.int32)
-        # As bits of fp32 the exponent's bias is 127 for 7; a subnormal stays one, and the product makes it normal.
-        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-        size = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
-        value = tl.where((code & 0x7F) == 0x7F, float("nan"), size)
-    return value
 
 
 @triton.jit
@@ -105,7 +92,7 @@ def _block_scaled(
             sums = tl.dot(w, tl.trans(v))
             total += sums * tl.load(x_scale + block * pitch + token)[None, :] * factor
         else:
-            wide = widened(w, PTX)
+            wide = widened(w, total, PTX)
             if PTX == 0:  # the interpreter does not multiply bf16
                 total += tl.dot(wide, tl.trans(v.to(tl.float32)), input_precision="ieee") * factor
             else:

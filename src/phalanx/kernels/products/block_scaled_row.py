@@ -17,14 +17,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.products.block_scaled import widened
+from phalanx.kernels.products.block_scaled import DEPTH
 from phalanx.kernels.products.choice import OneRow
 from phalanx.kernels.products.one_row_fp8 import HALF, LANE, _halves
-from phalanx.kernels.quantize import e4m3_byte, scale_of
+from phalanx.kernels.quantize import e4m3_byte, scale_of, widened
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import largest_along, nearest
 
-DEPTH = tl.constexpr(128)
 LANES = tl.constexpr(8)
 """Of LANE columns each in a block."""
 
@@ -41,7 +40,7 @@ def _scale_of_lanes(low, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def _as_e4m3(value, inverse, PTX: tl.constexpr):
-    return widened(e4m3_byte(value * inverse[:, :, None], PTX), PTX)
+    return widened(e4m3_byte(value * inverse[:, :, None], PTX), value, PTX)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
@@ -74,7 +73,7 @@ def _block_scaled_row(
         low = tl.load(x + below, (below >= 0) & (below < COLUMNS), 0)
         high = tl.load(x + above, (above >= 0) & (above < COLUMNS), 0)
         if x_scale is not None:
-            low, high = widened(low, PTX), widened(high, PTX)
+            low, high = widened(low, total, PTX), widened(high, total, PTX)
             unit *= tl.load(x_scale + begin // DEPTH + block, begin // DEPTH + block < blocks, 0.0)
         else:
             low, high = low.to(tl.float32), high.to(tl.float32)
@@ -84,7 +83,7 @@ def _block_scaled_row(
                 low, high = _as_e4m3(low, inverse, PTX), _as_e4m3(high, inverse, PTX)
                 unit *= own
         first, second = _halves(here, ROWS, BLOCK)
-        total += (tl.sum(widened(first, PTX) * low, 2) + tl.sum(widened(second, PTX) * high, 2)) * unit
+        total += (tl.sum(widened(first, total, PTX) * low, 2) + tl.sum(widened(second, total, PTX) * high, 2)) * unit
     tl.store(out + row, nearest(tl.sum(total, 1), tl.zeros([ROWS], out.dtype.element_ty), PTX), row < rows)
 
 

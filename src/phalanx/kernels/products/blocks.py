@@ -18,9 +18,8 @@ from torch import Tensor
 from phalanx.kernels import reference
 from phalanx.kernels.norms import triton_is_here
 from phalanx.kernels.products import cuts
+from phalanx.kernels.products.cuts import WIDTH
 
-WIDTH = 128
-"""Columns of a block, and of a group of activations."""
 ALIGNMENT = 16
 """Bytes that a thread loads at once: both sizes of a weight and `begin` are multiples."""
 

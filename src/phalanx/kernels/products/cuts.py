@@ -15,6 +15,9 @@ from typing import NamedTuple
 from phalanx.kernels.products import choice
 from phalanx.kernels.products.choice import OneRow
 
+WIDTH = 128
+"""Columns of a block, and of a group of activations."""
+
 
 class Blocks(NamedTuple):
     """Several tokens and a weight scaled by block. rows, tokens: of the weight and of x in a program's tile; stages: blocks of
@@ -82,7 +85,7 @@ def rows(
     parts = max(1, min(case.programs * multiprocessors // tiles, blocks // case.least, _MOST_PARTS))
     programs = min(case.programs, -(-tiles * parts // multiprocessors))
     stages = case.stages[min(programs, len(case.stages)) - 1]
-    held = (shared // programs - 1024) // (128 * (case.rows + width * case.tokens))
+    held = (shared // programs - 1024) // (WIDTH * (case.rows + width * case.tokens))
     return Blocks(case.rows, case.tokens, case.warps, max(2, min(stages, held)), parts)
 
 

@@ -21,7 +21,7 @@ from phalanx.kernels.quantize import e4m3_byte, scale_of
 from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import largest_along
 
-GROUP = tl.constexpr(128)
+GROUP = tl.constexpr(cuts.WIDTH)
 PITCH = 128
 """Tokens, in multiples of which groups follow each other: a tile's scales begin where vectors may, and its last tokens, which may
 not be there, have memory."""

@@ -20,7 +20,7 @@ from phalanx import kernels
 from phalanx.config.quantization import Quantization, require_whole
 from phalanx.kernels.norms import triton_is_here
 from phalanx.kernels.products import blocks
-from phalanx.kernels.products.cuts import FEW
+from phalanx.kernels.products.cuts import FEW, WIDTH
 from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized, quantizing_mm, unscaled_mm
 from phalanx.log import get_logger
@@ -176,7 +176,7 @@ def how_multiplied(quantization: Quantization, fp8_products: bool, device: torch
             f"{block[1]} columns, and each block's sum its scales"
         )
     line = f"weights are in FP8, and products run in {str(dtype).removeprefix('torch.')}: {why}"
-    if block is not None and block[1] == blocks.WIDTH and device.type == "cuda" and triton_is_here():
+    if block is not None and block[1] == WIDTH and device.type == "cuda" and triton_is_here():
         line += f"; up to {FEW} tokens, weights are widened in registers"
     return line
 
@@ -189,6 +189,6 @@ def _why_widened(quantization: Quantization, fp8_products: bool, device: torch.d
         return "the checkpoint does not quantize activations"
     if quantization.block is not None and device.type == "cuda" and not triton_is_here():
         return "products by block need Triton"
-    if quantization.block is not None and quantization.block[1] != blocks.WIDTH:
-        return f"its blocks have {quantization.block[1]} columns, and FP8 products need {blocks.WIDTH}"
+    if quantization.block is not None and quantization.block[1] != WIDTH:
+        return f"its blocks have {quantization.block[1]} columns, and FP8 products need {WIDTH}"
     return None
