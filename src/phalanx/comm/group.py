@@ -6,8 +6,9 @@ A model sees ranks only through the group it is given. `Solo` is the group of on
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, overload
+from typing import Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -36,6 +37,14 @@ class ResidualRmsNorm:
     scale: Tensor | None = None
     keep_norm: bool = False
     may_own: bool = False
+
+
+class Spread(NamedTuple):
+    """A product [T, H] that goes straight to who owns its rows. pieces: of all ranks, this one's last: (rows, the tensor [rows, H]
+    to write them into). finish: once they are written, what `Group.all_reduce` of the product with the fusion gives."""
+
+    pieces: Sequence[tuple[slice, Tensor]]
+    finish: Callable[[], tuple[Tensor, ...]]
 
 
 class Group(Protocol):
@@ -73,6 +82,11 @@ class Group(Protocol):
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor for a producer to write into and hand to all_reduce; symmetric memory where the group has it."""
 
+    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Spread | None:
+        """For a product [tokens, hidden] in the residual's dtype that is to be summed with `fusion`: where to write it instead of
+        handing it to `all_reduce`, or None on all ranks where the group wants it whole. One at a time: it is finished before
+        anything else is asked of the group."""
+
 
 class Solo:
     """The group of one rank: every collective is the identity."""
@@ -105,6 +119,9 @@ class Solo:
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
+
+    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
+        return None
 
 
 def finish(total: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:

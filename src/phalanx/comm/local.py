@@ -181,6 +181,9 @@ class LocalGroup:
         """As Group."""
         return torch.empty(*shape, dtype=dtype, device=device)
 
+    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
+        """As Group."""
+
     def _require_rank(self, rank: int) -> None:
         if not 0 <= rank < self.size or rank == self.rank:
             raise IndexError(f"rank {rank} is not another rank of a group of {self.size}")

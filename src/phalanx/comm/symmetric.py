@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that every rank of a group maps: the workspace of ONESHOT and TWOSHOT on GPUs.
+"""Memory that every rank of a group maps: the workspace of ONESHOT and TWOSHOT on GPUs, and where products land that are written
+to who owns their rows.
 
 The only file that imports torch's private symmetric memory. Multicast is not used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,9 @@ from torch import Tensor
 
 LIMIT_BYTES = 192 << 20
 """A workspace's size at most; longer messages go in chunks."""
+LANDING_FROM_BYTES, LANDING_LIMIT_BYTES = 32 << 20, 256 << 20
+"""Messages for which products are written to who owns their rows: below, parts of products are too small to fill a GPU."""
+_LONGEST_ROW = 64 << 10
 _LEAST_ONESHOT_BYTES = 1 << 20
 _VECTOR_BYTES = 16
 _ALIGNMENT = 1 << 12
@@ -71,22 +77,69 @@ def share_of(vectors: int, world: int) -> int:
     return -(-vectors // (world * SHARE_ALIGNMENT)) * SHARE_ALIGNMENT
 
 
+@dataclass(frozen=True)
+class Landing:
+    """Where the ranks' products of a rank's rows land. room: bytes of it; here: as int32, with the flags behind; flags: the address
+    of each rank's flags as this rank maps them, 16 bytes a rank; there: (rank, rows, columns, dtype, bytes before it) -> a tensor
+    in that rank's memory."""
+
+    rank: int
+    world: int
+    room: int
+    here: Tensor
+    flags: tuple[int, ...]
+    there: Callable[[int, int, int, torch.dtype, int], Tensor]
+    memory: tuple[object, ...] = ()
+
+
+def landing_bytes(world: int, message_bytes: int) -> int:
+    """GPU memory that `form_landing` takes per rank; none where messages are so short that it would not be used, or longer than
+    the limit. Pure."""
+    if world == 1 or not LANDING_FROM_BYTES <= message_bytes <= LANDING_LIMIT_BYTES:
+        return 0
+    # A rank's rows are rounded up: by less than a row for each rank.
+    return -(-(message_bytes + world * _LONGEST_ROW) // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+
+
+def form_landing(process_group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> Landing | None:
+    """Allocate and map the memory for messages of up to `message_bytes`, or None where `landing_bytes` has none; collective, as
+    `form_workspace`."""
+    rank, world = process_group.rank(), process_group.size()
+    taken = landing_bytes(world, message_bytes)
+    if not taken:
+        return None
+    buffer, handle = _shared(process_group, device, taken, 0)
+    room = taken - _ALIGNMENT
+
+    def there(peer: int, rows: int, columns: int, dtype: torch.dtype, before: int) -> Tensor:
+        found: Tensor = handle.get_buffer(peer, (rows, columns), dtype, before // dtype.itemsize)
+        return found
+
+    return Landing(rank, world, room, buffer, tuple(int(address) + room for address in handle.buffer_ptrs), there, (buffer, handle))
+
+
 def form_workspace(process_group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> Workspace:
     """Allocate and map the group's workspace; collective. Every pair of the group's GPUs must reach each other's memory."""
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     rank, world = process_group.rank(), process_group.size()
     half = half_bytes(world, message_bytes)
-    buffer = symmetric_memory.empty(2 * half // 4, dtype=torch.int32, device=device)
-    handle = symmetric_memory.rendezvous(buffer, process_group.group_name)
-    buffer.fill_(-1)  # the sentinel of kernels.signals
     turn = torch.zeros(2, dtype=torch.int32, device=device)
     board = torch.zeros(BOARD_PLACES, 2, dtype=torch.int64, device=device)
-    torch.cuda.synchronize(device)
-    handle.barrier(channel=0)  # nobody pushes into a workspace that is not filled yet
-    torch.cuda.synchronize(device)
+    buffer, handle = _shared(process_group, device, 2 * half, -1)  # the sentinel of kernels.signals
     properties = torch.cuda.get_device_properties(device)
     return Workspace(
         rank, world, tuple(int(address) for address in handle.buffer_ptrs), half // _VECTOR_BYTES, turn,
         board, properties.multi_processor_count, 10 * properties.major + properties.minor, (buffer, handle),
     )  # fmt: skip
+
+
+def _shared(process_group: dist.ProcessGroup, device: torch.device, size: int, word: int) -> tuple[Tensor, Any]:
+    """(int32 tensor of `size` bytes that each rank maps, each of them full of `word`; torch's handle of it)."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    buffer = symmetric_memory.empty(size // 4, dtype=torch.int32, device=device)
+    handle = symmetric_memory.rendezvous(buffer, process_group.group_name)
+    buffer.fill_(word)
+    torch.cuda.synchronize(device)
+    handle.barrier(channel=0)  # nobody writes into memory that is not filled yet
+    torch.cuda.synchronize(device)
+    return buffer, handle

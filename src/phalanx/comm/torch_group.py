@@ -132,6 +132,9 @@ class TorchGroup:
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
+    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
+        return None
+
 
 def _in_rank_order(parts: Tensor) -> Tensor:
     """((part 0 + part 1) + part 2) + ..., of parts [size, ...]."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from phalanx.comm import nccl
 from phalanx.comm.agreement import difference
 from phalanx.comm.choose import Chooser, Rules, owned_from
-from phalanx.comm.group import Group, ResidualRmsNorm, finish
-from phalanx.comm.rows import OwnedRows, whole
+from phalanx.comm.group import Group, ResidualRmsNorm, Spread, finish
+from phalanx.comm.rows import OwnedRows, same_owners, whole
+from phalanx.comm.rows.owners import OnGpus, Owners
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.hardware.fingerprint import Fingerprint, link_class
@@ -37,12 +38,11 @@ _NONE, _RMS = Fusion.NONE, Fusion.RESIDUAL_RMS_NORM
 
 @dataclass(frozen=True)
 class Runner:
-    """One strategy's functions: the sum, the sum with its fusion in one kernel, and that with rows that have owners: it takes and
-    gives the residual as `OwnedRows`."""
+    """One strategy's functions: the sum, the sum with its fusion in one kernel, and those for rows that have owners."""
 
     total: Callable[[Tensor | Unscaled], Tensor]
     norm: Callable[[Tensor | Unscaled, ResidualRmsNorm], tuple[Tensor, ...]]
-    owned: Callable[[Tensor | Unscaled, ResidualRmsNorm], tuple[Tensor, ...]] | None = None
+    owners: Owners | None = None
 
 
 class TunedGroup:
@@ -72,17 +72,42 @@ class TunedGroup:
         kind = _NONE if fusion is None else _kind(fusion)
         alike = fusion is not None and values.dim() == 2 and fusion.weight.dtype == values.dtype == fusion.residual.dtype
         decision = self.chooser(values.numel() // hidden, hidden, dtype, kind, alike and fusion is not None and fusion.may_own)
-        self.calls[decision.name] = self.calls.get(decision.name, 0) + 1
+        self._count(decision.name)
         runner = self._runners[decision.strategy]
         x = Unscaled(*map(_in_vectors, x)) if isinstance(x, Unscaled) else _in_vectors(x)
         if fusion is None:
             return runner.total(x)
-        if decision.owned and runner.owned is not None:
-            return runner.owned(x, replace(fusion, residual=_in_vectors(fusion.residual)))
+        if decision.owned and runner.owners is not None:
+            return runner.owners.all_reduce_norm(x, self._owned_by(fusion, runner.owners.at_once(values)))
         fusion = self._whole(fusion)
         if decision.fused and alike:
             return runner.norm(x, replace(fusion, residual=_in_vectors(fusion.residual)))
         return finish(runner.total(x), fusion)
+
+    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Spread | None:
+        dtype = _DTYPES.get(fusion.residual.dtype)
+        if dtype is None or not fusion.may_own or fusion.weight.dtype != fusion.residual.dtype:
+            return None
+        decision = self.chooser(tokens, hidden, dtype, _kind(fusion), may_own=True)
+        owners = self._runners[decision.strategy].owners
+        if not decision.owned or owners is None:
+            return None
+        pieces = owners.pieces(tokens, hidden, fusion)
+        return None if pieces is None else Spread(pieces, partial(self._land, owners, fusion, tokens, decision.name))
+
+    def _land(self, owners: Owners, fusion: ResidualRmsNorm, tokens: int, name: str) -> tuple[Tensor, ...]:
+        self._count(name.replace("OWNED", "LANDED"))
+        return owners.landed_norm(self._owned_by(fusion, tokens))
+
+    def _count(self, name: str) -> None:
+        self.calls[name] = self.calls.get(name, 0) + 1
+
+    def _owned_by(self, fusion: ResidualRmsNorm, at_once: int) -> ResidualRmsNorm:
+        """With a residual of owners by `at_once` rows, or a whole one."""
+        residual = fusion.residual
+        if isinstance(residual, OwnedRows) and not same_owners(residual.shape[0], residual.at_once, at_once):
+            return self._whole(fusion)
+        return replace(fusion, residual=_in_vectors(residual))
 
     def _whole(self, fusion: ResidualRmsNorm) -> ResidualRmsNorm:
         return replace(fusion, residual=whole(fusion.residual, self)) if isinstance(fusion.residual, OwnedRows) else fusion
@@ -145,7 +170,7 @@ def tuned(
     _compare(base, {"all-reduce table": table.digest, **asked})
     runners, refused = _runners(base, fingerprint, message_bytes, timeout)
     forced = None if strategy == "AUTO" else Strategy[strategy]
-    owners = Strategy.TWOSHOT in runners and runners[Strategy.TWOSHOT].owned is not None
+    owners = Strategy.TWOSHOT in runners and runners[Strategy.TWOSHOT].owners is not None
     rules = Rules(fingerprint, refused, table.lookup, forced, deterministic, owned_from(fingerprint) if owners else None)
     _announce(base, table, refused, tables)
     return TunedGroup(base, Chooser(rules), runners, digest)
@@ -232,15 +257,15 @@ def _on_cpu(base: TorchGroup, message_bytes: int, timeout: float) -> dict[Strate
 
 def _on_gpu(base: TorchGroup, message_bytes: int) -> dict[Strategy, Runner] | str:
     from phalanx.comm import oneshot, twoshot
-    from phalanx.comm.rows import owned
-    from phalanx.comm.symmetric import form_workspace
+    from phalanx.comm.symmetric import form_landing, form_workspace
     from phalanx.kernels.norms import triton_is_here
 
-    why, space = "", None
+    why, space, landing = "", None, None
     if any(share_text(base, "" if triton_is_here() else "no", base.device)):
         return "Triton is not installed"
     try:
         space = form_workspace(base.process_group, base.device, message_bytes)
+        landing = form_landing(base.process_group, base.device, message_bytes)
     except RuntimeError as error:
         why = f"symmetric memory: {str(error).splitlines()[0][:150]}"
     refused = [(rank, text) for rank, text in enumerate(share_text(base, why, base.device)) if text]
@@ -251,6 +276,6 @@ def _on_gpu(base: TorchGroup, message_bytes: int) -> dict[Strategy, Runner] | st
         Strategy.ONESHOT: Runner(partial(oneshot.all_reduce, workspace=space), partial(oneshot.all_reduce_norm, workspace=space)),
         Strategy.TWOSHOT: Runner(
             partial(twoshot.all_reduce, workspace=space), partial(twoshot.all_reduce_norm, workspace=space),
-            partial(owned.all_reduce_norm, workspace=space),
+            OnGpus(space, landing),
         ),
     }  # fmt: skip

@@ -10,6 +10,7 @@ reads the product (`unscaled_mm`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -112,6 +113,17 @@ def _torchs(x: Quantized, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> 
     # Scales by row and column need [T, 1] and [1, out], and give bf16 only: its rounding is a sixteenth of e4m3's own.
     rows, columns, bf16 = _by_row(x), scale.view(1, -1), torch.bfloat16
     return torch._scaled_mm(x.values, weight.t(), rows, columns, out_dtype=bf16, use_fast_accum=True).to(dtype)
+
+
+def scaled_mm_into(x: Quantized, weight: Tensor, scale: Tensor, pieces: Sequence[tuple[slice, Tensor]]) -> None:
+    """`scaled_mm` in bf16, each of these rows of x into the tensor [rows, out] beside it: many rows, for which torch's product with
+    scales is the fastest."""
+    by_row, columns, turned = _by_row(x), scale.view(1, -1), weight.t()
+    for rows, out in pieces:
+        if out.is_cuda:
+            torch._scaled_mm(x.values[rows], turned, by_row[rows], columns, out_dtype=out.dtype, use_fast_accum=True, out=out)
+        else:
+            out.copy_(reference.scaled_mm(x.values[rows], by_row[rows], weight, scale, out.dtype))
 
 
 def _by_row(x: Quantized) -> Tensor:

@@ -15,6 +15,9 @@ Call number n of a group, counted on the device, uses half n % 2. Two halves are
 call n + 1, for which it needed data of mine (directly or through a sum), which I sent after my call n had ended, with its half
 cleared. This asks that all calls of a group run in one order on every rank, each after the one before it (one stream, or streams
 joined by events), and that each rank of a call needs data of every other, as an all-reduce does.
+
+What other kernels wrote into a peer's memory has no such words. There a flag says that it has arrived (`raise_flag`,
+`await_flag`): the number of the call that reads it.
 """
 
 from __future__ import annotations
@@ -88,6 +91,25 @@ HEAR:
   setp.ne.b32 %again, %first, $3;
   setp.ne.or.b32 %again, %second, $3, %again;
   @%again bra HEAR;
+}""")
+# What this rank's kernels wrote before, to whatever memory, is there for who has read the flag.
+_RAISE = tl.constexpr("""{
+  .reg .pred %first;
+  .reg .b32 %thread;
+  mov.u32 %thread, %tid.x;
+  setp.eq.u32 %first, %thread, 0;
+  @%first fence.acq_rel.sys;
+  @%first st.relaxed.sys.global.b32 [$1], $2;
+  mov.b32 $0, 0;
+}""")
+_AWAIT = tl.constexpr("""{
+  .reg .pred %again;
+  .reg .b32 %found;
+AWAIT:
+  ld.acquire.sys.global.b32 %found, [$1];
+  setp.ne.b32 %again, %found, $2;
+  @%again bra AWAIT;
+  mov.b32 $0, 0;
 }""")
 
 
@@ -219,3 +241,16 @@ def hear(board, places, mask, number):
         _HEAR, "=&r,=&r,l,r", [at(board.to(tl.int64), places, mask), number + 1], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
     )
     return ((low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def raise_flag(address, number):
+    """Tell who awaits the flag at this integer address of a peer's memory that all kernels before this one have written what call
+    `number` reads there. Once per call, behind `enter`."""
+    tl.inline_asm_elementwise(_RAISE, "=r,l,r", [address, number + 1], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def await_flag(address, number):
+    """Wait for the flag of call `number`, in every thread: so each may read what came before it."""
+    tl.inline_asm_elementwise(_AWAIT, "=r,l,r", [address, number + 1], dtype=tl.int32, is_pure=False, pack=1)

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm, finish
-from phalanx.comm.rows import OwnedRows, own_rows, owned, whole
-from phalanx.comm.symmetric import Workspace, form_workspace
+from phalanx.comm.rows import OwnedRows, landed, own_rows, owned, whole
+from phalanx.comm.symmetric import Landing, Workspace, form_landing, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import reference
 from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_mm import Quantized, quantize_fp8, scaled_mm, scaled_mm_into
 from tests.comm.allreduce_rank import same, tensor_of
 from tests.comm.gpu_ranks import replayed
 
@@ -205,7 +206,97 @@ def picked(workspace: Workspace) -> None:
             raise AssertionError(f"{tokens}x{hidden}: {group.calls}")
 
 
-CHECKS = {check.__name__: check for check in (shapes, launches, chunks, strange_values, graph, picked)}
+def landing_of(workspace: Workspace) -> Landing:
+    found = form_landing(dist.group.WORLD, device(), 64 << 20)
+    assert found is not None
+    return found
+
+
+def put(part: Tensor, landing: Landing, late: random.Random | None = None) -> None:
+    """Where the owners of its rows read it; late: with pauses."""
+    pieces = landed.pieces_of(*part.shape, part.dtype, landing, least=0)
+    assert pieces is not None
+    for rows, out in pieces:
+        if late is not None and late.random() < 0.3:
+            torch.cuda._sleep(late.randrange(2_000_000))
+        out.copy_(part[rows])
+
+
+def lands(workspace: Workspace) -> None:
+    """Every mode and dtype, ranks that are late at any piece; then again, with a residual that has owners."""
+    landing, late = landing_of(workspace), random.Random(workspace.rank)
+    cases = [(torch.bfloat16, *shape, mode) for shape in ((64, 16), (101, 1008), (1000, 8192), (4000, 8192)) for mode in MODES]
+    cases += [(dtype, 333, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES]
+    for dtype, tokens, hidden, mode in cases:
+        part, _, total, fusion = case(workspace, tokens, hidden, dtype, mode)
+        wanted, asked = finish(total, fusion), fusion
+        for turn in range(6):
+            put(part, landing, late)
+            found = landed.all_reduce_norm(asked, workspace, landing)
+            agrees(found, wanted, workspace, f"{dtype} {tokens}x{hidden} {mode}, landed, turn {turn}")
+            asked = replace(fusion, residual=found[-1])
+            wanted = finish(total, replace(fusion, residual=wanted[-1]))
+
+
+def lands_in_a_graph(workspace: Workspace) -> None:
+    """Among one-shot, two-shot and rows with owners, 1,000 times, by ranks that sleep at times; other values each time."""
+    landing = landing_of(workspace)
+    sizes = ((64, 4096), (700, 1024), (300, 8192))
+    base = {size: torch.randint(-8, 9, size, device="cuda").to(torch.bfloat16) for size in sizes}
+    weight = torch.rand(8192, device="cuda").to(torch.bfloat16)
+    dist.broadcast(weight, 0)
+    residuals = {size: tensor_of(97, *size, torch.bfloat16, 26) for size in sizes}
+    step, wrong = torch.zeros(1, device="cuda", dtype=torch.bfloat16), torch.zeros(1, device="cuda", dtype=torch.int64)
+
+    def body() -> None:
+        step.copy_((step + 1) % 16)
+        for number, size in enumerate(sizes):
+            x = base[size] + step
+            fusion = ResidualRmsNorm(residuals[size], weight[: size[1]], 1e-5, "fp8" if number % 2 else "none")
+            wanted = (oneshot, twoshot)[number % 2].all_reduce_norm(x, fusion, workspace)
+            put(x, landing)
+            found = landed.all_reduce_norm(fusion, workspace, landing)
+            for left, right in zip(found[:-1], wanted[:-1], strict=True):
+                wrong.add_((left.view(torch.uint8) != right.view(torch.uint8)).sum())
+            again = owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
+            put(x, landing)
+            landed.all_reduce_norm(replace(fusion, residual=again[-1]), workspace, landing)
+
+    replayed(body, workspace.rank, lambda _: body())
+    if wrong.item():
+        raise AssertionError(f"{wrong.item()} bytes were wrong in 1,000 replays")
+
+
+def spread(workspace: Workspace) -> None:
+    """The group that asks for products in pieces, from some size on: real products, in FP8 and in bf16, and residuals that change
+    their owners between long steps and short ones."""
+    group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=64 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
+    for tokens in (4096, 3001, 2048, 2047):
+        _, _, _, fusion = case(workspace, tokens, 8192, torch.bfloat16, MODES[2])
+        x, weight = (tensor_of(workspace.rank, size, 1024, torch.bfloat16, 27) for size in (tokens, 8192))
+        quantized, held = Quantized(*quantize_fp8(x)), quantize_fp8(weight)
+        outputs: list[list[Tensor]] = [[], []]
+        for through, kept in ((group, outputs[0]), (plain, outputs[1])):
+            residual: Tensor = fusion.residual
+            for fp8 in (True, False, True):
+                asked = replace(fusion, residual=residual, may_own=through is group)
+                pieces = through.spread(tokens, 8192, asked) if fp8 else None
+                assert (pieces is not None) == (fp8 and through is group and tokens >= 2048)
+                if pieces is None:
+                    product = scaled_mm(quantized, held[0], held[1].view(-1), dtype=torch.bfloat16)
+                    *made, residual = through.all_reduce(product, asked)
+                else:
+                    scaled_mm_into(quantized, held[0], held[1].view(-1), pieces.pieces)
+                    *made, residual = pieces.finish()
+                kept += made
+            kept.append(whole(residual, through))
+        for index, (left, right) in enumerate(zip(*outputs, strict=True)):
+            same(left, right, f"{tokens} tokens: output {index}")
+
+
+CHECKS = {
+    check.__name__: check for check in (shapes, launches, chunks, strange_values, graph, picked, lands, lands_in_a_graph, spread)
+}
 
 
 def main(names: list[str]) -> None:

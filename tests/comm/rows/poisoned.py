@@ -11,28 +11,46 @@ from torch import Tensor
 from phalanx.comm import nccl
 from phalanx.comm.choose import Chooser, Rules
 from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
-from phalanx.comm.rows import OwnedRows, gathered, own_rows
+from phalanx.comm.rows import OwnedRows, gathered, own_rows, same_owners
 from phalanx.comm.tuned_group import Runner, TunedGroup
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.reference import Unscaled
 from phalanx.tables.strategy import Strategy
 
 
-def poisoned(base: Group, *, at_once: int = 5, owned_from: int = 1, forced: Strategy | None = Strategy.TWOSHOT) -> TunedGroup:
-    """at_once: rows of a chunk, by which rows have owners."""
+class Poisoned:
+    """`Owners` over any group. at_once: rows of a chunk, by which rows have owners; lands_from: tokens from which products are
+    asked for in pieces."""
 
-    def total(x: Tensor | Unscaled) -> Tensor:
-        return nccl.all_reduce(with_scales(x), base)
+    def __init__(self, base: Group, at_once: int, lands_from: int) -> None:
+        self.base, self._at_once, self._lands_from = base, at_once, lands_from
+        self._landed: Tensor | None = None
 
-    def norm(x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
-        return finish(total(x), fusion)
+    def at_once(self, x: Tensor) -> int:
+        return self._at_once
 
-    def owned(x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
-        sums, residual = total(x), fusion.residual
+    def all_reduce_norm(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        return self._own(nccl.all_reduce(with_scales(x), self.base), fusion, self._at_once)
+
+    def pieces(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> list[tuple[slice, Tensor]] | None:
+        if tokens < self._lands_from:
+            return None
+        assert self._landed is None, "the last product was not finished"
+        self._landed = torch.full((tokens, hidden), float("nan"), dtype=fusion.residual.dtype)
+        depth = -(-tokens // self.base.size)
+        cuts = [slice(first, min(first + depth, tokens)) for first in range(0, tokens, depth)]
+        return [(cut, self._landed[cut]) for cut in reversed(cuts)]
+
+    def landed_norm(self, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        landed, self._landed = self._landed, None
+        assert landed is not None
+        return self._own(nccl.all_reduce(landed, self.base), fusion, len(landed))
+
+    def _own(self, sums: Tensor, fusion: ResidualRmsNorm, at_once: int) -> tuple[Tensor, ...]:
+        base, residual, tokens = self.base, fusion.residual, len(sums)
         if isinstance(residual, OwnedRows):
-            assert residual.at_once == at_once
+            assert same_owners(tokens, residual.at_once, at_once)
             residual = residual.held
-        tokens = len(sums)
         mine = torch.tensor([row for rows in own_rows(tokens, at_once, base.rank, base.size) for row in rows], dtype=torch.int64)
         *outputs, new = finish(sums[mine], replace(fusion, residual=residual[mine]))
         codes = [out.view(torch.uint8) if out.dtype.itemsize == 1 else out for out in outputs]  # which any group gathers
@@ -42,7 +60,19 @@ def poisoned(base: Group, *, at_once: int = 5, owned_from: int = 1, forced: Stra
         foreign[mine] = new
         return (*whole, OwnedRows.of(foreign, at_once))
 
-    runners = {Strategy.NCCL: Runner(total, norm), Strategy.TWOSHOT: Runner(total, norm, owned)}
+
+def poisoned(
+    base: Group, *, at_once: int = 5, owned_from: int = 1, lands_from: int = 1 << 30, forced: Strategy | None = Strategy.TWOSHOT
+) -> TunedGroup:
+    """See `Poisoned`."""
+
+    def total(x: Tensor | Unscaled) -> Tensor:
+        return nccl.all_reduce(with_scales(x), base)
+
+    def norm(x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        return finish(total(x), fusion)
+
+    runners = {Strategy.NCCL: Runner(total, norm), Strategy.TWOSHOT: Runner(total, norm, Poisoned(base, at_once, lands_from))}
     rules = Rules(Fingerprint(0, "shm", base.size), {}, None, forced, owned_from=owned_from)
     return TunedGroup(base, Chooser(rules), runners, "seed")
 

@@ -9,7 +9,7 @@ from tests.comm.gpu_ranks import run
 
 RANK = "tests.comm.rows.owned_rank"
 
-CHECKS = ("shapes", "launches", "chunks", "strange_values", "graph", "picked")
+CHECKS = ("shapes", "launches", "chunks", "strange_values", "graph", "picked", "lands", "lands_in_a_graph", "spread")
 
 
 @pytest.mark.gpu2

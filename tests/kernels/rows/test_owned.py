@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel itself, between processes: each is one program of one rank, in Triton's interpreter, with shared memory for workspaces
-and plain loads and stores for PTX. Bits equal the unfused kernel's, and every workspace is clean again."""
+"""The kernels themselves, between processes: each is one program of one rank, in Triton's interpreter, with shared memory for
+workspaces and landings, and plain loads and stores for PTX. Bits equal the unfused kernel's, and every workspace is clean again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Call:
-    """rows x hidden; movers of the programs; scaled: x comes without its scales."""
+    """rows x hidden; movers of the programs; scaled: x comes without its scales; landed: the first program of each rank has
+    written it to the owners of its rows, some time before the kernel begins there."""
 
     dtype: torch.dtype
     rows: int
@@ -36,6 +37,7 @@ class Call:
     movers: int
     scaled: bool = False
     spoiled: bool = False
+    landed: bool = False
 
 
 CALLS = (
@@ -47,7 +49,13 @@ CALLS = (
     Call(torch.float32, 35, 16, "fp8_token", 2),
     Call(torch.bfloat16, 3, 64, "fp8_token", 2, spoiled=True),
     Call(torch.bfloat16, 3, 64, "none", 1, spoiled=True),
+    Call(torch.bfloat16, 7, 80, "fp8_token", 2, landed=True),
+    Call(torch.bfloat16, 9, 48, "none", 1, landed=True),
+    Call(torch.float16, 3, 272, "fp8_token", 2),
+    Call(torch.float32, 5, 32, "fp8", 2, landed=True),
+    Call(torch.bfloat16, 6, 64, "fp8_token", 2, spoiled=True, landed=True),
 )
+LANDING = 1 << 12  # bytes; flags lie behind them
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype, value: float = 0) -> Tensor:
@@ -64,6 +72,8 @@ class Board:
 
         self.world, self.programs = world, programs
         self.halves = [shared((2 * HALF * 4,), torch.int32, -1) for _ in range(world)]
+        self.landings = [shared((LANDING // 4 + 4 * world,), torch.int32) for _ in range(world)]
+        self.made = shared((world,), torch.int32)
         self.done = shared((world, programs), torch.int32)
         self.parts: list[list[Any]] = []
         self.sinks: list[list[Sinks]] = []
@@ -97,7 +107,7 @@ def stand_in(number: list[int]) -> None:
     import triton.language as tl
 
     from phalanx.kernels import allreduce_oneshot, allreduce_twoshot
-    from phalanx.kernels.rows import owned
+    from phalanx.kernels.rows import landed, owned
 
     word = tl.pointer_type(tl.int32)
 
@@ -131,10 +141,37 @@ def stand_in(number: list[int]) -> None:
     def enter(turn: Any, ptx: Any) -> Any:
         return tl.full((), number[0], tl.int32)
 
+    def raise_flag(address: Any, value: Any) -> None:
+        tl.store(address.to(word), value + 1)
+
+    def await_flag(address: Any, value: Any) -> None:
+        while tl.load(address.to(word)).handle.data != (value + 1).handle.data:
+            time.sleep(1e-3)
+
     for module in (owned, allreduce_oneshot, allreduce_twoshot):
         module.push, module.clear, module.poll = push, clear, poll  # type: ignore[assignment]
     owned.push_codes, owned.push_once, owned.poll_words, owned.clear_word = push_codes, push_once, poll_words, clear_word
-    owned.enter, owned.draw_ticket, owned.leave = enter, lambda turn, programs: 0, lambda turn, programs, ticket: None
+    landed.raise_flag, landed.await_flag = raise_flag, await_flag
+    for kernel in (owned, landed):
+        kernel.enter, kernel.draw_ticket, kernel.leave = enter, lambda turn, programs: 0, lambda turn, programs, ticket: None
+
+
+def land(board: Board, rank: int, own: int, turn: int) -> None:
+    """By the rank's first program: its product of each rank's rows goes there. The others wait for it, as for the kernel before."""
+    part, call = board.parts[turn][rank], CALLS[turn]
+    depth = -(-call.rows // board.world)
+    size = depth * call.hidden
+    assert board.world * size * call.dtype.itemsize <= LANDING
+    while own and int(board.made[rank]) <= turn:
+        time.sleep(1e-3)
+    if own == 0:
+        for step in range(1, board.world + 1):
+            owner = (rank + step) % board.world
+            time.sleep(0.02 * ((rank + turn) % 3))  # others wait
+            sent = part[owner * depth : (owner + 1) * depth].flatten()
+            there = board.landings[owner][: LANDING // 4].view(call.dtype)
+            there[rank * size : rank * size + sent.numel()] = sent
+        board.made[rank] = turn + 1
 
 
 def program(board: Board, rank: int, own: int) -> None:
@@ -142,6 +179,7 @@ def program(board: Board, rank: int, own: int) -> None:
     from triton.runtime import interpreter
 
     from phalanx.kernels.reference import Unscaled
+    from phalanx.kernels.rows.landed import landed_norm
     from phalanx.kernels.rows.owned import owned_norm
     from phalanx.kernels.vectors import KINDS
 
@@ -154,18 +192,26 @@ def program(board: Board, rank: int, own: int) -> None:
     builder.set_grid_idx = lambda *_: place(own, 0, 0)
     builder.set_grid_dim = lambda *_: size(board.programs, 1, 1)
     peers = tuple(half.data_ptr() for half in board.halves)
+    flags = tuple(landing.data_ptr() + LANDING for landing in board.landings)
     for turn, call in enumerate(CALLS):
         number[0] = turn
         sinks = board.sinks[turn][rank]
         values, rows, columns = Unscaled.parts(board.parts[turn][rank])
         taken = sinks.norm if sinks.quantized is None else sinks.quantized
         assert taken is not None
-        owned_norm[(1,)](
-            values.view(torch.int32), rows, columns, board.residuals[turn].view(torch.int32), board.weights[turn].view(torch.int32),
-            sinks.pointers(0, call.rows), taken.view(torch.int32), board.scale, peers, board.scale, HALF, call.rows, call.hidden,
-            min(call.movers, board.programs), 1e-5, KIND=KINDS[call.dtype], QUANT=call.quant, RANK=rank, WORLD=board.world,
-            BLOCK=128, FLAT=32, TAKE=64, WARPS=1, PTX=0,
+        row = (
+            board.residuals[turn].view(torch.int32), board.weights[turn].view(torch.int32), sinks.pointers(0, call.rows),
+            taken.view(torch.int32), board.scale, peers,
         )  # fmt: skip
+        sizes = (HALF, call.rows, call.hidden, min(call.movers, board.programs), 1e-5)
+        constants = {"KIND": KINDS[call.dtype], "QUANT": call.quant, "RANK": rank, "WORLD": board.world, "BLOCK": 128, "TAKE": 64}
+        if call.landed:
+            land(board, rank, own, turn)
+            landed_norm[(1,)](board.landings[rank], *row, flags, board.scale, *sizes, **constants, WARPS=1, PTX=0)
+        else:
+            owned_norm[(1,)](
+                values.view(torch.int32), rows, columns, *row, board.scale, *sizes, **constants, FLAT=32, WARPS=1, PTX=0
+            )
         board.done[rank, own] = turn + 1
         while int(board.done[rank].min()) <= turn:  # the next kernel of a rank begins when this one has ended
             time.sleep(1e-3)

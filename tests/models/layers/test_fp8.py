@@ -13,6 +13,7 @@ import torch
 from phalanx import kernels
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo
 from phalanx.comm.local import LocalWorld
+from phalanx.comm.rows import whole
 from phalanx.config.quantization import ON_LOAD, Quantization
 from phalanx.kernels import reference
 from phalanx.kernels.reference import Unscaled
@@ -23,6 +24,7 @@ from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat, Sliced
 from phalanx.plan import shard
 from tests.checkpoints import write_checkpoint
+from tests.comm.rows.poisoned import poisoned
 from tests.models.formation import CPU, Formation
 
 SEAT = Seat(Solo(), torch.float32, CPU, ON_LOAD, fp8_products=True)
@@ -135,6 +137,34 @@ def test_scales_are_left_to_what_reads_a_product(
 
 
 BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="weight_scale_inv")
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_product_in_pieces_is_the_whole_one(static: bool) -> None:
+    """Each rank's rows go to their owner, with the scales of these rows."""
+    x, residual = torch.randn(7, 64).bfloat16(), torch.randn(7, 32).bfloat16()
+    x *= torch.logspace(-3, 2, 7)[:, None]  # scales that are far apart
+    quantization = replace(ON_LOAD, activations="static" if static else "token")
+
+    def act(base: Group) -> None:
+        outputs = []
+        for group in (base, poisoned(base, lands_from=1)):
+            seat = replace(SEAT, group=group, quantization=quantization, dtype=torch.bfloat16)
+            mine = shard.even("inputs", 64, 2, group.rank)
+            out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
+            fill(out, norm)
+            if static:
+                out.fp8.input_scale.fill_(0.5)
+            norm.weight.fill_(1)
+            found, new = out(x[:, mine.start : mine.stop].contiguous(), residual, norm)
+            outputs.append((found, whole(new, group)))
+            if group is not base:
+                assert group.calls == {"TWOSHOT+LANDED/RESIDUAL_RMS_NORM": 1}
+        for left, right in zip(*outputs, strict=True):
+            torch.testing.assert_close(left, right)
+
+    with torch.inference_mode():
+        LocalWorld(2).run(act)
 
 
 def fill_blocks(layer: RowParallelLinear | MergedColumnParallelLinear, scales: torch.Tensor) -> None:

@@ -75,9 +75,17 @@ def test_qkv_holds_the_heads_of_its_rank(q: int, kv: int, tp: int) -> None:
 class _Owning(Formation):
     """Its ranks own rows, by chunks of five; whoever reads a row that another owns reads NaN."""
 
+    lands_from = 1 << 30
+
     def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
-        self.groups = [*getattr(self, "groups", []), made := poisoned(group)]
+        self.groups = [*getattr(self, "groups", []), made := poisoned(group, lands_from=self.lands_from)]
         return super()._rank(made, layers, folder)
+
+
+class _Landing(_Owning):
+    """Products of three tokens and more go to owners in pieces; what is not written there is NaN."""
+
+    lands_from = 3
 
 
 @pytest.mark.parametrize(("family", "tp", "pp"), [("llama", 2, 1), ("llama", 4, 2), ("qwen2", 2, 2), ("qwen3", 3, 1)])
@@ -95,3 +103,17 @@ def test_a_model_whose_rows_have_owners_says_the_same(family: str, tp: int, pp: 
             assert torch.equal(found, wanted)
     calls = owning.groups[0].calls
     assert any("OWNED" in name and ("FP8" in name) == fp8 for name in calls), calls
+
+
+@pytest.mark.parametrize(("family", "tp", "pp"), [("llama", 2, 1), ("qwen3", 3, 2)])
+def test_a_model_whose_products_land_with_owners_says_the_same(family: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """But for the order in which a product of fewer rows adds up on a CPU. Steps of two tokens do not land."""
+    folder = write_checkpoint(
+        tmp_path, family, num_attention_heads=12, num_key_value_heads=12, hidden_size=96, intermediate_size=192
+    )
+    whole, landing = Formation(folder, tp=tp, pp=pp), _Landing(folder, tp=tp, pp=pp)
+    tokens = torch.arange(11) % 7
+    for step in ([(0, tokens), (1, tokens[:3])], [(0, tokens[:1]), (1, tokens[:1])], [(1, tokens[:4])]):
+        for found, wanted in zip(landing.step(step), whole.step(step), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert set(landing.groups[0].calls) >= {"TWOSHOT+OWNED/RESIDUAL_RMS_NORM", "TWOSHOT+LANDED/RESIDUAL_RMS_NORM"}

@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.comm.chunked import pitch_of, whole_rows
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.oneshot import row_block
-from phalanx.comm.rows.ownership import OwnedRows
+from phalanx.comm.rows.ownership import OwnedRows, same_owners
 from phalanx.comm.symmetric import Workspace
 from phalanx.kernels.reference import Unscaled
 
@@ -76,7 +76,7 @@ def all_reduce_norm(
     take, at_once = pitch_of(taken), rows_at_once(pitch, workspace)
     residual = fusion.residual
     if isinstance(residual, OwnedRows):
-        if residual.at_once != at_once:
+        if not same_owners(tokens, residual.at_once, at_once):
             raise ValueError(f"the residual's rows have owners by {residual.at_once} rows, and this all-reduce's by {at_once}")
         residual = residual.held
     for first in range(0, tokens, at_once):

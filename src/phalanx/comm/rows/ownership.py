@@ -31,6 +31,11 @@ def own_rows(tokens: int, at_once: int, rank: int, world: int) -> Iterator[range
         yield range(first + min(rank * depth, rows), first + min((rank + 1) * depth, rows))
 
 
+def same_owners(tokens: int, at_once: int, other: int) -> bool:
+    """Whether rows have the same owners by chunks of either size."""
+    return min(at_once, tokens) == min(other, tokens)
+
+
 class OwnedRows(Tensor):
     """A tensor [T, H] of which each rank of a group holds its own rows (`own_rows`); the others' rows mean nothing there.
 

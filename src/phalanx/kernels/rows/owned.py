@@ -36,7 +36,7 @@ from phalanx.kernels.vectors import load, load_row, load_scales, rounded, store,
 
 
 @triton.jit
-def _hand_out(
+def hand_out(
     norm, row, index, mask, sinks, scale, peers, outs, words_at,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -85,11 +85,11 @@ def _finish_own(
             )  # fmt: skip
             lanes = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
             norm = normed(lanes, square_sum(lanes), factors, hidden, eps, KIND, PTX)
-            _hand_out(norm, row, index, mask, sinks, scale, peers, outs, words_at, KIND, QUANT, RANK, WORLD, PTX)
+            hand_out(norm, row, index, mask, sinks, scale, peers, outs, words_at, KIND, QUANT, RANK, WORLD, PTX)
 
 
 @triton.jit
-def _collect(
+def collect(
     target, mine, rows, depth, pitch, first, hop,
     RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +107,7 @@ def _collect(
 
 
 @triton.jit
-def _collect_scales(scales, mine, rows, depth, first, hop, RANK: tl.constexpr, WARPS: tl.constexpr):
+def collect_scales(scales, mine, rows, depth, first, hop, RANK: tl.constexpr, WARPS: tl.constexpr):
     """Take the scales of the others' rows, one each thread."""
     BLOCK: tl.constexpr = 32 * WARPS
     for block in range(first, tl.cdiv(rows, BLOCK), hop):
@@ -159,7 +159,7 @@ def owned_norm(
         # Where all are movers, the last ones have finished first, if they had a row at all.
         first = tl.where(movers == programs, programs - 1 - own, own - movers)
         hop = tl.where(movers == programs, programs, programs - movers)
-        _collect(taken, peers[RANK] + outs, rows, depth, out_pitch, first, hop, RANK, WORLD, TAKE, WARPS, PTX)
+        collect(taken, peers[RANK] + outs, rows, depth, out_pitch, first, hop, RANK, WORLD, TAKE, WARPS, PTX)
         if QUANT == "fp8_token":
-            _collect_scales(sinks[3], peers[RANK] + words_at, rows, depth, first, hop, RANK, WARPS)
+            collect_scales(sinks[3], peers[RANK] + words_at, rows, depth, first, hop, RANK, WARPS)
     leave(turn, programs, ticket)

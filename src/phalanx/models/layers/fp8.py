@@ -22,7 +22,7 @@ from phalanx.kernels.norms import triton_is_here
 from phalanx.kernels.products import blocks
 from phalanx.kernels.products.cuts import FEW, WIDTH
 from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized, quantizing_mm, unscaled_mm
+from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized, quantizing_mm, scaled_mm_into, unscaled_mm
 from phalanx.log import get_logger
 from phalanx.models.slices import Scale, Seat, Sliced
 
@@ -98,6 +98,15 @@ class Fp8:
         if not self.products or bias is not None or x.shape[0] == 1:
             return self.linear(x, weight, bias)
         return unscaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype)
+
+    @property
+    def spreads(self) -> bool:
+        """Whether there is `into`."""
+        return self.products and self.dtype == torch.bfloat16
+
+    def into(self, x: Activation, weight: Tensor, pieces: Sequence[tuple[slice, Tensor]]) -> None:
+        """`linear`, each of these rows of x into the tensor [rows, out] beside it."""
+        scaled_mm_into(self.quantize(x), weight, self.weight_scale, pieces)
 
     def widened(self, weight: Tensor) -> Tensor:
         """The weight's values in 16 or 32 bit."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from phalanx import kernels
-from phalanx.comm.group import finish
+from phalanx.comm.group import ResidualRmsNorm, Spread, finish
 from phalanx.comm.rows import whole
 from phalanx.kernels.reference import Unscaled
 from phalanx.models.layers.fp8 import Activation, hold
@@ -140,16 +140,32 @@ class RowParallelLinear(Sliced):
         `OwnedRows`, but whole where it stands for both.
         """
         group = self.seat.group
-        partial = self._partial(x)
         if norm is not None and self.bias is None:
-            return norm.taken(group.all_reduce(partial, norm.after(residual, may_own=True)))
-        total, residual = group.all_reduce(partial), whole(residual, group)
+            fusion = norm.after(residual, may_own=True)
+            spread = self._spread(x, fusion)
+            return norm.taken(group.all_reduce(self._partial(x), fusion) if spread is None else spread.finish())
+        total, residual = group.all_reduce(self._partial(x)), whole(residual, group)
         if self.bias is not None:
             total = total + self.bias
         if norm is not None:
             return norm.taken(finish(total, norm.after(residual)))
         residual = residual + total
         return residual, residual
+
+    def _spread(self, x: Activation, fusion: ResidualRmsNorm) -> Spread | None:
+        """The partial sum, written to who owns its rows, where the group wants that."""
+        if self.fp8 is not None and not self.fp8.spreads:
+            return None
+        spread = self.seat.group.spread(x.shape[0], self.out_features, fusion)
+        if spread is None:
+            return None
+        if self.fp8 is not None:
+            self.fp8.into(x, self.weight, spread.pieces)
+        else:
+            assert isinstance(x, Tensor)
+            for rows, out in spread.pieces:
+                kernels.linear(x[rows], self.weight, out=out)
+        return spread
 
     def _partial(self, x: Activation) -> Tensor | Unscaled:
         group, seat = self.seat.group, self.seat
