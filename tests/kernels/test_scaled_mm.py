@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from phalanx import kernels
 from phalanx.kernels import reference
 from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.scaled_mm import FP8, Quantized, has_fp8_kernels, has_fp8_products, quantizing_mm, unscaled_mm
+from phalanx.kernels.scaled_mm import FP8, Quantized, has_fp8_kernels, has_fp8_products, quantizing_mm, scaled_mm_into, unscaled_mm
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -90,6 +92,18 @@ def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out:
     found = kernels.scaled_mm(x, weight, scale, dtype=dtype)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2 * inputs**0.5)
+    assert (found.float() - expected).norm() < 5e-3 * expected.norm()
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("cuts", [(0, 600, 1200), (0, 601, 1203), (0, 3, 1201)])
+def test_pieces_on_gpu(static: bool, cuts: tuple[int, ...]) -> None:
+    """That begin at any row: cuBLAS asks for scales on 16 bytes."""
+    x, weight, scale, expected = on_gpu(cuts[-1], 1024, 2560, static=static)
+    found = torch.full((cuts[-1], 2560), float("nan"), dtype=torch.bfloat16, device="cuda")
+    scaled_mm_into(x, weight, scale, [(slice(first, last), found[first:last]) for first, last in pairwise(cuts)])
     assert (found.float() - expected).norm() < 5e-3 * expected.norm()
 
 

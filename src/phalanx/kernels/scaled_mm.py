@@ -25,7 +25,7 @@ from phalanx.kernels.reference import Unscaled
 
 FP8 = torch.float8_e4m3fn
 WIDEST_ROW = 65536  # what the threads of one program hold in registers
-ALIGNMENT = 16  # cuBLAS and CUTLASS want both sizes of an FP8 weight in multiples of this
+ALIGNMENT = 16  # cuBLAS and CUTLASS want both sizes of an FP8 weight, and addresses, in multiples of this
 
 
 class Quantized(NamedTuple):
@@ -120,10 +120,13 @@ def scaled_mm_into(x: Quantized, weight: Tensor, scale: Tensor, pieces: Sequence
     scales is the fastest."""
     by_row, columns, turned = _by_row(x), scale.view(1, -1), weight.t()
     for rows, out in pieces:
-        if out.is_cuda:
-            torch._scaled_mm(x.values[rows], turned, by_row[rows], columns, out_dtype=out.dtype, use_fast_accum=True, out=out)
-        else:
-            out.copy_(reference.scaled_mm(x.values[rows], by_row[rows], weight, scale, out.dtype))
+        scales = by_row[rows]
+        if not out.is_cuda:
+            out.copy_(reference.scaled_mm(x.values[rows], scales, weight, scale, out.dtype))
+            continue
+        if scales.data_ptr() % ALIGNMENT:  # cuBLAS reads scales from such an address alone
+            scales = scales.clone()
+        torch._scaled_mm(x.values[rows], turned, scales, columns, out_dtype=out.dtype, use_fast_accum=True, out=out)
 
 
 def _by_row(x: Quantized) -> Tensor:
