@@ -25,6 +25,7 @@ from phalanx.comm.symmetric import Landing, Workspace, form_landing, form_worksp
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import reference
+from phalanx.kernels.products import linear
 from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.scaled_mm import Quantized, quantize_fp8, scaled_mm, scaled_mm_into
 from tests.comm.allreduce_rank import same, tensor_of

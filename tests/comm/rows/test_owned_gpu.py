@@ -9,7 +9,18 @@ from tests.comm.gpu_ranks import run
 
 RANK = "tests.comm.rows.owned_rank"
 
-CHECKS = ("shapes", "launches", "chunks", "strange_values", "graph", "picked", "lands", "lands_in_a_graph", "spread")
+CHECKS = (
+    "shapes",
+    "launches",
+    "chunks",
+    "strange_values",
+    "graph",
+    "picked",
+    "lands",
+    "lands_in_a_graph",
+    "spread",
+    "spread_in_16_bit",
+)
 
 
 @pytest.mark.gpu2
