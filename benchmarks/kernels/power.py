@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the power limit of a GPU holds long steps back: the four products of a layer of Llama-3-70B in FP8 for 8,192 tokens, as one
-of several ranks has them, one layer behind another, and with pauses between layers: `benchmarks/kernels/power.py --out DIR`
+"""Whether the power limit of a GPU holds long steps back: the four products of a layer of Llama-3-70B in FP8 for 8,192 tokens, as
+one of several ranks has them, one layer behind another, and with pauses between layers: `benchmarks/kernels/power.py --out DIR`
 
 us: of a layer's products alone, by events around them, median of the last half; while it runs, `nvidia-smi` reads the clock of the
 multiprocessors, the power, and whether the power limit holds the clock down. With pauses, a GPU that is held back by its power has
@@ -83,7 +83,7 @@ def measured(layer: Callable[[], None], *, pause_ms: float) -> dict[str, Any]:
             last.record()
             marks.append((first, last))
             if pause_ms:
-                torch.cuda._sleep(int(pause_ms * 1.6e6))
+                torch.cuda._sleep(int(pause_ms * 1.6e6))  # type: ignore[no-untyped-call] # cycles
             if len(marks) > 4:
                 marks[-4][1].synchronize()
         torch.cuda.synchronize()
@@ -102,10 +102,13 @@ def read(lines: list[str]) -> dict[str, Any]:
     found = [line.split(", ") for line in lines if line.count(",") == 2 and "N/A" not in line]
     if not found:
         return {"readings": 0}
+    held = sum(bool(int(why, 16) & SW_POWER_CAP) for _, _, why in found)
     return {
-        "sm_mhz": statistics.median(int(mhz) for mhz, _, _ in found), "watt": statistics.median(float(watt) for _, watt, _ in found),
-        "held_by_power": round(sum(bool(int(why, 16) & SW_POWER_CAP) for _, _, why in found) / len(found), 2), "readings": len(found),
-    }  # fmt: skip
+        "sm_mhz": statistics.median(int(mhz) for mhz, _, _ in found),
+        "watt": statistics.median(float(watt) for _, watt, _ in found),
+        "held_by_power": round(held / len(found), 2),
+        "readings": len(found),
+    }
 
 
 if __name__ == "__main__":

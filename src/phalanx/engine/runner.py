@@ -169,6 +169,7 @@ class Runner:
             shape = (int(batch.token_ids.shape[0]), self._model.shape.hidden_size)
             hidden = self._receive(torch.empty(shape, dtype=self._dtype, device=self._device))
         stream, head = self._model.stream(batch, self.caches, hidden), self._model.head
+        batch.attention = None  # a plan holds its batch: both would wait for Python to look for cycles
         if head is None:
             return stream, None
         count = len(arranged.sampled_slots)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from phalanx.engine.ranks.graphs import CudaTape, Rerun, Tape
 from phalanx.engine.runner import Outcome, Runner
 from phalanx.engine.sampler import Sampler
 from phalanx.models import registry, weights
-from phalanx.models.batch import LayerCache
+from phalanx.models.batch import Batch, LayerCache
 from phalanx.models.layers.attention import AttentionBackend, backend
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import prompts
@@ -88,6 +89,24 @@ def test_the_host_keeps_what_it_has(tmp_path: Path, kind: str) -> None:
     free = [id(home) for home in sampler._homes._free]
     decode(runner, KINDS[kind], 20)
     assert sorted(id(home) for home in sampler._homes._free) == sorted(free)
+
+
+def test_a_step_leaves_nothing_for_the_garbage_collector(tmp_path: Path) -> None:
+    """What it held on the device is free when it has ended."""
+    runner = made_runner(write_checkpoint(tmp_path / "llama", "llama"), torch.device("cpu"), torch.float32)
+
+    def batches() -> int:
+        return sum(type(each) is Batch for each in gc.get_objects())
+
+    gc.collect()
+    before = batches()
+    assert before > 0, "graphs keep theirs"
+    gc.disable()
+    try:
+        decode(runner, KINDS["drawn"], 3)
+        assert batches() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu1
