@@ -39,6 +39,7 @@ def test_it_says_from_where_on_rows_have_owners():
     said = [line for line in lines(table, "bf16", 8192, (Fusion.RESIDUAL_RMS_NORM,)) if "OWNED" in line]
     assert len(said) == 1
     assert f"from {OWNED_FROM[2]} tokens on" in said[0]
+    assert "from 2048 tokens on TWOSHOT+LANDED" in said[0]
     cpu = Fingerprint(0, "shm", 2)
     assert not any("OWNED" in line for line in lines(Table(cpu, (), default(cpu)), "bf16", 8192, (Fusion.RESIDUAL_RMS_NORM,)))
 

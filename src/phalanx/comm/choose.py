@@ -23,6 +23,9 @@ OWNED_FROM = {2: 128} | dict.fromkeys(range(3, MAX_WORLD + 1), 64)
 """By the size of a group of GPUs: from how many tokens on each row of a residual stream has an owner, who norms it for all. Below,
 a message waits for its two hops more than for what they carry."""
 
+LANDED_FROM_BYTES = 32 << 20
+"""Messages from which on products are written to who owns their rows: below, parts of products are too small to fill a GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.comm.choose import LANDED_FROM_BYTES
+
 LIMIT_BYTES = 192 << 20
 """A workspace's size at most; longer messages go in chunks."""
-LANDING_FROM_BYTES, LANDING_LIMIT_BYTES = 32 << 20, 256 << 20
-"""Messages for which products are written to who owns their rows: below, parts of products are too small to fill a GPU."""
+LANDING_LIMIT_BYTES = 256 << 20
+"""Messages up to which there is memory for products that are written to who owns their rows."""
 _LONGEST_ROW = 64 << 10
 _LEAST_ONESHOT_BYTES = 1 << 20
 _VECTOR_BYTES = 16
@@ -95,7 +97,7 @@ class Landing:
 def landing_bytes(world: int, message_bytes: int) -> int:
     """GPU memory that `form_landing` takes per rank; none where messages are so short that it would not be used, or longer than
     the limit. Pure."""
-    if world == 1 or not LANDING_FROM_BYTES <= message_bytes <= LANDING_LIMIT_BYTES:
+    if world == 1 or not LANDED_FROM_BYTES <= message_bytes <= LANDING_LIMIT_BYTES:
         return 0
     # A rank's rows are rounded up: by less than a row for each rank.
     return -(-(message_bytes + world * _LONGEST_ROW) // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from phalanx.comm.choose import Decision, Rules, choose, owned, owned_from
+from phalanx.comm.choose import LANDED_FROM_BYTES, Decision, Rules, choose, owned, owned_from
 from phalanx.hardware.fingerprint import LINKS
-from phalanx.tables.message import Fusion, Message
+from phalanx.tables.message import DTYPE_BYTES, Fusion, Message
 from phalanx.tables.shipped import mean_gain
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tables.table import Table
@@ -47,10 +47,12 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
 def _owners(decide: Rules, dtype: str, hidden: int, fusions: tuple[Fusion, ...]) -> Iterator[str]:
     """From where on rows have owners, if anywhere."""
     first, world = decide.owned_from, decide.fingerprint.world
+    landed = -(-LANDED_FROM_BYTES // (hidden * DTYPE_BYTES[dtype]))
     if first is not None and any(owned(Message("all_reduce", fusion, dtype, first, hidden, world), decide) for fusion in fusions):
         yield (
             f"where a model's layers hand the residual on, without or with FP8: TWOSHOT+OWNED from {first} tokens on, whatever is "
-            "said below: each rank adds up, norms and quantizes its own rows, and hands out what comes of them"
+            "said below: each rank adds up, norms and quantizes its own rows, and hands out what comes of them; from "
+            f"{landed} tokens on TWOSHOT+LANDED: their product is written to who owns them"
         )
 
 

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.comm.choose import LANDED_FROM_BYTES
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.rows import OwnedRows, landed, own_rows
 from phalanx.comm.rows.owners import OnGpus
-from phalanx.comm.symmetric import LANDING_FROM_BYTES, LANDING_LIMIT_BYTES, Landing, Workspace, half_bytes, landing_bytes
+from phalanx.comm.symmetric import LANDING_LIMIT_BYTES, Landing, Workspace, half_bytes, landing_bytes
 from tests.comm.rows.test_owned import SMS, space
 
 META = torch.device("meta")
@@ -64,7 +65,7 @@ def test_every_row_lands_once_where_its_owner_reads_it(
 @given(st.integers(0, 1 << 29), st.integers(1, 8))
 def test_a_landing_holds_every_message_or_there_is_none(message_bytes: int, world: int) -> None:
     taken = landing_bytes(world, message_bytes)
-    assert (taken > 0) == (world > 1 and LANDING_FROM_BYTES <= message_bytes <= LANDING_LIMIT_BYTES)
+    assert (taken > 0) == (world > 1 and LANDED_FROM_BYTES <= message_bytes <= LANDING_LIMIT_BYTES)
     if taken:
         row = 65536  # of the widest model that lands
         assert message_bytes + world * row <= taken - 4096 < message_bytes + world * row + 4096
@@ -100,7 +101,7 @@ def test_what_is_handed_out_fits_half_a_workspace(tokens: int, hidden: int, worl
 
 def test_owners_by_chunks_are_refused() -> None:
     x = torch.zeros(4, 64, dtype=torch.bfloat16)
-    here, _ = landing(0, 2, LANDING_FROM_BYTES)
+    here, _ = landing(0, 2, LANDED_FROM_BYTES)
     with pytest.raises(ValueError, match="by 3 rows"):
         landed.all_reduce_norm(ResidualRmsNorm(OwnedRows.of(x, 3), x[0], 1e-5), space(2, 1 << 20), here)
 
@@ -111,7 +112,7 @@ def test_kernels_compile(capability: int, world: int) -> None:
     from tests.comm import compiled
 
     workspace, dtype = compiled.workspace(world, capability), compiled.DTYPES[capability]
-    here, _ = landing(world - 1, world, LANDING_FROM_BYTES)
+    here, _ = landing(world - 1, world, LANDED_FROM_BYTES)
     with compiled.only(capability) as launched:
         for tokens, quant, scale in ((700, "none", None), (4100, "fp8", None), (1100, "fp8", torch.ones(()))):
             x = torch.zeros(tokens, 4096, dtype=dtype)

@@ -12,15 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from phalanx.comm.choose import LANDED_FROM_BYTES
 from phalanx.comm.chunked import pitch_of
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.rows.owned import launch_of
 from phalanx.comm.rows.ownership import OwnedRows, same_owners
-from phalanx.comm.symmetric import LANDING_FROM_BYTES, Landing, Workspace
+from phalanx.comm.symmetric import Landing, Workspace
 
 
 def pieces_of(
-    tokens: int, hidden: int, dtype: torch.dtype, landing: Landing, *, least: int = LANDING_FROM_BYTES
+    tokens: int, hidden: int, dtype: torch.dtype, landing: Landing, *, least: int = LANDED_FROM_BYTES
 ) -> list[tuple[slice, Tensor]] | None:
     """`Spread.pieces` of a product [tokens, hidden]; None where its rows do not have room, it is shorter than `least` bytes, or the
     last rank would own none. The next product may be written there when this one's `all_reduce_norm` has been launched."""
