@@ -20,7 +20,8 @@ from phalanx.comm.choose import LANDED_FROM_BYTES
 LIMIT_BYTES = 192 << 20
 """A workspace's size at most; longer messages go in chunks."""
 LANDING_LIMIT_BYTES = 256 << 20
-"""Messages up to which there is memory for products that are written to who owns their rows."""
+"""Of messages for which there is memory where products land: a group with longer ones has none, so that what the longest needs is
+what shorter ones need, too, and a start meets all of it."""
 _LONGEST_ROW = 64 << 10
 _LEAST_ONESHOT_BYTES = 1 << 20
 _VECTOR_BYTES = 16
@@ -36,7 +37,8 @@ def half_bytes(world: int, message_bytes: int) -> int:
 
 
 def workspace_bytes(world: int, message_bytes: int) -> int:
-    """GPU memory that a group of `world` ranks takes per rank, for messages of up to `message_bytes`. Pure."""
+    """GPU memory that a group of `world` ranks takes per rank, for messages of up to `message_bytes`: `landing_bytes` comes on top.
+    Pure."""
     return 0 if world == 1 else 2 * half_bytes(world, message_bytes)
 
 
@@ -81,13 +83,14 @@ def share_of(vectors: int, world: int) -> int:
 
 @dataclass(frozen=True)
 class Landing:
-    """Where the ranks' products of a rank's rows land. room: bytes of it; here: as int32, with the flags behind; flags: the address
-    of each rank's flags as this rank maps them, 16 bytes a rank; there: (rank, rows, columns, dtype, bytes before it) -> a tensor
-    in that rank's memory."""
+    """Where the ranks' products of a rank's rows land. room: bytes of it; longest: bytes of the longest message that the group may
+    have; here: as int32, with the flags behind; flags: the address of each rank's flags as this rank maps them, 16 bytes a rank;
+    there: (rank, rows, columns, dtype, bytes before it) -> a tensor in that rank's memory; memory: keeps the mapping alive."""
 
     rank: int
     world: int
     room: int
+    longest: int
     here: Tensor
     flags: tuple[int, ...]
     there: Callable[[int, int, int, torch.dtype, int], Tensor]
@@ -95,29 +98,34 @@ class Landing:
 
 
 def landing_bytes(world: int, message_bytes: int) -> int:
-    """GPU memory that `form_landing` takes per rank; none where messages are so short that it would not be used, or longer than
-    the limit. Pure."""
+    """GPU memory that `form_landing` takes per rank, for messages of up to `message_bytes`; none where they are so short that it
+    would not be used, or longer than the limit. Pure."""
+    room = landing_room(world, message_bytes)
+    return room + _ALIGNMENT if room else 0
+
+
+def landing_room(world: int, message_bytes: int) -> int:
+    """Bytes of it for products; flags lie behind them. Pure."""
     if world == 1 or not LANDED_FROM_BYTES <= message_bytes <= LANDING_LIMIT_BYTES:
         return 0
     # A rank's rows are rounded up: by less than a row for each rank.
-    return -(-(message_bytes + world * _LONGEST_ROW) // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT
+    return -(-(message_bytes + world * _LONGEST_ROW) // _ALIGNMENT) * _ALIGNMENT
 
 
 def form_landing(process_group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> Landing | None:
-    """Allocate and map the memory for messages of up to `message_bytes`, or None where `landing_bytes` has none; collective, as
-    `form_workspace`."""
+    """Allocate and map what `landing_bytes` says, or None where that is nothing; collective, as `form_workspace`."""
     rank, world = process_group.rank(), process_group.size()
-    taken = landing_bytes(world, message_bytes)
-    if not taken:
+    room = landing_room(world, message_bytes)
+    if not room:
         return None
-    buffer, handle = _shared(process_group, device, taken, 0)
-    room = taken - _ALIGNMENT
+    buffer, handle = _shared(process_group, device, landing_bytes(world, message_bytes), 0)
 
     def there(peer: int, rows: int, columns: int, dtype: torch.dtype, before: int) -> Tensor:
         found: Tensor = handle.get_buffer(peer, (rows, columns), dtype, before // dtype.itemsize)
         return found
 
-    return Landing(rank, world, room, buffer, tuple(int(address) + room for address in handle.buffer_ptrs), there, (buffer, handle))
+    flags = tuple(int(address) + room for address in handle.buffer_ptrs)
+    return Landing(rank, world, room, message_bytes, buffer, flags, there, (buffer, handle))
 
 
 def form_workspace(process_group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> Workspace:

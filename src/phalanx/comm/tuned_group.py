@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import overload
+from typing import TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from phalanx.tables.shipped import advice, table_for
 from phalanx.tables.strategy import Strategy
 from phalanx.tables.table import Table
 
+T = TypeVar("T")
 _log = get_logger(__name__)
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -86,18 +87,21 @@ class TunedGroup:
 
     def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Spread | None:
         dtype = _DTYPES.get(fusion.residual.dtype)
-        if dtype is None or not fusion.may_own or fusion.weight.dtype != fusion.residual.dtype:
+        residual = fusion.residual
+        if dtype is None or not fusion.may_own or fusion.weight.dtype != residual.dtype:
             return None
+        if isinstance(residual, OwnedRows) and not same_owners(tokens, residual.at_once, tokens):
+            return None  # its owners would change, and where layers differ, change back in the next
         decision = self.chooser(tokens, hidden, dtype, _kind(fusion), may_own=True)
         owners = self._runners[decision.strategy].owners
         if not decision.owned or owners is None:
             return None
         pieces = owners.pieces(tokens, hidden, fusion)
-        return None if pieces is None else Spread(pieces, partial(self._land, owners, fusion, tokens, decision.name))
+        return None if pieces is None else Spread(pieces, partial(self._land, owners, fusion))
 
-    def _land(self, owners: Owners, fusion: ResidualRmsNorm, tokens: int, name: str) -> tuple[Tensor, ...]:
-        self._count(name.replace("OWNED", "LANDED"))
-        return owners.landed_norm(self._owned_by(fusion, tokens))
+    def _land(self, owners: Owners, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        self._count(f"TWOSHOT+LANDED/{_kind(fusion).name}")
+        return owners.landed_norm(replace(fusion, residual=_in_vectors(fusion.residual)))
 
     def _count(self, name: str) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1
@@ -158,8 +162,9 @@ def tuned(
     """`base` with tuned all-reduces; collective over its ranks. A group of one, or one not over torch, is returned as it is.
 
     message_bytes: of one rank's longest message, max_num_tokens x hidden size x bytes of an element; it bounds the workspace (on a
-    GPU `symmetric.workspace_bytes`). strategy: AUTO, NCCL, ONESHOT or TWOSHOT. timeout: seconds that a CPU rank may keep the others
-    waiting. tables: where tuned tables lie, instead of the user's folder. Raises EngineError when ranks hold different tables.
+    GPU `symmetric.workspace_bytes`, and `symmetric.landing_bytes` unless another strategy than TWOSHOT is forced). strategy: AUTO,
+    NCCL, ONESHOT or TWOSHOT. timeout: seconds that a CPU rank may keep the others waiting. tables: where tuned tables lie, instead
+    of the user's folder. Raises EngineError when ranks hold different tables.
     """
     if base.size == 1 or not isinstance(base, TorchGroup):
         return base
@@ -168,8 +173,9 @@ def tuned(
     digest = table.digest if table.sections else "seed"
     asked = {"allreduce_strategy": f"{strategy}, deterministic {deterministic}", "longest all-reduce": f"{message_bytes} bytes"}
     _compare(base, {"all-reduce table": table.digest, **asked})
-    runners, refused = _runners(base, fingerprint, message_bytes, timeout)
     forced = None if strategy == "AUTO" else Strategy[strategy]
+    lands = forced in (None, Strategy.TWOSHOT) and owned_from(fingerprint) is not None
+    runners, refused = _runners(base, fingerprint, message_bytes, timeout, lands=lands)
     owners = Strategy.TWOSHOT in runners and runners[Strategy.TWOSHOT].owners is not None
     rules = Rules(fingerprint, refused, table.lookup, forced, deterministic, owned_from(fingerprint) if owners else None)
     _announce(base, table, refused, tables)
@@ -230,14 +236,15 @@ def _compare(base: TorchGroup, facts: dict[str, str]) -> None:
 
 
 def _runners(
-    base: TorchGroup, fingerprint: Fingerprint, message_bytes: int, timeout: float
+    base: TorchGroup, fingerprint: Fingerprint, message_bytes: int, timeout: float, *, lands: bool
 ) -> tuple[dict[Strategy, Runner], dict[Strategy, str]]:
     """What can run here, and why the rest cannot."""
     library = Runner(partial(nccl.all_reduce, group=base), partial(nccl.all_reduce_norm, group=base))
     runners = {Strategy.NCCL: library}
     if not fingerprint.peers_reach:
         return runners, {}  # tables.admit knows, and says why
-    ours = _on_cpu(base, message_bytes, timeout) if fingerprint.link == "shm" else _on_gpu(base, message_bytes)
+    on_cpu = fingerprint.link == "shm"
+    ours = _on_cpu(base, message_bytes, timeout) if on_cpu else _on_gpu(base, message_bytes, lands=lands)
     if isinstance(ours, str):
         return runners, dict.fromkeys((Strategy.ONESHOT, Strategy.TWOSHOT), ours)
     return runners | ours, {}
@@ -255,23 +262,22 @@ def _on_cpu(base: TorchGroup, message_bytes: int, timeout: float) -> dict[Strate
     }
 
 
-def _on_gpu(base: TorchGroup, message_bytes: int) -> dict[Strategy, Runner] | str:
+def _on_gpu(base: TorchGroup, message_bytes: int, *, lands: bool) -> dict[Strategy, Runner] | str:
+    """lands: long products may be written to who owns their rows."""
     from phalanx.comm import oneshot, twoshot
     from phalanx.comm.symmetric import form_landing, form_workspace
     from phalanx.kernels.norms import triton_is_here
 
-    why, space, landing = "", None, None
     if any(share_text(base, "" if triton_is_here() else "no", base.device)):
         return "Triton is not installed"
-    try:
-        space = form_workspace(base.process_group, base.device, message_bytes)
-        landing = form_landing(base.process_group, base.device, message_bytes)
-    except RuntimeError as error:
-        why = f"symmetric memory: {str(error).splitlines()[0][:150]}"
-    refused = [(rank, text) for rank, text in enumerate(share_text(base, why, base.device)) if text]
-    if refused:
-        return f"rank {refused[0][0]}: {refused[0][1]}"
-    assert space is not None
+    space = _formed(base, partial(form_workspace, base.process_group, base.device, message_bytes))
+    if isinstance(space, str):
+        return space
+    landing = _formed(base, partial(form_landing, base.process_group, base.device, message_bytes)) if lands else None
+    if isinstance(landing, str):
+        if base.rank == 0:
+            _log.warning("products are handed over whole, rather than written to who owns their rows: %s", landing)
+        landing = None
     return {
         Strategy.ONESHOT: Runner(partial(oneshot.all_reduce, workspace=space), partial(oneshot.all_reduce_norm, workspace=space)),
         Strategy.TWOSHOT: Runner(
@@ -279,3 +285,14 @@ def _on_gpu(base: TorchGroup, message_bytes: int) -> dict[Strategy, Runner] | st
             OnGpus(space, landing),
         ),
     }  # fmt: skip
+
+
+def _formed(base: TorchGroup, form: Callable[[], T]) -> T | str:
+    """What `form` gives, or why it failed on one of the ranks."""
+    made, why = None, ""
+    try:
+        made = form()
+    except RuntimeError as error:
+        why = f"symmetric memory: {str(error).splitlines()[0][:150]}"
+    refused = [(rank, text) for rank, text in enumerate(share_text(base, why, base.device)) if text]
+    return f"rank {refused[0][0]}: {refused[0][1]}" if refused else cast(T, made)

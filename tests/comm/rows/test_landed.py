@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,7 @@ from phalanx.comm.choose import LANDED_FROM_BYTES
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.rows import OwnedRows, landed, own_rows
 from phalanx.comm.rows.owners import OnGpus
-from phalanx.comm.symmetric import LANDING_LIMIT_BYTES, Landing, Workspace, half_bytes, landing_bytes
+from phalanx.comm.symmetric import LANDING_LIMIT_BYTES, Landing, Workspace, half_bytes, landing_bytes, landing_room
 from tests.comm.rows.test_owned import SMS, space
 
 META = torch.device("meta")
@@ -30,7 +31,8 @@ def landing(rank: int, world: int, message_bytes: int) -> tuple[Landing, list[As
         return torch.empty(wanted[1:3], dtype=wanted[3], device=META)  # type: ignore[arg-type]
 
     held: Callable[..., torch.Tensor] = there
-    return Landing(rank, world, landing_bytes(world, message_bytes), torch.zeros(4, dtype=torch.int32), (0,) * world, held), asked
+    here = torch.zeros(4, dtype=torch.int32)
+    return Landing(rank, world, landing_room(world, message_bytes), message_bytes, here, (0,) * world, held), asked
 
 
 @given(
@@ -64,11 +66,12 @@ def test_every_row_lands_once_where_its_owner_reads_it(
 
 @given(st.integers(0, 1 << 29), st.integers(1, 8))
 def test_a_landing_holds_every_message_or_there_is_none(message_bytes: int, world: int) -> None:
-    taken = landing_bytes(world, message_bytes)
-    assert (taken > 0) == (world > 1 and LANDED_FROM_BYTES <= message_bytes <= LANDING_LIMIT_BYTES)
-    if taken:
+    room, taken = landing_room(world, message_bytes), landing_bytes(world, message_bytes)
+    assert (room > 0) == (taken > 0) == (world > 1 and LANDED_FROM_BYTES <= message_bytes <= LANDING_LIMIT_BYTES)
+    if room:
         row = 65536  # of the widest model that lands
-        assert message_bytes + world * row <= taken - 4096 < message_bytes + world * row + 4096
+        assert message_bytes + world * row <= room < message_bytes + world * row + 4096
+        assert room + 16 * world <= taken, "flags lie behind"
 
 
 def test_a_group_says_where_to_write_once_for_a_size() -> None:
@@ -86,8 +89,10 @@ def test_a_group_says_where_to_write_once_for_a_size() -> None:
     assert owners.pieces(2048, 8192, fusion(2048)) is not None
     assert owners.pieces(2047, 8192, fusion(2047)) is None, "parts of products would be too small"
     assert owners.pieces(16384, 8192, fusion(16384)) is None, "no room to land"
-    assert owners.pieces(8192, 8192, fusion(8192, "none")) is None, "no room for the norms in 16 bit"
-    assert owners.pieces(4096, 8192, fusion(4096, "none")) is not None
+    for tokens in (8192, 4096):
+        assert owners.pieces(tokens, 8192, fusion(tokens, "none")) is None, "the longest norms in 16 bit have no room"
+    shorter = OnGpus(space(2, 4096 * 8192 * 2), landing(1, 2, 4096 * 8192 * 2)[0])
+    assert shorter.pieces(4096, 8192, fusion(4096, "none")) is not None
     assert OnGpus(space(2, 1 << 20), None).pieces(8192, 8192, fusion(8192)) is None
 
 
@@ -95,8 +100,15 @@ def test_a_group_says_where_to_write_once_for_a_size() -> None:
 def test_what_is_handed_out_fits_half_a_workspace(tokens: int, hidden: int, world: int, itemsize: int) -> None:
     nothing = torch.zeros(2, dtype=torch.int32)
     workspace = Workspace(0, world, (0,) * world, half_bytes(world, 8192 * hidden * 2) // 16, nothing, nothing, SMS, 90)
-    if landed.room_to_hand_out(tokens, hidden * itemsize, workspace):
-        assert tokens * hidden * itemsize + 4 * tokens <= 16 * workspace.half
+
+    def end(rows: int) -> int:
+        """Of the scales behind them, as the kernel has them."""
+        words_at = rows * (hidden * itemsize // 16) * 16
+        return words_at + 4 * rows
+
+    most = bisect.bisect_right(range(1 << 30), 16 * workspace.half, key=end) - 1
+    for rows in (tokens, most, most + 1):
+        assert landed.room_to_hand_out(rows, hidden * itemsize, workspace) == (rows <= most)
 
 
 def test_owners_by_chunks_are_refused() -> None:

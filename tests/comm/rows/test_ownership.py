@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,3 +109,48 @@ def test_a_group_makes_it_whole_for_what_no_owner_can_do() -> None:
     for found in LocalWorld(2).run(act):
         for left, right in zip(found, wanted, strict=True):
             assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def test_products_land_only_where_that_leaves_owners_as_they_are() -> None:
+    """A residual's owners change once at most: from a whole tensor, or when a product is handed over whole."""
+    x, residual, weight = torch.randn(2, 7, 32), torch.randn(7, 32), torch.rand(32)
+
+    def act(base: Group) -> list[torch.Tensor]:
+        group, outputs, held = poisoned(base, lands_from=3), list[torch.Tensor](), residual
+        for lands in (True, True, False, True):
+            fusion = ResidualRmsNorm(held, weight, 1e-5, may_own=True)
+            spread = group.spread(7, 32, fusion) if lands else None
+            if spread is None:
+                norm, held = group.all_reduce(x[base.rank], fusion)
+            else:
+                for rows, out in spread.pieces:
+                    out.copy_(x[base.rank][rows])
+                norm, held = spread.finish()
+            outputs.append(norm)
+        assert group.calls == {"TWOSHOT+LANDED/RESIDUAL_RMS_NORM": 2, "TWOSHOT+OWNED/RESIDUAL_RMS_NORM": 2}
+        return [*outputs, whole(held, group)]
+
+    wanted, held = [], residual
+    for _ in range(4):
+        norm, held = finish(x[0] + x[1], ResidualRmsNorm(held, weight, 1e-5))
+        wanted.append(norm)
+    for found in LocalWorld(2).run(act):
+        for left, right in zip(found, [*wanted, held], strict=True):
+            assert torch.equal(left, right)
+
+
+def test_only_whoever_takes_owned_rows_back_is_told_where_to_write() -> None:
+    residual = torch.randn(7, 32)
+    asked = ResidualRmsNorm(residual, residual[0], 1e-5, may_own=True)
+
+    def act(base: Group) -> None:
+        group = poisoned(base, lands_from=3)
+        assert group.spread(2, 32, replace(asked, residual=residual[:2])) is None
+        assert group.spread(7, 32, replace(asked, may_own=False)) is None
+        assert group.spread(7, 32, replace(asked, weight=residual[0].bfloat16())) is None
+        assert poisoned(base, owned_from=8, lands_from=3).spread(7, 32, asked) is None
+        found = group.spread(7, 32, asked)
+        assert found is not None
+        assert sorted((rows.start, rows.stop) for rows, _ in found.pieces) == [(0, 4), (4, 7)]
+
+    LocalWorld(2).run(act)

@@ -15,7 +15,8 @@ import torch
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.choose import Chooser, Rules, owned_from
 from phalanx.comm.group import Group, Solo
-from phalanx.comm.rows import owned
+from phalanx.comm.rows.owners import OnGpus
+from phalanx.comm.symmetric import Landing
 from phalanx.comm.tuned_group import Runner as Strategies
 from phalanx.comm.tuned_group import TunedGroup
 from phalanx.config.model import ModelShape
@@ -71,14 +72,20 @@ class Alike(Solo):
 
 
 def group_of(size: int) -> Group:
-    """A rank's group on NVLink, over a workspace that nobody maps."""
+    """A rank's group on NVLink, over a workspace that nobody maps; products of half the longest step's tokens land."""
     if size == 1:
         return Solo()
+
+    def there(rank: int, rows: int, columns: int, dtype: torch.dtype, before: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype)
+
+    longest = TOKENS * 4096 * 2
+    landing = Landing(0, size, longest + size * 8192, longest, torch.zeros(4, dtype=torch.int32), (0,) * size, there)
     space, machine = workspace(size, PTX, TOKENS * 4096 * 2), Fingerprint(PTX, "nvlink", size)
     runners = {
         strategy: Strategies(
             partial(module.all_reduce, workspace=space), partial(module.all_reduce_norm, workspace=space),
-            partial(owned.all_reduce_norm, workspace=space),
+            OnGpus(space, landing, least=(TOKENS // 2) * 4096 * 2),
         )
         for strategy, module in ((Strategy.ONESHOT, oneshot), (Strategy.TWOSHOT, twoshot))
     }  # fmt: skip
@@ -177,6 +184,7 @@ def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> N
     kernels = {variant.kernel for variant in first}
     assert {"_decode", "_prefill", "_keys", "_race", "_floors", "_settle"} <= kernels
     assert ("_embed" if CASES[name].ranks > 1 else "_embed_norm") in kernels
+    assert ("landed_norm" in kernels) == (CASES[name].ranks > 1)
     if CASES[name].fp8 and knows_gluon():
         assert ("_block_scaled" if name == "blocks" else "_few_rows") in kernels
     assert not new, "\n".join(sorted(map(str, new)))

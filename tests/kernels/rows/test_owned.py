@@ -28,7 +28,7 @@ NAN = float("nan")
 @dataclass(frozen=True)
 class Call:
     """rows x hidden; movers of the programs; scaled: x comes without its scales; landed: the first program of each rank has
-    written it to the owners of its rows, some time before the kernel begins there."""
+    written it to the owners of its rows, on one rank long after the others; late: programs without a row begin long after."""
 
     dtype: torch.dtype
     rows: int
@@ -38,6 +38,7 @@ class Call:
     scaled: bool = False
     spoiled: bool = False
     landed: bool = False
+    late: bool = False
 
 
 CALLS = (
@@ -54,8 +55,11 @@ CALLS = (
     Call(torch.float16, 3, 272, "fp8_token", 2),
     Call(torch.float32, 5, 32, "fp8", 2, landed=True),
     Call(torch.bfloat16, 6, 64, "fp8_token", 2, spoiled=True, landed=True),
+    Call(torch.bfloat16, 3, 64, "none", 2, landed=True, late=True),
+    Call(torch.bfloat16, 3, 64, "none", 2, landed=True),
 )
 LANDING = 1 << 12  # bytes; flags lie behind them
+LATE = 0.6  # s: longer than a kernel takes here
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype, value: float = 0) -> Tensor:
@@ -167,7 +171,7 @@ def land(board: Board, rank: int, own: int, turn: int) -> None:
     if own == 0:
         for step in range(1, board.world + 1):
             owner = (rank + step) % board.world
-            time.sleep(0.02 * ((rank + turn) % 3))  # others wait
+            time.sleep(LATE * ((rank + turn) % board.world == 0 and step == 1))
             sent = part[owner * depth : (owner + 1) * depth].flatten()
             there = board.landings[owner][: LANDING // 4].view(call.dtype)
             there[rank * size : rank * size + sent.numel()] = sent
@@ -207,6 +211,7 @@ def program(board: Board, rank: int, own: int) -> None:
         constants = {"KIND": KINDS[call.dtype], "QUANT": call.quant, "RANK": rank, "WORLD": board.world, "BLOCK": 128, "TAKE": 64}
         if call.landed:
             land(board, rank, own, turn)
+            time.sleep(LATE * (call.late and own >= -(-call.rows // board.world)))
             landed_norm[(1,)](board.landings[rank], *row, flags, board.scale, *sizes, **constants, WARPS=1, PTX=0)
         else:
             owned_norm[(1,)](

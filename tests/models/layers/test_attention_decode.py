@@ -7,9 +7,11 @@ The kernels' references stand in for them; that they agree is for the kernels' o
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -110,6 +112,20 @@ def test_each_row_by_its_kind(
     first = next((at for at, (_, now) in enumerate(rows) if now > 1), len(rows))
     assert launched == [first] * 2 * bool(first)
     assert [len(each.kv_lengths_cpu) for each in others.planned] == [len(rows) - first] * (first < len(rows))
+
+
+def test_a_batch_of_both_kinds_is_free_when_its_plan_is_taken_away() -> None:
+    """And does not wait on the device until Python looks for cycles."""
+    batch, cache, _, _ = made_batch([(7, 1), (0, 9)], None)
+    batch.attention = DecodeBackend(SdpaBackend(), CPU).plan(batch)
+    batch.attention.forward(torch.randn(10, 6, 8), cache, window=None, scale=0.3)
+    plan = weakref.ref(batch.attention)
+    gc.disable()
+    try:
+        batch.attention = None
+        assert plan() is None
+    finally:
+        gc.enable()
 
 
 def test_a_cache_in_fp8() -> None:

@@ -139,6 +139,26 @@ def test_scales_are_left_to_what_reads_a_product(
 BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="weight_scale_inv")
 
 
+@pytest.mark.parametrize("kind", ["blocks", "widened", "fp32"])
+def test_products_that_cannot_come_in_pieces_are_handed_over_whole(kind: str) -> None:
+    quantization = BLOCKS if kind == "blocks" else ON_LOAD
+    dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+    x, residual, scales = torch.randn(7, 64).to(dtype), torch.randn(7, 32).to(dtype), torch.rand(3, 3) + 0.1
+
+    def act(base: Group) -> None:
+        group = poisoned(base, lands_from=1)
+        seat = replace(SEAT, group=group, quantization=quantization, dtype=dtype, fp8_products=kind != "widened")
+        mine = shard.even("inputs", 64, 2, group.rank)
+        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
+        (fill_blocks(out, scales) if kind == "blocks" else fill(out))
+        fill(norm)
+        out(x[:, mine.start : mine.stop].contiguous(), residual, norm)
+        assert group.calls == {"TWOSHOT+OWNED/RESIDUAL_RMS_NORM": 1}
+
+    with torch.inference_mode():
+        LocalWorld(2).run(act)
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_product_in_pieces_is_the_whole_one(static: bool) -> None:
     """Each rank's rows go to their owner, with the scales of these rows."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.comm.choose import LANDED_FROM_BYTES
 from phalanx.comm.chunked import pitch_of
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.rows.owned import launch_of
@@ -20,15 +19,13 @@ from phalanx.comm.rows.ownership import OwnedRows, same_owners
 from phalanx.comm.symmetric import Landing, Workspace
 
 
-def pieces_of(
-    tokens: int, hidden: int, dtype: torch.dtype, landing: Landing, *, least: int = LANDED_FROM_BYTES
-) -> list[tuple[slice, Tensor]] | None:
+def pieces_of(tokens: int, hidden: int, dtype: torch.dtype, landing: Landing, *, least: int) -> list[tuple[slice, Tensor]] | None:
     """`Spread.pieces` of a product [tokens, hidden]; None where its rows do not have room, it is shorter than `least` bytes, or the
     last rank would own none. The next product may be written there when this one's `all_reduce_norm` has been launched."""
     rank, world, row = landing.rank, landing.world, hidden * dtype.itemsize
     depth = -(-tokens // world)
     if tokens * row < least or world * depth * row > landing.room or tokens <= depth * (world - 1):
-        return None
+        return None  # a product of no rows, for a last rank that owns none, is none
     pieces = []
     # Each rank begins with another peer, and ends with itself, while what it sent is still on the wire.
     for step in range(1, world + 1):

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from phalanx.comm.choose import LANDED_FROM_BYTES
 from phalanx.comm.chunked import pitch_of
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.rows import landed, owned
@@ -38,10 +39,10 @@ class Owners(Protocol):
 
 
 class OnGpus:
-    """`Owners` over a workspace, and where there is one, a landing."""
+    """`Owners` over a workspace, and where there is one, a landing, which takes products of `least` bytes and more."""
 
-    def __init__(self, workspace: Workspace, landing: Landing | None) -> None:
-        self._workspace, self._landing = workspace, landing
+    def __init__(self, workspace: Workspace, landing: Landing | None, *, least: int = LANDED_FROM_BYTES) -> None:
+        self._workspace, self._landing, self._least = workspace, landing, least
         self._kept: dict[tuple[int, int, torch.dtype], Pieces | None] = {}
 
     def at_once(self, x: Tensor) -> int:
@@ -54,15 +55,17 @@ class OnGpus:
 
     def pieces(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Pieces | None:
         """As Owners."""
-        dtype = fusion.residual.dtype
-        handed_out = hidden if fusion.quant == "fp8" else hidden * dtype.itemsize
-        if self._landing is None or not landed.room_to_hand_out(tokens, handed_out, self._workspace):
+        dtype, landing = fusion.residual.dtype, self._landing
+        row = hidden * dtype.itemsize
+        handed_out = hidden if fusion.quant == "fp8" else row
+        # By the longest message: if it does not land, shorter ones would have a kernel that no start has met.
+        if landing is None or not landed.room_to_hand_out(max(tokens, landing.longest // row), handed_out, self._workspace):
             return None
         key = (tokens, hidden, dtype)
         if key not in self._kept:
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
-            self._kept[key] = landed.pieces_of(tokens, hidden, dtype, self._landing)
+            self._kept[key] = landed.pieces_of(tokens, hidden, dtype, landing, least=self._least)
         return self._kept[key]
 
     def landed_norm(self, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:

@@ -6,9 +6,9 @@
     rank r's memory: [world][depth][hidden], what each rank's product gave for r's rows, by rank
     total = round(x[0] + ... + x[world - 1])  of its rows, in fp32, in rank order, rounded once; then as in `owned`
 
-No kernel of ours sends parts, so that they carry no signal of their own: who has launched all of his products raises a flag at
-each peer. One such memory is enough, without halves: a rank writes for its next call when this one has ended there, for which it
-has collected every row of every owner, and an owner hands a row out when it has read all parts of it.
+No kernel of ours sends parts, so that they carry no signal of their own: who comes behind a rank's products raises a flag at each
+peer. One such memory is enough, without halves: a rank writes for its next call when this one has ended there, for which it has
+collected every row of every owner, and an owner hands a row out when it has read all parts of it.
 """
 
 from __future__ import annotations

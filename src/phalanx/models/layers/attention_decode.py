@@ -119,4 +119,5 @@ def without_rows(batch: Batch, count: int) -> Batch:
         table_rows=None if rows is None else rows[count:],
         query_starts_cpu=[start - count for start in batch.query_starts_cpu[count:]], kv_lengths_cpu=batch.kv_lengths_cpu[count:],
         block_tables_cpu=None if batch.block_tables_cpu is None else batch.block_tables_cpu[count:],
+        attention=None,  # the whole batch's plan, which may hold this one's
     )  # fmt: skip

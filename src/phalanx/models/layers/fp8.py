@@ -48,7 +48,7 @@ class Fp8:
     dtype: torch.dtype
     begin: int = 0
     by_group: bool = False
-    _spread: list[Tensor] = field(default_factory=list)
+    _static: list[Tensor] = field(default_factory=list)
 
     def quantize(self, x: Activation) -> Quantized:
         """x [T, in] as this layer's products take it; itself if it is quantized."""
@@ -66,10 +66,10 @@ class Fp8:
     def _static_rows(self, tokens: int) -> Tensor:
         """The static scale, [tokens, 1]: products want one for each row, and a buffer saves each of them a launch."""
         assert self.input_scale is not None
-        if not self._spread or self._spread[-1].shape[0] < tokens:
+        if not self._static or self._static[-1].shape[0] < tokens:
             # A smaller one is kept: a captured graph may read it.
-            self._spread.append(self.input_scale.expand(1 << (tokens - 1).bit_length(), 1).contiguous())
-        return self._spread[-1][:tokens]
+            self._static.append(self.input_scale.expand(1 << (tokens - 1).bit_length(), 1).contiguous())
+        return self._static[-1][:tokens]
 
     def linear(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] times weight [out, in] -> [T, out]."""
@@ -144,7 +144,7 @@ class Fp8:
     def _store_input_scale(self, scale: Tensor) -> None:
         # Layers that run as one product share their input, and so the scale that holds all of it.
         assert self.input_scale is not None
-        self._spread.clear()
+        self._static.clear()
         self.input_scale.copy_(torch.maximum(self.input_scale, scale.reshape(()).to(self.input_scale.device)))
 
 
