@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm, finish
-from phalanx.comm.rows import OwnedRows, landed, own_rows, owned, whole
+from phalanx.comm.rows import OwnedRows, landed, own_rows, owned, same_owners, whole
 from phalanx.comm.symmetric import Landing, Workspace, form_landing, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
@@ -269,8 +269,8 @@ def lands_in_a_graph(workspace: Workspace) -> None:
 
 
 def spread(workspace: Workspace) -> None:
-    """The group that asks for products in pieces, from some size on: real products, in FP8 and in bf16, and residuals that change
-    their owners between long steps and short ones."""
+    """The group that asks for products in pieces, from some size on, if owners stay as they are: real products, some in pieces and
+    some handed over whole."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=64 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
     for tokens in (4096, 3001, 2048, 2047):
         _, _, _, fusion = case(workspace, tokens, 8192, torch.bfloat16, MODES[2])
@@ -282,7 +282,8 @@ def spread(workspace: Workspace) -> None:
             for fp8 in (True, False, True):
                 asked = replace(fusion, residual=residual, may_own=through is group)
                 pieces = through.spread(tokens, 8192, asked) if fp8 else None
-                assert (pieces is not None) == (fp8 and through is group and tokens >= 2048)
+                stays = not isinstance(residual, OwnedRows) or same_owners(tokens, residual.at_once, tokens)
+                assert (pieces is not None) == (fp8 and through is group and tokens >= 2048 and stays)
                 if pieces is None:
                     product = scaled_mm(quantized, held[0], held[1].view(-1), dtype=torch.bfloat16)
                     *made, residual = through.all_reduce(product, asked)
