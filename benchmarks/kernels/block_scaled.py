@@ -4,7 +4,8 @@ and of 70B on four ranks.
 
 ours: x in bf16 in, bf16 out, the quantization of x by groups included. "(rows, tokens, warps, stages, parts)" are cuts of
 `cuts.rows`, "row (rows, block, warps)" of `cuts.one_row`, "quantized, row" the same behind a kernel that quantizes x; "chosen" is
-what `blocks.block_scaled_mm` takes today, which cut that is on an H200 stands under chosen_is. "x16" keeps x in bf16 and widens the
+the cut that `blocks.block_scaled_mm` takes today on an H200, and stands under chosen_is; "torch" is torch's product behind that
+kernel, which many tokens have instead (`cuts.torchs`). "x16" keeps x in bf16 and widens the
 weight in registers. widened: the weight in memory first, then bf16. bf16: F.linear on a weight in bf16.
 row-wise: torch._scaled_mm with scales by row and column on x in e4m3, the bound: its quantization is not in it, nor are blocks.
 
@@ -99,7 +100,7 @@ def tell(title: str, found: dict[str, Any]) -> None:
     timed = {label: row for label, row in found.items() if isinstance(row, list)}
     ours = {label: row for label, row in timed.items() if label.startswith(("(", "row (", "quantized, row"))}
     best = min(ours, key=lambda label: ours[label][0]) if ours else "none"
-    others = ["chosen", "x16", "widened", "bf16", "row-wise"]
+    others = ["chosen", "torch", "x16", "widened", "bf16", "row-wise"]
     cells = [f"{label} {timed[label][0]:8.2f} us {timed[label][1]:8.2f}" for label in (best, *others) if label in timed]
     print(f"{title:32} {' | '.join(cells)}")
     near = [f"{label} {row[0]:.2f}" for label, row in ours.items() if label != best and row[0] < 1.1 * ours[best][0]]
@@ -149,6 +150,9 @@ def candidates(p: Product) -> Iterator[tuple[str, Candidate]]:
             if inputs <= 8192:
                 yield f"row {tuple(held)}", Candidate(partial(row, p, held, False), p.quantized)
             yield f"quantized, row {tuple(held)}", Candidate(partial(row, p, held, True), p.quantized)
+    by_block = blocks.once_a_block(p.scale, *p.weights[0].shape, 0)
+    if tokens > 1 and by_block is not None and blocks.torch_multiplies(p.x.device):
+        yield "torch", Candidate(lambda w: blocks._torchs(p.x, w, by_block), p.quantized)
     near = min(TILES, key=lambda count: abs(count - tokens))
     for tile, parts in product(TILES[near], PARTS[near]):
         tiles = -(-p.scale.shape[0] // tile[0]) * -(-tokens // tile[1])

@@ -65,6 +65,11 @@ def check_groups() -> None:
         wanted, wanted_scales = reference.quantize_groups(x, 128, begin)
         assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
         assert torch.equal(scales, wanted_scales)
+        values, scales = quantize_groups(x, begin, rows=8)
+        assert values.shape == (8, inputs)
+        assert (scales.shape, scales.stride()) == ((8, wanted_scales.shape[1]), (1, 8))
+        assert torch.equal(values[:tokens].view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(scales[:tokens], wanted_scales)
 
 
 def check_rows() -> None:
@@ -243,6 +248,9 @@ def test_the_cuts_are_the_fastest_on_record() -> None:
         timed[chosen] = min(timed.get(chosen, found["chosen"][0]), found["chosen"][0])
         if timed:
             behind.append(timed[benchmark.chosen(tokens, (outputs, inputs))] / min(timed.values()))
+        if tokens >= 64:
+            torchs = found["torch"][0]
+            assert (torchs if cuts.torchs(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(torchs, *timed.values())
     assert len(behind) == 40
     assert max(behind) < 1.08
     assert sum(behind) / len(behind) < 1.01
@@ -289,6 +297,43 @@ def test_widening_is_the_products_meaning() -> None:
     x = activations(3, 272, torch.float32)
     wide = reference.dequantize(weight, scale, torch.float32, block=128, begin=48)
     assert torch.equal(blocks.widening_mm(x, weight, scale, block=128, begin=48), torch.nn.functional.linear(x, wide))
+
+
+def test_scales_once_a_block() -> None:
+    scale = torch.rand(3, 8).repeat_interleave(128, 0)
+    found = blocks.once_a_block(scale, 384, 1024, 256)
+    assert found is not None
+    assert torch.equal(found, scale[[0, 128, 256]])
+    for outputs, inputs, begin in ((320, 1024, 0), (384, 1152, 0), (384, 1024, 64)):
+        assert blocks.once_a_block(scale, outputs, inputs, begin) is None
+    assert not blocks.torch_multiplies(torch.device("cpu"))
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("tokens", [64, 65, 127, 128, 258, 1027])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 512), (256, 4096), (2560, 8192), (8192, 1536)])
+def test_torchs_on_gpu(tokens: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of the two is chosen, within what tensor cores cut off."""
+    device = torch.device("cuda")
+    if not blocks.torch_multiplies(device):
+        pytest.skip("torch has no such product here")
+    x, (weight, _) = activations(tokens, inputs, torch.bfloat16), weight_of(outputs, inputs, 0)
+    scale = torch.logspace(-3, -1, outputs // 128 * (inputs // 128)).view(outputs // 128, -1).repeat_interleave(128, 0)
+    values, x_scale = reference.quantize_groups(x, 128)
+    wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32)
+    asked, ran = blocks._torchs, []
+    monkeypatch.setattr(blocks, "_torchs", lambda *given: ran.append(1) or asked(*given))
+    found = blocks.block_scaled_mm(
+        x.to(device), weight.to(device), scale.to(device), dtype=torch.bfloat16,
+        by_block=blocks.once_a_block(scale.to(device), outputs, inputs, 0),
+    )  # fmt: skip
+    assert bool(ran) == cuts.torchs(tokens, outputs, inputs)
+    assert found.shape == (tokens, outputs)
+    assert found.is_contiguous()
+    terms = magnitudes(reference.dequantize(values, x_scale, torch.float32, block=128), weight, scale, 0)
+    near(found.cpu(), wanted, terms * 2**9)
+    assert (found.cpu().float() - wanted).norm() < 5e-3 * wanted.norm()
 
 
 LARGE = [  # outputs, inputs, begin: each way to cut one token and many

@@ -19,7 +19,7 @@ from phalanx.kernels import reference
 from phalanx.kernels.reference import Unscaled
 from phalanx.kernels.scaled_mm import Quantized
 from phalanx.models.layers import fp8
-from phalanx.models.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from phalanx.models.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, Rows
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat, Sliced
 from phalanx.plan import shard
@@ -137,6 +137,36 @@ def test_scales_are_left_to_what_reads_a_product(
 
 
 BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="weight_scale_inv")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_scales_once_a_block_where_rows_begin_with_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's product takes them: of merged layers, and of slices of layers, as they come from a checkpoint."""
+    monkeypatch.setattr(fp8.blocks, "torch_multiplies", lambda device: True)
+    seat = replace(SEAT, quantization=BLOCKS)
+
+    def held(*runs: Rows) -> ColumnParallelLinear:
+        layer = ColumnParallelLinear(list(runs), 512, bias=False, seat=seat)
+        for scale in layer.scales():  # of a checkpoint: block (r, c) of a layer has 10 r + c, and the second layer 100 more
+            rows, columns = scale.shapes[0]
+            scale.store(torch.arange(rows)[:, None] * 10.0 + torch.arange(columns) + 100 * ("b" in scale.name))
+        return layer
+
+    whole = held(Rows("a", 512, 256 * rank, 256), Rows("b", 256, 128 * rank, 128))
+    assert whole.fp8 is not None
+    assert whole.fp8.whole_blocks
+    first = torch.tensor([2 * rank, 2 * rank + 1, 10 + rank])[:, None] * 10.0
+    found = whole.fp8._once_a_block(whole.weight)
+    assert torch.equal(found, first + torch.arange(4))
+    assert whole.fp8._once_a_block(whole.weight) is found
+    for runs in ((Rows("a", 512, 64, 256),), (Rows("a", 512, 0, 192), Rows("b", 256, 0, 128))):
+        layer = held(*runs)
+        assert layer.fp8 is not None
+        assert not layer.fp8.whole_blocks
+    monkeypatch.setattr(fp8.blocks, "torch_multiplies", lambda device: False)
+    plain = held(Rows("a", 512, 0, 256)).fp8
+    assert plain is not None
+    assert not plain.whole_blocks
 
 
 @pytest.mark.parametrize("kind", ["blocks", "widened", "fp32"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with weights in e4m3 that have a scale per block of 128 columns: `block_scaled_mm` where the device multiplies e4m3,
-`widening_mm` elsewhere.
+`widening_mm` elsewhere. Many tokens are torch's where it has such a product (`torch_multiplies`).
 
 A weight [out, in] has scales [out, blocks]. It may be a slice whose first column is number `begin` of its block; activations are
 quantized in groups that lie as the weight's blocks do.
@@ -44,8 +44,27 @@ def quantize_groups(x: Tensor, begin: int = 0) -> tuple[Tensor, Tensor]:
     return reference.quantize_groups(x, WIDTH, begin)
 
 
-def block_scaled_mm(x: Tensor, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, begin: int = 0) -> Tensor:
-    """x [T, in] in 16 or 32 bit, quantized in groups, times a weight that `takes` names -> [T, out] in `dtype`.
+@cache
+def torch_multiplies(device: torch.device) -> bool:
+    """Whether torch has a product with scales by block on the device: on Hopper, with a CUDA of 12.9 and later."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) >= (12, 9)
+
+
+def once_a_block(scale: Tensor, outputs: int, inputs: int, begin: int) -> Tensor | None:
+    """scale [outputs, blocks] of a weight whose rows begin with a block: [outputs / 128, blocks], as torch's product takes it; None
+    where it does not take such a weight."""
+    if outputs % WIDTH or inputs % (4 * WIDTH) or begin % WIDTH:
+        return None
+    return scale[::WIDTH].contiguous()
+
+
+def block_scaled_mm(
+    x: Tensor, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, begin: int = 0, by_block: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """x [T, in] in 16 or 32 bit, quantized in groups, times a weight that `takes` names -> [T, out] in `dtype`. by_block: what
+    `once_a_block` gives, where `torch_multiplies`.
 
     One token and many are quantized alike, so that a token's result depends on how many there are by the order of sums alone.
     """
@@ -55,6 +74,8 @@ def block_scaled_mm(x: Tensor, weight: Tensor, scale: Tensor, *, dtype: torch.dt
     x = x.contiguous()
     if x.shape[0] == 1 and cuts.quantizes(weight.shape[0], begin + x.shape[1]):
         return _one_row(x, None, weight, scale, dtype, begin, quantize=True)
+    if by_block is not None and dtype == torch.bfloat16 and cuts.torchs(x.shape[0], *weight.shape):
+        return _torchs(x, weight, by_block)
     values, found = quantize_groups(x, begin)
     if x.shape[0] == 1:
         return _one_row(values, found, weight, scale, dtype, begin, quantize=True)
@@ -98,6 +119,18 @@ def _rows(x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, dtyp
         large=held.large,
     )  # fmt: skip
     return block_scaled(x, x_scale, weight, scale, dtype=dtype, begin=begin, tiling=tiling)
+
+
+def _torchs(x: Tensor, weight: Tensor, by_block: Tensor) -> Tensor:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    from phalanx.kernels.products.quantize_groups import quantize_groups as kernel
+
+    tokens = x.shape[0]
+    values, scale = kernel(x, rows=-(-tokens // 4) * 4)  # cuBLAS reads scales of four tokens at a time
+    by_token, by_both = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    product = scaled_mm(values, weight.t(), scale, by_token, by_block.t(), by_both, output_dtype=torch.bfloat16)
+    return product[:tokens]
 
 
 @cache

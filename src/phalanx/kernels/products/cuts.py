@@ -2,7 +2,7 @@
 """How products with weights scaled by block cut the weight: pure functions of the sizes, as `choice` has them for other weights.
 
 Measured on H200: benchmarks/results/kernels_block_scaled.json has every cut of the shapes of 8B and of 70B on four ranks, at 1, 8,
-64, 256 and 2048 tokens. 17 to 32 tokens, and one of 2048 inputs, were not measured: they have what their neighbours have.
+64, 256 and 2048 tokens, beside torch's product. 17 to 32 tokens were not measured: they have what their neighbours have.
 
 For one token, activations that stay in 16 bit would be up to 8 percent faster. They are quantized all the same, so that what a
 token gives depends on how many there are beside it by the order of sums alone.
@@ -97,6 +97,14 @@ def _case(tokens: int, outputs: int, multiprocessors: int, width: int, large: bo
     tiles = -(-outputs // _ONE_WAVE.rows) * -(-tokens // _ONE_WAVE.tokens)
     # Fewer tiles than a third would be cut in three parts or more, which are better made of the smaller ones.
     return _ONE_WAVE if large and multiprocessors // 3 < tiles <= multiprocessors else _MANY
+
+
+def torchs(tokens: int, outputs: int, inputs: int) -> bool:
+    """Whether torch's product is faster than `rows`, on Hopper: mostly by half. Its programs have all of the inputs: where outputs
+    are few as well, few tokens leave most of the GPU without one."""
+    if tokens >= 256:
+        return True
+    return tokens >= 64 and (outputs >= 6144 or (tokens >= 128 and inputs <= 4096))
 
 
 def one_row(inputs: int, *, quantizes: bool = False) -> OneRow:

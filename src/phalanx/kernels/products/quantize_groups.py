@@ -52,13 +52,19 @@ def empty_scales(tokens: int, groups: int, device: torch.device) -> Tensor:
     return torch.empty((groups, pitch), dtype=torch.float32, device=device)[:, :tokens].t()
 
 
-def quantize_groups(x: Tensor, begin: int = 0) -> tuple[Tensor, Tensor]:
+def quantize_groups(x: Tensor, begin: int = 0, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
     """The kernel of `reference.quantize_groups` for groups of 128; x [T, in] contiguous in bf16, fp16 or fp32, `in` and begin
-    multiples of 16. The scales [T, groups] lie with tokens side by side, a group's `PITCH`ed: as `block_scaled` reads them."""
+    multiples of 16. The scales [T, groups] lie with tokens side by side, a group's `PITCH`ed: as `block_scaled` reads them.
+
+    rows: of both results instead of T; those beyond hold anything, and a group's scales follow the last one's, as torch reads them.
+    """
     tokens, columns = x.shape
     groups = triton.cdiv(begin + columns, GROUP.value)
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = empty_scales(tokens, groups, x.device)
+    out = torch.empty((rows or tokens, columns), dtype=torch.float8_e4m3fn, device=x.device)
+    if rows is None:
+        scales = empty_scales(tokens, groups, x.device)
+    else:
+        scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device).t()
     if tokens:
         ptx = capability(x.device)
         at_once = MANY if tokens > cuts.FEW else FEW

@@ -39,6 +39,8 @@ class Fp8:
     weight_scale: fp32 [out], or [out, blocks] for weights scaled by block, each row with its block's scale. input_scale: a fp32
     scalar where activations have a static scale. products: activations are e4m3 too, and whoever makes them may quantize them.
     by_group: they are, but only this layer knows their groups. begin: the whole weight's column that is the first here.
+    whole_blocks: of a weight scaled by blocks of 128 x 128: each begins at a row here that is a multiple of 128, and the device has
+    torch's product for them.
     """
 
     quantization: Quantization
@@ -48,6 +50,8 @@ class Fp8:
     dtype: torch.dtype
     begin: int = 0
     by_group: bool = False
+    whole_blocks: bool = False
+    _by_block: list[Tensor | None] = field(default_factory=list)
     _static: list[Tensor] = field(default_factory=list)
 
     def quantize(self, x: Activation) -> Quantized:
@@ -89,8 +93,16 @@ class Fp8:
         begin = self.begin % columns
         if not self.by_group:
             return blocks.widening_mm(x, weight, self.weight_scale, bias, block=columns, begin=begin)
-        product = blocks.block_scaled_mm(x, weight, self.weight_scale, dtype=self.dtype, begin=begin)
+        by_block = self._once_a_block(weight) if self.whole_blocks else None
+        product = blocks.block_scaled_mm(x, weight, self.weight_scale, dtype=self.dtype, begin=begin, by_block=by_block)
         return product if bias is None else product + bias
+
+    def _once_a_block(self, weight: Tensor) -> Tensor | None:
+        """Made when a weight that has been read is used first: before graphs are captured, as all that runs in them has run."""
+        if not self._by_block:
+            outputs, inputs = weight.shape
+            self._by_block.append(blocks.once_a_block(self.weight_scale, outputs, inputs, self.begin))
+        return self._by_block[0]
 
     def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
         """`linear` for a reader that can apply the product's scales, such as a sum over ranks: it may come without them, unless a
@@ -128,6 +140,7 @@ class Fp8:
         if block is not None:
             shapes = ((-(-whole[0] // block[0]), -(-whole[1] // block[1])),)
         target = self.weight_scale[here]
+        self._by_block.clear()
 
         def store(scale: Tensor) -> None:
             if block is not None:
@@ -148,9 +161,12 @@ class Fp8:
         self.input_scale.copy_(torch.maximum(self.input_scale, scale.reshape(()).to(self.input_scale.device)))
 
 
-def hold(layer: Sliced, names: Sequence[str], out: int, inputs: int, *, seat: Seat, begin: int = 0) -> Fp8 | None:
+def hold(
+    layer: Sliced, names: Sequence[str], out: int, inputs: int, *, seat: Seat, begin: int = 0, runs: Sequence[tuple[int, int]] = ()
+) -> Fp8 | None:  # fmt: skip
     """Give `layer` its uninitialized weight [out, inputs], and its scales if the checkpoint layers `names`, which it merges, are
-    in FP8 (None if not). begin: the whole weight's column that is its first."""
+    in FP8 (None if not). begin: the whole weight's column that is its first; runs: which rows it has of each of the checkpoint's
+    weights, one behind another, as (first, count); none: all rows of one."""
     quantization = seat.quantization
     if quantization is None or not require_whole(quantization, names):
         layer.weight = seat.weight(out, inputs)
@@ -171,7 +187,9 @@ def hold(layer: Sliced, names: Sequence[str], out: int, inputs: int, *, seat: Se
     if quantization.activations == "static":
         layer.input_scale = nn.Parameter(torch.zeros((), dtype=torch.float32, device=seat.device), requires_grad=False)
     by_group, input_scale = products and bool(along), getattr(layer, "input_scale", None)
-    return Fp8(quantization, layer.weight_scale, input_scale, products and not along, seat.dtype, begin, by_group)
+    whole = quantization.block == (WIDTH, WIDTH) and not any(size % WIDTH for run in runs for size in run)
+    whole_blocks = by_group and whole and blocks.torch_multiplies(seat.device)
+    return Fp8(quantization, layer.weight_scale, input_scale, products and not along, seat.dtype, begin, by_group, whole_blocks)
 
 
 def how_multiplied(quantization: Quantization, fp8_products: bool, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -44,7 +44,8 @@ class ColumnParallelLinear(Sliced):
         self.rows = tuple(rows)
         self.in_features = in_features
         out = sum(run.count for run in rows)
-        self.fp8 = hold(self, [run.name for run in rows], out, in_features, seat=seat)
+        runs = [(run.begin, run.count) for run in rows]
+        self.fp8 = hold(self, [run.name for run in rows], out, in_features, seat=seat, runs=runs)
         self.bias = seat.weight(out) if bias else None
 
     def forward(self, x: Activation, *, may_stay_unscaled: bool = False) -> Tensor | Unscaled:
