@@ -17,6 +17,7 @@ from torch import Tensor
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
+from phalanx.kernels.products import blocks
 from phalanx.kernels.scaled_mm import has_fp8_products
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
@@ -45,19 +46,21 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
         return {form: rewrite(plain, tmp_path_factory.mktemp("form"), form) for form in CHECKPOINTS}
 
 
-def logits(folder: Path, device: torch.device, dtype: torch.dtype, *, fp8_products: bool = True) -> Tensor:
-    """[PROMPT + AFTER, vocabulary] fp32, on CPU, of a prompt in one step and tokens in steps of their own."""
+def logits(
+    folder: Path, device: torch.device, dtype: torch.dtype, *, fp8_products: bool = True, prompt: int = PROMPT
+) -> Tensor:  # fmt: skip
+    """[prompt + AFTER, vocabulary] fp32, on CPU, of a prompt in one step and tokens in steps of their own."""
     shape = ModelShape.from_folder(folder)
     model = registry.build(
         shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_products=fp8_products
     )  # fmt: skip
     weights.load(model, folder)
-    count = -(-(PROMPT + AFTER) // BLOCK)
+    count = -(-(prompt + AFTER) // BLOCK)
     caches = [LayerCache.zeros(count + 1, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
-    ids = torch.randint(0, 384, (PROMPT + AFTER,), generator=torch.Generator().manual_seed(1)).to(device)
+    ids = torch.randint(0, 384, (prompt + AFTER,), generator=torch.Generator().manual_seed(1)).to(device)
     attention, found = backend(device, dtype, shape.head_dim), []
     with torch.inference_mode():
-        for begin, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, PROMPT + AFTER))]:
+        for begin, end in [(0, prompt), *((at, at + 1) for at in range(prompt, prompt + AFTER))]:
             at, table = torch.arange(begin, end, device=device), torch.arange(1, count + 1, dtype=torch.int32, device=device)
             batch = Batch(
                 ids[begin:end], at, at + BLOCK, torch.tensor([0, end - begin], dtype=torch.int32, device=device),
@@ -69,16 +72,16 @@ def logits(folder: Path, device: torch.device, dtype: torch.dtype, *, fp8_produc
     return torch.cat(found)
 
 
-def as_on_a_cpu(found: Tensor, folder: Path, meant: Path) -> None:
+def as_on_a_cpu(found: Tensor, folder: Path, meant: Path, prompt: int = PROMPT) -> None:
     """found: logits [tokens, vocabulary] in bf16 with FP8 products. Raises AssertionError where they are not those of `folder`."""
-    exact = logits(folder, CPU, torch.float32)
-    rounded = logits(folder, CPU, torch.bfloat16)
+    exact = logits(folder, CPU, torch.float32, prompt=prompt)
+    rounded = logits(folder, CPU, torch.bfloat16, prompt=prompt)
     assert not found.isnan().any()
-    for tokens in (slice(0, PROMPT), slice(PROMPT, None)):
+    for tokens in (slice(0, prompt), slice(prompt, None)):
         apart = (rounded[tokens] - exact[tokens]).norm()
         assert (found[tokens] - exact[tokens]).norm() <= 2 * apart
         # Beside the widened weights, the same triangle: what quantizing activations makes, and what rounding makes of that.
-        widened = logits(meant, CPU, torch.float32)[tokens]
+        widened = logits(meant, CPU, torch.float32, prompt=prompt)[tokens]
         made = (exact[tokens] - widened).norm()
         assert (found[tokens] - widened).norm() <= made + 2 * apart
         assert 2 * apart < exact[tokens].norm() / 4, "the bound means something"
@@ -110,6 +113,31 @@ def test_on_gpu(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     if not has_fp8_products(device):
         pytest.skip("this GPU has no FP8 products")
     as_on_a_cpu(logits(folder, device, torch.bfloat16), folder, meant)
+
+
+@pytest.fixture(scope="module")
+def whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """As `written`: of sizes whose blocks torch's product takes."""
+    sizes = SIZES | {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "std": 0.03}
+    plain = write_checkpoint(tmp_path_factory.mktemp("plain"), "qwen2", dtype=torch.bfloat16, **sizes)
+    declared, encode, scales_at = FORMS["blocks"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized_checkpoints, "BLOCK", (128, 128))
+        patch.setitem(FORMS, "whole", ({**declared, "weight_block_size": [128, 128]}, encode, scales_at))
+        return rewrite(plain, tmp_path_factory.mktemp("form"), "whole")
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_whole_blocks_on_gpu(whole_blocks: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is multiplied by torch, tokens after it are not."""
+    device, asked, ran, prompt = torch.device("cuda"), blocks._torchs, list[int](), 130
+    if not blocks.torch_multiplies(device):
+        pytest.skip("torch has no products by block here")
+    monkeypatch.setattr(blocks, "_torchs", lambda x, *others: ran.append(len(x)) or asked(x, *others))  # type: ignore[func-returns-value]
+    as_on_a_cpu(logits(whole_blocks[0], device, torch.bfloat16, prompt=prompt), *whole_blocks, prompt)
+    shape = ModelShape.from_folder(whole_blocks[0])
+    assert ran == [prompt] * 4 * shape.num_layers
 
 
 @pytest.mark.gpu1
