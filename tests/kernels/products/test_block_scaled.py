@@ -248,7 +248,7 @@ def test_the_cuts_are_the_fastest_on_record() -> None:
         timed[chosen] = min(timed.get(chosen, found["chosen"][0]), found["chosen"][0])
         if timed:
             behind.append(timed[benchmark.chosen(tokens, (outputs, inputs))] / min(timed.values()))
-        if tokens >= 64:
+        if tokens > 1:
             torchs = found["torch"][0]
             assert (torchs if cuts.torchs(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(torchs, *timed.values())
     assert len(behind) == 40
@@ -311,8 +311,8 @@ def test_scales_once_a_block() -> None:
 
 @pytest.mark.gpu1
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("tokens", [64, 65, 127, 128, 258, 1027])
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 512), (256, 4096), (2560, 8192), (8192, 1536)])
+@pytest.mark.parametrize("tokens", [8, 65, 127, 128, 258, 1027])
+@pytest.mark.parametrize(("outputs", "inputs"), [(14336, 512), (6144, 512), (256, 4096), (2560, 8192)])
 def test_torchs_on_gpu(tokens: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever of the two is chosen, within what tensor cores cut off."""
     device = torch.device("cuda")

@@ -102,7 +102,7 @@ def _case(tokens: int, outputs: int, multiprocessors: int, width: int, large: bo
 def torchs(tokens: int, outputs: int, inputs: int) -> bool:
     """Whether torch's product is faster than `rows`, on Hopper: mostly by half. Its programs have all of the inputs: where outputs
     are few as well, few tokens leave most of the GPU without one."""
-    if tokens >= 256:
+    if tokens >= 256 or (tokens >= 8 and outputs >= 14336):
         return True
     return tokens >= 64 and (outputs >= 6144 or (tokens >= 128 and inputs <= 4096))
 
