@@ -150,8 +150,8 @@ def candidates(p: Product) -> Iterator[tuple[str, Candidate]]:
             if inputs <= 8192:
                 yield f"row {tuple(held)}", Candidate(partial(row, p, held, False), p.quantized)
             yield f"quantized, row {tuple(held)}", Candidate(partial(row, p, held, True), p.quantized)
-    by_block = blocks.once_a_block(p.scale, *p.weights[0].shape, 0)
-    if tokens > 1 and by_block is not None and blocks.torch_multiplies(p.x.device):
+    if tokens > 1 and blocks.torch_takes(p.scale.shape[0], inputs, 0, p.x.device):
+        by_block = blocks.once_a_block(p.scale)
         yield "torch", Candidate(lambda w: blocks._torchs(p.x, w, by_block), p.quantized)
     near = min(TILES, key=lambda count: abs(count - tokens))
     for tile, parts in product(TILES[near], PARTS[near]):

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks import record
+from benchmarks.kernels.few_rows import SHAPES
 from phalanx.kernels.scaled_mm import Quantized, quantize_fp8, scaled_mm
 
-HIDDEN, INTER, QKV = 8192, 28672, 10240
 TOKENS = 8192
 SECONDS = 1.2
 READ_MS = 20
@@ -52,7 +52,7 @@ def main() -> None:
 
 def products(ranks: int) -> Callable[[], None]:
     made = []
-    for out, inputs in ((QKV // ranks, HIDDEN), (HIDDEN, HIDDEN // ranks), (2 * INTER // ranks, HIDDEN), (HIDDEN, INTER // ranks)):
+    for out, inputs in SHAPES[f"tp{ranks}"].values():
         weight, scale = quantize_fp8(torch.randn(out, inputs, device="cuda", dtype=BF16))
         made.append((Quantized(*quantize_fp8(torch.randn(TOKENS, inputs, device="cuda", dtype=BF16))), weight, scale.view(-1)))
 

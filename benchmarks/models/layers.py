@@ -147,20 +147,24 @@ class Layers:
             self._batch.attention = planner.plan(self._batch)
 
     def run(self) -> Activation:
-        """As `Llama.stream` runs them. Returns the first layer's norm of what the last one gives."""
-        layers = self._model.layers
-        norms = [layer.norm for layer in layers]
-        x, residual = norms[0](self._hidden), self._hidden
-        turns = self._model.rotary(self._batch.positions)
-        for layer, cache, next_norm in zip(layers, self._caches, [*norms[1:], norms[0]], strict=True):
-            x, residual = layer(x, turns, self._batch, cache, residual, next_norm)
-        out: Activation = x
-        return out
+        return through(self._model, self._batch, self._caches, self._hidden)
 
     def captured(self) -> Captured:
         outs: list[Activation] = []
         replay = CudaTape(self._hidden.device).record(lambda: outs.append(self.run()))
         return Captured(replay, outs[-1])
+
+
+def through(model: registry.Model, batch: Batch, caches: Sequence[LayerCache], hidden: Tensor) -> Activation:
+    """The layers as `Llama.stream` runs them. Returns the first one's norm of what the last one gives."""
+    layers = model.layers
+    norms = [layer.norm for layer in layers]
+    x, residual = norms[0](hidden), hidden
+    turns = model.rotary(batch.positions)
+    for layer, cache, next_norm in zip(layers, caches, [*norms[1:], norms[0]], strict=True):
+        x, residual = layer(x, turns, batch, cache, residual, next_norm)
+    out: Activation = x
+    return out
 
 
 def batch_of(tokens: int, context: int, device: torch.device) -> Batch:

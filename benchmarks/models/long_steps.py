@@ -19,8 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.kernels.products import off
-from benchmarks.models.layers import BF16, BLOCK, Layers, filled, group_of
+from benchmarks.models.layers import BF16, BLOCK, Layers, filled, group_of, through
 from phalanx.bench import shapes
 from phalanx.comm.rows.owners import OnGpus
 from phalanx.config.model import ModelShape
@@ -106,15 +105,7 @@ class Step:
         self.run()
 
     def run(self) -> Activation:
-        """As `Llama.stream` runs them. Returns the first layer's norm of what the last one gives."""
-        layers = self._model.layers
-        norms = [layer.norm for layer in layers]
-        x, residual = norms[0](self._hidden), self._hidden
-        turns = self._model.rotary(self._batch.positions)
-        for layer, cache, next_norm in zip(layers, self._caches, [*norms[1:], norms[0]], strict=True):
-            x, residual = layer(x, turns, self._batch, cache, residual, next_norm)
-        out: Activation = x
-        return out
+        return through(self._model, self._batch, self._caches, self._hidden)
 
 
 def prompts_of(tokens: int, prompt: int, device: torch.device) -> Batch:
@@ -134,15 +125,9 @@ def prompts_of(tokens: int, prompt: int, device: torch.device) -> Batch:
     )  # fmt: skip
 
 
-@contextmanager
-def handed_over_whole() -> Iterator[None]:
-    with mock.patch.object(OnGpus, "pieces", return_value=None):
-        yield
-
-
 def compared(step: Step, layers: int) -> dict[str, float]:
     wide, found = [], {}
-    with handed_over_whole():
+    with mock.patch.object(OnGpus, "pieces", return_value=None):  # all are handed over whole
         found["whole_us"], found["whole_host_us"], out = timed(step, layers)
         wide.append(of(out))
     found["landed_us"], found["landed_host_us"], out = timed(step, layers)

@@ -86,8 +86,8 @@ class TunedGroup:
         return finish(runner.total(x), fusion)
 
     def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Spread | None:
-        dtype = _DTYPES.get(fusion.residual.dtype)
         residual = fusion.residual
+        dtype = _DTYPES.get(residual.dtype)
         if dtype is None or not fusion.may_own or fusion.weight.dtype != residual.dtype:
             return None
         if isinstance(residual, OwnedRows) and not same_owners(tokens, residual.at_once, tokens):
@@ -174,10 +174,11 @@ def tuned(
     asked = {"allreduce_strategy": f"{strategy}, deterministic {deterministic}", "longest all-reduce": f"{message_bytes} bytes"}
     _compare(base, {"all-reduce table": table.digest, **asked})
     forced = None if strategy == "AUTO" else Strategy[strategy]
-    lands = forced in (None, Strategy.TWOSHOT) and owned_from(fingerprint) is not None
+    first = owned_from(fingerprint)
+    lands = forced in (None, Strategy.TWOSHOT) and first is not None
     runners, refused = _runners(base, fingerprint, message_bytes, timeout, lands=lands)
     owners = Strategy.TWOSHOT in runners and runners[Strategy.TWOSHOT].owners is not None
-    rules = Rules(fingerprint, refused, table.lookup, forced, deterministic, owned_from(fingerprint) if owners else None)
+    rules = Rules(fingerprint, refused, table.lookup, forced, deterministic, first if owners else None)
     _announce(base, table, refused, tables)
     return TunedGroup(base, Chooser(rules), runners, digest)
 

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -147,9 +148,11 @@ def alike(left: Tensor, right: Tensor, what: str) -> None:
     same(left.nan_to_num(1.0), right.nan_to_num(1.0), what)
 
 
-def graph(workspace: Workspace) -> None:
-    """One graph of many sizes, among one-shot and two-shot, replayed 1,000 times by ranks that sleep at times; it checks itself."""
-    sizes = ((1, 16), (300, 4096), (17, 5120), (64, 8192), (2, 8192), (700, 1024))
+def repeated(
+    workspace: Workspace, sizes: Sequence[tuple[int, int]], act: Callable[[Tensor, ResidualRmsNorm], tuple[Tensor, ...]]
+) -> None:  # fmt: skip
+    """One graph of many sizes, among one-shot and two-shot, replayed 1,000 times by ranks that sleep at times, with other values
+    each time: what `act` gives of a tensor and a fusion is theirs. It checks itself."""
     base = {size: torch.randint(-8, 9, size, device="cuda").to(torch.bfloat16) for size in sizes}
     weight = torch.rand(8192, device="cuda").to(torch.bfloat16)
     dist.broadcast(weight, 0)
@@ -162,16 +165,26 @@ def graph(workspace: Workspace) -> None:
             x = base[size] + step
             fusion = ResidualRmsNorm(residuals[size], weight[: size[1]], 1e-5, "fp8" if number % 2 else "none")
             wanted = (oneshot, twoshot)[number % 2].all_reduce_norm(x, fusion, workspace)
-            found = owned.all_reduce_norm(x, fusion, workspace)
+            found = act(x, fusion)
             for left, right in zip(found[:-1], wanted[:-1], strict=True):
                 wrong.add_((left.view(torch.uint8) != right.view(torch.uint8)).sum())
             (mine,) = own_rows(size[0], found[-1].at_once, workspace.rank, workspace.world)  # type: ignore[attr-defined]
             wrong.add_((found[-1].held[mine.start : mine.stop] != wanted[-1][mine.start : mine.stop]).sum())  # type: ignore[attr-defined]
-            owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
 
     replayed(body, workspace.rank, lambda _: body())  # eager calls in between take part in the same count of calls
     if wrong.item():
         raise AssertionError(f"{wrong.item()} bytes were wrong in 1,000 replays")
+
+
+def graph(workspace: Workspace) -> None:
+    """See `repeated`; each call is followed by one whose residual has owners."""
+
+    def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        found = owned.all_reduce_norm(x, fusion, workspace)
+        owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
+        return found
+
+    repeated(workspace, ((1, 16), (300, 4096), (17, 5120), (64, 8192), (2, 8192), (700, 1024)), act)
 
 
 def picked(workspace: Workspace) -> None:
@@ -240,32 +253,18 @@ def lands(workspace: Workspace) -> None:
 
 
 def lands_in_a_graph(workspace: Workspace) -> None:
-    """Among one-shot, two-shot and rows with owners, 1,000 times, by ranks that sleep at times; other values each time."""
+    """See `repeated`; each call is followed by one that is handed over whole, and by one that lands behind that."""
     landing = landing_of(workspace)
-    sizes = ((64, 4096), (700, 1024), (300, 8192))
-    base = {size: torch.randint(-8, 9, size, device="cuda").to(torch.bfloat16) for size in sizes}
-    weight = torch.rand(8192, device="cuda").to(torch.bfloat16)
-    dist.broadcast(weight, 0)
-    residuals = {size: tensor_of(97, *size, torch.bfloat16, 26) for size in sizes}
-    step, wrong = torch.zeros(1, device="cuda", dtype=torch.bfloat16), torch.zeros(1, device="cuda", dtype=torch.int64)
 
-    def body() -> None:
-        step.copy_((step + 1) % 16)
-        for number, size in enumerate(sizes):
-            x = base[size] + step
-            fusion = ResidualRmsNorm(residuals[size], weight[: size[1]], 1e-5, "fp8" if number % 2 else "none")
-            wanted = (oneshot, twoshot)[number % 2].all_reduce_norm(x, fusion, workspace)
-            put(x, landing)
-            found = landed.all_reduce_norm(fusion, workspace, landing)
-            for left, right in zip(found[:-1], wanted[:-1], strict=True):
-                wrong.add_((left.view(torch.uint8) != right.view(torch.uint8)).sum())
-            again = owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
-            put(x, landing)
-            landed.all_reduce_norm(replace(fusion, residual=again[-1]), workspace, landing)
+    def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        put(x, landing)
+        found = landed.all_reduce_norm(fusion, workspace, landing)
+        again = owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
+        put(x, landing)
+        landed.all_reduce_norm(replace(fusion, residual=again[-1]), workspace, landing)
+        return found
 
-    replayed(body, workspace.rank, lambda _: body())
-    if wrong.item():
-        raise AssertionError(f"{wrong.item()} bytes were wrong in 1,000 replays")
+    repeated(workspace, ((64, 4096), (700, 1024), (300, 8192)), act)
 
 
 def spread(workspace: Workspace) -> None:

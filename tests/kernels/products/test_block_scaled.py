@@ -246,8 +246,7 @@ def test_the_cuts_are_the_fastest_on_record() -> None:
         timed = {label: row[0] for label, row in ours.items() if isinstance(row, list)}
         chosen = kept["chosen_is"][title]  # which was timed twice
         timed[chosen] = min(timed.get(chosen, found["chosen"][0]), found["chosen"][0])
-        if timed:
-            behind.append(timed[benchmark.chosen(tokens, (outputs, inputs))] / min(timed.values()))
+        behind.append(timed[benchmark.chosen(tokens, (outputs, inputs))] / min(timed.values()))
         if tokens > 1:
             torchs = found["torch"][0]
             assert (torchs if cuts.torchs(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(torchs, *timed.values())
@@ -301,12 +300,16 @@ def test_widening_is_the_products_meaning() -> None:
 
 def test_scales_once_a_block() -> None:
     scale = torch.rand(3, 8).repeat_interleave(128, 0)
-    found = blocks.once_a_block(scale, 384, 1024, 256)
-    assert found is not None
-    assert torch.equal(found, scale[[0, 128, 256]])
+    assert torch.equal(blocks.once_a_block(scale), scale[[0, 128, 256]])
+
+
+def test_what_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert not blocks.torch_takes(384, 1024, 256, device)
+    monkeypatch.setattr(blocks, "_torch_multiplies", lambda device: True)
+    assert blocks.torch_takes(384, 1024, 256, device)
     for outputs, inputs, begin in ((320, 1024, 0), (384, 1152, 0), (384, 1024, 64)):
-        assert blocks.once_a_block(scale, outputs, inputs, begin) is None
-    assert not blocks.torch_multiplies(torch.device("cpu"))
+        assert not blocks.torch_takes(outputs, inputs, begin, device)
 
 
 @pytest.mark.gpu1
@@ -316,7 +319,7 @@ def test_scales_once_a_block() -> None:
 def test_torchs_on_gpu(tokens: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever of the two is chosen, within what tensor cores cut off."""
     device = torch.device("cuda")
-    if not blocks.torch_multiplies(device):
+    if not blocks.torch_takes(outputs, inputs, 0, device):
         pytest.skip("torch has no such product here")
     x, (weight, _) = activations(tokens, inputs, torch.bfloat16), weight_of(outputs, inputs, 0)
     scale = torch.logspace(-3, -1, outputs // 128 * (inputs // 128)).view(outputs // 128, -1).repeat_interleave(128, 0)
@@ -326,7 +329,7 @@ def test_torchs_on_gpu(tokens: int, outputs: int, inputs: int, monkeypatch: pyte
     monkeypatch.setattr(blocks, "_torchs", lambda *given: ran.append(1) or asked(*given))
     found = blocks.block_scaled_mm(
         x.to(device), weight.to(device), scale.to(device), dtype=torch.bfloat16,
-        by_block=blocks.once_a_block(scale.to(device), outputs, inputs, 0),
+        by_block=blocks.once_a_block(scale.to(device)),
     )  # fmt: skip
     assert bool(ran) == cuts.torchs(tokens, outputs, inputs)
     assert found.shape == (tokens, outputs)

@@ -142,7 +142,7 @@ BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="wei
 @pytest.mark.parametrize("rank", [0, 1])
 def test_scales_once_a_block_where_rows_begin_with_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's product takes them: of merged layers, and of slices of layers, as they come from a checkpoint."""
-    monkeypatch.setattr(fp8.blocks, "torch_multiplies", lambda device: True)
+    monkeypatch.setattr(fp8.blocks, "_torch_multiplies", lambda device: True)
     seat = replace(SEAT, quantization=BLOCKS)
 
     def held(*runs: Rows) -> ColumnParallelLinear:
@@ -156,14 +156,14 @@ def test_scales_once_a_block_where_rows_begin_with_one(rank: int, monkeypatch: p
     assert whole.fp8 is not None
     assert whole.fp8.whole_blocks
     first = torch.tensor([2 * rank, 2 * rank + 1, 10 + rank])[:, None] * 10.0
-    found = whole.fp8._once_a_block(whole.weight)
+    found = whole.fp8._once_a_block()
     assert torch.equal(found, first + torch.arange(4))
-    assert whole.fp8._once_a_block(whole.weight) is found
-    for runs in ((Rows("a", 512, 64, 256),), (Rows("a", 512, 0, 192), Rows("b", 256, 0, 128))):
+    assert whole.fp8._once_a_block() is found
+    for runs in ((Rows("a", 512, 64, 256),), (Rows("a", 512, 0, 192), Rows("b", 256, 0, 128)), (Rows("a", 512, 0, 320),)):
         layer = held(*runs)
         assert layer.fp8 is not None
         assert not layer.fp8.whole_blocks
-    monkeypatch.setattr(fp8.blocks, "torch_multiplies", lambda device: False)
+    monkeypatch.setattr(fp8.blocks, "_torch_multiplies", lambda device: False)
     plain = held(Rows("a", 512, 0, 256)).fp8
     assert plain is not None
     assert not plain.whole_blocks

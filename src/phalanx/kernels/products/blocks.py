@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with weights in e4m3 that have a scale per block of 128 columns: `block_scaled_mm` where the device multiplies e4m3,
-`widening_mm` elsewhere. Many tokens are torch's where it has such a product (`torch_multiplies`).
+`widening_mm` elsewhere. Many tokens are torch's where it has such a product (`torch_takes`).
 
 A weight [out, in] has scales [out, blocks]. It may be a slice whose first column is number `begin` of its block; activations are
 quantized in groups that lie as the weight's blocks do.
@@ -44,27 +44,29 @@ def quantize_groups(x: Tensor, begin: int = 0) -> tuple[Tensor, Tensor]:
     return reference.quantize_groups(x, WIDTH, begin)
 
 
+def torch_takes(outputs: int, inputs: int, begin: int, device: torch.device) -> bool:
+    """Whether torch's product takes such a weight, whose rows begin with a block, on the device."""
+    return not (outputs % WIDTH or inputs % (4 * WIDTH) or begin % WIDTH) and _torch_multiplies(device)
+
+
 @cache
-def torch_multiplies(device: torch.device) -> bool:
-    """Whether torch has a product with scales by block on the device: on Hopper, with a CUDA of 12.9 and later."""
+def _torch_multiplies(device: torch.device) -> bool:
+    """Whether it has a product with scales by block: on Hopper, with a CUDA of 12.9 and later."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     return tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2])) >= (12, 9)
 
 
-def once_a_block(scale: Tensor, outputs: int, inputs: int, begin: int) -> Tensor | None:
-    """scale [outputs, blocks] of a weight whose rows begin with a block: [outputs / 128, blocks], as torch's product takes it; None
-    where it does not take such a weight."""
-    if outputs % WIDTH or inputs % (4 * WIDTH) or begin % WIDTH:
-        return None
+def once_a_block(scale: Tensor) -> Tensor:
+    """scale [out, blocks] of a weight that `torch_takes`: [out / 128, blocks], as its product wants it."""
     return scale[::WIDTH].contiguous()
 
 
 def block_scaled_mm(
     x: Tensor, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, begin: int = 0, by_block: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """x [T, in] in 16 or 32 bit, quantized in groups, times a weight that `takes` names -> [T, out] in `dtype`. by_block: what
-    `once_a_block` gives, where `torch_multiplies`.
+    """x [T, in] in 16 or 32 bit, quantized in groups, times a weight that `takes` names -> [T, out] in `dtype`. by_block: its
+    scales `once_a_block`, where `torch_takes` it.
 
     One token and many are quantized alike, so that a token's result depends on how many there are by the order of sums alone.
     """

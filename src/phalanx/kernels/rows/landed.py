@@ -16,10 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.kernels.residual_rms_norm import add_residual, normed, square_sum
-from phalanx.kernels.rows.owned import collect, collect_scales, hand_out
+from phalanx.kernels.rows.owned import collect, finish_row
 from phalanx.kernels.signals import await_flag, dependents, draw_ticket, enter, leave, raise_flag
-from phalanx.kernels.vectors import add, load, rounded, unpack
+from phalanx.kernels.vectors import add, load, unpack
 
 
 @triton.jit
@@ -48,9 +47,10 @@ def _finish_landed(
             index = row * pitch + column
             old = load(residual, index, mask, PTX)
             total = _sum_of_parts(landed, local * pitch + column, depth * pitch, mask, KIND, WORLD, PTX)
-            lanes = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
-            norm = normed(lanes, square_sum(lanes), factors, hidden, eps, KIND, PTX)
-            hand_out(norm, row, index, mask, sinks, scale, peers, outs, words_at, KIND, QUANT, RANK, WORLD, PTX)
+            finish_row(
+                total, old, row, index, mask, factors, sinks, scale, peers, outs, words_at, hidden, eps,
+                KIND, QUANT, RANK, WORLD, PTX,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "movers"])
@@ -87,11 +87,5 @@ def landed_norm(
             landed, residual, factors, sinks, scale, peers, outs, words_at, rows, depth, pitch, hidden, movers, eps,
             KIND, QUANT, RANK, WORLD, BLOCK, PTX,
         )  # fmt: skip
-    if (movers == programs) | (own >= movers):
-        # As in `owned`: where all are movers, the last ones have finished first.
-        first = tl.where(movers == programs, programs - 1 - own, own - movers)
-        hop = tl.where(movers == programs, programs, programs - movers)
-        collect(taken, peers[RANK] + outs, rows, depth, out_pitch, first, hop, RANK, WORLD, TAKE, WARPS, PTX)
-        if QUANT == "fp8_token":
-            collect_scales(sinks[3], peers[RANK] + words_at, rows, depth, first, hop, RANK, WARPS)
+    collect(taken, sinks[3], peers[RANK], outs, words_at, rows, depth, out_pitch, movers, QUANT, RANK, WORLD, TAKE, WARPS, PTX)
     leave(turn, programs, ticket)

@@ -36,7 +36,7 @@ from phalanx.kernels.vectors import load, load_row, load_scales, rounded, store,
 
 
 @triton.jit
-def hand_out(
+def _hand_out(
     norm, row, index, mask, sinks, scale, peers, outs, words_at,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -65,6 +65,17 @@ def hand_out(
 
 
 @triton.jit
+def finish_row(
+    total, old, row, index, mask, factors, sinks, scale, peers, outs, words_at, hidden, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Add the residual (words) to a row's sum (lanes, fp32), norm it, and hand it out as `_hand_out` says."""
+    lanes = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
+    norm = normed(lanes, square_sum(lanes), factors, hidden, eps, KIND, PTX)
+    _hand_out(norm, row, index, mask, sinks, scale, peers, outs, words_at, KIND, QUANT, RANK, WORLD, PTX)
+
+
+@triton.jit
 def _finish_own(
     x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, outs, words_at, rows, depth, pitch, hidden,
     movers, eps,
@@ -83,13 +94,14 @@ def _finish_own(
             total = gather_sum(
                 own, peers[RANK] + offset, local * pitch + column, mask, depth * pitch, KIND, RANK, WORLD, BLOCK, WARPS
             )  # fmt: skip
-            lanes = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
-            norm = normed(lanes, square_sum(lanes), factors, hidden, eps, KIND, PTX)
-            hand_out(norm, row, index, mask, sinks, scale, peers, outs, words_at, KIND, QUANT, RANK, WORLD, PTX)
+            finish_row(
+                total, old, row, index, mask, factors, sinks, scale, peers, outs, words_at, hidden, eps,
+                KIND, QUANT, RANK, WORLD, PTX,
+            )  # fmt: skip
 
 
 @triton.jit
-def collect(
+def _collect(
     target, mine, rows, depth, pitch, first, hop,
     RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +119,7 @@ def collect(
 
 
 @triton.jit
-def collect_scales(scales, mine, rows, depth, first, hop, RANK: tl.constexpr, WARPS: tl.constexpr):
+def _collect_scales(scales, mine, rows, depth, first, hop, RANK: tl.constexpr, WARPS: tl.constexpr):
     """Take the scales of the others' rows, one each thread."""
     BLOCK: tl.constexpr = 32 * WARPS
     for block in range(first, tl.cdiv(rows, BLOCK), hop):
@@ -117,6 +129,23 @@ def collect_scales(scales, mine, rows, depth, first, hop, RANK: tl.constexpr, WA
         words = poll_words(address)
         clear_word(address)
         tl.store(scales + row, words.to(tl.float32, bitcast=True), mask)
+
+
+@triton.jit
+def collect(
+    taken, scales, mine, outs, words_at, rows, depth, pitch, movers,
+    QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Take what the others hand out, into taken and scales: by the programs that are no movers; where all are, by all, once they
+    have finished their rows. mine: the address of my workspace; pitch: vectors of a row there."""
+    own, programs = tl.program_id(0), tl.num_programs(0)
+    if (movers == programs) | (own >= movers):
+        # Where all are movers, the last ones have finished first, if they had a row at all.
+        first = tl.where(movers == programs, programs - 1 - own, own - movers)
+        hop = tl.where(movers == programs, programs, programs - movers)
+        _collect(taken, mine + outs, rows, depth, pitch, first, hop, RANK, WORLD, TAKE, WARPS, PTX)
+        if QUANT == "fp8_token":
+            _collect_scales(scales, mine + words_at, rows, depth, first, hop, RANK, WARPS)
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "movers", "row_scales"])
@@ -154,12 +183,5 @@ def owned_norm(
             x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, outs, words_at, rows, depth, pitch,
             hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, WARPS, PTX,
         )  # fmt: skip
-    own = tl.program_id(0)
-    if (movers == programs) | (own >= movers):
-        # Where all are movers, the last ones have finished first, if they had a row at all.
-        first = tl.where(movers == programs, programs - 1 - own, own - movers)
-        hop = tl.where(movers == programs, programs, programs - movers)
-        collect(taken, peers[RANK] + outs, rows, depth, out_pitch, first, hop, RANK, WORLD, TAKE, WARPS, PTX)
-        if QUANT == "fp8_token":
-            collect_scales(sinks[3], peers[RANK] + words_at, rows, depth, first, hop, RANK, WARPS)
+    collect(taken, sinks[3], peers[RANK], outs, words_at, rows, depth, out_pitch, movers, QUANT, RANK, WORLD, TAKE, WARPS, PTX)
     leave(turn, programs, ticket)

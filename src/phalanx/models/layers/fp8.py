@@ -39,8 +39,7 @@ class Fp8:
     weight_scale: fp32 [out], or [out, blocks] for weights scaled by block, each row with its block's scale. input_scale: a fp32
     scalar where activations have a static scale. products: activations are e4m3 too, and whoever makes them may quantize them.
     by_group: they are, but only this layer knows their groups. begin: the whole weight's column that is the first here.
-    whole_blocks: of a weight scaled by blocks of 128 x 128: each begins at a row here that is a multiple of 128, and the device has
-    torch's product for them.
+    whole_blocks: its rows begin with blocks of 128 x 128, and torch's product takes it.
     """
 
     quantization: Quantization
@@ -51,7 +50,7 @@ class Fp8:
     begin: int = 0
     by_group: bool = False
     whole_blocks: bool = False
-    _by_block: list[Tensor | None] = field(default_factory=list)
+    _by_block: list[Tensor] = field(default_factory=list)
     _static: list[Tensor] = field(default_factory=list)
 
     def quantize(self, x: Activation) -> Quantized:
@@ -93,15 +92,14 @@ class Fp8:
         begin = self.begin % columns
         if not self.by_group:
             return blocks.widening_mm(x, weight, self.weight_scale, bias, block=columns, begin=begin)
-        by_block = self._once_a_block(weight) if self.whole_blocks else None
+        by_block = self._once_a_block() if self.whole_blocks else None
         product = blocks.block_scaled_mm(x, weight, self.weight_scale, dtype=self.dtype, begin=begin, by_block=by_block)
         return product if bias is None else product + bias
 
-    def _once_a_block(self, weight: Tensor) -> Tensor | None:
+    def _once_a_block(self) -> Tensor:
         """Made when a weight that has been read is used first: before graphs are captured, as all that runs in them has run."""
         if not self._by_block:
-            outputs, inputs = weight.shape
-            self._by_block.append(blocks.once_a_block(self.weight_scale, outputs, inputs, self.begin))
+            self._by_block.append(blocks.once_a_block(self.weight_scale))
         return self._by_block[0]
 
     def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
@@ -188,7 +186,7 @@ def hold(
         layer.input_scale = nn.Parameter(torch.zeros((), dtype=torch.float32, device=seat.device), requires_grad=False)
     by_group, input_scale = products and bool(along), getattr(layer, "input_scale", None)
     whole = quantization.block == (WIDTH, WIDTH) and not any(size % WIDTH for run in runs for size in run)
-    whole_blocks = by_group and whole and blocks.torch_multiplies(seat.device)
+    whole_blocks = by_group and whole and blocks.torch_takes(out, inputs, begin, seat.device)
     return Fp8(quantization, layer.weight_scale, input_scale, products and not along, seat.dtype, begin, by_group, whole_blocks)
 
 
