@@ -20,7 +20,8 @@ RATES = {(1, 1): 100.0, (2, 1): 180.0, (4, 1): 300.0, (1, 2): 150.0, (2, 2): 320
 class Machine:
     """Stands in for engines: sizes have rates, or errors."""
 
-    def __init__(self, **errors):
+    def __init__(self, room=8, **errors):
+        self.room = room  # requests that a rank's KV cache holds
         self.errors = {tuple(map(int, name[1:].split("x"))): error for name, error in errors.items()}
         self.ran = []
 
@@ -31,7 +32,10 @@ class Machine:
         assert bandwidth.best
         if size in self.errors:
             raise self.errors[size]
-        return {"output_tok_s": RATES[size], "tpot_ms": 1.0, "fraction_of_roof": {"throughput": 0.5, "latency": None}}
+        return {
+            "output_tok_s": RATES[size], "tpot_ms": 1.0, "fraction_of_roof": {"throughput": 0.5, "latency": None},
+            "engine": {"kv_tokens": 24 * subject.options.world_size * self.room, "max_batch_size": 6},
+        }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +83,16 @@ def test_the_guides_two_tables(subject, capsys):
     ]  # fmt: skip
     report.show(*scaling.tables(run(subject, "1,2", Machine())))
     assert "pipelines" not in capsys.readouterr().out
+
+
+def test_a_size_short_of_memory_says_so(subject, capsys):
+    """Its efficiency is against one that works in turns."""
+    report.show(*scaling.tables(run(subject, "1,2,4", Machine(room=2, _4x1=EngineError("killed")))))
+    assert [line for line in capsys.readouterr().out.splitlines() if "room for" in line] == [
+        "TP1: room for 2 of 6 requests at once", "TP2: room for 4 of 6 requests at once",
+    ]  # fmt: skip
+    report.show(*scaling.tables(run(subject, "1", Machine(room=6))))
+    assert "room for" not in capsys.readouterr().out
 
 
 def test_more_ranks_than_gpus(subject):
@@ -160,7 +174,7 @@ def test_several_decode_workloads_make_a_table_of_their_own(subject, capsys):
         size = subject.options.tensor_parallel_size
         steps = {DECODE.name: {"tpot_ms": 4.25 / size}, wide.name: {"tpot_ms": 6.5 / size}}
         rate = {"output_tok_s": 100.0, "tpot_ms": 4.25 / size, "fraction_of_roof": {"throughput": 0.5, "latency": None}}
-        return {**rate, "decodes": steps}
+        return {**rate, "decodes": steps, "engine": {"kv_tokens": 1 << 20, "max_batch_size": 8}}
 
     document = scaling.run(subject, [(1, 1), (2, 1)], BATCH, DECODE, wide, measure=measure)
     report.show(*scaling.tables(document))

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from phalanx.bench import latency, offline, report, roof, throughput
 from phalanx.bench.offline import Subject
 from phalanx.bench.roof import Bandwidth
-from phalanx.bench.workloads import Workload
+from phalanx.bench.workloads import Workload, parse
 from phalanx.errors import CapacityError, OptionError, PhalanxError
 
 DEFAULT_SIZES = "1,2,4,8,1x2,2x2,4x2"
@@ -166,6 +166,7 @@ def tables(document: report.Document) -> list[Any]:
     ]
     notes = ["of the roof: throughput / latency; the roof: bytes that a step must read, over measured bandwidth"]
     notes += [f"{name_of(row)}: {row['status']}: {row['why']}" for row in rows if row["status"] in (OOM, FAILED)]
+    notes += [f"{name_of(row)}: room for {room} of {many} requests at once" for row, room, many in _short_of_memory(document)]
     found = [report.table(f"{document['asked']['model']}: {batch}, latency {decode}", columns, lines), *notes]
     if others:
         found += ["", _steps(document)]
@@ -179,6 +180,18 @@ def tables(document: report.Document) -> list[Any]:
         columns = ["nodes", "TP", "PP", "GPUs", "throughput tok/s"]
         found += ["", report.table(f"{document['asked']['model']}: pipelines", columns, lines)]
     return found
+
+
+def _short_of_memory(document: report.Document) -> Iterator[tuple[Row, int, int]]:
+    """Each size whose KV cache holds fewer of the batch's requests at their full length than could run at once, how many it holds,
+    and how many could: such a size works in turns, and what others have over it is memory, too."""
+    asked = document["asked"]
+    batch = parse(asked["workloads"][0])
+    for row in document["rows"]:
+        if row["status"] == OK:
+            room, many = row["engine"]["kv_tokens"] // batch.seq_len, min(batch.requests, row["engine"]["max_batch_size"])
+            if room < many:
+                yield row, room, many
 
 
 def _steps(document: report.Document) -> Any:
