@@ -120,6 +120,24 @@ found["calls"], found["reason"] = made.calls, made.chooser(1, 8, "fp32", Fusion.
         assert "no room in /dev/shm" in rank["reason"]
 
 
+def test_a_gpu_without_room_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Nobody maps the memory of a rank that has none: ranks that wait for it there wait for ever."""
+    pytest.importorskip("triton")
+    body = """
+import time
+import torch.distributed._symmetric_memory as memory
+from phalanx.comm.tuned_group import _on_gpu
+def empty(count, *, dtype, device):
+    if rank == 1:
+        raise RuntimeError("CUDA out of memory.\\nTried to allocate")
+    return torch.empty(count, dtype=dtype)
+memory.empty, memory.rendezvous = empty, lambda *_: time.sleep(600)
+found["why"] = _on_gpu(group, 1 << 20, lands=True)
+"""
+    for rank in cpu_ranks.run(2, body, tmp_path, timeout=60):
+        assert rank["why"] == "symmetric memory: rank 1 has no room for 3 MiB of it: CUDA out of memory."
+
+
 def test_a_group_of_one_stays_as_it_is() -> None:
     alone = Solo()
     assert tuned(alone, message_bytes=8) is alone

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.choose import LANDED_FROM_BYTES
+from phalanx.comm.shared_memory import share_text
+from phalanx.comm.torch_group import TorchGroup
 
 LIMIT_BYTES = 192 << 20
 """A workspace's size at most; longer messages go in chunks."""
@@ -129,12 +131,13 @@ def form_landing(process_group: dist.ProcessGroup, device: torch.device, message
 
 
 def form_workspace(process_group: dist.ProcessGroup, device: torch.device, message_bytes: int) -> Workspace:
-    """Allocate and map the group's workspace; collective. Every pair of the group's GPUs must reach each other's memory."""
+    """Allocate and map the group's workspace; collective. Every pair of the group's GPUs must reach each other's memory. Raises
+    RuntimeError on every rank where one of them has no room for it."""
     rank, world = process_group.rank(), process_group.size()
     half = half_bytes(world, message_bytes)
+    buffer, handle = _shared(process_group, device, 2 * half, -1)  # the sentinel of kernels.signals
     turn = torch.zeros(2, dtype=torch.int32, device=device)
     board = torch.zeros(BOARD_PLACES, 2, dtype=torch.int64, device=device)
-    buffer, handle = _shared(process_group, device, 2 * half, -1)  # the sentinel of kernels.signals
     properties = torch.cuda.get_device_properties(device)
     return Workspace(
         rank, world, tuple(int(address) for address in handle.buffer_ptrs), half // _VECTOR_BYTES, turn,
@@ -146,7 +149,16 @@ def _shared(process_group: dist.ProcessGroup, device: torch.device, size: int, w
     """(int32 tensor of `size` bytes that each rank maps, each of them full of `word`; torch's handle of it)."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    buffer = symmetric_memory.empty(size // 4, dtype=torch.int32, device=device)
+    why, buffer = "", None
+    try:
+        buffer = symmetric_memory.empty(size // 4, dtype=torch.int32, device=device)
+    except RuntimeError as error:
+        why = str(error).splitlines()[0][:150]
+    # Before any of them waits for the others to map it: one that has none would never come.
+    for rank, text in enumerate(share_text(TorchGroup(process_group, device), why, device)):
+        if text:
+            raise RuntimeError(f"rank {rank} has no room for {size >> 20} MiB of it: {text}")
+    assert buffer is not None
     handle = symmetric_memory.rendezvous(buffer, process_group.group_name)
     buffer.fill_(word)
     torch.cuda.synchronize(device)

@@ -295,5 +295,8 @@ def _formed(base: TorchGroup, form: Callable[[], T]) -> T | str:
         made = form()
     except RuntimeError as error:
         why = f"symmetric memory: {str(error).splitlines()[0][:150]}"
-    refused = [(rank, text) for rank, text in enumerate(share_text(base, why, base.device)) if text]
+    texts = share_text(base, why, base.device)
+    if all(texts) and len(set(texts)) == 1:
+        return texts[0]
+    refused = [(rank, text) for rank, text in enumerate(texts) if text]
     return f"rank {refused[0][0]}: {refused[0][1]}" if refused else cast(T, made)
