@@ -8,7 +8,7 @@ prefill: verified on some of the tokens, and the others against the chosen varia
 are of the keys that tokens see. Shapes are rows x tokens, and the tokens that each row has already.
 
     python benchmarks/kernels/attention.py --out DIR [--parts decode,prefill] [--heads 32/8,64/8] [--kv bf16,e4m3]
-        [--rows 1,64] [--tokens 200] [--mixed 64] [--shapes 8x1024,1x1024+16384]
+        [--rows 1,64] [--tokens 200] [--mixed 64] [--skewed 64] [--variants none] [--shapes 8x1024,1x1024+16384]
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ from phalanx.kernels.attention.split import MOST_PIECES, SHORT, Split, Workspace
 COLD = 160 << 20
 """Bytes of keys and values between two reads of the same."""
 MOST_COPIES = 96
+LONG = 16384
+"""Tokens of the one long row among others."""
 MANY = [(16, 1, 4, 168), (16, 1, 4, 128), (32, 1, 3, 168), (32, 2, 4, 168), (128, 4, 2, 168)]
 """(tile, warps, stages, registers), each warp on its own."""
 FEW = [
@@ -84,6 +86,8 @@ def main() -> int:
     parser.add_argument("--kv", default="bf16,e4m3")
     parser.add_argument("--peers", default="flashinfer", help="or none")
     parser.add_argument("--mixed", default="64", help="so many rows also with 1 .. 2 * tokens - 1 tokens each, not all alike")
+    parser.add_argument("--skewed", default="64", help=f"so many rows also with one of {LONG} tokens among them")
+    parser.add_argument("--variants", default="all", help="or none: only what is chosen")
     parser.add_argument(
         "--early", action=argparse.BooleanOptionalAction, default=True, help="read lengths while the kernel before runs"
     )
@@ -97,18 +101,20 @@ def main() -> int:
 
 
 def decode(asked: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
-    tokens, rows, mixed = ([int(each) for each in text.split(",") if each] for text in (asked.tokens, asked.rows, asked.mixed))
+    texts = asked.tokens, asked.rows, asked.mixed, asked.skewed
+    tokens, rows, mixed, skewed = ([int(each) for each in text.split(",") if each] for text in texts)
+    kinds = [*((count, "") for count in rows), *((count, " mixed") for count in mixed), *((count, " skewed") for count in skewed)]
     workspace = Workspace(torch.device("cuda"))
     figures: dict[str, Any] = {}
     compile_ahead(partial(decodes, pairs, asked.kv.split(","), workspace, asked.early))
     for kv in asked.kv.split(","):
         memory = Memory(kv)
         for q_heads, kv_heads in pairs:
-            for count, is_mixed in [*((count, False) for count in rows), *((count, True) for count in mixed)]:
+            for count, kind in kinds:
                 for length in tokens:
-                    job = memory.job(q_heads, kv_heads, count, length, is_mixed)
-                    name = f"{kv} {q_heads}/{kv_heads} R={count} T={length}{' mixed' if is_mixed else ''}"
-                    figures[name] = measure(job, workspace, asked.peers, asked.early)
+                    job = memory.job(q_heads, kv_heads, count, length, kind)
+                    name = f"{kv} {q_heads}/{kv_heads} R={count} T={length}{kind}"
+                    figures[name] = measure(job, workspace, asked)
                     print(f"{name:28} {line(figures[name])}", flush=True)
             record.write("kernels_attention", figures, asked.out)
         del memory
@@ -126,20 +132,26 @@ class Memory:
         if self._scales is not None:
             self._parts = [(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(self._parts, SCALES, strict=True)]
 
-    def job(self, q_heads: int, kv_heads: int, rows: int, tokens: int, mixed: bool) -> Job:
+    def job(self, q_heads: int, kv_heads: int, rows: int, tokens: int, kind: str) -> Job:
         generator = torch.Generator(device="cuda").manual_seed(rows + tokens)
-        draw = partial(torch.randint, generator=generator, device="cuda", dtype=torch.int32)
-        lengths = draw(1, 2 * tokens, (rows,)) if mixed else torch.full((rows,), tokens, dtype=torch.int32, device="cuda")
-        width = -(-(2 * tokens if mixed else tokens) // BLOCK)
-        blocks = torch.randperm(rows * width, generator=generator, device="cuda").int()
+        lengths = torch.full((rows,), tokens, dtype=torch.int32, device="cuda")
+        if kind == " mixed":
+            lengths = torch.randint(1, 2 * tokens, (rows,), generator=generator, device="cuda", dtype=torch.int32)
+        elif kind == " skewed":
+            lengths[(rows - 1) // 2] = LONG
+        held = (lengths + BLOCK - 1) // BLOCK
+        blocks = torch.randperm(int(held.sum()), generator=generator, device="cuda").int()
+        tables = torch.zeros(rows, int(held.max()), dtype=torch.int32, device="cuda")
+        tables[torch.arange(tables.shape[1], device="cuda") < held[:, None]] = blocks
         slots = torch.randperm(rows, generator=generator, device="cuda")
-        shape = (rows * width, BLOCK, kv_heads, HEAD_DIM)
-        one = rows * width * BLOCK * kv_heads * HEAD_DIM
+        tables[slots] = tables.clone()
+        shape = (len(blocks), BLOCK, kv_heads, HEAD_DIM)
+        one = len(blocks) * BLOCK * kv_heads * HEAD_DIM
         read = 2 * int(lengths.sum()) * kv_heads * HEAD_DIM * self._parts[0].element_size()
         count = min(MOST_COPIES, self._parts[0].numel() // one, max(2, -(-COLD // read)))
         copies = [tuple(part[at * one : (at + 1) * one].view(shape) for part in self._parts) for at in range(count)]
         query = torch.randn(rows, q_heads, HEAD_DIM, generator=generator, device="cuda", dtype=torch.bfloat16)
-        return Job(query, copies, blocks.view(rows, width), slots, lengths, self._scales, read)  # type: ignore[arg-type]
+        return Job(query, copies, tables, slots, lengths, self._scales, read)  # type: ignore[arg-type]
 
 
 def variants(rows: int, kv_heads: int, processors: int) -> Iterator[Split]:
@@ -178,11 +190,11 @@ def decodes(pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace
                 )  # fmt: skip
 
 
-def measure(job: Job, workspace: Workspace, peers: str, early: bool) -> dict[str, Any]:
+def measure(job: Job, workspace: Workspace, asked: argparse.Namespace) -> dict[str, Any]:
     """Of each candidate: microseconds and TB/s; or what is wrong with it."""
     rows, q_heads, _ = job.query.shape
     kv_heads, itemsize = job.copies[0][0].shape[2], job.copies[0][0].element_size()
-    sample = torch.unique(torch.linspace(0, rows - 1, 5, device="cuda").long())
+    sample = torch.unique(torch.linspace(0, rows - 1, 5, device="cuda").long())  # the middle one among them
     wanted = reference.decode_attention(
         job.query[sample], *job.copies[0], job.tables, job.slots[sample], job.lengths[sample], **job.options
     ).float()  # fmt: skip
@@ -192,13 +204,13 @@ def measure(job: Job, workspace: Workspace, peers: str, early: bool) -> dict[str
     candidates: dict[str, Candidate] = {}
     for label, split in [
         ("chosen", usual),
-        *((named(each), each) for each in variants(rows, kv_heads, workspace.processors)),
+        *((named(each), each) for each in variants(rows, kv_heads, workspace.processors) if asked.variants == "all"),
     ]:
         candidates[label] = lambda key, value, split=split: decode_attention(  # type: ignore[misc]
-            job.query, key, value, *facts, **job.options, workspace=workspace, split=split, early_lengths=early
+            job.query, key, value, *facts, **job.options, workspace=workspace, split=split, early_lengths=asked.early
         )
     found: dict[str, Any] = {}
-    if peers == "flashinfer":
+    if asked.peers == "flashinfer":
         try:
             candidates["flashinfer"] = flashinfers(job)
         except Exception as fault:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long steps of Llama-3-70B in FP8 over N ranks, where row-parallel products land with the owners of their rows, and where they are
-handed over whole: `torchrun --nproc-per-node N benchmarks/models/long_steps.py --out DIR [--tokens 8192,4096,2048] [--layers 12]
-[--prompt 512] [--profile 256,512] [--bf16]`
+"""Long steps of Llama-3-70B, or another shape, in FP8 over N ranks, where row-parallel products land with the owners of their
+rows, and where they are handed over whole: `torchrun --nproc-per-node N benchmarks/models/long_steps.py --out DIR
+[--tokens 8192,4096,2048] [--layers 12] [--prompt 512] [--profile 256,512] [--bf16] [--shape llama-3.1-405b]`
 
 Layers, tuned all-reduces, attention and the cache in e4m3 are the engine's, run eagerly as its long steps are, on prompts of
 `--prompt` tokens; weights are random, and the last layer hands on to the norm of the first. us: microseconds a layer, medians of
@@ -42,6 +42,7 @@ from phalanx.models.batch import Batch, LayerCache
 from phalanx.models.layers.attention import backend
 from phalanx.models.layers.fp8 import Activation
 
+SHAPE = "llama-3-70b"
 STEPS = 9
 CONTEXT = 200
 
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--profile", default="")
+    parser.add_argument("--shape", default=SHAPE, choices=sorted(shapes.SHAPES))
     parser.add_argument("--bf16", action="store_true", help="weights and cache in bf16")
     asked = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -67,15 +69,17 @@ def main() -> None:
 def run(asked: argparse.Namespace, device: torch.device) -> None:
     counts = [int(count) for count in asked.tokens.split(",")]
     profiled = [int(count) for count in asked.profile.split(",") if count]
-    shape = ModelShape.from_config(shapes.SHAPES["llama-3-70b"])
+    shape = ModelShape.from_config(shapes.SHAPES[asked.shape])
     group = group_of(device, max(counts) * shape.hidden_size * BF16.itemsize)
     # Not the first layer of the model, which has the embedding, nor the last, which has the head.
     held = range(1, 1 + asked.layers)
     model = registry.build(shape, group=group, layers=held, dtype=BF16, device=device, fp8=not asked.bf16, fp8_cache=not asked.bf16)
     weights.dummy(model, 0)
     caches = filled(model, max(max(counts) // BLOCK, max([0, *profiled]) * (CONTEXT // BLOCK + 1)) + asked.prompt + 1)
-    result = f"models_long_steps.tp{group.size}" + (".bf16" if asked.bf16 else "")
-    figures: dict[str, Any] = {"world": group.size, "layers": asked.layers, "prompt": asked.prompt, "steps": {}, "kernels": {}}
+    other = [asked.shape] if asked.shape != SHAPE else []
+    result = ".".join(["models_long_steps", f"tp{group.size}", *other, *(["bf16"] if asked.bf16 else [])])
+    figures: dict[str, Any] = {"shape": asked.shape, "world": group.size, "layers": asked.layers, "prompt": asked.prompt}
+    figures |= {"steps": {}, "kernels": {}}
     for tokens in counts:
         step = Step(model, caches, tokens, min(asked.prompt, tokens))
         figures["steps"][tokens] = found = compared(step, asked.layers)

@@ -86,7 +86,9 @@ TOKENS = [1, 2, 17, 64, 300, 1025]
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize(("inputs", "out"), [(336, 208), (7168, 8192), (8192, 2560), (2048, 1280), (16384, 64), (17408, 64)])
+@pytest.mark.parametrize(
+    ("inputs", "out"), [(336, 208), (7168, 8192), (8192, 2560), (2048, 1280), (16384, 64), (17408, 64), (26624, 64)]
+)
 def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out: int) -> None:
     x, weight, scale, expected = on_gpu(tokens, inputs, out, static=static)
     found = kernels.scaled_mm(x, weight, scale, dtype=dtype)

@@ -35,6 +35,7 @@ from tests.comm.gpu_ranks import replayed
 MODES = (("none", None), ("fp8", 0.02), ("fp8", None))
 VARIANTS = ((32, 1, 1), (16, 2, 2), (16, 3, 1), (16, 3, 2), (8, 4, 2))
 SHAPES = ((1, 16), (2, 1008), (3, 5120), (17, 5120), (64, 8192), (255, 4096), (1000, 8192))
+WIDE = ((64, 16384), (257, 16384), (1000, 16384))
 
 
 def device() -> torch.device:
@@ -70,7 +71,17 @@ def case(workspace: Workspace, tokens: int, hidden: int, dtype: torch.dtype, mod
 def shapes(workspace: Workspace) -> None:
     """Every mode and dtype at odd sizes; a call whose residual is whole, then one whose residual has owners."""
     cases = [(torch.bfloat16, *shape, mode) for shape in SHAPES for mode in MODES]
-    cases += [(dtype, 33, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES]
+    handed_over(workspace, [*cases, *((dtype, 33, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
+
+
+def wide(workspace: Workspace) -> None:
+    """`shapes` and `lands` at the hidden size of a model of 405 billion weights."""
+    cases = [(torch.bfloat16, *shape, mode) for shape in WIDE for mode in MODES]
+    handed_over(workspace, cases)
+    landed_with(workspace, cases)
+
+
+def handed_over(workspace: Workspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
     for dtype, tokens, hidden, mode in cases:
         part, bare, total, fusion = case(workspace, tokens, hidden, dtype, mode)
         once = finish(total, fusion)
@@ -238,9 +249,12 @@ def put(part: Tensor, landing: Landing, late: random.Random | None = None) -> No
 
 def lands(workspace: Workspace) -> None:
     """Every mode and dtype, ranks that are late at any piece; then again, with a residual that has owners."""
-    landing, late = landing_of(workspace), random.Random(workspace.rank)
     cases = [(torch.bfloat16, *shape, mode) for shape in ((64, 16), (101, 1008), (1000, 8192), (4000, 8192)) for mode in MODES]
-    cases += [(dtype, 333, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES]
+    landed_with(workspace, [*cases, *((dtype, 333, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
+
+
+def landed_with(workspace: Workspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
+    landing, late = landing_of(workspace), random.Random(workspace.rank)
     for dtype, tokens, hidden, mode in cases:
         part, _, total, fusion = case(workspace, tokens, hidden, dtype, mode)
         wanted, asked = finish(total, fusion), fusion
@@ -314,7 +328,19 @@ def spread_in_16_bit(workspace: Workspace) -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (shapes, launches, chunks, strange_values, graph, picked, lands, lands_in_a_graph, spread, spread_in_16_bit)
+    for check in (
+        shapes,
+        wide,
+        launches,
+        chunks,
+        strange_values,
+        graph,
+        picked,
+        lands,
+        lands_in_a_graph,
+        spread,
+        spread_in_16_bit,
+    )
 }
 
 
