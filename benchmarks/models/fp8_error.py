@@ -5,6 +5,9 @@ Each text is a question and its answer; every model reads the same tokens. Two s
 model is sure, and those of the questions, of which it is not. Figures: how often the likeliest token is the same (top-1), and the
 Kullback-Leibler divergence KL(bf16 || other) in nats, its mean and its 99th percentile. fp32 shows how far bf16 itself is off.
 
+Activations are quantized per token; "static" has one scale for each layer's input instead, from the largest value in these very
+texts, which is the best that such scales can be here.
+
 Runs on CPU too: there `fp8_products` quantizes activations and multiplies them as a GPU does, but sums in fp32.
 """
 
@@ -37,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
     "fp8 weights": {"fp8": True, "fp8_products": False},
     "fp8 weights and activations": {"fp8": True, "fp8_products": True},
+    "fp8 weights and static activations": {"fp8": True, "fp8_products": True, "static": True},
     "fp8 cache": {"fp8_cache": True},
     "fp8 weights, activations and cache": {"fp8": True, "fp8_products": True, "fp8_cache": True},
 }
@@ -64,6 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=0, help="at most so many; 0: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
     asked = parser.parse_args()
     found = compare(texts(asked.texts or None), torch.device(asked.device))
     print(f"{'':38} {'answers: top-1':>15} {'mean KL':>10} {'p99 KL':>10} {'questions: top-1':>18} {'mean KL':>10} {'p99 KL':>10}")
@@ -74,8 +79,9 @@ def main() -> int:
             f"{questions.kl_mean:10.6f} {questions.kl_p99:10.6f}"
         )
     figures = {name: {part: asdict(error) for part, error in by_part.items()} for name, by_part in found.items()}
-    path = record.write("fp8_error", {"model": "demo", "reference": "bf16", "device": asked.device, "against_bf16": figures})
-    print(f"written: {path.relative_to(record.ROOT)}")
+    name = "fp8_error" if asked.device == "cpu" else "fp8_error_gpu"
+    path = record.write(name, {"model": "demo", "reference": "bf16", "device": asked.device, "against_bf16": figures}, asked.out)
+    print(f"written: {path.name}")
     return 0
 
 
@@ -118,13 +124,43 @@ def error(exact: Tensor, other: Tensor) -> Error:
 
 
 @torch.inference_mode()
-def logits(read: list[Text], device: torch.device, *, dtype: torch.dtype, **options: Any) -> list[Tensor]:
+def logits(
+    read: list[Text], device: torch.device, *, dtype: torch.dtype, static: bool = False, **options: Any
+) -> list[Tensor]:  # fmt: skip
     """Of each text, [tokens, vocabulary] fp32, from a model built with these options."""
+    model = loaded(device, dtype, **options)
+    if static:
+        for name, largest in largest_inputs(read, device, dtype).items():
+            fp8 = model.get_submodule(name).fp8
+            object.__setattr__(fp8, "input_scale", largest / torch.finfo(torch.float8_e4m3fn).max)  # as its norm knows it, too
+    return run(model, read, device, dtype)
+
+
+def loaded(device: torch.device, dtype: torch.dtype, **options: Any) -> registry.Model:
     folder = locate("demo")
     shape = ModelShape.from_folder(folder)
     model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, **options)
     weights.load(model, folder)
-    found: list[Tensor] = []
+    return model
+
+
+def largest_inputs(read: list[Text], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of each linear layer with weights in FP8, fp32 (), by its name."""
+    model, found = loaded(device, dtype, fp8=True, fp8_products=False), dict[str, Tensor]()
+    for name, module in model.named_modules():
+        if getattr(module, "fp8", None) is not None:
+
+            def note(_: Any, inputs: tuple[Any, ...], name: str = name) -> None:
+                largest = inputs[0].float().abs().max()
+                found[name] = torch.maximum(found[name], largest) if name in found else largest
+
+            module.register_forward_pre_hook(note)
+    run(model, read, device, dtype)
+    return found
+
+
+def run(model: registry.Model, read: list[Text], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    shape, found = model.shape, list[Tensor]()
     for at in range(0, len(read), ROWS):
         batch, blocks = prefill([text.tokens for text in read[at : at + ROWS]], device)
         batch.attention = backend(device, dtype, shape.head_dim).plan(batch)
