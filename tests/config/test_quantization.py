@@ -57,6 +57,14 @@ def test_a_plain_checkpoint() -> None:
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "block", "token", "weight_scale_inv", False),
         (IN_BLOCKS, "block", "token", "weight_scale", False),
         ({"quant_method": "fp8", "activation_scheme": "static"}, "tensor", "static", "weight_scale", False),
+        ({"quant_method": "fp8", "kv_cache_scheme": "static"}, "tensor", "token", "weight_scale", True),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "kv_cache_scheme": "static"},
+            "block",
+            "token",
+            "weight_scale_inv",
+            True,
+        ),
         (changed("kv_cache_scheme", {**NUMBER, "strategy": "tensor", "dynamic": False}), "channel", "token", "weight_scale", True),
     ],
 )
@@ -117,6 +125,7 @@ def test_which_layers_are_left_out(declared: dict[str, Any], covered: str | None
         (changed("config_groups/group_0/input_activations/num_bits", 4), r"input_activations.num_bits=4"),
         (changed("config_groups/group_0/input_activations/dynamic", False), r"input_activations.strategy='token'"),
         (changed("config_groups/group_1", {"weights": {**NUMBER, "strategy": "tensor"}}), "its groups differ"),
+        ({"quant_method": "fp8", "kv_cache_scheme": "odd"}, "kv_cache_scheme='odd'"),
         (changed("kv_cache_scheme", {"num_bits": 4, "type": "int"}), r"kv_cache_scheme.type='int'"),
         (changed("kv_cache_scheme", {**NUMBER, "strategy": "token", "dynamic": True}), "kv_cache_scheme.strategy='token'"),
     ],

@@ -213,6 +213,7 @@ def test_dummy_weights_of_a_quantized_shape(form: str, written: dict[str, tuple[
     inner = model.layers[0].mlp.gate_up
     assert float(inner.fp8.widened(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
     assert inner.fp8.input_scale is None or float(inner.fp8.input_scale) > 0
+    assert (model.layers[1].attention.store.read_scales is not None) == shape.quantization.kv
 
 
 def test_large_dummy_weights_hold_one_tile_at_a_time() -> None:

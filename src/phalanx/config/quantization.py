@@ -32,8 +32,8 @@ class Quantization:
 
     weights: one scale for the "tensor", one for each output "channel", one for each "block" of rows x columns; or "load": the
     checkpoint is not quantized, and gets a scale per output channel as it is read. activations: one scale per "token", found as
-    the product runs; "static", which the checkpoint brings; "none": they stay in 16 bit. kv: the cache is meant to be FP8 too.
-    targets, ignore: regular expressions of layer names; no targets are all.
+    the product runs; "static", which the checkpoint brings; "none": they stay in 16 bit. kv: the cache is meant to be FP8 too;
+    scales for it are read wherever there are some. targets, ignore: regular expressions of layer names; no targets are all.
     """
 
     method: str
@@ -100,13 +100,14 @@ def _fp8(config: Fields) -> Quantization:
         raise _refused(config, "fmt", "values are read as e4m3")
     skipped = [*(config.optional_texts("modules_to_not_convert") or []), *(config.optional_texts("ignored_layers") or [])]
     ignore = tuple(rf"(.*\.)?{re.escape(name)}(\..*)?" for name in [*skipped, "lm_head"])
+    kv = _kv_scheme(config)
     if config.values.get("weight_block_size") is None:
         activations: Activations = "static" if scheme == "static" else "token"
-        return Quantization("fp8", "tensor", activations, kv=False, ignore=ignore)
+        return Quantization("fp8", "tensor", activations, kv=kv, ignore=ignore)
     if scheme == "static":
         raise _refused(config, "activation_scheme", "with weight_block_size it is dynamic")
     block = _block(config, "weight_block_size")
-    return Quantization("fp8", "block", "token", block=block, scale_name="weight_scale_inv", ignore=ignore)
+    return Quantization("fp8", "block", "token", block=block, scale_name="weight_scale_inv", kv=kv, ignore=ignore)
 
 
 def _block(config: Fields, name: str) -> tuple[int, int]:
@@ -183,6 +184,11 @@ def _require_float8(scheme: Fields) -> None:
 
 
 def _kv_scheme(config: Fields) -> bool:
+    word = config.values.get("kv_cache_scheme")
+    if isinstance(word, str):  # as AutoFP8 and Quark write it, beside "fp8"
+        if word != "static":
+            raise _refused(config, "kv_cache_scheme", "a cache has static scales")
+        return True
     held = config.optional_mapping("kv_cache_scheme")
     if held is None:
         return False

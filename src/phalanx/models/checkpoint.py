@@ -118,7 +118,7 @@ def read(reader: Any, part: Slice, file: Path) -> Tensor:
 
 def read_scale(reader: Any, scale: Scale, file: Path) -> Tensor:
     """The whole scale in fp32, of one of `scale.shapes`. Raises WeightError for another shape or dtype, and for values that are not
-    finite and positive."""
+    finite and positive, nor `scale.unset`."""
     held: Tensor = reader.get_tensor(scale.name)
     if tuple(held.shape) not in scale.shapes:
         raise WeightError(
@@ -129,7 +129,10 @@ def read_scale(reader: Any, scale: Scale, file: Path) -> Tensor:
     if not held.is_floating_point() or held.element_size() < 2:
         raise WeightError(f"{scale.name} in {file} has dtype {held.dtype}", held="scales are read in 16 and 32 bit")
     wide = held.float()
-    if not bool((torch.isfinite(wide) & ((wide > 0) | (wide == 0) & scale.may_be_zero)).all()):
+    usable = torch.isfinite(wide) & ((wide > 0) | (wide == 0) & scale.may_be_zero)
+    if scale.unset is not None:
+        usable |= wide == scale.unset
+    if not bool(usable.all()):
         raise WeightError(
             f"{scale.name} in {file} holds a value that is not finite and positive", why="nothing can be scaled by it",
             next="download the checkpoint again",

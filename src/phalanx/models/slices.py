@@ -52,15 +52,15 @@ class Slice:
 class Scale:
     """A quantization scale of the checkpoint, which has one of `shapes`. `store` takes it whole, in fp32, on CPU.
 
-    optional: a checkpoint may leave it out; 1 then. may_be_zero: that of weights that are all zero. inputs: of the product whose
-    weight it scales; 0 for the scale of activations.
+    may_be_zero: that of weights that are all zero. unset: what stands for a scale that nobody has found. inputs: of the product
+    whose weight it scales; 0 for the scale of activations.
     """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     store: Callable[[Tensor], None]
-    optional: bool = False
     may_be_zero: bool = False
+    unset: float | None = None
     inputs: int = 0
 
 

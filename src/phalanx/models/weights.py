@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import WeightError
+from phalanx.models import kv_scales
 from phalanx.models.checkpoint import locate_tensors, opened, read, read_scale, require_known
 from phalanx.models.registry import Model
 from phalanx.models.slices import Scale, Slice, Sliced
@@ -44,7 +45,8 @@ def load(model: Model, folder: Path, progress: Progress | None = None) -> None:
     """Read this rank's slices from the safetensors of `folder` into the model, cast to its dtype or quantized to its FP8.
 
     Raises WeightError before anything is read for a missing file or tensor, or one that the model has no place for; and while
-    reading for a truncated file, a shape that contradicts config.json, or a dtype that is not read.
+    reading for a truncated file, a shape that contradicts config.json, a dtype that is not read, or scales for some of an FP8
+    cache.
     """
     files = locate_tensors(folder)
     shape = model.shape
@@ -55,11 +57,15 @@ def load(model: Model, folder: Path, progress: Progress | None = None) -> None:
     for part in wanted:
         if part.name in files:
             by_file[files[part.name]].append(part)
-        elif not (isinstance(part, Scale) and part.optional):
+        else:
             raise WeightError(
                 f"{part.name} is missing", held=f"{folder} holds {len(files)} tensors",
                 why="config.json implies it", next="check that config.json belongs to these weights",
             )  # fmt: skip
+    if model.seat.fp8_cache:
+        of_layers = kv_scales.read(files, shape.num_layers)
+        for index, layer in zip(model.held, model.layers, strict=True):
+            layer.attention.store.read_scales = of_layers.get(index)
     total = sum(part.target.nbytes for parts in by_file.values() for part in parts if isinstance(part, Slice))
     done = 0
     for file, parts in sorted(by_file.items()):
@@ -83,6 +89,10 @@ def dummy(model: Model, seed: int) -> None:
     for scale in scales(model):
         inputs = scale.inputs
         scale.store(torch.full(scale.shapes[0], _bound(inputs) / FP8_MAX if inputs else ACTIVATION_MAX / FP8_MAX))
+    quantization = model.seat.quantization
+    if model.seat.fp8_cache and quantization is not None and quantization.kv:
+        for layer in model.layers:
+            layer.attention.store.read_scales = ACTIVATION_MAX / FP8_MAX, ACTIVATION_MAX / FP8_MAX
     by_name: dict[str, list[Slice]] = defaultdict(list)
     for part in slices(model):
         by_name[part.name].append(part)

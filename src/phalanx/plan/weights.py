@@ -70,17 +70,29 @@ def tensors(shape: ModelShape) -> Tensors:
 
 
 def scales(shape: ModelShape) -> set[str]:
-    """The names that the scales of a quantized checkpoint may have."""
+    """The names that the scales of a checkpoint may have."""
     found: set[str] = set()
     quantization = shape.quantization
-    for layer in range(shape.num_layers if quantization is not None else 0):
+    for layer in range(shape.num_layers):
         for name in layer_tensors(shape, layer):
             product = name.removesuffix(".weight")
             if name.endswith("_proj.weight") and quantization is not None and quantization.covers(product):
                 found |= {f"{product}.{quantization.scale_name}", f"{product}.input_scale"}
-        attention = f"model.layers.{layer}.self_attn"
-        found |= {f"{attention}.{inner}{kind}_scale" for kind in "kv" for inner in ("", f"{kind}_proj.")}
+        found.update(*kv_scales(layer).values())
     return found
+
+
+def kv_scales(layer: int) -> dict[str, tuple[str, ...]]:
+    """What tools call the scales of one layer's keys ("k") and values ("v") in a cache: llm-compressor and AutoFP8 the first,
+    ModelOpt the second, Quark and older ones the third, which speaks of what a product yields. The last is the oldest: one scale
+    for both."""
+    attention = f"model.layers.{layer}.self_attn"
+    return {
+        kind: tuple(
+            f"{attention}.{end}" for end in (f"{kind}_scale", f"{kind}_proj.{kind}_scale", f"{kind}_proj.output_scale", "kv_scale")
+        )
+        for kind in "kv"
+    }
 
 
 def layer_tensors(shape: ModelShape, layer: int) -> Tensors:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from phalanx.comm.group import Solo
-from phalanx.config.quantization import ON_LOAD
 from phalanx.models.batch import LayerCache
 from phalanx.models.layers.kv_store import KvStore
 from phalanx.models.slices import Seat
@@ -48,17 +47,3 @@ def test_in_fp8(scales: tuple[float, float] | None) -> None:
         assert torch.equal(held[1, 1].float(), expected[0])
         assert torch.equal(held[2, 0].float(), expected[2])
         assert not held[0].float().any()
-
-
-@pytest.mark.parametrize(("method", "inner"), [("modelopt", "v_proj."), ("compressed-tensors", "")])
-def test_which_scales_it_reads(method: str, inner: str) -> None:
-    quantization = replace(ON_LOAD, method=method, kv=True)
-    store = KvStore("a", seat=replace(SEAT, quantization=quantization, fp8_cache=True))
-    names = [scale.name for scale in store.scales()]
-    assert names[1] == f"a.{inner}v_scale"
-    assert store.read_scales is None
-    for scale, value in zip(store.scales(), (0.5, 0.25), strict=True):
-        assert scale.optional
-        scale.store(torch.tensor([value]))
-    assert store.read_scales == (0.5, 0.25)
-    assert not list(KvStore("a", seat=replace(SEAT, quantization=quantization)).scales())

@@ -14,13 +14,14 @@ from phalanx.models.batch import KvCache
 from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.linear import QkvParallelLinear
 from phalanx.models.layers.one_token import factors
-from phalanx.models.slices import Scale, Seat, Slice, Sliced
+from phalanx.models.slices import Seat, Slice, Sliced
 
 
 class KvStore(Sliced):
     """Writes one layer's cache. `read_scales`: what its keys and values are to be multiplied by when read, None for 1.
 
-    Scales come from the checkpoint where it was made for an FP8 cache; 1 otherwise, as keys and values stay well within +-448.
+    Scales are the checkpoint's (see `kv_scales`) where the cache is in FP8 and it has some; 1 otherwise, as keys and values stay
+    well within +-448.
     """
 
     def __init__(self, name: str, *, seat: Seat) -> None:
@@ -46,16 +47,3 @@ class KvStore(Sliced):
 
     def slices(self) -> Iterator[Slice]:
         return iter(())
-
-    def scales(self) -> Iterator[Scale]:
-        quantization = self.seat.quantization
-        if quantization is None or not quantization.kv or not self.seat.fp8_cache:
-            return
-        inner = ("k_proj.", "v_proj.") if quantization.method == "modelopt" else ("", "")
-        yield Scale(f"{self.name}.{inner[0]}k_scale", ((), (1,)), lambda scale: self._keep(scale, 0), optional=True)
-        yield Scale(f"{self.name}.{inner[1]}v_scale", ((), (1,)), lambda scale: self._keep(scale, 1), optional=True)
-
-    def _keep(self, scale: Tensor, at: int) -> None:
-        held = list(self.read_scales or (1.0, 1.0))
-        held[at] = float(scale)
-        self.read_scales = None if held == [1.0, 1.0] else (held[0], held[1])
