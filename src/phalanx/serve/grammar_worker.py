@@ -24,7 +24,7 @@ from phalanx.comm.launch import read_config
 
 _SEPARATORS = (", ", ": ")
 _MAX_COMPILED = 32 << 20
-"""Bytes of a compiled grammar; the engine takes about 20 ms per MiB to read one."""
+"""Bytes of a compiled grammar; the engine takes some tens of milliseconds per MiB to read one."""
 _MAX_MEMORY = 4 << 30
 """Bytes that a compilation may take."""
 

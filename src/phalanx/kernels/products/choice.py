@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernel multiplies, and how it cuts the weight: pure functions of the sizes, with thresholds measured on H200.
 
-Up to 64 tokens are faster here than in torch: not by themselves from two on, but behind a kernel that still runs while the weight
-is on its way. In 16 bit, torch has all but one token.
+Up to 64 tokens are faster here than in torch: by themselves only in some shapes from two tokens on, but behind a kernel that still
+runs while the weight is on its way. In 16 bit, torch has all but one token.
 """
 
 from __future__ import annotations

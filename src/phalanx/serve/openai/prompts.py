@@ -15,7 +15,7 @@ from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.service import Ready
 
 AT_ONCE_CHARACTERS = 512
-"""A text of this length is tokenized in some 100 microseconds; a thread takes longer to begin, while others stream."""
+"""A text of this length is tokenized sooner than a thread begins while others stream."""
 TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "tokenize"})
 """What a chat template gets from the server itself."""
 
