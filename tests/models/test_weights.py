@@ -232,7 +232,10 @@ def test_a_tp_size_that_does_not_divide_names_those_that_do(sound: Path) -> None
 def test_dummy_weights_are_the_same_model_in_every_layout(sound: Path) -> None:
     def made(group: Group, seed: int = 5) -> registry.Model:
         model = build(sound, group)
-        weights.dummy(model, seed)
+        seen: list[tuple[int, int]] = []
+        weights.dummy(model, seed, lambda done, total: seen.append((done, total)))
+        assert seen == sorted(seen)
+        assert seen[-1] == (sum(part.target.nbytes for part in weights.slices(model)),) * 2
         return model
 
     whole, again, other = made(Solo()), made(Solo()), made(Solo(), 6)

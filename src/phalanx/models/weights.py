@@ -24,7 +24,7 @@ TILE = 4096  # rows and columns of dummy FP8 weights that are made at once
 ACTIVATION_MAX = 32.0  # what dummy static scales take for the largest activation
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes to read), both of this rank, in the model's dtype."""
+"""Called with (bytes read or made so far, bytes in all), both of this rank, in the model's dtype."""
 
 
 def slices(model: Model) -> Iterator[Slice]:
@@ -80,7 +80,7 @@ def load(model: Model, folder: Path, progress: Progress | None = None) -> None:
                     progress(done, total)
 
 
-def dummy(model: Model, seed: int) -> None:
+def dummy(model: Model, seed: int, progress: Progress | None = None) -> None:
     """Random weights, made on the model's device. The values depend on the seed and a tensor's name only: any layout of ranks over
     devices of one kind holds parts of the same model. Weights in FP8 are made as such, piece by piece.
 
@@ -96,14 +96,18 @@ def dummy(model: Model, seed: int) -> None:
     by_name: dict[str, list[Slice]] = defaultdict(list)
     for part in slices(model):
         by_name[part.name].append(part)
+    done, total = 0, sum(part.target.nbytes for parts in by_name.values() for part in parts)
     for name, parts in by_name.items():
         if parts[0].target.dtype == torch.float8_e4m3fn:
             for part in parts:
                 _fill_fp8(part, seed)
-            continue
-        whole = _random(name, parts[0].shape, seed, like=parts[0].target)
-        for part in parts:
-            part.target.copy_(whole.narrow(part.dim, part.begin, part.target.shape[part.dim]))
+        else:
+            whole = _random(name, parts[0].shape, seed, like=parts[0].target)
+            for part in parts:
+                part.target.copy_(whole.narrow(part.dim, part.begin, part.target.shape[part.dim]))
+        done += sum(part.target.nbytes for part in parts)
+        if progress is not None:
+            progress(done, total)
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int, *, like: Tensor) -> Tensor:

@@ -55,4 +55,8 @@ def test_activations_that_fill_holes_are_held_and_take_nothing(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: getattr(found, name))
-    assert budget.peak_of(found, [StepBatch(), StepBatch()], torch.device("cuda")) == budget.Peak(held=300, taken=taken)
+    told: list[tuple[int, int]] = []
+    one_more = budget.counting(lambda done, total: told.append((done, total)), 3)
+    peak = budget.peak_of(found, [StepBatch(), StepBatch()], torch.device("cuda"), one_more)
+    assert peak == budget.Peak(held=300, taken=taken)
+    assert told == [(1, 3), (2, 3)]

@@ -340,7 +340,10 @@ def test_memory_is_measured_by_the_largest_of_each_kind(folders: dict[str, Path]
     graphs.forget()
     recorded = tape.recorded
     assert recorded == graphs.count == len(graphs.sizes) == len(ROWS) + 3
-    assert budget.graphs_of(runner, CPU) == 350 + budget.GRAPH_BYTES * graphs.count
+    told: list[int] = []
+    found = budget.graphs_of(runner, CPU, lambda: told.append(tape.recorded))
+    assert found == 350 + budget.GRAPH_BYTES * graphs.count
+    assert told == [recorded + 1, recorded + 2]
     assert tape.recorded == recorded + 2
     assert not graphs._captured
     assert [*runner.capture()] == [*tape.of.values()]  # of each kind the largest first

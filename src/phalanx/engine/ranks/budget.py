@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -145,25 +146,33 @@ class Peak(NamedTuple):
     taken: int
 
 
-def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device) -> Peak:
-    """Of these steps. Collective: every rank runs the same steps."""
+def counting(tell: Callable[[int, int], None], total: int) -> Callable[[], None]:
+    """Tells (done, total), with one more done each time that it is called."""
+    done = itertools.count(1)
+    return lambda: tell(next(done), total)
+
+
+def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device, one_more: Callable[[], None] = lambda: None) -> Peak:
+    """Of these steps; `one_more` is called after each. Collective: every rank runs the same steps."""
     free_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
     held, taken = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     for step in steps:
         runner.run(step).results()
+        one_more()
     return Peak(torch.cuda.max_memory_allocated(device) - held, torch.cuda.max_memory_reserved(device) - taken)
 
 
-def graphs_of(runner: Runner, device: torch.device) -> int:
-    """Bytes that the graphs will take, 0 where there are none: the largest of each kind is captured on trial and dropped.
-    Collective."""
+def graphs_of(runner: Runner, device: torch.device, one_more: Callable[[], None] = lambda: None) -> int:
+    """Bytes that the graphs will take, 0 where there are none: the largest of each kind is captured on trial and dropped;
+    `one_more` is called after each. Collective."""
     graphs = runner.graphs
     if graphs is None:
         return 0
     before = free_bytes(device)
     for _ in runner.capture(graphs.largest):
         taken = before - free_bytes(device)
+        one_more()
     graphs.forget()
     return max(taken, 0) + GRAPH_BYTES * graphs.count
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import shutil
 import signal
 import socket as sockets
@@ -59,7 +60,7 @@ class RankExecutor:
         self._chain = wire.Chain()
         self._ledger = Ledger(self._layout)
         self._vigil = Vigil(options.stall_timeout)
-        self._muster = Muster(self._layout.world, options.nnodes)
+        self._muster = Muster(self._layout.world, options.nnodes, time.monotonic())
         self._reports: list[Report] = []
         self._bytes: dict[int, dict[str, int]] = {}
         self._allreduce: dict[str, int] = {}
@@ -74,7 +75,7 @@ class RankExecutor:
             self._launch()
             deadline = time.monotonic() + self._options.start_timeout
             while not self._muster.complete:
-                self._wait(0.5)
+                self._wait(min(0.5, self._muster.tell(time.monotonic())))
                 self._look()
                 for ranks, message in self._muster.orders():
                     self._tell(ranks, message)
@@ -209,7 +210,7 @@ class RankExecutor:
             case wire.RankExit():
                 self._exited(message.rank, message.code, self._vigil.where(message.rank))
             case _:
-                self._muster.take(message)
+                self._muster.take(message, now)
 
     def _exited(self, rank: int, code: int, where: str) -> None:
         self._reports.append(trouble.from_exit(rank, code, where=where, doing=self._vigil.doing(rank)))
@@ -218,7 +219,7 @@ class RankExecutor:
         poller = zmq.Poller()
         for waitable in self.waitables():
             poller.register(waitable, zmq.POLLIN)
-        poller.poll(int(seconds * 1000))
+        poller.poll(math.ceil(seconds * 1000))
 
     # ---- ending ------------------------------------------------------------------------------------------------------
 

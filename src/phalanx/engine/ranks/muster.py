@@ -7,7 +7,6 @@ hello -> (rank 0 opens the store: meeting) -> meet -> groups, agreement, weights
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,13 +17,17 @@ from phalanx.log import get_logger
 
 log = get_logger(__name__)
 
-_PROGRESS_SECONDS = 2.0  # between two lines on how loading goes
+_GAPS = (0.9, 1.0, 3.0, 5.0)
+"""Seconds from a phase's beginning to the first line on it, and from each line to the next; the last goes on. So a phase is heard
+of at 1, 2, 5, 10, 15, ... s. The first is short of a second: no phase that takes one is silent, though the engine may wake late."""
+_FIRST = "starting Python"  # until a rank says anything else
+_OFFERED = "wait for the other ranks"
 
 
 class Muster:
-    """One start-up of a world."""
+    """One start-up of a world, which begins `now`."""
 
-    def __init__(self, world: int, nodes: int) -> None:
+    def __init__(self, world: int, nodes: int, now: float) -> None:
         self._world, self._nodes = world, nodes
         self._joined = {0}
         self._here: set[int] = set()
@@ -34,8 +37,10 @@ class Muster:
         self._offers: dict[int, int] = {}
         self._allocated = False
         self._ready: dict[int, RankFacts] = {}
-        self._at: dict[int, Progress] = {}
-        self._told = 0.0
+        self._at = {rank: Progress(rank, _FIRST) for rank in range(world)}
+        self._since = dict.fromkeys(range(world), now)  # each began its phase
+        self._order = {_FIRST: 0}  # all ranks go through the same phases, so the first to enter one tells where it stands
+        self._subject, self._lines, self._told = "", 0, now  # what the last line was on, how many were, and when
         self.folder: Path | None = None
 
     @property
@@ -61,19 +66,26 @@ class Muster:
     def joined(self, node: int) -> None:
         self._joined.add(node)
 
-    def take(self, message: ToEngine) -> None:
+    def take(self, message: ToEngine, now: float) -> None:
         match message:
             case Meeting():
                 self._meeting = message.address
             case Progress():
-                self._at[message.rank] = message
-                self._tell_progress()
+                self._enter(message, now)
             case Offer():
                 self._offers[message.rank] = message.blocks
+                self._enter(Progress(message.rank, _OFFERED), now)
             case Ready():
                 self._ready[message.rank] = message.facts
             case _:
                 raise EngineError(f"{type(message).__name__} came in", why="no rank sends that during start-up")
+
+    def _enter(self, at: Progress, now: float) -> None:
+        self._order.setdefault(at.phase, len(self._order))
+        before = self._at.get(at.rank)
+        if before is None or before.phase != at.phase:
+            self._since[at.rank] = now
+        self._at[at.rank] = at
 
     def orders(self) -> list[tuple[list[int], FromEngine]]:
         """What is to be said now, and to whom."""
@@ -89,34 +101,48 @@ class Muster:
     def late(self, limit: float, where: Callable[[int], str]) -> EngineError:
         """Time is up: who is not where it should be."""
         asked, cure = f"ranks were given {limit:g} s to start", "raise start_timeout if it only needs longer; else see its log"
-        missing = sorted(set(range(self._nodes)) - self._joined)
-        if missing:
+        if self._joined != set(range(self._nodes)):
             return NodeLost(
-                asked, held=f"node {', '.join(map(str, missing))} has not joined",
+                asked, held=self._missing(),
                 why="it was not started, or cannot reach master_addr",
                 next="start it with the same options and its own node_rank; check master_addr and the firewall",
             )  # fmt: skip
         absent = sorted(set(range(self._world)) - self._here)
         if absent:
             return EngineError(asked, held=f"rank {', '.join(map(str, absent))} did not come up", next=cure)
-        rank, at = self._slowest()
-        return EngineError(asked, held=f"rank {rank} ({where(rank)}) is still at {_words(at)!r}", next=cure)
+        rank = self._slowest()
+        return EngineError(asked, held=f"rank {rank} ({where(rank)}) is still at {_words(self._at[rank])!r}", next=cure)
 
-    def _slowest(self) -> tuple[int, Progress]:
-        """Of the ranks that are not ready, the one that said the least or has the least done."""
-        order = {phase: index for index, phase in enumerate(dict.fromkeys(at.phase for at in self._at.values()))}
-        waiting = [rank for rank in range(self._world) if rank not in self._ready]
-        behind = {rank: self._at.get(rank, Progress(rank, "starting Python")) for rank in waiting}
-        rank = min(waiting, key=lambda r: (order.get(behind[r].phase, -1), behind[r].done / max(behind[r].total, 1)))
-        return rank, behind[rank]
+    def tell(self, now: float) -> float:
+        """Log who is behind, at what and for how long, if that is due. Returns the seconds until it may be due again.
 
-    def _tell_progress(self) -> None:
-        now = time.monotonic()
-        if now - self._told < _PROGRESS_SECONDS or self.complete:
-            return
-        self._told = now
-        rank, at = self._slowest()
-        log.info("starting ranks: %s%s", _words(at), f" (rank {rank} is slowest)" if self._world > 1 else "")
+        These are all the lines on how a start goes, however often ranks report: a fast one has none, and a long one few.
+        """
+        rank = self._slowest()
+        subject = self._at[rank].phase if self._joined == set(range(self._nodes)) else self._missing()
+        if subject != self._subject:
+            self._subject, self._lines = subject, 0
+        last = self._told if self._lines else max(self._told, self._since[rank])
+        due = last + _GAPS[min(self._lines, len(_GAPS) - 1)]
+        if now < due:
+            return due - now
+        doing = f"rank {rank}: {_words(self._at[rank])}" if subject == self._at[rank].phase else subject
+        log.info("%s ... %.0f s", doing, now - self._since[rank])
+        self._lines, self._told = self._lines + 1, now
+        return _GAPS[min(self._lines, len(_GAPS) - 1)]
+
+    def _slowest(self) -> int:
+        """Of the ranks that are not ready, the one in the earliest phase; of several there the one that has the least done; then
+        the one that has been there for the longest."""
+
+        def how_far(rank: int) -> tuple[int, float, float]:
+            at = self._at[rank]
+            return self._order[at.phase], at.done / max(at.total, 1), self._since[rank]
+
+        return min((rank for rank in range(self._world) if rank not in self._ready), key=how_far)
+
+    def _missing(self) -> str:
+        return f"node {', '.join(map(str, sorted(set(range(self._nodes)) - self._joined)))} has not joined"
 
     def remove_folder(self) -> None:
         if self.folder is not None:
@@ -125,4 +151,6 @@ class Muster:
 
 
 def _words(at: Progress) -> str:
-    return f"{at.phase}, {100 * at.done // at.total} %" if at.total else at.phase
+    if not at.total:
+        return at.phase
+    return f"{at.phase}, {at.unit} {at.done} of {at.total}" if at.unit else f"{at.phase}, {100 * at.done // at.total} %"

@@ -34,12 +34,13 @@ class Meeting(msgspec.Struct, tag=True, array_like=True):
 
 
 class Progress(msgspec.Struct, tag=True, array_like=True):
-    """Where a rank is in its start-up; `done` of `total` bytes where the phase counts them."""
+    """Where a rank is in its start-up; `done` of `total` where the phase counts, each a `unit`, or a byte where none is named."""
 
     rank: int
     phase: str
     done: int = 0
     total: int = 0
+    unit: str = ""
 
 
 class Offer(msgspec.Struct, tag=True, array_like=True):

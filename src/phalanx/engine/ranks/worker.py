@@ -18,7 +18,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +53,8 @@ logger = log.get_logger("phalanx.engine.ranks.worker")  # not __name__: this mod
 
 _PER_NODE = {"node_rank", "model", "tokenizer"}  # options that may differ between hosts; the model is compared by its digest
 
+Tell = Callable[[int, int], None]
+"""Tells how much of a phase is done: (done, total)."""
 
 _LOOK_SECONDS = 80e-6
 """How often a rank looks whether the device has finished a step."""
@@ -104,8 +106,8 @@ class Worker:
             groups = self._groups = self._tune(formed, shape, device)
         with self._phase("build"):
             model, layers = self._build(shape, device)
-        with self._phase("load weights"):
-            self._load(model, folder)
+        with self._phase("load weights") as tell:
+            self._load(model, folder, tell)
         return self._allocate(model, layers, groups, device)
 
     def _import(self) -> None:
@@ -189,13 +191,13 @@ class Worker:
         )  # fmt: skip
         return model, layers
 
-    def _load(self, model: Model, folder: Path) -> None:
+    def _load(self, model: Model, folder: Path, tell: Tell) -> None:
         from phalanx.models import weights
 
         if self.options.load_format == "dummy":
-            weights.dummy(model, self.options.seed)
+            weights.dummy(model, self.options.seed, tell)
         else:
-            weights.load(model, folder, lambda done, total: self.link.send(Progress(self.rank, "load weights", done, total)))
+            weights.load(model, folder, tell)
         held = [*model.parameters(), *model.buffers()]
         self._bytes["weights"] = sum({each.data_ptr(): each.nbytes for each in held}.values())
 
@@ -227,15 +229,16 @@ class Worker:
             block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=options.max_num_tokens or max_seq_len,
             tape=CudaTape(device, getattr(groups.tp, "calls", None)) if options.cuda_graphs and device.type == "cuda" else None,
         )  # fmt: skip
-        with self._phase("measure"):
+        with self._phase("measure", "step") as tell:
             if device.type == "cuda":
                 steps = budget.largest_steps(
                     max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len,
                     max_batch_size=options.max_batch_size, block_size=options.kv_block_size,
                 )  # fmt: skip
-                peak = budget.peak_of(runner, steps, device)
+                one_more = budget.counting(tell, len(steps) + len(runner.graphs.largest if runner.graphs else ()))
+                peak = budget.peak_of(runner, steps, device, one_more)
                 self._bytes["activations"] = peak.held
-                blocks = budget.gpu_blocks(options, specs, peak.taken, budget.graphs_of(runner, device), device)
+                blocks = budget.gpu_blocks(options, specs, peak.taken, budget.graphs_of(runner, device, one_more), device)
             else:
                 blocks = budget.cpu_blocks(options, specs, max_seq_len)
         self.link.send(Offer(self.rank, blocks))
@@ -263,16 +266,17 @@ class Worker:
         if runner.graphs is None:
             return
         total, before = len(runner.graphs.sizes), budget.free_bytes(device)
-        with self._phase("capture graphs"):
+        with self._phase("capture graphs", "size") as tell:
             for done, _ in enumerate(runner.capture(), start=1):
-                self.link.send(Progress(self.rank, "capture graphs", done, total))
+                tell(done, total)
         self._bytes["graphs"] = max(before - budget.free_bytes(device), 0)
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str, unit: str = "") -> Iterator[Tell]:
+        """A phase of the start. What it gives tells the engine how far it is; `unit` as in Progress."""
         self.link.send(Progress(self.rank, name))
         with self._phases.phase(name):
-            yield
+            yield lambda done, total: self.link.send(Progress(self.rank, name, done, total, unit))
 
     def _await(self, kind: Any) -> Any:
         """The engine's next word, which is of this kind, or Stop."""
