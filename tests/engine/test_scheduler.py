@@ -69,6 +69,7 @@ class Ranks:
         if step is None:
             return False
         self.steps.append(step)
+        assert len(step.batches[0].rows) <= self.scheduler.options.most_rows, "ranks prepare for no more"
         self.results.append(self.checker.run(step))
         order = [request.id for request in (*self.scheduler.running, *self.scheduler.waiting)]
         assert order == self.scheduler.open_ids, "first come, first served"
@@ -219,6 +220,22 @@ def test_stages_get_even_shares_of_the_decodes() -> None:
         ranks.fill()
         ranks.settle()
     assert sorted(len(step.batches[0].rows) for step in ranks.steps[-4:]) == [3, 3, 3, 4]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize(("slots", "stages", "most"), [(8, 1, 8), (8, 2, 4), (9, 4, 3), (3, 4, 1), (1, 2, 1)])
+def test_a_step_holds_one_share_of_the_slots(slots: int, stages: int, most: int, chunked: bool) -> None:
+    """Even the first, when no other is in flight and more requests wait than there are slots."""
+    options = replace(
+        ROOMY, max_batch_size=slots, pipeline_stages=stages, depth=max(stages, 2), chunked_prefill=chunked, max_num_tokens=128
+    )  # fmt: skip
+    ranks = Ranks(options)
+    for number in range(30):
+        ranks.add(f"r{number}", [number], max_tokens=5 + number % 7)
+    ranks.fill()
+    assert len(ranks.steps[0].batches[0].rows) == options.most_rows == most
+    ranks.finish()
+    assert max(len(step.batches[0].rows) for step in ranks.steps) == most
 
 
 def test_a_stage_that_loses_its_requests_gets_others() -> None:

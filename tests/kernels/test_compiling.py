@@ -25,6 +25,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16"},
     "fp8": {"dtype": "fp8", "kv_cache_dtype": "fp8"},
     "bf16, eager": {"dtype": "bf16", "cuda_graphs": False},
+    "fp8, 2 stages": {"dtype": "fp8", "kv_cache_dtype": "fp8", "pipeline_parallel_size": 2},
 }
 
 
@@ -40,7 +41,7 @@ def test_compilation_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.gpu2] if "stages" in name else []) for name in ENGINES])
 def test_a_running_engine_compiles_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of its own Triton finds nothing, and leaves there whatever it compiles, on the engine's ranks too."""
     cache, rng = tmp_path / "triton", random.Random(0)

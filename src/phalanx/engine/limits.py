@@ -32,6 +32,17 @@ class SchedulerOptions:
     vocab_size: int | None = None
     seed: int = 0
 
+    @property
+    def most_rows(self) -> int:
+        """Of one step."""
+        return most_rows(self.max_batch_size, self.pipeline_stages)
+
+
+def most_rows(max_batch_size: int, pipeline_stages: int) -> int:
+    """How many rows a step has at most, on each rank of each stage: the requests that run are shared out among the stages, and a
+    step holds one share. The scheduler makes none with more, however few steps are in flight; ranks prepare for none with more."""
+    return -(-max_batch_size // pipeline_stages)
+
 
 def length_limit(add: Add, options: SchedulerOptions) -> int:
     """The length, prompt included, at which a request ends: by max_tokens, max_seq_len or what the KV pool holds.

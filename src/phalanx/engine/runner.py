@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group
+from phalanx.engine.limits import most_rows
 from phalanx.engine.messages import Row, RowResult, StepBatch
 from phalanx.engine.ranks.graphs import StepCounts, StepGraphs, Tape
 from phalanx.engine.ranks.places import DecodePlaces, NewBlocks, Size, StepPlaces
@@ -90,6 +91,8 @@ class Runner:
     caches: one per layer that the model holds; may be replaced between steps. sampler: on the last stage. pipeline: the group of
     the stages. max_batch_size: slots. tape: what captures steps, where the back end bears it (see `graphs`): those of rows of one
     token, and those of any rows up to max_num_tokens tokens. Every call is made in the order of the steps.
+
+    most_rows: of a step that a scheduler makes for so many stages. Graphs are for no more; what they do not hold runs eagerly.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Runner:
         self.caches = caches
         self._model, self._backend, self._sampler, self._pipeline = model, backend, sampler, pipeline
         self._dtype, self._device = dtype, device
+        self.most_rows = most_rows(max_batch_size, pipeline.size)
         self._tables = SlotTables(max_batch_size, max_seq_len, block_size, device)
         self._last_tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         self._prompts = Prompts()
@@ -111,7 +115,7 @@ class Runner:
         if tape is not None and backend.captures:
             self.graphs = StepGraphs(
                 model, backend, self._tables, self._last_tokens, tape, first=self._first, last=self._last, dtype=dtype,
-                max_num_tokens=max_num_tokens,
+                max_rows=self.most_rows, max_num_tokens=max_num_tokens,
             )  # fmt: skip
 
     @torch.inference_mode()

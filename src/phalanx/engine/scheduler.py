@@ -130,13 +130,13 @@ class Scheduler:
                 continue
             eligible.append(request)
             decodes += goal - request.submitted == 1
-        rows = options.max_batch_size
+        rows = options.most_rows
         arrivals = self._arrivals() if alone or not options.chunked_prefill else []
         if alone:
             # Spread the requests evenly over the steps that are still missing, and over all stages: no stage stands still.
             missing = max(1, options.pipeline_stages - len(self._in_flight))
             everybody = len(self.running) + len(arrivals)
-            rows = max(1, min(-(-(len(eligible) + len(arrivals)) // missing), -(-everybody // options.pipeline_stages)))
+            rows = max(1, min(rows, -(-(len(eligible) + len(arrivals)) // missing), -(-everybody // options.pipeline_stages)))
         if options.chunked_prefill:
             decode_tokens = min(decodes, rows, options.max_num_tokens)
             return _Draft(rows, decode_tokens, options.max_num_tokens - decode_tokens), eligible

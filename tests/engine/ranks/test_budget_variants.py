@@ -95,13 +95,24 @@ def group_of(size: int) -> Group:
 
 @dataclass(frozen=True)
 class Case:
-    """graphs: steps are captured. ranks: of the group. slots: requests at once."""
+    """graphs: steps are captured. ranks: of the group. slots: requests at once. stages: of the pipeline, and this is its last."""
 
     shape: dict[str, Any] = field(default_factory=dict)
     fp8: bool = False
     graphs: bool = True
     ranks: int = 1
     slots: int = SLOTS
+    stages: int = 1
+
+
+class Last(Solo):
+    """The last stage of a pipeline: what it receives is there already."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = size - 1, size
+
+    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        return x
 
 
 BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="weight_scale_inv")
@@ -116,6 +127,8 @@ CASES = {
     "fp8, few slots, eager": Case(fp8=True, graphs=False, slots=16),
     "blocks": Case({"quantization": BLOCKS}, fp8=True),
     "fp8, 4 ranks": Case({"qkv_bias": True, "intermediate_size": 4 * 12288}, fp8=True, ranks=4),
+    "of 2 stages": Case(fp8=True, ranks=2, stages=2),
+    "of 3 stages, eager": Case(graphs=False, stages=3),
 }
 
 
@@ -127,15 +140,15 @@ def made_runner(case: Case) -> Runner:
     }  # fmt: skip
     shape = ModelShape(**(sizes | case.shape))
     model = registry.build(
-        shape, group=group_of(case.ranks), layers=range(2), dtype=BF16, device=CPU, fp8=case.fp8, fp8_cache=case.fp8,
-        fp8_products=case.fp8,
+        shape, group=group_of(case.ranks), layers=range(0 if case.stages == 1 else 1, 2), dtype=BF16, device=CPU, fp8=case.fp8,
+        fp8_cache=case.fp8, fp8_products=case.fp8,
     )  # fmt: skip
     attention = DecodeBackend(SdpaBackend(), CPU, "all")
     attention.workspace.processors = SMS
     caches = [LayerCache.zeros(1, BLOCK, s.heads, s.head_dim, model.seat.cache_dtype, CPU) for s in model.kv_specs()]
-    sampler = Sampler(case.slots, shape.vocab_size, CPU)
+    sampler, pipeline = Sampler(case.slots, shape.vocab_size, CPU), Solo() if case.stages == 1 else Last(case.stages)
     return Runner(
-        model, caches, attention, sampler, Solo(), max_batch_size=case.slots, max_seq_len=LONGEST, block_size=BLOCK, dtype=BF16,
+        model, caches, attention, sampler, pipeline, max_batch_size=case.slots, max_seq_len=LONGEST, block_size=BLOCK, dtype=BF16,
         device=CPU, tape=Recorded() if case.graphs else None, max_num_tokens=TOKENS,
     )  # fmt: skip
 
@@ -143,16 +156,17 @@ def made_runner(case: Case) -> Runner:
 def started(case: Case) -> Runner:
     """As a rank starts."""
     runner = made_runner(case)
-    sizes = {"max_num_tokens": TOKENS, "max_seq_len": LONGEST, "max_batch_size": case.slots, "block_size": BLOCK}
+    sizes = {"max_num_tokens": TOKENS, "max_seq_len": LONGEST, "max_batch_size": runner.most_rows, "block_size": BLOCK}
     for step in budget.largest_steps(**sizes):
         runner.run(step).results()
     list(runner.capture())
     return runner
 
 
-def any_step(rng: random.Random, most: int) -> StepBatch:
-    """Rows of one token, then prompts and parts of them, of any number and length; each row's request has just come."""
-    slots = rng.sample(range(most), rng.choice([1, 2, rng.randint(1, most), most]))
+def any_step(rng: random.Random, slots_there: int, most: int) -> StepBatch:
+    """Rows of one token, then prompts and parts of them, of any number up to `most` and any length; each row's request has just
+    come."""
+    slots = rng.sample(range(slots_there), rng.choice([1, 2, rng.randint(1, most), most]))
     decodes = rng.choice([0, len(slots), rng.randint(0, len(slots))])
     asked, longest, far = rng.choice(ASKED), rng.choice([8, 200, LONGEST]), rng.choice([8, 200, LONGEST - 2])
     left, rows = TOKENS, list[Row]()
@@ -174,7 +188,7 @@ def later(case: Case, steps: int) -> tuple[set[Variant], set[Variant]]:
         runner = started(case)
         first = set(variants)
         for _ in range(steps):
-            runner.run(any_step(rng, case.slots)).results()
+            runner.run(any_step(rng, case.slots, runner.most_rows)).results()
     return first, variants - first
 
 
@@ -183,7 +197,7 @@ def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> N
     first, new = later(CASES[name], 150)
     kernels = {variant.kernel for variant in first}
     assert {"_decode", "_prefill", "_keys", "_race", "_floors", "_settle"} <= kernels
-    assert ("_embed" if CASES[name].ranks > 1 else "_embed_norm") in kernels
+    assert ("_embed" if CASES[name].ranks > 1 and CASES[name].stages == 1 else "_embed_norm") in kernels
     assert ("landed_norm" in kernels) == (CASES[name].ranks > 1)
     if CASES[name].fp8 and knows_gluon():
         assert ("_block_scaled" if name == "blocks" else "_few_rows") in kernels

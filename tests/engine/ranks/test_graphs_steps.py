@@ -67,9 +67,9 @@ def put_references(monkeypatch: pytest.MonkeyPatch) -> None:
 class Steps(Counting):
     """sized: how often was replayed, by size."""
 
-    def __init__(self, tokens: int = TOKENS) -> None:
+    def __init__(self, tokens: int = TOKENS, rows: int = SLOTS) -> None:
         super().__init__()
-        order = [size for kind in sizes(SLOTS, tokens) for size in kind[::-1]]
+        order = [size for kind in sizes(rows, tokens) for size in kind[::-1]]
         self.of = dict(enumerate(order))
 
     @property
@@ -169,7 +169,7 @@ def test_what_a_scheduler_asks_gives_the_tokens_of_eager_steps(folders: dict[str
 
 
 def test_stages_hand_on_what_graphs_forwarded(folders: dict[str, Path]) -> None:
-    lane, tapes, asked = deque[Tensor](), (Steps(), Steps()), requests(5)
+    lane, tapes, asked = deque[Tensor](), (Steps(rows=6), Steps(rows=6)), requests(5)
     stages = [
         step_runner(folders["llama"], tape, layers, Pipe(at, lane))
         for at, (tape, layers) in enumerate(zip(tapes, (range(2), range(2, 3)), strict=True))

@@ -123,18 +123,19 @@ class StepGraphs:
     """The captured forwards of one rank's model.
 
     last_tokens [slots] int64: what was sampled last, by slot; written on the last stage, and read on one that is the first too.
-    max_num_tokens: of a step; 0 where only rows of one token are to have graphs.
+    max_rows: of a step, which with pipeline stages are fewer than the slots. max_num_tokens: of a step; 0 where only rows of one
+    token are to have graphs.
     """
 
     def __init__(
         self, model: Model, backend: AttentionBackend, tables: SlotTables, last_tokens: Tensor, tape: Tape, *,
-        first: bool, last: bool, dtype: torch.dtype, max_num_tokens: int = 0,
+        first: bool, last: bool, dtype: torch.dtype, max_rows: int, max_num_tokens: int = 0,
     ) -> None:  # fmt: skip
         self._model, self._backend, self._tables, self._tape = model, backend, tables, tape
         self._last_tokens, self._both = last_tokens, first and last
-        slots, device = len(tables.host), last_tokens.device
-        self.decodes = DecodePlaces(slots, model, first=first, last=last, dtype=dtype, device=device)
-        decodes, mixed = sizes(slots, min(max_num_tokens, worth_padding(model)) if backend.captures_prompts else 0)
+        device = last_tokens.device
+        self.decodes = DecodePlaces(max_rows, model, first=first, last=last, dtype=dtype, device=device)
+        decodes, mixed = sizes(max_rows, min(max_num_tokens, worth_padding(model)) if backend.captures_prompts else 0)
         self.sizes = [*decodes, *mixed]
         self.largest = [*decodes[-1:], *mixed[-1:]]
         self.mixed = StepPlaces(mixed[-1], model, first=first, dtype=dtype, device=device) if mixed else None
@@ -200,9 +201,11 @@ class StepGraphs:
             at = bisect_left(self._ready, (rows,))
             if at < len(self._ready):
                 return self._ready[at]
-        # Rows of one token have room where the tokens have it: there is one for each slot.
-        others = rows - leading_ones(arranged.query_starts) if self._ready_mixed else 0
-        return next((size for size in self._ready_mixed if tokens <= size.tokens and others <= size.prompts), None)
+        ones = leading_ones(arranged.query_starts) if self._ready_mixed else 0
+        for size in self._ready_mixed:
+            if tokens <= size.tokens and ones <= size.decodes and rows - ones <= size.prompts:
+                return size
+        return None
 
     def replay(self, size: Size, arranged: Arranged, new: NewBlocks, receive: Callable[[Tensor], Tensor]) -> None:
         """Forward T tokens that the size can hold into its places, where the outcome stays until the next replay. new: what the

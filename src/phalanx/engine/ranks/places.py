@@ -47,14 +47,15 @@ class Size(NamedTuple):
     prompts: int = 0
 
 
-def sizes(slots: int, most_tokens: int) -> tuple[list[Size], list[Size]]:
-    """Of what sizes there are graphs of rows of one token, up to `slots`, and graphs of any rows, up to `most_tokens` tokens: few
-    enough to capture, close enough that padding costs little."""
-    rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, slots, 32)]
+def sizes(most_rows: int, most_tokens: int) -> tuple[list[Size], list[Size]]:
+    """Of what sizes there are graphs of rows of one token, up to `most_rows`, and graphs of any rows, up to as many, and up to
+    `most_tokens` tokens: few enough to capture, close enough that padding costs little. Up to `most_rows` rows of one token have
+    room where the tokens have it."""
+    rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most_rows, 32)]
     tokens = _up_to(min(most_tokens, STEP_TOKENS[-1]), STEP_TOKENS) if most_tokens > 1 else []
     return (
-        [Size(count, count) for count in _up_to(slots, rows)],
-        [Size(count, min(count, slots), min(-(-count // TOKENS_PER_PROMPT), slots, MOST_PROMPTS)) for count in tokens],
+        [Size(count, count) for count in _up_to(most_rows, rows)],
+        [Size(count, min(count, most_rows), min(-(-count // TOKENS_PER_PROMPT), most_rows, MOST_PROMPTS)) for count in tokens],
     )
 
 
@@ -120,16 +121,16 @@ class Places(ABC):
 
 
 class DecodePlaces(Places):
-    """Of up to `slots` rows of one token each: token r's slot is row r's."""
+    """Of up to `most` rows of one token each: token r's slot is row r's."""
 
-    def __init__(self, slots: int, model: Model, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(7, slots, model, first=first, dtype=dtype, device=device)
+    def __init__(self, most: int, model: Model, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(7, most, model, first=first, dtype=dtype, device=device)
         self.lengths[:] = 1
-        self.numbers = torch.arange(slots, dtype=torch.int64, device=device)
-        self.starts = torch.arange(slots + 1, dtype=torch.int32, device=device)
+        self.numbers = torch.arange(most, dtype=torch.int64, device=device)
+        self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self.out = None if last else torch.zeros(self._shape, dtype=dtype, device=device)
-        self.logits = torch.zeros(slots, model.head.width, dtype=dtype, device=device) if model.head is not None else None
-        self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.logits = torch.zeros(most, model.head.width, dtype=dtype, device=device) if model.head is not None else None
+        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
 
     def batch(self, size: Size, tables: Tensor, last_tokens: Tensor | None) -> Batch:
         rows = size.decodes

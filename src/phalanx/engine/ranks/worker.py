@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 logger = log.get_logger("phalanx.engine.ranks.worker")  # not __name__: this module is executed
 
-_PER_NODE = {"node_rank", "model", "tokenizer"}  # options that may differ between hosts; the model is compared by its digest
+_PER_NODE = {"node_rank", "model", "tokenizer", "kernel_cache_dir"}
+"""Options that may differ between hosts; the model is compared by its digest."""
 
 Tell = Callable[[int, int], None]
 """Tells how much of a phase is done: (done, total)."""
@@ -233,7 +234,7 @@ class Worker:
             if device.type == "cuda":
                 steps = budget.largest_steps(
                     max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len,
-                    max_batch_size=options.max_batch_size, block_size=options.kv_block_size,
+                    max_batch_size=runner.most_rows, block_size=options.kv_block_size,
                 )  # fmt: skip
                 one_more = budget.counting(tell, len(steps) + len(runner.graphs.largest if runner.graphs else ()))
                 peak = budget.peak_of(runner, steps, device, one_more)
