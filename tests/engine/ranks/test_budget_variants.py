@@ -127,8 +127,8 @@ CASES = {
     "fp8, few slots, eager": Case(fp8=True, graphs=False, slots=16),
     "blocks": Case({"quantization": BLOCKS}, fp8=True),
     "fp8, 4 ranks": Case({"qkv_bias": True, "intermediate_size": 4 * 12288}, fp8=True, ranks=4),
-    "of 2 stages": Case(fp8=True, ranks=2, stages=2),
-    "of 3 stages, eager": Case(graphs=False, stages=3),
+    "of 2 stages": Case(fp8=True, ranks=2, slots=2 * SLOTS, stages=2),
+    "of 3 stages, eager": Case(graphs=False, slots=3 * SLOTS, stages=3),
 }
 
 
