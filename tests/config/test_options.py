@@ -29,6 +29,7 @@ def test_keyword_like_nothing_lists_the_known():
         ("tensor_parallel_size", 0), ("max_batch_size", -1), ("kv_cache_free_gpu_memory_fraction", 0.0),
         ("kv_cache_free_gpu_memory_fraction", 1.5), ("dtype", "int3"), ("device", "tpu"), ("stall_timeout", float("nan")),
         ("max_seq_len", "many"), ("max_seq_len", 1), ("master_port", 70000), ("max_batch_size", 10**9),
+        ("kernel_cache_dir", ""),
     ],
 )  # fmt: skip
 def test_bad_values_name_option_and_value(name, value):
@@ -48,8 +49,8 @@ def test_a_model_is_a_name(model):
 
 
 def test_options_are_frozen_and_a_path_is_a_model():
-    options = EngineOptions.of(model=Path("folder"))
-    assert options.model == "folder"
+    options = EngineOptions.of(model=Path("folder"), kernel_cache_dir=Path("kernels"))
+    assert (options.model, options.kernel_cache_dir) == ("folder", "kernels")
     with pytest.raises(ValidationError):
         options.model = "other"
 

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -82,10 +82,11 @@ def exit_words(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def start(module: str, config: dict[str, Any], title: str) -> Child:
+def start(module: str, config: dict[str, Any], title: str, *, environment: Mapping[str, str] | None = None) -> Child:
     """Execute `module` in a new process that ends with this one, and hand it `config` (JSON).
 
-    Its standard output goes to our standard error, where logs are; what we print stays ours.
+    Its standard output goes to our standard error, where logs are; what we print stays ours. Its environment is ours, with the
+    variables of `environment` in it.
     Raises EngineError when the process is gone before it took its config.
     """
     line = json.dumps({"title": title, "config": config}).encode() + b"\n"
@@ -93,8 +94,9 @@ def start(module: str, config: dict[str, Any], title: str) -> Child:
     log = subprocess.DEVNULL if sys.__stderr__ is None else _STDERR
     # -P: a file called torch.py in the user's folder is not torch.
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, bufsize=0
-    )
+        [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, bufsize=0,
+        env=None if environment is None else {**os.environ, **environment},
+    )  # fmt: skip
     child = Child(title, process)
     assert process.stdin is not None
     try:

@@ -74,6 +74,11 @@ class EngineOptions(BaseModel):
     )
     deterministic: bool = Field(False, description="Pin rank-order fp32 reductions (no NCCL sums).")
     cuda_graphs: bool = Field(True, description="Replay captured steps on GPU: decode steps, and small steps with prompts.")
+    kernel_cache_dir: str | None = Field(
+        None, min_length=1,
+        description="Folder that keeps compiled kernels, made if missing; each host has its own. It wins over Triton's and "
+        "FlashInfer's variables. None: the folders that these name, or under the user's home.",
+    )  # fmt: skip
     stall_timeout: float = Field(20.0, gt=0, description="Seconds without a sign of life after which a rank is called stalled.")
     step_timeout: float = Field(300.0, gt=0, description="Seconds after which a step that no rank settles is an error.")
     start_timeout: float = Field(600.0, gt=0, description="Seconds that ranks may take to start.")
@@ -82,10 +87,8 @@ class EngineOptions(BaseModel):
     def of(cls, **asked: Any) -> EngineOptions:
         """Build from keywords. Raises UnknownOption naming the nearest known name, OptionError for a bad value."""
         refuse_unknown(asked, cls.model_fields, what="LLM option")
-        if isinstance(asked.get("model"), Path):
-            asked["model"] = str(asked["model"])
         try:
-            return cls(**asked)
+            return cls(**{name: str(value) if isinstance(value, Path) else value for name, value in asked.items()})
         except ValidationError as error:
             raise option_error(error) from None
 

@@ -35,6 +35,12 @@ log.configure("node")
 sys.exit(join(EngineOptions(**json.loads(sys.argv[1]))))
 """
 
+FIRST_THING = """
+import os, pathlib
+found = ", ".join(os.environ.get(name, "unset") for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"))
+pathlib.Path(__file__).with_name(f"{os.getpid()}").write_text(found)
+"""
+
 ENGINE = """
 import json, sys, time
 from phalanx.config.options import EngineOptions
@@ -83,11 +89,14 @@ def start_node(asked: EngineOptions, code: str = NODE, node: int = 1) -> subproc
 
 
 @contextmanager
-def formed(folder: Path) -> Iterator[tuple[RankExecutor, list[RankFacts], subprocess.Popen[bytes]]]:
+def formed(
+    folder: Path, kernels: tuple[str | None, str | None] = (None, None)
+) -> Iterator[tuple[RankExecutor, list[RankFacts], subprocess.Popen[bytes]]]:
+    """kernels: where each host keeps them."""
     asked = two_nodes(folder)
-    executor = make(asked)
+    executor = make(asked.model_copy(update={"kernel_cache_dir": kernels[0]}))
     assert isinstance(executor, RankExecutor)
-    node = start_node(asked)
+    node = start_node(asked.model_copy(update={"kernel_cache_dir": kernels[1]}))
     try:
         facts, _ = executor.start()
         yield executor, facts, node
@@ -112,8 +121,14 @@ def ranks_of(node: subprocess.Popen[bytes]) -> list[int]:
     return [child.pid for child in psutil.Process(node.pid).children()]
 
 
-def test_two_nodes_serve_as_one_and_end_together(folder: Path) -> None:
-    with formed(folder) as (executor, facts, node):
+def test_two_nodes_serve_as_one_and_end_together(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps kernels in a folder of its own, which its rank knows before it imports anything."""
+    (tmp_path / "sitecustomize.py").write_text(FIRST_THING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    kernels = str(tmp_path / "host 0"), str(tmp_path / "host 1")
+    with formed(folder, kernels) as (executor, facts, node):
+        for kept, pid in zip(kernels, [*(child.pid for child in executor._children.values()), *ranks_of(node)], strict=True):
+            assert (tmp_path / f"{pid}").read_text() == f"{kept}/triton, {kept}/flashinfer"
         assert [(rank.node, rank.layers) for rank in facts] == [(0, (0, 1)), (1, (1, 2))]
         asked = prompts(2, seed=9)
         tokens = Drive(executor.submit, executor.collect).generate(asked, 4)

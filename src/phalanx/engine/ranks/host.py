@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one host: which they are, whether it has a GPU for each, and starting them."""
+"""The ranks of one host: which they are, whether it has a GPU for each, where they keep kernels, and starting them."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from phalanx import hardware
 from phalanx.comm import launch
 from phalanx.config.options import EngineOptions
-from phalanx.errors import LayoutError
+from phalanx.errors import LayoutError, OptionError
+from phalanx.log import get_logger
+
+log = get_logger(__name__)
 
 WORKER = "phalanx.engine.ranks.worker"
+KERNEL_FOLDERS = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer"}
+"""The variable by which each compiler learns where it keeps kernels, and the subfolder of kernel_cache_dir that it is given."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,31 @@ def require_devices(host: Host, device: str) -> None:
         )  # fmt: skip
 
 
+def kernel_folders(asked: str | None) -> dict[str, str]:
+    """The variables for ranks whose `kernel_cache_dir` is this; the folders are made. None of them where it is None.
+
+    A variable that is set says where any program keeps kernels, the option where this engine does: the option wins, and the log
+    says so. Raises OptionError, before any rank starts, for a folder that cannot be made or written.
+    """
+    if asked is None:
+        return {}
+    found = {name: str(Path(asked).expanduser().absolute() / part) for name, part in KERNEL_FOLDERS.items()}
+    for name, folder in found.items():
+        failed = "made"
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            failed = "written"
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise OptionError(
+                f"kernel_cache_dir={asked!r} was asked for", held=f"{folder} cannot be {failed}", why=error.strerror or str(error),
+                next="give a folder that this user may write, or none",
+            ) from None  # fmt: skip
+        if os.environ.get(name, folder) != folder:
+            log.warning("kernel_cache_dir wins: kernels are kept in %s, not in %s=%s", folder, name, os.environ[name])
+    return found
+
+
 def start(host: Host, options: EngineOptions, *, engine: str, peer: str, store_port: int) -> dict[int, launch.Child]:
     """Start the host's rank processes; rank -> child.
 
@@ -60,13 +93,14 @@ def start(host: Host, options: EngineOptions, *, engine: str, peer: str, store_p
     listens for the others; 0 is any free port.
     """
     children: dict[int, launch.Child] = {}
+    environment = kernel_folders(options.kernel_cache_dir)
     try:
         for index, rank in enumerate(host.ranks):
             config: dict[str, Any] = {
                 "rank": rank, "node": host.node, "device_index": host.first_device + index, "local_ranks": len(host.ranks),
                 "engine": engine, "peer": peer, "store_port": store_port, "options": options.model_dump(mode="json"),
             }  # fmt: skip
-            children[rank] = launch.start(WORKER, config, f"phalanx rank {rank}")
+            children[rank] = launch.start(WORKER, config, f"phalanx rank {rank}", environment=environment)
     except BaseException:
         launch.stop(children.values(), grace=0)
         raise
