@@ -5,7 +5,7 @@ import pytest
 
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import Torchrun, build, gather, placed, torchrun
+from phalanx.config.sources import Torchrun, build, gather, otherwise, placed, torchrun
 from phalanx.errors import LayoutError, OptionError, UnknownOption
 
 
@@ -124,3 +124,7 @@ def test_torchrun():
         placed(EngineOptions.of(model="m", tensor_parallel_size=2), environ)
     alone = EngineOptions.of(model="m")
     assert placed(alone, {}) == (alone, 0)
+
+
+def test_variables_that_say_otherwise():
+    assert otherwise({"A": "1", "B": "2", "C": "3"}, {"A": "1", "B": "other", "D": "4"}) == {"B": "other"}

@@ -137,6 +137,12 @@ def placed(options: EngineOptions, environ: Mapping[str, str] | None = None) -> 
     return options.model_copy(update={"nnodes": run.world_size, **where}), run.local_rank
 
 
+def otherwise(wanted: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of these variables, those that the environment sets to something else, and to what."""
+    found = os.environ if environ is None else environ
+    return {name: found[name] for name, value in wanted.items() if found.get(name, value) != value}
+
+
 def _from_file(path: Path, known: Iterable[str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")

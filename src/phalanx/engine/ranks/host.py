@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from phalanx import hardware
 from phalanx.comm import launch
 from phalanx.config.options import EngineOptions
+from phalanx.config.sources import otherwise
 from phalanx.errors import LayoutError, OptionError
 from phalanx.log import get_logger
 
@@ -70,7 +70,7 @@ def kernel_folders(asked: str | None) -> dict[str, str]:
     if asked is None:
         return {}
     found = {name: str(Path(asked).expanduser().absolute() / part) for name, part in KERNEL_FOLDERS.items()}
-    for name, folder in found.items():
+    for folder in found.values():
         failed = "made"
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -81,8 +81,8 @@ def kernel_folders(asked: str | None) -> dict[str, str]:
                 f"kernel_cache_dir={asked!r} was asked for", held=f"{folder} cannot be {failed}", why=error.strerror or str(error),
                 next="give a folder that this user may write, or none",
             ) from None  # fmt: skip
-        if os.environ.get(name, folder) != folder:
-            log.warning("kernel_cache_dir wins: kernels are kept in %s, not in %s=%s", folder, name, os.environ[name])
+    for name, other in otherwise(found).items():
+        log.warning("kernel_cache_dir wins: kernels are kept in %s, not in %s=%s", found[name], name, other)
     return found
 
 
