@@ -4,6 +4,10 @@
 from __future__ import annotations
 
 import math
+import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +51,30 @@ def test_what_is_there_stays(tmp_path):
     with pytest.raises(OptionError, match=r"a config.json is there"):
         shapes.write("llama-3-8b", tmp_path)
     assert (tmp_path / "config.json").read_text() == "{}"
+    (tmp_path / "config.json").rename(tmp_path / "tokenizer.json")
+    with pytest.raises(OptionError, match=r"a tokenizer.json is there; name a new folder"):
+        shapes.write("llama-3-8b", tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
     with pytest.raises(OptionError, match=r"'llama-4' is unknown; known: llama-3-8b, "):
         shapes.write("llama-4", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "plain").write_text("x")
+    with pytest.raises(OptionError, match=r"was to be written to .*plain; a file has that name; name a new folder"):
+        shapes.write("llama-3-8b", tmp_path / "plain")
+    with pytest.raises(OptionError, match=r"was to be written to /proc/x; No such file or directory; name a new folder"):
+        shapes.write("llama-3-8b", Path("/proc/x"))
+
+
+def test_half_a_shape_is_none(tmp_path):
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # config.json is smaller, tokenizer.json larger
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    command = [sys.executable, "-m", "phalanx", "bench", "shape", "llama-3-8b", str(tmp_path / "new")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=limited)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert "File too large" in done.stderr
+    assert not list((tmp_path / "new").iterdir())

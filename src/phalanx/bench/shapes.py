@@ -6,6 +6,7 @@ Dimensions: config.json of meta-llama/Meta-Llama-3-8B, Meta-Llama-3-70B and Llam
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
@@ -48,23 +49,37 @@ def write(name: str, folder: Path) -> Path:
 
     The tokenizer stands in for the real one, which cannot be had without a network: bytes first, then made-up words up to the
     vocabulary's size, so that every token id has a text. It gives no idea of how many tokens a text takes.
-    Raises OptionError for an unknown name, or where the folder holds a model already.
+    Raises OptionError for an unknown name, where the folder holds a model or a tokenizer already, and where it cannot be written;
+    of a shape that could not be written whole, no file is left.
     """
     if name not in SHAPES:
         raise OptionError(f"shape {name!r} is unknown", next=f"known: {', '.join(SHAPES)}")
-    config = SHAPES[name]
-    folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "config.json").exists():
-        raise OptionError(f"shape {name!r} was to be written to {folder}", held="a config.json is there", next="name a new folder")
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    config, asked = SHAPES[name], f"shape {name!r} was to be written to {folder}"
     special = {config["bos_token_id"]: "<|begin|>", config["eos_token_id"]: "<|end|>"}
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config["vocab_size"], special)), encoding="utf-8")
     named = {
         "bos_token": "<|begin|>",
         "eos_token": "<|end|>",
         "chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
+    files = {
+        folder / "config.json": json.dumps(config, indent=1) + "\n",
+        folder / "tokenizer.json": json.dumps(_tokenizer(config["vocab_size"], special)),
+        folder / "tokenizer_config.json": json.dumps(named),
+    }
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if there := [path.name for path in files if path.exists()]:
+            raise OptionError(asked, held=f"a {there[0]} is there", next="name a new folder")
+        for path, text in files.items():
+            written.append(path)
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        for path in written:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        why = "a file has that name" if isinstance(error, FileExistsError) else error.strerror or str(error)
+        raise OptionError(asked, why=why, next="name a new folder, where files can be written") from None
     return folder
 
 
