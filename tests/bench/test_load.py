@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 import time
 from itertools import pairwise
 
@@ -15,7 +16,8 @@ from phalanx.bench import load, report, shapes
 from phalanx.bench.load import Load
 from phalanx.bench.stream import Sample
 from phalanx.errors import EngineError, OptionError, RequestError
-from tests.serve.processes import fake_server
+from tests.checkpoints import write_checkpoint
+from tests.serve.processes import fake_server, rank_server, until
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,13 @@ def test_the_arithmetic():
     assert found["tpot_ms"]["mean"] == pytest.approx((150 + 50) / 2)
     assert found["e2e_ms"]["p90"] == pytest.approx(1900)
     assert load.summary([])["itl_ms"] is None
+
+
+def test_the_servers_words_are_kept_once():
+    refused = [Sample(0.0, error="status 400", said=f"{number} tokens are too many") for number in (7, 8)]
+    found = load.summary([*refused, Sample(0.0, error="timed out")])
+    assert found["errors"] == {"status 400": 2, "timed out": 1}
+    assert found["said"] == {"status 400": "7 tokens are too many"}
 
 
 @pytest.mark.parametrize("asked", [{}, {"rate": 1.0, "concurrency": 2}, {"rate": 0.0}, {"rate": math.nan}])
@@ -101,16 +110,58 @@ def test_a_concurrency_on_a_real_server(served, capsys):
     assert "roof: not known over HTTP" in shown
 
 
-def test_a_rate_that_is_too_much(served):
-    found = load.run(served.url, None, Load(40, 16, 12, rate=math.inf))["results"]
+def test_a_rate_that_is_too_much(served, capsys):
+    document = load.run(served.url, None, Load(40, 16, 12, rate=math.inf))
+    found = document["results"]
+    report.show(load.table(document))
+    assert capsys.readouterr().out.count("status 429: ") == 1
     assert found["errors"] == {"status 429": found["failed"]}
     assert found["failed"] > 0
+    assert list(found["said"]) == ["status 429"]
     assert found["completed"] + found["failed"] == 40
 
 
 def test_every_request_refused(served):
-    with pytest.raises(RequestError, match=r"3 requests were sent to .*none was answered; status 404 \(3\)"):
+    with pytest.raises(RequestError, match=r"3 requests were sent to .*none was answered; status 404 \(3\): .*another"):
         load.run(served.url, None, Load(3, 16, 4, concurrency=1, model="another", warmup=0))
+    with pytest.raises(RequestError, match=r"none was answered; status 400 \(2\): .*600.*512"):
+        load.run(served.url, None, Load(2, 600, 4, concurrency=1))
+
+
+def test_a_server_that_asks_for_a_key(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("locked")
+    model = shapes.write("llama-3-8b", folder / "model")
+    with fake_server(folder, model, engine={"max_seq_len": 512, "load_format": "dummy"}, api_key="secret") as found:
+        url = found.wait_ready().url
+        why = r"status 401.*this server asks for a key.*; give the server's key by --api_key$"
+        for key in (None, "another"):
+            with pytest.raises(RequestError, match=f"asked for its models; it answered with {why}"):
+                load.run(url, key, Load(2, 16, 4, concurrency=1))
+            with pytest.raises(RequestError, match=f"none was answered; {why}"):
+                load.run(url, key, Load(2, 16, 4, concurrency=1, model="tiny"))
+        assert load.run(url, "secret", Load(2, 16, 4, concurrency=1))["results"]["completed"] == 2
+
+
+def test_a_url_of_something_else(served):
+    with pytest.raises(RequestError, match=r"/none was asked for its models; it answered with status 404; .*; name the model by"):
+        load.run(f"{served.url}/none", None, Load(1, 1, 1, concurrency=1))
+
+
+def test_a_rank_is_killed_under_load(tmp_path, capsys):
+    model = write_checkpoint(tmp_path / "model", "llama", max_position_embeddings=8192)
+    with rank_server(tmp_path, model, "--tp_size", "2") as running:
+        running.wait_ready()
+        rank = running.child("phalanx rank 1")
+
+        def kill():
+            until(lambda: running.metric("generation_tokens_total") > 8)
+            rank.kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(RequestError, match=r"none was answered; error event: rank_died \(3\): .*rank 1"):
+            load.run(running.url, None, Load(3, 16, 8000, concurrency=3, warmup=0))
+        killer.join()
 
 
 def test_nobody_there():
@@ -127,5 +178,15 @@ def test_against_the_offline_figure(served, tmp_path):
     assert found["fraction_of_roof"] == pytest.approx(found["output_tok_s"] / 1000)
     with pytest.raises(OptionError, match=r"it has no batch-9x16x8; make one"):
         load.offline_row(file, Load(9, 16, 8, concurrency=4))
-    with pytest.raises(OptionError, match="FileNotFoundError"):
-        load.offline_row(tmp_path / "none", Load(9, 16, 8, concurrency=4))
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]", '{"results": {"completed": 1}}', '{"results": [{"a": 1}]}'])
+def test_an_offline_report_that_is_none(text, tmp_path):
+    file = tmp_path / "offline.json"
+    if text is not None:
+        file.write_text(text)
+    said = "No such file or directory" if text is None else "that is no report of `phalanx bench throughput` or `all`"
+    with pytest.raises(OptionError) as error:
+        load.offline_row(file, Load(9, 16, 8, concurrency=4))
+    cure = "make one with `phalanx bench throughput --workload batch-9x16x8 --json FILE`"
+    assert str(error.value) == f"the offline report {file} was asked for; {said}; {cure}"

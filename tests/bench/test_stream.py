@@ -106,6 +106,32 @@ def test_what_may_go_wrong(pieces, error):
     assert sample.end >= sample.begin
 
 
+REFUSED = b'{"error": {"message": "3000 tokens are\\ntoo many", "type": "invalid_request_error", "code": null}}'
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error", "said"),
+    [
+        ([b"HTTP/1.1 400 No\r\nContent-Length: %d\r\n\r\n%s" % (len(REFUSED), REFUSED)], "status 400", "3000 tokens are too many"),
+        ([b"HTTP/1.1 502 Bad Gateway\r\n\r\n", b"<b>no", b"body</b>"], "status 502", "<b>nobody</b>"),
+        ([b"HTTP/1.1 500 No\r\nContent-Length: 2000\r\n\r\n" + b"x" * 2000], "status 500", "x" * 500 + "..."),
+        ([b"HTTP/1.1 429 No\r\nContent-Length: 2\r\n\r\n{}"], "status 429", "{}"),
+        (
+            [HEAD, chunked(b'data: {"error":{"message":"rank 1 died","type":"server_error","code":"rank_died"}}\n\n', DONE)],
+            "error event: rank_died", "rank 1 died",
+        ),
+        (
+            [HEAD, chunked(b'data: {"error":{"message":"rank 1 died","type":"server_error"}}\n\n', DONE)],
+            "error event: server_error", "rank 1 died",
+        ),
+        ([HEAD, chunked(b'data: {"error":"rank 1 died"}\n\n', DONE)], "error event", "rank 1 died"),
+    ],
+)  # fmt: skip
+def test_the_servers_own_words(pieces, error, said):
+    sample, _ = answered(pieces)
+    assert (sample.error, sample.said) == (error, said)
+
+
 def test_a_server_that_does_not_answer():
     sample, _ = answered([HEAD], gap=2.0, timeout=0.3)
     assert sample.error == "timed out"

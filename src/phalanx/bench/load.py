@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from phalanx.bench import report
-from phalanx.bench.stream import Sample, Target, body_of, send
+from phalanx.bench.stream import Sample, Target, body_of, refusal, send
 from phalanx.errors import EngineError, OptionError, RequestError
 
 PERCENTS = (50, 90, 95, 99)
@@ -31,6 +31,8 @@ _WARM_TOKENS = 8
 _FIRST_ID = 3  # below it lie the ids that mark beginnings and ends
 
 _NO_ROOF = "roof: not known over HTTP; --offline takes a report of `phalanx bench throughput` on the same machine"
+
+_KEY = "give the server's key by --api_key"
 
 One = Callable[[int, float], Awaitable[Sample]]
 
@@ -94,8 +96,12 @@ def run(url: str, key: str | None, load: Load, offline_file: Path | None = None,
         model, samples = runner.run(_drive(target, load))
     figures = summary(samples)
     if not figures["completed"]:
-        errors = ", ".join(f"{error} ({count})" for error, count in figures["errors"].items())
-        raise RequestError(f"{load.requests} requests were sent to {target.base}", held="none was answered", why=errors)
+        said = {error: f": {words}" for error, words in figures["said"].items()}
+        errors = ", ".join(f"{error} ({count}){said.get(error, '')}" for error, count in figures["errors"].items())
+        raise RequestError(
+            f"{load.requests} requests were sent to {target.base}", held="none was answered", why=errors,
+            next=_KEY if {"status 401", "status 403"} & figures["errors"].keys() else "",
+        )  # fmt: skip
     asked = {name: value for name, value in vars(load).items() if value is not None} | {"url": target.base, "model": model}
     if load.rate is not None:
         asked["rate"] = "inf" if math.isinf(load.rate) else load.rate
@@ -104,6 +110,9 @@ def run(url: str, key: str | None, load: Load, offline_file: Path | None = None,
 
 def offline_row(path: Path, load: Load) -> dict[str, Any]:
     """The row of an offline report that did the same work. Raises OptionError."""
+    workload = f"batch-{load.requests}x{load.input_len}x{load.output_len}"
+    asked = f"the offline report {path} was asked for"
+    cure = f"make one with `phalanx bench throughput --workload {workload} --json FILE`"
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["results"]
         found = [
@@ -111,14 +120,12 @@ def offline_row(path: Path, load: Load) -> dict[str, Any]:
             if (row["requests"], row["input_len"], row["output_len"]) == (load.requests, load.input_len, load.output_len)
             and "roof_tok_s" in row
         ]  # fmt: skip
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise OptionError(f"the offline report {path} was asked for", why=f"{type(error).__name__}: {error}") from None
+    except OSError as error:
+        raise OptionError(asked, why=error.strerror or str(error), next=cure) from None
+    except (ValueError, LookupError, TypeError):
+        raise OptionError(asked, held="that is no report of `phalanx bench throughput` or `all`", next=cure) from None
     if not found:
-        workload = f"batch-{load.requests}x{load.input_len}x{load.output_len}"
-        raise OptionError(
-            f"the offline report {path} was asked for", held=f"it has no {workload}",
-            next=f"make one with `phalanx bench throughput --workload {workload} --json FILE`",
-        )  # fmt: skip
+        raise OptionError(asked, held=f"it has no {workload}", next=cure)
     row: dict[str, Any] = found[0]
     return row
 
@@ -168,19 +175,21 @@ async def closed_loop(one: One, requests: int, concurrency: int) -> list[Sample]
 
 
 async def _model_of(target: Target) -> str:
-    """The first model that the server names."""
+    """The first model that the server names. Raises EngineError where nobody answers, RequestError where it names none."""
+    asked = f"{target.base} was asked for its models"
     try:
         async with httpx.AsyncClient(base_url=target.base, headers=target.headers, timeout=10.0) as client:
             answer = await client.get("/v1/models")
-            if answer.status_code != 200:
-                raise RequestError(f"{target.base} was asked for its models", held=f"it answered with status {answer.status_code}")
-            return str(answer.json()["data"][0]["id"])
     except httpx.TransportError as error:
-        raise EngineError(
-            f"{target.base} was asked for its models", held=f"{type(error).__name__}: {error}", next="start it with `phalanx serve`"
-        ) from None
-    except (ValueError, LookupError, TypeError) as error:
-        raise EngineError(f"{target.base} was asked for its models", held=f"its answer has none ({type(error).__name__})") from None
+        raise EngineError(asked, held=f"{type(error).__name__}: {error}", next="start it with `phalanx serve`") from None
+    name = "name the model by --model, and the URL that /v1 follows"
+    if answer.status_code != 200:
+        next_move = _KEY if answer.status_code in (401, 403) else name
+        raise RequestError(asked, held=f"it answered with status {answer.status_code}", why=refusal(answer.content), next=next_move)
+    try:
+        return str(answer.json()["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise RequestError(asked, held="its answer names none", why=refusal(answer.content), next=name) from None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -199,9 +208,11 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
 
     ttft: due to first event. itl: between events of one stream, over all streams. tpot: per request, last event less first, over
     the tokens after the first. e2e: due to end. All in ms. output_tok_s: tokens of whole answers, over first due to last end.
+    said: for what went wrong, the server's words about it, where it has any; those of the first such request.
     """
     good = [sample for sample in samples if sample.ok and sample.arrivals]
     errors = Counter(sample.error or "no tokens" for sample in samples if not (sample.ok and sample.arrivals))
+    said = {str(sample.error): sample.said for sample in reversed(samples) if sample.said}
     span = max((s.end for s in samples), default=0.0) - min((s.begin for s in samples), default=0.0)
     tokens = sum(sample.completion_tokens for sample in good)
     times = {
@@ -215,7 +226,8 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
         "e2e_ms": [sample.end - sample.begin for sample in good],
     }
     return {
-        "completed": len(good), "failed": len(samples) - len(good), "errors": dict(errors.most_common()), "seconds": span,
+        "completed": len(good), "failed": len(samples) - len(good), "errors": dict(errors.most_common()),
+        "said": {error: said[error] for error in errors if error in said}, "seconds": span,
         "output_tok_s": tokens / span if span > 0 else 0.0, "requests_s": len(good) / span if span > 0 else 0.0,
         "output_tokens": tokens, **{name: spread(values) for name, values in times.items()},
     }  # fmt: skip
@@ -241,10 +253,11 @@ def table(document: report.Document) -> Any:
         f"{asked['model']} at {asked['url']}: {asked['requests']} x {asked['input_len']} in / {asked['output_len']} out, {how}; ms"
     )
     errors = "".join(f"; {count} x {error}" for error, count in figures["errors"].items())
+    said = "".join(f"\n{error}: {words}" for error, words in figures["said"].items())
     shares = [figures["fraction_of_offline"], figures["fraction_of_roof"]]
     roof = "of the offline figure {}, of its roof {}".format(*map(report.percent_text, shares)) if shares[0] else _NO_ROOF
     caption = (
         f"{figures['output_tok_s']:,.0f} output tok/s, {figures['requests_s']:.2f} requests/s over {figures['seconds']:.1f} s; "
-        f"{figures['completed']} whole, {figures['failed']} failed{errors}\n{roof}"
+        f"{figures['completed']} whole, {figures['failed']} failed{errors}{said}\n{roof}"
     )
     return report.table(title, ["", *names], rows, caption)

@@ -21,12 +21,16 @@ import msgspec
 
 from phalanx.errors import OptionError
 
+_LONGEST = 500
+"""Characters of a server's words that are kept, at most."""
+
 
 @dataclass
 class Sample:
     """One request. Times are of time.perf_counter, in seconds.
 
-    begin: when it was due. arrivals: when each event with a token or more came. error: None, or what went wrong, in few words.
+    begin: when it was due. arrivals: when each event with a token or more came. error: None, or what went wrong, in few words that
+    are the same for all requests with which the same went wrong; said: the server's own words about it.
     completion_tokens: as the server counts them; the number of events where it does not say.
     """
 
@@ -35,6 +39,7 @@ class Sample:
     end: float = 0.0
     completion_tokens: int = 0
     error: str | None = None
+    said: str = ""
 
     @property
     def ok(self) -> bool:
@@ -170,7 +175,12 @@ class _Answer(asyncio.Protocol):
             self.fail(f"an answer that is no event stream ({type(error).__name__})")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.fail("connection lost") if not self.done.done() else None
+        if self.done.done():
+            return
+        if self._parser.get_status_code() in (0, 200):
+            self.fail("connection lost")
+        else:  # an answer whose end is the connection's
+            self._refused()
 
     # ---- httptools
 
@@ -191,7 +201,8 @@ class _Answer(asyncio.Protocol):
             return
         chunk = _decode(data)
         if chunk.error is not None:
-            self.sample.error = f"error event: {_message(chunk.error)}"
+            kind, self.sample.said = told(chunk.error)
+            self.sample.error = f"error event: {kind}" if kind else "error event"
         if chunk.choices:
             self.sample.arrivals.append(now)
         if chunk.usage is not None:
@@ -200,11 +211,32 @@ class _Answer(asyncio.Protocol):
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
         if status != 200:
-            self.fail(f"status {status}")
+            self._refused()
         elif not self._ended:
             self.fail("the stream broke off")
         self._finish()
 
+    def _refused(self) -> None:
+        self.sample.said = refusal(self._text)
+        self.fail(f"status {self._parser.get_status_code()}")
 
-def _message(error: Any) -> str:
-    return str(error.get("type") or error.get("message"))[:80] if isinstance(error, dict) else str(error)[:80]
+
+def refusal(body: bytes) -> str:
+    """The server's words in the body of a refusal: OpenAI's message, or else the text as it is."""
+    text = body.decode(errors="replace")
+    try:
+        return told(json.loads(text)["error"])[1]
+    except (ValueError, LookupError, TypeError):
+        return _short(text)
+
+
+def told(error: Any) -> tuple[str, str]:
+    """Of an error in OpenAI's shape, or of any other: its kind in one word, or "", and its words."""
+    if not isinstance(error, dict):
+        return "", _short(str(error))
+    return _short(str(error.get("code") or error.get("type") or "")), _short(str(error.get("message") or ""))
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
