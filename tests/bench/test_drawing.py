@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.bench import drawing, scaling
+from phalanx.errors import OptionError, PhalanxError
 
 ENGINE = {"dtype": "fp8", "device": "cuda:0"}
 
@@ -13,6 +14,13 @@ ENGINE = {"dtype": "fp8", "device": "cuda:0"}
 def row(tp, pp, status="ok", rate=100.0):
     found = {"tp": tp, "pp": pp, "gpus": tp * pp, "nodes": 1, "status": status}
     return {**found, "output_tok_s": rate, "tpot_ms": 9.0, "engine": ENGINE} if status == "ok" else {**found, "why": "x"}
+
+
+def report_of(rows):
+    return {
+        "about": {"machine": {"cpu": "a CPU", "gpus": ["a GPU"]}}, "rows": scaling.with_efficiency(rows),
+        "asked": {"model": "m", "workloads": ["batch-1x1x1", "decode-1", "decode-64"]},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -25,12 +33,47 @@ def row(tp, pp, status="ok", rate=100.0):
 )
 def test_a_picture(rows, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    document = {
-        "about": {"machine": {"cpu": "a CPU", "gpus": ["a GPU"]}}, "rows": scaling.with_efficiency(rows),
-        "asked": {"model": "m", "workloads": ["batch-1x1x1", "decode-1", "decode-64"]},
-    }  # fmt: skip
     assert drawing.can_draw()
-    drawing.draw(document, tmp_path / "new" / "s.png")
+    drawing.draw(report_of(rows), tmp_path / "new" / "s.png")
     with image.open(tmp_path / "new" / "s.png") as drawn:
         assert drawn.size[0] > drawn.size[1] > 400
         assert len(drawn.convert("RGB").getcolors(1 << 20)) > 10
+
+
+def test_where_it_is_drawn(tmp_path):
+    report = tmp_path / "s.json"
+    assert drawing.target(None, None) is None
+    assert drawing.target(None, report) == tmp_path / "s.png"
+    picture = tmp_path / "mine.PDF"
+    assert drawing.target(str(picture), report) == picture
+    picture.write_text("of the last time")
+    assert drawing.target(str(picture), None) == picture
+    (tmp_path / "s.png").write_text("x")
+    with pytest.raises(OptionError, match="a file is there, and would be lost"):
+        drawing.target(None, report)
+    report.write_text("{}")  # what the report is extended, the picture is drawn anew
+    assert drawing.target(None, report) == tmp_path / "s.png"
+
+
+@pytest.mark.parametrize(
+    ("plot", "said"),
+    [
+        ("x.foo", r"its suffix '\.foo' names no kind of picture; known: .*pdf.*png"),
+        ("x", "its suffix '' names no kind of picture"),
+        ("/proc/x.png", "nothing can be written there"),
+        (".", "its suffix '' names no kind"),
+        ("folder.png", "that is a folder"),
+        ("s.png", "the report is to be written there, too"),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn(plot, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(OptionError, match=said):
+        drawing.target(plot, tmp_path / "s.png")
+
+
+def test_a_picture_that_fails_later(tmp_path):
+    (tmp_path / "plain").write_text("x")
+    with pytest.raises(PhalanxError, match=r"the picture was to be drawn to .*s.png'; what should be its folder is a file; "):
+        drawing.draw(report_of([row(1, 1)]), tmp_path / "plain" / "s.png")

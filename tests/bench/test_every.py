@@ -79,6 +79,13 @@ def test_what_is_in_the_file_is_not_run_again(subject, started, tmp_path, monkey
         every.run(subject, WORKLOADS[:1], ["AUTO", "NCCL"], json_file=file)
 
 
+def test_a_file_that_can_no_longer_be_written_stops_nothing(subject, started, tmp_path, monkeypatch):
+    monkeypatch.setattr(every, "measure", lambda subject, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0})
+    (tmp_path / "plain").write_text("x")
+    document = every.run(subject, WORKLOADS, ["AUTO"], json_file=tmp_path / "plain" / "all.json")
+    assert len(document["results"]) == len(WORKLOADS)
+
+
 def test_a_figure_keeps_the_commit_that_it_was_measured_at(subject, started, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_commit", lambda: "")
     monkeypatch.setattr(every, "measure", lambda subject, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0})

@@ -11,6 +11,7 @@ import numpy
 import pytest
 
 from phalanx.bench import report
+from phalanx.errors import OptionError, PhalanxError
 
 
 @pytest.mark.parametrize("percent", [0, 10, 50, 90, 95, 99, 100])
@@ -54,3 +55,61 @@ def test_json_to_a_file_and_to_stdout(tmp_path, capsys):
     shown = capsys.readouterr()
     assert json.loads(shown.out) == document
     assert "caption" in shown.err
+
+
+def test_a_target_is_tried_and_left_as_it_was(tmp_path):
+    assert report.target(None) is report.target("-") is None
+    assert report.target(str(tmp_path / "a" / "b" / "r.json")) == tmp_path / "a" / "b" / "r.json"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("extends", [False, True])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("/proc/r.json", "nothing can be written there; No such file or directory; name a file in a folder that can be written"),
+        ("/proc/a/r.json", "nothing can be written there; "),
+        ("plain/r.json", "nothing can be written there; what should be its folder is a file; "),
+        ("n" * 250 + ".json", "nothing can be written there; File name too long"),
+        ("new/", "that is a folder; name a file in it"),
+        ("", "that is a folder; name a file in it"),
+        ("folder", "that is a folder; name a file in it"),
+        ("/dev/null", "that is no plain file; name a new file"),
+    ],
+)
+def test_a_target_that_cannot_be_written(name, said, extends, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "plain").write_text("x")
+    with pytest.raises(OptionError) as error:
+        report.target(name, extends=extends)
+    assert str(error.value).startswith(f"the report was to be written to {name!r}; {said}")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "plain"]
+
+
+def test_a_report_takes_no_other_files_place(tmp_path):
+    file = tmp_path / "r.json"
+    file.write_text("mine")
+    with pytest.raises(OptionError, match="a file is there, and would be lost; name a new file"):
+        report.target(str(file))
+    assert report.target(str(file), extends=True) == file
+    assert file.read_text() == "mine"
+
+
+def test_what_cannot_be_written_is_shown(tmp_path, capsys):
+    (tmp_path / "plain").write_text("x")
+    table = report.table("Title", ["name", "figure"], [["x", "1"]])
+    with pytest.raises(
+        PhalanxError, match=r"plain/r.json'; what should be its folder is a file; its JSON went to stdout instead"
+    ) as error:
+        report.give({"a": 1}, [table], str(tmp_path / "plain" / "r.json"))
+    assert not isinstance(error.value, OptionError)  # nothing that was asked for is wrong: exit status 1
+    title, _, shown = capsys.readouterr().out.partition("{")
+    assert "Title" in title
+    assert json.loads("{" + shown) == {"a": 1}
+
+
+def test_brackets_are_text(capsys):
+    report.show("[rank0]: [/x] :boom:", report.table("[bold]T", ["c"], [["[/y]" + 40 * "."]], "[red]why[/z]"))
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("[rank0]: [/x] :boom:", "[bold]T", "[/y]", "[red]why[/z]"))

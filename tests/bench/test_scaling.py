@@ -119,6 +119,14 @@ def test_a_crash_loses_nothing(subject, tmp_path):
     assert machine.ran == [(1, 2)]
 
 
+def test_a_file_that_can_no_longer_be_written_stops_nothing(subject, tmp_path):
+    (tmp_path / "plain").write_text("x")
+    machine = Machine()
+    document = run(subject, "1,2", machine, tmp_path / "plain" / "s.json")
+    assert machine.ran == [(1, 1), (2, 1)]
+    assert [row["status"] for row in document["rows"]] == ["ok", "ok"]
+
+
 def test_a_size_keeps_the_commit_that_it_was_measured_at(subject, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_commit", lambda: "")
     file = tmp_path / "s.json"

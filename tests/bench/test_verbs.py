@@ -40,6 +40,16 @@ def test_latency(tiny_shape, tmp_path, capfd):
         (["latency", "llama-3-8b", "--max_seq_len", "100"], "requests of 257 tokens were asked for; max_seq_len is 100"),
         (["serve", "http://localhost:1", "--rate", "1", "--concurrency", "1"], "one of them says when requests are sent"),
         (["shape", "llama-9", "new"], "shape 'llama-9' is unknown"),
+        (["shape", "llama-3-8b", "/proc/x"], "shape 'llama-3-8b' was to be written to /proc/x; "),
+        (["scaling", "x", "--plot", "x.foo"], "its suffix '.foo' names no kind of picture"),
+        (["all", "x", "--json", "/proc/x.json"], "the report was to be written to '/proc/x.json'; nothing can be written there"),
+        (
+            ["latency", "x", "--json", "/proc/x.json"],
+            "the report was to be written to '/proc/x.json'; nothing can be written there",
+        ),
+        (["throughput", "x", "--json", "new/"], "the report was to be written to 'new/'; that is a folder; name a file in it"),
+        (["scaling", "x", "--json", "."], "the report was to be written to '.'; that is a folder"),
+        (["serve", "http://localhost:1", "--rate", "1", "--json", "/proc/x.json"], "nothing can be written there"),
     ],
 )
 def test_what_is_wrong_is_one_line(line, said, capsys, monkeypatch, tmp_path):
@@ -50,6 +60,24 @@ def test_what_is_wrong_is_one_line(line, said, capsys, monkeypatch, tmp_path):
     assert shown.err.count("\n") == 1
     assert shown.out == ""
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "latency MODEL", "throughput MODEL", "serve http://localhost:1 --rate 1", "all MODEL -w decode-1x8x8",
+        "scaling MODEL -w batch-4x8x4 --decode decode-1x8x8",
+    ],
+)  # fmt: skip
+def test_a_file_of_something_else_stays(line, tmp_path, capsys, tiny_shape):
+    file = tmp_path / "mine.json"
+    file.write_text('{"mine": 1}')
+    line = [str(tiny_shape) if word == "MODEL" else word for word in line.split()]
+    assert cli.main(["bench", *line, "--json", str(file)]) == 2
+    shown = capsys.readouterr()
+    assert "name a new file" in shown.err
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert file.read_text() == '{"mine": 1}'
 
 
 def test_help_without_a_verb(capsys):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.bench import report
 from phalanx.bench.scaling import OK, Row, name_of, reference
-from phalanx.errors import OptionError
+from phalanx.errors import OptionError, PhalanxError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,12 +24,34 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(document: report.Document, path: Path) -> None:
-    """Write the picture (PNG, or what the path's suffix says). Raises OptionError where matplotlib is missing."""
+def target(plot: str | None, json_file: Path | None) -> Path | None:
+    """Where the picture is to be drawn: at `plot`, else beside the report; None for nowhere. To be called before anything runs.
+
+    A picture at `plot` is drawn anew. Raises OptionError where it could not be drawn, or would take the place of something else.
+    """
+    if plot is None and (json_file is None or not can_draw()):
+        return None
+    path = Path(plot) if plot is not None else Path(str(json_file)).with_suffix(".png")
+    asked = f"the picture was to be drawn to {str(path)!r}"
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise OptionError(f"{path} was to be drawn", why=str(error), next="install phalanx[tune]") from None
+        raise OptionError(asked, why=str(error), next="install phalanx[tune]") from None
+    kinds = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise OptionError(asked, why=f"its suffix {path.suffix!r} names no kind of picture", next=f"known: {', '.join(kinds)}")
+    if json_file is not None and path.resolve() == json_file.resolve():
+        raise OptionError(asked, held="the report is to be written there, too", next="name another file by --json, as x.json")
+    report.try_to_write(path, asked)
+    if plot is None and path.exists() and not Path(str(json_file)).exists():
+        raise OptionError(asked, held="a file is there, and would be lost", next="name another by --plot, or a new one by --json")
+    return path
+
+
+def draw(document: report.Document, path: Path) -> None:
+    """Write the picture, of the kind that the path's suffix names. Raises PhalanxError where that fails."""
+    from matplotlib.figure import Figure
+
     rows = sorted(document["rows"], key=lambda row: (row["pp"] > 1, row["gpus"], row["pp"]))
     base = reference(rows)
     batch, decode, *_ = document["asked"]["workloads"]
@@ -49,8 +71,13 @@ def draw(document: report.Document, path: Path) -> None:
     share.axhline(100, color=_IDEAL, linestyle="--", linewidth=1.2, zorder=0)
     against = f"throughput / (GPUs x {name_of(base)} per GPU)" if base is not None else "no size ran"
     share.set_title(f"efficiency\n{against}", loc="left", fontsize=10, color=_INK)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+    except (OSError, ValueError, RuntimeError) as error:  # the latter two: a kind for which this machine lacks a program
+        cure = "the same command with --json FILE draws it from what FILE holds"
+        why = report.reason(error) if isinstance(error, OSError) else str(error)
+        raise PhalanxError(f"the picture was to be drawn to {str(path)!r}", why=why, next=cure) from None
 
 
 def _where(document: report.Document) -> str:

@@ -64,8 +64,7 @@ def run(
             for workload in left:
                 row = measure(chosen, llm, workload, bandwidth)
                 results.append({"allreduce_strategy": strategy, **row, "measured": report.measured(document["about"])})
-                if json_file is not None:
-                    report.write(json_file, document)
+                report.keep(json_file, document)
     return document
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
@@ -10,14 +11,18 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import OptionError
+from phalanx.errors import OptionError, PhalanxError
 from phalanx.hardware import probe
+from phalanx.log import get_logger
 from phalanx.tables.table_file import write_whole
+
+logger = get_logger(__name__)
 
 _PACKAGES = (
     "phalanx",
@@ -56,9 +61,66 @@ def measured(about: Document) -> Document:
     return {name: about[name] for name in ("date", "commit")}
 
 
+def target(json_file: str | None, *, extends: bool = False) -> Path | None:
+    """Where a report is to be written; None for "-" and for nowhere. To be called before anything runs.
+
+    extends: what a file there holds is read and kept (`held`). Raises OptionError where the report could not be written, or would
+    take the place of another file.
+    """
+    if json_file is None or json_file == "-":
+        return None
+    path, asked = Path(json_file), f"the report was to be written to {json_file!r}"
+    if json_file.endswith("/"):
+        raise OptionError(asked, held="that is a folder", next="name a file in it")
+    try_to_write(path, asked)
+    if path.exists() and not extends:
+        raise OptionError(asked, held="a file is there, and would be lost", next="name a new file")
+    return path
+
+
+def try_to_write(path: Path, asked: str) -> None:
+    """Refuse a file that cannot be written, by writing another beside it: what rights say is not all that a file system refuses.
+    Leaves nothing behind. Raises OptionError that begins with `asked`."""
+    missing: list[Path] = []
+    try:
+        if path.is_dir():
+            raise OptionError(asked, held="that is a folder", next="name a file in it")
+        if path.exists() and not path.is_file():
+            raise OptionError(asked, held="that is no plain file", next="name a new file")
+        missing = [folder for folder in path.parents if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):  # named as `write_whole` names its own
+            pass
+    except OSError as error:
+        cure = "name a file in a folder that can be written"
+        raise OptionError(asked, held="nothing can be written there", why=reason(error), next=cure) from None
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
 def write(path: Path, document: Document) -> None:
-    """Write a document as JSON, whole or not at all."""
+    """Write a document as JSON, whole or not at all. Raises OSError."""
     write_whole(path, json.dumps(document, indent=1) + "\n")
+
+
+def reason(error: OSError) -> str:
+    """Why a file cannot be written, without the name of the one that was tried."""
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        return "what should be its folder is a file"
+    return error.strerror or str(error)
+
+
+def keep(path: Path | None, document: Document) -> None:
+    """Write what is known so far, if it is to be written. Where that fails, the log says so, and what is measured goes on: `give`
+    tries again."""
+    if path is None:
+        return
+    try:
+        write(path, document)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s); it is tried again with what comes next", path, reason(error))
 
 
 def held(path: Path | None, asked: Document) -> Document | None:
@@ -77,19 +139,30 @@ def held(path: Path | None, asked: Document) -> Document | None:
 
 
 def give(document: Document, tables: Sequence[Any], json_file: str | None) -> None:
-    """Show a report: tables on stdout and, where asked for, the JSON in a file. "-": JSON on stdout, and tables on stderr."""
+    """Show a report: tables on stdout and, where asked for, the JSON in a file. "-": JSON on stdout, and tables on stderr.
+
+    Raises PhalanxError where the file cannot be written; all is shown by then, the JSON on stdout.
+    """
     if json_file == "-":
         print(json.dumps(document, indent=1))
-    elif json_file is not None:
-        write(Path(json_file), document)
     show(*tables, to_stderr=json_file == "-")
+    if json_file is None or json_file == "-":
+        return
+    try:
+        write(Path(json_file), document)
+    except OSError as error:
+        print(json.dumps(document, indent=1))
+        raise PhalanxError(
+            f"the report was to be written to {json_file!r}", why=reason(error),
+            next="its JSON went to stdout instead, behind the tables",
+        ) from None  # fmt: skip
 
 
 def show(*parts: Any, to_stderr: bool = False) -> None:
-    """Print tables and lines; as wide as they are where nobody looks on."""
+    """Print tables and lines; as wide as they are where nobody looks on. What stands in brackets is text, whoever wrote it."""
     from rich.console import Console
 
-    console = Console(stderr=to_stderr, highlight=False)
+    console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 160
     for part in parts:

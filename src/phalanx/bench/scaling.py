@@ -65,8 +65,7 @@ def run(
             row = _row(_sized(subject, tp, pp), wanted, bandwidth or Bandwidth(None), measure or measure_size)
             rows.append({**row, "measured": report.measured(about)})
         document = {"about": about, "asked": asked, "rows": with_efficiency(rows)}
-        if json_file is not None:
-            report.write(json_file, document)
+        report.keep(json_file, document)
     return document
 
 

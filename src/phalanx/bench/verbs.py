@@ -17,7 +17,7 @@ Verb = Callable[..., None]
 Takes = Callable[..., Callable[[Verb], Verb]]
 
 Workloads = Annotated[list[str] | None, typer.Option("--workload", "-w", help="By name; may be given again.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report there, too; - for stdout.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report there, too: a new file; - for stdout.")]
 Commit = Annotated[
     str | None, typer.Option("--commit", envvar="BENCH_COMMIT", help="Of these sources, where they came without their history.")
 ]
@@ -69,8 +69,8 @@ def every(
 
     if strategies is not None and "allreduce_strategy" in asked.values:
         raise OptionError(f"--strategies {strategies} was asked for", held="so was --allreduce_strategy", next="give one of them")
-    file = None if json in (None, "-") else Path(str(json))
     wanted = [workloads.parse(name) for name in workload or workloads.KNOWN]
+    file = report.target(json, extends=True)
     with offline.subject(asked, commit) as subject:
         chosen = bench.strategies_of(strategies or subject.options.allreduce_strategy)
         document = bench.run(subject, wanted, chosen, json_file=file)
@@ -86,6 +86,7 @@ def latency(asked: Asked, workload: Workloads = None, json: Json = None, commit:
     from phalanx.bench import offline, report, workloads
 
     wanted = [workloads.parse(name, "decode") for name in workload or _DECODES]
+    report.target(json)
     with offline.subject(asked, commit) as subject:
         document = bench.run(subject, wanted)
     report.give(document, [bench.table(document)], json)
@@ -100,6 +101,7 @@ def throughput(asked: Asked, workload: Workloads = None, json: Json = None, comm
     from phalanx.bench import throughput as bench
 
     wanted = [workloads.parse(name, "batch") for name in workload or [_BATCH]]
+    report.target(json)
     with offline.subject(asked, commit) as subject:
         document = bench.run(subject, wanted)
     report.give(document, [bench.table(document)], json)
@@ -132,15 +134,14 @@ def scaling(
                 f"{name}={asked.values[name]} was asked for", held=f"by {asked.origins[name]}", next="give --sizes instead"
             )
     batch, decodes = workloads.parse(workload, "batch"), [workloads.parse(name, "decode") for name in decode or ["decode-1"]]
-    file = None if json in (None, "-") else Path(str(json))
     wanted = bench.sizes_of(sizes)
+    file = report.target(json, extends=True)
+    picture = drawing.target(plot, file)
     with offline.subject(asked, commit) as subject:
         document = bench.run(subject, wanted, batch, *decodes, json_file=file)
     report.give(document, bench.tables(document), json)
-    if plot is not None:
-        drawing.draw(document, Path(plot))
-    elif file is not None and drawing.can_draw():
-        drawing.draw(document, file.with_suffix(".png"))
+    if picture is not None:
+        drawing.draw(document, picture)
     if any(row["status"] == bench.FAILED for row in document["rows"] if (row["tp"], row["pp"]) in wanted):
         raise typer.Exit(1)
 
@@ -173,6 +174,7 @@ def serve(
         requests=requests, input_len=input_len, output_len=output_len, rate=rate, concurrency=concurrency, seed=seed,
         vocab_size=vocab_size, warmup=warmup, timeout=timeout, model=model,
     )  # fmt: skip
+    report.target(json)
     document = load.run(url, api_key, wanted, offline, commit)
     report.give(document, [load.table(document)], json)
     if document["results"]["failed"]:
