@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from typing import get_args
@@ -119,6 +120,20 @@ def test_version_and_help(capsys):
     page = capsys.readouterr().out
     for name in (*EngineOptions.model_fields, *ServeOptions.model_fields):
         assert name == "model" or f"--{name}" in page
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_nobody_caught_is_one_line_and_can_be_found(unbuffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "PYTHONDEVMODE": ""}
+    command = [sys.executable, "-m", "phalanx", "version"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+        assert done.returncode == 1
+        assert re.fullmatch(r"phalanx: .*No space left on device; raised at cli\.py:\d+; with PYTHONDEVMODE=1 .*\n", done.stderr)
+        environment["PYTHONDEVMODE"] = "1"
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+        assert done.returncode == 1
+        assert "Traceback" in done.stderr
 
 
 def test_the_module_runs_and_loads_no_torch():

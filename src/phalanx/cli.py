@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -152,20 +153,42 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     log.configure()
     try:
-        return int(app((sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False) or 0)
+        status = int(app((sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False) or 0)
+        sys.stdout.flush()  # a full disk is an error here, not at the interpreter's end
+        return status
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`). Nothing may be written at the interpreter's end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has gone (`| head`)
+        _mute()
         return 1
     except PhalanxError as error:
         return _say(str(error), 2 if isinstance(error, OptionError) else 1)
+    except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _mute()
+        if sys.flags.dev_mode:
+            raise
+        return _say(f"{error}; raised at {_place(error)}; with PYTHONDEVMODE=1 the whole traceback is shown", 1)
     except Exception as error:
         # What typer raises for a command line that it does not understand; where the class lives depends on its version.
         if not hasattr(error, "format_message"):
             raise
         return _say(error.format_message(), 2)
+
+
+def _mute() -> None:
+    """What stdout did not take is let go, and nothing is written to it any more: not at the interpreter's end either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _place(error: OSError) -> str:
+    """The last line of ours that an error passed, as "bench/shapes.py:56"."""
+    here = Path(__file__).parent
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    path, line = [(path, line) for path, line in frames if path.is_relative_to(here)][-1]
+    return f"{path.relative_to(here)}:{line}"
 
 
 def _say(message: str, status: int) -> int:
