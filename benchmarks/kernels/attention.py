@@ -3,8 +3,8 @@
 e4m3.
 
 decode: each variant, its programs shared out before (that alone is "cut"), is verified against the reference on some of the rows,
-then timed in a CUDA graph over enough copies of keys and values that none is in a cache: median of 4 replays, per launch; TB/s are of
-keys and values.
+then timed in a CUDA graph over enough copies of keys and values that none is in a cache: median of 4 replays, per launch; TB/s are
+of keys and values.
 prefill: verified on some of the tokens, and the others against the chosen variant's, then timed in a graph of 4 launches; TFLOP/s
 are of the keys that tokens see. Shapes are rows x tokens, and the tokens that each row has already.
 
