@@ -125,7 +125,8 @@ def test_structural_tag(tokenizer):
         (Guide(json_schema='{"items":' * 60 + "{}" + "}" * 60), "nested deeper"),
         (Guide(json_schema='{"const": "\\ud800"}'), "surrogate|JSON"),
         (Guide(regex="("), "parenthesis"),
-        (Guide(regex=r"(a)\1"), "Backreference"),
+        (Guide(regex=r"(a)\1"), "backreference"),
+        (Guide(regex="a^b"), "the anchor '\\^'"),
         (Guide(regex="(" * 5000 + "a" + ")" * 5000), "[Nn]est"),
         (Guide(regex="a" * 40000), "40000"),
         (Guide(regex="\ud800"), "cannot be used"),
@@ -136,6 +137,7 @@ def test_structural_tag(tokenizer):
             Guide(structural_tag='{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}'),
             "'not'",
         ),
+        (Guide(structural_tag='{"type": "structural_tag", "format": {"type": "regex", "pattern": "a$b"}}'), "the anchor '\\$'"),
     ],
 )
 def test_a_bad_guide_says_what_is_wrong(tokenizer, guide, why):

@@ -35,6 +35,28 @@ INTEGER = {"type": "integer"}
         ({"type": "string", "pattern": "a\\nb"}, "JSON escapes"),
         ({"type": "string", "pattern": "[\\t ]b"}, "JSON escapes"),
         ({"type": "string", "pattern": "a\\\\b"}, "JSON escapes"),
+        (
+            {"type": "string", "pattern": "a(?=b)"},
+            "# for a 'pattern' with a lookahead; the grammar cannot enforce it; say it without",
+        ),
+        ({"type": "object", "patternProperties": {"a^b": {}}}, "'patternProperties' with the anchor"),
+        ({"type": "object", "patternProperties": {'a"': {}}}, "JSON escapes"),
+        (
+            {"type": "object", "patternProperties": {"a": {}}, "properties": {"b": {}}},
+            "'patternProperties' together with 'properties'",
+        ),
+        ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, "another pattern"),
+        ({"type": "object", "propertyNames": {"type": "string"}, "properties": {"b": {}}}, "'propertyNames' together"),
+        ({"items": {"oneOf": [INTEGER, {"type": "number"}]}}, "#/items for a 'oneOf' whose schemas 0 and 1 .* use 'anyOf'"),
+        ({"anyOf": []}, "an empty 'anyOf'; nothing satisfies it"),
+        ({"oneOf": []}, "an empty 'oneOf'"),
+        ({"allOf": []}, "an empty 'allOf'"),
+        ({"type": []}, "an empty 'type'"),
+        ({"enum": [1, 2, 3], "minimum": 2}, "'enum' together with 'minimum'"),
+        ({"const": "a", "enum": ["a"]}, "'const' together with 'enum'"),
+        ({"type": "integer", "enum": [1, "a"]}, "the value \"a\" in 'enum'; its 'type' \"integer\""),
+        ({"type": ["integer", "null"], "const": 1.5}, "the value 1.5 in 'const'"),
+        ({"type": ["number", "null"], "multipleOf": 2}, "'multipleOf' of a 'number'"),
         ([], "a schema is a JSON object"),
         (3, "a schema is a JSON object"),
     ],
@@ -55,6 +77,11 @@ def test_what_is_not_enforced_is_named(schema, names):
         {"anyOf": [INTEGER, {"type": "null"}], "default": None, "title": "X"},
         {"type": "array", "uniqueItems": False},
         {"allOf": [INTEGER]},
+        {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": INTEGER}},
+        {"type": "integer", "enum": [1, 2.0]},
+        {"type": ["string", "null"], "enum": ["a", None], "format": "email", "title": "x"},
+        {"type": "integer", "multipleOf": 2},
+        {"type": "object", "patternProperties": {"^a": {}}},
         {"type": "string", "pattern": '^[^"\\\\\\n]+[a-z"]\\d\\.$'},
     ],
 )
@@ -68,6 +95,10 @@ def test_what_is_enforced_passes_as_it_is(schema):
 def test_a_length_becomes_a_pattern_that_keeps_to_json(bounds, times):
     made = enforceable({"type": "array", "items": {"type": "string", **bounds}})["items"]
     assert made == {"type": "string", "pattern": '^[^"\\\\\\x00-\\x1f]' + times + "$"}
+
+
+def test_a_pattern_says_what_is_no_blank_beyond_ascii():
+    assert enforceable({"type": "string", "pattern": "^a.$"})["pattern"] == r"^a[^\n\r\u2028\u2029]$"
 
 
 @pytest.mark.parametrize("bounds", [{"minLength": 3, "maxLength": 1}, {"maxLength": "3"}, {"minLength": -1}])

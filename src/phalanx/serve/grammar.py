@@ -29,6 +29,7 @@ import msgspec
 from phalanx.comm import launch
 from phalanx.config.sampling import Guide
 from phalanx.errors import EngineError, OptionError
+from phalanx.serve.guides.patterns import not_enforced
 from phalanx.serve.json_schema import MAX_BYTES, enforceable, read_json
 from phalanx.serve.tokenizer import Tokenizer
 
@@ -259,13 +260,24 @@ def _checked(kind: str, text: str) -> str:
         return json.dumps(enforceable(read_json(text, what=kind)))
     if kind == "structural_tag":
         tag = read_json(text, what=kind)
-        for content in _schemas_of_tag(tag):
-            content["json_schema"] = enforceable(content["json_schema"], what="json_schema of the structural_tag")
-            content["max_whitespace_cnt"] = _whitespace(content.get("max_whitespace_cnt"))
+        for content in _contents_of_tag(tag):
+            if "json_schema" in content:
+                content["json_schema"] = enforceable(content["json_schema"], what="json_schema of the structural_tag")
+                content["max_whitespace_cnt"] = _whitespace(content.get("max_whitespace_cnt"))
+            if content.get("type") == "regex" and isinstance(content.get("pattern"), str):
+                _check_regex(content["pattern"], what="regex of the structural_tag")
         return json.dumps(tag)
     if len(text) > MAX_BYTES // 4:
         raise OptionError(f"a {kind} of {len(text)} characters was asked for", why=f"it may have {MAX_BYTES // 4}")
+    if kind == "regex":
+        _check_regex(text, what=kind)
     return text
+
+
+def _check_regex(pattern: str, *, what: str) -> None:
+    part = not_enforced(pattern)
+    if part is not None:
+        raise OptionError(f"the {what} asks for {part}", why="the grammar cannot enforce it", next="say it without")
 
 
 def _whitespace(asked: Any) -> Any:
@@ -275,14 +287,13 @@ def _whitespace(asked: Any) -> Any:
     return min(asked, _MOST_WHITESPACE) if isinstance(asked, int) else asked
 
 
-def _schemas_of_tag(tag: Any) -> Iterator[dict[str, Any]]:
-    """Whatever in a structural tag holds a json_schema."""
+def _contents_of_tag(tag: Any) -> Iterator[dict[str, Any]]:
+    """Every object of a structural tag, but for those of its schemas."""
     if isinstance(tag, dict):
-        if "json_schema" in tag:
-            yield tag
+        yield tag
         for name, value in tag.items():
             if name != "json_schema":
-                yield from _schemas_of_tag(value)
+                yield from _contents_of_tag(value)
     elif isinstance(tag, list):
         for value in tag:
-            yield from _schemas_of_tag(value)
+            yield from _contents_of_tag(value)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.errors import OptionError
+from phalanx.serve.guides.one_of import overlapping, refuses
+from phalanx.serve.guides.patterns import in_unicode, not_enforced
 
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 48
@@ -74,11 +76,11 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
     if not isinstance(schema, (dict, bool)):
         raise OptionError(f"the {what} is {json.dumps(schema)[:60]}", why="a schema is a JSON object")
     for where, node in _schemas(schema, "#"):
-        complaint = _complaint(node)
-        if complaint:
-            raise OptionError(
-                f"the {what} asks at {where} for {complaint}", why="the grammar cannot enforce it", next="leave it out"
-            )
+        complaint = _complaint(node) or _complaint_of_one_of(node, schema)
+        if complaint is not None:
+            raise OptionError(f"the {what} asks at {where} for {complaint.asked}", why=complaint.why, next=complaint.next)
+        if isinstance(node.get("pattern"), str):
+            node["pattern"] = in_unicode(node["pattern"])
         low, high = node.get("minLength", 0), node.get("maxLength", "")
         if (
             any(name in node for name in _LENGTHS)
@@ -92,50 +94,120 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
     return schema
 
 
-def _complaint(node: dict[str, Any]) -> str | None:
+class _Complaint(NamedTuple):
+    asked: str
+    why: str = "the grammar cannot enforce it"
+    next: str = "leave it out"
+
+
+def _complaint(node: dict[str, Any]) -> _Complaint | None:
     for keyword in _IGNORED:
         if keyword in node:
-            return repr(keyword)
+            return _Complaint(repr(keyword))
     if node.get("uniqueItems") is True:
-        return "'uniqueItems'"
-    return _complaint_of_choice(node) or _complaint_of_value(node) or _complaint_of_object(node)
-
-
-def _complaint_of_value(node: dict[str, Any]) -> str | None:
-    typed = [keyword for keyword in _FOR_ONE_TYPE if keyword in node]
-    if typed and not any(keyword in node for keyword in ("type", "enum", "const")):
-        return f"{typed[0]!r} without a 'type'"
-    length = any(name in node for name in _LENGTHS)
-    for keyword in ("pattern", "format"):
-        if length and keyword in node:
-            return f"{keyword!r} together with a length"
-    pattern = node.get("pattern")
-    if isinstance(pattern, str):
-        # Such a character comes out as it is, not escaped; classes leave quotation marks out by themselves.
-        plain = _NEGATED_CLASS.sub("", pattern)
-        if _CONTROL.search(plain) or _QUOTE.search(_CLASS.sub("", plain)):
-            return "a 'pattern' with a character that JSON escapes (a quotation mark, a backslash, a control character)"
+        return _Complaint("'uniqueItems'")
+    for of in (_complaint_of_choice, _complaint_of_listed, _complaint_of_value, _complaint_of_pattern, _complaint_of_object):
+        complaint = of(node)
+        if complaint is not None:
+            return complaint
     return None
 
 
-def _complaint_of_choice(node: dict[str, Any]) -> str | None:
+def _complaint_of_choice(node: dict[str, Any]) -> _Complaint | None:
+    for keyword in ("type", "anyOf", "oneOf", "allOf"):
+        if node.get(keyword) == []:
+            return _Complaint(f"an empty {keyword!r}", why="nothing satisfies it", next="name a choice, or leave it out")
     if isinstance(node.get("$ref"), str) and not node["$ref"].startswith("#"):
-        return f"the schema {node['$ref']!r}, which is not part of it"
+        return _Complaint(f"the schema {node['$ref']!r}, which is not part of it")
     if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
-        return "'allOf' with more than one schema"
+        return _Complaint("'allOf' with more than one schema")
     choices = [keyword for keyword in _CHOICES if keyword in node]
     beside = sorted(set(node) - _ANNOTATIONS - set(choices[:1])) if choices else []
-    return f"{choices[0]!r} together with {', '.join(repr(name) for name in beside)}" if beside else None
+    return _Complaint(f"{choices[0]!r} together with {', '.join(repr(name) for name in beside)}") if beside else None
 
 
-def _complaint_of_object(node: dict[str, Any]) -> str | None:
-    properties, required = node.get("properties", {}), node.get("required", [])
-    if isinstance(properties, dict) and isinstance(required, list):
-        if len(properties) > MAX_PROPERTIES:
-            return f"{len(properties)} properties in one object (the most is {MAX_PROPERTIES})"
-        unknown = [name for name in required if name not in properties]
-        if unknown:
-            return f"the required property {unknown[0]!r}, which 'properties' does not describe"
+def _complaint_of_one_of(node: dict[str, Any], root: Any) -> _Complaint | None:
+    """The grammar takes what any of the schemas takes; that is `oneOf` where no two of them take the same."""
+    schemas = node.get("oneOf")
+    pair = overlapping(schemas, root) if isinstance(schemas, list) else None
+    if pair is None:
+        return None
+    return _Complaint(
+        f"a 'oneOf' whose schemas {pair[0]} and {pair[1]} may take the same value",
+        why="the grammar cannot enforce that only one takes it",
+        next="use 'anyOf', or tell them apart by type, or by a required property with another 'const' in each",
+    )
+
+
+def _complaint_of_listed(node: dict[str, Any]) -> _Complaint | None:
+    """Values are written as they are listed, whatever stands beside them."""
+    listed = [keyword for keyword in ("const", "enum") if keyword in node]
+    if not listed:
+        return None
+    beside = sorted(set(node) - _ANNOTATIONS - {listed[0], "type", "format"})
+    if beside:
+        return _Complaint(f"{listed[0]!r} together with {', '.join(repr(name) for name in beside)}")
+    values = [node["const"]] if listed[0] == "const" else node["enum"]
+    for value in values if isinstance(values, list) else ():
+        if "type" in node and refuses(node, value):
+            said = json.dumps(value)
+            return _Complaint(
+                f"the value {said[:60]} in {listed[0]!r}", why=f"its 'type' {json.dumps(node['type'])[:60]} refuses it",
+                next="leave one of them out",
+            )  # fmt: skip
+    return None
+
+
+def _complaint_of_value(node: dict[str, Any]) -> _Complaint | None:
+    typed = [keyword for keyword in _FOR_ONE_TYPE if keyword in node]
+    if typed and not any(keyword in node for keyword in ("type", "enum", "const")):
+        return _Complaint(f"{typed[0]!r} without a 'type'")
+    if "multipleOf" in node and "number" in ([node["type"]] if isinstance(node.get("type"), str) else node.get("type") or ()):
+        return _Complaint("'multipleOf' of a 'number'", next="use the type 'integer', or leave it out")
+    length = any(name in node for name in _LENGTHS)
+    for keyword in ("pattern", "format"):
+        if length and keyword in node:
+            return _Complaint(f"{keyword!r} together with a length")
+    return None
+
+
+def _complaint_of_pattern(node: dict[str, Any]) -> _Complaint | None:
+    """Of `pattern`, and of the patterns of property names."""
+    mapped = node.get("patternProperties")
+    for keyword, patterns in (
+        ("pattern", [node.get("pattern")]),
+        ("patternProperties", mapped if isinstance(mapped, dict) else ()),
+    ):
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                continue
+            part = not_enforced(pattern)
+            if part is not None:
+                return _Complaint(f"a {keyword!r} with {part}", next="say it without")
+            # Such a character comes out as it is, not escaped; classes leave quotation marks out by themselves.
+            plain = _NEGATED_CLASS.sub("", pattern)
+            if _CONTROL.search(plain) or _QUOTE.search(_CLASS.sub("", plain)):
+                return _Complaint(
+                    f"a {keyword!r} with a character that JSON escapes (a quotation mark, a backslash, a control character)"
+                )
+    return None
+
+
+def _complaint_of_object(node: dict[str, Any]) -> _Complaint | None:
+    properties, required, patterns = node.get("properties", {}), node.get("required", []), node.get("patternProperties", {})
+    if not (isinstance(properties, dict) and isinstance(required, list)):
+        return None
+    if len(properties) > MAX_PROPERTIES:
+        return _Complaint(f"{len(properties)} properties in one object (the most is {MAX_PROPERTIES})")
+    unknown = [name for name in required if name not in properties]
+    if unknown:
+        return _Complaint(f"the required property {unknown[0]!r}, which 'properties' does not describe")
+    # A name that two of these speak of is held to one of them only.
+    for keyword in ("properties", "patternProperties"):
+        if "propertyNames" in node and node.get(keyword):
+            return _Complaint(f"'propertyNames' together with {keyword!r}")
+    if patterns and (properties or len(patterns) > 1):
+        return _Complaint("'patternProperties' together with " + ("'properties'" if properties else "another pattern"))
     return None
 
 

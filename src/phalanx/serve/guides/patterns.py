@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a regular expression the grammar would ignore or misread: it is refused, since only a line on stderr would tell of it, or
+said in another way.
+
+Seen with xgrammar 0.2.8: lookaheads and anchors in the middle are ignored; an escape that it does not know is its letter; a
+possessive quantifier gives back; `[^]` lets control characters and quotation marks into the JSON; `\\S` and `.` take the blanks and
+the ends of lines that are not ASCII. Everything else is either enforced, of the whole text, or refused by xgrammar itself.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+MAX_DEPTH = 100
+"""Groups open at once."""
+
+_TOKEN = re.compile(
+    r"""(?P<escape>\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.|$))
+      | (?P<class>\[\^?(?:\\.|[^\]\\])*\])
+      | (?P<open>\((?:\?:|\?P?<\w+>|(?!\?)))
+      | (?P<other>\(\?(?:<[=!]|.|$))
+      | (?P<close>\))
+      | (?P<or>\|)
+      | (?P<anchor>[\^$])
+      | (?P<times>[*+?]|\{\d+(?:,\d*)?\})
+      | (?P<plain>.)""",
+    re.DOTALL | re.VERBOSE,
+)
+_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
+_KNOWN_LETTERS = frozenset("dDwWsStnrfv0")
+_GROUPS = {"(?=": "a lookahead", "(?!": "a lookahead", "(?<=": "a lookbehind", "(?<!": "a lookbehind"}
+_ONCE = ("?", "{0,1}", "{1}", "{1,1}", "{0}")
+_SPACES = r"\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+"""What `\\s` takes beyond ASCII (ECMA-262, 22.2.2.9)."""
+_NO_SPACE = rf"[^\s{_SPACES}]"
+_NO_END_OF_LINE = r"[^\n\r\u2028\u2029]"
+
+
+@dataclass
+class _Group:
+    """Alternatives of items; an item is an anchor, a group, or "" for what takes characters."""
+
+    alternatives: list[list[_Group | str]] = field(default_factory=lambda: [[]])
+    repeated: bool = False
+    takes_nothing: bool = True
+
+
+def not_enforced(pattern: str) -> str | None:
+    """The first part of a pattern that the grammar would not enforce, in words; None when there is none."""
+    groups, times, at = [_Group()], "", 0
+    while at < len(pattern):
+        found = _TOKEN.match(pattern, at)
+        assert found is not None  # plain takes whatever is left
+        kind, text, before = found.lastgroup, found.group(), times
+        at, times = found.end(), ""
+        items = groups[-1].alternatives[-1]
+        complaint = _of_text(kind or "", text, start=found.start())
+        if complaint is not None:
+            return complaint
+        if kind in ("open", "other"):
+            groups.append(_Group())
+            items.append(groups[-1])
+            if len(groups) > MAX_DEPTH:
+                return f"groups nested deeper than {MAX_DEPTH}"
+        elif kind == "close" and len(groups) > 1:
+            groups.pop()
+        elif kind == "or":
+            groups[-1].alternatives.append([])
+        elif kind == "times":
+            times = before + text
+            if before and (text != "?" or (before[-1:] == "?" and len(before) > 1)):
+                return f"the quantifier {times!r}, one upon another"
+            if items and isinstance(items[-1], _Group):
+                items[-1].repeated = items[-1].repeated or text not in _ONCE
+        elif kind == "anchor":
+            items.append(text)
+        else:
+            items.append("")
+            for group in reversed(groups):
+                if not group.takes_nothing:
+                    break
+                group.takes_nothing = False
+    anchor = _misplaced(groups[0], first=True, last=True)
+    return None if anchor is None else f"the anchor {anchor!r} where it is not at an end"
+
+
+def in_unicode(pattern: str) -> str:
+    """The pattern with `\\S` and `.` written out: the grammar's take every character beyond ASCII."""
+    return "".join(_written_out(found.lastgroup, found.group()) for found in _TOKEN.finditer(pattern))
+
+
+def _written_out(kind: str | None, text: str) -> str:
+    if kind == "plain" and text == ".":
+        return _NO_END_OF_LINE
+    if kind == "escape" and text == r"\S":
+        return _NO_SPACE
+    if kind != "class":
+        return text
+    escapes = _ESCAPE.findall(text)
+    if text.startswith("[^"):
+        return f"[^{_SPACES}{text[2:]}" if r"\s" in escapes else text
+    if r"\S" not in escapes or r"\s" in escapes:
+        return text
+    rest = _ESCAPE.sub(lambda found: "" if found.group() == r"\S" else found.group(), text[1:])
+    rest = rf"[\{rest}" if rest.startswith("^") else f"[{rest}"
+    return _NO_SPACE if rest == "[]" else f"(?:{_NO_SPACE}|{rest})"
+
+
+def _of_text(kind: str, text: str, *, start: int) -> str | None:
+    if kind == "escape":
+        return _of_escape(text)
+    if kind == "class":
+        if text in ("[]", "[^]"):
+            return f"the class {text!r}"
+        return next((complaint for escape in _ESCAPE.findall(text) if (complaint := _of_escape(escape, inside=True))), None)
+    if kind == "other" and not (start == 0 and text == "(?i"):
+        return _GROUPS.get(text, f"a group that begins with {text!r}")
+    return None
+
+
+def _of_escape(text: str, *, inside: bool = False) -> str | None:
+    """inside: a class."""
+    letter = text[1:2]
+    if len(text) > 2 or not (letter.isascii() and letter.isalnum()) or letter in _KNOWN_LETTERS:
+        return None
+    if letter in "bB" and not inside:
+        return f"the word boundary {text!r}"
+    if letter == "k" or letter.isdigit():
+        return f"the backreference {text!r}"
+    return f"the escape {text!r}"
+
+
+def _misplaced(group: _Group, *, first: bool, last: bool) -> str | None:
+    """An anchor that something may come before ("^") or after ("$"). first, last: nothing comes before the group, or after it."""
+    for items in group.alternatives:
+        taking = [i for i, item in enumerate(items) if not _takes_nothing(item)]
+        begin, end = (taking[0], taking[-1]) if taking else (len(items), -1)
+        for i, item in enumerate(items):
+            leads, trails = first and i <= begin, last and i >= end
+            if isinstance(item, _Group):
+                found = _misplaced(item, first=leads and not item.repeated, last=trails and not item.repeated)
+                if found is not None:
+                    return found
+            elif (item == "^" and not leads) or (item == "$" and not trails):
+                return item
+    return None
+
+
+def _takes_nothing(item: _Group | str) -> bool:
+    return item.takes_nothing if isinstance(item, _Group) else item != ""

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schemas of a oneOf are apart when it can be proven, and what is written for one is never valid for another then."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from phalanx.serve.guides.one_of import overlapping
+
+INTEGER, STRING = {"type": "integer"}, {"type": "string"}
+
+
+def objects(*, required=None, **properties):
+    return {"type": "object", "properties": properties, "required": list(properties) if required is None else required}
+
+
+def kind(name):
+    return {"type": "string", "const": name}
+
+
+CAT, DOG = objects(kind=kind("cat"), lives=INTEGER), objects(kind=kind("dog"), lives=INTEGER)
+
+
+@pytest.mark.parametrize(
+    "schemas",
+    [
+        [INTEGER],
+        [INTEGER, STRING, {"type": ["array", "null"]}],
+        [{"type": "object"}, STRING],
+        [{"const": "a"}, {"const": "b"}, {"enum": ["c", 1]}],
+        [{"const": 1}, {"const": True}],
+        [STRING, {"enum": [1, None]}],
+        [CAT, DOG, {"type": "null"}],
+        [{"$ref": "#/$defs/cat"}, {"allOf": [{"$ref": "#/$defs/dog"}]}],
+        [{"anyOf": [CAT, {"type": "null"}]}, {"oneOf": [DOG, STRING]}],
+        [objects(a=objects(kind=kind("x"))), objects(a=objects(kind=kind("y")))],
+        [objects(a=INTEGER), objects(b=INTEGER)],  # neither is written with the other's property
+        [{**objects(a=INTEGER), "additionalProperties": False}, objects(a=INTEGER, b=STRING)],
+        [{key: CAT[key] for key in ("properties", "required")}, DOG],
+        [True, False],
+        [INTEGER, {"$ref": "#/$defs/a~1b"}],
+    ],
+)
+def test_apart(schemas):
+    root = {"oneOf": schemas, "$defs": {"cat": CAT, "dog": DOG, "a/b": STRING}}
+    assert overlapping(schemas, root) is None
+
+
+@pytest.mark.parametrize(
+    ("schemas", "pair"),
+    [
+        ([INTEGER, {"type": "number"}], (0, 1)),
+        ([{"type": "null"}, {"type": "number"}, {"const": 2.0}], (1, 2)),
+        ([{"const": 1}, {"const": 1.0}], (0, 1)),
+        ([{"enum": ["a", "b"]}, {"enum": ["b"]}], (0, 1)),
+        ([STRING, {"const": "a"}], (0, 1)),
+        ([STRING, {}], (0, 1)),
+        ([STRING, True], (0, 1)),
+        ([{**STRING, "pattern": "^a$"}, {**STRING, "pattern": "^b$"}], (0, 1)),
+        ([{**CAT, "required": []}, {**DOG, "required": []}], (0, 1)),
+        ([CAT, CAT], (0, 1)),
+        ([objects(a=INTEGER), objects(a={"type": "number"})], (0, 1)),
+        ([objects(a=INTEGER), objects(a=INTEGER, b=STRING)], (0, 1)),  # the second is valid for the first, which forbids nothing
+        ([objects(a=INTEGER), {**objects(b=INTEGER), "additionalProperties": True}], (0, 1)),
+        ([{"$ref": "#"}, STRING], (0, 1)),
+        ([{"$ref": "#/nowhere"}, STRING], (0, 1)),
+        ([{"anyOf": [{"type": "null"}, STRING]}, {"type": ["string", "array"]}], (0, 1)),
+    ],
+)
+def test_not_proven(schemas, pair):
+    assert overlapping(schemas, {"oneOf": schemas}) == pair
+
+
+def test_large_unions_take_no_time():
+    began = time.monotonic()
+    assert overlapping([objects(kind=kind(f"k{i}"), a=STRING, b=STRING) for i in range(120)], {}) is None
+    assert overlapping([{"enum": [f"{i}-{j}" for j in range(100)]} for i in range(90)], {}) is None
+    deep = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 8}}}
+    assert overlapping([{"$ref": "#/$defs/a"}, STRING], deep) == (0, 1)
+    assert time.monotonic() - began < 10
