@@ -16,12 +16,13 @@ VOCABULARY = [bytes([i]) for i in range(256)] + [b"ab", b"abc", b"<end>", b""]
 EOS, VOCAB = 258, 300  # logits are wider than the tokenizer
 
 
-def write(folder, regex, *, eos=(EOS,)):
+def write(folder, regex, *, eos=(EOS,), grammar=None):
     info = xgrammar.TokenizerInfo(VOCABULARY, xgrammar.VocabType.RAW, vocab_size=VOCAB, stop_token_ids=list(eos))
-    grammar = xgrammar.GrammarCompiler(info, max_threads=1).compile_regex(regex)
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    made = compiler.compile_regex(regex) if grammar is None else compiler.compile_grammar(grammar)
     files = {"tokenizer": folder / "tokenizer.json", "grammar": folder / "grammar.json"}
     files["tokenizer"].write_text(info.serialize_json(), encoding="utf-8")
-    files["grammar"].write_text(grammar.serialize_json(), encoding="utf-8")
+    files["grammar"].write_text(made.serialize_json(), encoding="utf-8")
     return json.dumps({name: str(path) for name, path in files.items()})
 
 
@@ -65,6 +66,16 @@ def test_without_a_stop_token_the_end_of_the_grammar_ends(tmp_path):
 def test_a_token_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(RequestError, match="token 98"):
         Matcher(write(tmp_path, "a")).accept(98)
+
+
+def test_where_no_token_may_follow_the_answer_is_refused_and_no_bug_is_reported(tmp_path):
+    matcher = Matcher(write(tmp_path, "a", grammar='root ::= "a" x | "b"\nx ::= x'))
+    assert allowed(matcher.mask()) == [ord("a"), ord("b")]
+    matcher.accept(ord("a"))
+    assert allowed(matcher.mask()) == []
+    with pytest.raises(RequestError, match="no token of this model may follow") as refused:
+        matcher.accept(0)
+    assert "bug" not in str(refused.value)
 
 
 @pytest.mark.parametrize("compiled", ["", "{", "[]", "{}", '{"tokenizer": "/nowhere/t", "grammar": "/nowhere/g"}'])

@@ -132,6 +132,14 @@ def test_structural_tag(tokenizer):
         (Guide(regex="\ud800"), "cannot be used"),
         (Guide(grammar="root ::= nobody"), "nobody"),
         (Guide(grammar=""), "root"),
+        (Guide(grammar="root ::= root"), "no finite text satisfies it: its rule 'root'"),
+        (Guide(grammar='root ::= "a" x | "b"\nx ::= "c" x'), "its rule 'x'"),
+        (Guide(json_schema='{"$ref": "#"}'), "no finite text"),
+        (
+            Guide(json_schema='{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}'),
+            "no finite text",
+        ),
+        (Guide(json_schema='{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'), "no finite text"),
         (Guide(structural_tag="{}"), "structural_tag"),
         (
             Guide(structural_tag='{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}'),
@@ -144,6 +152,16 @@ def test_a_bad_guide_says_what_is_wrong(tokenizer, guide, why):
     with pytest.raises(OptionError, match=why) as raised:
         compiled(guide, tokenizer)
     assert "/project/" not in str(raised.value)
+
+
+def test_a_grammar_that_no_token_can_begin_is_refused():
+    compiler = GuideCompiler([b"a", b"b", b""], [2])
+    try:
+        assert compiler.compile(Guide(regex="a|c")).compiled
+        with pytest.raises(OptionError, match="none of its tokens may come first"):
+            compiler.compile(Guide(regex="c"))
+    finally:
+        compiler.close()
 
 
 def test_a_guide_is_compiled_once_and_sent_by_name(tokenizer):

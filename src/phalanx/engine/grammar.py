@@ -61,6 +61,13 @@ class Matcher:
     def accept(self, token: int) -> None:
         """Take the token that was sampled; once finished, whatever comes is ignored. Raises RequestError when it does not fit."""
         if not self.finished and not self._matcher.accept_token(token):
+            self._matcher.fill_next_token_bitmask(self._words)
+            if not (self._words & self._known).any():  # whatever is sampled then
+                raise RequestError(
+                    "an answer under a grammar was asked for", held="no token of this model may follow what is written of it",
+                    why="the grammar leads on to what no text satisfies, or to characters that this model has no tokens for",
+                    next="change the grammar",
+                )  # fmt: skip
             raise RequestError(
                 f"token {token} was sampled under a grammar", why="the grammar does not take it there", next="report this as a bug"
             )

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from phalanx.comm.launch import read_config
+from phalanx.serve.guides.endless import endless_rule
 
 _SEPARATORS = (", ", ": ")
 _MAX_COMPILED = 32 << 20
@@ -50,7 +51,11 @@ def main() -> None:
 
 def _answer(compiler: Any, folder: Path, kind: str, text: str) -> dict[str, str]:
     try:
-        compiled = _compile(compiler, kind, text)
+        made = _compile(compiler, kind, text)
+        refused = _without_end(made)
+        if refused is not None:
+            return {"refused": refused}
+        compiled = str(made.serialize_json())
     except Exception as error:  # xgrammar raises RuntimeError, its own kinds, and whatever a conversion of the text raises
         return {"refused": _reason(error)}
     if len(compiled) > _MAX_COMPILED:
@@ -58,18 +63,31 @@ def _answer(compiler: Any, folder: Path, kind: str, text: str) -> dict[str, str]
     return {"path": str(store(folder, compiled))}
 
 
-def _compile(compiler: Any, kind: str, text: str) -> str:
+def _compile(compiler: Any, kind: str, text: str) -> Any:
     if kind == "json_schema":
-        made = compiler.compile_json_schema(text, any_whitespace=False, separators=_SEPARATORS, strict_mode=True)
-    elif kind == "json_object":
-        made = compiler.compile_json_schema(text, any_whitespace=False, separators=_SEPARATORS, strict_mode=False)
-    elif kind == "regex":
-        made = compiler.compile_regex(text)
-    elif kind == "grammar":
-        made = compiler.compile_grammar(text)
-    else:
-        made = compiler.compile_structural_tag(text)
-    return str(made.serialize_json())
+        return compiler.compile_json_schema(text, any_whitespace=False, separators=_SEPARATORS, strict_mode=True)
+    if kind == "json_object":
+        return compiler.compile_json_schema(text, any_whitespace=False, separators=_SEPARATORS, strict_mode=False)
+    if kind == "regex":
+        return compiler.compile_regex(text)
+    if kind == "grammar":
+        return compiler.compile_grammar(text)
+    return compiler.compile_structural_tag(text)
+
+
+def _without_end(compiled: Any) -> str | None:
+    """Why a model could not write a text that satisfies the grammar, if so."""
+    import numpy as np
+    import xgrammar
+
+    rule = endless_rule(str(compiled.grammar))
+    if rule is not None:
+        return f"no finite text satisfies it: its rule {rule!r} leads to itself on every way; give it a way that ends"
+    info = compiled.tokenizer_info
+    mask = np.zeros((1, (info.vocab_size + 31) // 32), dtype=np.int32)
+    matcher = xgrammar.GrammarMatcher(compiled, terminate_without_stop_token=not info.stop_token_ids)
+    matcher.fill_next_token_bitmask(mask)
+    return None if mask.any() else "no text of this model satisfies it: none of its tokens may come first"
 
 
 def store(folder: Path, text: str) -> Path:
