@@ -54,6 +54,7 @@ def test_what_is_left_out_says_why():
     [
         {"tokens": "0"}, {"tokens": "1,1"}, {"tokens": ""}, {"tokens": "1.5"}, {"hidden": "-8"}, {"hidden": "9999999999"},
         {"fusions": "RMS"}, {"strategies": "RING"}, {"dtype": "int4"}, {"strategies": "NCCL,GLOO"},
+        {"strategies": "LOWPRECISION"}, {"strategies": "NCCL,MNNVL"},
     ],
 )  # fmt: skip
 def test_bad_options(bad):

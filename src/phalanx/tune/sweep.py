@@ -12,7 +12,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.admit import admit
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS
 from phalanx.tables.message import DTYPE_BYTES, Fusion, Message, dtype_named
-from phalanx.tables.strategy import Choice, Strategy, choices
+from phalanx.tables.strategy import SUPPORTED, Choice, Strategy, choices
 
 _Item = TypeVar("_Item")
 
@@ -75,7 +75,7 @@ class Sweep:
     ) -> Sweep:
         """From what a command line says (comma-separated lists; None is the guide's grid and everything that runs).
 
-        Raises OptionError for a name nobody knows, a size below 1, or one given twice.
+        Raises OptionError for a name nobody knows, a strategy that does not run here, a size below 1, or one given twice.
         """
         asked = cls(fingerprint, dtype_named(dtype), auto=auto, max_bytes=max_bytes)
         if tokens is not None:
@@ -136,8 +136,17 @@ class Sweep:
 
 
 def named(text: str, flag: str) -> tuple[Strategy, ...]:
-    """The strategies of a comma-separated list. Raises OptionError for an unknown one, or one given twice."""
-    return _once([Choice.parse(name).strategy for name in _names(text)], flag)
+    """The strategies of a comma-separated list. Raises OptionError for an unknown one, one that does not run here, or one given
+    twice."""
+    found = [Choice.parse(name).strategy for name in _names(text)]
+    for strategy in found:
+        if strategy not in (*SUPPORTED, Strategy.AUTO):
+            raise OptionError(
+                f"{flag} {strategy.name} was asked for",
+                held="Phalanx knows the name from TensorRT-LLM's tables and does not run it",
+                next=f"choose among {', '.join(one.name for one in SUPPORTED)} (between CPU ranks NCCL is GLOO) and AUTO",
+            )
+    return _once(found, flag)
 
 
 def _names(text: str) -> list[str]:
