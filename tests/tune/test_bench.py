@@ -23,7 +23,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("PHALANX_TEST_FAULTS", str(tmp_path / "faults.json"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
-    def go(faults=None, *, tokens="1,16", strategies="GLOO,ONESHOT", stop_after=None, samples=None, **fields):
+    def go(faults=None, *, tokens="1,16", hidden="128", strategies="GLOO,ONESHOT", stop_after=None, samples=None, **fields):
         monkeypatch.setenv("PHALANX_TEST_SAMPLES", json.dumps(samples or [5.0, 6.0, 7.0]))
         (tmp_path / "faults.json").write_text(json.dumps(faults or {}), encoding="utf-8")
         fields = {"method": {"calls": 2, "replays": 3}, "module": "tests.tune.playing_rank"} | fields
@@ -35,7 +35,7 @@ def run(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
 
         def sweep(fingerprint):
-            return Sweep.of(fingerprint, tokens=tokens, hidden="128", fusions="NONE", strategies=strategies)
+            return Sweep.of(fingerprint, tokens=tokens, hidden=hidden, fusions="NONE", strategies=strategies)
 
         found = bench(Run(2, "cpu", tmp_path / "data", sweep, **fields), progress)
         return found, [Task.parse(what) for what in told if what]
@@ -104,6 +104,77 @@ def test_a_broken_run_resumes_and_a_finished_one_extends(run):
     assert len(measured) == 4
     assert more.times.items() >= whole.times.items()
     assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 8
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_finished_csv_is_not_replaced_unasked(run):
+    """Neither by a narrower run nor by the same one nor by one after a broken extension; nothing is measured or touched."""
+    run()
+    path = run.folder / "benchmark.tp2.sm0.csv"
+    before = contents(run.folder)
+    for fields in ({}, {"tokens": "1"}, {"tokens": "32"}, {"tokens": "1,16,32"}):
+        with pytest.raises(
+            OptionError, match=r"holds 4 times \(bf16, tokens 1 to 16, .*--extend .*--remeasure .*--restart"
+        ) as error:
+            run(**fields)
+        assert str(path) in str(error.value)
+        assert "drop all of them" in str(error.value)
+        assert contents(run.folder) == before
+    with pytest.raises(KeyboardInterrupt):
+        run(extend=True, tokens="1,16,32", stop_after=1)
+    before = contents(run.folder)
+    with pytest.raises(OptionError, match="drop all of them"):
+        run(tokens="1,16,32")
+    assert contents(run.folder) == before
+    found, measured = run(extend=True, tokens="1,16,32")
+    assert (len(found.times), len(measured)) == (6, 1)
+
+
+def test_a_csv_is_replaced_on_demand_and_a_broken_replacement_goes_on(run):
+    run(tokens="1,16,32")
+    with pytest.raises(KeyboardInterrupt):
+        run(restart=True, stop_after=2, samples=[8.0, 9.0, 10.0])
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 6
+    part, measured = run({ONESHOT.format(16): "hang"}, time_limit=1.5, samples=[8.0, 9.0, 10.0])
+    assert len(measured) + 1 == len(part.times) - 1
+    found, measured = run()
+    assert [str(task) for task in measured] == [ONESHOT.format(16)]
+    assert sorted(found.times.values()) == [6.0, 9.0, 9.0, 9.0]
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == found.times
+    part, _ = run({ONESHOT.format(16): "hang"}, time_limit=1.5, restart=True)
+    assert part.facts["complete"].endswith("run the same command again, without --restart")
+
+
+def test_an_unreadable_csv_is_not_replaced_unasked(run):
+    run.folder.mkdir()
+    (run.folder / "benchmark.tp2.sm0.csv").write_text("something,else\n", encoding="utf-8")
+    with pytest.raises(OptionError, match="the column 'something' is unknown; give --restart to replace it"):
+        run()
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv"]
+    found, _ = run(restart=True)
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == found.times
+
+
+def test_no_time_is_no_success(run):
+    """Every candidate fails, or the limit is over before the first: an error with the reasons, and no CSV."""
+    faults = {"bf16 NONE 1x128 NCCL": "die", ONESHOT.format(1): "raise"}
+    with pytest.raises(EngineError, match=r"not one of 2 candidates at tp 2.*SIGKILL; .*ONESHOT: rank 0: Arith.*a kernel said no"):
+        run(faults, tokens="1")
+    assert files(run.folder) == []
+    with pytest.raises(EngineError, match="the time limit was over; run the same command again, with a longer --time_limit"):
+        run({"bf16 NONE 1x128 NCCL": "hang"}, tokens="1", time_limit=1.0)
+    assert files(run.folder) == ["benchmark.tp2.sm0.journal"]
+    found, measured = run(tokens="1")
+    assert len(measured) == len(found.times) == 2
+
+
+def test_a_plan_with_nothing_in_it_is_refused(run):
+    with pytest.raises(OptionError, match=r"all of its 1 candidates .*1x12 ONESHOT: ONESHOT moves 8 .*; name other --strategies"):
+        run(hidden="12", tokens="1", strategies="ONESHOT")
+    assert not run.folder.exists()
 
 
 def test_a_journal_can_be_dropped(run):

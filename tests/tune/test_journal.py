@@ -26,7 +26,7 @@ def written(path) -> bytes:
 
 
 def test_resumes_after_any_cut(tmp_path):
-    path = journal_path(tmp_path, NVLINK2)
+    path = journal_path(tmp_path, NVLINK2.world, NVLINK2.sm)
     data = written(path)
     ends = [i + 1 for i, byte in enumerate(data) if byte == 10]
     for cut in range(0, len(data) + 1, 7):
@@ -97,6 +97,22 @@ def test_what_a_head_does_not_tell_is_no_difference(tmp_path):
     for head in ({**HEAD, "fingerprint": "sm90.pcie.tp2"}, {**HEAD, "torch": "2.12"}):
         with pytest.raises(OptionError, match=r"differs in (fingerprint|torch)"):
             Journal(path, head)
+
+
+def test_what_is_to_be_replaced_is_kept(tmp_path):
+    path = tmp_path / "j"
+    written(path)
+    journal = Journal(path, HEAD)
+    assert not journal.anew
+    journal.begin_anew()
+    journal.close()
+    journal = Journal(path, HEAD)
+    assert journal.anew
+    assert journal.resumed == 2
+    journal.close()
+    journal = Journal(path, HEAD, restart=True)
+    assert not journal.anew
+    journal.close()
 
 
 def test_who_measured_is_kept(tmp_path):

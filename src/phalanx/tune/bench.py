@@ -23,7 +23,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.log import get_logger
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
-from phalanx.tune import records
+from phalanx.tune import records, refuse
 from phalanx.tune.journal import Journal, differences, journal_path
 from phalanx.tune.records import Bench
 from phalanx.tune.sweep import Sweep, Task
@@ -43,10 +43,10 @@ class Run:
     """How to run.
 
     sweep: the plan for the machine that the ranks find themselves on. Seconds: deadline of one candidate, start of the group, and
-    limit of the whole run (None: none). restart: drop a broken run's journal. extend: measure only what the CSV there lacks.
-    again: strategies whose times, in the journal or in the CSV, are to be measured again; the rest of the CSV is kept, as with
-    extend. method: fields of `ranks.measure.Method`. max_bytes: the longest message without chunks. module: of the ranks. commit:
-    where git cannot say.
+    limit of the whole run (None: none). restart: drop a broken run's journal and, unless it is to be extended, replace the CSV.
+    extend: measure only what the CSV there lacks. again: strategies whose times, in the journal or in the CSV, are to be measured
+    again; the rest of the CSV is kept, as with extend. method: fields of `ranks.measure.Method`. max_bytes: the longest message
+    without chunks. module: of the ranks. commit: where git cannot say.
     """
 
     world: int
@@ -64,12 +64,24 @@ class Run:
     module: str = _MODULE
     commit: str | None = None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether what the CSV there holds stays in it."""
+        return self.extend or bool(self.again)
+
+
+def check(run: Run, sm: int) -> None:
+    """Refuse what can be seen without ranks: a CSV that no broken run belongs to, and that the run would replace."""
+    if not (run.keeps or run.restart or journal_path(run.folder, run.world, sm).exists()):
+        refuse.lost_times(records.csv_path(run.folder, run.world, sm))
+
 
 def bench(run: Run, progress: Progress | None = None) -> Bench:
     """Measure all that `run` plans, and write CSV and sidecar. What a broken run has measured already is taken from its journal.
 
     A run that its time limit ends writes what it has, keeps the journal and says so in facts["complete"].
-    Raises EngineError when the ranks cannot start, OptionError when the folder holds another run's journal.
+    Raises EngineError when the ranks cannot start, or not one candidate got a time; OptionError when the folder holds another run's
+    journal, or a CSV whose times would be lost, or when the plan leaves nothing to measure.
     """
     end = time.monotonic() + run.time_limit if run.time_limit else float("inf")
     state: State | None = None
@@ -130,13 +142,15 @@ class State:
         self.fingerprint, self.facts, self.progress = fingerprint, facts | run_facts(run.commit), progress
         self.folder, self.sweep = run.folder, run.sweep(fingerprint)
         self.tasks, self.refused = self.sweep.plan()
+        refuse.empty_plan(run.world, self.tasks, self.refused)
+        self.once_more = "run the same command again" + (", without --restart" if run.restart else "")
         self.before: Bench | None = None
         path = records.csv_path(run.folder, fingerprint.world, fingerprint.sm)
         same = {key: facts[key] for key in _VERSIONS if key in facts}
-        if (run.extend or run.again) and path.exists():
+        if run.keeps and path.exists():
             self.before = _of_the_same(records.read(path), same, path)
         head = {"fingerprint": str(fingerprint), "method": run.method} | same
-        self.journal = Journal(journal_path(run.folder, fingerprint), head, restart=run.restart)
+        self.journal = _journal(run, fingerprint, head)
         if self.journal.resumed:
             _log.info("%d results of a broken run are taken from %s", self.journal.resumed, self.journal.path)
             if not self.journal.sittings and path.exists():  # an older journal: what it has measured, the sidecar tells of
@@ -188,7 +202,7 @@ class State:
             self.facts["complete"] = f"no: a wider run, with {len(wider)} more results here, has not ended; run its command again"
         else:
             stand = f", {old} of them with their old times until then" if old else ""
-            self.facts["complete"] = f"no: {left} of {len(self.tasks)} are left{stand}; run the same command again"
+            self.facts["complete"] = f"no: {left} of {len(self.tasks)} are left{stand}; {self.once_more}"
         earlier = [" at ".join(sitting.values()) for sitting in self.journal.sittings[:-1]]
         if earlier:
             self.facts["earlier"] = "; ".join(dict.fromkeys(earlier))
@@ -208,7 +222,30 @@ class State:
             records.write(found, self.folder)
         if complete and not wider:
             self.journal.finish()
+        if not found.times:
+            reasons = refuse.left_out(self.journal.skips) + ([] if complete else [f"{_TIME_IS_UP} was over"])
+            raise EngineError(
+                f"not one of {len(self.tasks)} candidates at tp {self.fingerprint.world} got a time",
+                why="; ".join(reasons),
+                next="see the ranks' messages above" if complete else f"{self.once_more}, with a longer --time_limit",
+            )
         return found
+
+
+def _journal(run: Run, fingerprint: Fingerprint, head: dict[str, Any]) -> Journal:
+    """The run's journal; refuses a run that would drop times of a CSV that is there."""
+    check(run, fingerprint.sm)
+    journal = Journal(journal_path(run.folder, fingerprint.world, fingerprint.sm), head, restart=run.restart)
+    try:
+        if run.restart and not run.keeps:
+            journal.begin_anew()
+        elif not (run.keeps or journal.anew):
+            known = {*journal.samples, *journal.skips}
+            refuse.lost_times(records.csv_path(run.folder, fingerprint.world, fingerprint.sm), known)
+    except BaseException:
+        journal.close()
+        raise
+    return journal
 
 
 _VERSIONS = ("torch", "triton", "nccl", "gpu", "driver", "cpu", "phalanx")
@@ -226,7 +263,7 @@ def _of_the_same(old: Bench, versions: dict[str, str], path: Path) -> Bench:
         raise OptionError(
             f"{path} was to be extended",
             why="it was measured with another " + ", ".join(f"{key} ({old.facts[key]}, not {versions[key]})" for key in differs),
-            next="measure into another --save_csv_dir",
+            next="measure into another --save_csv_dir, or give --restart alone to replace it",
         )
     return old
 

@@ -2,7 +2,8 @@
 """The journal of a run: a line for each result as it comes, so that a broken run resumes. One process writes it.
 
 The first line says what the run is of; each other line is a task and its samples, or why it was skipped, or which tasks are to be
-measured again, or who sat down to measure, and when. A last line that was cut short is dropped: its task is measured again.
+measured again, or who sat down to measure, and when, or that the CSV beside it is to be replaced. A last line that was cut short is
+dropped: its task is measured again.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import OptionError, TableError
-from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tune.sweep import Task
 
+_KEEP = " (with --extend, if a CSV beside it is to be kept)"
 
-def journal_path(folder: Path, fingerprint: Fingerprint) -> Path:
-    return folder / f"benchmark.tp{fingerprint.world}.sm{fingerprint.sm}.journal"
+
+def journal_path(folder: Path, world: int, sm: int) -> Path:
+    return folder / f"benchmark.tp{world}.sm{sm}.journal"
 
 
 class Journal:
     """samples: microseconds by task; skips: reasons by task; both as of before this run and from it. pending: tasks of these that
-    are to be measured again and have not been yet. sittings: who measured, and when, oldest first."""
+    are to be measured again and have not been yet. sittings: who measured, and when, oldest first. anew: whether the results are to
+    replace a CSV that was there before."""
 
     def __init__(self, path: Path, head: dict[str, Any], *, restart: bool = False) -> None:
         """Open or begin a journal at `path`. head: what must be equal for results to belong together.
@@ -37,6 +40,7 @@ class Journal:
         self.skips: dict[Task, str] = {}
         self.pending: set[Task] = set()
         self.sittings: list[dict[str, str]] = []
+        self.anew = False
         self._asked_again: set[Task] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if restart:
@@ -51,6 +55,11 @@ class Journal:
     @property
     def resumed(self) -> int:
         return len(self.samples) + len(self.skips)
+
+    def begin_anew(self) -> None:
+        """Note that the CSV is to be replaced, so that a broken run may go on without being told again."""
+        self.anew = True
+        self._write({"anew": True})
 
     def sit_down(self, facts: dict[str, str]) -> None:
         """Note who measures what comes now."""
@@ -116,6 +125,8 @@ class Journal:
                     self._take(Task.parse(line["task"]), [float(us) for us in line["samples"]])
                 elif "again" in line:
                     self._ask_again([Task.parse(task) for task in line["again"]])
+                elif "anew" in line:
+                    self.anew = bool(line["anew"])
                 elif "sitting" in line:
                     self.sittings.append({str(key): str(value) for key, value in line["sitting"].items()})
                 else:
@@ -124,13 +135,13 @@ class Journal:
                 raise TableError(
                     f"{self.path.name} line {number} is no line of a journal",
                     why=f"{type(error).__name__}: {error}",
-                    next="give --restart to begin anew, or another --save_csv_dir",
+                    next=f"give --restart to begin anew{_KEEP}, or another --save_csv_dir",
                 ) from None
         if whole and (differs := differences(held, head)):
             raise OptionError(
                 f"{self.path} holds a broken run of something else",
                 why=f"it differs in {', '.join(differs)}",
-                next="give --restart to drop it and begin anew, or another --save_csv_dir",
+                next=f"give --restart to drop it and begin anew{_KEEP}, or another --save_csv_dir",
             )
         return whole
 
