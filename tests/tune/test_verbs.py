@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import OptionError, PhalanxError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import cpp_lookup, shipped
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
 from phalanx.tables.table_file import load
 from phalanx.tune import records
-from phalanx.tune.verbs import app
+from phalanx.tune.verbs import app, main
 from tests.tune.made_up import NVLINK2, SMALL, folder_of
 
 
@@ -73,6 +74,41 @@ def test_a_strategy_is_measured_again(tmp_path, home):
     assert changed == {"bf16 NONE 1x128 NCCL"}
 
 
+def test_a_folder_with_a_finished_csv(tmp_path, home, monkeypatch, caplog):
+    """No rank starts for what would lose it, nor where nothing is left to measure, and `tune` goes on with nothing."""
+    size = ["--tp_size", 2, "--device", "cpu", "--tokens", "1,16384", "--hidden", 128, "--save_csv_dir", tmp_path / "made"]
+    size += ["--fusions", "NONE", "--calls", 5, "--replays", 3, "--max_mib", 1]
+    with caplog.at_level(logging.INFO, "phalanx"):
+        printed, error = verb("bench", *size)
+    assert (error, printed) == (None, f"{tmp_path}/made/benchmark.tp2.sm0.csv\n")
+    assert "tp 2: left out: bf16 NONE 16384x128 NCCL and 2 more like it: 4.0 MiB is more than --max_mib 1" in caplog.text
+    before = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    monkeypatch.setattr("phalanx.comm.launch.start", lambda *_: pytest.fail("a rank starts"))
+    for name, more, says in (
+        ("bench", [], "holds 3 times (bf16, tokens 1, hidden 128, NONE, GLOO, ONESHOT, TWOSHOT) of "),
+        ("tune", [], "--restart to begin anew"),
+        ("bench", ["--tp_size", "4,2"], "--restart to begin anew"),
+        ("tune", ["--tokens", 16384], "give a larger --max_mib"),
+        ("tune", ["--tokens", 16384, "--restart"], "give a larger --max_mib"),
+    ):
+        printed, error = verb(name, *size, *more)
+        assert isinstance(error, OptionError)
+        assert says in str(error)
+        assert not printed
+        assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == before
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # started again behind a hang: what is there is this run's own
+    assert "--restart to begin anew" in str(verb("bench", *size, "--restart")[1])
+
+
+def test_a_failure_of_the_system_is_one_line(tmp_path, capfd):
+    folder_of(tmp_path, NVLINK2, **SMALL)
+    for argument, status in ((tmp_path / "benchmark.tp2.sm90.csv" / "below", 1), (tmp_path / "tables", 0)):
+        assert main(["import", str(tmp_path / "benchmark.tp2.sm90.csv"), "--folder", str(argument)]) == status
+        said = capfd.readouterr().err
+        assert said.startswith("phalanx: [Errno 20] Not a directory: ") if status else not said
+        assert said.count("\n") == status
+
+
 def test_codegen_and_plot_rerun_alone(tmp_path):
     folder_of(tmp_path, NVLINK2, **SMALL | {"fusions": "NONE"})
     printed, error = verb("codegen", "--data_dir", tmp_path)
@@ -90,6 +126,24 @@ def test_codegen_and_plot_rerun_alone(tmp_path):
     printed, error = verb("explain", "--tp_size", 2, "--hidden", 8192, "--table", table, "--fusions", "NONE")
     assert error is None
     assert "ONESHOT" in printed
+
+
+def test_explain_takes_the_ranks_from_table_or_machine(tmp_path, home):
+    folder_of(tmp_path, NVLINK2, **SMALL | {"fusions": "NONE"})
+    assert verb("codegen", "--data_dir", tmp_path)[1] is None
+    table = tmp_path / "tables" / "sm90.nvlink.tp2.json"
+    said = {verb("explain", "--table", table, "--fusions", "NONE", *more) for more in ([], ["--tp_size", 2])}
+    ((printed, error),) = said
+    assert error is None
+    assert printed.startswith("sm90.nvlink.tp2: ")
+    for more in (["--tp_size", 4], ["--machine", "sm90.pcie.tp2"]):
+        printed, error = verb("explain", "--table", table, *more)
+        assert isinstance(error, OptionError)
+        assert not printed
+        assert f"--table {table}; " in str(error)
+    printed, error = verb("explain", "--machine", "sm90.nvlink.tp4", "--fusions", "NONE")
+    assert error is None
+    assert "sm90.nvlink.tp4: " in printed
 
 
 def test_explain_an_unknown_machine(home):
@@ -118,11 +172,24 @@ def test_import_of_csvs_and_code(tmp_path, home):
     assert table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 4096, 128).strategy is Strategy.TWOSHOT
 
 
+NOTHING = ["--tp_size", "2", "--device", "cpu", "--tokens", "16384", "--hidden", "8192"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["bench", "--tp_size", "1", "--device", "cpu"], "can form 2 to 8 ranks on cpu"),
-        (["bench", "--tp_size", "2,2", "--device", "cpu"], "--tp_size 2,2"),
+        (["bench", "--tp_size", "2,2", "--device", "cpu"], "--tp_size 2,2 was asked for; 2 stands there twice"),
+        (["bench", "--tp_size", "2,x", "--device", "cpu"], "'x' is no number of ranks"),
+        (["bench", "--tp_size", "2,", "--device", "cpu"], "'' is no number of ranks"),
+        (["bench", "--tp_size", "2,9", "--device", "cpu"], "can form 2 to 8 ranks on cpu, not 9"),
+        (["bench", *NOTHING, "--max_mib", "nan"], "--max_mib nan is no size"),
+        (["bench", *NOTHING], "256.0 MiB is more than --max_mib 4; give a larger --max_mib"),
+        (["tune", *NOTHING], "256.0 MiB is more than --max_mib 4; give a larger --max_mib"),
+        (["bench", "--tp_size", "2", "--device", "cpu", "--strategies", "LOWPRECISION"], "choose among NCCL, ONESHOT, TWOSHOT"),
+        (["tune", "--tp_size", "2", "--device", "cpu", "--strategies", "NCCL,MNNVL"], "choose among NCCL, ONESHOT, TWOSHOT"),
+        (["bench", "--tp_size", "2", "--device", "cpu", "--save_csv_dir", "/dev/null"], "/dev/null was asked for; nothing can be"),
+        (["tune", "--tp_size", "2", "--device", "cpu", "--save_csv_dir", "/proc/d"], "/proc/d was asked for; nothing can be"),
         (["bench", "--tp_size", "2", "--device", "tpu"], "auto, cuda or cpu"),
         (["bench", "--tp_size", "2", "--device", "cpu", "--fusions", "RMS"], "fusion 'RMS' is unknown"),
         (["bench", "--tp_size", "2", "--device", "cpu", "--tokens", "0"], "'0' is no size"),
@@ -133,6 +200,7 @@ def test_import_of_csvs_and_code(tmp_path, home):
         (["import", "nowhere.cpp"], "cannot be read"),
         (["explain", "--tp_size", "4", "--machine", "sm90.nvlink.tp2"], "the same number of ranks"),
         (["explain", "--tp_size", "2", "--table", "nowhere.json"], "cannot be read"),
+        (["explain"], "--tp_size is missing; nothing else says how many ranks are meant; give it, or --machine, or --table"),
     ],
 )
 def test_bad_options_start_nothing(arguments, says, tmp_path, monkeypatch, home):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +20,10 @@ from phalanx.tables.message import Fusion, dtype_named
 from phalanx.tables.strategy import INCUMBENT, SUPPORTED, Strategy
 from phalanx.tables.table import Row, Section, Span, Table
 from phalanx.tables.table_file import load, save
-from phalanx.tune.bench import Progress, Run
+from phalanx.tune import refuse
+from phalanx.tune.bench import Progress, Run, check
 from phalanx.tune.ranks.outside import Place
-from phalanx.tune.records import csv_path, read, read_folder
+from phalanx.tune.records import Bench, csv_path, read, read_folder
 from phalanx.tune.sweep import Sweep, named
 
 _log = get_logger(__name__)
@@ -53,8 +55,11 @@ class Asked:
     commit: str | None = None
 
     def run(self, world: int, device: str) -> Run:
-        """What `tune.bench` takes. Raises OptionError for a list that nobody can honour, before any rank starts."""
+        """What `tune.bench` takes. Raises OptionError before any rank starts for a list that nobody can honour, or that leaves
+        nothing to measure even where ranks reach each other's memory."""
         mib = _CPU_MAX_MIB if self.max_mib is None and device == "cpu" else self.max_mib
+        if mib is not None and not 0 < mib < math.inf:
+            raise OptionError(f"--max_mib {mib:g} is no size", next="give a number of MiB above 0, or leave it out")
 
         def sweep(fingerprint: Fingerprint) -> Sweep:
             return Sweep.of(
@@ -71,6 +76,7 @@ class Asked:
                     held="it is not among those to be measured",
                     next="name it in --strategies (AUTO: or give --enable_auto)",
                 )
+        refuse.empty_plan(world, *planned.plan())
         return Run(
             world, device, self.folder, sweep, self.deadline, self.start_timeout, self.time_limit, self.restart, self.extend,
             frozenset(again), {"calls": self.calls, "replays": self.replays}, commit=self.commit,
@@ -90,32 +96,48 @@ def bench(tp_size: str, asked: Asked, outside: Place | None) -> list[Path]:
     device, count = _device(asked.device)
     if outside is not None:
         return _bench_outside(tp_size, asked, device, outside)
-    paths = []
-    for world in _tp_sizes(tp_size, device, count):
-        from phalanx.tune import bench as bench_
+    from phalanx.tune import bench as bench_
 
-        with _progress(f"tp {world}") as progress:
-            found = bench_.bench(asked.run(world, device), progress)
-        paths.append(csv_path(asked.folder, found.world, found.sm))
-        _log.info(
-            "tp %d: %d times, %d candidates left out, complete: %s",
-            world,
-            len(found.times),
-            len(found.skips),
-            found.facts["complete"],
-        )
+    runs = [asked.run(world, device) for world in _tp_sizes(tp_size, device, count)]
+    _can_write(runs)
+    paths = []
+    for run in runs:
+        with _progress(f"tp {run.world}") as progress:
+            paths.append(_told(bench_.bench(run, progress), asked.folder))
     return paths
+
+
+def _can_write(runs: list[Run]) -> None:
+    """Refuse a folder that takes no results, and runs that would drop what it holds, before any rank starts."""
+    for run in runs:
+        sm = 0 if run.device == "cpu" else _sm()
+        if sm is not None:
+            check(run, sm)
+    refuse.unwritable_folder(runs[0].folder)
+
+
+def _told(found: Bench, folder: Path) -> Path:
+    """The CSV that a benchmark has written, after its summary."""
+    path, complete = csv_path(folder, found.world, found.sm), found.facts["complete"]
+    _log.info("tp %d: %d times, %d candidates left out, complete: %s", found.world, len(found.times), len(found.skips), complete)
+    for reason in refuse.left_out(found.skips):
+        _log.info("tp %d: left out: %s", found.world, reason)
+    return path
 
 
 def _bench_outside(tp_size: str, asked: Asked, device: str, outside: Place) -> list[Path]:
     from phalanx.tune.ranks import outside as outside_
 
     if tp_size not in ("all", str(outside.world)):
-        raise OptionError(f"--tp_size {tp_size} was asked for", held=f"the launcher started {outside.world} ranks")
+        raise OptionError(
+            f"--tp_size {tp_size} was asked for", held=f"the launcher started {outside.world} ranks", next="leave it out"
+        )
     if asked.time_limit is not None:
         raise OptionError("--time_limit was asked for", why="a launcher's ranks are not ours to end", next="leave it out")
-    found = outside_.bench(asked.run(outside.world, device), outside)
-    return [csv_path(asked.folder, found.world, found.sm)]
+    run = asked.run(outside.world, device)
+    if outside.rank == 0:  # who writes; the folders of other hosts are nobody's business
+        _can_write([run])
+    return [_told(outside_.bench(run, outside), asked.folder)]
 
 
 def codegen(
@@ -148,23 +170,47 @@ def install(folder: Path, into: Path | None = None) -> list[Path]:
 
 
 def explain(
-    tp_size: int, hidden: int, dtype: str, fusions: str | None, machine: str | None, table: Path | None, device: str
+    tp_size: int | None, hidden: int, dtype: str, fusions: str | None, machine: str | None, table: Path | None, device: str
 ) -> Iterator[str]:
-    """The lines of `explain`."""
+    """The lines of `explain`. tp_size: may be None where machine or table says it."""
     from phalanx.tune.explain import lines
 
     if table is not None:
         held = load(table)
+        _same_machine(held.fingerprint, tp_size, f"--table {table}")
+        if machine and Fingerprint.parse(machine) != held.fingerprint:
+            raise OptionError(
+                f"--machine {machine} of --table {table}", held=f"the table is of {held.fingerprint}", next="leave --machine out"
+            )
     else:
-        fingerprint = Fingerprint.parse(machine) if machine else _here(tp_size, device)
-        if fingerprint.world != tp_size:
-            raise OptionError(f"--tp_size {tp_size} of --machine {machine}", next="give the same number of ranks in both")
+        fingerprint = _machine(tp_size, machine, device)
         held = shipped.table_for(fingerprint)
         advice = shipped.advice(fingerprint)
         if advice:
             yield advice
     chosen = tuple(Fusion.named(name.strip()) for name in fusions.split(",")) if fusions else tuple(Fusion)
     yield from lines(held, dtype_named(dtype), hidden, chosen)
+
+
+def _machine(tp_size: int | None, machine: str | None, device: str) -> Fingerprint:
+    if machine:
+        named_ = Fingerprint.parse(machine)
+        _same_machine(named_, tp_size, f"--machine {machine}")
+        return named_
+    if tp_size is None:
+        raise OptionError(
+            "--tp_size is missing", why="nothing else says how many ranks are meant", next="give it, or --machine, or --table"
+        )
+    return _here(tp_size, device)
+
+
+def _same_machine(found: Fingerprint, tp_size: int | None, by: str) -> None:
+    if tp_size not in (None, found.world):
+        raise OptionError(
+            f"--tp_size {tp_size} of {by}",
+            held=f"that is of {found.world} ranks",
+            next="give the same number of ranks in both, or leave --tp_size out",
+        )
 
 
 def import_(files: list[Path], link: str, folder: Path | None) -> Iterator[str]:
@@ -239,10 +285,7 @@ def _gpu_count() -> int:
 def _tp_sizes(asked: str, device: str, count: int) -> list[int]:
     """The sizes to measure. On CPU "all" is those of the guide that have a core for each rank, and at least 2."""
     if asked != "all":
-        sizes = [int(part) if part.strip().isdecimal() else 0 for part in asked.split(",")]
-        if not all(2 <= size <= count for size in sizes) or len(set(sizes)) != len(sizes):
-            raise OptionError(f"--tp_size {asked} was asked for", held=f"this machine can form 2 to {count} ranks on {device}")
-        return sizes
+        return _named_sizes(asked, device, count)
     if device == "cpu":
         from phalanx.hardware.probe import cores
 
@@ -253,6 +296,33 @@ def _tp_sizes(asked: str, device: str, count: int) -> list[int]:
             "a benchmark was asked for", held=f"{count} GPU here", why="one rank has nothing to reduce", next="--device cpu"
         )
     return sizes
+
+
+def _named_sizes(asked: str, device: str, count: int) -> list[int]:
+    """The sizes of a comma-separated list."""
+    parts = [part.strip() for part in asked.split(",")]
+    sizes = [int(part) if part.isdecimal() and len(part) < 10 else 0 for part in parts]
+    for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        if not part.isdecimal():
+            held, cure = f"{part!r} is no number of ranks", "give whole numbers separated by commas, or all"
+        elif not 2 <= size <= count:
+            held, cure = f"this machine can form 2 to {count} ranks on {device}, not {part}", "give fewer ranks, at least 2"
+        elif size in sizes[:number]:
+            held, cure = f"{part} stands there twice", "give each size once"
+        else:
+            continue
+        raise OptionError(f"--tp_size {asked} was asked for", held=held, next=cure)
+    return sizes
+
+
+def _sm() -> int | None:
+    """The SM version of this machine's GPUs, where it can be had without a CUDA context."""
+    try:
+        from phalanx.hardware.probe import look
+
+        return next((gpu.sm for gpu in look().gpus), None)
+    except ImportError:
+        return None
 
 
 def _here(tp_size: int, device: str) -> Fingerprint:

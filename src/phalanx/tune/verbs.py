@@ -6,8 +6,10 @@ Each stage reads the files of the one before: bench writes CSVs, codegen and plo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +48,9 @@ Deadline = Annotated[
 ]
 StartTimeout = Annotated[float, typer.Option("--start_timeout", min=1, help="Seconds for the ranks to meet.")]
 TimeLimit = Annotated[float | None, typer.Option("--time_limit", help="Seconds per TP size, after which what there is is written.")]
-Restart = Annotated[bool, typer.Option("--restart", help="Drop what a broken run has measured.")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Begin anew: drop what a broken run has measured, and replace the CSV there.")
+]
 Extend = Annotated[bool, typer.Option("--extend", help="Measure only what the CSV there lacks, and keep the rest of it.")]
 Remeasure = Annotated[
     str | None,
@@ -60,6 +64,7 @@ MpiLocal = Annotated[int | None, typer.Option(hidden=True, envvar=["OMPI_COMM_WO
 EnvRank = Annotated[int | None, typer.Option(hidden=True, envvar="RANK")]
 EnvWorld = Annotated[int | None, typer.Option(hidden=True, envvar="WORLD_SIZE")]
 EnvLocal = Annotated[int | None, typer.Option(hidden=True, envvar="LOCAL_RANK")]
+Restarts = Annotated[int, typer.Option(hidden=True, envvar="TORCHELASTIC_RESTART_COUNT")]
 Address = Annotated[str, typer.Option("--master_addr", help="Under mpirun: the host of rank 0, as every host reaches it.")]
 Port = Annotated[int, typer.Option("--master_port", help="Under mpirun: a free port there.")]
 
@@ -122,6 +127,7 @@ def bench(
     env_rank: EnvRank = None,
     env_world: EnvWorld = None,
     env_local: EnvLocal = None,
+    restarts: Restarts = 0,
 ) -> None:
     """Measure: verified, then timed, into benchmark.tp{N}.sm{V}.csv. A broken run resumes; a hang is a recorded skip.
 
@@ -132,6 +138,8 @@ def bench(
     place = stages.place(
         elastic, (env_rank, env_world, env_local), (mpi_rank, mpi_world, mpi_local), f"{master_addr}:{master_port}"
     )
+    if restarts:  # torchrun has started the ranks again behind a hang: the journal there is this run's own
+        asked = dataclasses.replace(asked, restart=False)
     for path in stages.bench(tp_size, asked, place):
         print(path)
 
@@ -184,7 +192,7 @@ def plot(data_dir: DataDir = Path("data")) -> None:
 
 @app.command()
 def explain(
-    tp_size: Annotated[int, typer.Option("--tp_size", min=2, help="Ranks.")],
+    tp_size: Annotated[int | None, typer.Option("--tp_size", min=2, help="Ranks; --machine and --table say it, too.")] = None,
     hidden: Annotated[int, typer.Option("--hidden", min=1, help="Hidden size.")] = 8192,
     dtype: Dtype = "bf16",
     fusions: Fusions = None,
@@ -224,6 +232,13 @@ def main(arguments: list[str] | None = None) -> Any:
     except PhalanxError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError) else 1
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`). Nothing may be written at the interpreter's end either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        return 1
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise
