@@ -15,27 +15,24 @@ from torch import Tensor
 MOST_PIECES = 32
 """Of one row: the last program to arrive reads what all others left."""
 
-ROWS_CLASSES = (64, 512, 4096)
-"""Programs that find pieces look over the lengths of so many rows, there or not; of more rows none is cut."""
-
 SHORT = 256
 """Tokens of a short row, at most: where few programs are to be done soon, one reads them all at once."""
 
 PROGRAMS_PER_PROCESSOR = 8
-"""That run at once; rows are cut no further than into half of what the GPU can run at once, or into twice as many as they are."""
+"""That run at once; a row is cut no further than into what the GPU can run at once."""
+
 
 SHARED = 227 << 10
 """Bytes of shared memory that a program may have on Hopper and later; others have less."""
 
 
 class Split(NamedTuple):
-    """shares: programs for one KV head beyond one a row, which the longest rows have together; 0: none, and rows may be any number.
-    chunk: tokens of a row for each program that shares it, at least, unless the row is shorter. tile: tokens that a program
-    computes at a time, divided among its warps, 16 or more each. stages: as Triton's num_stages: tiles that are computed or under
-    way. registers: of a thread, at most: so many programs fit on a processor. together: a program's warps work on the same scores,
-    rather than each on its own."""
+    """pieces: the most programs that share a row's tokens for one KV head. chunk: tokens of a row for each program that shares it,
+    at least, unless the row is shorter. tile: tokens that a program computes at a time, divided among its warps, 16 or more each.
+    stages: as Triton's num_stages: tiles that are computed or under way. registers: of a thread, at most: so many programs fit on a
+    processor. together: a program's warps work on the same scores, rather than each on its own."""
 
-    shares: int
+    pieces: int
     chunk: int
     tile: int
     warps: int
@@ -50,25 +47,20 @@ def chosen(
 ) -> Split:  # fmt: skip
     """For `rows` rows of any length, or (short) of up to SHORT tokens each. group: query heads per KV head; itemsize: bytes of a
     cached element; processors: the GPU's; shared: bytes that a program may have of a processor's. As measured on H200."""
-    row_programs = kv_heads * -(-group // 16)
-    each = PROGRAMS_PER_PROCESSOR * processors // (2 * row_programs * rows)
-    # As many to each row where all are alike. With one it is not cut then, but one that is longer than the others is: no finer than
-    # that needs, as adding up costs more than it gains where all are short.
-    shares = min(max(each, 1), MOST_PIECES) * rows if rows <= ROWS_CLASSES[-1] else 0
-    chunk = 128 if each > 1 else 512
+    programs = rows * kv_heads * -(-group // 16)
+    room = max(1, PROGRAMS_PER_PROCESSOR * processors // programs)
+    pieces = min(room // 2 or 1, MOST_PIECES)
     if head_dim * itemsize > 256:  # also in fp32, whose products are not a tensor core's
-        return Split(shares, 128, tile=32, warps=2, stages=2, registers=255)
-    few = 2 * row_programs * rows <= processors
+        return Split(pieces, 128, tile=32, warps=2, stages=2, registers=255)
+    few = 2 * programs <= processors
     if few and short and _at_once(group, head_dim, itemsize) <= shared:  # what counts is how soon one row is done
-        return Split(0, SHORT, tile=SHORT, warps=8, stages=2, registers=255, together=True)
+        return Split(1, SHORT, tile=SHORT, warps=8, stages=2, registers=255, together=True)
+    # Where each row could have a program of its own, one that is longer than the others would be waited for; rows are cut no finer
+    # than that needs, as adding up costs more than it gains where all are short, or alike.
+    pieces, chunk = (room, 512) if pieces == 1 else (pieces, 128)
     if not few and (itemsize == 1 or chunk == 128):  # more bytes under way for each program, where programs alone are too few
-        return Split(shares, chunk, tile=32, warps=1, stages=3, registers=168)
-    return Split(shares, chunk, tile=16, warps=1, stages=4, registers=168)
-
-
-def rows_class(rows: int) -> int:
-    """Of `ROWS_CLASSES`, for so many rows."""
-    return next(most for most in ROWS_CLASSES if rows <= most)
+        return Split(pieces, chunk, tile=32, warps=1, stages=3, registers=168)
+    return Split(pieces, chunk, tile=16, warps=1, stages=4, registers=168)
 
 
 def _at_once(group: int, head_dim: int, itemsize: int) -> int:
