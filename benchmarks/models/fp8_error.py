@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,6 +183,7 @@ def prefill(rows: list[list[int]], device: torch.device) -> tuple[Batch, int]:
         starts.append(starts[-1] + len(row))
         blocks += needed
     wide, lengths = max(map(len, tables)), [len(row) for row in rows]
+    padded = [table + [0] * (wide - len(table)) for table in tables]
 
     def sent(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -189,7 +191,7 @@ def prefill(rows: list[list[int]], device: torch.device) -> tuple[Batch, int]:
     batch = Batch(
         token_ids=sent([token for row in rows for token in row]), positions=sent(positions), kv_slots=sent(slots),
         query_starts=sent(starts, torch.int32), kv_lengths=sent(lengths, torch.int32),
-        block_tables=sent([table + [0] * (wide - len(table)) for table in tables], torch.int32),
+        block_tables=sent(padded, torch.int32), block_tables_cpu=np.array(padded, dtype=np.int32),
         logit_rows=torch.arange(starts[-1], device=device), query_starts_cpu=starts, kv_lengths_cpu=lengths,
     )  # fmt: skip
     return batch, blocks
