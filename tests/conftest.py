@@ -24,7 +24,9 @@ def gpu_count() -> int:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    here = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return here if shown is None else min(here, len([each for each in shown.split(",") if each]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
