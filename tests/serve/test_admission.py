@@ -22,12 +22,12 @@ def door(*, batch=2, max_reqs=3, max_tokens=None, clock=lambda: 0.0):
 def test_as_many_as_the_batch_and_the_queue_hold():
     held = door()
     tickets = [held.enter(1) for _ in range(5)]
-    with pytest.raises(Overloaded, match="5 completions wait, and 3 may"):
+    with pytest.raises(Overloaded, match=r"1 more was asked for; 5 completions wait, and 5 may: 3 \(max_num_queued_reqs\) and 2"):
         held.enter(1)
     for ticket in tickets[:2]:
         ticket.started(0)
-    with pytest.raises(Overloaded):  # the batch is full now, and three wait
-        held.enter(1)
+    with pytest.raises(Overloaded, match=r"3 completions wait, and 3 may: 3 \(max_num_queued_reqs\) and 0 for"):
+        held.enter(1)  # the batch is full now
     tickets[0].__exit__(None, None, None)
     with held.enter(1):
         assert (held.open, held.queued) == (5, 4)
@@ -37,7 +37,7 @@ def test_as_many_as_the_batch_and_the_queue_hold():
 def test_all_of_a_request_or_none():
     held = door()
     with held.enter(4):
-        with pytest.raises(Overloaded):
+        with pytest.raises(Overloaded, match="2 more were asked for; 4 completions wait, and 5 may"):
             held.enter(2)
         assert (held.open, held.queued) == (4, 4)
     with pytest.raises(RequestError, match="6 completions were asked for at once; this server holds 5") as never:

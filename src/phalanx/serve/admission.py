@@ -104,9 +104,10 @@ class Admission:
         free = max(0, self.batch - (self.open - self.queued))
         if self.queued + sequences > self.max_reqs + free:
             self._refused("queue_full")
+            held = f"{self.queued} completions wait, and {self.max_reqs + free} may: {self.max_reqs} (max_num_queued_reqs)"
             raise Overloaded(
-                "the server is at its limit", held=f"{self.queued} completions wait, and {self.max_reqs} may (max_num_queued_reqs)",
-                next=f"try again in {self.retry_after()} s",
+                f"the server is at its limit: {sequences} more {'was' if sequences == 1 else 'were'} asked for",
+                held=f"{held} and {free} for which the batch has places", next=f"try again in {self.retry_after()} s",
             )  # fmt: skip
 
     def retry_after(self) -> int:
