@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,10 +18,10 @@ import pytest
 import zmq
 
 from phalanx.comm import launch
-from phalanx.config import SamplingParams
+from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.fake import fake_tokens
 from phalanx.engine.messages import Add, Beat, EngineFacts, Failed, FromEngine, RankFacts, Shutdown, Started, Stopped, Update
-from phalanx.engine.process import facts_line
+from phalanx.engine.process import _longer, facts_line
 
 SHAPE = {
     "architectures": ["MistralForCausalLM"], "vocab_size": 90, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -79,6 +80,7 @@ def test_a_whole_life(engine: Callable[..., Engine], tmp_path: Path) -> None:
     assert (facts.vocab_size, facts.eos_token_ids, facts.max_seq_len, facts.layout) == (90, [3], 256, (2, 1, 1))
     assert (facts.dtype, facts.device, len(facts.ranks)) == ("fp32", "cpu", 2)
     assert set(facts.reasons) >= {"max_seq_len", "dtype", "max_num_tokens"}
+    assert facts.longer == "", "the model ends there"
     assert set(facts.phases) == {"read the model's shape", "start the ranks"}
     expected = fake_tokens([1, 2], SamplingParams(temperature=0), seed=0, vocab_size=90, count=1)
     assert process.hear(Update).tokens == expected
@@ -94,6 +96,7 @@ def test_a_termination_signal_is_a_shutdown(engine: Callable[..., Engine]) -> No
     facts = process.hear(Started).facts
     assert (facts.num_blocks, facts.vocab_size, facts.max_seq_len) == (4, 10, 64), "no longer than the cache"
     assert "the KV cache holds" in facts.reasons["max_seq_len"]
+    assert facts.longer == "give the KV cache more memory: raise kv_cache_bytes"
     process.child.process.send_signal(signal.SIGTERM)
     process.hear(Stopped)
     assert process.child.process.wait(20) == 0
@@ -145,6 +148,20 @@ def test_the_engine_ends_with_its_client(engine: Callable[..., Engine]) -> None:
     assert process.child.process.stdin is not None
     process.child.process.stdin.close()
     assert process.child.process.wait(10) != 0
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "longer"),
+    [
+        ({"device": "cuda", "max_seq_len": 256}, 96, "give the KV cache more memory: raise kv_cache_free_gpu_memory_fraction"),
+        ({"device": "cuda", "max_seq_len": 256, "kv_cache_bytes": 9}, 96, "give the KV cache more memory: raise kv_cache_bytes"),
+        ({"device": "cpu", "max_seq_len": 96}, 96, "raise max_seq_len (the model ends at 256)"),
+        ({"device": "cpu", "max_seq_len": 256}, 256, ""),
+    ],
+)
+def test_what_lets_longer_requests_in(options: dict[str, Any], length: int, longer: str) -> None:
+    shape = SimpleNamespace(max_positions=256)
+    assert _longer(EngineOptions.of(model="none", **options), shape, length) == longer  # type: ignore[arg-type]
 
 
 def test_the_line_of_facts_has_the_numbers() -> None:

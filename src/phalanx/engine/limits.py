@@ -16,7 +16,8 @@ class SchedulerOptions:
     num_blocks, block_size: the KV pool, in blocks and tokens per block. max_batch_size: requests that run at once.
     max_num_tokens: of one step. max_seq_len: prompt and output of one request. depth: steps in flight. window: tokens that every
     layer looks back over, None for all. vocab_size: token ids at or above it are refused; None takes any. seed: where the seeds of
-    requests that bring none are drawn from, in the order in which they come.
+    requests that bring none are drawn from, in the order in which they come. longer: what would raise max_seq_len, to be told to
+    who brings a prompt beyond it; empty where nothing does, since the model ends there.
     """
 
     num_blocks: int
@@ -31,6 +32,7 @@ class SchedulerOptions:
     chunked_prefill: bool = True
     vocab_size: int | None = None
     seed: int = 0
+    longer: str = "raise max_seq_len"
 
     @property
     def most_rows(self) -> int:
@@ -55,8 +57,10 @@ def length_limit(add: Add, options: SchedulerOptions) -> int:
     _refuse_unknown_tokens(add, options.vocab_size)
     if length > options.max_seq_len - 1:
         raise PromptTooLong(
-            f"a prompt of {length} tokens was asked for", held=f"max_seq_len is {options.max_seq_len}",
-            why="prompt and at least one new token must fit in it", next="shorten the prompt or raise max_seq_len",
+            f"a prompt of {length} tokens was asked for",
+            held=f"max_seq_len is {options.max_seq_len}" + ("" if options.longer else ", the model's own limit"),
+            why="prompt and at least one new token must fit in it",
+            next="shorten the prompt" + (f" or {options.longer}" if options.longer else ""),
         )  # fmt: skip
     if length > options.max_num_tokens and not options.chunked_prefill:
         raise PromptTooLong(

@@ -111,6 +111,7 @@ class EngineFacts(msgspec.Struct, array_like=True):
     ranks: list[RankFacts] = []
     phases: dict[str, float] = {}
     reasons: dict[str, str] = {}  # option -> why it has its value
+    longer: str = ""  # what would raise max_seq_len; empty where nothing does, since the model ends there
 
 
 class Started(msgspec.Struct, tag=True, array_like=True):

@@ -113,12 +113,14 @@ def start(config: dict[str, Any]) -> Running:
             executor.shutdown()
             raise
     max_seq_len = _fit_length(asked, options, shape, num_blocks, reasons)
+    longer = _longer(options, shape, max_seq_len)
     scheduler = Scheduler(
         SchedulerOptions(
             num_blocks=num_blocks, block_size=options.kv_block_size, max_batch_size=options.max_batch_size,
             max_num_tokens=_set(options.max_num_tokens), max_seq_len=max_seq_len, depth=executor.depth,
             pipeline_stages=options.pipeline_parallel_size, window=shape.window, prefix_caching=options.enable_prefix_caching,
             chunked_prefill=options.enable_chunked_prefill, vocab_size=shape.vocab_size, seed=options.seed,
+            longer=longer,
         )
     )  # fmt: skip
     facts = EngineFacts(
@@ -126,7 +128,7 @@ def start(config: dict[str, Any]) -> Running:
         layout=(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size),
         max_seq_len=max_seq_len, max_batch_size=options.max_batch_size, max_num_tokens=_set(options.max_num_tokens),
         block_size=options.kv_block_size, num_blocks=num_blocks, vocab_size=shape.vocab_size,
-        eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons,
+        eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons, longer=longer,
     )  # fmt: skip
     for name, why in reasons.items():
         logger.info("%s = %s", name, why)
@@ -190,6 +192,14 @@ def _fit_length(
         return held
     logger.warning("max_seq_len is %d, and the KV cache holds %d tokens: no request grows longer than that", wanted, held)
     return wanted
+
+
+def _longer(options: EngineOptions, shape: ModelShape, max_seq_len: int) -> str:
+    """What would raise max_seq_len; empty at the model's own limit."""
+    if max_seq_len < _set(options.max_seq_len):
+        of_memory = options.kv_cache_bytes is not None or options.device == "cpu"
+        return f"give the KV cache more memory: raise {'kv_cache_bytes' if of_memory else 'kv_cache_free_gpu_memory_fraction'}"
+    return "" if max_seq_len >= shape.max_positions else f"raise max_seq_len (the model ends at {shape.max_positions})"
 
 
 def _set(value: int | None) -> int:
