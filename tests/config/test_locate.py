@@ -130,6 +130,16 @@ def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
         locate(str(tmp_path / "notes.txt"))
 
 
+@pytest.mark.parametrize(("name", "held"), [("/nofile", "there is no folder /nofile"), (__file__, "is a file")])
+def test_the_option_that_named_it_is_named(name: str, held: str) -> None:
+    with pytest.raises(ModelNotFound, match=rf"^tokenizer '{name}' was asked for; .*{held}"):
+        locate(name, option="tokenizer")
+
+
+def test_any_folder_may_do(tmp_path: Path) -> None:
+    assert locate(str(tmp_path), need="") == tmp_path
+
+
 def test_processes_of_one_host_download_once(hub: str, tmp_path: Path) -> None:
     """Only what is needed is fetched; afterwards it is there offline."""
     started = [start("org/model", endpoint=hub, cache=tmp_path) for _ in range(2)]

@@ -289,6 +289,8 @@ def test_unknown_and_bad_options():
         LLM("demo", tp_size=2)
     with pytest.raises(ModelError, match="no folder /none"):
         LLM("/none")
+    with pytest.raises(ModelError, match="tokenizer '/nofile' was asked for; there is no folder /nofile"):
+        LLM("demo", tokenizer="/nofile")
 
 
 def test_the_engine_refuses_what_it_cannot_do(folder):

@@ -24,39 +24,41 @@ _UNWANTED = ["consolidated*", "original/*", "onnx/*"]  # second copies in format
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def locate(model: str, revision: str | None = None, *, need: str = CONFIG) -> Path:
+def locate(model: str, revision: str | None = None, *, need: str = CONFIG, option: str = "model") -> Path:
     """The folder of a model. "demo" is the package's own (a folder of that name is ./demo); what exists as a path is a folder; the
     rest is a Hub id, downloaded at `revision` (branch, tag or commit) once per host. Hugging Face's offline mode is respected.
 
-    need: the file that makes a folder one of the kind asked for. Raises ModelNotFound saying what to do.
+    need: the file that makes a folder one of the kind asked for; "": any folder does. option: which option named it, for errors.
+    Raises ModelNotFound saying what to do.
     """
     if model == "demo":
-        return _checked(DEMO, model, need)
+        return _checked(DEMO, model, need, option)
     path = Path(model).expanduser()
     if path.exists() or not _HUB_ID.fullmatch(model) or model.startswith("."):
-        return _checked(path, model, need)
-    return _checked(_download(model, revision), model, need)
+        return _checked(path, model, need, option)
+    return _checked(_download(model, revision, option), model, need, option)
 
 
-def _checked(folder: Path, model: str, need: str) -> Path:
+def _checked(folder: Path, model: str, need: str, option: str) -> Path:
+    asked = f"{option} {model!r} was asked for"
     if not folder.exists():
         raise ModelNotFound(
-            f"model {model!r} was asked for", held=f"there is no folder {folder}",
-            next="give a folder with a checkpoint, or a Hub id such as 'org/name'",
+            asked, held=f"there is no folder {folder}",
+            next=f"give a folder with a {'checkpoint' if option == 'model' else option}, or a Hub id such as 'org/name'",
         )  # fmt: skip
     if not folder.is_dir():
-        raise ModelNotFound(f"model {model!r} was asked for", held=f"{folder} is a file", next="give the folder that holds it")
-    if not (folder / need).exists():
+        raise ModelNotFound(asked, held=f"{folder} is a file", next="give the folder that holds it")
+    if need and not (folder / need).exists():
         names = sorted(path.name for path in folder.iterdir())
         seen = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise ModelNotFound(
-            f"model {model!r} was asked for", held=f"{folder} holds {seen or 'nothing'}", why=f"it has no {need}",
+            asked, held=f"{folder} holds {seen or 'nothing'}", why=f"it has no {need}",
             next="give the folder of a Hugging Face checkpoint",
         )  # fmt: skip
     return folder
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, option: str) -> Path:
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -68,7 +70,7 @@ def _download(model: str, revision: str | None) -> Path:
                 model, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, library_name="phalanx"
             )
     except Exception as error:  # the Hub's client raises its own errors, the HTTP client's, and OSError
-        raise _not_found(model, at, error) from error
+        raise _not_found(f"{option} {model!r}{at} was asked for", error) from error
     return Path(found)
 
 
@@ -86,10 +88,9 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _not_found(model: str, at: str, error: Exception) -> ModelNotFound:
+def _not_found(asked: str, error: Exception) -> ModelNotFound:
     from huggingface_hub import constants, errors
 
-    asked = f"model {model!r}{at} was asked for"
     why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, errors.GatedRepoError):
         return ModelNotFound(

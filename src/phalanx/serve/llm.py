@@ -63,8 +63,8 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         if not self.options.skip_tokenizer_init:
             # Before anything is started: a model that is not there is known in milliseconds.
-            name = self.options.tokenizer or self.options.model
-            folder = locate(name, self.options.revision if self.options.tokenizer is None else None)
+            given, revision = self.options.tokenizer, self.options.revision
+            folder = locate(self.options.model, revision) if not given else locate(given, need="", option="tokenizer")
             self.tokenizer = Tokenizer.load(folder)
         self._numbers = itertools.count()
         self._engine = _Background(self.options)

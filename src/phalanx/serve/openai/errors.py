@@ -129,6 +129,8 @@ def _names(model: type[BaseModel]) -> list[str]:
 def _path(where: Sequence[Any]) -> str:
     """`messages[0].content` for pydantic's location; the names that it gives to the arms of a union are left out."""
     path = ""
+    if len(where) > 1 and where[0] == "response_format":  # its arm is called what its field is
+        where = [where[0], *where[2:]]
     for part in where:
         if isinstance(part, int):
             path += f"[{part}]"
