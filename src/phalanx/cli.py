@@ -137,7 +137,7 @@ def chat(
     """Talk to a server, or to a model loaded here. End with Ctrl-D."""
     from phalanx.serve.terminal import talk
 
-    talk(target, asked, system=system, max_tokens=max_tokens, temperature=temperature)
+    raise typer.Exit(talk(target, asked, system=system, max_tokens=max_tokens, temperature=temperature))
 
 
 @app.command()

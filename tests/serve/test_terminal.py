@@ -51,7 +51,9 @@ def test_generate_prints_what_generate_gives(folder, capsys, monkeypatch):
 
 def test_a_prompt_that_is_too_long(folder, capsys):
     assert cli.main(["generate", str(folder), "--prompt", "word " * 300]) == 1
-    assert "max_seq_len is 256" in capsys.readouterr().err
+    assert "max_seq_len is 256, the model's own limit" in capsys.readouterr().err
+    assert cli.main(["generate", str(folder), "--max_seq_len", "100", "--prompt", "word " * 300]) == 1
+    assert "shorten the prompt or raise max_seq_len (the model ends at 256)" in capsys.readouterr().err
 
 
 def test_chat_with_a_model_remembers(folder, capsys, monkeypatch):
@@ -121,7 +123,7 @@ def server():
 def test_chat_with_a_server(capsys, monkeypatch):
     with server() as (url, bodies):
         typed(monkeypatch, "hello\nfail\nthere\n")
-        assert cli.main(["chat", url + "/v1/", "--api_key", "hunter2", "--max_tokens", "7"]) == 0
+        assert cli.main(["chat", url + "/v1/", "--api_key", "hunter2", "--max_tokens", "7"]) == 1  # for "fail"
     out, err = capsys.readouterr()
     assert out == "HELLO\nTHERE\n"
     assert "this cannot be said" in err
@@ -130,6 +132,20 @@ def test_chat_with_a_server(capsys, monkeypatch):
     assert bodies[0] == {**bodies[0], "model": "parrot", "stream": True, "max_tokens": 7, "temperature": 0.0}
     # What was refused is not part of the talk.
     assert [message["content"] for message in bodies[2]["messages"]] == ["hello", "HELLO", "there"]
+
+
+def test_a_refusal_is_a_failure_unless_somebody_sees_it(capsys, monkeypatch):
+    with server() as (url, bodies):
+        typed(monkeypatch, "hello\n")
+        assert cli.main(["chat", url]) == 0
+        monkeypatch.setattr(Answers, "do_GET", lambda self: self._say(401, {"error": {"message": "no key"}}))
+        typed(monkeypatch, "hello\n")
+        assert cli.main(["chat", url]) == 1
+        assert "status 401; no key" in capsys.readouterr().err
+        typed(monkeypatch, "hello\n")
+        monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+        assert cli.main(["chat", url]) == 0
+    assert len(bodies) == 1
 
 
 def test_one_ctrl_c_ends_a_chat_that_waits_for_a_line():

@@ -31,29 +31,30 @@ def complete(options: EngineOptions, prompts: Sequence[str], params: SamplingPar
         asyncio.run(_print(_growth(llm.generate_async(prompts[0], params))))
 
 
-def talk(target: str, asked: Asked, *, system: str | None, max_tokens: int, temperature: float) -> None:
-    """Ask for lines on stdin and print the answers, until the input ends."""
+def talk(target: str, asked: Asked, *, system: str | None, max_tokens: int, temperature: float) -> int:
+    """Ask for lines on stdin and print the answers, until the input ends. Returns the exit status."""
     begin: Messages = [{"role": "system", "content": system}] if system else []
     if target.startswith(("http://", "https://")):
         key = build(ServeOptions, asked).api_key
-        _talk(begin, _over_http(target, key, max_tokens=max_tokens, temperature=temperature))
-        return
+        return _talk(begin, _over_http(target, key, max_tokens=max_tokens, temperature=temperature))
     asked = Asked({**asked.values, "model": target}, {**asked.origins, "model": "MODEL"})
     with LLM(**build(EngineOptions, asked).model_dump()) as llm:
-        _talk(begin, _of_llm(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature)))
+        return _talk(begin, _of_llm(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature)))
 
 
-def _talk(messages: Messages, answer: Answer) -> None:
-    """One question after the other; what goes wrong with one ends that one only.
+def _talk(messages: Messages, answer: Answer) -> int:
+    """One question after the other; what goes wrong with one ends that one only. Returns 1 when one had no answer and nobody sat at
+    the terminal to see it, 0 otherwise.
 
     Lines are read outside of any event loop, which would keep Ctrl-C to itself until the line has ended.
     """
+    seen, status = sys.stdin.isatty(), 0
     while True:
-        if sys.stdin.isatty():
+        if seen:
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
-            return
+            return status
         if not line.strip():
             continue
         question = [*messages, {"role": "user", "content": line.strip()}]
@@ -63,6 +64,7 @@ def _talk(messages: Messages, answer: Answer) -> None:
             raise
         except PhalanxError as error:
             print(f"phalanx: {error}", file=sys.stderr)
+            status = 0 if seen else 1
             continue
         messages = [*question, {"role": "assistant", "content": text}]
 
