@@ -190,6 +190,22 @@ def test_what_cannot_start(tmp_path, tiny_model, model, serving, status, says):
         assert "Traceback" not in served.log
 
 
+def test_a_tokenizer_that_is_not_there_is_named_as_one(tmp_path, tiny_model):
+    with fake_server(tmp_path, tiny_model, engine={"tokenizer": "/nofile"}) as served:
+        assert served.process.wait(60) == 1
+        assert "tokenizer '/nofile' was asked for; there is no folder /nofile" in served.log
+
+
+def test_on_cpu_the_first_request_for_structured_output_waits_and_the_log_says_why(tmp_path, tiny_model):
+    with fake_server(tmp_path, tiny_model, api_key=None) as served:
+        served.wait_ready()
+        assert "its compiler starts with the first request for it" in served.log
+        assert "the compiler of grammars is ready" not in served.log
+        with served.http() as http:
+            assert http.post(PLAIN, json={**ask(1), "guided_regex": "[ab]+"}).status_code == 200
+        until(lambda: "the compiler of grammars is ready" in served.log)
+
+
 def test_the_key_is_nowhere(tmp_path, tiny_model):
     """Not in the log, and not where `ps` would show it."""
     port = free_port()

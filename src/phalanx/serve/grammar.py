@@ -29,9 +29,12 @@ import msgspec
 from phalanx.comm import launch
 from phalanx.config.sampling import Guide
 from phalanx.errors import EngineError, OptionError
+from phalanx.log import get_logger
 from phalanx.serve.guides.patterns import not_enforced
 from phalanx.serve.json_schema import MAX_BYTES, enforceable, read_json
 from phalanx.serve.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
 
 _KEPT = 256  # compiled guides per tokenizer
 _IN_USE = 120.0  # seconds for which a file that was asked for stays, whatever else is compiled
@@ -144,6 +147,7 @@ class _Process:
 
     def _start(self) -> None:
         self._stop()
+        began = time.monotonic()
         if self._folder is None or not self._folder.exists():
             self._folder = Path(tempfile.mkdtemp(prefix="phalanx-grammars-"))
         vocabulary, address = self._folder / "vocabulary", self._folder / "line"
@@ -164,6 +168,7 @@ class _Process:
                     self._stop()
                     raise EngineError("the compiler of grammars was started", held=held, next="its log is above")
         self._tokenizer = Path(self._hear(_START_SECONDS)["tokenizer"])
+        logger.info("the compiler of grammars is ready, %.1f s after its start", time.monotonic() - began)
 
     def _ask(self, words: dict[str, str]) -> dict[str, str]:
         assert self._child is not None

@@ -123,16 +123,20 @@ class Lifecycle:
         if service.admission.max_tokens is not None:
             metrics.queue_limits["tokens"] = service.admission.max_tokens
         service.up = Ready(client, tokenizer, tool_format)
-        if facts.device != "cpu":  # a CPU has no cores to spare for it
+        if facts.device != "cpu":
             self._warming = asyncio.create_task(service.warm(service.up))
+        else:  # a CPU has no cores to spare for it, and its server may never be asked
+            logger.info("structured output: its compiler starts with the first request for it, which then waits some seconds")
         client.on_failure(self._engine_lost)
         if client.failure is not None:
             self._engine_lost(client.failure)
 
     def _load_tokenizer(self) -> Tokenizer:
         asked, template = self._engine, self._serving.chat_template
-        name, revision = (asked.model, asked.revision) if asked.tokenizer is None else (asked.tokenizer, None)
-        tokenizer = Tokenizer.load(locate(name, revision))
+        if asked.tokenizer is None:
+            tokenizer = Tokenizer.load(locate(asked.model, asked.revision))
+        else:
+            tokenizer = Tokenizer.load(locate(asked.tokenizer, need="", option="tokenizer"))
         if template is not None:
             source, origin = _template(template)
             tokenizer.set_chat_template(source, origin=origin)
