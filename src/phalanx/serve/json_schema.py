@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from phalanx.errors import OptionError
-from phalanx.serve.guides.one_of import overlapping, refuses
+from phalanx.serve.guides.one_of import overlapping, refuses, require_tags
 from phalanx.serve.guides.patterns import in_unicode, not_enforced
 
 MAX_BYTES = 128 * 1024
@@ -75,6 +75,8 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
     """
     if not isinstance(schema, (dict, bool)):
         raise OptionError(f"the {what} is {json.dumps(schema)[:60]}", why="a schema is a JSON object")
+    for _, node in _schemas(schema, "#"):
+        require_tags(node, schema)
     for where, node in _schemas(schema, "#"):
         complaint = _complaint(node) or _complaint_of_one_of(node, schema)
         if complaint is not None:

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import BaseModel, Field
 
+from phalanx.errors import OptionError
 from phalanx.serve.guides.one_of import overlapping
+from phalanx.serve.json_schema import enforceable
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 
@@ -80,3 +84,32 @@ def test_large_unions_take_no_time():
     deep = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 8}}}
     assert overlapping([{"$ref": "#/$defs/a"}, STRING], deep) == (0, 1)
     assert time.monotonic() - began < 10
+
+
+class Circle(BaseModel):
+    kind: Literal["circle"] = "circle"
+    radius: int
+
+
+class Nothing(BaseModel):
+    kind: Literal["nothing"] = "nothing"
+    why: str | None = None
+
+
+class Drawing(BaseModel):
+    shape: Annotated[Circle | Nothing, Field(discriminator="kind")]
+
+
+def test_a_discriminator_with_a_default_is_written_all_the_same():
+    """Else both schemas would take what says no kind. Without the discriminator that is so, and is refused."""
+    schema = Drawing.model_json_schema()
+    assert "kind" not in schema["$defs"]["Circle"]["required"]
+    found = enforceable(schema)
+    assert [found["$defs"][name]["required"] for name in ("Circle", "Nothing")] == [["radius", "kind"], ["kind"]]
+    bare = Drawing.model_json_schema()
+    del bare["properties"]["shape"]["discriminator"]
+    with pytest.raises(OptionError, match="may take the same value"):
+        enforceable(bare)
+    odd = {"oneOf": [objects(a=INTEGER), STRING], "discriminator": {"propertyName": "kind"}}
+    assert enforceable(odd)["oneOf"][0]["required"] == ["a"]
+    assert enforceable({"oneOf": [INTEGER, STRING], "discriminator": {"propertyName": 3}})

@@ -35,6 +35,19 @@ def overlapping(schemas: Sequence[Any], root: Any) -> tuple[int, int] | None:
     return None
 
 
+def require_tags(node: dict[str, Any], root: Any) -> None:
+    """Where OpenAPI's `discriminator` beside a `oneOf` names the property that tells its schemas apart, make it required in each
+    that has it (changed in place): pydantic does not, of one with a default. What has it is valid without that, too."""
+    tag, proof = node.get("discriminator"), _Proof(root)
+    name = tag.get("propertyName") if isinstance(tag, dict) else None
+    schemas = node.get("oneOf")
+    for schema in schemas if isinstance(schemas, list) and isinstance(name, str) else ():
+        found = proof.resolved(schema)
+        wanted = found.get("required", []) if isinstance(found, dict) else None
+        if isinstance(wanted, list) and name in _properties(found) and name not in wanted:
+            found["required"] = [*wanted, name]
+
+
 class _Proof:
     def __init__(self, root: Any) -> None:
         self._root, self._left = root, _MOST
@@ -46,7 +59,7 @@ class _Proof:
         self._left -= 1
         if depth > _DEPTH or self._left < 0:
             return False
-        written, other = self._resolved(written), self._resolved(other)
+        written, other = self.resolved(written), self.resolved(other)
         if written is False or other is False:
             return True
         if not isinstance(written, dict) or not isinstance(other, dict):
@@ -80,7 +93,7 @@ class _Proof:
             self._listed[id(schema)] = {_canonical(value): value for value in values}
         return self._listed[id(schema)]
 
-    def _resolved(self, schema: Any) -> Any:
+    def resolved(self, schema: Any) -> Any:
         """The schema that a chain of references and allOf with one schema ends in; None when it ends nowhere."""
         for _ in range(_DEPTH):
             if not isinstance(schema, dict):
