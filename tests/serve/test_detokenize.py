@@ -223,11 +223,11 @@ def test_time_per_token_does_not_grow(tokenizers, kind):
         best = float("inf")
         for _ in range(3):
             made = Detokenizer(tokenizer, SamplingParams(stop=["zzz"]))
-            begin = time.perf_counter()
+            begin = time.thread_time()  # the machine may have others to serve
             for _ in range(count):
                 made.push([token])
             made.finish()
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, time.thread_time() - begin)
         return best
 
     assert seconds(5000) < 40 * seconds(500)
