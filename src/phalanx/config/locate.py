@@ -39,6 +39,11 @@ def locate(model: str, revision: str | None = None, *, need: str = CONFIG, optio
     return _checked(_download(model, revision, option), model, need, option)
 
 
+def locate_tokenizer(tokenizer: str | None, model: str, revision: str | None) -> Path:
+    """The folder of the tokenizer: the one named, or the model's at `revision`. Raises as `locate`."""
+    return locate(tokenizer, need="", option="tokenizer") if tokenizer else locate(model, revision)
+
+
 def _checked(folder: Path, model: str, need: str, option: str) -> Path:
     asked = f"{option} {model!r} was asked for"
     if not folder.exists():

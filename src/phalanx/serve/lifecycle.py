@@ -16,7 +16,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp
 
-from phalanx.config.locate import locate
+from phalanx.config.locate import locate_tokenizer
 from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.errors import OptionError, PhalanxError
@@ -133,10 +133,7 @@ class Lifecycle:
 
     def _load_tokenizer(self) -> Tokenizer:
         asked, template = self._engine, self._serving.chat_template
-        if asked.tokenizer is None:
-            tokenizer = Tokenizer.load(locate(asked.model, asked.revision))
-        else:
-            tokenizer = Tokenizer.load(locate(asked.tokenizer, need="", option="tokenizer"))
+        tokenizer = Tokenizer.load(locate_tokenizer(asked.tokenizer, asked.model, asked.revision))
         if template is not None:
             source, origin = _template(template)
             tokenizer.set_chat_template(source, origin=origin)

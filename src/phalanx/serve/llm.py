@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from phalanx.config import EngineOptions, SamplingParams
-from phalanx.config.locate import locate
+from phalanx.config.locate import locate_tokenizer
 from phalanx.config.sources import nearest_by_alias, placed
 from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import EngineClosed, RequestError, UnknownOption
@@ -63,9 +63,8 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         if not self.options.skip_tokenizer_init:
             # Before anything is started: a model that is not there is known in milliseconds.
-            given, revision = self.options.tokenizer, self.options.revision
-            folder = locate(self.options.model, revision) if not given else locate(given, need="", option="tokenizer")
-            self.tokenizer = Tokenizer.load(folder)
+            asked = self.options
+            self.tokenizer = Tokenizer.load(locate_tokenizer(asked.tokenizer, asked.model, asked.revision))
         self._numbers = itertools.count()
         self._engine = _Background(self.options)
         self._finalizer = weakref.finalize(self, self._engine.stop)
