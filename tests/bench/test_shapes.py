@@ -62,7 +62,7 @@ def test_what_is_there_stays(tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "plain").write_text("x")
-    with pytest.raises(OptionError, match=r"was to be written to .*plain; a file has that name; name a new folder"):
+    with pytest.raises(OptionError, match=r"was to be written to .*plain; what should be its folder is a file; name a new folder"):
         shapes.write("llama-3-8b", tmp_path / "plain")
     with pytest.raises(OptionError, match=r"was to be written to /proc/x; No such file or directory; name a new folder"):
         shapes.write("llama-3-8b", Path("/proc/x"))

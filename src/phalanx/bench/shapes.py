@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from phalanx.bench.report import reason
 from phalanx.errors import OptionError
 
 _LLAMA_3: dict[str, Any] = {
@@ -78,8 +79,7 @@ def write(name: str, folder: Path) -> Path:
         for path in written:
             with contextlib.suppress(OSError):
                 path.unlink()
-        why = "a file has that name" if isinstance(error, FileExistsError) else error.strerror or str(error)
-        raise OptionError(asked, why=why, next="name a new folder, where files can be written") from None
+        raise OptionError(asked, why=reason(error), next="name a new folder, where files can be written") from None
     return folder
 
 
