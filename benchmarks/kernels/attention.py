@@ -2,8 +2,9 @@
 """Attention's kernels in several variants beside FlashInfer, on one GPU: head_dim 128, blocks of 16, keys and values in bf16 and in
 e4m3.
 
-decode: each variant is verified against the reference on some of the rows, then timed in a CUDA graph over enough copies of keys
-and values that none is in a cache: median of 4 replays, per launch; TB/s are of keys and values.
+decode: each variant, its programs shared out before (that alone is "cut"), is verified against the reference on some of the rows,
+then timed in a CUDA graph over enough copies of keys and values that none is in a cache: median of 4 replays, per launch; TB/s are
+of keys and values.
 prefill: verified on some of the tokens, and the others against the chosen variant's, then timed in a graph of 4 launches; TFLOP/s
 are of the keys that tokens see. Shapes are rows x tokens, and the tokens that each row has already.
 
@@ -41,22 +42,18 @@ from benchmarks.kernels.attention_launches import (
 from benchmarks.kernels.attention_prefill import prefill
 from phalanx.kernels.attention import reference
 from phalanx.kernels.attention.decode import decode_attention
-from phalanx.kernels.attention.split import MOST_PIECES, SHORT, Split, Workspace, chosen
+from phalanx.kernels.attention.shares import cut
+from phalanx.kernels.attention.split import MOST_PIECES, PROGRAMS_PER_PROCESSOR, SHORT, Split, Workspace, chosen
 
 COLD = 160 << 20
 """Bytes of keys and values between two reads of the same."""
 MOST_COPIES = 96
 LONG = 16384
 """Tokens of the one long row among others."""
-MANY = [(16, 1, 4, 168), (16, 1, 4, 128), (32, 1, 3, 168), (32, 2, 4, 168), (128, 4, 2, 168)]
+MANY = [(16, 1, 4, 168), (32, 1, 3, 168), (32, 2, 4, 168)]
 """(tile, warps, stages, registers), each warp on its own."""
-FEW = [
-    Split(32, 256, 256, 8, 2, 255, True), Split(16, 128, 128, 8, 2, 128, True), Split(16, 128, 128, 4, 2, 255, True),
-    Split(32, 64, 64, 4, 2, 128, True), Split(16, 256, 128, 8, 3, 128, True), Split(16, 128, 16, 1, 4, 168),
-]  # fmt: skip
-"""Tried where few programs leave the GPU room."""
-ALONE = FEW[0]._replace(pieces=1)
-"""Tried where each program has a processor to itself."""
+FEW = [Split(0, SHORT, SHORT, 8, 2, 255, True), Split(0, 128, 128, 8, 2, 128, True), Split(0, 64, 64, 4, 2, 128, True)]
+"""Tried where few programs leave the GPU room, with a share of it."""
 
 
 class Job(NamedTuple):
@@ -155,21 +152,16 @@ class Memory:
 
 
 def variants(rows: int, kv_heads: int, processors: int) -> Iterator[Split]:
-    programs = rows * kv_heads
-    if 2 * programs <= processors:
-        for split in FEW:
-            yield split._replace(pieces=min(split.pieces, 8 * processors // programs))
-    if programs <= processors:
-        yield ALONE
-    if 4 * programs > processors:
-        pieces = min(MOST_PIECES, max(1, 4 * processors // programs))
-        for tile in MANY:
-            yield Split(pieces, 128, *tile)
-        if pieces < MOST_PIECES and programs < 8 * processors:
-            yield Split(2 * pieces, 128, *MANY[0])
-            yield Split(2 * pieces, 128, *MANY[1])
-            yield Split(2 * pieces, 512, *MANY[0])
-            yield Split(2 * pieces, 512, *MANY[2])
+    """shares: as many as a half or a whole of what runs at once gives each row, and for many rows a half of theirs."""
+    room = PROGRAMS_PER_PROCESSOR * processors // kv_heads
+    shares = {min(max(room // (2 * rows), 1), MOST_PIECES) * rows, min(max(room // rows, 1), MOST_PIECES) * rows, -(-rows // 2)}
+    if 2 * rows * kv_heads <= processors:
+        yield FEW[0]
+        yield from (split._replace(shares=min(room // (2 * rows), 16) * rows) for split in FEW)
+    for some in sorted(shares):
+        for chunk in (128, 512):
+            for tile in MANY:
+                yield Split(some, chunk, *tile)
 
 
 def named(split: Split) -> str:
@@ -206,8 +198,9 @@ def measure(job: Job, workspace: Workspace, asked: argparse.Namespace) -> dict[s
         ("chosen", usual),
         *((named(each), each) for each in variants(rows, kv_heads, workspace.processors) if asked.variants == "all"),
     ]:
-        candidates[label] = lambda key, value, split=split: decode_attention(  # type: ignore[misc]
-            job.query, key, value, *facts, **job.options, workspace=workspace, split=split, early_lengths=asked.early
+        pieces = cut(job.lengths, job.slots, split, window=None, block_size=BLOCK) if split.shares else None  # once for all layers
+        candidates[label] = lambda key, value, split=split, pieces=pieces: decode_attention(  # type: ignore[misc]
+            job.query, key, value, *facts, **job.options, workspace=workspace, split=split, pieces=pieces, early_lengths=asked.early
         )
     found: dict[str, Any] = {}
     if asked.peers == "flashinfer":
@@ -215,6 +208,9 @@ def measure(job: Job, workspace: Workspace, asked: argparse.Namespace) -> dict[s
             candidates["flashinfer"] = flashinfers(job)
         except Exception as fault:
             found["flashinfer"] = f"failed: {str(fault)[:120]}"
+    if usual.shares:
+        cuts = seconds(lambda *_: cut(job.lengths, job.slots, usual, window=None, block_size=BLOCK), job.copies[:2] * 8)
+        found["cut"] = [round(cuts * 1e6, 2), 0.0]
     for label, candidate in candidates.items():
         try:
             for _ in range(2):  # again, over the counts that the first has left

@@ -41,7 +41,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     heard: list[tuple[bool, int]] = []
 
     def stand_in(
-        query: Tensor, *inputs: Any, workspace: Any, short: bool, early_lengths: bool, out: Tensor, **options: Any
+        query: Tensor, *inputs: Any, workspace: Any, short: bool, pieces: None, early_lengths: bool, out: Tensor, **options: Any
     ) -> Tensor:
         heard.append((short, int(inputs[-1].max())))
         return out.copy_(reference.decode_attention(query, *inputs, **options))

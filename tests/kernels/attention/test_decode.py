@@ -35,7 +35,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     fp8: bool = False
     indirect: bool = True
-    pieces: int = 4
+    shares: int = 8
     tile: int = 32
     warps: int = 2
     together: bool = False
@@ -89,7 +89,7 @@ def check(case: Case, workspace: object = None, seed: int = 0) -> None:
     rest = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
     wanted = reference.decode_attention(*inputs, **rest)
     held = workspace or Workspace(CPU)
-    split = Split(case.pieces, 40, case.tile, case.warps, 2, 255, case.together)
+    split = Split(case.shares, 40, case.tile, case.warps, 2, 255, case.together)
     out = decode_attention(*inputs, **rest, workspace=held, split=split)
     assert not wanted.isnan().any()
     step = torch.finfo(case.dtype).eps
@@ -132,11 +132,11 @@ def check_head_dims_dtypes_and_quantized_caches() -> None:
 def check_lengths_about_the_edges() -> None:
     """Of tiles (32), of chunks (40), and enough for every piece; one piece alone, and more than a row needs."""
     lengths = [1, 2, 31, 32, 33, 40, 41, 64, 65, 80, 81, 128, 129, 160, 161, 330]
-    for pieces in (1, 3, 13):
-        check(Case(lengths, 1, 2, 16, pieces=pieces))
+    for shares in (0, 1, 16, 200):
+        check(Case(lengths, 1, 2, 16, shares=shares))
     check(Case(lengths, 1, 2, 16, tile=64, warps=1, indirect=False))
-    check(Case(lengths, 1, 2, 16, tile=64, warps=4, pieces=3))
-    check(Case(lengths, 1, 2, 16, tile=64, warps=4, pieces=3, together=True))
+    check(Case(lengths, 1, 2, 16, tile=64, warps=4, shares=48))
+    check(Case(lengths, 1, 2, 16, tile=64, warps=4, shares=48, together=True))
     check(Case(lengths, 1, 2, 16, tile=16, warps=1))
 
 
@@ -154,13 +154,22 @@ def check_block_sizes_and_windows() -> None:
             check(case._replace(together=True))
 
 
+def check_one_long_row_among_short_ones() -> None:
+    """Which has more programs than there are rows; some rows are not there."""
+    lengths = [3] * 9 + [900] + [70] * 5
+    check(Case(lengths, 2, 4, 16, shares=30))
+    check(Case([0, *lengths, 0, 1], 1, 2, 16, shares=18, indirect=False))
+    check(Case(lengths * 5, 1, 1, 16, shares=75, fp8=True))
+    check(Case(lengths, 1, 4, 16, shares=15, window=200))
+
+
 def check_launches_share_a_workspace() -> None:
     """As replays of captured launches do, with other lengths each time; and a larger launch that makes it grow."""
     from phalanx.kernels.attention.split import Workspace
 
     workspace = Workspace(CPU)
     for seed, lengths in enumerate(([200, 3], [1, 1], [90, 201], [41, 700], [200] * 7, [3, 200])):
-        check(Case(lengths, 2, 3, 32, pieces=6), workspace, seed)
+        check(Case(lengths, 2, 3, 32, shares=6 * len(lengths)), workspace, seed)
     assert len(workspace._given) == 2
 
 
@@ -180,7 +189,8 @@ def check_queries_of_any_size_meet_a_quantized_cache() -> None:
 
 CHECKS = [
     check_ratios_of_heads, check_head_dims_dtypes_and_quantized_caches, check_lengths_about_the_edges,
-    check_block_sizes_and_windows, check_launches_share_a_workspace, check_queries_of_any_size_meet_a_quantized_cache,
+    check_block_sizes_and_windows, check_one_long_row_among_short_ones, check_launches_share_a_workspace,
+    check_queries_of_any_size_meet_a_quantized_cache,
 ]  # fmt: skip
 
 
@@ -189,9 +199,9 @@ def test_in_the_interpreter() -> None:
 
 
 SIGNATURE = {
-    "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals"), "*i32"),
+    "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "pieces_of"), "*i32"),
     **dict.fromkeys(("tops", "totals", "outs"), "*fp32"), **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
-    **dict.fromkeys(("table_stride", "window", "chunk"), "i32"),
+    **dict.fromkeys(("table_stride", "window"), "i32"),
 }  # fmt: skip
 
 
@@ -201,6 +211,7 @@ SIGNATURE = {
     [
         (128, "*bf16", False, 64, False), (128, "*bf16", True, 64, False), (128, "*bf16", True, 1, False),
         (128, "*bf16", False, 1, True), (128, "*bf16", True, 1, True), (80, "*fp16", False, 1, True),
+        (128, "*bf16", True, 512, False),
     ],
 )  # fmt: skip
 def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, arch: int) -> None:
@@ -215,7 +226,7 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, 
     assert "mma.sync" in ptx
     vectors = 2 * split.tile * head_dim * (1 if fp8 else 2) // 16 // (32 * split.warps)
     assert ptx.count("cp.async.cg.shared.global") >= vectors * (split.stages - 1), "keys or values are read in small pieces"
-    assert "atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx
+    assert ("atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx) == (split.shares > 0)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +261,10 @@ def compiled_as(split: Split, dtype: str, *, fp8: bool, group: int, head_dim: in
     heads, lanes = 8 if group <= 8 else 16, triton.next_power_of_2(group)
     constants = {
         "GROUP": group, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "HEADS": heads, "LANES": lanes,
-        "BLOCK_SIZE": 16, "MOST": MOST_PIECES, "AT_ONCE": min(MOST_PIECES, 16 * split.warps // lanes), "TILE": split.tile,
-        "APART": 1 if split.together else split.warps, "STAGES": split.stages, "INDIRECT": True, "WINDOWED": False,
-        "EARLY": early, "PTX": arch,
+        "BLOCK_SIZE": 16, "MOST": MOST_PIECES, "AT_ONCE": min(MOST_PIECES, 16 * split.warps // lanes),
+        "TILE": split.tile,
+        "APART": 1 if split.together else split.warps, "STAGES": split.stages, "INDIRECT": not split.shares,
+        "WINDOWED": False, "EARLY": early, "PTX": arch, **({} if split.shares else {"pieces_of": None}),
     }  # fmt: skip
     signature = {}
     for name in decode._decode.arg_names:
@@ -265,17 +277,26 @@ def compiled_as(split: Split, dtype: str, *, fp8: bool, group: int, head_dim: in
 
 
 def test_how_rows_are_split() -> None:
-    """No further than into what the GPU runs at once, and every piece is a multiple of what tensor cores take."""
-    from phalanx.kernels.attention.split import MOST_PIECES, chosen
+    """No further than into what the GPU runs at once, or than each row in two on average; and every piece is a multiple of what
+    tensor cores take."""
+    from phalanx.kernels.attention.split import MOST_PIECES, ROWS_CLASSES, chosen
 
     shapes = ((8, 4, 128, 2), (1, 32, 64, 1), (2, 1, 256, 4))
-    for rows, shape, short in itertools.product((1, 2, 8, 64, 512), shapes, (False, True)):
+    for rows, shape, short in itertools.product((1, 2, 8, 34, 64, 512), shapes, (False, True)):
         split, kv_heads = chosen(rows, *shape, 132, short=short), shape[0]
         assert split.tile // split.warps >= 16
-        assert 1 <= split.pieces <= MOST_PIECES
-        assert split.pieces == 1 or split.pieces * rows * kv_heads <= 8 * 132
-    assert chosen(1, 8, 4, 128, 2, 132).pieces > 8
-    assert chosen(512, 8, 4, 128, 2, 132).pieces == 1
+        assert split.shares % rows == 0
+        assert split.shares <= MOST_PIECES * rows
+        assert split.shares <= rows or split.shares * kv_heads <= 8 * 132
+        assert (split.shares == 0) == split.together
+    assert chosen(1, 8, 4, 128, 2, 132).shares > 8
+    assert chosen(512, 8, 4, 128, 2, 132).shares == 512
+    # Two programs of a warp, or one of two, where a processor would have three or four; more where it would have two.
+    middle = [chosen(64, 8, 4, 128, itemsize, 132) for itemsize in (1, 2)]
+    assert [(split.shares, split.warps) for split in middle] == [(64, 2), (128, 1)]
+    assert chosen(34, 8, 4, 128, 1, 132).shares == 3 * 34
+    assert chosen(ROWS_CLASSES[-1], 8, 4, 128, 2, 132).shares > 0
+    assert chosen(ROWS_CLASSES[-1] + 1, 8, 4, 128, 2, 132).shares == 0
 
 
 def test_few_short_rows_have_a_program_each() -> None:
@@ -285,7 +306,7 @@ def test_few_short_rows_have_a_program_each() -> None:
 
     few = Heads(8, 4, 128, 2)
     split = chosen(8, *few, 132, short=True)
-    assert (split.pieces, split.together) == (1, True)
+    assert (split.shares, split.together) == (0, True)
     assert split.tile >= SHORT
     assert not chosen(8, *few, 132).together
     assert [short_up_to(rows, few, 132) for rows in (1, 8, 9, 512)] == [SHORT, SHORT, 0, 0]
@@ -295,24 +316,35 @@ def test_few_short_rows_have_a_program_each() -> None:
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize(
-    "case", [Case([1, 33, 700, 2000], 8, 4, 128), Case([1, 90, 1200], 2, 7, 64, window=300, fp8=True)], ids=str
-)
+    "case", [
+        Case([1, 33, 700, 2000], 8, 4, 128), Case([1, 90, 1200], 2, 7, 64, window=300, fp8=True),
+        Case([5] * 40 + [3000] + [60] * 40, 8, 4, 128, fp8=True),
+    ], ids=lambda case: f"{len(case.lengths)} rows",
+)  # fmt: skip
 @pytest.mark.parametrize(("early", "short"), [(False, False), (True, False), (True, True)])
 def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool, short: bool) -> None:
     """Captured once with rows of one token, replayed with those of the case, longest first and last; each time the same bits.
-    What is made for short rows is right for the others too."""
-    from phalanx.kernels.attention import Workspace, decode_attention, reference
+    What is made for short rows is right for the others too. early: programs are shared out first, as an engine's graphs do."""
+    from phalanx.kernels.attention import Kind, Workspace, cut_rows, decode_attention, reference
 
     inputs = Inputs(*(None if each is None else each.cuda() for each in made(case)))  # type: ignore[arg-type]
     options = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
     workspace, lengths = Workspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
     held = inputs._replace(lengths=lengths)
+
+    def act() -> Tensor:
+        pieces = None
+        if early:
+            pieces = cut_rows(lengths, held.rows, Kind.of(held.query, held.key, case.window), workspace, short=short)
+            lengths.clone()  # a launch without programmatic dependence
+        return decode_attention(*held, **options, workspace=workspace, short=short, pieces=pieces, early_lengths=early)
+
     torch.cuda.synchronize()
-    decode_attention(*held, **options, workspace=workspace, short=short, early_lengths=early)
+    act()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = decode_attention(*held, **options, workspace=workspace, short=short, early_lengths=early)
+        out = act()
     lengths.copy_(inputs.lengths)
     wanted, seen = reference.decode_attention(*inputs, **options), []
     for _ in range(20):

@@ -52,7 +52,14 @@ def launched(monkeypatch: pytest.MonkeyPatch, said: list[bool]) -> list[int]:
     rows: list[int] = []
 
     def stand_in(
-        query: Tensor, *inputs: Any, workspace: Any, short: bool, early_lengths: bool, out: Tensor, **options: Any
+        query: Tensor,
+        *inputs: Any,
+        workspace: Any,
+        short: bool,
+        pieces: Tensor | None,
+        early_lengths: bool,
+        out: Tensor,
+        **options: Any,
     ) -> Tensor:
         said.append(short)
         rows.append(-len(query) if early_lengths else len(query))
@@ -196,7 +203,7 @@ def test_who_attends_to_rows_of_several_tokens(
 def test_a_fixed_batch_of_any_rows_is_planned_once(
     window: int | None, launched: list[int], prefilled: list[tuple[int, int | None]]
 ) -> None:  # fmt: skip
-    """20 rows of one token at most, of which the first 16 are launched apart, and 5 others; other rows of both at each replay."""
+    """20 rows of one token at most, and 5 others; other rows of both at each replay."""
     tokens, decodes, prompts, others = 200, 20, 5, Watched()
     rows = decodes + prompts
     made = DecodeBackend(others, CPU, "e4m3")
@@ -221,8 +228,39 @@ def test_a_fixed_batch_of_any_rows_is_planned_once(
         out = plan.forward(query, cache, window=window, scale=0.3)
         compare(out, query, now, kinds, keys, values, window)
     assert others.planned == []
-    assert launched == [-16, -4] * 4
+    assert launched == [-20] * 4
     assert prefilled == [(-5, None)] * 4
+
+
+def test_pieces_are_found_before_a_fixed_forward_and_read_early(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all layers alike, of the kinds that were met; of one that was not they come late, and are waited for."""
+    found: list[tuple[int | None, int]] = []
+
+    def cut(kv_lengths: Tensor, table_rows: Tensor | None, kind: Any, workspace: Any, *, short: bool) -> Tensor:
+        assert not short
+        assert table_rows is not None
+        found.append((kind.window, len(kv_lengths)))
+        return kv_lengths
+
+    monkeypatch.setattr(attention_decode.kernels, "cut_rows", cut)
+    batch, cache, _, _ = made_batch([(9, 1), (300, 1), (4, 3)], None)
+    indirect(batch)
+    batch.fixed, batch.decodes = True, 2
+    made, query = DecodeBackend(Watched(), CPU, "all"), torch.randn(5, 6, 8)
+    plan = made.plan(batch)
+    assert found == []
+    for window in (None, None, 5):
+        plan.forward(query, cache, window=window, scale=0.3)
+    assert sorted(found, key=str) == [(5, 2), (None, 2)]
+    assert launched == [2, -2, 2]
+    found.clear()
+    launched.clear()
+    plan = made.plan(batch)
+    assert sorted(found, key=str) == [(5, 2), (None, 2)]
+    for window in (None, 5, None):
+        plan.forward(query, cache, window=window, scale=0.3)
+    assert len(found) == 2
+    assert launched == [-2, -2, -2]
 
 
 @pytest.mark.parametrize(("length", "short"), [(SHORT, True), (SHORT + 1, False)])
@@ -279,7 +317,7 @@ def test_what_the_kernel_takes() -> None:
 ABSENT = """
 from tests.kernels.attention.test_decode import Case, check, let_loops_begin_anywhere
 let_loops_begin_anywhere()
-for more in ({}, {"window": 7}, {"fp8": True}, {"tile": 64, "warps": 4, "together": True}, {"pieces": 1}):
+for more in ({}, {"window": 7}, {"fp8": True}, {"tile": 64, "warps": 4, "together": True}, {"shares": 0}):
     check(Case([0, 33, 0, 90], 2, 4, 16, **more))
 check(Case([0, 0], 1, 2, 16))
 """

@@ -173,11 +173,11 @@ class StepGraphs:
         return 0 if size.prompts else self._backend.short_up_to(size.decodes)
 
     def _record(self, size: Size, batch: Batch, caches: Sequence[KvCache]) -> Replay:
-        batch.attention = self._backend.plan(batch)
         return self._tape.record(partial(self._forward, size, batch, caches))
 
     def _forward(self, size: Size, batch: Batch, caches: Sequence[KvCache]) -> None:
         tokens, places, head = size.tokens, self.places(size), self._model.head
+        batch.attention = self._backend.plan(batch)  # first: what it finds out is read early by others
         between.store_words(self._tables.device.view(-1), places.facts[5], places.facts[6])
         stream = self._model.stream(batch, caches, None if places.hidden is None else places.hidden[:tokens])
         if places.out is not None:

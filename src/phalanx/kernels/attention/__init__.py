@@ -13,8 +13,8 @@ from phalanx.kernels.attention.split import SHARED, SHORT, Split, Workspace, cho
 from phalanx.kernels.norms import triton_is_here
 
 __all__ = [
-    "decode_attention", "prefill_attention", "prefill_tiles", "short_up_to", "takes", "takes_prefill", "Heads", "Split",
-    "Workspace", "SHORT",
+    "decode_attention", "cut_rows", "prefill_attention", "prefill_tiles", "short_up_to", "takes", "takes_prefill", "Heads", "Kind",
+    "Split", "Workspace", "SHORT",
 ]  # fmt: skip
 
 
@@ -33,6 +33,19 @@ class Heads(NamedTuple):
         return cls(kv_heads, query.shape[1] // kv_heads, query.shape[2], key_cache.element_size())
 
 
+class Kind(NamedTuple):
+    """What the layers have in common for which rows are cut alike."""
+
+    heads: Heads
+    block_size: int
+    window: int | None
+
+    @classmethod
+    def of(cls, query: Tensor, key_cache: Tensor, window: int | None) -> Kind:
+        """query, key_cache: as of `Heads`."""
+        return cls(Heads.of(query, key_cache), key_cache.shape[1], window)
+
+
 def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether there is a kernel for queries of this dtype and head_dim, whatever the ratio of heads, the block size, the window,
     and with the cache in the same dtype or in e4m3."""
@@ -43,23 +56,36 @@ def takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, workspace: Workspace, window: int | None = None, kv_scales: tuple[float, float] | None = None,
-    short: bool = False, early_lengths: bool = False, out: Tensor | None = None,
+    short: bool = False, pieces: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
     block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
 
     workspace: of this stream, kept over calls. short: no row has more than SHORT tokens; a longer one is right all the same, and
-    slow. early_lengths: kv_lengths and table_rows are read while kernels before may still run: they must be complete before the
-    first of this chain of kernels begins, written by copies, or by kernels that a launch without programmatic dependence came
-    behind.
+    slow. pieces: what `cut_rows` says of these rows; None: it is asked for this call. early_lengths: pieces, or kv_lengths and
+    table_rows, are read while kernels before may still run: they must be complete before the first of this chain of kernels
+    begins, written by copies, or by kernels that a launch without programmatic dependence came behind.
     """
     from phalanx.kernels.attention.decode import decode_attention as kernel
 
     split = chosen(max(len(query), 1), *Heads.of(query, key_cache), workspace.processors, short=short, shared=workspace.shared)
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
-        workspace=workspace, split=split, early_lengths=early_lengths, out=out,
+        workspace=workspace, split=split, pieces=pieces, early_lengths=early_lengths, out=out,
     )  # fmt: skip
+
+
+def cut_rows(
+    kv_lengths: Tensor, table_rows: Tensor | None, kind: Kind, workspace: Workspace, *, short: bool = False
+) -> Tensor | None:  # fmt: skip
+    """How `decode_attention` shares programs out among these rows, for all layers of one kind; None where each row has one.
+    Arguments as there; by a kernel, which may be captured, and replayed with other lengths."""
+    split = chosen(max(len(kv_lengths), 1), *kind.heads, workspace.processors, short=short, shared=workspace.shared)
+    if not split.shares or not len(kv_lengths) or not kv_lengths.is_cuda:
+        return None
+    from phalanx.kernels.attention.shares import cut
+
+    return cut(kv_lengths, table_rows, split, window=kind.window, block_size=kind.block_size)
 
 
 def short_up_to(rows: int, heads: Heads, processors: int, shared: int = SHARED) -> int:

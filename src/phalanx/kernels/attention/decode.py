@@ -11,9 +11,9 @@ A program has some tokens of one row for one KV head and up to 16 of its query h
 pass at the rate of the memory, each warp takes tokens of its own through the whole loop, with a maximum, a sum and an output of its
 own; where few tokens are to be done soon, the warps are `together`: one maximum, and each has dims of the output to itself.
 
-How many programs share a row is decided by each of them from the row's length. Where several do, each leaves what it has in a
-workspace and counts itself; the last one to arrive adds all up in the order of the tokens, so that the result does not depend on
-who is last, and sets the count back to 0 for the next launch.
+How many programs share a row is decided on the device, from all rows' lengths (`shares`). Where several do, each leaves what it has
+in a workspace and counts itself; the last one to arrive adds all up in the order of the tokens, so that the result does not depend
+on who is last, and sets the count back to 0 for the next launch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.attention.shares import cut, piece_at, seen_of
 from phalanx.kernels.attention.split import MOST_PIECES, Split, Workspace
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.residual_rms_norm import capability
@@ -114,17 +115,6 @@ def _joined(top, total, out, odd, APART: tl.constexpr, PAIRS: tl.constexpr):
     if PAIRS:
         out = tl.reshape(tl.permute(tl.join(out, odd), (0, 2, 1)), [2 * out.shape[0], out.shape[1]])
     return top, total, out
-
-
-@triton.jit
-def _piece(length, low, piece, most, chunk, TILE: tl.constexpr, RUN: tl.constexpr):
-    """How a row's tokens low .. length - 1 are cut into at most `most` pieces -> (pieces; where one begins, and ends)."""
-    begin = low // RUN * RUN
-    tiles = tl.cdiv(length - begin, TILE)
-    each = tl.maximum(tl.cdiv(tiles, tl.maximum(tl.minimum(tl.cdiv(length - begin, chunk), most), 1)), 1)
-    pieces = tl.maximum(tl.cdiv(tiles, each), 1)
-    begin += piece * each * TILE
-    return pieces, begin, tl.minimum(begin + each * TILE, length)
 
 
 @triton.jit
@@ -222,38 +212,40 @@ def _store(out, row, first_head, members, total, mixed, like, value_scale, q_hea
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "window", "chunk"],
+    do_not_specialize=["table_stride", "window"],
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
 )
 def _decode(
-    query, key_cache, value_cache, tables, table_rows, lengths, out, tops, totals, outs, arrivals,
-    table_stride, window, chunk, score_scale, value_scale,
+    query, key_cache, value_cache, tables, table_rows, lengths, pieces_of, out, tops, totals, outs, arrivals,
+    table_stride, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr, APART: tl.constexpr,
-    STAGES: tl.constexpr, INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
+    APART: tl.constexpr, STAGES: tl.constexpr, INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head and band of HEADS of its query heads, row, piece). MOST: pieces, at most. EARLY: see early_lengths."""
+    """Program (KV head and band of HEADS of its query heads, piece, or row where pieces_of is None). MOST: pieces of a row, at
+    most. EARLY: see early_lengths."""
     if PTX >= 90:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()  # lengths, tables, queries and the newest keys and values: all may be what the kernel before has written
     BANDS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
-    row, piece, kv_head, band = tl.program_id(1), tl.program_id(2), tl.program_id(0) // BANDS, tl.program_id(0) % BANDS
-    length = tl.load(lengths + row, cache_modifier=".cg")
-    held = row.to(tl.int64)
-    if INDIRECT:
-        held = tl.load(table_rows + row, cache_modifier=".cg").to(tl.int64)
-    low = tl.maximum(length - window, 0) if WINDOWED else 0
     RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1  # tokens that are sure to lie in one block, from a multiple of it on
-    pieces, begin, end = _piece(length, low, piece, tl.num_programs(2), chunk, TILE, RUN)
-    if (piece >= pieces) | (held < 0):  # asked of both, so that one is not read after the other; no slot is less than 0
+    item, kv_head, band = tl.program_id(1), tl.program_id(0) // BANDS, tl.program_id(0) % BANDS
+    if pieces_of is not None:
+        row, first, pieces, begin, end, low, held = piece_at(pieces_of, item)
+    else:
+        row, first, pieces, held = item, item, 1, item
+        low, begin, end = seen_of(tl.load(lengths + row, cache_modifier=".cg"), window, RUN, WINDOWED)
+        if INDIRECT:
+            held = tl.load(table_rows + row, cache_modifier=".cg")
+    if held < 0:  # no slot is less than 0
         return
     # Every row has a first piece, which waits: so what waits for this kernel has waited for those before it too.
     if PTX >= 90 and EARLY:
         gdc_wait()
-    table = tables + held * table_stride
+    table = tables + held.to(tl.int64) * table_stride
     block = _blocks(table, begin, end, TILE, RUN, BLOCK_SIZE)
 
     first_head, members = kv_head * GROUP + band * HEADS, GROUP - band * HEADS
@@ -273,8 +265,8 @@ def _decode(
         _store(out, row, first_head, members, total, mixed, own, value_scale, KV_HEADS * GROUP, DIM, PTX)
     else:
         counted = row * tl.num_programs(0) + tl.program_id(0)
-        group = counted * tl.num_programs(2)
-        left = (group + piece) * HEADS + lane
+        group = tl.program_id(0) * tl.num_programs(1) + first
+        left = (group + item - first) * HEADS + lane
         tl.store(tops + left, top)
         tl.store(totals + left, total)
         tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed, (lane < members)[:, None])
@@ -288,26 +280,29 @@ def _decode(
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: Workspace, split: Split,
-    early_lengths: bool = False, out: Tensor | None = None,
+    pieces: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone."""
+    """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone. pieces:
+    what `shares.cut` says of these rows and this split; None: it is asked here, where the split has shares."""
     rows, q_heads, head_dim = query.shape
     block_size, kv_heads = key_cache.shape[1:3]
     out = torch.empty_like(query) if out is None else out
     if not rows:
         return out
+    if pieces is None and split.shares:
+        pieces, early_lengths = cut(kv_lengths, table_rows, split, window=window, block_size=block_size), False
     ptx, fp8, group = capability(query.device), key_cache.dtype == torch.float8_e4m3fn, q_heads // kv_heads
     width, heads = max(16, triton.next_power_of_2(head_dim)), 8 if group <= 8 else MOST_HEADS
     programs, lanes = kv_heads * triton.cdiv(group, heads), min(heads, triton.next_power_of_2(group))
-    tops, totals, outs, arrivals = workspace.take(rows * programs, split.pieces, heads, width)
+    tops, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(split.shares, rows), heads, width)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
-    _decode[(programs, rows, split.pieces)](
-        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, out,
-        tops, totals, outs, arrivals, block_tables.stride(0), window or 0, split.chunk, scale * key_scale * LOG2_E, value_scale,
+    _decode[(programs, rows if pieces is None else len(pieces))](
+        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, pieces, out,
+        tops, totals, outs, arrivals, block_tables.stride(0), window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
         MOST=MOST_PIECES, AT_ONCE=min(MOST_PIECES, 16 * split.warps // lanes), TILE=split.tile,
-        APART=1 if split.together else split.warps, STAGES=split.stages, INDIRECT=table_rows is not None,
+        APART=1 if split.together else split.warps, STAGES=split.stages, INDIRECT=pieces is None and table_rows is not None,
         WINDOWED=window is not None, EARLY=early_lengths, PTX=ptx, num_warps=split.warps, maxnreg=split.registers,
         launch_pdl=ptx >= 90,
     )  # fmt: skip

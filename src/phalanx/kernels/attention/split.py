@@ -15,24 +15,27 @@ from torch import Tensor
 MOST_PIECES = 32
 """Of one row: the last program to arrive reads what all others left."""
 
+ROWS_CLASSES = (64, 512, 4096)
+"""Programs that find pieces look over the lengths of so many rows, there or not; of more rows none is cut."""
+
 SHORT = 256
 """Tokens of a short row, at most: where few programs are to be done soon, one reads them all at once."""
 
 PROGRAMS_PER_PROCESSOR = 8
-"""That run at once; a row is cut no further than into what the GPU can run at once."""
-
+"""That run at once; rows that are alike are cut no further than into what the GPU can run at once."""
 
 SHARED = 227 << 10
 """Bytes of shared memory that a program may have on Hopper and later; others have less."""
 
 
 class Split(NamedTuple):
-    """pieces: the most programs that share a row's tokens for one KV head. chunk: tokens of a row for each program that shares it,
-    at least, unless the row is shorter. tile: tokens that a program computes at a time, divided among its warps, 16 or more each.
-    stages: as Triton's num_stages: tiles that are computed or under way. registers: of a thread, at most: so many programs fit on a
-    processor. together: a program's warps work on the same scores, rather than each on its own."""
+    """shares: programs for one KV head beyond one a row, which the longest rows have together; 0: none, and rows may be any number.
+    chunk: tokens of a row for each program that shares it, at least, unless the row is shorter. tile: tokens that a program
+    computes at a time, divided among its warps, 16 or more each. stages: as Triton's num_stages: tiles that are computed or under
+    way. registers: of a thread, at most: so many programs fit on a processor. together: a program's warps work on the same scores,
+    rather than each on its own."""
 
-    pieces: int
+    shares: int
     chunk: int
     tile: int
     warps: int
@@ -47,20 +50,33 @@ def chosen(
 ) -> Split:  # fmt: skip
     """For `rows` rows of any length, or (short) of up to SHORT tokens each. group: query heads per KV head; itemsize: bytes of a
     cached element; processors: the GPU's; shared: bytes that a program may have of a processor's. As measured on H200."""
-    programs = rows * kv_heads * -(-group // 16)
-    room = max(1, PROGRAMS_PER_PROCESSOR * processors // programs)
-    pieces = min(room // 2 or 1, MOST_PIECES)
+    programs, room = rows * kv_heads * -(-group // 16), PROGRAMS_PER_PROCESSOR * processors
+    # As many to each row where all are alike. With one it is not cut then, but one that is longer than the others is: no finer than
+    # that needs, as adding up costs more than it gains where all are short.
+    cut = rows <= ROWS_CLASSES[-1]
+    each = min(max(room // (2 * programs), 1), MOST_PIECES)
     if head_dim * itemsize > 256:  # also in fp32, whose products are not a tensor core's
-        return Split(pieces, 128, tile=32, warps=2, stages=2, registers=255)
+        return Split(cut * each * rows, 128, tile=32, warps=2, stages=2, registers=255)
+    chunk = 128 if each > 1 else 512
+    # Where one for each row leaves half of the room, too few bytes are under way: two warps help, or, where processors would have
+    # two or three programs, which is uneven, more programs for rows that have several chunks.
+    two_warps = each == 1 and itemsize == 1 and room // programs == 2
+    if each == 1 and not two_warps:
+        each = max(room // programs, 1)
+    shares = cut * each * rows
     few = 2 * programs <= processors
     if few and short and _at_once(group, head_dim, itemsize) <= shared:  # what counts is how soon one row is done
-        return Split(1, SHORT, tile=SHORT, warps=8, stages=2, registers=255, together=True)
-    # Where each row could have a program of its own, one that is longer than the others would be waited for; rows are cut no finer
-    # than that needs, as adding up costs more than it gains where all are short, or alike.
-    pieces, chunk = (room, 512) if pieces == 1 else (pieces, 128)
+        return Split(0, SHORT, tile=SHORT, warps=8, stages=2, registers=255, together=True)
+    if two_warps:
+        return Split(shares, chunk, tile=32, warps=2, stages=4, registers=168)
     if not few and (itemsize == 1 or chunk == 128):  # more bytes under way for each program, where programs alone are too few
-        return Split(pieces, chunk, tile=32, warps=1, stages=3, registers=168)
-    return Split(pieces, chunk, tile=16, warps=1, stages=4, registers=168)
+        return Split(shares, chunk, tile=32, warps=1, stages=3, registers=168)
+    return Split(shares, chunk, tile=16, warps=1, stages=4, registers=168)
+
+
+def rows_class(rows: int) -> int:
+    """Of `ROWS_CLASSES`, for so many rows."""
+    return next(most for most in ROWS_CLASSES if rows <= most)
 
 
 def _at_once(group: int, head_dim: int, itemsize: int) -> int:

@@ -32,7 +32,7 @@ def _store_words(table, places, values, count, BLOCK: tl.constexpr, PTX: tl.cons
 def store_words(table: Tensor, places: Tensor, values: Tensor) -> None:
     """The kernel of `reference.store_words`."""
     if len(places):
-        ptx = capability(table.device)
+        # Not early itself: whatever comes behind it may read early what those before it have written.
         _store_words[(triton.cdiv(len(places), BLOCK),)](
-            table, places, values, len(places), BLOCK=BLOCK, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90
+            table, places, values, len(places), BLOCK=BLOCK, PTX=capability(table.device), num_warps=4
         )

@@ -2,8 +2,8 @@
 """Paged attention with the house's kernels: one for the rows of one token, which come first in a batch, and one for the others,
 unless another back end is better at them.
 
-The kernels read lengths, block tables and where rows begin on the device, so there is nothing to plan: a captured forward is
-replayed with whatever its batch's tensors hold by then.
+The kernels read lengths, block tables and where rows begin on the device, and what there is to plan a kernel plans there, once a
+forward: a captured forward is replayed with whatever its batch's tensors hold by then.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ from phalanx.models.batch import Batch, KvCache, leading_ones
 if TYPE_CHECKING:
     from phalanx.models.layers.attention import AttentionBackend, AttentionPlan
 
-FIRST_BAND = 16
-"""In a graph that also has prompts, most rows of one token are often not there. A launch cuts long rows as finely as its number of
-rows lets it, there or not: so these first rows have one of their own."""
-
 
 class DecodeBackend:
     """others: for rows of several tokens. own: which of those the house's kernel takes instead: those over a cache in e4m3, all, or
@@ -37,14 +33,15 @@ class DecodeBackend:
         self.others, self.name, self.own = others, f"triton+{others.name}", own
         self.captures_prompts = own != "none"
         self.workspace = kernels.Workspace(device)
-        self.met: set[kernels.Heads] = set()
+        self.met: set[kernels.Kind] = set()
 
     def plan(self, batch: Batch) -> DecodePlan:
+        """For one forward, and of a fixed batch before the first kernel of that."""
         return DecodePlan(self, batch)
 
     def short_up_to(self, rows: int) -> int:
         held = self.workspace
-        return max((kernels.short_up_to(rows, heads, held.processors, held.shared) for heads in self.met), default=0)
+        return max((kernels.short_up_to(rows, kind.heads, held.processors, held.shared) for kind in self.met), default=0)
 
 
 class DecodePlan:
@@ -58,9 +55,9 @@ class DecodePlan:
         self._prompts = rows - self._decodes
         lengths = batch.kv_lengths_cpu[: self._decodes]
         self._short = batch.short if batch.fixed else max(lengths, default=0) <= kernels.SHORT
-        banded = batch.fixed and self._prompts and self._decodes > FIRST_BAND
-        ends = [FIRST_BAND, self._decodes] if banded else [self._decodes]
-        self._bands = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False) if end]
+        # Of a fixed batch, lengths and table rows are copied to the device before its graph runs, and no kernel of the graph writes
+        # them. So the pieces of all kinds of layers that were met are found first of all, and may be read early.
+        self._pieces = {kind: self._cut(kind) for kind in backend.met} if batch.fixed and self._decodes else {}
         # What comes of the batch at the first layer, whose cache says which kernel is the better one.
         self._tiles: int | None = None
         self._rest: AttentionPlan | None = None
@@ -70,19 +67,23 @@ class DecodePlan:
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
-        batch, tables, backend = self._batch, self._batch.block_tables, self._backend
+        batch, backend = self._batch, self._backend
         query = query.contiguous()
         out = torch.empty_like(query) if out is None else out
-        backend.met.add(kernels.Heads.of(query, cache.key))
-        for band in self._bands:
-            rows = batch.table_rows
-            # Of a fixed batch, lengths, table rows and starts are copied to the device before its graph runs, and no kernel of the
-            # graph writes them. Tables are no such thing: the graph's first kernel writes the new blocks into them.
+        if self._decodes:
+            kind, rows = kernels.Kind.of(query, cache.key, window), slice(self._decodes)
+            early = batch.fixed
+            if kind not in self._pieces:
+                self._pieces[kind] = self._cut(kind)
+                early &= self._pieces[kind] is None  # else by a kernel that is still under way
+            # Tables are not read early: the graph's first kernel writes the new blocks into them.
+            tables, held = batch.block_tables, batch.table_rows
             kernels.decode_attention(
-                query[band], cache.key, cache.value, tables if rows is not None else tables[band],
-                None if rows is None else rows[band], batch.kv_lengths[band], scale=scale, window=window, kv_scales=kv_scales,
-                workspace=backend.workspace, short=self._short, early_lengths=batch.fixed, out=out[band],
+                query[rows], cache.key, cache.value, tables if held is not None else tables[rows],
+                None if held is None else held[rows], batch.kv_lengths[rows], scale=scale, window=window, kv_scales=kv_scales,
+                workspace=backend.workspace, short=self._short, pieces=self._pieces[kind], early_lengths=early, out=out[rows],
             )  # fmt: skip
+        backend.met.add(kernels.Kind.of(query, cache.key, window))
         if self._prompts:
             if batch.fixed or backend.own == "all" or (backend.own == "e4m3" and cache.key.dtype == torch.float8_e4m3fn):
                 self._attend_prompts(query, cache, window, scale, kv_scales, out)
@@ -92,6 +93,11 @@ class DecodePlan:
                 at = self._decodes
                 self._rest.forward(query[at:], cache, window=window, scale=scale, kv_scales=kv_scales, out=out[at:])
         return out
+
+    def _cut(self, kind: kernels.Kind) -> Tensor | None:
+        rows, held = slice(self._decodes), self._batch.table_rows
+        lengths, held = self._batch.kv_lengths[rows], None if held is None else held[rows]
+        return kernels.cut_rows(lengths, held, kind, self._backend.workspace, short=self._short)
 
     def _attend_prompts(
         self, query: Tensor, cache: KvCache, window: int | None, scale: float, kv_scales: tuple[float, float] | None, out: Tensor

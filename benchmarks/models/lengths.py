@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode layers on one GPU over rows of like and of unlike lengths: `python benchmarks/models/lengths.py --out DIR
+[--ranks 32/8,16/2] [--rows 64,256] [--layers 6] [--kv e4m3|bf16]`
+
+32/8 are the layers of Llama-3-8B, 16/2 those of one rank of four of Llama-3-70B without its all-reduces, in FP8, from a CUDA graph:
+so attention has before it and behind it what it has in an engine, which it overlaps. Figures are microseconds a layer: medians of
+replays that stand back to back, behind as many that are not counted, so that the clock has settled. Rows are alike (200 or 1,500
+tokens), mixed (1 to 2,999, by chance) or skewed (200, and one of 16,384).
+
+To compare two states of the tree, run it in turn with the other's `src` in PYTHONPATH and `--label`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+
+from benchmarks import record
+from benchmarks.models.layers import BF16, BLOCK, batch_of, through
+from phalanx.bench import shapes
+from phalanx.comm.group import Solo
+from phalanx.config.model import ModelShape
+from phalanx.engine.ranks.graphs import CudaTape
+from phalanx.models import registry, weights
+from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.layers.attention import backend
+
+LONG = 16384
+KINDS = [(200, "alike"), (1500, "alike"), (1500, "mixed"), (200, "skewed")]
+RANKS: dict[str, tuple[str, dict[str, int]]] = {
+    "32/8": ("llama-3-8b", {}),
+    "16/2": ("llama-3-70b", {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 7168}),
+}
+ROUNDS, REPLAYS = 6, 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--ranks", default="32/8,16/2", help="query/KV heads")
+    parser.add_argument("--rows", default="34,64,128,256,512")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--kv", default="e4m3", choices=("e4m3", "bf16"))
+    parser.add_argument("--label", default="", help="of the file that is written")
+    asked = parser.parse_args()
+    figures: dict[str, Any] = {"layers": asked.layers, "kv": asked.kv, "us": {}}
+    with torch.inference_mode():
+        for rank in asked.ranks.split(","):
+            model = model_of(rank, asked.layers, fp8_cache=asked.kv == "e4m3")
+            for rows in map(int, asked.rows.split(",")):
+                for tokens, kind in KINDS:
+                    lengths = lengths_of(rows, tokens, kind)
+                    name = f"{rank} {rows} x {tokens} {kind}"
+                    figures["us"][name] = found = round(measured(model, lengths) / asked.layers, 1)
+                    print(f"{asked.label:8} {name:28} {found:8.1f} us", flush=True)
+            del model
+            record.write(f"models_lengths{'.' if asked.label else ''}{asked.label}", figures, asked.out)
+
+
+def model_of(rank: str, layers: int, *, fp8_cache: bool) -> registry.Model:
+    name, parts = RANKS[rank]
+    shape = ModelShape.from_config({**shapes.SHAPES[name], **parts})
+    held, device = range(1, 1 + layers), torch.device("cuda")
+    model = registry.build(shape, group=Solo(), layers=held, dtype=BF16, device=device, fp8=True, fp8_cache=fp8_cache)
+    weights.dummy(model, 0)
+    return model
+
+
+def lengths_of(rows: int, tokens: int, kind: str) -> list[int]:
+    """Tokens that each row has in the cache already."""
+    if kind == "mixed":
+        drawn: list[int] = torch.randint(1, 2 * tokens, (rows,), generator=torch.Generator().manual_seed(rows)).tolist()
+        return drawn
+    return [LONG if kind == "skewed" and row == rows // 2 else tokens for row in range(rows)]
+
+
+def batch_over(lengths: Sequence[int], device: torch.device) -> tuple[Batch, int]:
+    """-> (one token more for each row; blocks of the cache)."""
+    held = [length // BLOCK + 1 for length in lengths]
+    first = [1, *(1 + count for count in accumulate(held))]
+    tables = torch.zeros(len(lengths), max(held), dtype=torch.int32)
+    for row, (begin, end) in enumerate(pairwise(first)):
+        tables[row, : end - begin] = torch.arange(begin, end)
+    slots = [(begin + length // BLOCK) * BLOCK + length % BLOCK for begin, length in zip(first, lengths, strict=False)]
+    whole = torch.tensor(lengths)
+    batch = replace(
+        batch_of(len(lengths), 1, device), positions=whole.to(device), kv_slots=torch.tensor(slots, device=device),
+        kv_lengths=(whole + 1).int().to(device), kv_lengths_cpu=[length + 1 for length in lengths],
+        block_tables=tables.to(device), block_tables_cpu=tables.numpy(),
+    )  # fmt: skip
+    return batch, first[-1]
+
+
+def measured(model: registry.Model, lengths: Sequence[int]) -> float:
+    """us of a replay of all layers."""
+    device, dtype = torch.device("cuda"), model.seat.cache_dtype
+    batch, blocks = batch_over(lengths, device)
+    caches = [LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
+    for cache in caches:
+        for part in (cache.key, cache.value):
+            part.copy_(torch.randn(part.shape[1:], device=device))  # the same in each block: it is not read twice all the same
+    hidden = torch.randn(len(lengths), model.shape.hidden_size, device=device).to(BF16)
+    planner = backend(device, BF16, model.shape.head_dim)
+    for _ in range(2):  # the planner meets the kinds of layers
+        batch.attention = planner.plan(batch)
+        through(model, batch, caches, hidden)
+    batch.attention = planner.plan(batch)
+
+    def act() -> None:
+        through(model, batch, caches, hidden)
+
+    replay = CudaTape(device).record(act)
+    times: list[float] = []
+    for counted in (False, True):
+        for _ in range(ROUNDS):
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]  # type: ignore[no-untyped-call]
+            marks[0].record()
+            for mark in marks[1:]:
+                replay()
+                mark.record()
+            marks[-1].synchronize()
+            times += [begin.elapsed_time(end) * 1e3 for begin, end in pairwise(marks)] if counted else []
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()
