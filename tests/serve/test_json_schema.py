@@ -57,6 +57,7 @@ INTEGER = {"type": "integer"}
         ({"type": "integer", "enum": [1, "a"]}, "the value \"a\" in 'enum'; its 'type' \"integer\""),
         ({"type": ["integer", "null"], "const": 1.5}, "the value 1.5 in 'const'"),
         ({"type": ["number", "null"], "multipleOf": 2}, "'multipleOf' of a 'number'"),
+        ({"type": "object", "properties": {}, "required": [["a"]]}, "the required property \\['a'\\]"),
         ([], "a schema is a JSON object"),
         (3, "a schema is a JSON object"),
     ],
@@ -104,6 +105,11 @@ def test_a_pattern_says_what_is_no_blank_beyond_ascii():
 @pytest.mark.parametrize("bounds", [{"minLength": 3, "maxLength": 1}, {"maxLength": "3"}, {"minLength": -1}])
 def test_lengths_that_make_no_sense_are_left_to_the_compiler(bounds):
     assert enforceable({"type": "string", **bounds}) == {"type": "string", **bounds}
+
+
+@pytest.mark.parametrize("schema", [{"type": 5, "multipleOf": 2}, {"type": "object", "patternProperties": 5}])
+def test_what_is_no_schema_is_left_to_the_compiler(schema):
+    assert enforceable(dict(schema)) == schema
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,8 @@ def _complaint_of_value(node: dict[str, Any]) -> _Complaint | None:
     typed = [keyword for keyword in _FOR_ONE_TYPE if keyword in node]
     if typed and not any(keyword in node for keyword in ("type", "enum", "const")):
         return _Complaint(f"{typed[0]!r} without a 'type'")
-    if "multipleOf" in node and "number" in ([node["type"]] if isinstance(node.get("type"), str) else node.get("type") or ()):
+    named = node.get("type")
+    if "multipleOf" in node and (named == "number" or (isinstance(named, list) and "number" in named)):
         return _Complaint("'multipleOf' of a 'number'", next="use the type 'integer', or leave it out")
     length = any(name in node for name in _LENGTHS)
     for keyword in ("pattern", "format"):
@@ -197,11 +198,11 @@ def _complaint_of_pattern(node: dict[str, Any]) -> _Complaint | None:
 
 def _complaint_of_object(node: dict[str, Any]) -> _Complaint | None:
     properties, required, patterns = node.get("properties", {}), node.get("required", []), node.get("patternProperties", {})
-    if not (isinstance(properties, dict) and isinstance(required, list)):
+    if not (isinstance(properties, dict) and isinstance(required, list) and isinstance(patterns, dict)):
         return None
     if len(properties) > MAX_PROPERTIES:
         return _Complaint(f"{len(properties)} properties in one object (the most is {MAX_PROPERTIES})")
-    unknown = [name for name in required if name not in properties]
+    unknown = [name for name in required if not isinstance(name, str) or name not in properties]
     if unknown:
         return _Complaint(f"the required property {unknown[0]!r}, which 'properties' does not describe")
     # A name that two of these speak of is held to one of them only.
