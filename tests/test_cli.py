@@ -136,6 +136,11 @@ def test_what_nobody_caught_is_one_line_and_can_be_found(unbuffered):
         assert "Traceback" in done.stderr
 
 
+def test_a_stdout_that_was_closed_before_the_start_is_no_error():
+    done = subprocess.run(["sh", "-c", 'exec "$0" -m phalanx version >&-', sys.executable], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_the_module_runs_and_loads_no_torch():
     code = "import sys; from phalanx.cli import main; main(['version']); sys.exit(int('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     log.configure()
     try:
         status = int(app((sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False) or 0)
-        sys.stdout.flush()  # a full disk is an error here, not at the interpreter's end
+        _flush()  # a full disk is an error here, not at the interpreter's end
         return status
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _say(str(error), 2 if isinstance(error, OptionError) else 1)
     except OSError as error:
         try:
-            sys.stdout.flush()
+            _flush()
         except OSError:
             _mute()
         if sys.flags.dev_mode:
@@ -176,6 +176,11 @@ def main(arguments: list[str] | None = None) -> int:
         if not hasattr(error, "format_message"):
             raise
         return _say(error.format_message(), 2)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # so it is where whoever started us had closed it
+        sys.stdout.flush()
 
 
 def _mute() -> None:
