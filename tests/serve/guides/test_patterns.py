@@ -48,6 +48,11 @@ TEXTS = [
         ("a++a", "the quantifier"),
         ("a{1,2}{2}", "the quantifier"),
         ("a???", "the quantifier"),
+        ("ba$?", r"the quantifier '\?' of an anchor"),
+        ("(a)^{2}", "the quantifier"),
+        (r"\x61b", r"the escape '\\\\x61' before the digit 'b'"),
+        (r"[\x611]", "the escape"),
+        (r"\01", "the escape"),
         ("[^]", "the class"),
         ("(" * (MAX_DEPTH + 1), "nested deeper"),
     ],
@@ -62,7 +67,7 @@ def test_what_the_grammar_would_ignore_is_named(pattern, part):
         "", "a", "^a$", "^^a$$", "(^a)$", "^(a|b)$", "^a|b$", "(a$|b)", "a$|^b", "(^)a", "(^a)?b", "(?:^(?:a$))", "a(?:b$|b$)",
         "b*?$", "a{2}?b?", "(?P<n>a)b", "(?<n>a)b", "(?:a)b", r"^\^?$", r"^[\^$]$", r"^[^\]^$]$", r"\x61\u0062", r"^\/$", r"^\-$",
         "(?i)^a$", "^$", "(|a)", r"^\d$", r"^\w$", r"^\S$", r"^\S+$", "^.$", r"^.+$", r"^[^\s]$", r"^[^a\s]$", r"^[\S ]$",
-        r"^[\S^]$", r"^[\s\S]$", r"^[.]$", r"^\.$",
+        r"^[\S^]$", r"^[\s\S]$", r"^[.]$", r"^\.$", r"\x61[\x62-\x64g]?", r"\u0061b",
     ],
 )  # fmt: skip
 def test_what_is_enforced_passes_and_is(pattern):

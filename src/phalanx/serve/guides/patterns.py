@@ -2,9 +2,10 @@
 """What of a regular expression the grammar would ignore or misread: it is refused, since only a line on stderr would tell of it, or
 said in another way.
 
-Seen with xgrammar 0.2.8: lookaheads and anchors in the middle are ignored; an escape that it does not know is its letter; a
-possessive quantifier gives back; `[^]` lets control characters and quotation marks into the JSON; `\\S` and `.` take the blanks and
-the ends of lines that are not ASCII. Everything else is either enforced, of the whole text, or refused by xgrammar itself.
+Seen with xgrammar 0.2.8: lookaheads and anchors in the middle are ignored; a quantifier behind an anchor is of what stands before
+that; an escape that it does not know is its letter; `\\x61` has more digits where more follow; a possessive quantifier gives back;
+`[^]` lets control characters and quotation marks into the JSON; `\\S` and `.` take the blanks and the ends of lines that are not
+ASCII. Everything else is either enforced, of the whole text, or refused by xgrammar itself.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _TOKEN = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
+_MORE_DIGITS = re.compile(r"\\(?:x[0-9a-fA-F]{3}|0[0-7])")
+"""Escapes whose digits do not end where those of ECMA-262 do."""
 _KNOWN_LETTERS = frozenset("dDwWsStnrfv0")
 _GROUPS = {"(?=": "a lookahead", "(?!": "a lookahead", "(?<=": "a lookbehind", "(?<!": "a lookbehind"}
 _ONCE = ("?", "{0,1}", "{1}", "{1,1}", "{0}")
@@ -55,7 +58,7 @@ def not_enforced(pattern: str) -> str | None:
         kind, text, before = found.lastgroup, found.group(), times
         at, times = found.end(), ""
         items = groups[-1].alternatives[-1]
-        complaint = _of_text(kind or "", text, start=found.start())
+        complaint = _of_text(kind or "", text, start=found.start(), after=pattern[at : at + 1])
         if complaint is not None:
             return complaint
         if kind in ("open", "other"):
@@ -71,6 +74,8 @@ def not_enforced(pattern: str) -> str | None:
             times = before + text
             if before and (text != "?" or (before[-1:] == "?" and len(before) > 1)):
                 return f"the quantifier {times!r}, one upon another"
+            if items and items[-1] in ("^", "$"):
+                return f"the quantifier {text!r} of an anchor"
             if items and isinstance(items[-1], _Group):
                 items[-1].repeated = items[-1].repeated or text not in _ONCE
         elif kind == "anchor":
@@ -107,21 +112,24 @@ def _written_out(kind: str | None, text: str) -> str:
     return _NO_SPACE if rest == "[]" else f"(?:{_NO_SPACE}|{rest})"
 
 
-def _of_text(kind: str, text: str, *, start: int) -> str | None:
+def _of_text(kind: str, text: str, *, start: int, after: str) -> str | None:
     if kind == "escape":
-        return _of_escape(text)
+        return _of_escape(text, after)
     if kind == "class":
         if text in ("[]", "[^]"):
             return f"the class {text!r}"
-        return next((complaint for escape in _ESCAPE.findall(text) if (complaint := _of_escape(escape, inside=True))), None)
+        inner = ((found.group(), text[found.end()]) for found in _ESCAPE.finditer(text))
+        return next((complaint for escape, next_ in inner if (complaint := _of_escape(escape, next_, inside=True))), None)
     if kind == "other" and not (start == 0 and text == "(?i"):
         return _GROUPS.get(text, f"a group that begins with {text!r}")
     return None
 
 
-def _of_escape(text: str, *, inside: bool = False) -> str | None:
-    """inside: a class."""
+def _of_escape(text: str, after: str, *, inside: bool = False) -> str | None:
+    """after: the character behind it, if any. inside: a class."""
     letter = text[1:2]
+    if _MORE_DIGITS.fullmatch(text + after):
+        return f"the escape {text!r} before the digit {after!r}"
     if len(text) > 2 or not (letter.isascii() and letter.isalnum()) or letter in _KNOWN_LETTERS:
         return None
     if letter in "bB" and not inside:
