@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from phalanx.errors import OptionError
-from phalanx.serve.guides.one_of import overlapping, refuses, require_tags
+from phalanx.serve.guides.one_of import Tags, overlapping, refuses, tags_of
 from phalanx.serve.guides.patterns import in_unicode, not_enforced
 
 MAX_BYTES = 128 * 1024
@@ -75,10 +75,9 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
     """
     if not isinstance(schema, (dict, bool)):
         raise OptionError(f"the {what} is {json.dumps(schema)[:60]}", why="a schema is a JSON object")
-    for _, node in _schemas(schema, "#"):
-        require_tags(node, schema)
+    tags = [tag for _, node in _schemas(schema, "#") for tag in tags_of(node, schema)]
     for where, node in _schemas(schema, "#"):
-        complaint = _complaint(node) or _complaint_of_one_of(node, schema)
+        complaint = _complaint(node) or _complaint_of_one_of(node, schema, tags)
         if complaint is not None:
             raise OptionError(f"the {what} asks at {where} for {complaint.asked}", why=complaint.why, next=complaint.next)
         if isinstance(node.get("pattern"), str):
@@ -93,6 +92,9 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
             node["pattern"] = f'^[^"\\\\\\x00-\\x1f]{{{low},{high}}}$'
             for name in _LENGTHS:
                 node.pop(name, None)
+    for node, name in tags:
+        wanted = node.get("required", [])
+        node["required"] = wanted if name in wanted else [*wanted, name]
     return schema
 
 
@@ -128,10 +130,10 @@ def _complaint_of_choice(node: dict[str, Any]) -> _Complaint | None:
     return _Complaint(f"{choices[0]!r} together with {', '.join(repr(name) for name in beside)}") if beside else None
 
 
-def _complaint_of_one_of(node: dict[str, Any], root: Any) -> _Complaint | None:
+def _complaint_of_one_of(node: dict[str, Any], root: Any, tags: Tags) -> _Complaint | None:
     """The grammar takes what any of the schemas takes; that is `oneOf` where no two of them take the same."""
     schemas = node.get("oneOf")
-    pair = overlapping(schemas, root) if isinstance(schemas, list) else None
+    pair = overlapping(schemas, root, tags) if isinstance(schemas, list) else None
     if pair is None:
         return None
     return _Complaint(

@@ -113,3 +113,10 @@ def test_a_discriminator_with_a_default_is_written_all_the_same():
     odd = {"oneOf": [objects(a=INTEGER), STRING], "discriminator": {"propertyName": "kind"}}
     assert enforceable(odd)["oneOf"][0]["required"] == ["a"]
     assert enforceable({"oneOf": [INTEGER, STRING], "discriminator": {"propertyName": 3}})
+
+
+def test_a_discriminator_tells_nothing_apart_from_what_does_not_have_it():
+    """A validator takes {"b": 1} for both: it does not know that the grammar always writes the kind of the first."""
+    schemas = [objects(kind={"const": "k"}, required=[]), objects(b=INTEGER)]
+    with pytest.raises(OptionError, match="may take the same value"):
+        enforceable({"oneOf": schemas, "discriminator": {"propertyName": "kind"}})

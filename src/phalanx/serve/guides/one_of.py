@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -22,12 +22,16 @@ _MOST = 100_000
 """Comparisons; a union that takes more is not proven."""
 
 
-def overlapping(schemas: Sequence[Any], root: Any) -> tuple[int, int] | None:
+Tags = Sequence[tuple[dict[str, Any], str]]
+"""Schemas, each with a property that the grammar always writes, though the schema does not require it."""
+
+
+def overlapping(schemas: Sequence[Any], root: Any, tags: Tags = ()) -> tuple[int, int] | None:
     """The places of two of these schemas that may take the same answer of the grammar, or None when there are none.
 
     root: the whole schema, which `$ref` refers to.
     """
-    proof = _Proof(root)
+    proof = _Proof(root, tags)
     for i, j in combinations(range(len(schemas)), 2):
         one, other = schemas[i], schemas[j]
         if not (proof.apart(one, other, 0) and proof.apart(other, one, 0)):
@@ -35,9 +39,9 @@ def overlapping(schemas: Sequence[Any], root: Any) -> tuple[int, int] | None:
     return None
 
 
-def require_tags(node: dict[str, Any], root: Any) -> None:
-    """Where OpenAPI's `discriminator` beside a `oneOf` names the property that tells its schemas apart, make it required in each
-    that has it (changed in place): pydantic does not, of one with a default. What has it is valid without that, too."""
+def tags_of(node: dict[str, Any], root: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where OpenAPI's `discriminator` beside a `oneOf` names the property that tells its schemas apart: those that have it and do
+    not require it, as pydantic writes one with a default. What has it is valid without that, too."""
     tag, proof = node.get("discriminator"), _Proof(root)
     name = tag.get("propertyName") if isinstance(tag, dict) else None
     schemas = node.get("oneOf")
@@ -45,12 +49,15 @@ def require_tags(node: dict[str, Any], root: Any) -> None:
         found = proof.resolved(schema)
         wanted = found.get("required", []) if isinstance(found, dict) else None
         if isinstance(wanted, list) and name in _properties(found) and name not in wanted:
-            found["required"] = [*wanted, name]
+            yield found, name
 
 
 class _Proof:
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, tags: Tags = ()) -> None:
         self._root, self._left = root, _MOST
+        self._tags: dict[int, list[str]] = {}
+        for schema, name in tags:
+            self._tags.setdefault(id(schema), []).append(name)
         self._listed: dict[int, dict[str, Any]] = {}
 
     def apart(self, written: Any, other: Any, depth: int) -> bool:
@@ -78,7 +85,8 @@ class _Proof:
         return types == {"object"} and self._told_apart(written, other, depth)
 
     def _told_apart(self, written: dict[str, Any], other: dict[str, Any], depth: int) -> bool:
-        there, wanted = _required(written), _required(other)
+        # A validator does not know of tags: `other` takes what lacks its own.
+        there, wanted = [*_required(written), *self._tags.get(id(written), ())], _required(other)
         if any(_lacks(written, name) for name in wanted) or any(_forbids(other, name) for name in there):
             return True
         mine, its = _properties(written), _properties(other)
