@@ -121,6 +121,12 @@ def test_a_path_that_is_not_there_is_no_hub_id(name: str) -> None:
         locate(name)
 
 
+@pytest.mark.parametrize(("name", "why"), [("x" * 300, "File name too long"), ("~nobody-is-called-so/model", "home directory")])
+def test_a_folder_that_cannot_be_looked_at_says_why(name: str, why: str) -> None:
+    with pytest.raises(ModelNotFound, match=f"it cannot be looked at; .*{why}.*; give a folder"):
+        locate(name)
+
+
 def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(ModelNotFound, match=r"holds notes.txt; it has no config.json"):

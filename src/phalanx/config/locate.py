@@ -33,9 +33,16 @@ def locate(model: str, revision: str | None = None, *, need: str = CONFIG, optio
     """
     if model == "demo":
         return _checked(DEMO, model, need, option)
-    path = Path(model).expanduser()
-    if path.exists() or not _HUB_ID.fullmatch(model) or model.startswith("."):
-        return _checked(path, model, need, option)
+    try:
+        path = Path(model).expanduser()
+        if path.exists() or not _HUB_ID.fullmatch(model) or model.startswith("."):
+            return _checked(path, model, need, option)
+    except (OSError, RuntimeError) as error:  # the latter: "~" of somebody whom this host does not know
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ModelNotFound(
+            f"{option} {model!r} was asked for", held="it cannot be looked at", why=why,
+            next="give a folder that this user may read",
+        ) from None  # fmt: skip
     return _checked(_download(model, revision, option), model, need, option)
 
 
