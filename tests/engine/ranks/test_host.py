@@ -67,3 +67,5 @@ def test_kernels_that_cannot_be_kept_are_an_error_before_any_rank_starts(tmp_pat
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     with pytest.raises(OptionError, match=r"triton cannot be written; No space left on device; give a folder"):
         kernel_folders(str(tmp_path / "kernels"))
+    with pytest.raises(OptionError, match=r"'~nobody-is-called-so/k' was asked for; .*home directory"):
+        kernel_folders("~nobody-is-called-so/k")

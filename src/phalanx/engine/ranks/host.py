@@ -69,7 +69,11 @@ def kernel_folders(asked: str | None) -> dict[str, str]:
     """
     if asked is None:
         return {}
-    found = {name: str(Path(asked).expanduser().absolute() / part) for name, part in KERNEL_FOLDERS.items()}
+    try:
+        kept = Path(asked).expanduser().absolute()
+    except RuntimeError as error:  # "~" of somebody whom this host does not know
+        raise OptionError(f"kernel_cache_dir={asked!r} was asked for", why=str(error), next="give a folder, or none") from None
+    found = {name: str(kept / part) for name, part in KERNEL_FOLDERS.items()}
     for folder in found.values():
         failed = "made"
         try:
