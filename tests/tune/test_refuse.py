@@ -42,6 +42,8 @@ def test_a_folder_that_takes_no_files(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(OptionError, match="file is a file; give a folder that can be written"):
             refuse.unwritable_folder(folder)
+    with pytest.raises(OptionError, match="nothing can be written there: File name too long"):
+        refuse.unwritable_folder(tmp_path / ("x" * 300))
     refuse.unwritable_folder(tmp_path / "new" / "below")
     assert list((tmp_path / "new" / "below").iterdir()) == []
     assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"

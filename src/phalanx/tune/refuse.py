@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections.abc import Collection, Mapping
@@ -76,7 +77,7 @@ def unwritable_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        file = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+        file = next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None)
         raise OptionError(
             f"--save_csv_dir {folder} was asked for",
             held="" if file is None else f"{file} is a file",

@@ -109,11 +109,11 @@ def bench(tp_size: str, asked: Asked, outside: Place | None) -> list[Path]:
 
 def _can_write(runs: list[Run]) -> None:
     """Refuse a folder that takes no results, and runs that would drop what it holds, before any rank starts."""
+    refuse.unwritable_folder(runs[0].folder)
     for run in runs:
         sm = 0 if run.device == "cpu" else _sm()
         if sm is not None:
             check(run, sm)
-    refuse.unwritable_folder(runs[0].folder)
 
 
 def _told(found: Bench, folder: Path) -> Path:
