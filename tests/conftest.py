@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 
@@ -20,13 +21,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def gpu_count() -> int:
+    """Those that a process started here may use. By nvidia-smi: a machine may have torch alone."""
+    from phalanx.hardware.probe import Gpu, choose
+
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    here = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return here if shown is None else min(here, len([each for each in shown.split(",") if each]))
+    here = re.findall(r"^GPU (\d+): (.*) \(UUID: (\S+)\)", listed.stdout, re.MULTILINE)
+    gpus = [Gpu(int(index), uuid, name, 0, 0, 0) for index, name, uuid in here]
+    return len(choose(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from phalanx import hardware
 from phalanx.hardware.probe import Gpu, address_towards, choose, cores, look
+from tests.conftest import gpu_count
 
 
 def gpu(index: int, uuid: str) -> Gpu:
@@ -49,6 +51,18 @@ def test_the_environment_hides_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [g.index for g in look(visible="0,2").gpus] == [0, 2]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert len(look().gpus) == 3
+
+
+@pytest.mark.parametrize(("visible", "count"), [(None, 2), ("", 0), ("-1", 0), ("7", 0), ("GPU-b", 1), ("1,0", 2)])
+def test_gpu_tests_count_as_cuda_does(visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "nvidia-smi"
+    told.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-a1)'\necho 'GPU 1: NVIDIA H100 (UUID: GPU-b2)'\n")
+    told.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu_count() == count
 
 
 def test_a_containers_quota_counts(tmp_path: Path) -> None:
