@@ -172,13 +172,20 @@ def test_import_of_csvs_and_code(tmp_path, home):
     assert table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 4096, 128).strategy is Strategy.TWOSHOT
 
 
+@pytest.mark.parametrize("asked", ["2", "1", "all"])
+def test_one_gpu_has_nothing_to_reduce(asked, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("phalanx.tune.stages._gpu_count", lambda: 1)
+    assert "1 GPU here; one rank has nothing to reduce; --device cpu" in str(verb("bench", "--tp_size", asked)[1])
+
+
 NOTHING = ["--tp_size", "2", "--device", "cpu", "--tokens", "16384", "--hidden", "8192"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["bench", "--tp_size", "1", "--device", "cpu"], "can form 2 to 8 ranks on cpu"),
+        (["bench", "--tp_size", "1", "--device", "cpu"], "can form 2 to 8 ranks on cpu, not 1; give 2 to 8"),
         (["bench", "--tp_size", "2,2", "--device", "cpu"], "--tp_size 2,2 was asked for; 2 stands there twice"),
         (["bench", "--tp_size", "2,x", "--device", "cpu"], "'x' is no number of ranks"),
         (["bench", "--tp_size", "2,", "--device", "cpu"], "'' is no number of ranks"),

@@ -284,18 +284,17 @@ def _gpu_count() -> int:
 
 def _tp_sizes(asked: str, device: str, count: int) -> list[int]:
     """The sizes to measure. On CPU "all" is those of the guide that have a core for each rank, and at least 2."""
+    if count < 2:
+        raise OptionError(
+            "a benchmark was asked for", held=f"{count} GPU here", why="one rank has nothing to reduce", next="--device cpu"
+        )
     if asked != "all":
         return _named_sizes(asked, device, count)
     if device == "cpu":
         from phalanx.hardware.probe import cores
 
         count = max(2, cores())
-    sizes = [size for size in TP_SIZES if size <= count]
-    if not sizes:
-        raise OptionError(
-            "a benchmark was asked for", held=f"{count} GPU here", why="one rank has nothing to reduce", next="--device cpu"
-        )
-    return sizes
+    return [size for size in TP_SIZES if size <= count]
 
 
 def _named_sizes(asked: str, device: str, count: int) -> list[int]:
@@ -306,7 +305,7 @@ def _named_sizes(asked: str, device: str, count: int) -> list[int]:
         if not part.isdecimal():
             held, cure = f"{part!r} is no number of ranks", "give whole numbers separated by commas, or all"
         elif not 2 <= size <= count:
-            held, cure = f"this machine can form 2 to {count} ranks on {device}, not {part}", "give fewer ranks, at least 2"
+            held, cure = f"this machine can form 2 to {count} ranks on {device}, not {part}", f"give 2 to {count}"
         elif size in sizes[:number]:
             held, cure = f"{part} stands there twice", "give each size once"
         else:
