@@ -148,6 +148,19 @@ def test_a_csv_is_replaced_on_demand_and_a_broken_replacement_goes_on(run):
     assert part.facts["complete"].endswith("run the same command again, without --restart")
 
 
+def test_a_csv_that_was_extended_after_all_is_not_replaced_unasked(run):
+    """A run that was to replace it broke, and one that was to extend it went on and broke, too."""
+    run(tokens="1,16,32")
+    with pytest.raises(KeyboardInterrupt):
+        run(restart=True, stop_after=1)
+    run({ONESHOT.format(16): "hang"}, time_limit=1.5, extend=True, strategies="ONESHOT")
+    before = contents(run.folder)
+    with pytest.raises(OptionError, match=r"this run would drop \d of them"):
+        run()
+    assert contents(run.folder) == before
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 6
+
+
 def test_an_unreadable_csv_is_not_replaced_unasked(run):
     run.folder.mkdir()
     (run.folder / "benchmark.tp2.sm0.csv").write_text("something,else\n", encoding="utf-8")

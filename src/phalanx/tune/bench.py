@@ -239,7 +239,9 @@ def _journal(run: Run, fingerprint: Fingerprint, head: dict[str, Any]) -> Journa
     try:
         if run.restart and not run.keeps:
             journal.begin_anew()
-        elif not (run.keeps or journal.anew):
+        elif run.keeps:
+            journal.keep_csv()
+        elif not journal.anew:
             known = {*journal.samples, *journal.skips}
             refuse.lost_times(records.csv_path(run.folder, fingerprint.world, fingerprint.sm), known)
     except BaseException:

@@ -61,6 +61,12 @@ class Journal:
         self.anew = True
         self._write({"anew": True})
 
+    def keep_csv(self) -> None:
+        """Note that the CSV is to be kept, whatever was asked for before."""
+        if self.anew:
+            self.anew = False
+            self._write({"anew": False})
+
     def sit_down(self, facts: dict[str, str]) -> None:
         """Note who measures what comes now."""
         self.sittings.append(facts)
