@@ -132,6 +132,10 @@ def test_without_scales_they_are_1(
         (by_layer(OWN, (FOUND[0], (0.1, -0.5))), r"layers.1.self_attn.v_scale in .*not finite and positive"),
         (by_layer(OWN, (FOUND[0], (float("nan"), 0.1))), r"layers.1.self_attn.k_scale in .*not finite and positive"),
         (by_layer(OWN) | by_layer(OF_PRODUCTS, FOUND[::-1]), r"k_scale and .*k_proj.k_scale differ; .*0.003 and 0.0011"),
+        (
+            by_layer(OWN) | by_layer(OF_PRODUCTS) | by_layer(OF_OUTPUTS, FOUND[::-1]),
+            r"self_attn.k_scale and .*k_proj.output_scale differ; .*0.003 and 0.0011",
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}])

@@ -68,9 +68,10 @@ def _chosen(names: tuple[str, ...], given: dict[str, float], held: dict[str, flo
             why="with a cache in FP8, keys and values of all layers have scales, or none",
             next="download the checkpoint again, or use kv_cache_dtype='model'",
         )  # fmt: skip
-    if len({given[name] for name in own}) > 1:
+    other = next((name for name in own if given[name] != given[own[0]]), None)
+    if other is not None:
         raise WeightError(
-            f"{own[0]} and {own[1]} differ", held=f"{given[own[0]]:g} and {given[own[1]]:g}",
+            f"{own[0]} and {other} differ", held=f"{given[own[0]]:g} and {given[other]:g}",
             why="they are two names for one scale", next="download the checkpoint again, or use kv_cache_dtype='model'",
         )  # fmt: skip
     return given[own[0]]
