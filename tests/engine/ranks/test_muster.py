@@ -88,6 +88,20 @@ def test_who_is_late_is_named() -> None:
     assert "rank 0 (pid 100, node 0) is still at 'load weights, 90 %'" in str(muster.late(5.0, where))
 
 
+def test_who_is_ready_as_time_is_up_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = RankExecutor(options(Path("x"), start_timeout=1e-9))
+    for skipped in ("_launch", "_wait", "_tell"):
+        monkeypatch.setattr(executor, skipped, lambda *given: None)
+
+    def ready_at_last() -> None:
+        executor._muster.take(Offer(0, 7), 0.0)
+        executor._muster.take(ready(0), 0.0)
+
+    monkeypatch.setattr(executor, "_look", ready_at_last)
+    found, blocks = executor.start()
+    assert (found[0].rank, blocks) == (0, 7)
+
+
 def test_what_no_rank_sends_is_an_error() -> None:
     with pytest.raises(EngineError, match="NodePulse"):
         Muster(1, 1, 0.0).take(NodePulse(1), 0.0)

@@ -79,7 +79,7 @@ class RankExecutor:
                 self._look()
                 for ranks, message in self._muster.orders():
                     self._tell(ranks, message)
-                if time.monotonic() > deadline:
+                if not self._muster.complete and time.monotonic() > deadline:
                     raise self._fail(self._muster.late(self._options.start_timeout, self._vigil.where))
         except BaseException as error:
             self._end(error if isinstance(error, PhalanxError) else EngineClosed("start-up was interrupted"))
