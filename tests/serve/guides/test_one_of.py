@@ -100,6 +100,20 @@ class Drawing(BaseModel):
     shape: Annotated[Circle | Nothing, Field(discriminator="kind")]
 
 
+class Square(BaseModel):
+    kind: Literal["polygon"] = "polygon"
+    sides: Literal[4] = 4
+
+
+class Triangle(BaseModel):
+    kind: Literal["polygon"] = "polygon"
+    sides: Literal[3] = 3
+
+
+class Sketch(BaseModel):
+    shape: Annotated[Circle | Annotated[Square | Triangle, Field(discriminator="sides")], Field(discriminator="kind")]
+
+
 def test_a_discriminator_with_a_default_is_written_all_the_same():
     """Else both schemas would take what says no kind. Without the discriminator that is so, and is refused."""
     schema = Drawing.model_json_schema()
@@ -113,6 +127,14 @@ def test_a_discriminator_with_a_default_is_written_all_the_same():
     odd = {"oneOf": [objects(a=INTEGER), STRING], "discriminator": {"propertyName": "kind"}}
     assert enforceable(odd)["oneOf"][0]["required"] == ["a"]
     assert enforceable({"oneOf": [INTEGER, STRING], "discriminator": {"propertyName": 3}})
+
+
+def test_a_union_in_a_union_has_the_discriminators_of_both():
+    found = enforceable(Sketch.model_json_schema())["$defs"]
+    assert [sorted(found[name]["required"]) for name in ("Circle", "Square")] == [["kind", "radius"], ["kind", "sides"]]
+    turning = {"oneOf": [{"anyOf": [{"$ref": "#/oneOf/0"}, objects(a=INTEGER)]}, STRING], "discriminator": {"propertyName": "a"}}
+    with pytest.raises(OptionError, match="may take the same value"):
+        enforceable(turning)
 
 
 def test_a_discriminator_tells_nothing_apart_from_what_does_not_have_it():

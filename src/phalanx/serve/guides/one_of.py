@@ -8,10 +8,10 @@ too, but is not proven.
 
 from __future__ import annotations
 
+import itertools
 import json
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from typing import Any
 
 _TYPES = frozenset(("integer", "number", "string", "boolean", "null", "object", "array"))
@@ -32,7 +32,7 @@ def overlapping(schemas: Sequence[Any], root: Any, tags: Tags = ()) -> tuple[int
     root: the whole schema, which `$ref` refers to.
     """
     proof = _Proof(root, tags)
-    for i, j in combinations(range(len(schemas)), 2):
+    for i, j in itertools.combinations(range(len(schemas)), 2):
         one, other = schemas[i], schemas[j]
         if not (proof.apart(one, other, 0) and proof.apart(other, one, 0)):
             return i, j
@@ -41,13 +41,19 @@ def overlapping(schemas: Sequence[Any], root: Any, tags: Tags = ()) -> tuple[int
 
 def tags_of(node: dict[str, Any], root: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """Where OpenAPI's `discriminator` beside a `oneOf` names the property that tells its schemas apart: those that have it and do
-    not require it, as pydantic writes one with a default. What has it is valid without that, too."""
+    not require it, as pydantic writes one with a default; of a union in the union, each of its own. What has it is valid without
+    that, too."""
     tag, proof = node.get("discriminator"), _Proof(root)
     name = tag.get("propertyName") if isinstance(tag, dict) else None
-    schemas = node.get("oneOf")
-    for schema in schemas if isinstance(schemas, list) and isinstance(name, str) else ():
+    schemas, seen = node.get("oneOf"), set[int]()
+    reached = list(schemas) if isinstance(schemas, list) and isinstance(name, str) else []
+    for schema in reached:
         found = proof.resolved(schema)
-        wanted = found.get("required", []) if isinstance(found, dict) else None
+        if not isinstance(found, dict) or id(found) in seen:
+            continue
+        seen.add(id(found))
+        reached += itertools.chain.from_iterable(_choices(found))
+        wanted = found.get("required", [])
         if isinstance(wanted, list) and name in _properties(found) and name not in wanted:
             yield found, name
 
