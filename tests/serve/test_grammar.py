@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from phalanx.config.sampling import Guide
 from phalanx.engine.grammar import Matcher
-from phalanx.errors import OptionError
+from phalanx.errors import OptionError, RequestError
 from phalanx.serve.grammar import GuideCompiler, compile_guide, token_bytes
 from phalanx.serve.tokenizer import Tokenizer
 
@@ -103,6 +103,17 @@ def test_regex_and_grammar(tokenizer):
         text = write(Guide(grammar='root ::= "(" root ")" | [0-9]+'), tokenizer, seed, most=3000)
         assert re.fullmatch(r"\(*\d+\)*", text)
         assert text.count("(") == text.count(")")
+
+
+@pytest.mark.parametrize("pattern", [".", r"\S", r"[\S ]", ".{1,2}"])
+def test_a_regex_takes_no_end_of_line(tokenizer, pattern):
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}}
+    ends = [tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\r", "\u2028")]
+    for guide in (Guide(regex=pattern), Guide(structural_tag=json.dumps(tag))):
+        for tokens in ends:
+            matcher = Matcher(compiled(guide, tokenizer).compiled)
+            with pytest.raises(RequestError, match="does not take it"):
+                [matcher.accept(token) for token in tokens]
 
 
 def test_structural_tag(tokenizer):

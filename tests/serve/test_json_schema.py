@@ -100,6 +100,9 @@ def test_a_length_becomes_a_pattern_that_keeps_to_json(bounds, times):
 
 def test_a_pattern_says_what_is_no_blank_beyond_ascii():
     assert enforceable({"type": "string", "pattern": "^a.$"})["pattern"] == r"^a[^\n\r\u2028\u2029]$"
+    assert enforceable({"type": "object", "patternProperties": {"^a.$": {}}}) == {
+        "type": "object", "patternProperties": {r"^a[^\n\r\u2028\u2029]$": {}}
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("bounds", [{"minLength": 3, "maxLength": 1}, {"maxLength": "3"}, {"minLength": -1}])

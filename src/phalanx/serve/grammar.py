@@ -30,7 +30,7 @@ from phalanx.comm import launch
 from phalanx.config.sampling import Guide
 from phalanx.errors import EngineError, OptionError
 from phalanx.log import get_logger
-from phalanx.serve.guides.patterns import not_enforced
+from phalanx.serve.guides.patterns import in_unicode, not_enforced
 from phalanx.serve.json_schema import MAX_BYTES, enforceable, read_json
 from phalanx.serve.tokenizer import Tokenizer
 
@@ -270,19 +270,18 @@ def _checked(kind: str, text: str) -> str:
                 content["json_schema"] = enforceable(content["json_schema"], what="json_schema of the structural_tag")
                 content["max_whitespace_cnt"] = _whitespace(content.get("max_whitespace_cnt"))
             if content.get("type") == "regex" and isinstance(content.get("pattern"), str):
-                _check_regex(content["pattern"], what="regex of the structural_tag")
+                content["pattern"] = _checked_regex(content["pattern"], what="regex of the structural_tag")
         return json.dumps(tag)
     if len(text) > MAX_BYTES // 4:
         raise OptionError(f"a {kind} of {len(text)} characters was asked for", why=f"it may have {MAX_BYTES // 4}")
-    if kind == "regex":
-        _check_regex(text, what=kind)
-    return text
+    return _checked_regex(text, what=kind) if kind == "regex" else text
 
 
-def _check_regex(pattern: str, *, what: str) -> None:
+def _checked_regex(pattern: str, *, what: str) -> str:
     part = not_enforced(pattern)
     if part is not None:
         raise OptionError(f"the {what} asks for {part}", why="the grammar cannot enforce it", next="say it without")
+    return in_unicode(pattern)
 
 
 def _whitespace(asked: Any) -> Any:

@@ -82,6 +82,8 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
             raise OptionError(f"the {what} asks at {where} for {complaint.asked}", why=complaint.why, next=complaint.next)
         if isinstance(node.get("pattern"), str):
             node["pattern"] = in_unicode(node["pattern"])
+        if isinstance(node.get("patternProperties"), dict):
+            node["patternProperties"] = {in_unicode(name): child for name, child in node["patternProperties"].items()}
         low, high = node.get("minLength", 0), node.get("maxLength", "")
         if (
             any(name in node for name in _LENGTHS)

@@ -5,7 +5,8 @@ said in another way.
 Seen with xgrammar 0.2.8: lookaheads and anchors in the middle are ignored; a quantifier behind an anchor is of what stands before
 that; an escape that it does not know is its letter; `\\x61` has more digits where more follow; a possessive quantifier gives back;
 `[^]` lets control characters and quotation marks into the JSON; `\\S` and `.` take the blanks and the ends of lines that are not
-ASCII. Everything else is either enforced, of the whole text, or refused by xgrammar itself.
+ASCII, and outside of JSON `.` takes those that are. Everything else is either enforced, of the whole text, or refused by xgrammar
+itself.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def not_enforced(pattern: str) -> str | None:
 
 
 def in_unicode(pattern: str) -> str:
-    """The pattern with `\\S` and `.` written out: the grammar's take every character beyond ASCII."""
+    """The pattern with `\\S` and `.` written out: the grammar's take every character beyond ASCII, and `.` may take any at all."""
     return "".join(_written_out(found.lastgroup, found.group()) for found in _TOKEN.finditer(pattern))
 
 
