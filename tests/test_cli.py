@@ -136,6 +136,15 @@ def test_what_nobody_caught_is_one_line_and_can_be_found(unbuffered):
         assert "Traceback" in done.stderr
 
 
+def test_an_error_of_the_system_without_words_is_named(monkeypatch, capsys):
+    def late(*given):
+        raise TimeoutError
+
+    monkeypatch.setattr("phalanx.serve.app.run", late)
+    assert cli.main(["serve", "demo"]) == 1
+    assert re.match(r"phalanx: TimeoutError; raised at cli\.py:\d+; ", capsys.readouterr().err)
+
+
 def test_a_stdout_that_was_closed_before_the_start_is_no_error():
     done = subprocess.run(["sh", "-c", 'exec "$0" -m phalanx version >&-', sys.executable], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

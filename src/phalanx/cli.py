@@ -170,7 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
             _mute()
         if sys.flags.dev_mode:
             raise
-        return _say(f"{error}; raised at {_place(error)}; with PYTHONDEVMODE=1 the whole traceback is shown", 1)
+        words = str(error) or type(error).__name__
+        return _say(f"{words}; raised at {_place(error)}; with PYTHONDEVMODE=1 the whole traceback is shown", 1)
     except Exception as error:
         # What typer raises for a command line that it does not understand; where the class lives depends on its version.
         if not hasattr(error, "format_message"):
