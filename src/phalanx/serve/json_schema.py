@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from phalanx.errors import OptionError
-from phalanx.serve.guides.one_of import Tags, overlapping, refuses, tags_of
+from phalanx.serve.guides.one_of import Proof, refuses, tags_of
 from phalanx.serve.guides.patterns import in_unicode, not_enforced
 
 MAX_BYTES = 128 * 1024
@@ -75,9 +75,10 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
     """
     if not isinstance(schema, (dict, bool)):
         raise OptionError(f"the {what} is {json.dumps(schema)[:60]}", why="a schema is a JSON object")
-    tags = [tag for _, node in _schemas(schema, "#") for tag in tags_of(node, schema)]
+    tags = list(tags_of((node for _, node in _schemas(schema, "#")), schema))
+    proof = Proof(schema, tags)
     for where, node in _schemas(schema, "#"):
-        complaint = _complaint(node) or _complaint_of_one_of(node, schema, tags)
+        complaint = _complaint(node) or _complaint_of_one_of(node, proof)
         if complaint is not None:
             raise OptionError(f"the {what} asks at {where} for {complaint.asked}", why=complaint.why, next=complaint.next)
         if isinstance(node.get("pattern"), str):
@@ -132,10 +133,10 @@ def _complaint_of_choice(node: dict[str, Any]) -> _Complaint | None:
     return _Complaint(f"{choices[0]!r} together with {', '.join(repr(name) for name in beside)}") if beside else None
 
 
-def _complaint_of_one_of(node: dict[str, Any], root: Any, tags: Tags) -> _Complaint | None:
+def _complaint_of_one_of(node: dict[str, Any], proof: Proof) -> _Complaint | None:
     """The grammar takes what any of the schemas takes; that is `oneOf` where no two of them take the same."""
     schemas = node.get("oneOf")
-    pair = overlapping(schemas, root, tags) if isinstance(schemas, list) else None
+    pair = proof.overlapping(schemas) if isinstance(schemas, list) else None
     if pair is None:
         return None
     return _Complaint(

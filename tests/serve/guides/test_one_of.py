@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from phalanx.errors import OptionError
-from phalanx.serve.guides.one_of import overlapping
+from phalanx.serve.guides.one_of import Proof
 from phalanx.serve.json_schema import enforceable
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
@@ -49,7 +49,7 @@ CAT, DOG = objects(kind=kind("cat"), lives=INTEGER), objects(kind=kind("dog"), l
 )
 def test_apart(schemas):
     root = {"oneOf": schemas, "$defs": {"cat": CAT, "dog": DOG, "a/b": STRING}}
-    assert overlapping(schemas, root) is None
+    assert Proof(root).overlapping(schemas) is None
 
 
 @pytest.mark.parametrize(
@@ -74,16 +74,27 @@ def test_apart(schemas):
     ],
 )
 def test_not_proven(schemas, pair):
-    assert overlapping(schemas, {"oneOf": schemas}) == pair
+    assert Proof({"oneOf": schemas}).overlapping(schemas) == pair
 
 
 def test_large_unions_take_no_time():
     began = time.monotonic()
-    assert overlapping([objects(kind=kind(f"k{i}"), a=STRING, b=STRING) for i in range(120)], {}) is None
-    assert overlapping([{"enum": [f"{i}-{j}" for j in range(100)]} for i in range(90)], {}) is None
+    assert Proof({}).overlapping([objects(kind=kind(f"k{i}"), a=STRING, b=STRING) for i in range(120)]) is None
+    assert Proof({}).overlapping([{"enum": [f"{i}-{j}" for j in range(100)]} for i in range(90)]) is None
     deep = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 8}}}
-    assert overlapping([{"$ref": "#/$defs/a"}, STRING], deep) == (0, 1)
+    assert Proof(deep).overlapping([{"$ref": "#/$defs/a"}, STRING]) == (0, 1)
+    wide = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 8} for i in range(5)} | {"a5": INTEGER}
+    unions = {f"p{i}": {"oneOf": [{"$ref": "#/$defs/a0"}, STRING]} for i in range(200)}
+    assert enforceable({"$defs": wide, **objects(**unions)})
     assert time.monotonic() - began < 10
+
+
+def test_all_unions_of_a_schema_share_what_their_proof_may_cost():
+    def forty(name):
+        return {"anyOf": [{"type": name} for _ in range(40)]}
+
+    with pytest.raises(OptionError, match="#/properties/p30 for a 'oneOf' whose schemas"):
+        enforceable(objects(**{f"p{i}": {"oneOf": [forty("integer"), forty("string")]} for i in range(40)}))
 
 
 class Circle(BaseModel):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _TYPES = frozenset(("integer", "number", "string", "boolean", "null", "object", "array"))
@@ -19,68 +19,75 @@ _OF_OBJECTS = ("properties", "required", "additionalProperties", "patternPropert
 _DEPTH = 12
 """References and properties that are followed, one within the other."""
 _MOST = 100_000
-"""Comparisons; a union that takes more is not proven."""
+"""Comparisons of all unions of a schema; what is left then is not proven."""
 
 
 Tags = Sequence[tuple[dict[str, Any], str]]
 """Schemas, each with a property that the grammar always writes, though the schema does not require it."""
 
 
-def overlapping(schemas: Sequence[Any], root: Any, tags: Tags = ()) -> tuple[int, int] | None:
-    """The places of two of these schemas that may take the same answer of the grammar, or None when there are none.
-
-    root: the whole schema, which `$ref` refers to.
-    """
-    proof = _Proof(root, tags)
-    for i, j in itertools.combinations(range(len(schemas)), 2):
-        one, other = schemas[i], schemas[j]
-        if not (proof.apart(one, other, 0) and proof.apart(other, one, 0)):
-            return i, j
-    return None
-
-
-def tags_of(node: dict[str, Any], root: Any) -> Iterator[tuple[dict[str, Any], str]]:
+def tags_of(nodes: Iterable[dict[str, Any]], root: Any) -> Iterator[tuple[dict[str, Any], str]]:
     """Where OpenAPI's `discriminator` beside a `oneOf` names the property that tells its schemas apart: those that have it and do
     not require it, as pydantic writes one with a default; of a union in the union, each of its own. What has it is valid without
     that, too."""
-    tag, proof = node.get("discriminator"), _Proof(root)
-    name = tag.get("propertyName") if isinstance(tag, dict) else None
-    schemas, seen = node.get("oneOf"), set[int]()
-    reached = list(schemas) if isinstance(schemas, list) and isinstance(name, str) else []
-    for schema in reached:
-        found = proof.resolved(schema)
-        if not isinstance(found, dict) or id(found) in seen:
-            continue
-        seen.add(id(found))
-        reached += itertools.chain.from_iterable(_choices(found))
-        wanted = found.get("required", [])
-        if isinstance(wanted, list) and name in _properties(found) and name not in wanted:
-            yield found, name
+    proof, seen, left = Proof(root), set[tuple[Any, int]](), _MOST
+    for node in nodes:
+        tag, schemas = node.get("discriminator"), node.get("oneOf")
+        name = tag.get("propertyName") if isinstance(tag, dict) else None
+        reached = list(schemas) if isinstance(schemas, list) and isinstance(name, str) else []
+        for schema in reached:
+            left -= 1
+            found = proof.resolved(schema) if left > 0 else None
+            if not isinstance(found, dict) or (name, id(found)) in seen:
+                continue
+            seen.add((name, id(found)))
+            reached += itertools.chain.from_iterable(_choices(found))
+            wanted = found.get("required", [])
+            if isinstance(wanted, list) and name in _properties(found) and name not in wanted:
+                yield found, name
 
 
-class _Proof:
+class Proof:
+    """root: the whole schema, which `$ref` refers to. One proof is for all of its unions, so that they share what it may cost."""
+
     def __init__(self, root: Any, tags: Tags = ()) -> None:
         self._root, self._left = root, _MOST
         self._tags: dict[int, list[str]] = {}
         for schema, name in tags:
             self._tags.setdefault(id(schema), []).append(name)
         self._listed: dict[int, dict[str, Any]] = {}
+        self._proven: set[tuple[int, int]] = set()
 
-    def apart(self, written: Any, other: Any, depth: int) -> bool:
+    def overlapping(self, schemas: Sequence[Any]) -> tuple[int, int] | None:
+        """The places of two of these schemas that may take the same answer of the grammar, or None when there are none."""
+        for i, j in itertools.combinations(range(len(schemas)), 2):
+            one, other = schemas[i], schemas[j]
+            if not (self._apart(one, other, 0) and self._apart(other, one, 0)):
+                return i, j
+        return None
+
+    def _apart(self, written: Any, other: Any, depth: int) -> bool:
         """Nothing that the grammar writes for one schema is valid for the other. Not the same the other way round: the grammar
         writes no properties that a schema does not mention, while a schema by itself lets them be."""
         self._left -= 1
+        written, other = self.resolved(written), self.resolved(other)
+        pair = id(written), id(other)
+        if pair not in self._proven and self._compared(written, other, depth):
+            self._proven.add(pair)
+        return pair in self._proven
+
+    def _compared(self, written: Any, other: Any, depth: int) -> bool:
+        """What `_apart` says, of schemas that are resolved and not known to be apart."""
         if depth > _DEPTH or self._left < 0:
             return False
-        written, other = self.resolved(written), self.resolved(other)
         if written is False or other is False:
             return True
         if not isinstance(written, dict) or not isinstance(other, dict):
             return False
         for choices in _choices(written):
-            return all(self.apart(choice, other, depth + 1) for choice in choices)
+            return all(self._apart(choice, other, depth + 1) for choice in choices)
         for choices in _choices(other):
-            return all(self.apart(written, choice, depth + 1) for choice in choices)
+            return all(self._apart(written, choice, depth + 1) for choice in choices)
         values, others = self._values(written), self._values(other)
         if values is not None:
             shared = values if others is None else values.keys() & others.keys()
@@ -96,7 +103,7 @@ class _Proof:
         if any(_lacks(written, name) for name in wanted) or any(_forbids(other, name) for name in there):
             return True
         mine, its = _properties(written), _properties(other)
-        return any(name in mine and name in its and self.apart(mine[name], its[name], depth + 1) for name in there)
+        return any(name in mine and name in its and self._apart(mine[name], its[name], depth + 1) for name in there)
 
     def _values(self, schema: dict[str, Any]) -> dict[str, Any] | None:
         """By their canonical texts; None for a schema that does not list what it takes."""
