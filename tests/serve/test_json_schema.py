@@ -35,6 +35,7 @@ INTEGER = {"type": "integer"}
         ({"type": "string", "pattern": "a\\nb"}, "JSON escapes"),
         ({"type": "string", "pattern": "[\\t ]b"}, "JSON escapes"),
         ({"type": "string", "pattern": "a\\\\b"}, "JSON escapes"),
+        ({"type": "string", "pattern": 'a\\["]'}, "JSON escapes"),
         (
             {"type": "string", "pattern": "a(?=b)"},
             "# for a 'pattern' with a lookahead; the grammar cannot enforce it; say it without",

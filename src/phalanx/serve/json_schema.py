@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from phalanx.errors import OptionError
 from phalanx.serve.guides.one_of import Proof, refuses, tags_of
-from phalanx.serve.guides.patterns import in_unicode, not_enforced
+from phalanx.serve.guides.patterns import in_unicode, not_enforced, parts
 
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 48
@@ -38,8 +38,6 @@ _FOR_ONE_TYPE = (
     "minLength", "maxLength", "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
 )  # fmt: skip
 _LENGTHS = ("minLength", "maxLength")
-_NEGATED_CLASS = re.compile(r"\[\^(?:\\.|[^\]\\])*\]", re.DOTALL)
-_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f]|\\[nrtfv0c]|\\x[01]|\\u00[01]")
 _QUOTE = re.compile(r'"|\\\\|\\x(?:22|5[cC])|\\u00(?:22|5[cC])')
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
@@ -193,8 +191,10 @@ def _complaint_of_pattern(node: dict[str, Any]) -> _Complaint | None:
             if part is not None:
                 return _Complaint(f"a {keyword!r} with {part}", next="say it without")
             # Such a character comes out as it is, not escaped; classes leave quotation marks out by themselves.
-            plain = _NEGATED_CLASS.sub("", pattern)
-            if _CONTROL.search(plain) or _QUOTE.search(_CLASS.sub("", plain)):
+            if any(
+                (_QUOTE.search(text) and kind != "class") or (_CONTROL.search(text) and not text.startswith("[^"))
+                for kind, text in parts(pattern)
+            ):
                 return _Complaint(
                     f"a {keyword!r} with a character that JSON escapes (a quotation mark, a backslash, a control character)"
                 )

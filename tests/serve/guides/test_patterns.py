@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string
 
 from phalanx.serve.guides.patterns import MAX_DEPTH, in_unicode, not_enforced
+from phalanx.serve.json_schema import enforceable
 
 TEXTS = [
     "", "a", "b", "A", "ab", "aa", "aab", "aaa", "abb", "1", "_", "-", ".", "/", "^", " ",
@@ -54,6 +56,8 @@ TEXTS = [
         (r"[\x611]", "the escape"),
         (r"\01", "the escape"),
         ("[^]", "the class"),
+        ("a[b", "a class that is not closed"),
+        (r"[a\]", "a class that is not closed"),
         ("(" * (MAX_DEPTH + 1), "nested deeper"),
     ],
 )
@@ -79,4 +83,9 @@ def test_what_is_enforced_passes_and_is(pattern):
 
 
 def test_long_patterns_take_no_time():
+    began = time.monotonic()
     assert not_enforced("(" * 90 + "^" * 50_000 + "a" * 50_000 + ")" * 90 + "$") is None
+    assert not_enforced("[" * 130_000)
+    pattern = r"\[" * 40_000
+    assert enforceable({"type": "string", "pattern": pattern})["pattern"] == pattern
+    assert time.monotonic() - began < 5

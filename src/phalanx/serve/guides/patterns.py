@@ -12,6 +12,7 @@ itself.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 MAX_DEPTH = 100
@@ -20,6 +21,7 @@ MAX_DEPTH = 100
 _TOKEN = re.compile(
     r"""(?P<escape>\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.|$))
       | (?P<class>\[\^?(?:\\.|[^\]\\])*\])
+      | (?P<unclosed>\[)
       | (?P<open>\((?:\?:|\?P?<\w+>|(?!\?)))
       | (?P<other>\(\?(?:<[=!]|.|$))
       | (?P<close>\))
@@ -91,12 +93,17 @@ def not_enforced(pattern: str) -> str | None:
     return None if anchor is None else f"the anchor {anchor!r} where it is not at an end"
 
 
+def parts(pattern: str) -> Iterator[tuple[str, str]]:
+    """The pattern in pieces: ("class", "[a-z]"), ("escape", "\\\\n"), and whatever else."""
+    return ((found.lastgroup or "", found.group()) for found in _TOKEN.finditer(pattern))
+
+
 def in_unicode(pattern: str) -> str:
     """The pattern with `\\S` and `.` written out: the grammar's take every character beyond ASCII, and `.` may take any at all."""
-    return "".join(_written_out(found.lastgroup, found.group()) for found in _TOKEN.finditer(pattern))
+    return "".join(_written_out(kind, text) for kind, text in parts(pattern))
 
 
-def _written_out(kind: str | None, text: str) -> str:
+def _written_out(kind: str, text: str) -> str:
     if kind == "plain" and text == ".":
         return _NO_END_OF_LINE
     if kind == "escape" and text == r"\S":
@@ -121,6 +128,8 @@ def _of_text(kind: str, text: str, *, start: int, after: str) -> str | None:
             return f"the class {text!r}"
         inner = ((found.group(), text[found.end()]) for found in _ESCAPE.finditer(text))
         return next((complaint for escape, next_ in inner if (complaint := _of_escape(escape, next_, inside=True))), None)
+    if kind == "unclosed":
+        return "a class that is not closed"
     if kind == "other" and not (start == 0 and text == "(?i"):
         return _GROUPS.get(text, f"a group that begins with {text!r}")
     return None
