@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import deque
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from phalanx.engine.runner import Outcome, Runner
 from phalanx.engine.sampler import Sampler
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import AttentionBackend, backend
+from phalanx.models.layers.attention import AttentionBackend, AttentionPlan, backend
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import prompts
 from tests.engine.ranks.test_graphs import Fixed
@@ -105,6 +106,28 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(tmp_path: Path) -> None
     try:
         decode(runner, KINDS["drawn"], 3)
         assert batches() == before
+    finally:
+        gc.enable()
+
+
+def test_a_plan_is_gone_with_its_forward(tmp_path: Path) -> None:
+    """What it found out on the device is then free for the next graph, and memory does not fall in the midst of steps."""
+    made: list[weakref.ref[AttentionPlan]] = []
+
+    class Watched(Fixed):
+        def plan(self, batch: Batch) -> AttentionPlan:  # type: ignore[override]
+            plan = super().plan(batch)
+            made.append(weakref.ref(plan))
+            return plan
+
+    gc.disable()
+    try:
+        folder = write_checkpoint(tmp_path / "llama", "llama")
+        runner = made_runner(folder, torch.device("cpu"), torch.float32, tokens=TOKENS, attention=Watched())
+        captured = len(made)
+        decode(runner, KINDS["drawn"], 3)
+        assert len(made) > captured > len(runner.graphs.sizes if runner.graphs else [])
+        assert [plan() for plan in made if plan() is not None] == []
     finally:
         gc.enable()
 

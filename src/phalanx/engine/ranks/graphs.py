@@ -180,6 +180,7 @@ class StepGraphs:
         batch.attention = self._backend.plan(batch)  # first: what it finds out is read early by others
         between.store_words(self._tables.device.view(-1), places.facts[5], places.facts[6])
         stream = self._model.stream(batch, caches, None if places.hidden is None else places.hidden[:tokens])
+        batch.attention = None  # a plan holds its batch: both, and what it found out, would wait for Python to look for cycles
         if places.out is not None:
             places.out[:tokens].copy_(stream)
         if isinstance(places, DecodePlaces) and places.logits is not None and head is not None:
