@@ -60,12 +60,14 @@ def main() -> int:
     gpus = visible_gpus() if asked.device == "cuda" else list(range(4))
     with tempfile.TemporaryDirectory() as folder:
         jobs = jobs_of(asked, len(gpus), Path(folder))
-        results = run_jobs(jobs, gpus, Path(__file__), beside=asked.beside if asked.device == "cuda" else 1)
-    for found in sorted(results, key=lambda found: (found["checkpoint"], found["dtype"], found["tp"], found["pp"])):
-        print("\n".join(lines(found)))
-    seconds = round(time.monotonic() - begin, 1)
-    path = record.write(asked.name, {"seconds": seconds, "jobs": results}, asked.out)
-    print(f"{seconds} s; written: {path.name}")
+
+        def tell(results: list[dict[str, Any]]) -> None:
+            print("\n".join(lines(results[-1])), flush=True)
+            seconds = round(time.monotonic() - begin, 1)
+            record.write(asked.name, {"seconds": seconds, "asked": len(jobs), "jobs": results}, asked.out)
+
+        results = run_jobs(jobs, gpus, Path(__file__), beside=asked.beside if asked.device == "cuda" else 1, tell=tell)
+    print(f"{round(time.monotonic() - begin, 1)} s; written: {asked.name}.json")
     return 1 if not results or any(found.get("error") or found["faults"] for found in results) else 0
 
 

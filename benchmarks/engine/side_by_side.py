@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,12 @@ def visible_gpus() -> list[int]:
     return list(range(len(listed.splitlines())))
 
 
-def run_jobs(jobs: list[dict[str, Any]], gpus: list[int], script: Path, *, beside: int = 1) -> list[dict[str, Any]]:
+def run_jobs(
+    jobs: list[dict[str, Any]], gpus: list[int], script: Path, *, beside: int = 1, tell: Callable[[list[dict[str, Any]]], None]
+) -> list[dict[str, Any]]:
     """Run each job by `script --job` on tp x pp GPUs, of which each has at most `beside` jobs at a time. A job prints one line,
-    RESULT and what it found as JSON; found here with what the job is, or with an error. Larger jobs come first."""
+    RESULT and what it found as JSON; found here with what the job is, or with an error. Larger jobs come first. tell: is called
+    with all that there is whenever a job has ended, the latest last, so that a run that is cut off has not run in vain."""
     held = dict.fromkeys(gpus, 0)
     waiting = sorted(jobs, key=lambda job: -job["tp"] * job["pp"])
     running: list[tuple[dict[str, Any], list[int], subprocess.Popen[str]]] = []
@@ -51,6 +54,7 @@ def run_jobs(jobs: list[dict[str, Any]], gpus: list[int], script: Path, *, besid
                 for gpu in mine:
                     held[gpu] -= 1
                 results.append(_result(job, process))
+                tell(results)
             time.sleep(0.05)
     return results
 

@@ -70,19 +70,23 @@ def main() -> int:
             for tp, pp in layouts
             if tp * pp <= len(gpus) and (name in asked.everywhere.split(",") or (tp, pp) in {(1, 1), (2, 2)})
         ]  # fmt: skip
-        results = run_jobs(jobs, gpus, Path(__file__), beside=asked.beside if asked.device == "cuda" else 1)
-    for result in results:
-        print(
-            f"{result['checkpoint']:8} {result['dtype']} tp{result['tp']} pp{result['pp']} {result['strategy']}: "
-            + (
-                result.get("error")
-                or "{compared} compared, {within_noise} within noise, {wrong} wrong; {attention}; {allreduce}".format(**result)
-            )
-        )
+
+        def tell(results: list[dict[str, Any]]) -> None:
+            print(line(results[-1]), flush=True)
+            seconds = round(time.monotonic() - begin, 1)
+            record.write(asked.name, {"seconds": seconds, "asked": len(jobs), "jobs": results}, asked.out)
+
+        results = run_jobs(jobs, gpus, Path(__file__), beside=asked.beside if asked.device == "cuda" else 1, tell=tell)
     wrong = sum(bool(result.get("error")) or result["wrong"] > 0 for result in results)
-    seconds = round(time.monotonic() - begin, 1)
-    print(f"{seconds} s; written: {record.write(asked.name, {'seconds': seconds, 'jobs': results}, asked.out).name}")
+    print(f"{round(time.monotonic() - begin, 1)} s; written: {asked.name}.json")
     return 1 if wrong or not results else 0
+
+
+def line(result: dict[str, Any]) -> str:
+    """What a person wants to know of a job."""
+    found = "{compared} compared, {within_noise} within noise, {wrong} wrong; {attention}; {allreduce}"
+    name = f"{result['checkpoint']:8} {result['dtype']} tp{result['tp']} pp{result['pp']} {result['strategy']}"
+    return f"{name}: {result.get('error') or found.format(**result)}"
 
 
 def make_reference(name: str, folder: Path) -> Path:
