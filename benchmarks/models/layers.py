@@ -142,9 +142,8 @@ class Layers:
         self._batch = batch_of(tokens, context, device)
         self._batch.attention = planner.plan(self._batch)
         self.run()  # the planner meets the kinds of layers
-        if planner.short_up_to(tokens) > context:
-            self._batch = replace(self._batch, short=True)
-            self._batch.attention = planner.plan(self._batch)
+        self._batch = replace(self._batch, short=planner.short_up_to(tokens) > context)
+        self._batch.attention = planner.plan(self._batch)
 
     def run(self) -> Activation:
         return through(self._model, self._batch, self._caches, self._hidden)

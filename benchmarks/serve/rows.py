@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rows of `benchmarks/results/serving` again, on one host: each on as many GPUs as it needs, beside others where there is room.
+"""All rows of `benchmarks/results/serving` again, and what only GPUs can check, on one host: each on as many GPUs as it needs,
+beside others where there is room.
 
     python benchmarks/serve/rows.py --out DIR [--only tp4,8b_http] [--seconds 1500]
     python benchmarks/serve/rows.py --out DIR --device cpu       the demo model and short work, to try this script itself
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCH = ROOT / "benchmarks"
 PHALANX = [sys.executable, "-m", "phalanx"]
 DECODES = ("decode-1", "decode-64", "decode-256", "decode-512")
 PORT = 8300
@@ -34,8 +34,8 @@ PORT = 8300
 
 class Row(NamedTuple):
     """seconds: at most. bench: a verb of `phalanx bench`, its model and options, which writes NAME.json. served: options of a
-    server of `model`, which streams (concurrency, requests, prompt, output tokens) then ask; bench goes before. script: of the
-    benchmarks, which takes --out."""
+    server of `model`, which streams (concurrency, requests, prompt, output tokens) then ask; bench goes before. python: words for
+    the interpreter, in the project's folder; OUT stands for --out."""
 
     gpus: int
     seconds: int
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     model: str = ""
     served: Sequence[str] = ()
     streams: Sequence[tuple[int, int, int, int]] = ()
-    script: Sequence[str] = ()
+    python: Sequence[str] = ()
 
 
 def rows() -> dict[str, Row]:
@@ -66,7 +66,7 @@ def rows() -> dict[str, Row]:
         "tp4": Row(4, 230, scaling("4")),
         "strategies_tp4": Row(4, 230, strategies(4)),
         "tp2_pp2": Row(4, 190, scaling("2x2")),
-        "paths": Row(4, 300, script=["engine/paths_on_gpu.py"]),
+        "paths": Row(4, 300, python=["benchmarks/engine/paths_on_gpu.py", "--out", "OUT"]),
         "tp1": Row(1, 330, scaling("1")),
         "tp2": Row(2, 240, scaling("2")),
         "8b": Row(1, 200, [*eight, "-w", "batch-512x1000x1000", *many, *full]),
@@ -75,11 +75,20 @@ def rows() -> dict[str, Row]:
             1, 240, ["throughput", "llama-3-8b", *fp16, "-w", "batch-64x128x1000"], "llama-3-8b", fp16, [(64, 64, 128, 1000)] * 2
         ),
         "pp2": Row(2, 200, scaling("1x2")),
-        "lengths": Row(1, 120, script=["models/lengths.py"]),
+        "lengths": Row(1, 120, python=["benchmarks/models/lengths.py", "--out", "OUT"]),
         "405b_tp4": Row(4, 190, model="llama-3.1-405b", served=["--tp_size", "4", *fp8, *few], streams=streams),
         "405b_tp2_pp2": Row(
             4, 190, model="llama-3.1-405b", served=["--tp_size", "2", "--pp_size", "2", *fp8, *few], streams=streams
         ),
+        "fp8_error": Row(1, 120, python=["benchmarks/models/fp8_error.py", "--device", "cuda", "--out", "OUT"]),
+        "test_engine": Row(1, 300, python=_tests("gpu1", "tests/engine", "tests/bench", "tests/kernels/test_compiling.py")),
+        "test_kernels": Row(1, 300, python=_tests("gpu1", "tests/kernels/attention", "tests/kernels/between", "tests/models")),
+        "test_products": Row(1, 400, python=_tests("gpu1", "tests/kernels/products", "tests/kernels/test_scaled_mm.py")),
+        "test_two_stages": Row(2, 200, python=_tests("gpu2", "tests/kernels/test_compiling.py")),
+        "test_two": Row(2, 400, python=[*_tests("gpu2", "tests/comm"), "-n", "0"]),
+        "test_four": Row(4, 400, python=[*_tests("gpu4", "tests/comm"), "-n", "0"]),
+        "wide_two": Row(2, 150, python=_ranks(2, "tests.comm.rows.owned_rank", "wide")),
+        "wide_four": Row(4, 150, python=_ranks(4, "tests.comm.rows.owned_rank", "wide")),
     }  # fmt: skip
 
 
@@ -87,10 +96,34 @@ def trial_rows() -> dict[str, Row]:
     """Of each kind one, by the demo model on CPU."""
     small = ["--device", "cpu", "--max_batch_size", "8", "--kv_cache_bytes", "33554432"]
     return {
+        "python": Row(1, 60, python=["-c", "print(1 + 1)"]),
         "pair": Row(2, 90, ["all", "demo", "--tp_size", "2", "-w", "decode-1x16x8", *small]),
         "late": Row(1, 100_000, ["all", "demo", "-w", "decode-1x16x8", *small]),
         "http": Row(1, 90, ["throughput", "demo", "-w", "batch-4x16x8", *small], "demo", small, [(2, 4, 16, 8)]),
     }
+
+
+def _tests(mark: str, *paths: str) -> list[str]:
+    return [
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:benchmark",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "8",
+        "--dist",
+        "worksteal",
+        "-m",
+        mark,
+        *paths,
+    ]
+
+
+def _ranks(count: int, module: str, check: str) -> list[str]:
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", module, check]
 
 
 def _each(flag: str, values: Sequence[str]) -> list[str]:
@@ -107,6 +140,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--row", help="(internal) run one row here")
     asked = parser.parse_args()
+    asked.out, asked.kernels = asked.out.resolve(), asked.kernels.resolve()  # rows run in the project's folder
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     known = rows() if asked.device == "cuda" else trial_rows()
     if asked.row:
@@ -192,28 +226,31 @@ def run_row(name: str, row: Row, out: Path, kernels: Path) -> int:
     end, kept = time.monotonic() + row.seconds, ["--kernel_cache_dir", str(kernels)]
     report = out / f"{name}.json"
     report.unlink(missing_ok=True)
-    if row.script:
-        return _run([sys.executable, str(BENCH / row.script[0]), *row.script[1:], "--out", str(out)], end)
-    if row.bench:
-        status = _run([*PHALANX, "bench", *row.bench, *kept, "--load_format", _weights(row), "--json", str(report)], end)
-        if status or not row.served:
-            return status
-    return _serve(name, row, out, kept, end)
+    if row.python:
+        return _run([sys.executable, *(str(out) if word == "OUT" else word for word in row.python)], end)
+    model, status = _folder(name, row, out, end)
+    if row.bench and not status:
+        asked = [model if word == row.model else word for word in row.bench]
+        status = _run([*PHALANX, "bench", *asked, *kept, "--load_format", _weights(row), "--json", str(report)], end)
+    return status or (_serve(name, row, model, out, kept, end) if row.served else 0)
+
+
+def _folder(name: str, row: Row, out: Path, end: float) -> tuple[str, int]:
+    """What a server is to serve, as it serves no bare shape; and an exit status."""
+    if row.model in ("", "demo"):
+        return row.model, 0
+    folder = out / f"shape_{name}"
+    shutil.rmtree(folder, ignore_errors=True)
+    return str(folder), _run([*PHALANX, "bench", "shape", row.model, str(folder)], end)
 
 
 def _weights(row: Row) -> str:
     return "auto" if "demo" in (*row.bench, row.model) else "dummy"
 
 
-def _serve(name: str, row: Row, out: Path, kept: Sequence[str], end: float) -> int:
+def _serve(name: str, row: Row, model: str, out: Path, kept: Sequence[str], end: float) -> int:
     """Start a server, let streams ask it, keep its metrics, and end it."""
-    model, port = row.model, PORT + int(os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("GPU", "0")).split(",")[0])
-    if model != "demo":
-        folder = out / f"shape_{model}_{port}"
-        shutil.rmtree(folder, ignore_errors=True)
-        if status := _run([*PHALANX, "bench", "shape", model, str(folder)], end):
-            return status
-        model = str(folder)
+    port = PORT + int(os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("GPU", "0")).split(",")[0])
     url, begin = f"http://localhost:{port}", time.monotonic()
     server = subprocess.Popen([*PHALANX, "serve", model, "--port", str(port), "--load_format", _weights(row), *row.served, *kept])
     try:

@@ -26,8 +26,10 @@ def test_rows_on_cpu(tmp_path: Path) -> None:
     done = subprocess.run([*SCRIPT, "--out", out, "--kernels", tmp_path / "kernels"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout
     assert "late: not begun" in done.stdout
-    assert "pair: done, on [0, 1]" in done.stdout
-    assert "http: done, on [2]" in done.stdout
+    assert "python: done, on [0]" in done.stdout
+    assert "pair: done, on [1, 2]" in done.stdout
+    assert "http: done, on [3]" in done.stdout
+    assert (out / "python.txt").read_text() == "2\n"
     with tarfile.open(out / "results.tgz") as packed:
         assert {"pair.json", "pair.txt", "http.json", "http.streams0.json", "http.server.txt"} <= set(packed.getnames())
     streams = json.loads((out / "http.streams0.json").read_text())["results"]
@@ -76,8 +78,9 @@ def _read(path: Path) -> bytes:
 
 def test_every_row_fits_four_gpus_and_an_unknown_one_is_named(tmp_path: Path) -> None:
     known = rows.rows()
-    assert all(row.gpus in (1, 2, 4) and (row.bench or row.served or row.script) for row in known.values())
+    assert all((record.ROOT / word).exists() for row in known.values() for word in row.python if "/" in word)
+    assert all(row.gpus in (1, 2, 4) and (row.bench or row.served or row.python) for row in known.values())
     asked = subprocess.run([*SCRIPT, "--out", tmp_path, "--only", "tp5"], capture_output=True, text=True, timeout=60)
     assert asked.returncode == 2
     assert "'tp5'" in asked.stderr
-    assert "pair, late, http" in asked.stderr
+    assert "python, pair, late, http" in asked.stderr
