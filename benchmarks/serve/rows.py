@@ -5,9 +5,10 @@ beside others where there is room.
     python benchmarks/serve/rows.py --out DIR [--only tp4,8b_http] [--seconds 1500]
     python benchmarks/serve/rows.py --out DIR --device cpu       the demo model and short work, to try this script itself
 
-Rows that are asked first start first. Reports, logs and servers' metrics go to --out and, whenever a row has ended, into one
-results.tgz there, so that a run that is cut off has not run in vain. What could not end within --seconds is not begun. Compiled
-kernels are kept in --kernels, so that the first row with a model says what a start takes without them, and the next with them.
+Rows that are asked first start first. Reports, logs and servers' metrics go to --out and, whenever a row has ended, into one file
+(--packed; results.tgz there), so that a run that is cut off has not run in vain. What could not end within --seconds is not begun.
+Compiled kernels are kept in --kernels, so that the first row with a model says what a start takes without them, and the next with
+them.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ def _each(flag: str, values: Sequence[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--packed", type=Path, help="one file with all that is in --out")
     parser.add_argument("--only", default="", help="names of rows; all otherwise")
     parser.add_argument("--seconds", type=float, default=3600.0, help="in all")
     parser.add_argument("--kernels", type=Path, default=Path.home() / ".cache" / "phalanx_rows")
@@ -203,7 +205,7 @@ class Run:
         if process.returncode:
             self._failed.append(name)
             print("    " + "\n    ".join((self._asked.out / f"{name}.txt").read_text("utf-8", "replace").splitlines()[-6:]))
-        _pack(self._asked.out)
+        _pack(self._asked.out, self._asked.packed or self._asked.out / "results.tgz")
 
     def _seconds(self) -> float:
         return time.monotonic() - self._begin
@@ -212,13 +214,13 @@ class Run:
         print(f"[{self._seconds():6.1f}] {text}", flush=True)
 
 
-def _pack(folder: Path) -> None:
-    part = folder / "results.part"
+def _pack(folder: Path, file: Path) -> None:
+    part = folder / "results.part"  # no half of a file is ever called by its name
     with tarfile.open(part, "w:gz") as packed:
         for path in sorted(folder.iterdir()):
             if path.suffix in (".json", ".txt", ".png"):
                 packed.add(path, path.name)
-    part.replace(folder / "results.tgz")
+    shutil.move(part, file)
 
 
 def run_row(name: str, row: Row, out: Path, kernels: Path) -> int:

@@ -23,14 +23,15 @@ SCRIPT = [sys.executable, str(record.ROOT / "benchmarks" / "serve" / "rows.py"),
 def test_rows_on_cpu(tmp_path: Path) -> None:
     """Two rows beside one another, a server among them, and one for which there is no time; everything in one file."""
     out = tmp_path / "out"
-    done = subprocess.run([*SCRIPT, "--out", out, "--kernels", tmp_path / "kernels"], capture_output=True, text=True, timeout=240)
+    asked = ["--out", out, "--kernels", tmp_path / "kernels", "--packed", tmp_path / "all.tgz"]
+    done = subprocess.run([*SCRIPT, *asked], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout
     assert "late: not begun" in done.stdout
     assert "python: done, on [0]" in done.stdout
     assert "pair: done, on [1, 2]" in done.stdout
     assert "http: done, on [3]" in done.stdout
     assert (out / "python.txt").read_text() == "2\n"
-    with tarfile.open(out / "results.tgz") as packed:
+    with tarfile.open(tmp_path / "all.tgz") as packed:
         assert {"pair.json", "pair.txt", "http.json", "http.streams0.json", "http.server.txt"} <= set(packed.getnames())
     streams = json.loads((out / "http.streams0.json").read_text())["results"]
     assert (streams["completed"], streams["failed"]) == (4, 0)
