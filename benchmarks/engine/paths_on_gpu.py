@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import record
-from benchmarks.engine.side_by_side import run_jobs, visible_gpus
+from benchmarks.engine.side_by_side import keeping, run_jobs, visible_gpus
 
 ASKED = {"short": 300, "long": 24, "cuts": 40, "answers": 120}
 ASKED_SMALL = {"short": 40, "long": 3, "cuts": 4, "answers": 12}
@@ -60,12 +60,7 @@ def main() -> int:
     gpus = visible_gpus() if asked.device == "cuda" else list(range(4))
     with tempfile.TemporaryDirectory() as folder:
         jobs = jobs_of(asked, len(gpus), Path(folder))
-
-        def tell(results: list[dict[str, Any]]) -> None:
-            print("\n".join(lines(results[-1])), flush=True)
-            seconds = round(time.monotonic() - begin, 1)
-            record.write(asked.name, {"seconds": seconds, "asked": len(jobs), "jobs": results}, asked.out)
-
+        tell = keeping(asked.name, asked.out, len(jobs), lambda found: "\n".join(lines(found)))
         results = run_jobs(jobs, gpus, Path(__file__), beside=asked.beside if asked.device == "cuda" else 1, tell=tell)
     print(f"{round(time.monotonic() - begin, 1)} s; written: {asked.name}.json")
     return 1 if not results or any(found.get("error") or found["faults"] for found in results) else 0

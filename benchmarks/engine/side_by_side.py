@@ -19,8 +19,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
+from benchmarks.serve.started import ended
+
 _TURNS = "BENCH_TURNS"  # a folder with a file for each GPU, which is locked by who runs there
-_DESCRIBED = ("checkpoint", "dtype", "tp", "pp", "strategy")
+_DESCRIBED = ("name", "checkpoint", "dtype", "tp", "pp", "strategy")
 
 
 def visible_gpus() -> list[int]:
@@ -36,26 +39,31 @@ def run_jobs(
 ) -> list[dict[str, Any]]:
     """Run each job by `script --job` on tp x pp GPUs, of which each has at most `beside` jobs at a time. A job prints one line,
     RESULT and what it found as JSON; found here with what the job is, or with an error. Larger jobs come first. tell: is called
-    with all that there is whenever a job has ended, the latest last, so that a run that is cut off has not run in vain."""
+    with all that there is whenever a job has ended, the latest last, so that a run that is cut off has not run in vain. Jobs that
+    run when this is left are ended."""
     held = dict.fromkeys(gpus, 0)
     waiting = sorted(jobs, key=lambda job: -job["tp"] * job["pp"])
     running: list[tuple[dict[str, Any], list[int], subprocess.Popen[str]]] = []
     results = []
     with tempfile.TemporaryDirectory() as turns:
-        while waiting or running:
-            for job in list(waiting):
-                mine = _places(held, job["tp"] * job["pp"], beside)
-                if mine:
-                    waiting.remove(job)
-                    running.append((job, mine, _start(job, mine, script, turns)))
-            for entry in [each for each in running if each[2].poll() is not None]:
-                running.remove(entry)
-                job, mine, process = entry
-                for gpu in mine:
-                    held[gpu] -= 1
-                results.append(_result(job, process))
-                tell(results)
-            time.sleep(0.05)
+        try:
+            while waiting or running:
+                for job in list(waiting):
+                    mine = _places(held, job["tp"] * job["pp"], beside)
+                    if mine:
+                        waiting.remove(job)
+                        running.append((job, mine, _start(job, mine, script, turns)))
+                for entry in [each for each in running if each[2].poll() is not None]:
+                    running.remove(entry)
+                    job, mine, process = entry
+                    for gpu in mine:
+                        held[gpu] -= 1
+                    results.append(_result(job, process))
+                    tell(results)
+                time.sleep(0.05)
+        finally:
+            for *_, process in running:
+                ended(process)
     return results
 
 
@@ -80,6 +88,19 @@ def _result(job: Mapping[str, Any], process: subprocess.Popen[str]) -> dict[str,
     lines = [line for line in process.stdout.read().splitlines() if line.startswith("RESULT ")]
     outcome = json.loads(lines[0][7:]) if lines else {"error": f"exit status {process.returncode}"}
     return {**{key: job[key] for key in _DESCRIBED if key in job}, **outcome}
+
+
+def keeping(name: str, out: Path, count: int, line: Callable[[dict[str, Any]], str]) -> Callable[[list[dict[str, Any]]], None]:
+    """For `run_jobs` of `count` jobs: a function that prints the line of the job that has ended, and writes all there is as
+    out/NAME.json."""
+    begin = time.monotonic()
+
+    def tell(results: list[dict[str, Any]]) -> None:
+        print(line(results[-1]), flush=True)
+        seconds = round(time.monotonic() - begin, 1)
+        record.write(name, {"seconds": seconds, "asked": count, "jobs": results}, out)
+
+    return tell
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import record
-from benchmarks.engine.side_by_side import run_jobs, turn, visible_gpus
+from benchmarks.engine.side_by_side import keeping, run_jobs, turn, visible_gpus
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 DTYPES = ["bf16", "fp16"]
@@ -70,12 +70,7 @@ def main() -> int:
             for tp, pp in layouts
             if tp * pp <= len(gpus) and (name in asked.everywhere.split(",") or (tp, pp) in {(1, 1), (2, 2)})
         ]  # fmt: skip
-
-        def tell(results: list[dict[str, Any]]) -> None:
-            print(line(results[-1]), flush=True)
-            seconds = round(time.monotonic() - begin, 1)
-            record.write(asked.name, {"seconds": seconds, "asked": len(jobs), "jobs": results}, asked.out)
-
+        tell = keeping(asked.name, asked.out, len(jobs), line)
         results = run_jobs(jobs, gpus, Path(__file__), beside=asked.beside if asked.device == "cuda" else 1, tell=tell)
     wrong = sum(bool(result.get("error")) or result["wrong"] > 0 for result in results)
     print(f"{round(time.monotonic() - begin, 1)} s; written: {asked.name}.json")

@@ -115,7 +115,7 @@ def decode(asked: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
                     print(f"{name:28} {line(figures[name])}", flush=True)
             record.write("kernels_attention", figures, asked.out)
         del memory
-    print("\nbest variants (pieces, chunk, tile, warps, stages, registers, together), beside the chosen:")
+    print("\nbest variants (shares, chunk, tile, warps, stages, registers, together), beside the chosen:")
     tell_best(figures)
 
 

@@ -96,7 +96,7 @@ def run(asked: argparse.Namespace, device: torch.device) -> None:
     caches = filled(model, max(counts) * (asked.context // BLOCK + 1) + 1)
     figures: dict[str, Any] = {"world": group.size, "layers": asked.layers, "context": asked.context, "us": {}}
     for tokens in counts:
-        layers = Layers(model, caches, tokens, asked.context)
+        layers = Layers(model, caches, batch_of(tokens, asked.context, device))
         figures["us"][tokens] = found = compared(layers, asked.layers)
         if group.rank == 0:
             us = f"without {found['without']:.2f}, with {found['with']:.2f} us a layer"
@@ -131,18 +131,18 @@ def filled(model: registry.Model, blocks: int) -> list[LayerCache]:
 
 
 class Layers:
-    """The model's layers over a batch of rows of one token each, all as long."""
+    """The model's layers over a fixed batch of rows of one token each."""
 
-    def __init__(self, model: registry.Model, caches: Sequence[LayerCache], tokens: int, context: int) -> None:
+    def __init__(self, model: registry.Model, caches: Sequence[LayerCache], batch: Batch) -> None:
         self._model, self._caches = model, caches
         device, shape = model.seat.device, model.shape
-        drawn = torch.randn(tokens, shape.hidden_size, generator=torch.Generator().manual_seed(5))
+        drawn = torch.randn(batch.decodes, shape.hidden_size, generator=torch.Generator().manual_seed(5))
         self._hidden = drawn.to(device, BF16)
         planner = backend(device, BF16, shape.head_dim)
-        self._batch = batch_of(tokens, context, device)
+        self._batch = batch
         self._batch.attention = planner.plan(self._batch)
         self.run()  # the planner meets the kinds of layers
-        self._batch = replace(self._batch, short=planner.short_up_to(tokens) > context)
+        self._batch = replace(self._batch, short=planner.short_up_to(batch.decodes) >= max(batch.kv_lengths_cpu))
         self._batch.attention = planner.plan(self._batch)
 
     def run(self) -> Activation:
@@ -200,17 +200,22 @@ def timed(graphs: Mapping[str, Captured]) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]  # type: ignore[no-untyped-call]
-            graph.replay()
-            marks[0].record()
-            for mark in marks[1:]:
-                graph.replay()
-                mark.record()
-            marks[-1].synchronize()
-            times[name] += [begin.elapsed_time(end) * 1e3 for begin, end in pairwise(marks)]
+            times[name] += replayed(graph)
     slowest = torch.tensor([statistics.median(each) for each in times.values()], device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return dict(zip(times, slowest.tolist(), strict=True))
+
+
+def replayed(graph: Captured) -> list[float]:
+    """us of each of REPLAYS replays, back to back behind one that does not count."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]  # type: ignore[no-untyped-call]
+    graph.replay()
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    marks[-1].synchronize()
+    return [begin.elapsed_time(end) * 1e3 for begin, end in pairwise(marks)]
 
 
 if __name__ == "__main__":

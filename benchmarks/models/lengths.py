@@ -25,14 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks import record
-from benchmarks.models.layers import BF16, BLOCK, batch_of, through
+from benchmarks.models.layers import BF16, BLOCK, Layers, batch_of, filled, replayed
 from phalanx.bench import shapes
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.engine.ranks.graphs import CudaTape
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.batch import Batch
 
 LONG = 16384
 KINDS = [(200, "alike"), (1500, "alike"), (1500, "mixed"), (200, "skewed")]
@@ -40,7 +38,7 @@ RANKS: dict[str, tuple[str, dict[str, int]]] = {
     "32/8": ("llama-3-8b", {}),
     "16/2": ("llama-3-70b", {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 7168}),
 }
-ROUNDS, REPLAYS = 6, 10
+ROUNDS = 6
 
 
 def main() -> None:
@@ -102,34 +100,11 @@ def batch_over(lengths: Sequence[int], device: torch.device) -> tuple[Batch, int
 
 def measured(model: registry.Model, lengths: Sequence[int]) -> float:
     """us of a replay of all layers."""
-    device, dtype = torch.device("cuda"), model.seat.cache_dtype
-    batch, blocks = batch_over(lengths, device)
-    caches = [LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
-    for cache in caches:
-        for part in (cache.key, cache.value):
-            part.copy_(torch.randn(part.shape[1:], device=device))  # the same in each block: it is not read twice all the same
-    hidden = torch.randn(len(lengths), model.shape.hidden_size, device=device).to(BF16)
-    planner = backend(device, BF16, model.shape.head_dim)
-    for _ in range(2):  # the planner meets the kinds of layers
-        batch.attention = planner.plan(batch)
-        through(model, batch, caches, hidden)
-    batch.attention = planner.plan(batch)
-
-    def act() -> None:
-        through(model, batch, caches, hidden)
-
-    replay = CudaTape(device).record(act)
-    times: list[float] = []
-    for counted in (False, True):
-        for _ in range(ROUNDS):
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]  # type: ignore[no-untyped-call]
-            marks[0].record()
-            for mark in marks[1:]:
-                replay()
-                mark.record()
-            marks[-1].synchronize()
-            times += [begin.elapsed_time(end) * 1e3 for begin, end in pairwise(marks)] if counted else []
-    return statistics.median(times)
+    batch, blocks = batch_over(lengths, model.seat.device)
+    graph = Layers(model, filled(model, blocks), batch).captured()
+    for _ in range(ROUNDS):
+        replayed(graph)
+    return statistics.median(us for _ in range(ROUNDS) for us in replayed(graph))
 
 
 if __name__ == "__main__":

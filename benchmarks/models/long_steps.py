@@ -33,7 +33,7 @@ from torch import Tensor
 
 from benchmarks import record
 from benchmarks.kernels.products import off
-from benchmarks.models.layers import BF16, BLOCK, Layers, filled, group_of, through
+from benchmarks.models.layers import BF16, BLOCK, Layers, batch_of, filled, group_of, through
 from phalanx.bench import shapes
 from phalanx.comm.rows.owners import OnGpus
 from phalanx.config.model import ModelShape
@@ -87,7 +87,7 @@ def run(asked: argparse.Namespace, device: torch.device) -> None:
             print(f"tp{group.size} {tokens:5} tokens: " + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
             record.write(result, figures, asked.out)
     for tokens in profiled:
-        figures["kernels"][tokens] = kernels = profile(Layers(model, caches, tokens, CONTEXT), asked.layers)
+        figures["kernels"][tokens] = kernels = profile(Layers(model, caches, batch_of(tokens, CONTEXT, device)), asked.layers)
         if group.rank == 0:
             print(f"tp{group.size} {tokens} rows, us a layer: {kernels['us']}", flush=True)
             for name, us, calls in kernels["by_time"]:

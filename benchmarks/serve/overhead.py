@@ -8,18 +8,13 @@ of `phalanx bench serve`: on a machine of few cores a slow client would be measu
 from __future__ import annotations
 
 import argparse
-import signal
-import socket
-import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
-
-import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import record
+from benchmarks.serve import started
 from phalanx.bench.load import Load, run
 
 TARGET = 0.80
@@ -61,31 +56,11 @@ def offline_rates(load: Load, repeats: int, tp: int) -> list[float]:
 
 
 def served_rates(load: Load, repeats: int, tp: int) -> list[float]:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", str(tp), "--port", str(port), "--device", "cpu"]
-    server = subprocess.Popen([*command, "--no_enable_prefix_caching"])
-    try:
-        url = f"http://localhost:{port}"
-        _wait_until_ready(url)
+    command = [sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", str(tp), "--device", "cpu"]
+    with started.server(lambda port: [*command, "--port", str(port), "--no_enable_prefix_caching"]) as (_, url):
         found = [run(url, None, load)["results"] for _ in range(repeats)]
         assert all(each["completed"] == load.requests for each in found), found
         return [each["output_tok_s"] for each in found]
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-
-
-def _wait_until_ready(url: str) -> None:
-    for _ in range(600):
-        try:
-            if httpx.get(f"{url}/ready").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise SystemExit("the server was not ready after 120 s")
 
 
 if __name__ == "__main__":

@@ -13,23 +13,21 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import record
+from benchmarks.serve import started
 
 TIMES = 10
 MARGIN = 0.10
@@ -176,26 +174,19 @@ def main() -> int:
     parser.add_argument("--tp_size", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="of each rank; refusals need a core that no rank computes on")
     asked = parser.parse_args()
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", str(asked.tp_size), "--port", str(port), "--device", "cpu",
-         "--max_batch_size", str(asked.batch), "--max_num_queued_reqs", str(asked.batch)],
-        env={**os.environ, "OMP_NUM_THREADS": str(asked.threads)},
-    )  # fmt: skip
-    try:
-        return asyncio.run(_run(asked, port, server))
-    finally:
-        server.terminate()
-        server.wait(60)
+    command = [
+        sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", str(asked.tp_size), "--device", "cpu",
+        "--max_batch_size", str(asked.batch), "--max_num_queued_reqs", str(asked.batch),
+    ]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": str(asked.threads)}
+    with started.server(lambda port: [*command, "--port", str(port)], env=env) as (server, url):
+        return asyncio.run(_run(asked, int(url.rpartition(":")[2]), server))
 
 
 async def _run(asked: argparse.Namespace, port: int, server: subprocess.Popen[bytes]) -> int:
     body = {"model": "demo", "prompt": "What is a rank?", "max_tokens": asked.new_tokens, "ignore_eos": True, "temperature": 0}
     process = psutil.Process(server.pid)
     client = Client("localhost", port)
-    await _ready(port)
     await closed_loop(client, body, clients=2, seconds=2.0)
     capacity = await closed_loop(client, body, clients=asked.batch, seconds=asked.seconds / 3)
     await open_loop(client, body, rate=TIMES * capacity.rate, seconds=3.0)
@@ -224,18 +215,6 @@ async def _run(asked: argparse.Namespace, port: int, server: subprocess.Popen[by
     print(f"written: {record.write('serve_overload_cpu', figures).relative_to(record.ROOT)}")
     print("good" if good else "NOT as asked")
     return 0 if good else 1
-
-
-async def _ready(port: int) -> None:
-    async with httpx.AsyncClient(base_url=f"http://localhost:{port}", trust_env=False) as client:
-        for _ in range(600):
-            try:
-                if (await client.get("/ready")).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.2)
-    raise SystemExit("the server was not ready after 120 s")
 
 
 if __name__ == "__main__":

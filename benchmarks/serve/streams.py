@@ -14,13 +14,10 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import record
+from benchmarks.serve import started
 from phalanx.bench import load, stream
 from phalanx.comm import launch
 from phalanx.config.locate import DEMO
@@ -103,22 +101,9 @@ def _late_steps(port: int) -> int:
 @contextlib.contextmanager
 def server(step_ms: float) -> Iterator[tuple[psutil.Process, int]]:
     """`phalanx serve demo` over a paced engine; its process and port."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    started = subprocess.Popen([sys.executable, __file__, "serve", str(port), str(step_ms)], env=_environment())
-    try:
-        for _ in range(300):
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200:
-                    break
-            time.sleep(0.1)
-        else:
-            raise SystemExit("the server was not ready after 30 s")
-        yield psutil.Process(started.pid), port
-    finally:
-        started.send_signal(signal.SIGTERM)
-        started.wait(60)
+    command = [sys.executable, __file__, "serve"]
+    with started.server(lambda port: [*command, str(port), str(step_ms)], env=_environment()) as (process, url):
+        yield psutil.Process(process.pid), int(url.rpartition(":")[2])
 
 
 def _cpu(process: psutil.Process) -> tuple[float, float]:

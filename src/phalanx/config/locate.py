@@ -38,7 +38,7 @@ def locate(model: str, revision: str | None = None, *, need: str = CONFIG, optio
         if path.exists() or not _HUB_ID.fullmatch(model) or model.startswith("."):
             return _checked(path, model, need, option)
     except (OSError, RuntimeError) as error:  # the latter: "~" of somebody whom this host does not know
-        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        why = getattr(error, "strerror", None) or str(error)
         raise ModelNotFound(
             f"{option} {model!r} was asked for", held="it cannot be looked at", why=why,
             next="give a folder that this user may read",

@@ -53,17 +53,16 @@ def chosen(
     programs, room = rows * kv_heads * -(-group // 16), PROGRAMS_PER_PROCESSOR * processors
     # As many to each row where all are alike. With one it is not cut then, but one that is longer than the others is: no finer than
     # that needs, as adding up costs more than it gains where all are short.
-    cut = rows <= ROWS_CLASSES[-1]
-    each = min(max(room // (2 * programs), 1), MOST_PIECES)
+    each = min(max(room // (2 * programs), 1), MOST_PIECES) if rows <= ROWS_CLASSES[-1] else 0
     if head_dim * itemsize > 256:  # also in fp32, whose products are not a tensor core's
-        return Split(cut * each * rows, 128, tile=32, warps=2, stages=2, registers=255)
+        return Split(each * rows, 128, tile=32, warps=2, stages=2, registers=255)
     chunk = 128 if each > 1 else 512
     # Where one for each row leaves half of the room, too few bytes are under way: two warps help, or, where processors would have
     # two or three programs, which is uneven, more programs for rows that have several chunks.
     two_warps = each == 1 and itemsize == 1 and room // programs == 2
     if each == 1 and not two_warps:
         each = max(room // programs, 1)
-    shares = cut * each * rows
+    shares = each * rows
     few = 2 * programs <= processors
     if few and short and _at_once(group, head_dim, itemsize) <= shared:  # what counts is how soon one row is done
         return Split(0, SHORT, tile=SHORT, warps=8, stages=2, registers=255, together=True)

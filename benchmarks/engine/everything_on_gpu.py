@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All of `benchmarks/results/serving` again, and what only GPUs can check, on one host: each work on as many GPUs as it needs,
+beside others where there is room.
+
+    python benchmarks/engine/everything_on_gpu.py --out DIR [--only tp4,8b_http] [--seconds 1500]
+    python benchmarks/engine/everything_on_gpu.py --out DIR --device cpu      a few by the demo model, to try this script itself
+
+Works that need more GPUs go first. Reports, logs and servers' metrics go to --out and, whenever a work has ended, into one file
+(--packed; results.tgz there), so that a run that is cut off has not run in vain. What could not end within --seconds is not begun.
+Compiled kernels are kept in --kernels, so that the first work with a model says what a start takes without them, and the next with
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks import record
+from benchmarks.engine.side_by_side import run_jobs, visible_gpus
+from benchmarks.serve import started
+
+PHALANX = [sys.executable, "-m", "phalanx"]
+DECODES = ("decode-1", "decode-64", "decode-256", "decode-512")
+
+
+class Work(NamedTuple):
+    """seconds: at most. bench: a verb of `phalanx bench`, its model and options, which writes NAME.json. served: options of a
+    server of `model`, which streams (concurrency, requests, prompt, output tokens) then ask; bench goes before. python: words for
+    the interpreter, in the project's folder; OUT stands for --out."""
+
+    gpus: int
+    seconds: int
+    bench: Sequence[str] = ()
+    model: str = ""
+    served: Sequence[str] = ()
+    streams: Sequence[tuple[int, int, int, int]] = ()
+    python: Sequence[str] = ()
+
+
+def works() -> dict[str, Work]:
+    fp8 = ["--dtype", "fp8", "--kv_cache_dtype", "fp8"]
+    sizes = ["--max_num_tokens", "8192", "--max_seq_len", "4096"]
+    many, few = [*sizes, "--max_batch_size", "512"], [*sizes, "--max_batch_size", "64"]
+    full = ["--kv_cache_free_gpu_memory_fraction", "0.95"]
+    fp16 = ["--dtype", "fp16", *many, "--no_enable_prefix_caching"]
+
+    def scaling(size: str) -> list[str]:
+        return ["scaling", "llama-3-70b", *fp8, "--sizes", size, *_each("--decode", DECODES[:2]), *many]
+
+    def strategies(tp: int) -> list[str]:
+        asked = ["--tp_size", str(tp), "--strategies", "AUTO,NCCL", *_each("-w", DECODES)]
+        return ["all", "llama-3-70b", *fp8, *asked, *many, *full]
+
+    eight = ["all", "llama-3-8b", "--dtype", "bf16", "--kv_cache_dtype", "fp8", *_each("-w", DECODES[:2])]
+    streams = ((1, 2, 128, 65), (64, 64, 128, 129))
+    return {
+        "tp4": Work(4, 230, scaling("4")),
+        "strategies_tp4": Work(4, 230, strategies(4)),
+        "tp2_pp2": Work(4, 190, scaling("2x2")),
+        "paths": Work(4, 300, python=["benchmarks/engine/paths_on_gpu.py", "--out", "OUT"]),
+        "tp1": Work(1, 330, scaling("1")),
+        "tp2": Work(2, 240, scaling("2")),
+        "8b": Work(1, 200, [*eight, "-w", "batch-512x1000x1000", *many, *full]),
+        "strategies_tp2": Work(2, 270, strategies(2)),
+        "8b_http": Work(
+            1, 240, ["throughput", "llama-3-8b", *fp16, "-w", "batch-64x128x1000"], "llama-3-8b", fp16, [(64, 64, 128, 1000)] * 2
+        ),
+        "pp2": Work(2, 200, scaling("1x2")),
+        "lengths": Work(1, 120, python=["benchmarks/models/lengths.py", "--out", "OUT"]),
+        "405b_tp4": Work(4, 190, model="llama-3.1-405b", served=["--tp_size", "4", *fp8, *few], streams=streams),
+        "405b_tp2_pp2": Work(
+            4, 190, model="llama-3.1-405b", served=["--tp_size", "2", "--pp_size", "2", *fp8, *few], streams=streams
+        ),
+        "fp8_error": Work(1, 120, python=["benchmarks/models/fp8_error.py", "--device", "cuda", "--out", "OUT"]),
+        "test_engine": Work(1, 300, python=_tests("gpu1", "tests/engine", "tests/bench", "tests/kernels/test_compiling.py")),
+        "test_kernels": Work(1, 300, python=_tests("gpu1", "tests/kernels/attention", "tests/kernels/between", "tests/models")),
+        "test_products": Work(1, 400, python=_tests("gpu1", "tests/kernels/products", "tests/kernels/test_scaled_mm.py")),
+        "test_two_stages": Work(2, 200, python=_tests("gpu2", "tests/kernels/test_compiling.py")),
+        "test_two": Work(2, 400, python=[*_tests("gpu2", "tests/comm"), "-n", "0"]),
+        "test_four": Work(4, 400, python=[*_tests("gpu4", "tests/comm"), "-n", "0"]),
+        "wide_two": Work(2, 150, python=_ranks(2, "tests.comm.rows.owned_rank", "wide")),
+        "wide_four": Work(4, 150, python=_ranks(4, "tests.comm.rows.owned_rank", "wide")),
+    }  # fmt: skip
+
+
+def trial_works() -> dict[str, Work]:
+    """Of each kind one, by the demo model on CPU."""
+    small = ["--device", "cpu", "--max_batch_size", "8", "--kv_cache_bytes", "33554432"]
+    return {
+        "python": Work(1, 60, python=["-c", "print(1 + 1)"]),
+        "pair": Work(2, 90, ["all", "demo", "--tp_size", "2", "-w", "decode-1x16x8", *small]),
+        "late": Work(1, 100_000, ["all", "demo", "-w", "decode-1x16x8", *small]),
+        "http": Work(1, 90, ["throughput", "demo", "-w", "batch-4x16x8", *small], "demo", small, [(2, 4, 16, 8)]),
+    }
+
+
+def _tests(mark: str, *paths: str) -> list[str]:
+    plain = ["-m", "pytest", "-v", "-p", "no:benchmark", "-p", "no:cacheprovider", "-n", "8", "--dist", "worksteal"]
+    return [*plain, "-m", mark, *paths]
+
+
+def _ranks(count: int, module: str, check: str) -> list[str]:
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", module, check]
+
+
+def _each(flag: str, values: Sequence[str]) -> list[str]:
+    return [word for value in values for word in (flag, value)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("everything"))
+    parser.add_argument("--packed", type=Path, help="one file with all that is in --out")
+    parser.add_argument("--only", default="", help="names of works; all otherwise")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="in all")
+    parser.add_argument("--kernels", type=Path, default=Path.home() / ".cache" / "phalanx_everything")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--job", help="(internal) run one work, described as JSON")
+    asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    if asked.job:
+        print("RESULT " + json.dumps({"outcome": outcome(json.loads(asked.job))}), flush=True)
+        return 0
+    known, gpus = known_on(asked.device), visible_gpus() if asked.device == "cuda" else list(range(4))
+    names = [name for name in asked.only.split(",") if name] or list(known)
+    unfit = [name for name in names if name not in known or known[name].gpus > len(gpus)]
+    if unfit:
+        parser.error(f"{unfit[0]!r} is no work for {len(gpus)} GPUs; --only takes {', '.join(known)}")
+    out, begin = asked.out.resolve(), time.time()  # works run in the project's folder
+    out.mkdir(parents=True, exist_ok=True)
+    common = {
+        "pp": 1,
+        "device": asked.device,
+        "out": str(out),
+        "kernels": str(asked.kernels.resolve()),
+        "end": begin + asked.seconds,
+    }
+    jobs = [{**common, "name": name, "tp": known[name].gpus} for name in names]
+
+    def tell(results: list[dict[str, Any]]) -> None:
+        print(f"[{time.time() - begin:6.1f}] {results[-1]['name']}: {said_of(results[-1])}", flush=True)
+        pack(out, asked.packed or out / "results.tgz")
+
+    results = run_jobs(jobs, gpus, Path(__file__), tell=tell)
+    return 0 if all(said_of(found) == "done" for found in results) else 1
+
+
+def known_on(device: str) -> dict[str, Work]:
+    return works() if device == "cuda" else trial_works()
+
+
+def said_of(found: dict[str, Any]) -> str:
+    return str(found.get("error") or found["outcome"])
+
+
+def pack(folder: Path, file: Path) -> None:
+    part = folder / "results.part"  # no half of a file is ever called by its name
+    with tarfile.open(part, "w:gz") as packed:
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".json", ".txt", ".png"):
+                packed.add(path, path.name)
+    shutil.move(part, file)
+
+
+def outcome(job: dict[str, Any]) -> str:
+    """In a process of its own, which sees its GPUs alone."""
+    name, work, out = job["name"], known_on(job["device"])[job["name"]], Path(job["out"])
+    if time.time() + work.seconds > job["end"]:
+        return f"not begun, as it may take {work.seconds} s"
+    with (out / f"{name}.txt").open("wb") as log:
+        try:
+            status = Run(name, work, out, Path(job["kernels"]), log).all()
+        except SystemExit as error:
+            if error.code == 143:
+                raise
+            return str(error.code)
+    return "done" if not status else f"exit status {status}, see {name}.txt"
+
+
+class Run:
+    """One work, whose processes print into `log`."""
+
+    def __init__(self, name: str, work: Work, out: Path, kernels: Path, log: IO[bytes]) -> None:
+        self._name, self._work, self._out, self._log = name, work, out, log
+        self._kept = [
+            "--kernel_cache_dir",
+            str(kernels),
+            "--load_format",
+            "auto" if "demo" in (*work.bench, work.model) else "dummy",
+        ]
+        self._end = time.monotonic() + work.seconds
+
+    def all(self) -> int:
+        """Returns an exit status."""
+        work, model, status = self._work, self._work.model, 0
+        if work.python:
+            return self._call([sys.executable, *(str(self._out) if word == "OUT" else word for word in work.python)])
+        if model not in ("", "demo"):  # as a server serves no bare shape
+            model = str(self._out / f"shape_{self._name}")
+            shutil.rmtree(model, ignore_errors=True)
+            status = self._call([*PHALANX, "bench", "shape", work.model, model])
+        if work.bench and not status:
+            asked = [model if word == work.model else word for word in work.bench]
+            status = self._call([*PHALANX, "bench", *asked, *self._kept, "--json", self._new(".json")])
+        return status or (self._serve(model) if work.served else 0)
+
+    def _serve(self, model: str) -> int:
+        """A server, streams that ask it, and its metrics."""
+        begin, command = time.monotonic(), [*PHALANX, "serve", model, *self._work.served, *self._kept]
+        seconds = self._end - begin
+        with started.server(lambda port: [*command, "--port", str(port)], seconds=seconds, log=self._log) as (_, url):
+            facts = f"ready after {time.monotonic() - begin:.1f} s\n"
+            for number, (concurrency, requests, prompt, output) in enumerate(self._work.streams):
+                counts = ["--concurrency", concurrency, "--requests", requests, "--input_len", prompt, "--output_len", output]
+                offline = ["--offline", self._out / f"{self._name}.json"] if self._work.bench else []
+                asked = [*counts, *offline, "--warmup", min(16, concurrency), "--json", self._new(f".streams{number}.json")]
+                if status := self._call([*PHALANX, "bench", "serve", url, *map(str, asked)]):
+                    return status
+            facts += httpx.get(f"{url}/metrics", trust_env=False).text
+        Path(self._new(".server.txt")).write_text(facts, encoding="utf-8")
+        return 0
+
+    def _new(self, ending: str) -> str:
+        """A report's path, where none is."""
+        path = self._out / f"{self._name}{ending}"
+        path.unlink(missing_ok=True)
+        return str(path)
+
+    def _call(self, command: Sequence[str]) -> int:
+        process = subprocess.Popen(command, cwd=record.ROOT, stdout=self._log, stderr=self._log)
+        try:
+            return process.wait(max(self._end - time.monotonic(), 1.0))
+        except subprocess.TimeoutExpired:
+            return 124
+        finally:
+            started.ended(process)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of benchmarks, and servers among them, that are ended whatever happens."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import IO, Any
+
+import httpx
+
+PATIENCE = 60.0
+"""Seconds in which a process that is asked to end does so."""
+
+
+@contextmanager
+def server(
+    command: Callable[[int], Sequence[str]], *, seconds: float = 120.0, env: Mapping[str, str] | None = None,
+    log: IO[bytes] | None = None,
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:  # fmt: skip
+    """Run what serves on the port that `command` is given, until the block ends -> (its process, its URL), once it is ready.
+
+    log: for what it prints, here otherwise. Raises SystemExit where it ends before, or is not ready in `seconds`.
+    """
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process, end, url = subprocess.Popen(command(port), env=env, stdout=log, stderr=log), time.monotonic() + seconds, ""
+    try:
+        while not url:
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"the server was not ready after {seconds:.0f} s, or ended")
+            try:
+                if httpx.get(f"http://localhost:{port}/ready", trust_env=False).status_code == 200:
+                    url = f"http://localhost:{port}"
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield process, url
+    finally:
+        ended(process)
+
+
+def ended(process: subprocess.Popen[Any]) -> None:
+    """Ask it to end, if it has not, and see to it."""
+    process.terminate()
+    try:
+        process.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
