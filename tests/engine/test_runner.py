@@ -14,7 +14,7 @@ from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.config.sampling import SamplingParams
 from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
-from phalanx.engine.ranks import budget
+from phalanx.engine.ranks.ready import budget
 from phalanx.engine.runner import Runner
 from phalanx.engine.sampler import Sampler
 from phalanx.errors import EngineError

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -125,3 +126,12 @@ def _not_found(asked: str, error: Exception) -> ModelNotFound:
         asked, held=f"neither the Hub at {constants.ENDPOINT} nor this host's cache gave it", why=f"{type(error).__name__}: {why}",
         next="check the network, give a local folder, or download the model first",
     )  # fmt: skip
+
+
+def checkpoint_digest(folder: Path, *, weights: bool) -> str:
+    """Of config.json's bytes, and with `weights` of the weight files' names and sizes: cheap, yet it tells checkpoints apart."""
+    digest = hashlib.blake2b((folder / CONFIG).read_bytes(), digest_size=8)
+    if weights:
+        for file in sorted(folder.glob("*.safetensors")):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -201,6 +202,23 @@ class Runner:
         Collective."""
         if self.graphs is not None:
             yield from self.graphs.capture(self.caches, self.graphs.sizes if wanted is None else wanted)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Do the forward of each size of graphs once, without a graph. Collective."""
+        if self.graphs is not None:
+            self.graphs.rehearse(self.caches)
+
+    @contextmanager
+    def thinned(self) -> Iterator[None]:
+        """Inside, steps go through a few of the layers: enough to meet every kernel."""
+        whole = self.caches
+        with self._model.thinned() as kept:
+            self.caches = [whole[index] for index in kept]
+            try:
+                yield
+            finally:
+                self.caches = whole
 
     def _reported(self, rows: Sequence[Row]) -> Sequence[range]:
         """Which of each row's tokens are followed by a prompt token to report."""

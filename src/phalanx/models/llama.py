@@ -7,7 +7,9 @@ A model holds one pipeline stage of one tensor-parallel rank. It works on the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +83,12 @@ class DecoderLayer(nn.Module):
         self.norm.feed(self.attention.qkv.fp8)
         self.mlp_norm.feed(self.mlp.gate_up.fp8)
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Layers of one kind ask for the same kernels."""
+        held = [*self.named_parameters(), *self.named_buffers()]
+        return type(self.attention), self.attention.window, *((name, each.dtype, each.shape) for name, each in held)
+
     def forward(
         self, x: Activation, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, next_norm: RmsNorm | None
     ) -> tuple[Activation, Tensor]:
@@ -135,6 +143,20 @@ class Llama(nn.Module):
             x, residual = layer(x, turns, batch, cache, residual, next_norm)
         out: Tensor = x
         return out
+
+    @contextmanager
+    def thinned(self) -> Iterator[list[int]]:
+        """Inside, the stage has no layers but the first of each kind and its last, which hands on to no other. Gives their indices
+        among those held."""
+        whole, first = self.layers, dict[Any, int]()
+        for index, layer in enumerate(whole):
+            first.setdefault(layer.kind, index)
+        kept = sorted({*first.values(), len(whole) - 1})
+        self.layers = [whole[index] for index in kept]
+        try:
+            yield kept
+        finally:
+            self.layers = whole
 
     def kv_specs(self) -> list[KvSpec]:
         """What each held layer keeps per token on this rank."""

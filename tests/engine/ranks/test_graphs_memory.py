@@ -15,8 +15,8 @@ from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.config.sampling import SamplingParams
 from phalanx.engine.messages import Admission, Row, StepBatch
-from phalanx.engine.ranks import budget
 from phalanx.engine.ranks.graphs import CudaTape, Rerun, Tape
+from phalanx.engine.ranks.ready import budget
 from phalanx.engine.runner import Outcome, Runner
 from phalanx.engine.sampler import Sampler
 from phalanx.models import registry, weights

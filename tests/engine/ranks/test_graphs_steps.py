@@ -18,9 +18,10 @@ from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.config.sampling import SamplingParams
 from phalanx.engine.messages import Add, Admission, Row, StepBatch, StepResult, Update
-from phalanx.engine.ranks import budget, places
+from phalanx.engine.ranks import places
 from phalanx.engine.ranks.graphs import StepGraphs
 from phalanx.engine.ranks.places import Size, sizes
+from phalanx.engine.ranks.ready import budget
 from phalanx.engine.runner import Runner
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.kernels.attention import reference

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.locate import checkpoint_digest
 from phalanx.engine.executor import make
 from phalanx.engine.messages import DECODE_GRAPH, PROMPT_GRAPH, RankFacts, RowResult, Step, StepBatch
 from phalanx.engine.ranks.executor import RankExecutor
 from phalanx.engine.ranks.wire import Stop
-from phalanx.engine.ranks.worker import Worker, checkpoint_digest
+from phalanx.engine.ranks.worker import Worker
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import Drive, expected, options, prompts
 

@@ -42,19 +42,6 @@ def test_arguments_of_every_fusion(fusion):
         assert Fusion.of(asked.quant, token_scale=asked.scale is None, keep_norm=asked.keep_norm) is fusion
 
 
-def test_launches_are_left_out(monkeypatch):
-    from phalanx.kernels import allreduce_oneshot
-
-    class Kernel:
-        def run(self, *args, grid, warmup, **kwargs):
-            return args, grid, warmup
-
-    kernel = Kernel()
-    monkeypatch.setattr(allreduce_oneshot, "oneshot", kernel)
-    precompile._leave_launches_out()
-    assert kernel.run(1, grid=(2,), warmup=False) == ((1,), (2,), True)
-
-
 def test_each_kernel_is_compiled_once():
     pytest.importorskip("triton")
     from tests.comm import compiled

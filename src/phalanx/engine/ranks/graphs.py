@@ -84,7 +84,7 @@ class CudaTape:
 
 
 class Rerun:
-    """On CPU: nothing is captured, the work is done again."""
+    """Nothing is captured, the work is done again: on CPU, and where nobody replays it."""
 
     def record(self, work: Callable[[], None]) -> Replay:
         work()
@@ -157,6 +157,16 @@ class StepGraphs:
             self._ready = sorted(held for held in self._captured if not held.prompts)
             self._ready_mixed = sorted(held for held in self._captured if held.prompts)
             yield size
+
+    def rehearse(self, caches: Sequence[KvCache]) -> None:
+        """Do each size's forwards once, and keep no graph of them. Collective, as `capture`."""
+        tape, self._tape = self._tape, Rerun()
+        try:
+            for _ in self.capture(caches, self.sizes):
+                pass
+        finally:
+            self.forget()
+            self._tape = tape
 
     def forget(self) -> None:
         """Drop all graphs, and their memory."""

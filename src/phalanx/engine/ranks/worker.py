@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's process (`python -m phalanx.engine.ranks.worker`, started by an executor): get ready, then run steps until told to stop.
 
-hello -> import torch -> meet -> form groups -> agree -> build, load -> measure -> offer -> allocate -> ready -> steps
+hello -> import torch -> meet -> form groups -> agree -> build, load -> compile, measure -> offer -> allocate -> ready -> steps
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import hashlib
 import importlib.util
 import json
 import os
@@ -18,7 +17,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ import psutil
 
 from phalanx import log
 from phalanx.comm import launch
-from phalanx.config.locate import locate
+from phalanx.config.locate import checkpoint_digest, locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import arithmetic
@@ -44,10 +43,12 @@ from phalanx.version import __version__
 if TYPE_CHECKING:
     import torch
 
+    from phalanx.comm.group import Group
     from phalanx.comm.torch_group import Groups
     from phalanx.engine.ranks.graphs import StepCounts
     from phalanx.engine.runner import Outcome, Runner
     from phalanx.models.registry import Model
+    from phalanx.plan.memory import KvSpec
 
 logger = log.get_logger("phalanx.engine.ranks.worker")  # not __name__: this module is executed
 
@@ -206,7 +207,6 @@ class Worker:
         """Measure, offer, make the caches of the size that the engine settles on, and capture steps over them."""
         import torch
 
-        from phalanx.engine.ranks import budget
         from phalanx.engine.ranks.graphs import CudaTape, StepCounts
         from phalanx.engine.runner import Runner
         from phalanx.engine.sampler import Sampler
@@ -230,19 +230,7 @@ class Worker:
             block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=options.max_num_tokens or max_seq_len,
             tape=CudaTape(device, getattr(groups.tp, "calls", None)) if options.cuda_graphs and device.type == "cuda" else None,
         )  # fmt: skip
-        with self._phase("measure", "step") as tell:
-            if device.type == "cuda":
-                steps = budget.largest_steps(
-                    max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len,
-                    max_batch_size=runner.most_rows, block_size=options.kv_block_size,
-                )  # fmt: skip
-                one_more = budget.counting(tell, len(steps) + len(runner.graphs.largest if runner.graphs else ()))
-                peak = budget.peak_of(runner, steps, device, one_more)
-                self._bytes["activations"] = peak.held
-                blocks = budget.gpu_blocks(options, specs, peak.taken, budget.graphs_of(runner, device, one_more), device)
-            else:
-                blocks = budget.cpu_blocks(options, specs, max_seq_len)
-        self.link.send(Offer(self.rank, blocks))
+        self.link.send(Offer(self.rank, self._measure(runner, specs, max_seq_len, groups.world, device)))
         blocks = self._await(Allocate).blocks
         with self._phase("make the KV cache"):
             runner.caches = caches(blocks)
@@ -260,9 +248,30 @@ class Worker:
         self.link.send(Ready(self.rank, facts))
         return runner
 
+    def _measure(self, runner: Runner, specs: Sequence[KvSpec], max_seq_len: int, world: Group, device: torch.device) -> int:
+        """How many blocks this rank has room for: on a GPU by the largest steps, whose kernels are compiled first."""
+        from phalanx.engine.ranks.ready import budget
+        from phalanx.engine.ranks.ready.rehearsal import processes_of, rehearse
+
+        options, graphs = self.options, runner.graphs
+        if device.type != "cuda":
+            with self._phase("measure"):
+                return budget.cpu_blocks(options, specs, max_seq_len)
+        steps = budget.largest_steps(
+            max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.most_rows,
+            block_size=options.kv_block_size,
+        )  # fmt: skip
+        with self._phase("compile kernels", "kernel") as tell:
+            rehearse(runner, steps, world, device, processes_of(self._config["local_ranks"]), tell)
+        with self._phase("measure", "step") as tell:
+            one_more = budget.counting(tell, len(steps) + len(graphs.largest if graphs else ()))
+            peak = budget.peak_of(runner, steps, device, one_more)
+            self._bytes["activations"] = peak.held
+            return budget.gpu_blocks(options, specs, peak.taken, budget.graphs_of(runner, device, one_more), device)
+
     def _capture(self, runner: Runner, device: torch.device) -> None:
         """Capture steps of all sizes, where graphs are wanted and the attention back end bears them."""
-        from phalanx.engine.ranks import budget
+        from phalanx.engine.ranks.ready import budget
 
         if runner.graphs is None:
             return
@@ -347,15 +356,6 @@ def torch_dtype(name: str) -> torch.dtype:
     import torch
 
     return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
-
-
-def checkpoint_digest(folder: Path, *, weights: bool) -> str:
-    """Of config.json's bytes, and with `weights` of the weight files' names and sizes: cheap, yet it tells checkpoints apart."""
-    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=8)
-    if weights:
-        for file in sorted(folder.glob("*.safetensors")):
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-    return digest.hexdigest()
 
 
 def main() -> None:

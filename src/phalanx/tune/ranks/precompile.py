@@ -19,6 +19,7 @@ import torch
 from phalanx.comm import launch
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.kernels.compiling.ahead import launches_left_out
 from phalanx.log import get_logger
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
@@ -115,11 +116,11 @@ def main() -> None:
     config = launch.read_config()
     device = torch.device("cuda", config["device"])
     torch.cuda.set_device(device)
-    _leave_launches_out()
     built = _stand_in(Fingerprint.parse(config["machine"]), _likeness(config["workspace"], device))
-    for text in config["tasks"]:
-        task = Task.parse(text)
-        built.get(task.choice)(*_tensors(task, device))
+    with launches_left_out():
+        for text in config["tasks"]:
+            task = Task.parse(text)
+            built.get(task.choice)(*_tensors(task, device))
 
 
 def _stand_in(fingerprint: Fingerprint, workspace: Any) -> Built:
@@ -141,17 +142,6 @@ def _tensors(task: Task, device: torch.device) -> tuple[torch.Tensor, ResidualRm
     weight = torch.empty(task.hidden, dtype=dtype, device=device)
     quant: Any = task.fusion.quant
     return x, ResidualRmsNorm(torch.empty_like(x), weight, 1e-5, quant, scale, task.fusion.keeps_norm)
-
-
-def _leave_launches_out() -> None:
-    """Make every kernel stop after it is compiled (Triton's own warm-up mode)."""
-    kind = _kernel_type()
-    plain = kind.run
-
-    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return plain(self, *args, **(kwargs | {"warmup": True}))
-
-    kind.run = compile_only
 
 
 def _kernel_type() -> Any:

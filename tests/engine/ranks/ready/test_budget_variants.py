@@ -23,7 +23,7 @@ from phalanx.config.model import ModelShape
 from phalanx.config.quantization import Quantization
 from phalanx.config.sampling import SamplingParams
 from phalanx.engine.messages import Admission, Row, StepBatch
-from phalanx.engine.ranks import budget
+from phalanx.engine.ranks.ready import budget
 from phalanx.engine.runner import Runner
 from phalanx.engine.sampler import Sampler
 from phalanx.hardware.fingerprint import Fingerprint

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.engine.messages import StepBatch
-from phalanx.engine.ranks import budget
+from phalanx.engine.ranks.ready import budget
 from phalanx.errors import CapacityError
 from phalanx.plan.memory import KvSpec
 from tests.engine.drive import options

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A start's rehearsal on CPU: steps and sizes of graphs go through few layers, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Solo
+from phalanx.config.model import ModelShape
+from phalanx.engine.ranks.graphs import Rerun
+from phalanx.engine.ranks.ready import budget, rehearsal
+from phalanx.engine.ranks.ready.rehearsal import rehearse
+from phalanx.engine.runner import Runner
+from phalanx.hardware.probe import Machine
+from phalanx.models import registry
+from phalanx.models.llama import DecoderLayer
+from tests.checkpoints import write_checkpoint
+from tests.engine.drive import BLOCK, expected, prompts
+from tests.engine.ranks.test_graphs import SLOTS, drive, make_runner
+
+CPU = torch.device("cpu")
+
+
+class Kernels:
+    """As `Ahead`: some are kept, and none are compiled."""
+
+    def __init__(self, kept: bool) -> None:
+        self.kept, self.compiled, self.processes = kept, 0, 0
+
+    def all_kept(self) -> bool:
+        return self.kept
+
+    def compile(self, processes: int, tell: Callable[[int, int], None]) -> None:
+        self.processes, self.compiled = processes, 7
+        tell(7, 7)
+
+
+class OneCannot(Solo):
+    """Another rank says no."""
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return torch.cat([x, torch.zeros_like(x)], dim)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", num_hidden_layers=5)
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Counter[DecoderLayer]:
+    """How often each layer was gone through."""
+    counts: Counter[DecoderLayer] = Counter()
+    plain = DecoderLayer.forward
+
+    def forward(self: DecoderLayer, *args: Any) -> Any:
+        counts[self] += 1
+        return plain(self, *args)
+
+    monkeypatch.setattr(DecoderLayer, "forward", forward)
+    return counts
+
+
+def with_kernels(monkeypatch: pytest.MonkeyPatch, kept: bool) -> Kernels:
+    kernels = Kernels(kept)
+
+    @contextmanager
+    def ahead() -> Iterator[Kernels]:
+        yield kernels
+
+    monkeypatch.setattr(rehearsal, "ahead", ahead)
+    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: True)
+    return kernels
+
+
+def steps_of(runner: Runner) -> list[Any]:
+    return budget.largest_steps(max_num_tokens=64, max_seq_len=128, max_batch_size=runner.most_rows, block_size=BLOCK)
+
+
+def test_every_step_goes_through_the_first_layer_and_the_last(
+    folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, kernels = make_runner(folder, Rerun()), with_kernels(monkeypatch, kept=False)
+    assert runner.graphs is not None
+    runner.graphs.forget()  # as before a start's first capture
+    layers, caches = runner._model.layers, runner.caches
+    forwards.clear()
+    told: list[tuple[int, int]] = []
+    steps = steps_of(runner)
+    assert rehearse(runner, steps, Solo(), CPU, 12, lambda *each: told.append(each)) == 7
+    assert (kernels.processes, told) == (12, [(7, 7)])
+    met = len(steps) - 1 + runner.graphs.count  # all but the last, which has no rows
+    assert {layers.index(layer): count for layer, count in forwards.items()} == {0: met, 4: met}
+    assert runner._model.layers is layers
+    assert runner.caches is caches
+    assert not runner.graphs._ready  # no graph is kept
+    list(runner.capture())
+    asked = prompts(SLOTS, seed=5)
+    assert drive(runner).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+
+
+def test_where_kernels_are_kept_it_ends_with_the_first_step(
+    folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, kernels = make_runner(folder, Rerun()), with_kernels(monkeypatch, kept=True)
+    forwards.clear()
+    assert rehearse(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
+    assert sorted(forwards.values()) == [1, 1]
+    assert kernels.processes == 0
+    asked = prompts(3, seed=5)  # every slot is free
+    assert drive(runner).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+
+
+def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(folder, Rerun())
+    forwards.clear()
+    with_kernels(monkeypatch, kept=False)
+    assert rehearse(runner, steps_of(runner), OneCannot(), CPU, 64, lambda *_: None) == 0
+    assert rehearse(runner, steps_of(runner), Solo(), CPU, 1, lambda *_: None) == 0  # there is nothing to gain
+    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: False)
+    assert rehearse(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
+    assert not forwards
+
+
+@pytest.mark.parametrize(("cores", "gib", "ranks", "processes"), [(64, 500, 4, 16), (64, 500, 8, 8), (64, 6, 4, 3), (2, 500, 4, 0)])
+def test_processes_share_cores_and_memory(
+    cores: int, gib: int, ranks: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Machine((), 512 << 30, gib << 30, cores)
+    monkeypatch.setattr(rehearsal.hardware, "look", lambda: host)
+    assert rehearsal.processes_of(ranks) == processes
+
+
+def test_layers_of_other_kinds_stay(tmp_path: Path) -> None:
+    folder = write_checkpoint(
+        tmp_path / "qwen2", "qwen2", num_hidden_layers=6, use_sliding_window=True, sliding_window=8, max_window_layers=3,
+    )  # fmt: skip
+    model = registry.build(ModelShape.from_folder(folder), group=Solo(), layers=range(6), dtype=torch.float32, device=CPU)
+    layers = model.layers
+    with model.thinned() as kept:
+        assert kept == [0, 3, 5]
+        assert model.layers == [layers[index] for index in kept]
+    assert model.layers is layers
+    with pytest.raises(ZeroDivisionError), model.thinned():
+        raise ZeroDivisionError
+    assert model.layers is layers

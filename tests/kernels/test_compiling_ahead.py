@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels are compiled by copies of the process before anything is launched; what goes wrong there is left to the first launch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.kernels.compiling import ahead as module
+from phalanx.kernels.compiling.ahead import ahead, can_compile_ahead, launches_left_out
+
+triton = pytest.importorskip("triton")
+
+from tests.comm.compiled import only  # noqa: E402 (needs triton)
+from tests.kernels.doubling import double  # noqa: E402 (needs triton)
+
+if not can_compile_ahead():
+    pytest.skip("this Triton cannot be asked to compile later", allow_module_level=True)
+
+BLOCKS = (16, 32, 64, 128, 256)
+
+
+class Heard:
+    """Triton's listener: what was compiled and what was found, by Triton's own account."""
+
+    def __init__(self) -> None:
+        self.hits: list[bool] = []
+        self.microseconds = 0
+
+    def __call__(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
+        self.hits.append(cache_hit)
+        self.microseconds += 0 if cache_hit else times.total
+
+
+@pytest.fixture
+def heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
+    """Triton as in a new process with an empty cache, without a GPU."""
+    heard = Heard()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", heard)
+    double.device_caches.clear()
+    with only(90):
+        yield heard
+    double.device_caches.clear()
+
+
+def call(block: int, *, of: int = 0) -> torch.Tensor:
+    x = torch.ones(64)
+    out = torch.empty_like(x)
+    double[(1,)](x, out, 64, BLOCK=block, FAILS=of)
+    return out
+
+
+def test_copies_compile_what_was_asked_for_and_the_next_process_finds_it(heard: Heard) -> None:
+    told: list[tuple[int, int]] = []
+    with ahead() as kernels:
+        for block in (*BLOCKS, *BLOCKS):
+            assert call(block).eq(0).all()
+        assert not heard.hits  # nothing yet
+        kernels.compile(3, lambda *each: told.append(each))
+        assert kernels.compiled == 5
+    assert told == [(done, 5) for done in range(6)]
+    assert heard.hits.count(False) == 5  # by the copies
+    assert heard.hits.count(True) == 5  # and here, where they were found
+    assert heard.microseconds > 0
+    assert triton.knobs.compilation.listener is heard
+    for block in BLOCKS:
+        call(block)
+    assert len(heard.hits) == 10  # they are there
+    double.device_caches.clear()
+    with ahead() as kernels:
+        call(16)
+        assert kernels.all_kept()
+    assert kernels.compiled == 0
+
+
+def test_a_kernel_that_is_not_kept_is_compiled_and_the_rest_waits(heard: Heard) -> None:
+    with ahead() as kernels:
+        for block in BLOCKS:
+            call(block)
+        assert not kernels.all_kept()
+    assert heard.hits == [False]
+    call(BLOCKS[0])
+    assert heard.hits == [False]
+    call(BLOCKS[1])
+    assert heard.hits == [False, False]
+
+
+def test_what_fails_says_why_at_its_first_launch(heard: Heard) -> None:
+    with ahead() as kernels:
+        call(16, of=1)
+        call(32)
+        kernels.compile(2, lambda *_: None)
+    assert heard.hits == [False, True]
+    with pytest.raises(triton.CompilationError, match="fails when asked to"):
+        call(16, of=1)
+
+
+def test_copies_that_die_or_say_nothing_are_made_up_for(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, copies = os.fork, list[int]()
+
+    def forked() -> int:
+        copies.append(fork())
+        return copies[-1]
+
+    monkeypatch.setattr(os, "fork", forked)
+    for patience, work in ((60.0, lambda *_: os._exit(3)), (0.2, lambda *_: os.read(os.pipe()[0], 1))):
+        double.device_caches.clear()
+        monkeypatch.setattr(module, "_PATIENCE", patience)
+        monkeypatch.setattr(module, "_work", work)
+        with ahead() as kernels:
+            call(16 if patience > 1 else 32)
+            kernels.compile(2, lambda *_: None)
+        assert kernels.compiled == 1
+    assert len(copies) == 2
+    for copy in copies:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(copy, os.WNOHANG)  # it is gone, and was waited for
+
+
+def test_a_process_that_cannot_be_copied_compiles_by_itself(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "fork", refused)
+    with ahead() as kernels:
+        call(16)
+        kernels.compile(4, lambda *_: None)
+    assert heard.hits == [False]
+    assert kernels.compiled == 1
+
+
+def test_new_memory_is_zeros_and_an_error_inside_leaves_nothing_behind(heard: Heard) -> None:
+    def inside() -> None:
+        with ahead():
+            call(16)
+            for made in (torch.empty(999), torch.empty_like(torch.ones(999)), torch.ones(2).new_empty(999, dtype=torch.int64)):
+                assert made.eq(0).all()
+            assert torch.empty(3, dtype=torch.float8_e4m3fn).view(torch.uint8).eq(0).all()
+            assert torch.ones(3).eq(1).all()
+            raise ZeroDivisionError
+
+    run = type(double).run
+    with pytest.raises(ZeroDivisionError):
+        inside()
+    assert type(double).run is run
+    assert triton.knobs.compilation.listener is heard
+    assert not heard.hits
+
+
+def test_launches_are_left_out() -> None:
+    asked = []
+
+    def run(_: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> None:
+        asked.append((args, grid, warmup, fixed))
+
+    kind = triton.runtime.jit.JITFunction
+    plain, kind.run = kind.run, run
+    try:
+        with launches_left_out():
+            double[(2,)](1, BLOCK=3)
+        double[(2,)](1, BLOCK=3)
+    finally:
+        kind.run = plain
+    assert asked == [((1,), (2,), True, {"BLOCK": 3}), ((1,), (2,), False, {"BLOCK": 3})]
