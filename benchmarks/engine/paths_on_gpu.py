@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--tiny_layouts", default="1x1,2x2", help="of these, for checkpoints other than the demo")
     parser.add_argument("--device", default="cuda", help="cpu: to try this script itself")
     parser.add_argument("--small", action="store_true", help="a tenth of the texts")
+    parser.add_argument("--texts", help=f"how many instead, by commas: {', '.join(ASKED)}")
     parser.add_argument("--beside", type=int, default=8, help="jobs that share a GPU; they run in turns")
     parser.add_argument("--name", default="paths_on_gpu", help="of the results file")
     parser.add_argument("--job", help="(internal) run one job, described as JSON")
@@ -68,6 +69,8 @@ def main() -> int:
 
 def jobs_of(asked: argparse.Namespace, gpus: int, folder: Path) -> list[dict[str, Any]]:
     texts = ASKED_SMALL if asked.small else ASKED
+    if asked.texts:
+        texts = dict(zip(ASKED, map(int, asked.texts.split(",")), strict=True))
     found = []
     for name in asked.checkpoints.split(","):
         model = folder_of(name, folder)
