@@ -10,6 +10,7 @@ import pynvml
 import pytest
 
 from phalanx import hardware
+from phalanx.hardware import probe
 from phalanx.hardware.probe import Gpu, address_towards, choose, cores, look
 from tests.conftest import gpu_count
 
@@ -80,3 +81,18 @@ def test_probing_needs_no_torch() -> None:
     code = "import sys, phalanx.hardware as h; h.look(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
     assert hardware.look is look
+
+
+def test_what_a_container_holds_is_not_free(tmp_path, monkeypatch):
+    assert probe.memory_limit(tmp_path) is None
+    (tmp_path / "memory.max").write_text("max\n")
+    assert probe.memory_limit(tmp_path) is None
+    (tmp_path / "memory.max").write_text("32000\n")
+    (tmp_path / "memory.current").write_text("31000\n")
+    (tmp_path / "memory.stat").write_text("anon 20000\ninactive_file 4000\nactive_file 7000\n")
+    assert probe.memory_limit(tmp_path) == (32000, 5000)
+    (tmp_path / "memory.current").write_text("39000\n")
+    assert probe.memory_limit(tmp_path) == (32000, 0)
+    monkeypatch.setattr(probe, "memory_limit", lambda: (32000, 5000))
+    machine = probe.look()
+    assert (machine.host_memory, machine.free_host_memory) == (32000, 5000)

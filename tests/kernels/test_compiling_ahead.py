@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
+import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +105,9 @@ def test_what_fails_says_why_at_its_first_launch(heard: Heard) -> None:
         call(16, of=1)
 
 
-def test_copies_that_die_or_say_nothing_are_made_up_for(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_die_or_say_nothing_are_made_up_for(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     fork, copies = os.fork, list[int]()
 
     def forked() -> int:
@@ -117,10 +123,90 @@ def test_copies_that_die_or_say_nothing_are_made_up_for(heard: Heard, monkeypatc
             call(16 if patience > 1 else 32)
             kernels.compile(2, lambda *_: None)
         assert kernels.compiled == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "processes that compile kernels ended with [3]: this one does what they left",
+        "processes that compile kernels have said nothing for 0 s: this one does it",
+    ]
     assert len(copies) == 2
     for copy in copies:
         with pytest.raises(ChildProcessError):
             os.waitpid(copy, os.WNOHANG)  # it is gone, and was waited for
+
+
+def test_children_that_nobody_may_wait_for_and_descriptors_beyond_a_thousand(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a service whose parent ignores SIGCHLD, and in a rank of many connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1100:
+        pytest.skip("no process may have so many descriptors here")
+    pipe = os.pipe
+
+    def high() -> tuple[int, ...]:
+        ends = pipe()
+        moved = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 1024) for end in ends)
+        for end in ends:
+            os.close(end)
+        return moved
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with ahead() as kernels:
+            call(16)
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pipe", high)
+                patch.setattr(module, "_copy", partial(_copied_with, pipe))
+                kernels.compile(2, lambda *_: None)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert heard.hits == [False, True]
+    assert not caplog.records
+
+
+def _copied_with(pipe: Any, works: Any, writing: int) -> int:
+    """A copy whose compiler has the pipes that it asks for."""
+    assert writing >= 1024
+    os.pipe = pipe
+    return plain_copy(works, writing)
+
+
+plain_copy = module._copy
+
+
+def test_what_interrupts_a_compilation_goes_on_its_way(heard: Heard) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def inside() -> None:
+        with ahead() as kernels:
+            call(16)
+            kernels.noted.works[0] = interrupted, kernels.noted.works[0][1]
+            kernels.compile(1, lambda *_: None)
+
+    with pytest.raises(KeyboardInterrupt):
+        inside()
+    call(16)
+    assert heard.hits == [False]
+
+
+def test_what_is_looked_at_first_is_compiled_last(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a start which was killed meanwhile does not pass for one that has compiled everything."""
+    given: list[Any] = []
+
+    def some(works: Any, count: int) -> Iterator[int]:
+        given.extend(works)
+        return iter(())
+
+    monkeypatch.setattr(module, "_by_copies", some)
+    with ahead() as kernels:
+        for block in BLOCKS:
+            call(block)
+        asked = [work for work, _ in kernels.noted.works]
+        kernels.compile(2, lambda *_: None)
+    assert given == asked[::-1]
 
 
 def test_a_process_that_cannot_be_copied_compiles_by_itself(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,9 @@ def look(visible: str | None = None) -> Machine:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus: list[Gpu] = _noted(failures, "gpus", _nvml_gpus, [])
     total, free = _noted(failures, "host memory", _memory, (0, 0))
-    limit = _noted(failures, "container memory limit", _memory_limit, None)
+    limit = _noted(failures, "container memory limit", memory_limit, None)
     if limit is not None:
-        total, free = min(total, limit), min(free, limit)
+        total, free = min(total, limit[0]), min(free, limit[1])
     return Machine(tuple(choose(gpus, visible)), total, free, _noted(failures, "cores", cores, 1), failures)
 
 
@@ -129,10 +129,16 @@ def _memory() -> tuple[int, int]:
     return int(memory.total), int(memory.available)
 
 
-def _memory_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+def memory_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
+    """Bytes that a container may hold, and how many of them it does not; None for no limit. Pages of files that nobody uses are
+    given up when memory is wanted."""
     limit = cgroup / "memory.max"
     text = limit.read_text().strip() if limit.is_file() else "max"
-    return None if text == "max" else int(text)
+    if text == "max":
+        return None
+    held = int((cgroup / "memory.current").read_text())
+    facts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    return int(text), max(int(text) - held + int(facts.get("inactive_file", 0)), 0)
 
 
 def _noted(failures: dict[str, str], what: str, find: Callable[[], _T], otherwise: _T) -> _T:

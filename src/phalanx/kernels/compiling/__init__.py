@@ -3,22 +3,18 @@
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Any
 
 COMPILED, CACHED = "(kernels compiled)", "(kernels from the cache)"
 
 
 def count(seconds: dict[str, float]) -> None:
-    """From now on, add up the seconds that Triton takes for kernels, under `COMPILED` and `CACHED`: those of all threads, so that
-    they can be more than have passed. Triton must be installed."""
+    """From now on, add up the seconds that Triton takes for kernels, under `COMPILED` and `CACHED`; more than have passed, where
+    copies of this process compile (see `ahead`). Triton must be installed."""
     from triton import knobs
-
-    adding = Lock()
 
     def heard(*, times: Any, cache_hit: bool, **_: Any) -> None:
         name = CACHED if cache_hit else COMPILED
-        with adding:
-            seconds[name] = seconds.get(name, 0.0) + times.total / 1e6
+        seconds[name] = seconds.get(name, 0.0) + times.total / 1e6
 
     knobs.compilation.listener = heard

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels compiled many at a time, before they are launched: `ahead`.
 
-Triton compiles a kernel when it is first called, and the caller waits. Here a program goes through its calls once, where nothing is
-launched and what they ask for is noted. Then copies of this process (fork) each compile a part of it, and leave it in Triton's
-cache on disk. Threads would not do: half of a compilation holds Python's lock.
+Triton compiles a kernel when it is first called, and the caller waits. Here a program goes through its calls once, where none of
+Triton's kernels is launched and what they ask for is noted. Then copies of this process (fork) each compile a part of it, and leave
+it in Triton's cache on disk. Threads would not do: half of a compilation holds Python's lock.
 
 A copy has no other thread and may not touch the GPU: it compiles, says so, and ends. It only saves time: what it does not get done,
 this process does.
@@ -109,7 +109,8 @@ class Ahead:
 
     def compile(self, processes: int, tell: Callable[[int, int], None]) -> None:
         """All that was asked for until now, in so many copies of this process at most. tell: is told (done, total) kernels."""
-        works = [work for work, _ in self.noted.works]
+        # The first last: where `all_kept` finds those, no start was killed in the midst of this.
+        works = [work for work, _ in reversed(self.noted.works)]
         if works:
             tell(0, len(works))
             for done, microseconds in enumerate(_by_copies(works, min(processes, len(works))), start=1):
@@ -132,11 +133,12 @@ class _Noted(Executor):
         return future
 
     def do_next(self) -> None:
-        work, future = self.works.pop(0)
+        work, future = self.works[0]  # until it is done: what interrupts it leaves it to `forget`
         try:
             future.set_result(work())
         except Exception as error:
             future.set_exception(error)
+        del self.works[0]
 
     def forget(self) -> None:
         for _, future in self.works:
@@ -159,9 +161,14 @@ def _by_copies(works: Sequence[Work], count: int) -> Iterator[int]:
                 break
         os.close(writing)
         writing, left = -1, b""
-        while select.select([reading], [], [], _PATIENCE)[0]:
+        news = select.poll()  # not select.select, which takes no descriptor from 1024 on
+        news.register(reading, select.POLLIN)
+        while news.poll(_PATIENCE * 1000):
             said = os.read(reading, 4096)
             if not said:
+                codes, copies = [_end_of(copy) for copy in copies], []
+                if any(codes):
+                    _log.warning("processes that compile kernels ended with %s: this one does what they left", codes)
                 return
             *lines, left = (left + said).split(b"\n")
             yield from map(int, lines)
@@ -173,25 +180,37 @@ def _by_copies(works: Sequence[Work], count: int) -> Iterator[int]:
         for copy in copies:
             with suppress(ProcessLookupError):
                 os.kill(copy, signal.SIGKILL)
-            os.waitpid(copy, 0)
+            _end_of(copy)
+
+
+def _end_of(copy: int) -> int:
+    """Wait for it: its exit status, or minus the signal that ended it. Where SIGCHLD is ignored, as a parent of this process may
+    have asked, it is waited for all the same, but nobody knows."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
+    except ChildProcessError:
+        return 0
 
 
 def _copy(works: Sequence[Work], writing: int) -> int:
     """Start a copy of this process that does these works, and writes a line for each; its process id."""
+    parent = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork beside other threads: see `_work`
         copy = os.fork()
     if not copy:
-        _work(works, writing)
+        _work(works, writing, parent)
     return copy
 
 
-def _work(works: Sequence[Work], writing: int) -> None:
+def _work(works: Sequence[Work], writing: int, parent: int) -> None:
     """In a copy, which ends here. Other threads are gone, with whatever they held: nothing may be called that waits for them, such
     as the GPU's driver, a message queue, or what Python does at its end."""
     try:
         gc.disable()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the one that waits
+        if os.getppid() != parent:
+            return  # which has ended before that was asked
         from triton import knobs
 
         def heard(*, times: Any, cache_hit: bool, **_: Any) -> None:

@@ -24,7 +24,7 @@ from phalanx.models import registry
 from phalanx.models.llama import DecoderLayer
 from tests.checkpoints import write_checkpoint
 from tests.engine.drive import BLOCK, expected, prompts
-from tests.engine.ranks.test_graphs import SLOTS, drive, make_runner
+from tests.engine.ranks.test_graphs import SLOTS, Counting, drive, make_runner
 
 CPU = torch.device("cpu")
 
@@ -115,7 +115,7 @@ def test_where_kernels_are_kept_it_ends_with_the_first_step(
     assert rehearse(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
     assert sorted(forwards.values()) == [1, 1]
     assert kernels.processes == 0
-    asked = prompts(3, seed=5)  # every slot is free
+    asked = prompts(3, seed=5)
     assert drive(runner).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
 
 
@@ -128,6 +128,35 @@ def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[Deco
     monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: False)
     assert rehearse(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
     assert not forwards
+
+
+class AnotherLacksSome(Solo):
+    """All ranks can; another has not kept its kernels."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        self.asked += 1
+        return torch.cat([x, torch.ones_like(x) if self.asked == 1 else torch.zeros_like(x)], dim)
+
+
+def test_a_rank_goes_on_where_another_lacks_kernels_and_leaves_no_slot_and_no_recording(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tape = Counting()
+    runner = make_runner(folder, tape)
+    assert runner.graphs is not None
+    runner.graphs.forget()
+    for group, processes in ((AnotherLacksSome(), 12), (Solo(), 0)):
+        kernels, tape.recorded = with_kernels(monkeypatch, kept=True), 0
+        rehearse(runner, steps_of(runner), group, CPU, 12, lambda *_: None)
+        assert kernels.processes == processes
+        assert runner._sampler is not None
+        assert not runner._sampler._book.held.any()  # every slot is free
+        assert tape.recorded == 0
+    list(runner.capture())
+    assert tape.recorded == runner.graphs.count
 
 
 @pytest.mark.parametrize(("cores", "gib", "ranks", "processes"), [(64, 500, 4, 16), (64, 500, 8, 8), (64, 6, 4, 3), (2, 500, 4, 0)])
@@ -149,6 +178,9 @@ def test_layers_of_other_kinds_stay(tmp_path: Path) -> None:
         assert kept == [0, 3, 5]
         assert model.layers == [layers[index] for index in kept]
     assert model.layers is layers
+    layers[1].norm.half()  # such as a layer that a quantized checkpoint leaves alone
+    with model.thinned() as kept:
+        assert kept == [0, 1, 3, 5]
     with pytest.raises(ZeroDivisionError), model.thinned():
         raise ZeroDivisionError
     assert model.layers is layers

@@ -28,8 +28,9 @@ def processes_of(local_ranks: int) -> int:
 def rehearse(
     runner: Runner, steps: Sequence[StepBatch], group: Group, device: torch.device, processes: int, tell: Callable[[int, int], None]
 ) -> int:
-    """Go through `steps`, as `budget.largest_steps` has them, and the graphs' sizes by a few layers, without launches; then compile
-    the kernels that they ask for in so many processes. Returns how many had to be compiled. The steps' results mean nothing.
+    """Go through `steps`, as `budget.largest_steps` has them, and the graphs' sizes by a few layers, without launches of Triton's
+    kernels; then compile those that they ask for in so many processes. Returns how many had to be compiled. The steps' results mean
+    nothing.
 
     Where one small step finds all of its kernels kept, the rest is left alone: an earlier start has compiled them. tell: is told
     how many kernels of how many are there. Collective over `group`, all ranks, as steps may wait for one another: nothing is done
