@@ -21,8 +21,8 @@
         +-- StepDiverged                  ranks no longer agree on the step
         +-- EngineClosed                  shut down, or never started
 
-Every message says what was asked, what is held, why, and the next move. `to_wire` and `from_wire` carry an error between
-processes without pickling.
+Every message leads with the failure, then says what there is, why, and what to do next. `to_wire` and `from_wire` carry an error
+between processes without pickle.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from typing import Any
 class PhalanxError(Exception):
     """Base of all errors that Phalanx raises on purpose.
 
-    `asked` alone is a whole message; `held`, `why` and `next` complete it. They are joined with "; " in that order.
+    failure: what is wrong; a complete message by itself, for example "tensor_parallel_size=3 does not divide num_attention_heads=32".
+    held: what there is instead. why: the cause. next: what to do, in the imperative. The parts are joined with "; " in this order.
     """
 
-    def __init__(self, asked: str, *, held: str = "", why: str = "", next: str = "") -> None:
-        self.asked, self.held, self.why, self.next = asked, held, why, next
-        super().__init__("; ".join(part for part in (asked, held, why, next) if part))
+    def __init__(self, failure: str, *, held: str = "", why: str = "", next: str = "") -> None:
+        self.failure, self.held, self.why, self.next = failure, held, why, next
+        super().__init__("; ".join(part for part in (failure, held, why, next) if part))
 
     def to_wire(self) -> dict[str, str]:
-        return {"kind": type(self).__name__, "asked": self.asked, "held": self.held, "why": self.why, "next": self.next}
+        return {"kind": type(self).__name__, "failure": self.failure, "held": self.held, "why": self.why, "next": self.next}
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> PhalanxError:
         kind = _KINDS.get(str(wire.get("kind")), EngineError)
-        return kind(wire["asked"], held=wire["held"], why=wire["why"], next=wire["next"])
+        return kind(wire["failure"], held=wire["held"], why=wire["why"], next=wire["next"])
 
 
 class OptionError(PhalanxError, ValueError):

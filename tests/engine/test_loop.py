@@ -230,7 +230,7 @@ def test_a_broken_accounting_is_found_when_the_engine_is_idle(make: Callable[...
     client.scheduler.pool.take(1)
     client.add("a", [1], max_tokens=2)
     (failed,) = client.hear(Failed)
-    assert "accounting is broken" in failed.error["asked"]
+    assert "accounting is broken" in failed.error["failure"]
     assert client.finish() == 1
 
 

@@ -128,7 +128,7 @@ def test_an_option_that_cannot_be_is_told(engine: Callable[..., Engine]) -> None
     process = engine({"model": "none", "max_batch_size": "many"}, fake={"vocab_size": 10})
     error = process.hear(Failed).error
     assert error["kind"] == "OptionError"
-    assert "max_batch_size='many'" in error["asked"]
+    assert "max_batch_size='many'" in error["failure"]
     assert process.child.process.wait(20) == 1
 
 
@@ -137,7 +137,7 @@ def test_a_layout_that_does_not_suit_the_model_starts_no_rank(engine: Callable[.
     process = engine({"model": str(tmp_path), "tensor_parallel_size": 3}, executor="ranks")
     error = process.hear(Failed).error
     assert error["kind"] == "LayoutError"
-    assert error["asked"] == "tensor_parallel_size=3 was asked for"  # a rank would have named itself
+    assert error["failure"] == "tensor_parallel_size=3 was asked for"  # a rank would have named itself
     assert error["next"].endswith(": 1, 2")
     assert process.child.process.wait(20) == 1
 

@@ -313,7 +313,7 @@ def test_a_token_that_the_grammar_does_not_take_refuses_its_request_only() -> No
     assert step is not None
     refused, update = scheduler.settle(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
     assert isinstance(refused, Refused)
-    assert "token 3" in refused.error["asked"]
+    assert "token 3" in refused.error["failure"]
     assert isinstance(update, Update)
     scheduler.check()
     assert scheduler.idle

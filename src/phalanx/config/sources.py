@@ -83,7 +83,7 @@ def build(options: type[Options], asked: Asked) -> Options:
             raise OptionError(
                 f"{name} was not given", why="it has no default", next=f"give one: {options.model_fields[name].description}"
             ) from None
-        raise OptionError(complaint.asked, held=f"by {asked.origins[name]}", why=complaint.why, next=complaint.next) from None
+        raise OptionError(complaint.failure, held=f"by {asked.origins[name]}", why=complaint.why, next=complaint.next) from None
 
 
 def nearest_by_alias(name: str) -> str | None:

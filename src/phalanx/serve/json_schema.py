@@ -78,7 +78,7 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
     for where, node in _schemas(schema, "#"):
         complaint = _complaint(node) or _complaint_of_one_of(node, proof)
         if complaint is not None:
-            raise OptionError(f"the {what} asks at {where} for {complaint.asked}", why=complaint.why, next=complaint.next)
+            raise OptionError(f"the {what} asks at {where} for {complaint.failure}", why=complaint.why, next=complaint.next)
         if isinstance(node.get("pattern"), str):
             node["pattern"] = in_unicode(node["pattern"])
         if isinstance(node.get("patternProperties"), dict):

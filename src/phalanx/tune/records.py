@@ -168,7 +168,7 @@ def _take(row: list[str], columns: dict[str, int], header: list[str], bench: Ben
     try:
         task = Task(dtype_named(text["dtype"]), Fusion.named(text["fusion"]), tokens, hidden, Choice.parse(text["strategy"]))
     except OptionError as error:
-        raise TableError(f"{where}: {error.asked}", next=f"{error.next}; correct the row, or remove it") from None
+        raise TableError(f"{where}: {error.failure}", next=f"{error.next}; correct the row, or remove it") from None
     if world != bench.world:
         raise TableError(f"{where}: world_size {world} in a file of tp{bench.world}", next="move the row to its own file")
     if size != task.bytes:

@@ -56,7 +56,7 @@ def lost_times(path: Path, kept: Collection[Task] = ()) -> None:
         raise OptionError(
             f"a benchmark was to be written to {path}",
             held="a file of that name is there that cannot be read",
-            why=error.asked + (f": {error.why}" if error.why else ""),
+            why=error.failure + (f": {error.why}" if error.why else ""),
             next="give --restart to replace it, or another --save_csv_dir",
         ) from None
     lost = old.times.keys() - set(kept)

@@ -385,7 +385,7 @@ def _trouble(rank: int, error: BaseException) -> Trouble:
     """The error as the engine raises it, naming the rank; with its traceback in the log when nobody raised it on purpose."""
     if isinstance(error, PhalanxError):
         wire = error.to_wire()
-        return Trouble(rank, {**wire, "asked": f"rank {rank}: {wire['asked']}"}, consequence=False)
+        return Trouble(rank, {**wire, "failure": f"rank {rank}: {wire['failure']}"}, consequence=False)
     from phalanx.comm.torch_group import lost_peer
 
     consequence = lost_peer(error)
