@@ -27,7 +27,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import record
 from benchmarks.serve import started
-from phalanx.bench import load, stream
+from phalanx.bench import load, streaming_client
 from phalanx.comm import launch
 from phalanx.config.locate import DEMO
 from phalanx.serve.tokenizer import Tokenizer
@@ -153,7 +153,7 @@ def paced(step_ms: float) -> Iterator[None]:
             os.environ["PYTHONPATH"] = before
 
 
-class Chat(stream.Target):
+class Chat(streaming_client.Target):
     """A server whose chats are asked for."""
 
     def request(self, body: dict[str, Any]) -> bytes:
@@ -165,20 +165,20 @@ class Chat(stream.Target):
 def drive(kind: str, port: int, streams: int, tokens: int) -> dict[str, Any]:
     """The client process: `streams` requests at once, of so many new tokens."""
     url = f"http://127.0.0.1:{port}"
-    target = (Chat if kind == "chat" else stream.Target).of(url)
+    target = (Chat if kind == "chat" else streaming_client.Target).of(url)
     prompts = load.Load(requests=streams, input_len=32, output_len=tokens, concurrency=streams).prompts()
-    bodies = [stream.body_of("demo", prompt, tokens) for prompt in prompts]
+    bodies = [streaming_client.body_of("demo", prompt, tokens) for prompt in prompts]
 
-    async def every() -> list[stream.Sample]:
+    async def every() -> list[streaming_client.Sample]:
         return await asyncio.gather(
-            *(stream.send(target, body, due=time.perf_counter(), expected=tokens, timeout=300) for body in bodies)
+            *(streaming_client.send(target, body, due=time.perf_counter(), expected=tokens, timeout=300) for body in bodies)
         )
 
-    async def wholes() -> list[stream.Sample]:
+    async def wholes() -> list[streaming_client.Sample]:
         async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
 
-            async def one(body: dict[str, Any]) -> stream.Sample:
-                sample = stream.Sample(time.perf_counter())
+            async def one(body: dict[str, Any]) -> streaming_client.Sample:
+                sample = streaming_client.Sample(time.perf_counter())
                 answer = await client.post("/v1/completions", json={**body, "stream": False, "stream_options": None})
                 sample.end = time.perf_counter()
                 sample.arrivals.append(sample.end)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from phalanx import log
 from phalanx.errors import PhalanxError
-from phalanx.tune import stages
+from phalanx.tune import commands
 from phalanx.tune.codegen import LOOKUP
 
 
@@ -33,8 +33,8 @@ def main() -> int:
         folder = asked.data_dir
         if folder is None:
             folder = asked.save_csv_dir
-            stages.bench("all", stages.Asked(folder=folder, auto=asked.enable_auto), None)
-        stages.codegen(folder, sm_version=asked.sm_version)
+            commands.bench("all", commands.Asked(folder=folder, auto=asked.enable_auto), None)
+        commands.codegen(folder, sm_version=asked.sm_version)
     except PhalanxError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         return 1

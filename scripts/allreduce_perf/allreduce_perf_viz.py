@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
-from phalanx.tune import stages
+from phalanx.tune import commands
 from phalanx.tune.plots import visualize_2d_best_strategy, visualize_2d_heatmap, visualize_strategy_difference_heatmaps
 
 __all__ = ["visualize_2d_best_strategy", "visualize_2d_heatmap", "visualize_strategy_difference_heatmaps"]
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--data_dir", type=Path, default=Path("data"), help="the folder with benchmark.tp*.sm*.csv (default: data)")
     asked = parser.parse_args()
     try:
-        for path in stages.plot(asked.data_dir):
+        for path in commands.plot(asked.data_dir):
             print(path)
     except PhalanxError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)

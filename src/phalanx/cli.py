@@ -21,12 +21,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from phalanx import log
-from phalanx.bench.verbs import register as register_bench
+from phalanx.bench.cli import register as register_bench
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import ALIASES, Asked, build, gather
 from phalanx.errors import OptionError, PhalanxError
-from phalanx.tune.verbs import app as allreduce
+from phalanx.tune.cli import app as allreduce
 from phalanx.version import __version__
 
 app = typer.Typer(

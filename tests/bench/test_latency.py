@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.bench import latency, offline, report, workloads
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 
 
 def test_per_token():

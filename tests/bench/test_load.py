@@ -14,7 +14,7 @@ import pytest
 
 from phalanx.bench import load, report, shapes
 from phalanx.bench.load import Load
-from phalanx.bench.stream import Sample
+from phalanx.bench.streaming_client import Sample
 from phalanx.errors import EngineError, OptionError, RequestError
 from tests.checkpoints import write_checkpoint
 from tests.serve.processes import fake_server, rank_server, until

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from phalanx.bench import report, scaling, workloads
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 from phalanx.errors import CapacityError, EngineError, OptionError
 from tests.bench.conftest import asked_for
 

@@ -15,7 +15,7 @@ import pytest
 from phalanx.bench import shapes
 from phalanx.config.model import ModelShape
 from phalanx.errors import OptionError
-from phalanx.plan.weights import tensors
+from phalanx.plan.weight_tensors import tensors
 from phalanx.serve.tokenizer import Tokenizer
 
 

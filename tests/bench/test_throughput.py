@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.bench import offline, report, throughput, workloads
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 
 
 def test_a_real_engine(running, capsys):

@@ -17,7 +17,7 @@ from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
 from phalanx.models.layers.attention import backend
 from phalanx.plan.layout import stages
-from phalanx.plan.weights import layer_bytes
+from phalanx.plan.weight_tensors import layer_bytes
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.errors import ModelError, WeightError
 from phalanx.models import registry, weights
-from phalanx.plan.weights import layer_bytes
+from phalanx.plan.weight_tensors import layer_bytes
 from tests.checkpoints import write_checkpoint
 from tests.models.formation import CPU, Formation
 from tests.quantized_checkpoints import FORMS, FP8, IGNORED, KV_SCALES, declare, rewrite

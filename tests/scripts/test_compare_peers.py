@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from tests.house.sources import ROOT
-from tests.tune.made_up import NVLINK2, folder_of
+from tests.support.tune_benchmarks import NVLINK2, folder_of
 
 HEADER = "world_size,dtype,size,num_tokens,hidden_size,implementation,fusion,time (us)"
 

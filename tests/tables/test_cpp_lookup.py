@@ -18,7 +18,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.seed import Latency, Seed, default
 from phalanx.tables.strategy import Choice, Strategy, choices
 from phalanx.tables.table import Row, Section, Span, Table
-from tests.tables.machines import tables
+from tests.support.tables_strategies import tables
 
 # The published rows of SM90, fusion NONE: value x how many tokens, by TP size and hidden size.
 PUBLISHED = {

@@ -14,7 +14,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.seed import default
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tables.table import Row, Section, Span, Table
-from tests.tables.machines import edges, one_span, tables
+from tests.support.tables_strategies import edges, one_span, tables
 
 MACHINE = Fingerprint(90, "nvlink", 2)
 TWOSHOT = Choice(Strategy.TWOSHOT)

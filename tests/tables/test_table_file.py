@@ -13,7 +13,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import table_file
 from phalanx.tables.seed import default
 from phalanx.tables.strategy import Choice, Strategy
-from tests.tables.machines import one_span, tables
+from tests.support.tables_strategies import one_span, tables
 
 MACHINE = Fingerprint(90, "nvlink", 2)
 TABLE = one_span(MACHINE, default(MACHINE), Choice(Strategy.TWOSHOT))

@@ -12,7 +12,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
 from phalanx.tables.table_file import load
 from phalanx.tune import codegen, records
-from tests.tune.made_up import NVLINK2, SMALL, bench, folder_of
+from tests.support.tune_benchmarks import NVLINK2, SMALL, bench, folder_of
 
 NVLINK4, OFF_GPU = Fingerprint(90, "nvlink", 4), Fingerprint(0, "shm", 2)
 

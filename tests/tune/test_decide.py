@@ -14,7 +14,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy, choices
 from phalanx.tune.decide import UNSAMPLED, decide, noise, ranges
 from phalanx.tune.sweep import Task
-from tests.tune.made_up import NVLINK2, bench
+from tests.support.tune_benchmarks import NVLINK2, bench
 
 ONE, TWO = Choice(Strategy.ONESHOT), Choice(Strategy.TWOSHOT)
 

@@ -13,7 +13,7 @@ from phalanx.tables.seed import default
 from phalanx.tables.table import Table
 from phalanx.tune.codegen import decided
 from phalanx.tune.explain import lines
-from tests.tune.made_up import NVLINK2, bench
+from tests.support.tune_benchmarks import NVLINK2, bench
 
 
 def test_ranges_cover_every_size():

@@ -10,7 +10,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tune.journal import Journal, journal_path
 from phalanx.tune.sweep import Task
-from tests.tune.made_up import NVLINK2
+from tests.support.tune_benchmarks import NVLINK2
 
 HEAD = {"fingerprint": str(NVLINK2), "torch": "2.11"}
 ONE = Task("bf16", Fusion.NONE, 1, 128, Choice(Strategy.NCCL))

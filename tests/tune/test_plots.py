@@ -8,7 +8,7 @@ from matplotlib.colors import LogNorm
 
 from phalanx.errors import OptionError, TableError
 from phalanx.tune import plots, records
-from tests.tune.made_up import bench
+from tests.support.tune_benchmarks import bench
 
 NORM = "RESIDUAL_RMS_NORM"
 

@@ -13,7 +13,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tune import records
 from phalanx.tune.sweep import Task
-from tests.tune.made_up import NVLINK2, SMALL, bench
+from tests.support.tune_benchmarks import NVLINK2, SMALL, bench
 
 HEADER = "world_size,dtype,size,num_tokens,hidden_size,strategy,fusion,op,time (us)"
 ROW = "2,bfloat16,16384,1,8192,ONESHOT,NONE,all_reduce,2.5"

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.bench import offline, report, roof
+from phalanx.bench import offline, report, roofline
 from phalanx.bench.offline import Subject
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
 
@@ -18,7 +18,7 @@ _WARM_TOKENS = 8
 def run(subject: Subject, workloads: Sequence[Workload]) -> report.Document:
     """Start an engine, measure every workload, end it; the report. Raises what an LLM raises."""
     offline.check(subject, workloads)
-    bandwidth = roof.measure(subject.device)
+    bandwidth = roofline.measure(subject.device)
     with offline.engine(subject) as (llm, start_s):
         results = [measure(subject, llm, workload, bandwidth) for workload in workloads]
         return offline.document(subject, llm.facts, bandwidth, start_s, results)
@@ -33,12 +33,12 @@ def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth
         first.append(offline.seconds_of(llm, ids, 1))
         whole.append(offline.seconds_of(llm, ids, workload.output_len))
     seconds = per_token(whole, first, workload.output_len)
-    least = roof.decode_seconds(subject.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
+    least = roofline.decode_seconds(subject.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
     found = {
         "workload": workload.name, "requests": workload.requests, "input_len": workload.input_len,
         "output_len": workload.output_len, "tpot_ms": seconds * 1e3, "prefill_s": min(first),
         "output_tok_s": workload.requests / seconds if seconds > 0 else None,
-        "roof_ms": least * 1e3 if least is not None else None, "fraction_of_roof": roof.fraction(least, seconds),
+        "roof_ms": least * 1e3 if least is not None else None, "fraction_of_roof": roofline.fraction(least, seconds),
         "samples_s": {"first_token": first, "all_tokens": whole},
     }  # fmt: skip
     offline.logger.info("%s: %.3f ms per token", workload.name, found["tpot_ms"])

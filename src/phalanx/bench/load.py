@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from phalanx.bench import report
-from phalanx.bench.stream import Sample, Target, body_of, refusal, send
+from phalanx.bench.streaming_client import Sample, Target, body_of, refusal, send
 from phalanx.errors import EngineError, OptionError, RequestError
 
 PERCENTS = (50, 90, 95, 99)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.bench import report, shapes
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, longest, params
 from phalanx.config import EngineOptions
 from phalanx.config.locate import locate

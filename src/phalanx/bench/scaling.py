@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench import latency, offline, report, roof, throughput
+from phalanx.bench import latency, offline, report, roofline, throughput
 from phalanx.bench.offline import Subject
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, parse
 from phalanx.errors import CapacityError, OptionError, PhalanxError
 
@@ -60,7 +60,7 @@ def run(
     for tp, pp in sizes:
         if not any((row["tp"], row["pp"]) == (tp, pp) and row["status"] != FAILED for row in rows):
             if bandwidth is None and _present(subject, tp * pp):
-                bandwidth = roof.measure(subject.device)
+                bandwidth = roofline.measure(subject.device)
             rows = [row for row in rows if (row["tp"], row["pp"]) != (tp, pp)]
             row = _row(_sized(subject, tp, pp), wanted, bandwidth or Bandwidth(None), measure or measure_size)
             rows.append({**row, "measured": report.measured(about)})

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.bench import offline, report, roof
+from phalanx.bench import offline, report, roofline
 from phalanx.bench.offline import Subject
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
 
@@ -18,7 +18,7 @@ _WARM_TOKENS = 4
 def run(subject: Subject, workloads: Sequence[Workload]) -> report.Document:
     """Start an engine, measure every workload, end it; the report. Raises what an LLM raises."""
     offline.check(subject, workloads)
-    bandwidth = roof.measure(subject.device)
+    bandwidth = roofline.measure(subject.device)
     with offline.engine(subject) as (llm, start_s):
         results = [measure(subject, llm, workload, bandwidth) for workload in workloads]
         return offline.document(subject, llm.facts, bandwidth, start_s, results)
@@ -37,7 +37,7 @@ def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth
     for _ in range(workload.repeats):
         times.append(offline.seconds_of(llm, ids, workload.output_len))
     after, seconds = llm.stats(), min(times)
-    least = roof.batch_seconds(subject.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
+    least = roofline.batch_seconds(subject.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
     made = workload.requests * workload.output_len
     found = {
         "workload": workload.name, "requests": workload.requests, "input_len": workload.input_len,
@@ -45,7 +45,7 @@ def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth
         "total_tok_s": workload.requests * workload.seq_len / seconds,
         "requests_s": workload.requests / seconds, "steps": (after.steps - before.steps) // workload.repeats,
         "preemptions": (after.preemptions - before.preemptions) // workload.repeats,
-        "roof_tok_s": made / least if least is not None else None, "fraction_of_roof": roof.fraction(least, seconds),
+        "roof_tok_s": made / least if least is not None else None, "fraction_of_roof": roofline.fraction(least, seconds),
         "samples_s": times,
     }  # fmt: skip
     offline.logger.info("%s: %.0f output tokens/s", workload.name, found["output_tok_s"])

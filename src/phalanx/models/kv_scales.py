@@ -13,7 +13,7 @@ from phalanx.errors import WeightError
 from phalanx.log import get_logger
 from phalanx.models.checkpoint import opened, read_scale
 from phalanx.models.slices import Scale
-from phalanx.plan import weights as catalog
+from phalanx.plan import weight_tensors as catalog
 
 logger = get_logger(__name__)
 

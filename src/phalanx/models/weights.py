@@ -17,7 +17,7 @@ from phalanx.models import kv_scales
 from phalanx.models.checkpoint import locate_tensors, opened, read, read_scale, require_known
 from phalanx.models.registry import Model
 from phalanx.models.slices import Scale, Slice, Sliced
-from phalanx.plan import weights as catalog
+from phalanx.plan import weight_tensors as catalog
 
 FP8_MAX = 448.0  # e4m3's largest
 TILE = 4096  # rows and columns of dummy FP8 weights that are made at once

@@ -15,7 +15,7 @@ from torch import Tensor
 from phalanx.engine.ranks.slots import Arranged, Ints, Words
 from phalanx.models.batch import Batch, leading_ones
 from phalanx.models.registry import Model
-from phalanx.plan.weights import layer_bytes
+from phalanx.plan.weight_tensors import layer_bytes
 
 NewBlocks = tuple[Ints, Words]
 """Places [K] in the flattened tables of all slots, and the block ids [K] that are new there: see `SlotTables.append`."""

@@ -37,7 +37,7 @@ from phalanx.engine.ranks.wire import Allocate, Done, Hello, Meet, Meeting, Offe
 from phalanx.errors import EngineError, PhalanxError
 from phalanx.hardware.probe import cores
 from phalanx.plan import Layout, stages
-from phalanx.plan.weights import layer_bytes
+from phalanx.plan.weight_tensors import layer_bytes
 from phalanx.version import __version__
 
 if TYPE_CHECKING:

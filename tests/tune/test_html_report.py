@@ -12,9 +12,9 @@ from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
-from phalanx.tune import records, report
+from phalanx.tune import html_report, records
 from phalanx.tune.sweep import Task
-from tests.tune.made_up import NVLINK2, SMALL, bench, folder_of
+from tests.support.tune_benchmarks import NVLINK2, SMALL, bench, folder_of
 
 
 def test_pictures_and_report(tmp_path):
@@ -23,7 +23,7 @@ def test_pictures_and_report(tmp_path):
     records.write(made, tmp_path)
     folder_of(tmp_path, Fingerprint(0, "shm", 4), **SMALL | {"fusions": "NONE"})
     told = []
-    paths = report.draw(tmp_path, told.append)
+    paths = html_report.draw(tmp_path, told.append)
     kinds = ("heatmap", "best_strategy", "strategy_difference_heatmap")
     expected = [f"viz/NONE/benchmark.tp4.sm0_{kind}.png" for kind in kinds]
     expected += [f"viz/{fusion}/benchmark.tp2.sm90_{kind}.png" for fusion in ("NONE", "RESIDUAL_RMS_NORM") for kind in kinds]
@@ -41,7 +41,7 @@ def test_two_dtypes_have_two_pictures(tmp_path):
     one, two = bench(NVLINK2, **SMALL, dtype="bf16"), bench(NVLINK2, **SMALL, dtype="fp32")
     one.times |= two.times
     records.write(one, tmp_path)
-    names = {path.name for path in report.draw(tmp_path)}
+    names = {path.name for path in html_report.draw(tmp_path)}
     assert {"benchmark.tp2.sm90_heatmap.png", "benchmark.tp2.sm90.float32_heatmap.png"} <= names
 
 
@@ -49,5 +49,5 @@ def test_a_faulty_folder_draws_nothing(tmp_path):
     folder_of(tmp_path, NVLINK2, **SMALL)
     (tmp_path / "benchmark.tp4.sm90.csv").write_text("", encoding="utf-8")
     with pytest.raises(TableError, match=r"benchmark\.tp4\.sm90\.csv is empty"):
-        report.draw(tmp_path)
+        html_report.draw(tmp_path)
     assert not (tmp_path / "viz").exists()

@@ -17,8 +17,8 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
 from phalanx.tables.table_file import load
 from phalanx.tune import records
-from phalanx.tune.verbs import app, main
-from tests.tune.made_up import NVLINK2, SMALL, folder_of
+from phalanx.tune.cli import app, main
+from tests.support.tune_benchmarks import NVLINK2, SMALL, folder_of
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_import_of_csvs_and_code(tmp_path, home):
 @pytest.mark.parametrize("asked", ["2", "1", "all"])
 def test_one_gpu_has_nothing_to_reduce(asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("phalanx.tune.stages._gpu_count", lambda: 1)
+    monkeypatch.setattr("phalanx.tune.commands._gpu_count", lambda: 1)
     assert "1 GPU here; one rank has nothing to reduce; --device cpu" in str(verb("bench", "--tp_size", asked)[1])
 
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from phalanx.comm.launch import read_config
-from phalanx.tune.ranks.process import Events, _await
+from phalanx.tune.ranks.rank_process import Events, _await
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ A round is one token for every running request. Each rank reads its slice of the
 which a pipeline holds pp, so over the stages together a round reads weights / tp whatever pp is; and it reads the keys and values
 of the requests. Activations, the embedding's few rows and every write are left out, so nothing passes the roof.
 
-`python -m phalanx.bench.roof` measures a GPU and prints JSON: in a process of its own, so that nothing of it stays on the GPU.
+`python -m phalanx.bench.roofline` measures a GPU and prints JSON: in a process of its own, so that nothing of it stays on the GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts
 from phalanx.hardware import probe
 from phalanx.plan.layout import Layout
-from phalanx.plan.weights import layer_bytes
+from phalanx.plan.weight_tensors import layer_bytes
 
 _TIMEOUT = 180.0  # seconds for the process that measures a GPU: importing torch is most of it
 _GPU_BYTES = 4 << 30
@@ -122,7 +122,7 @@ def measure(device: str) -> Bandwidth:
 
 
 def _in_a_process() -> dict[str, float]:
-    command = [sys.executable, "-P", "-m", "phalanx.bench.roof"]
+    command = [sys.executable, "-P", "-m", "phalanx.bench.roofline"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT)
     return {str(way): float(rate) for way, rate in json.loads(done.stdout).items()}
 

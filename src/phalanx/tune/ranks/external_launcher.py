@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from phalanx.log import get_logger
-from phalanx.tune.bench import Progress, Run, State
 from phalanx.tune.records import Bench
+from phalanx.tune.runner import Progress, Run, State
 from phalanx.tune.sweep import Task
 
 _log = get_logger(__name__)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from phalanx.tables.strategy import Strategy
-from phalanx.tune.ranks import candidates, measure, process
+from phalanx.tune.ranks import candidates, measure, rank_process
 from phalanx.tune.sweep import Task
 
 FAULTS = {Task.parse(text): fault for text, fault in json.loads(Path(os.environ["PHALANX_TEST_FAULTS"]).read_text()).items()}
@@ -54,4 +54,4 @@ class FaultyRank(measure.Rank):
 if __name__ == "__main__":
     candidates.open_group = open_group
     measure.Rank = FaultyRank
-    process.main()
+    rank_process.main()

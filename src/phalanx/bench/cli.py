@@ -64,7 +64,7 @@ def every(
 
     MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
     """
-    from phalanx.bench import every as bench
+    from phalanx.bench import all_workloads as bench
     from phalanx.bench import offline, report, workloads
 
     if strategies is not None and "allreduce_strategy" in asked.values:
@@ -125,7 +125,7 @@ def scaling(
 
     A size that does not fit says OOM; one with more ranks than there are GPUs says so. MODEL may be the name of a shape.
     """
-    from phalanx.bench import drawing, offline, report, workloads
+    from phalanx.bench import offline, plots, report, workloads
     from phalanx.bench import scaling as bench
 
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -136,12 +136,12 @@ def scaling(
     batch, decodes = workloads.parse(workload, "batch"), [workloads.parse(name, "decode") for name in decode or ["decode-1"]]
     wanted = bench.sizes_of(sizes)
     file = report.target(json, extends=True)
-    picture = drawing.target(plot, file)
+    picture = plots.target(plot, file)
     with offline.subject(asked, commit) as subject:
         document = bench.run(subject, wanted, batch, *decodes, json_file=file)
     report.give(document, bench.tables(document), json)
     if picture is not None:
-        drawing.draw(document, picture)
+        plots.draw(document, picture)
     if any(row["status"] == bench.FAILED for row in document["rows"] if (row["tp"], row["pp"]) in wanted):
         raise typer.Exit(1)
 

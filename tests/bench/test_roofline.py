@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.bench import roof, shapes, workloads
+from phalanx.bench import roofline, shapes, workloads
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts, RankFacts
 
@@ -30,66 +30,66 @@ def facts_of(*, dtype: str = "bf16", tp: int = 1, pp: int = 1, token_bytes: int 
     [("llama-3-70b", "fp8", 4, 3.87), ("llama-3-70b", "fp8", 2, 7.74), ("llama-3-8b", "bf16", 1, 3.29)],
 )
 def test_floors_of_the_targets(name, dtype, tp, floor_ms):
-    seconds = roof.round_bytes(shape_of(name), facts_of(dtype=dtype, tp=tp), 1, 0) / READ
+    seconds = roofline.round_bytes(shape_of(name), facts_of(dtype=dtype, tp=tp), 1, 0) / READ
     assert seconds * 1e3 == pytest.approx(floor_ms, abs=0.01)
 
 
 def test_weights_are_layers_and_head():
     one_layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     head = 128256 * 4096 + 4096
-    assert roof.weight_bytes(shape_of("llama-3-8b"), "bf16") == 2 * (32 * one_layer + head)
+    assert roofline.weight_bytes(shape_of("llama-3-8b"), "bf16") == 2 * (32 * one_layer + head)
 
 
 def test_keys_and_values_are_read_by_every_request():
     shape, facts = shape_of("llama-3-8b"), facts_of(token_bytes=131072)
-    assert roof.kv_token_bytes(facts) == 131072
-    assert roof.round_bytes(shape, facts, 64, 192) == roof.weight_bytes(shape, "bf16") + 64 * 192 * 131072
+    assert roofline.kv_token_bytes(facts) == 131072
+    assert roofline.round_bytes(shape, facts, 64, 192) == roofline.weight_bytes(shape, "bf16") + 64 * 192 * 131072
     workload = workloads.parse("decode-64")
-    assert roof.decode_seconds(shape, facts, workload, 1e12) == roof.round_bytes(shape, facts, 64, 192.5) / 1e12
+    assert roofline.decode_seconds(shape, facts, workload, 1e12) == roofline.round_bytes(shape, facts, 64, 192.5) / 1e12
 
 
 def test_a_pipeline_reads_the_weights_for_every_micro_batch():
     shape, facts = shape_of("llama-3-8b"), facts_of(pp=2, token_bytes=65536)
-    weights = roof.weight_bytes(shape, "bf16")
-    assert roof.kv_token_bytes(facts) == 131072
-    assert roof.round_bytes(shape, facts, 64, 100) == weights + 32 * 100 * 131072
+    weights = roofline.weight_bytes(shape, "bf16")
+    assert roofline.kv_token_bytes(facts) == 131072
+    assert roofline.round_bytes(shape, facts, 64, 100) == weights + 32 * 100 * 131072
     # One request passes the stages one after the other: its time is that of one rank.
-    assert roof.round_bytes(shape, facts, 1, 100) == weights + 100 * 131072
+    assert roofline.round_bytes(shape, facts, 1, 100) == weights + 100 * 131072
 
 
 def test_the_fullest_rank_of_a_stage_counts():
     facts = facts_of(tp=2, token_bytes=100)
     facts.ranks[1].bytes["kv"] *= 2
-    assert roof.kv_token_bytes(facts) == 200
+    assert roofline.kv_token_bytes(facts) == 200
 
 
 def test_ranks_on_a_cpu_share_its_memory():
     shape = shape_of("llama-3-8b")
-    assert roof.round_bytes(shape, facts_of(tp=4, device="cpu"), 1, 0) == roof.weight_bytes(shape, "bf16")
+    assert roofline.round_bytes(shape, facts_of(tp=4, device="cpu"), 1, 0) == roofline.weight_bytes(shape, "bf16")
 
 
 def test_a_window_bounds_what_is_read():
     shape = ModelShape("M", 8, 8, 8, 2, 1, 1, 8, 4096, windows=(100, None))
-    assert roof.seen(shape, 50) == 50
-    assert roof.seen(shape, 400) == (100 + 400) / 2
+    assert roofline.seen(shape, 50) == 50
+    assert roofline.seen(shape, 400) == (100 + 400) / 2
 
 
 def test_a_batch_is_bounded_by_the_cache():
     shape, workload = shape_of("llama-3-8b"), workloads.parse("batch-512x1000x1000")
-    weights = roof.weight_bytes(shape, "bf16")
+    weights = roofline.weight_bytes(shape, "bf16")
     roomy, tight = facts_of(token_bytes=1000, tokens=16_000_000), facts_of(token_bytes=1000, tokens=192_000)
-    assert roof.batch_seconds(shape, roomy, workload, 1e12) == pytest.approx(1000 * (weights + 512 * 1500 * 1000) / 1e12)
-    assert roof.batch_seconds(shape, tight, workload, 1e12) == pytest.approx(4000 * (weights + 128 * 1500 * 1000) / 1e12)
+    assert roofline.batch_seconds(shape, roomy, workload, 1e12) == pytest.approx(1000 * (weights + 512 * 1500 * 1000) / 1e12)
+    assert roofline.batch_seconds(shape, tight, workload, 1e12) == pytest.approx(4000 * (weights + 128 * 1500 * 1000) / 1e12)
 
 
 def test_fraction():
-    assert roof.fraction(2.0, 4.0) == 0.5
-    assert roof.fraction(None, 4.0) is None
-    assert roof.fraction(2.0, -1e-9) is None
+    assert roofline.fraction(2.0, 4.0) == 0.5
+    assert roofline.fraction(None, 4.0) is None
+    assert roofline.fraction(2.0, -1e-9) is None
 
 
 def test_the_host_is_measured():
-    measured = roof.measure("cpu")
+    measured = roofline.measure("cpu")
     assert measured.best is not None
     assert measured.best > 1e8
     assert measured.as_json() == {"best_GBps": round(measured.best / 1e9, 1), "ways_GBps": {"copy": round(measured.best / 1e9, 1)}}
@@ -97,7 +97,7 @@ def test_the_host_is_measured():
 
 def test_a_gpu_that_cannot_be_measured_is_explained(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    measured = roof.measure("cuda")
+    measured = roofline.measure("cuda")
     assert measured.best is None
     assert set(measured.as_json()) == {"not_measured"}
     assert measured.why
@@ -105,7 +105,7 @@ def test_a_gpu_that_cannot_be_measured_is_explained(monkeypatch):
 
 @pytest.mark.gpu1
 def test_a_gpu_is_measured():
-    measured = roof.measure("cuda")
+    measured = roofline.measure("cuda")
     assert measured.best is not None, measured.why
     assert set(measured.ways) == {"copy", "sum", "maximum", "matrix_vector"}
     assert measured.best > 1e11

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.bench.stream import Target, body_of, send
+from phalanx.bench.streaming_client import Target, body_of, send
 from phalanx.errors import OptionError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

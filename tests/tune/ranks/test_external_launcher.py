@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from phalanx.tune import records
-from phalanx.tune.stages import place
+from phalanx.tune.commands import place
 
 BENCH = ["bench", "--device", "cpu", "--tokens", "1,16", "--hidden", "128", "--fusions", "NONE", "--calls", "2", "--replays", "3"]
 
@@ -33,7 +33,7 @@ def check(folder):
 
 
 def test_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "phalanx.tune.verbs"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "phalanx.tune.cli"]
     ran = subprocess.run([*command, *BENCH, "--save_csv_dir", str(tmp_path / "made")], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     check(tmp_path / "made")
@@ -47,7 +47,7 @@ def test_under_mpirun(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "phalanx.tune.verbs",
+        "phalanx.tune.cli",
         *BENCH,
         "--master_port",
         str(port),

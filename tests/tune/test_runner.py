@@ -10,7 +10,7 @@ import pytest
 from phalanx.errors import EngineError, OptionError
 from phalanx.tables.strategy import Strategy
 from phalanx.tune import records
-from phalanx.tune.bench import Run, bench
+from phalanx.tune.runner import Run, bench
 from phalanx.tune.sweep import Sweep, Task
 from tests.house.sources import ROOT
 
@@ -26,7 +26,7 @@ def run(tmp_path, monkeypatch):
     def go(faults=None, *, tokens="1,16", hidden="128", strategies="GLOO,ONESHOT", stop_after=None, samples=None, **fields):
         monkeypatch.setenv("PHALANX_TEST_SAMPLES", json.dumps(samples or [5.0, 6.0, 7.0]))
         (tmp_path / "faults.json").write_text(json.dumps(faults or {}), encoding="utf-8")
-        fields = {"method": {"calls": 2, "replays": 3}, "module": "tests.tune.playing_rank"} | fields
+        fields = {"method": {"calls": 2, "replays": 3}, "module": "tests.support.tune_fake_rank"} | fields
         told: list[str] = []
 
         def progress(done, of, what):
@@ -50,7 +50,7 @@ def files(folder):
 
 def test_times_of_real_ranks_and_wrong_candidates(run):
     faults = {TWOSHOT.format(1): "wrong", TWOSHOT.format(2): "unwritten", TWOSHOT.format(4): "refuse", TWOSHOT.format(8): "raise"}
-    found, _ = run(faults, tokens="1,2,4,8,16", strategies="GLOO,TWOSHOT", module="tests.tune.faulty_rank")
+    found, _ = run(faults, tokens="1,2,4,8,16", strategies="GLOO,TWOSHOT", module="tests.support.tune_faulty_rank")
     assert {str(task): reason for task, reason in found.skips.items()} == {
         TWOSHOT.format(1): "wrong on another rank",
         TWOSHOT.format(2): "wrong on another rank",

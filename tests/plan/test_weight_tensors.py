@@ -12,7 +12,7 @@ import transformers
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
-from phalanx.plan.weights import layer_bytes, tensors
+from phalanx.plan.weight_tensors import layer_bytes, tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 384, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,

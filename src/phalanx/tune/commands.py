@@ -20,10 +20,10 @@ from phalanx.tables.message import Fusion, dtype_named
 from phalanx.tables.strategy import INCUMBENT, SUPPORTED, Strategy
 from phalanx.tables.table import Row, Section, Span, Table
 from phalanx.tables.table_file import load, save
-from phalanx.tune import refuse
-from phalanx.tune.bench import Progress, Run, check
-from phalanx.tune.ranks.outside import Place
+from phalanx.tune import preflight
+from phalanx.tune.ranks.external_launcher import Place
 from phalanx.tune.records import Bench, csv_path, read, read_folder
+from phalanx.tune.runner import Progress, Run, check
 from phalanx.tune.sweep import Sweep, named
 
 _log = get_logger(__name__)
@@ -76,7 +76,7 @@ class Asked:
                     held="it is not among those to be measured",
                     next="name it in --strategies (AUTO: or give --enable_auto)",
                 )
-        refuse.empty_plan(world, *planned.plan())
+        preflight.empty_plan(world, *planned.plan())
         return Run(
             world, device, self.folder, sweep, self.deadline, self.start_timeout, self.time_limit, self.restart, self.extend,
             frozenset(again), {"calls": self.calls, "replays": self.replays}, commit=self.commit,
@@ -96,7 +96,7 @@ def bench(tp_size: str, asked: Asked, outside: Place | None) -> list[Path]:
     device, count = _device(asked.device)
     if outside is not None:
         return _bench_outside(tp_size, asked, device, outside)
-    from phalanx.tune import bench as bench_
+    from phalanx.tune import runner as bench_
 
     runs = [asked.run(world, device) for world in _tp_sizes(tp_size, device, count)]
     _can_write(runs)
@@ -109,7 +109,7 @@ def bench(tp_size: str, asked: Asked, outside: Place | None) -> list[Path]:
 
 def _can_write(runs: list[Run]) -> None:
     """Refuse a folder that takes no results, and runs that would drop what it holds, before any rank starts."""
-    refuse.unwritable_folder(runs[0].folder)
+    preflight.unwritable_folder(runs[0].folder)
     for run in runs:
         sm = 0 if run.device == "cpu" else _sm()
         if sm is not None:
@@ -120,13 +120,13 @@ def _told(found: Bench, folder: Path) -> Path:
     """The CSV that a benchmark has written, after its summary."""
     path, complete = csv_path(folder, found.world, found.sm), found.facts["complete"]
     _log.info("tp %d: %d times, %d candidates left out, complete: %s", found.world, len(found.times), len(found.skips), complete)
-    for reason in refuse.left_out(found.skips):
+    for reason in preflight.left_out(found.skips):
         _log.info("tp %d: left out: %s", found.world, reason)
     return path
 
 
 def _bench_outside(tp_size: str, asked: Asked, device: str, outside: Place) -> list[Path]:
-    from phalanx.tune.ranks import outside as outside_
+    from phalanx.tune.ranks import external_launcher as outside_
 
     if tp_size not in ("all", str(outside.world)):
         raise OptionError(
@@ -154,9 +154,9 @@ def codegen(
 
 def plot(folder: Path) -> list[Path]:
     with _extra():
-        from phalanx.tune import report
+        from phalanx.tune import html_report
 
-        return report.draw(folder)
+        return html_report.draw(folder)
 
 
 def install(folder: Path, into: Path | None = None) -> list[Path]:

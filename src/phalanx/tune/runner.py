@@ -23,7 +23,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.log import get_logger
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
-from phalanx.tune import records, refuse
+from phalanx.tune import preflight, records
 from phalanx.tune.journal import Journal, differences, journal_path
 from phalanx.tune.records import Bench
 from phalanx.tune.sweep import Sweep, Task
@@ -32,7 +32,7 @@ _log = get_logger(__name__)
 _POLL_S = 0.02
 _LAST_WORDS_S = 0.5  # for the ranks that follow a failed one, so that the cause is found among what they say
 _GIVE_UP_AFTER = 3  # hangs of one choice in one fusion, after which the rest of its kind is skipped
-_MODULE = "phalanx.tune.ranks.process"
+_MODULE = "phalanx.tune.ranks.rank_process"
 
 Progress = Callable[[int, int, str], None]
 """Told (done, of, what is next)."""
@@ -73,7 +73,7 @@ class Run:
 def check(run: Run, sm: int) -> None:
     """Refuse what can be seen without ranks: a CSV that no broken run belongs to, and that the run would replace."""
     if not (run.keeps or run.restart or journal_path(run.folder, run.world, sm).exists()):
-        refuse.lost_times(records.csv_path(run.folder, run.world, sm))
+        preflight.lost_times(records.csv_path(run.folder, run.world, sm))
 
 
 def bench(run: Run, progress: Progress | None = None) -> Bench:
@@ -142,7 +142,7 @@ class State:
         self.fingerprint, self.facts, self.progress = fingerprint, facts | run_facts(run.commit), progress
         self.folder, self.sweep = run.folder, run.sweep(fingerprint)
         self.tasks, self.refused = self.sweep.plan()
-        refuse.empty_plan(run.world, self.tasks, self.refused)
+        preflight.empty_plan(run.world, self.tasks, self.refused)
         self.once_more = "run the same command again" + (", without --restart" if run.restart else "")
         self.before: Bench | None = None
         path = records.csv_path(run.folder, fingerprint.world, fingerprint.sm)
@@ -223,7 +223,7 @@ class State:
         if complete and not wider:
             self.journal.finish()
         if not found.times:
-            reasons = refuse.left_out(self.journal.skips) + ([] if complete else [f"{_TIME_IS_UP} was over"])
+            reasons = preflight.left_out(self.journal.skips) + ([] if complete else [f"{_TIME_IS_UP} was over"])
             raise EngineError(
                 f"not one of {len(self.tasks)} candidates at tp {self.fingerprint.world} got a time",
                 why="; ".join(reasons),
@@ -243,7 +243,7 @@ def _journal(run: Run, fingerprint: Fingerprint, head: dict[str, Any]) -> Journa
             journal.keep_csv()
         elif not journal.anew:
             known = {*journal.samples, *journal.skips}
-            refuse.lost_times(records.csv_path(run.folder, fingerprint.world, fingerprint.sm), known)
+            preflight.lost_times(records.csv_path(run.folder, fingerprint.world, fingerprint.sm), known)
     except BaseException:
         journal.close()
         raise

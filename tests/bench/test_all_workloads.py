@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from phalanx import cli
-from phalanx.bench import every, load, offline, report, workloads
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench import all_workloads, load, offline, report, workloads
+from phalanx.bench.roofline import Bandwidth
 from phalanx.errors import EngineError, OptionError
 from tests.bench.conftest import asked_for
 
@@ -29,20 +29,20 @@ def started(monkeypatch, running):
         found.append(subject.options.allreduce_strategy)
         yield llm, 1.0
 
-    monkeypatch.setattr(every.offline, "engine", engine)
-    monkeypatch.setattr(every.roof, "measure", lambda device: Bandwidth(1e9, {"copy": 1e9}))
+    monkeypatch.setattr(all_workloads.offline, "engine", engine)
+    monkeypatch.setattr(all_workloads.roof, "measure", lambda device: Bandwidth(1e9, {"copy": 1e9}))
     return found
 
 
 def test_strategies():
-    assert every.strategies_of("AUTO, NCCL,AUTO") == ["AUTO", "NCCL"]
+    assert all_workloads.strategies_of("AUTO, NCCL,AUTO") == ["AUTO", "NCCL"]
     with pytest.raises(OptionError, match="name some of AUTO, NCCL, ONESHOT, TWOSHOT"):
-        every.strategies_of("AUTO,FASTEST")
+        all_workloads.strategies_of("AUTO,FASTEST")
 
 
 def test_one_engine_for_all_workloads_of_a_strategy(subject, started, tmp_path, capsys):
     file = tmp_path / "all.json"
-    document = every.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
+    document = all_workloads.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
     assert started == ["AUTO", "NCCL"]
     assert [(row["allreduce_strategy"], row["workload"]) for row in document["results"]] == [
         (strategy, workload.name) for strategy in ("AUTO", "NCCL") for workload in WORKLOADS
@@ -50,7 +50,7 @@ def test_one_engine_for_all_workloads_of_a_strategy(subject, started, tmp_path, 
     assert set(document["engines"]) == {"AUTO", "NCCL"}
     assert document["engines"]["AUTO"]["rank_phases_s"]["import torch"] > 0
     assert json.loads(file.read_text()) == json.loads(json.dumps(document))
-    report.show(*every.tables(document))
+    report.show(*all_workloads.tables(document))
     shown = capsys.readouterr().out
     assert shown.count("import torch") == 2
     assert "AUTO over NCCL" in shown
@@ -68,33 +68,37 @@ def test_what_is_in_the_file_is_not_run_again(subject, started, tmp_path, monkey
             raise EngineError("rank 1 was lost")
         return {"workload": workload.name, "tpot_ms": 1.0}
 
-    monkeypatch.setattr(every, "measure", measure)
+    monkeypatch.setattr(all_workloads, "measure", measure)
     with pytest.raises(EngineError):
-        every.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
-    document = every.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
+        all_workloads.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
+    document = all_workloads.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
     assert ran[5:] == [("NCCL", "decode-2x8x8"), ("NCCL", "batch-4x8x4")]
     assert started == ["AUTO", "NCCL", "NCCL"]
     assert len(document["results"]) == 6
     with pytest.raises(OptionError, match="its workloads differ"):
-        every.run(subject, WORKLOADS[:1], ["AUTO", "NCCL"], json_file=file)
+        all_workloads.run(subject, WORKLOADS[:1], ["AUTO", "NCCL"], json_file=file)
 
 
 def test_a_file_that_can_no_longer_be_written_stops_nothing(subject, started, tmp_path, monkeypatch):
-    monkeypatch.setattr(every, "measure", lambda subject, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0})
+    monkeypatch.setattr(
+        all_workloads, "measure", lambda subject, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0}
+    )
     (tmp_path / "plain").write_text("x")
-    document = every.run(subject, WORKLOADS, ["AUTO"], json_file=tmp_path / "plain" / "all.json")
+    document = all_workloads.run(subject, WORKLOADS, ["AUTO"], json_file=tmp_path / "plain" / "all.json")
     assert len(document["results"]) == len(WORKLOADS)
 
 
 def test_a_figure_keeps_the_commit_that_it_was_measured_at(subject, started, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_commit", lambda: "")
-    monkeypatch.setattr(every, "measure", lambda subject, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0})
+    monkeypatch.setattr(
+        all_workloads, "measure", lambda subject, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0}
+    )
     file, strategies = tmp_path / "all.json", ["AUTO", "NCCL"]
-    every.run(dataclasses.replace(subject, commit="old"), WORKLOADS, strategies, json_file=file)
+    all_workloads.run(dataclasses.replace(subject, commit="old"), WORKLOADS, strategies, json_file=file)
     document = json.loads(file.read_text())
     document["results"].pop()
     file.write_text(json.dumps(document))
-    document = every.run(dataclasses.replace(subject, commit="new"), WORKLOADS, strategies, json_file=file)
+    document = all_workloads.run(dataclasses.replace(subject, commit="new"), WORKLOADS, strategies, json_file=file)
     assert [row["measured"]["commit"] for row in document["results"]] == ["old"] * 5 + ["new"]
     assert document["results"][5]["measured"]["date"] == document["about"]["date"]
 

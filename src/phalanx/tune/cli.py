@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of `phalanx allreduce`: bench, tune, codegen, plot, explain, import. `python -m phalanx.tune.verbs` is the same.
+"""The verbs of `phalanx allreduce`: bench, tune, codegen, plot, explain, import. `python -m phalanx.tune.cli` is the same.
 
 Each stage reads the files of the one before: bench writes CSVs, codegen and plot read them, import reads other people's.
 """
@@ -90,9 +90,9 @@ def _sweep(
     commit: Commit = None,
 ) -> Any:
     """What is to be measured, and how: a `stages.Asked`."""
-    from phalanx.tune import stages
+    from phalanx.tune import commands
 
-    return stages.Asked(
+    return commands.Asked(
         tokens=tokens, hidden=hidden, fusions=fusions, strategies=strategies, dtype=dtype, auto=enable_auto, folder=save_csv_dir,
         device=device, max_mib=max_mib, calls=calls, replays=replays, deadline=deadline, start_timeout=start_timeout,
         time_limit=time_limit, restart=restart, extend=extend, remeasure=remeasure, commit=commit,
@@ -133,14 +133,14 @@ def bench(
 
     Starts its own ranks; under torchrun and mpirun the processes there are the ranks.
     """
-    from phalanx.tune import stages
+    from phalanx.tune import commands
 
-    place = stages.place(
+    place = commands.place(
         elastic, (env_rank, env_world, env_local), (mpi_rank, mpi_world, mpi_local), f"{master_addr}:{master_port}"
     )
     if restarts:  # torchrun has started the ranks again behind a hang: the journal there is this run's own
         asked = dataclasses.replace(asked, restart=False)
-    for path in stages.bench(tp_size, asked, place):
+    for path in commands.bench(tp_size, asked, place):
         print(path)
 
 
@@ -154,12 +154,12 @@ def tune(
     ] = True,
 ) -> None:
     """Measure, decide, generate and draw, in one go; engines on this host then run by the tables."""
-    from phalanx.tune import stages
+    from phalanx.tune import commands
 
-    for path in [*stages.bench(tp_size, asked, None), *stages.codegen(asked.folder), *stages.plot(asked.folder)]:
+    for path in [*commands.bench(tp_size, asked, None), *commands.codegen(asked.folder), *commands.plot(asked.folder)]:
         print(path)
     if install:
-        for path in stages.install(asked.folder):
+        for path in commands.install(asked.folder):
             print(f"installed {path}")
 
 
@@ -175,18 +175,18 @@ def codegen(
     ] = None,
 ) -> None:
     """Decide from CSVs, and write tables/*.json, TensorRT-LLM's C++ table and our header."""
-    from phalanx.tune import stages
+    from phalanx.tune import commands
 
-    for path in stages.codegen(data_dir, sm_version=sm_version, link=link, tables=table):
+    for path in commands.codegen(data_dir, sm_version=sm_version, link=link, tables=table):
         print(path)
 
 
 @app.command()
 def plot(data_dir: DataDir = Path("data")) -> None:
     """Draw three pictures for every CSV and fusion into viz/, and one HTML report."""
-    from phalanx.tune import stages
+    from phalanx.tune import commands
 
-    for path in stages.plot(data_dir):
+    for path in commands.plot(data_dir):
         print(path)
 
 
@@ -201,9 +201,9 @@ def explain(
     device: Device = "auto",
 ) -> None:
     """Print what runs at which size, and why."""
-    from phalanx.tune import stages
+    from phalanx.tune import commands
 
-    for line in stages.explain(tp_size, hidden, dtype, fusions, machine, table, device):
+    for line in commands.explain(tp_size, hidden, dtype, fusions, machine, table, device):
         print(line)
 
 
@@ -214,9 +214,9 @@ def import_(
     folder: Annotated[Path | None, typer.Option("--folder", help="Instead of where engines on this host find tables.")] = None,
 ) -> None:
     """Make tables of ours from TensorRT-LLM's CSVs and C++ tables, and install them."""
-    from phalanx.tune import stages
+    from phalanx.tune import commands
 
-    for line in stages.import_(files, link, folder):
+    for line in commands.import_(files, link, folder):
         print(line)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.bench import drawing, scaling
+from phalanx.bench import plots, scaling
 from phalanx.errors import OptionError, PhalanxError
 
 ENGINE = {"dtype": "fp8", "device": "cuda:0"}
@@ -33,8 +33,8 @@ def report_of(rows):
 )
 def test_a_picture(rows, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    assert drawing.can_draw()
-    drawing.draw(report_of(rows), tmp_path / "new" / "s.png")
+    assert plots.can_draw()
+    plots.draw(report_of(rows), tmp_path / "new" / "s.png")
     with image.open(tmp_path / "new" / "s.png") as drawn:
         assert drawn.size[0] > drawn.size[1] > 400
         assert len(drawn.convert("RGB").getcolors(1 << 20)) > 10
@@ -42,17 +42,17 @@ def test_a_picture(rows, tmp_path):
 
 def test_where_it_is_drawn(tmp_path):
     report = tmp_path / "s.json"
-    assert drawing.target(None, None) is None
-    assert drawing.target(None, report) == tmp_path / "s.png"
+    assert plots.target(None, None) is None
+    assert plots.target(None, report) == tmp_path / "s.png"
     picture = tmp_path / "mine.PDF"
-    assert drawing.target(str(picture), report) == picture
+    assert plots.target(str(picture), report) == picture
     picture.write_text("of the last time")
-    assert drawing.target(str(picture), None) == picture
+    assert plots.target(str(picture), None) == picture
     (tmp_path / "s.png").write_text("x")
     with pytest.raises(OptionError, match="a file is there, and would be lost"):
-        drawing.target(None, report)
+        plots.target(None, report)
     report.write_text("{}")  # what the report is extended, the picture is drawn anew
-    assert drawing.target(None, report) == tmp_path / "s.png"
+    assert plots.target(None, report) == tmp_path / "s.png"
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_a_picture_that_cannot_be_drawn(plot, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(OptionError, match=said):
-        drawing.target(plot, tmp_path / "s.png")
+        plots.target(plot, tmp_path / "s.png")
 
 
 def test_a_picture_that_fails_later(tmp_path):
     (tmp_path / "plain").write_text("x")
     with pytest.raises(PhalanxError, match=r"the picture was to be drawn to .*s.png'; what should be its folder is a file; "):
-        drawing.draw(report_of([row(1, 1)]), tmp_path / "plain" / "s.png")
+        plots.draw(report_of([row(1, 1)]), tmp_path / "plain" / "s.png")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from phalanx.bench import latency, offline, report, roof, throughput
+from phalanx.bench import latency, offline, report, roofline, throughput
 from phalanx.bench.offline import Subject
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload
 from phalanx.config import EngineOptions
 from phalanx.errors import OptionError
@@ -55,7 +55,7 @@ def run(
         if not left:
             continue
         if bandwidth is None:
-            bandwidth = roof.measure(subject.device)
+            bandwidth = roofline.measure(subject.device)
             document["roof"] = bandwidth.as_json()
         options = subject.options.model_copy(update={"allreduce_strategy": strategy})
         chosen = dataclasses.replace(subject, options=options)
