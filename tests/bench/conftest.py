@@ -25,20 +25,20 @@ def tiny_shape(tmp_path_factory) -> Path:
     return folder
 
 
-def asked_for(model, **options) -> Asked:
+def requested_options(model, **options) -> Asked:
     values = {"model": str(model), "load_format": "dummy", "device": "cpu", "kv_cache_bytes": 1 << 22, **options}
     return Asked(values, dict.fromkeys(values, "the test"))
 
 
 @pytest.fixture
-def subject(tiny_shape):
-    with offline.subject(asked_for(tiny_shape)) as found:
+def target(tiny_shape):
+    with offline.target(requested_options(tiny_shape)) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def running(tiny_shape):
     """(subject, LLM)"""
-    with offline.subject(asked_for(tiny_shape)) as found, offline.engine(found) as (llm, seconds):
+    with offline.target(requested_options(tiny_shape)) as found, offline.engine(found) as (llm, seconds):
         assert seconds > 0
         yield found, llm

@@ -13,7 +13,7 @@ from phalanx import cli
 from phalanx.bench import all_workloads, load, offline, report, workloads
 from phalanx.bench.roofline import Bandwidth
 from phalanx.errors import EngineError, OptionError
-from tests.bench.conftest import asked_for
+from tests.bench.conftest import requested_options
 
 WORKLOADS = [workloads.parse(name) for name in ("decode-1x8x8", "decode-2x8x8", "batch-4x8x4")]
 
@@ -25,24 +25,24 @@ def started(monkeypatch, running):
     found = []
 
     @contextmanager
-    def engine(subject):
-        found.append(subject.options.allreduce_strategy)
+    def engine(target):
+        found.append(target.options.allreduce_strategy)
         yield llm, 1.0
 
     monkeypatch.setattr(all_workloads.offline, "engine", engine)
-    monkeypatch.setattr(all_workloads.roof, "measure", lambda device: Bandwidth(1e9, {"copy": 1e9}))
+    monkeypatch.setattr(all_workloads.roofline, "measure", lambda device: Bandwidth(1e9, {"copy": 1e9}))
     return found
 
 
 def test_strategies():
-    assert all_workloads.strategies_of("AUTO, NCCL,AUTO") == ["AUTO", "NCCL"]
+    assert all_workloads.parse_strategies("AUTO, NCCL,AUTO") == ["AUTO", "NCCL"]
     with pytest.raises(OptionError, match="name some of AUTO, NCCL, ONESHOT, TWOSHOT"):
-        all_workloads.strategies_of("AUTO,FASTEST")
+        all_workloads.parse_strategies("AUTO,FASTEST")
 
 
-def test_one_engine_for_all_workloads_of_a_strategy(subject, started, tmp_path, capsys):
+def test_one_engine_for_all_workloads_of_a_strategy(target, started, tmp_path, capsys):
     file = tmp_path / "all.json"
-    document = all_workloads.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
+    document = all_workloads.run(target, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
     assert started == ["AUTO", "NCCL"]
     assert [(row["allreduce_strategy"], row["workload"]) for row in document["results"]] == [
         (strategy, workload.name) for strategy in ("AUTO", "NCCL") for workload in WORKLOADS
@@ -58,47 +58,47 @@ def test_one_engine_for_all_workloads_of_a_strategy(subject, started, tmp_path, 
     assert load.offline_row(file, load.Load(requests=4, input_len=8, output_len=4, rate=1.0))["output_tok_s"] > 0
 
 
-def test_what_is_in_the_file_is_not_run_again(subject, started, tmp_path, monkeypatch):
+def test_what_is_in_the_file_is_not_run_again(target, started, tmp_path, monkeypatch):
     file = tmp_path / "all.json"
     ran = []
 
-    def measure(subject, llm, workload, bandwidth):
-        ran.append((subject.options.allreduce_strategy, workload.name))
+    def measure(target, llm, workload, bandwidth):
+        ran.append((target.options.allreduce_strategy, workload.name))
         if ran[-1] == ("NCCL", "decode-2x8x8") and len(ran) == 5:
             raise EngineError("rank 1 was lost")
         return {"workload": workload.name, "tpot_ms": 1.0}
 
     monkeypatch.setattr(all_workloads, "measure", measure)
     with pytest.raises(EngineError):
-        all_workloads.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
-    document = all_workloads.run(subject, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
+        all_workloads.run(target, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
+    document = all_workloads.run(target, WORKLOADS, ["AUTO", "NCCL"], json_file=file)
     assert ran[5:] == [("NCCL", "decode-2x8x8"), ("NCCL", "batch-4x8x4")]
     assert started == ["AUTO", "NCCL", "NCCL"]
     assert len(document["results"]) == 6
     with pytest.raises(OptionError, match="its workloads differ"):
-        all_workloads.run(subject, WORKLOADS[:1], ["AUTO", "NCCL"], json_file=file)
+        all_workloads.run(target, WORKLOADS[:1], ["AUTO", "NCCL"], json_file=file)
 
 
-def test_a_file_that_can_no_longer_be_written_stops_nothing(subject, started, tmp_path, monkeypatch):
+def test_a_file_that_can_no_longer_be_written_stops_nothing(target, started, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        all_workloads, "measure", lambda subject, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0}
+        all_workloads, "measure", lambda target, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0}
     )
     (tmp_path / "plain").write_text("x")
-    document = all_workloads.run(subject, WORKLOADS, ["AUTO"], json_file=tmp_path / "plain" / "all.json")
+    document = all_workloads.run(target, WORKLOADS, ["AUTO"], json_file=tmp_path / "plain" / "all.json")
     assert len(document["results"]) == len(WORKLOADS)
 
 
-def test_a_figure_keeps_the_commit_that_it_was_measured_at(subject, started, tmp_path, monkeypatch):
+def test_a_figure_keeps_the_commit_that_it_was_measured_at(target, started, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "_commit", lambda: "")
     monkeypatch.setattr(
-        all_workloads, "measure", lambda subject, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0}
+        all_workloads, "measure", lambda target, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0}
     )
     file, strategies = tmp_path / "all.json", ["AUTO", "NCCL"]
-    all_workloads.run(dataclasses.replace(subject, commit="old"), WORKLOADS, strategies, json_file=file)
+    all_workloads.run(dataclasses.replace(target, commit="old"), WORKLOADS, strategies, json_file=file)
     document = json.loads(file.read_text())
     document["results"].pop()
     file.write_text(json.dumps(document))
-    document = all_workloads.run(dataclasses.replace(subject, commit="new"), WORKLOADS, strategies, json_file=file)
+    document = all_workloads.run(dataclasses.replace(target, commit="new"), WORKLOADS, strategies, json_file=file)
     assert [row["measured"]["commit"] for row in document["results"]] == ["old"] * 5 + ["new"]
     assert document["results"][5]["measured"]["date"] == document["about"]["date"]
 
@@ -120,5 +120,5 @@ def test_the_verb(tiny_shape, tmp_path, capfd, monkeypatch):
 
 
 def test_a_subject_knows_its_commit(tiny_shape):
-    with offline.subject(asked_for(tiny_shape), "abc") as subject:
-        assert subject.commit == "abc"
+    with offline.target(requested_options(tiny_shape), "abc") as target:
+        assert target.commit == "abc"

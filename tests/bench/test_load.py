@@ -16,7 +16,7 @@ from phalanx.bench import load, report, shapes
 from phalanx.bench.load import Load
 from phalanx.bench.streaming_client import Sample
 from phalanx.errors import EngineError, OptionError, RequestError
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.serve.processes import fake_server, rank_server, until
 
 
@@ -31,14 +31,14 @@ def served(tmp_path_factory):
 
 
 def test_due_times():
-    due = load.due_times(20.0, 4000, 1)
+    due = load.arrival_times(20.0, 4000, 1)
     assert due[0] == 0
-    assert due == sorted(due) == load.due_times(20.0, 4000, 1) != load.due_times(20.0, 4000, 2)
+    assert due == sorted(due) == load.arrival_times(20.0, 4000, 1) != load.arrival_times(20.0, 4000, 2)
     gaps = [later - earlier for earlier, later in pairwise(due)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 20, rel=0.06)
     assert math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) == pytest.approx(mean, rel=0.1)  # as of a Poisson process
-    assert load.due_times(math.inf, 3, 0) == [0.0] * 3
+    assert load.arrival_times(math.inf, 3, 0) == [0.0] * 3
 
 
 def test_the_arithmetic():

@@ -42,17 +42,17 @@ def test_a_picture(rows, tmp_path):
 
 def test_where_it_is_drawn(tmp_path):
     report = tmp_path / "s.json"
-    assert plots.target(None, None) is None
-    assert plots.target(None, report) == tmp_path / "s.png"
+    assert plots.picture_path(None, None) is None
+    assert plots.picture_path(None, report) == tmp_path / "s.png"
     picture = tmp_path / "mine.PDF"
-    assert plots.target(str(picture), report) == picture
+    assert plots.picture_path(str(picture), report) == picture
     picture.write_text("of the last time")
-    assert plots.target(str(picture), None) == picture
+    assert plots.picture_path(str(picture), None) == picture
     (tmp_path / "s.png").write_text("x")
     with pytest.raises(OptionError, match="a file is there, and would be lost"):
-        plots.target(None, report)
+        plots.picture_path(None, report)
     report.write_text("{}")  # what the report is extended, the picture is drawn anew
-    assert plots.target(None, report) == tmp_path / "s.png"
+    assert plots.picture_path(None, report) == tmp_path / "s.png"
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_picture_that_cannot_be_drawn(plot, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(OptionError, match=said):
-        plots.target(plot, tmp_path / "s.png")
+        plots.picture_path(plot, tmp_path / "s.png")
 
 
 def test_a_picture_that_fails_later(tmp_path):

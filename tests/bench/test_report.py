@@ -58,8 +58,8 @@ def test_json_to_a_file_and_to_stdout(tmp_path, capsys):
 
 
 def test_a_target_is_tried_and_left_as_it_was(tmp_path):
-    assert report.target(None) is report.target("-") is None
-    assert report.target(str(tmp_path / "a" / "b" / "r.json")) == tmp_path / "a" / "b" / "r.json"
+    assert report.json_path(None) is report.target("-") is None
+    assert report.json_path(str(tmp_path / "a" / "b" / "r.json")) == tmp_path / "a" / "b" / "r.json"
     assert not list(tmp_path.iterdir())
 
 
@@ -82,7 +82,7 @@ def test_a_target_that_cannot_be_written(name, said, extends, tmp_path, monkeypa
     (tmp_path / "folder").mkdir()
     (tmp_path / "plain").write_text("x")
     with pytest.raises(OptionError) as error:
-        report.target(name, extends=extends)
+        report.json_path(name, extends=extends)
     assert str(error.value).startswith(f"the report was to be written to {name!r}; {said}")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "plain"]
 
@@ -91,8 +91,8 @@ def test_a_report_takes_no_other_files_place(tmp_path):
     file = tmp_path / "r.json"
     file.write_text("mine")
     with pytest.raises(OptionError, match="a file is there, and would be lost; name a new file"):
-        report.target(str(file))
-    assert report.target(str(file), extends=True) == file
+        report.json_path(str(file))
+    assert report.json_path(str(file), extends=True) == file
     assert file.read_text() == "mine"
 
 

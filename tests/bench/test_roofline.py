@@ -70,8 +70,8 @@ def test_ranks_on_a_cpu_share_its_memory():
 
 def test_a_window_bounds_what_is_read():
     shape = ModelShape("M", 8, 8, 8, 2, 1, 1, 8, 4096, windows=(100, None))
-    assert roofline.seen(shape, 50) == 50
-    assert roofline.seen(shape, 400) == (100 + 400) / 2
+    assert roofline.attended_tokens(shape, 50) == 50
+    assert roofline.attended_tokens(shape, 400) == (100 + 400) / 2
 
 
 def test_a_batch_is_bounded_by_the_cache():

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from phalanx.bench.streaming_client import Target, body_of, send
+from phalanx.bench.streaming_client import Endpoint, body_of, send
 from phalanx.errors import OptionError
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -45,9 +45,9 @@ def answered(pieces, *, expected=2, timeout=10.0, gap=0.001):
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         async with server:
-            target = Target.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "secret")
+            endpoint = Endpoint.of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "secret")
             body = body_of("m", [5, 6, 7], expected)
-            sample = await send(target, body, due=time.perf_counter(), expected=expected, timeout=timeout)
+            sample = await send(endpoint, body, due=time.perf_counter(), expected=expected, timeout=timeout)
             read.set()
             await ended.wait()
             return sample
@@ -138,15 +138,15 @@ def test_a_server_that_does_not_answer():
 
 
 def test_nobody_there():
-    sample = asyncio.run(send(Target.of("http://127.0.0.1:9"), {}, due=0.0, expected=1, timeout=5))
+    sample = asyncio.run(send(Endpoint.of("http://127.0.0.1:9"), {}, due=0.0, expected=1, timeout=5))
     assert sample.error is not None
     assert sample.error.startswith("ConnectionRefusedError")
 
 
 def test_urls():
-    target = Target.of("https://host.example/api/v1/")
-    assert (target.base, target.port, target.tls) == ("https://host.example:443/api", 443, True)
-    assert Target.of("http://[::1]:80").base == "http://[::1]:80"
+    endpoint = Endpoint.of("https://host.example/api/v1/")
+    assert (endpoint.base, endpoint.port, endpoint.tls) == ("https://host.example:443/api", 443, True)
+    assert Endpoint.of("http://[::1]:80").base == "http://[::1]:80"
     for url in ("localhost:8000", "ftp://x", "http://", "http://x:port"):
         with pytest.raises(OptionError, match="no http or https URL"):
-            Target.of(url)
+            Endpoint.of(url)

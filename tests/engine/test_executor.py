@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.engine.executor import Executor, join, make
-from phalanx.engine.ranks.node import Node
+from phalanx.executor.node import Node
 from phalanx.errors import EngineClosed, LayoutError
 from phalanx.hardware.probe import Gpu, Machine
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.engine.drive import options
 
 
@@ -45,7 +45,7 @@ def test_a_layout_that_the_model_cannot_have_is_refused_on_every_host(tmp_path: 
 
 
 def test_a_joining_process_needs_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.hardware.look", lambda: Machine((Gpu(0, "GPU-0", "NVIDIA H200", 90, 1, 1),), 1, 1, 1))
+    monkeypatch.setattr("phalanx.hardware.detect_machine", lambda: Machine((Gpu(0, "GPU-0", "NVIDIA H200", 90, 1, 1),), 1, 1, 1))
     asked = options(Path("x"), device="cuda", tensor_parallel_size=2, nnodes=2, node_rank=1)
     with pytest.raises(LayoutError, match=r"2 ranks.*node 1 has 1 GPU;"):
         Node(asked, local_rank=1)

@@ -42,7 +42,7 @@ def test_all_ranks_stand_on_the_first_gpu_and_each_is_a_host_to_nccl(one_gpu: Mo
         from phalanx.engine.ranks import host, worker
         from phalanx.hardware import probe
         with patch.object(probe, "_nvml_gpus", lambda: [probe.Gpu(0, "GPU-1", "H200", 90, 1, 1)]):
-            gpus = len(probe.look("0").gpus)
+            gpus = len(probe.detect_machine("0").gpus)
         started = []
         with patch.object(launch, "start", lambda module, config, *_, **__: started.append(config["device_index"])):
             options = EngineOptions(model="demo", tensor_parallel_size=3)

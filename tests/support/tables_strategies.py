@@ -9,7 +9,7 @@ from phalanx.hardware.fingerprint import LINKS, Fingerprint
 from phalanx.tables.message import DTYPE_BYTES, Fusion
 from phalanx.tables.seed import MAX_A, MAX_B, MAX_C, Latency, Seed
 from phalanx.tables.strategy import Choice, choices
-from phalanx.tables.table import MAX_SIZE, Row, Section, Span, Table
+from phalanx.tables.table import MAX_SIZE, HiddenRange, Section, Span, Table
 
 
 @st.composite
@@ -52,7 +52,7 @@ def tables(draw, fingerprint: Fingerprint | None = None) -> Table:
                 Span(a, b, draw(st.sampled_from(choices(fusion))), draw(st.none() | st.floats(0.5, 9.0)))
                 for a, b in draw(ranges(4))
             ]
-            rows.append(Row(first, last, tuple(spans)))
+            rows.append(HiddenRange(first, last, tuple(spans)))
         sections.append(Section(dtype, fusion, tuple(rows)))
     return Table(fingerprint, tuple(sections), draw(seeds()), {"by": draw(st.text(max_size=8))})
 
@@ -62,7 +62,7 @@ def edges(table: Table) -> list[tuple[str, Fusion, int, int]]:
     far = [1, 7, 128, 16384, 2**28, 2**31 - 1, 2**31, 2**40, 2**62]
     found = [(dtype, fusion, value, 1 + value // 3) for dtype in DTYPE_BYTES for fusion in Fusion for value in far]
     for section in table.sections:
-        for row in section.rows:
+        for row in section.hidden_ranges:
             for hidden in {row.first - 1, row.first, row.last, row.last + 1}:
                 for span in row.spans:
                     for tokens in {span.first - 1, span.first, (span.first + span.last) // 2, span.last, span.last + 1}:
@@ -73,4 +73,4 @@ def edges(table: Table) -> list[tuple[str, Fusion, int, int]]:
 
 def one_span(fingerprint: Fingerprint, seed: Seed, choice: Choice, gain: float | None = 2.0) -> Table:
     """1..64 tokens of hidden 128..8192, bf16 NONE."""
-    return Table(fingerprint, (Section("bf16", Fusion.NONE, (Row(128, 8192, (Span(1, 64, choice, gain),)),)),), seed)
+    return Table(fingerprint, (Section("bf16", Fusion.NONE, (HiddenRange(128, 8192, (Span(1, 64, choice, gain),)),)),), seed)

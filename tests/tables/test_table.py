@@ -13,7 +13,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import default
 from phalanx.tables.strategy import Choice, Strategy
-from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tables.table import HiddenRange, Section, Span, Table
 from tests.support.tables_strategies import edges, one_span, tables
 
 MACHINE = Fingerprint(90, "nvlink", 2)
@@ -28,7 +28,7 @@ def test_lookup_equals_a_plain_search(table):
         section = table.section_for(dtype, fusion)
         spans = [
             span
-            for row in (section.rows if section else ())
+            for row in (section.hidden_ranges if section else ())
             if row.first <= hidden <= row.last
             for span in row.spans
             if span.first <= tokens <= span.last
@@ -51,7 +51,7 @@ def test_reasons():
 
 
 def test_stand_ins():
-    fused = Section("bf16", Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, (Row(8, 8, (Span(1, 1, TWOSHOT),)),))
+    fused = Section("bf16", Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, (HiddenRange(8, 8, (Span(1, 1, TWOSHOT),)),))
     table = Table(MACHINE, (fused,), default(MACHINE))
     for fusion in Fusion:
         answered = table.lookup("fp16", fusion, 1, 8)
@@ -79,12 +79,12 @@ def test_the_digest_is_of_what_decides():
     "rows",
     [
         (),
-        (Row(1, 2, ()),),
-        (Row(2, 1, (Span(1, 1, TWOSHOT),)),),
-        (Row(0, 1, (Span(1, 1, TWOSHOT),)),),
-        (Row(1, 2**31, (Span(1, 1, TWOSHOT),)),),
-        (Row(1, 4, (Span(1, 1, TWOSHOT),)), Row(4, 5, (Span(1, 1, TWOSHOT),))),
-        (Row(1, 4, (Span(1, 3, TWOSHOT), Span(3, 4, TWOSHOT))),),
+        (HiddenRange(1, 2, ()),),
+        (HiddenRange(2, 1, (Span(1, 1, TWOSHOT),)),),
+        (HiddenRange(0, 1, (Span(1, 1, TWOSHOT),)),),
+        (HiddenRange(1, 2**31, (Span(1, 1, TWOSHOT),)),),
+        (HiddenRange(1, 4, (Span(1, 1, TWOSHOT),)), HiddenRange(4, 5, (Span(1, 1, TWOSHOT),))),
+        (HiddenRange(1, 4, (Span(1, 3, TWOSHOT), Span(3, 4, TWOSHOT))),),
     ],
 )
 def test_faulty_ranges(rows):

@@ -33,8 +33,8 @@ def test_a_folder_of_several_machines(tmp_path):
         assert table == one.table
         assert f"sha256:{table.digest}" in text
         assert f"// {table.fingerprint} sha256:{table.digest}" in header
-        assert table.made["gpu"] == "made up"
-        assert table.made["regret of the table"].startswith("mean ")
+        assert table.provenance["gpu"] == "made up"
+        assert table.provenance["regret of the table"].startswith("mean ")
 
 
 def test_the_lookup_table_says_what_was_measured(tmp_path):

@@ -12,7 +12,7 @@ from phalanx.tables.strategy import Strategy
 from phalanx.tune import records
 from phalanx.tune.runner import Run, bench
 from phalanx.tune.sweep import Sweep, Task
-from tests.house.sources import ROOT
+from tests.architecture.sources import ROOT
 
 ONESHOT, TWOSHOT = "bf16 NONE {}x128 ONESHOT", "bf16 NONE {}x128 TWOSHOT"
 

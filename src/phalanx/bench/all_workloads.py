@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from phalanx.bench import latency, offline, report, roofline, throughput
-from phalanx.bench.offline import Subject
+from phalanx.bench.offline import BenchmarkTarget
 from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload
 from phalanx.config import EngineOptions
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 _STRATEGIES = get_args(EngineOptions.model_fields["allreduce_strategy"].annotation)
 
 
-def strategies_of(text: str) -> list[str]:
+def parse_strategies(text: str) -> list[str]:
     """ "AUTO,NCCL" -> ["AUTO", "NCCL"]. Raises OptionError."""
     found = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if not set(found) <= set(_STRATEGIES):
@@ -32,18 +32,18 @@ def strategies_of(text: str) -> list[str]:
 
 
 def run(
-    subject: Subject, workloads: Sequence[Workload], strategies: Sequence[str], *, json_file: Path | None = None
+    target: BenchmarkTarget, workloads: Sequence[Workload], strategies: Sequence[str], *, json_file: Path | None = None
 ) -> report.Document:
     """Measure each workload under each strategy that `json_file` does not hold yet, and write there after each; the report.
 
     Raises what an LLM raises, and OptionError where the file holds another model, other workloads or other options.
     """
-    offline.check(subject, workloads)
-    asked = {**offline.asked_for(subject), "workloads": [each.name for each in workloads], "strategies": list(strategies)}
+    offline.check(target, workloads)
+    asked = {**offline.requested_options(target), "workloads": [each.name for each in workloads], "strategies": list(strategies)}
     asked.pop("allreduce_strategy", None)
     held = report.held(json_file, asked) or {"engines": {}, "results": [], "roof": Bandwidth(None).as_json()}
     document = {
-        "about": report.about(subject.commit),
+        "about": report.about(target.commit),
         "asked": asked,
         **{name: held[name] for name in ("roof", "engines", "results")},
     }
@@ -55,24 +55,24 @@ def run(
         if not left:
             continue
         if bandwidth is None:
-            bandwidth = roofline.measure(subject.device)
+            bandwidth = roofline.measure(target.device)
             document["roof"] = bandwidth.as_json()
-        options = subject.options.model_copy(update={"allreduce_strategy": strategy})
-        chosen = dataclasses.replace(subject, options=options)
+        options = target.options.model_copy(update={"allreduce_strategy": strategy})
+        chosen = dataclasses.replace(target, options=options)
         with offline.engine(chosen) as (llm, start_s):
-            document["engines"][strategy] = offline.engine_facts(llm.facts, start_s)
+            document["engines"][strategy] = offline.engine_summary(llm.facts, start_s)
             for workload in left:
                 row = measure(chosen, llm, workload, bandwidth)
-                results.append({"allreduce_strategy": strategy, **row, "measured": report.measured(document["about"])})
+                results.append({"allreduce_strategy": strategy, **row, "measured": report.measured_at(document["about"])})
                 report.keep(json_file, document)
     return document
 
 
-def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> Row:
+def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> Row:
     """One workload of either kind."""
     if workload.kind == "decode":
-        return latency.measure(subject, llm, workload, bandwidth)
-    return throughput.measure(subject, llm, workload, bandwidth)
+        return latency.measure(target, llm, workload, bandwidth)
+    return throughput.measure(target, llm, workload, bandwidth)
 
 
 def tables(document: report.Document) -> list[Any]:

@@ -35,7 +35,7 @@ def register(command: typer.Typer, takes: Takes) -> None:
         rich_markup_mode=None,
     )
     app.callback()(_help)
-    app.command("all")(takes(EngineOptions)(every))
+    app.command("all")(takes(EngineOptions)(run_all))
     app.command()(takes(EngineOptions)(latency))
     app.command()(takes(EngineOptions)(throughput))
     app.command()(takes(EngineOptions)(scaling))
@@ -49,7 +49,7 @@ def _help(context: typer.Context) -> None:
         print(context.get_help())
 
 
-def every(
+def run_all(
     asked: Asked,
     workload: Workloads = None,
     strategies: Annotated[
@@ -70,10 +70,10 @@ def every(
     if strategies is not None and "allreduce_strategy" in asked.values:
         raise OptionError(f"--strategies {strategies} was asked for", held="so was --allreduce_strategy", next="give one of them")
     wanted = [workloads.parse(name) for name in workload or workloads.KNOWN]
-    file = report.target(json, extends=True)
-    with offline.subject(asked, commit) as subject:
-        chosen = bench.strategies_of(strategies or subject.options.allreduce_strategy)
-        document = bench.run(subject, wanted, chosen, json_file=file)
+    file = report.json_path(json, extends=True)
+    with offline.target(asked, commit) as target:
+        chosen = bench.parse_strategies(strategies or target.options.allreduce_strategy)
+        document = bench.run(target, wanted, chosen, json_file=file)
     report.give(document, bench.tables(document), json)
 
 
@@ -86,9 +86,9 @@ def latency(asked: Asked, workload: Workloads = None, json: Json = None, commit:
     from phalanx.bench import offline, report, workloads
 
     wanted = [workloads.parse(name, "decode") for name in workload or _DECODES]
-    report.target(json)
-    with offline.subject(asked, commit) as subject:
-        document = bench.run(subject, wanted)
+    report.json_path(json)
+    with offline.target(asked, commit) as target:
+        document = bench.run(target, wanted)
     report.give(document, [bench.table(document)], json)
 
 
@@ -101,9 +101,9 @@ def throughput(asked: Asked, workload: Workloads = None, json: Json = None, comm
     from phalanx.bench import throughput as bench
 
     wanted = [workloads.parse(name, "batch") for name in workload or [_BATCH]]
-    report.target(json)
-    with offline.subject(asked, commit) as subject:
-        document = bench.run(subject, wanted)
+    report.json_path(json)
+    with offline.target(asked, commit) as target:
+        document = bench.run(target, wanted)
     report.give(document, [bench.table(document)], json)
 
 
@@ -134,11 +134,11 @@ def scaling(
                 f"{name}={asked.values[name]} was asked for", held=f"by {asked.origins[name]}", next="give --sizes instead"
             )
     batch, decodes = workloads.parse(workload, "batch"), [workloads.parse(name, "decode") for name in decode or ["decode-1"]]
-    wanted = bench.sizes_of(sizes)
-    file = report.target(json, extends=True)
-    picture = plots.target(plot, file)
-    with offline.subject(asked, commit) as subject:
-        document = bench.run(subject, wanted, batch, *decodes, json_file=file)
+    wanted = bench.parse_sizes(sizes)
+    file = report.json_path(json, extends=True)
+    picture = plots.picture_path(plot, file)
+    with offline.target(asked, commit) as target:
+        document = bench.run(target, wanted, batch, *decodes, json_file=file)
     report.give(document, bench.tables(document), json)
     if picture is not None:
         plots.draw(document, picture)
@@ -174,7 +174,7 @@ def serve(
         requests=requests, input_len=input_len, output_len=output_len, rate=rate, concurrency=concurrency, seed=seed,
         vocab_size=vocab_size, warmup=warmup, timeout=timeout, model=model,
     )  # fmt: skip
-    report.target(json)
+    report.json_path(json)
     document = load.run(url, api_key, wanted, offline, commit)
     report.give(document, [load.table(document)], json)
     if document["results"]["failed"]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.bench import offline, report, roofline
-from phalanx.bench.offline import Subject
+from phalanx.bench.offline import BenchmarkTarget
 from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
@@ -15,25 +15,25 @@ from phalanx.serve.llm import LLM
 _WARM_TOKENS = 8
 
 
-def run(subject: Subject, workloads: Sequence[Workload]) -> report.Document:
+def run(target: BenchmarkTarget, workloads: Sequence[Workload]) -> report.Document:
     """Start an engine, measure every workload, end it; the report. Raises what an LLM raises."""
-    offline.check(subject, workloads)
-    bandwidth = roofline.measure(subject.device)
-    with offline.engine(subject) as (llm, start_s):
-        results = [measure(subject, llm, workload, bandwidth) for workload in workloads]
-        return offline.document(subject, llm.facts, bandwidth, start_s, results)
+    offline.check(target, workloads)
+    bandwidth = roofline.measure(target.device)
+    with offline.engine(target) as (llm, start_s):
+        results = [measure(target, llm, workload, bandwidth) for workload in workloads]
+        return offline.document(target, llm.facts, bandwidth, start_s, results)
 
 
-def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
+def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
     """One decode workload: ms per token, ms to the first token, and the fraction of the roof."""
-    ids = prompts(workload, llm.facts.vocab_size, subject.options.seed)
+    ids = prompts(workload, llm.facts.vocab_size, target.options.seed)
     offline.seconds_of(llm, ids, min(_WARM_TOKENS, workload.output_len))
     first, whole = [], []
     for _ in range(workload.repeats):
         first.append(offline.seconds_of(llm, ids, 1))
         whole.append(offline.seconds_of(llm, ids, workload.output_len))
-    seconds = per_token(whole, first, workload.output_len)
-    least = roofline.decode_seconds(subject.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
+    seconds = seconds_per_token(whole, first, workload.output_len)
+    least = roofline.decode_seconds(target.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
     found = {
         "workload": workload.name, "requests": workload.requests, "input_len": workload.input_len,
         "output_len": workload.output_len, "tpot_ms": seconds * 1e3, "prefill_s": min(first),
@@ -45,7 +45,7 @@ def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth
     return found
 
 
-def per_token(whole: Sequence[float], first: Sequence[float], output_len: int) -> float:
+def seconds_per_token(whole: Sequence[float], first: Sequence[float], output_len: int) -> float:
     """Seconds per token after the first: (t(output_len tokens) - t(1 token)) / (output_len - 1), the best of each."""
     return (min(whole) - min(first)) / (output_len - 1)
 

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 
 from phalanx.bench import report
-from phalanx.bench.streaming_client import Sample, Target, body_of, refusal, send
+from phalanx.bench.streaming_client import Endpoint, Sample, body_of, refusal, send
 from phalanx.errors import EngineError, OptionError, RequestError
 
 PERCENTS = (50, 90, 95, 99)
@@ -72,7 +72,7 @@ class Load:
         return [[chance.randrange(_FIRST_ID, self.vocab_size) for _ in range(self.input_len)] for _ in range(self.requests)]
 
 
-def due_times(rate: float, count: int, seed: int) -> list[float]:
+def arrival_times(rate: float, count: int, seed: int) -> list[float]:
     """Seconds after the begin at which `count` requests are due: a Poisson process of this rate, the first at 0."""
     if math.isinf(rate):
         return [0.0] * count
@@ -90,22 +90,26 @@ def run(url: str, key: str | None, load: Load, offline_file: Path | None = None,
     roof are what the server's throughput is set against. (Over HTTP nobody knows the layout, and so the roof.)
     Raises EngineError when nobody answers at `url`, RequestError when nothing was answered well, OptionError for a bad file.
     """
-    target = Target.of(url, key)
+    endpoint = Endpoint.of(url, key)
     offline = None if offline_file is None else offline_row(offline_file, load)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        model, samples = runner.run(_drive(target, load))
+        model, samples = runner.run(_drive(endpoint, load))
     figures = summary(samples)
     if not figures["completed"]:
         said = {error: f": {words}" for error, words in figures["said"].items()}
         errors = ", ".join(f"{error} ({count}){said.get(error, '')}" for error, count in figures["errors"].items())
         raise RequestError(
-            f"{load.requests} requests were sent to {target.base}", held="none was answered", why=errors,
+            f"{load.requests} requests were sent to {endpoint.base}", held="none was answered", why=errors,
             next=_KEY if {"status 401", "status 403"} & figures["errors"].keys() else "",
         )  # fmt: skip
-    asked = {name: value for name, value in vars(load).items() if value is not None} | {"url": target.base, "model": model}
+    asked = {name: value for name, value in vars(load).items() if value is not None} | {"url": endpoint.base, "model": model}
     if load.rate is not None:
         asked["rate"] = "inf" if math.isinf(load.rate) else load.rate
-    return {"about": report.about(commit), "asked": asked, "results": {**figures, **against(figures["output_tok_s"], offline)}}
+    return {
+        "about": report.about(commit),
+        "asked": asked,
+        "results": {**figures, **relative_throughput(figures["output_tok_s"], offline)},
+    }
 
 
 def offline_row(path: Path, load: Load) -> dict[str, Any]:
@@ -130,25 +134,25 @@ def offline_row(path: Path, load: Load) -> dict[str, Any]:
     return row
 
 
-def against(rate: float, offline: dict[str, Any] | None) -> dict[str, float | None]:
+def relative_throughput(rate: float, offline: dict[str, Any] | None) -> dict[str, float | None]:
     """The server's throughput as fractions of the offline figure and of its roof; None where they are not known."""
     offline_rate = offline["output_tok_s"] if offline else None
     roof = offline["roof_tok_s"] if offline else None
     return {"fraction_of_offline": rate / offline_rate if offline_rate else None, "fraction_of_roof": rate / roof if roof else None}
 
 
-async def _drive(target: Target, load: Load) -> tuple[str, list[Sample]]:
-    model = load.model or await _model_of(target)
+async def _drive(endpoint: Endpoint, load: Load) -> tuple[str, list[Sample]]:
+    model = load.model or await _model_of(endpoint)
     prompts = load.prompts()
 
     async def one(number: int, due: float, tokens: int = load.output_len) -> Sample:
         body = body_of(model, prompts[number], tokens)
-        return await send(target, body, due=due, expected=tokens, timeout=load.timeout)
+        return await send(endpoint, body, due=due, expected=tokens, timeout=load.timeout)
 
     warm = range(min(load.warmup, load.requests))
     await asyncio.gather(*(one(number, time.perf_counter(), min(_WARM_TOKENS, load.output_len)) for number in warm))
     if load.rate is not None:
-        return model, await open_loop(one, due_times(load.rate, load.requests, load.seed))
+        return model, await open_loop(one, arrival_times(load.rate, load.requests, load.seed))
     assert load.concurrency is not None
     return model, await closed_loop(one, load.requests, load.concurrency)
 
@@ -174,11 +178,11 @@ async def closed_loop(one: One, requests: int, concurrency: int) -> list[Sample]
     return samples
 
 
-async def _model_of(target: Target) -> str:
+async def _model_of(endpoint: Endpoint) -> str:
     """The first model that the server names. Raises EngineError where nobody answers, RequestError where it names none."""
-    asked = f"{target.base} was asked for its models"
+    asked = f"{endpoint.base} was asked for its models"
     try:
-        async with httpx.AsyncClient(base_url=target.base, headers=target.headers, timeout=10.0) as client:
+        async with httpx.AsyncClient(base_url=endpoint.base, headers=endpoint.headers, timeout=10.0) as client:
             answer = await client.get("/v1/models")
     except httpx.TransportError as error:
         raise EngineError(asked, held=f"{type(error).__name__}: {error}", next="start it with `phalanx serve`") from None

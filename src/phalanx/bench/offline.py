@@ -32,7 +32,7 @@ METHOD: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Subject:
+class BenchmarkTarget:
     """What is measured. name: the model as it was asked for; device: "cuda" or "cpu"; gpus: how many this host shows; commit: of
     the sources, where they came without their history."""
 
@@ -45,7 +45,7 @@ class Subject:
 
 
 @contextmanager
-def subject(asked: Asked, commit: str | None = None) -> Iterator[Subject]:
+def target(asked: Asked, commit: str | None = None) -> Iterator[BenchmarkTarget]:
     """Settle what was asked for. A shape's name stands for dummy weights of that shape. Nothing is started.
 
     Raises what `build`, `locate` and `ModelShape.from_folder` raise.
@@ -58,14 +58,14 @@ def subject(asked: Asked, commit: str | None = None) -> Iterator[Subject]:
             method["load_format"] = "dummy"
         values = {**method, **asked.values, "model": folder}
         options = build(EngineOptions, Asked(values, {**dict.fromkeys(values, "the method of the bench"), **asked.origins}))
-        gpus = len(probe.look().gpus)
+        gpus = len(probe.detect_machine().gpus)
         device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
-        yield Subject(first.model, options, shape, device, gpus, commit)
+        yield BenchmarkTarget(first.model, options, shape, device, gpus, commit)
 
 
-def check(subject: Subject, workloads: Sequence[Workload]) -> None:
+def check(target: BenchmarkTarget, workloads: Sequence[Workload]) -> None:
     """Refuse, before anything is started, what the engine could not run. Raises OptionError or LayoutError."""
-    options = resolve(subject.options, subject.shape, subject.gpus).options
+    options = resolve(target.options, target.shape, target.gpus).options
     if options.max_seq_len is not None and longest(workloads) > options.max_seq_len:
         raise OptionError(
             f"requests of {longest(workloads)} tokens were asked for", held=f"max_seq_len is {options.max_seq_len}",
@@ -81,12 +81,12 @@ def check(subject: Subject, workloads: Sequence[Workload]) -> None:
 
 
 @contextmanager
-def engine(subject: Subject) -> Iterator[tuple[LLM, float]]:
+def engine(target: BenchmarkTarget) -> Iterator[tuple[LLM, float]]:
     """The running LLM, and the seconds that its start took. It has ended when the context has."""
     begin = time.perf_counter()
-    with LLM(**subject.options.model_dump()) as llm:
+    with LLM(**target.options.model_dump()) as llm:
         seconds = time.perf_counter() - begin
-        logger.info("%s is up after %.1f s", subject.name, seconds)
+        logger.info("%s is up after %.1f s", target.name, seconds)
         yield llm, seconds
 
 
@@ -104,24 +104,26 @@ def seconds_of(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int) -> f
     return seconds
 
 
-def document(subject: Subject, facts: EngineFacts, bandwidth: Bandwidth, start_s: float, results: list[Any]) -> report.Document:
+def document(
+    target: BenchmarkTarget, facts: EngineFacts, bandwidth: Bandwidth, start_s: float, results: list[Any]
+) -> report.Document:
     """The JSON report of one engine."""
     return {
-        "about": report.about(subject.commit),
-        "asked": asked_for(subject),
-        "engine": engine_facts(facts, start_s),
+        "about": report.about(target.commit),
+        "asked": requested_options(target),
+        "engine": engine_summary(facts, start_s),
         "roof": bandwidth.as_json(),
         "results": results,
     }
 
 
-def asked_for(subject: Subject) -> dict[str, Any]:
+def requested_options(target: BenchmarkTarget) -> dict[str, Any]:
     """The options that differ from an engine's defaults, and the model by the name that it was asked for."""
-    given = {name: value for name, value in subject.options if value != EngineOptions.model_fields[name].default}
-    return {**given, "model": subject.name}
+    given = {name: value for name, value in target.options if value != EngineOptions.model_fields[name].default}
+    return {**given, "model": target.name}
 
 
-def engine_facts(facts: EngineFacts, start_s: float) -> dict[str, Any]:
+def engine_summary(facts: EngineFacts, start_s: float) -> dict[str, Any]:
     pp, dp, tp = facts.layout
     slowest: dict[str, float] = {}
     for rank in facts.ranks:

@@ -24,7 +24,7 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def target(plot: str | None, json_file: Path | None) -> Path | None:
+def picture_path(plot: str | None, json_file: Path | None) -> Path | None:
     """Where the picture is to be drawn: at `plot`, else beside the report; None for nowhere. To be called before anything runs.
 
     A picture at `plot` is drawn anew. Raises OptionError where it could not be drawn, or would take the place of something else.
@@ -42,7 +42,7 @@ def target(plot: str | None, json_file: Path | None) -> Path | None:
         raise OptionError(asked, why=f"its suffix {path.suffix!r} names no kind of picture", next=f"known: {', '.join(kinds)}")
     if json_file is not None and path.resolve() == json_file.resolve():
         raise OptionError(asked, held="the report is to be written there, too", next="name another file by --json, as x.json")
-    report.try_to_write(path, asked)
+    report.require_writable(path, asked)
     if plot is None and path.exists() and not Path(str(json_file)).exists():
         raise OptionError(asked, held="a file is there, and would be lost", next="name another by --plot, or a new one by --json")
     return path
@@ -76,7 +76,7 @@ def draw(document: report.Document, path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError, RuntimeError) as error:  # the latter two: a kind for which this machine lacks a program
         cure = "the same command with --json FILE draws it from what FILE holds"
-        why = report.reason(error) if isinstance(error, OSError) else str(error)
+        why = report.os_failure(error) if isinstance(error, OSError) else str(error)
         raise PhalanxError(f"the picture was to be drawn to {str(path)!r}", why=why, next=cure) from None
 
 

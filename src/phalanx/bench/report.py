@@ -42,7 +42,7 @@ Document = dict[str, Any]
 
 def about(commit: str | None = None) -> Document:
     """Where a figure comes from. What cannot be found out is left out, or "unknown". commit: of a tree without its history."""
-    machine = probe.look()
+    machine = probe.detect_machine()
     return {
         "date": datetime.date.today().isoformat(),
         "commit": _commit() or commit or "unknown",
@@ -56,12 +56,12 @@ def about(commit: str | None = None) -> Document:
     }  # fmt: skip
 
 
-def measured(about: Document) -> Document:
+def measured_at(about: Document) -> Document:
     """For a row of a file that is extended: since when, and at which commit, it stands there."""
     return {name: about[name] for name in ("date", "commit")}
 
 
-def target(json_file: str | None, *, extends: bool = False) -> Path | None:
+def json_path(json_file: str | None, *, extends: bool = False) -> Path | None:
     """Where a report is to be written; None for "-" and for nowhere. To be called before anything runs.
 
     extends: what a file there holds is read and kept (`held`). Raises OptionError where the report could not be written, or would
@@ -72,13 +72,13 @@ def target(json_file: str | None, *, extends: bool = False) -> Path | None:
     path, asked = Path(json_file), f"the report was to be written to {json_file!r}"
     if json_file.endswith("/"):
         raise OptionError(asked, held="that is a folder", next="name a file in it")
-    try_to_write(path, asked)
+    require_writable(path, asked)
     if path.exists() and not extends:
         raise OptionError(asked, held="a file is there, and would be lost", next="name a new file")
     return path
 
 
-def try_to_write(path: Path, asked: str) -> None:
+def require_writable(path: Path, asked: str) -> None:
     """Refuse a file that cannot be written, by writing another beside it: what rights say is not all that a file system refuses.
     Leaves nothing behind. Raises OptionError that begins with `asked`."""
     missing: list[Path] = []
@@ -93,7 +93,7 @@ def try_to_write(path: Path, asked: str) -> None:
             pass
     except OSError as error:
         cure = "name a file in a folder that can be written"
-        raise OptionError(asked, held="nothing can be written there", why=reason(error), next=cure) from None
+        raise OptionError(asked, held="nothing can be written there", why=os_failure(error), next=cure) from None
     finally:
         for folder in missing:
             with contextlib.suppress(OSError):
@@ -105,7 +105,7 @@ def write(path: Path, document: Document) -> None:
     write_whole(path, json.dumps(document, indent=1) + "\n")
 
 
-def reason(error: OSError) -> str:
+def os_failure(error: OSError) -> str:
     """Why a file cannot be written, without the name of the one that was tried."""
     if isinstance(error, (FileExistsError, NotADirectoryError)):
         return "what should be its folder is a file"
@@ -120,7 +120,7 @@ def keep(path: Path | None, document: Document) -> None:
     try:
         write(path, document)
     except OSError as error:
-        logger.warning("%s cannot be written (%s); it is tried again with what comes next", path, reason(error))
+        logger.warning("%s cannot be written (%s); it is tried again with what comes next", path, os_failure(error))
 
 
 def held(path: Path | None, asked: Document) -> Document | None:
@@ -153,7 +153,7 @@ def give(document: Document, tables: Sequence[Any], json_file: str | None) -> No
     except OSError as error:
         print(json.dumps(document, indent=1))
         raise PhalanxError(
-            f"the report was to be written to {json_file!r}", why=reason(error),
+            f"the report was to be written to {json_file!r}", why=os_failure(error),
             next="its JSON went to stdout instead, behind the tables",
         ) from None  # fmt: skip
 

@@ -75,11 +75,11 @@ def round_bytes(shape: ModelShape, facts: EngineFacts, requests: float, context:
     """
     layout = _layout(facts)
     weights = weight_bytes(shape, facts.dtype) / layout.tp
-    keys = max(requests / layout.pp, 1) * seen(shape, context) * kv_token_bytes(facts)
+    keys = max(requests / layout.pp, 1) * attended_tokens(shape, context) * kv_token_bytes(facts)
     return (weights + keys) * (layout.world if facts.device.startswith("cpu") else 1)
 
 
-def seen(shape: ModelShape, context: float) -> float:
+def attended_tokens(shape: ModelShape, context: float) -> float:
     """Of so many tokens, those that a layer looks back over: its window at most; the mean over the layers."""
     windows = shape.windows or (None,)
     return sum(min(context, window or context) for window in windows) / len(windows)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bench import latency, offline, report, roofline, throughput
-from phalanx.bench.offline import Subject
+from phalanx.bench.offline import BenchmarkTarget
 from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, parse
 from phalanx.errors import CapacityError, OptionError, PhalanxError
@@ -24,13 +24,13 @@ DEFAULT_SIZES = "1,2,4,8,1x2,2x2,4x2"
 OK, OOM, NO_GPUS, FAILED = "ok", "OOM", "no GPUs", "failed"
 
 Row = dict[str, Any]
-Measure = Callable[[Subject, Sequence[Workload], Bandwidth], Row]
+Measure = Callable[[BenchmarkTarget, Sequence[Workload], Bandwidth], Row]
 
 _SIZE = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
 _MEMORY = re.compile(r"out of memory|OutOfMemory|CUDA_ERROR_OUT_OF_MEMORY|cannot allocate memory", re.I)
 
 
-def sizes_of(text: str) -> list[tuple[int, int]]:
+def parse_sizes(text: str) -> list[tuple[int, int]]:
     """ "1,4,2x2" -> [(1, 1), (4, 1), (2, 2)]: (tp, pp). Raises OptionError."""
     found = [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
     if not all(found):
@@ -39,7 +39,7 @@ def sizes_of(text: str) -> list[tuple[int, int]]:
 
 
 def run(
-    subject: Subject, sizes: Sequence[tuple[int, int]], batch: Workload, *decodes: Workload, json_file: Path | None = None,
+    target: BenchmarkTarget, sizes: Sequence[tuple[int, int]], batch: Workload, *decodes: Workload, json_file: Path | None = None,
     measure: Measure | None = None,
 ) -> report.Document:  # fmt: skip
     """Measure each size that `json_file` does not hold yet, and write there after each; the report.
@@ -48,34 +48,34 @@ def run(
     error. Raises OptionError where the file holds another model, workload or options.
     """
     wanted = [batch, *decodes]
-    offline.check(_sized(subject, 1, 1), wanted)
-    asked = offline.asked_for(subject)
+    offline.check(_sized(target, 1, 1), wanted)
+    asked = offline.requested_options(target)
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         asked.pop(name, None)
     asked |= {"workloads": [workload.name for workload in wanted]}
     rows: list[Row] = (report.held(json_file, asked) or {"rows": []})["rows"]
     bandwidth: Bandwidth | None = None
     document: report.Document = {}
-    about = report.about(subject.commit)
+    about = report.about(target.commit)
     for tp, pp in sizes:
         if not any((row["tp"], row["pp"]) == (tp, pp) and row["status"] != FAILED for row in rows):
-            if bandwidth is None and _present(subject, tp * pp):
-                bandwidth = roofline.measure(subject.device)
+            if bandwidth is None and _present(target, tp * pp):
+                bandwidth = roofline.measure(target.device)
             rows = [row for row in rows if (row["tp"], row["pp"]) != (tp, pp)]
-            row = _row(_sized(subject, tp, pp), wanted, bandwidth or Bandwidth(None), measure or measure_size)
-            rows.append({**row, "measured": report.measured(about)})
+            row = _row(_sized(target, tp, pp), wanted, bandwidth or Bandwidth(None), measure or measure_size)
+            rows.append({**row, "measured": report.measured_at(about)})
         document = {"about": about, "asked": asked, "rows": with_efficiency(rows)}
         report.keep(json_file, document)
     return document
 
 
-def measure_size(subject: Subject, workloads: Sequence[Workload], bandwidth: Bandwidth) -> Row:
+def measure_size(target: BenchmarkTarget, workloads: Sequence[Workload], bandwidth: Bandwidth) -> Row:
     """Throughput and latencies of one size, through an engine of its own."""
     batch, *decodes = workloads
-    with offline.engine(subject) as (llm, start_s):
-        steps = [latency.measure(subject, llm, decode, bandwidth) for decode in decodes]
+    with offline.engine(target) as (llm, start_s):
+        steps = [latency.measure(target, llm, decode, bandwidth) for decode in decodes]
         fast = steps[0]
-        many = throughput.measure(subject, llm, batch, bandwidth)
+        many = throughput.measure(target, llm, batch, bandwidth)
         return {
             "output_tok_s": many["output_tok_s"], "tpot_ms": fast["tpot_ms"], "preemptions": many["preemptions"],
             "fraction_of_roof": {"throughput": many["fraction_of_roof"], "latency": fast["fraction_of_roof"]},
@@ -83,39 +83,39 @@ def measure_size(subject: Subject, workloads: Sequence[Workload], bandwidth: Ban
                 row["workload"]: {name: row[name] for name in ("tpot_ms", "output_tok_s", "prefill_s", "fraction_of_roof")}
                 for row in steps
             },
-            "roof": bandwidth.as_json(), "engine": offline.engine_facts(llm.facts, start_s),
+            "roof": bandwidth.as_json(), "engine": offline.engine_summary(llm.facts, start_s),
         }  # fmt: skip
 
 
-def _row(subject: Subject, workloads: Sequence[Workload], bandwidth: Bandwidth, measure: Measure) -> Row:
-    options = subject.options
+def _row(target: BenchmarkTarget, workloads: Sequence[Workload], bandwidth: Bandwidth, measure: Measure) -> Row:
+    options = target.options
     row: Row = {
         "tp": options.tensor_parallel_size, "pp": options.pipeline_parallel_size, "gpus": options.world_size,
         "nodes": options.nnodes,
     }  # fmt: skip
-    if not _present(subject, options.world_size):
-        return {**row, "status": NO_GPUS, "why": f"{options.world_size} ranks, and this host shows {subject.gpus} GPUs"}
+    if not _present(target, options.world_size):
+        return {**row, "status": NO_GPUS, "why": f"{options.world_size} ranks, and this host shows {target.gpus} GPUs"}
     offline.logger.info("tp %d, pp %d", row["tp"], row["pp"])
     try:
-        return {**row, "status": OK, **measure(subject, workloads, bandwidth)}
+        return {**row, "status": OK, **measure(target, workloads, bandwidth)}
     except PhalanxError as error:
-        status = OOM if does_not_fit(error) else FAILED
+        status = OOM if is_out_of_memory(error) else FAILED
         offline.logger.warning("tp %d, pp %d: %s: %s", row["tp"], row["pp"], status, error)
         return {**row, "status": status, "why": str(error)}
 
 
-def does_not_fit(error: PhalanxError) -> bool:
+def is_out_of_memory(error: PhalanxError) -> bool:
     """Whether an error says that there is too little memory: the budget's own, or a rank that ran out of it."""
     return isinstance(error, CapacityError) or bool(_MEMORY.search(str(error)))
 
 
-def _present(subject: Subject, ranks: int) -> bool:
-    return subject.device != "cuda" or ranks // subject.options.nnodes <= subject.gpus
+def _present(target: BenchmarkTarget, ranks: int) -> bool:
+    return target.device != "cuda" or ranks // target.options.nnodes <= target.gpus
 
 
-def _sized(subject: Subject, tp: int, pp: int) -> Subject:
-    options = subject.options.model_copy(update={"tensor_parallel_size": tp, "pipeline_parallel_size": pp})
-    return dataclasses.replace(subject, options=options)
+def _sized(target: BenchmarkTarget, tp: int, pp: int) -> BenchmarkTarget:
+    options = target.options.model_copy(update={"tensor_parallel_size": tp, "pipeline_parallel_size": pp})
+    return dataclasses.replace(target, options=options)
 
 
 # ---- what it means ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.report import reason
+from phalanx.bench.report import os_failure
 from phalanx.errors import OptionError
 
 _LLAMA_3: dict[str, Any] = {
@@ -79,7 +79,7 @@ def write(name: str, folder: Path) -> Path:
         for path in written:
             with contextlib.suppress(OSError):
                 path.unlink()
-        raise OptionError(asked, why=reason(error), next="name a new folder, where files can be written") from None
+        raise OptionError(asked, why=os_failure(error), next="name a new folder, where files can be written") from None
     return folder
 
 

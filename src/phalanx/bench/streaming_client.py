@@ -60,7 +60,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 @dataclass(frozen=True)
-class Target:
+class Endpoint:
     """A server, by the URL of its API's root (with or without /v1)."""
 
     host: str
@@ -70,7 +70,7 @@ class Target:
     key: str | None = None
 
     @classmethod
-    def of(cls, url: str, key: str | None = None) -> Target:
+    def of(cls, url: str, key: str | None = None) -> Endpoint:
         """Raises OptionError for what is no http or https URL."""
         try:
             parts = urlsplit(url)
@@ -111,17 +111,17 @@ def body_of(model: str, token_ids: Sequence[int], output_len: int) -> dict[str, 
     }  # fmt: skip
 
 
-async def send(target: Target, body: dict[str, Any], *, due: float, expected: int, timeout: float) -> Sample:
+async def send(endpoint: Endpoint, body: dict[str, Any], *, due: float, expected: int, timeout: float) -> Sample:
     """Send a request and read its answer to the end. Never raises for what the server or the network does: `Sample.error` says.
 
     expected: the new tokens that there must be; another number is an error.
     """
     loop = asyncio.get_running_loop()
-    answer = _Answer(Sample(due), target.request(body), loop.create_future())
+    answer = _Answer(Sample(due), endpoint.request(body), loop.create_future())
     try:
         async with asyncio.timeout(timeout):
             await loop.create_connection(
-                lambda: answer, target.host, target.port, ssl=ssl.create_default_context() if target.tls else None
+                lambda: answer, endpoint.host, endpoint.port, ssl=ssl.create_default_context() if endpoint.tls else None
             )
             await answer.done
     except TimeoutError:

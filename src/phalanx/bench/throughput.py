@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.bench import offline, report, roofline
-from phalanx.bench.offline import Subject
+from phalanx.bench.offline import BenchmarkTarget
 from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
@@ -15,21 +15,21 @@ from phalanx.serve.llm import LLM
 _WARM_TOKENS = 4
 
 
-def run(subject: Subject, workloads: Sequence[Workload]) -> report.Document:
+def run(target: BenchmarkTarget, workloads: Sequence[Workload]) -> report.Document:
     """Start an engine, measure every workload, end it; the report. Raises what an LLM raises."""
-    offline.check(subject, workloads)
-    bandwidth = roofline.measure(subject.device)
-    with offline.engine(subject) as (llm, start_s):
-        results = [measure(subject, llm, workload, bandwidth) for workload in workloads]
-        return offline.document(subject, llm.facts, bandwidth, start_s, results)
+    offline.check(target, workloads)
+    bandwidth = roofline.measure(target.device)
+    with offline.engine(target) as (llm, start_s):
+        results = [measure(target, llm, workload, bandwidth) for workload in workloads]
+        return offline.document(target, llm.facts, bandwidth, start_s, results)
 
 
-def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
+def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
     """One batch workload: output and total tokens per second, what the scheduler had to do for it, and the fraction of the roof.
 
     It is not the engine's first work: a few tokens each for as many of its prompts as fill a step go before it, and are not timed.
     """
-    ids = prompts(workload, llm.facts.vocab_size, subject.options.seed)
+    ids = prompts(workload, llm.facts.vocab_size, target.options.seed)
     # What libraries load and choose for a size at its first product is no part of a rate.
     warm = min(workload.requests, llm.facts.max_num_tokens // workload.input_len + 1)
     offline.seconds_of(llm, ids[:warm], min(_WARM_TOKENS, workload.output_len))
@@ -37,7 +37,7 @@ def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth
     for _ in range(workload.repeats):
         times.append(offline.seconds_of(llm, ids, workload.output_len))
     after, seconds = llm.stats(), min(times)
-    least = roofline.batch_seconds(subject.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
+    least = roofline.batch_seconds(target.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
     made = workload.requests * workload.output_len
     found = {
         "workload": workload.name, "requests": workload.requests, "input_len": workload.input_len,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.resolve import Resolved, resolve
-from phalanx.hardware.probe import look
+from phalanx.hardware.probe import detect_machine
 from phalanx.plan.layout import Layout, require_suits
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def make(options: EngineOptions) -> Executor:
     Raises LayoutError, before anything starts, when this host has too few GPUs for its ranks or the ranks do not spread evenly over
     the nodes.
     """
-    from phalanx.engine.ranks.executor import RankExecutor
+    from phalanx.executor.rank_executor import RankExecutor
 
     return RankExecutor(options)
 
@@ -73,7 +73,7 @@ def join(options: EngineOptions, *, local_rank: int = 0) -> int:
     rank: nnodes = WORLD_SIZE, node_rank = RANK, `local_rank` = LOCAL_RANK (the first GPU to use), master_addr = MASTER_ADDR, and
     master_port = MASTER_PORT + 1, since torchrun itself listens on MASTER_PORT (and the second of our ports is the one after).
     """
-    from phalanx.engine.ranks.node import Node
+    from phalanx.executor.node import Node
 
     _, settled = settle(options)
     return Node(settled.options, local_rank).run()
@@ -85,7 +85,7 @@ def settle(options: EngineOptions) -> tuple[ModelShape, Resolved]:
     Raises OptionError, LayoutError or ModelError for what cannot be.
     """
     shape = ModelShape.from_folder(locate(options.model, options.revision))
-    settled = resolve(options, shape, len(look().gpus))
+    settled = resolve(options, shape, len(detect_machine().gpus))
     layout = Layout(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size)
     require_suits(layout, shape)
     return shape, settled

@@ -33,7 +33,7 @@ from phalanx.engine.loop import BEAT_SECONDS, Loop, decode_to_engine
 from phalanx.engine.messages import Beat, EngineFacts, Failed, FromEngine, Shutdown, Started, Stopped
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError, PhalanxError
-from phalanx.hardware.probe import look
+from phalanx.hardware.probe import detect_machine
 
 logger = log.get_logger(__name__)
 
@@ -164,7 +164,7 @@ def _settle(asked: EngineOptions, config: dict[str, Any]) -> tuple[ModelShape, E
             num_layers=asked.pipeline_parallel_size, num_heads=1, num_kv_heads=1, head_dim=1,
             max_positions=asked.max_seq_len or 2048, eos_token_ids=tuple(fake.get("eos_token_ids", ())),
         )  # fmt: skip
-        resolved = resolve(asked, shape, len(look().gpus))
+        resolved = resolve(asked, shape, len(detect_machine().gpus))
     return shape, resolved.options, dict(resolved.reasons)
 
 

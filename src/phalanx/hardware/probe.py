@@ -44,7 +44,7 @@ class Machine:
     failures: dict[str, str] = field(default_factory=dict)
 
 
-def look(visible: str | None = None) -> Machine:
+def detect_machine(visible: str | None = None) -> Machine:
     """Look at this host. `visible`: which GPUs count, as CUDA_VISIBLE_DEVICES would say; None takes that variable, which is
     part of what the machine is to this process: CUDA itself obeys it."""
     failures: dict[str, str] = {}

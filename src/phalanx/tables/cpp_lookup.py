@@ -20,7 +20,7 @@ from phalanx.tables import seed as seeds
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS, TP_SIZES
 from phalanx.tables.message import DTYPE_BYTES, Fusion
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
-from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tables.table import HiddenRange, Section, Span, Table
 
 _TYPE = "AllReduceBestStrategyTableType"
 _NAME = re.compile(r"\bAllReduceBestStrategyTableSM(\d+)\s*=\s*(?=\{)")
@@ -183,16 +183,16 @@ def _axis(name: str, length: int, axes: dict[str, tuple[int, ...]], usual: tuple
 
 def tables_of(lookup: Lookup, link: str, dtype: str = "bf16") -> dict[int, Table]:
     """One table of ours for each TP size; between two points the nearer one (by ratio) answers, outside the seed."""
-    made = {"by": f"imported from a look-up table of sm{lookup.sm}"}
+    provenance = {"by": f"imported from a look-up table of sm{lookup.sm}"}
     hidden, tokens = _ranges(lookup.hidden), _ranges(lookup.tokens)
     tables = {}
     for tp, by_fusion in zip(lookup.tp_sizes, lookup.values, strict=True):
         sections = []
         for fusion, rows in zip(lookup.fusions, by_fusion, strict=True):
-            ranged = (Row(*ends, _spans(row, tokens)) for ends, row in zip(hidden, rows, strict=True))
+            ranged = (HiddenRange(*ends, _spans(row, tokens)) for ends, row in zip(hidden, rows, strict=True))
             sections.append(Section(dtype, fusion, tuple(ranged)))
         fingerprint = Fingerprint(lookup.sm, link, tp)
-        tables[tp] = Table(fingerprint, tuple(sections), seeds.default(fingerprint), made)
+        tables[tp] = Table(fingerprint, tuple(sections), seeds.default(fingerprint), provenance)
     return tables
 
 

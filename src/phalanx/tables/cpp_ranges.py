@@ -148,7 +148,7 @@ def _table(table: Table, number: int, lines: list[str]) -> str:
 
 def _section(section: Section, name: str, lines: list[str]) -> str:
     rows = []
-    for index, row in enumerate(section.rows):
+    for index, row in enumerate(section.hidden_ranges):
         spans = [
             f"{{{span.first}, {span.last}, {int(span.choice.strategy)}, {_bool(span.choice.fuses(section.fusion))}}}"
             for span in row.spans

@@ -88,5 +88,5 @@ def advice(fingerprint: Fingerprint, folder: Path | None = None) -> str:
 
 def mean_gain(table: Table) -> float:
     """Geometric mean of the spans' gains over the incumbent."""
-    gains = [span.gain for section in table.sections for row in section.rows for span in row.spans if span.gain]
+    gains = [span.gain for section in table.sections for row in section.hidden_ranges for span in row.spans if span.gain]
     return math.exp(sum(map(math.log, gains)) / len(gains)) if gains else 1.0

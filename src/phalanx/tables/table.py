@@ -45,7 +45,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class HiddenRange:
     """first..last hidden sizes, both included, and their spans by rising tokens; a gap between spans is unmeasured."""
 
     first: int
@@ -59,7 +59,7 @@ class Section:
 
     dtype: str
     fusion: Fusion
-    rows: tuple[Row, ...]
+    hidden_ranges: tuple[HiddenRange, ...]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Table:
     fingerprint: Fingerprint
     sections: tuple[Section, ...]
     seed: Seed
-    made: dict[str, str] = field(default_factory=dict, compare=False)
+    provenance: dict[str, str] = field(default_factory=dict, compare=False)
     _answers: dict[tuple[str, Fusion, int, int], Entry] = field(default_factory=dict, init=False, repr=False, compare=False)
     _found: dict[tuple[str, Fusion], _Index | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -84,8 +84,8 @@ class Table:
             where = f"{self.fingerprint} {section.dtype} {section.fusion.name}"
             if section.dtype not in DTYPE_BYTES:
                 raise TableError(f"{where}: unknown dtype", next=f"known: {', '.join(DTYPE_BYTES)}")
-            _check_ranges([(row.first, row.last) for row in section.rows], f"{where}: hidden sizes")
-            for row in section.rows:
+            _check_ranges([(row.first, row.last) for row in section.hidden_ranges], f"{where}: hidden sizes")
+            for row in section.hidden_ranges:
                 _check_ranges([(span.first, span.last) for span in row.spans], f"{where} hidden {row.first}: tokens")
 
     def lookup(self, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> Entry:
@@ -120,7 +120,7 @@ class Table:
         return hashlib.sha256(decides.encode()).hexdigest()
 
     def deciding(self) -> dict[str, Any]:
-        """All that decides, as plain data: the file without `made`."""
+        """All that decides, as plain data: the file without `provenance`."""
         fingerprint = {"sm": self.fingerprint.sm, "link": self.fingerprint.link, "world": self.fingerprint.world}
         seed = {
             "origin": self.seed.origin,
@@ -134,7 +134,7 @@ class Table:
                 "fusion": section.fusion.name,
                 "rows": [
                     {"hidden": [row.first, row.last], "spans": [[s.first, s.last, str(s.choice), s.gain] for s in row.spans]}
-                    for row in section.rows
+                    for row in section.hidden_ranges
                 ],
             }
             for section in self.sections
@@ -163,10 +163,10 @@ class _Index:
     """A section laid out for bisection, its answers ready."""
 
     def __init__(self, section: Section, dtype: str, fusion: Fusion, fingerprint: Fingerprint) -> None:
-        self._rows = [row.first for row in section.rows]
-        self._ends = [row.last for row in section.rows]
-        self._spans = [[span.first for span in row.spans] for row in section.rows]
-        self._span_ends = [[span.last for span in row.spans] for row in section.rows]
+        self._rows = [row.first for row in section.hidden_ranges]
+        self._ends = [row.last for row in section.hidden_ranges]
+        self._spans = [[span.first for span in row.spans] for row in section.hidden_ranges]
+        self._span_ends = [[span.last for span in row.spans] for row in section.hidden_ranges]
         proxy = "" if (section.dtype, section.fusion) == (dtype, fusion) else f" with {section.dtype} {section.fusion.name}"
 
         def entry(span: Span) -> Entry:
@@ -178,7 +178,7 @@ class _Index:
             reason = f"table of {fingerprint}{proxy}, {span.first}..{span.last} tokens{won}"
             return Entry(span.choice.strategy, span.choice.fuses(fusion), "table", reason)
 
-        self._entries = [[entry(span) for span in row.spans] for row in section.rows]
+        self._entries = [[entry(span) for span in row.spans] for row in section.hidden_ranges]
 
     def find(self, tokens: int, hidden: int) -> Entry | None:
         row = bisect_right(self._rows, hidden) - 1

@@ -20,7 +20,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import Latency, Seed
 from phalanx.tables.strategy import Choice
-from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tables.table import HiddenRange, Section, Span, Table
 
 _FORMAT, _VERSION = "phalanx-allreduce-table", 1
 
@@ -43,7 +43,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def dumps(table: Table) -> str:
     """The text of the file. Sections and rows one a line, so that two tables can be compared by eye."""
-    head = {"format": _FORMAT, "version": _VERSION, "digest": table.digest, "made": table.made}
+    head = {"format": _FORMAT, "version": _VERSION, "digest": table.digest, "made": table.provenance}
     plain = table.deciding()
     lines = ["{"]
     lines += [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -106,7 +106,7 @@ def _section(data: Any) -> Section:
         row = _fields(item, f"{where}: a row", hidden=list, spans=list)
         first, last = _values(row["hidden"], f"{where}: hidden", int, int)
         spans = [_values(span, f"{where}: a span", int, int, str, float) for span in row["spans"]]
-        rows.append(Row(first, last, tuple(Span(a, b, Choice.parse(choice), gain) for a, b, choice, gain in spans)))
+        rows.append(HiddenRange(first, last, tuple(Span(a, b, Choice.parse(choice), gain) for a, b, choice, gain in spans)))
     return Section(section["dtype"], Fusion.named(section["fusion"]), tuple(rows))
 
 

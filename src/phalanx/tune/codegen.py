@@ -37,12 +37,12 @@ def decided(benches: list[Bench], link: str | None = None) -> list[Decided]:
     for bench in benches:
         fingerprint = bench.fingerprint(link)
         seed = fit_seed(bench.times, fingerprint)
-        made = dict(bench.facts)
+        provenance = dict(bench.facts)
         table = decide(bench.times, fingerprint, samples=bench.samples, seed=seed)
         for name, held in (("regret of the table", regret(bench.times, table)), ("regret of the seed", regret(bench.times, seed))):
             if held is not None:
-                made[name] = str(held)
-        table = Table(fingerprint, table.sections, seed, made)
+                provenance[name] = str(held)
+        table = Table(fingerprint, table.sections, seed, provenance)
         plain = decide(bench.times, fingerprint, samples=bench.samples, seed=seed, expressible=True)
         found.append(Decided(bench, table, plain))
     return found

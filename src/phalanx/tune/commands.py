@@ -18,7 +18,7 @@ from phalanx.tables import cpp_lookup, shipped
 from phalanx.tables.grid import TP_SIZES
 from phalanx.tables.message import Fusion, dtype_named
 from phalanx.tables.strategy import INCUMBENT, SUPPORTED, Strategy
-from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tables.table import HiddenRange, Section, Span, Table
 from phalanx.tables.table_file import load, save
 from phalanx.tune import preflight
 from phalanx.tune.ranks.external_launcher import Place
@@ -248,13 +248,17 @@ def _runnable(table: Table) -> tuple[Table, int]:
         return Span(span.first, span.last, INCUMBENT)
 
     sections = tuple(
-        Section(s.dtype, s.fusion, tuple(Row(row.first, row.last, tuple(one(span) for span in row.spans)) for row in s.rows))
+        Section(
+            s.dtype,
+            s.fusion,
+            tuple(HiddenRange(row.first, row.last, tuple(one(span) for span in row.spans)) for row in s.hidden_ranges),
+        )
         for s in table.sections
     )
     models = {f: {c: m for c, m in held.items() if c.strategy in SUPPORTED} for f, held in table.seed.models.items()}
     default = shipped.seed_for(table.fingerprint)
     seed = type(table.seed)(table.seed.origin, {f: held or default.models[f] for f, held in models.items()})
-    return Table(table.fingerprint, sections, seed, table.made), replaced
+    return Table(table.fingerprint, sections, seed, table.provenance), replaced
 
 
 def _device(asked: str) -> tuple[str, int]:
@@ -272,9 +276,9 @@ def _device(asked: str) -> tuple[str, int]:
 def _gpu_count() -> int:
     """GPUs that ranks would see, without a CUDA context here."""
     try:
-        from phalanx.hardware.probe import look
+        from phalanx.hardware.probe import detect_machine
 
-        return len(look().gpus)
+        return len(detect_machine().gpus)
     except ImportError:  # without NVML's bindings, as on a machine that has torch only
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
@@ -317,9 +321,9 @@ def _named_sizes(asked: str, device: str, count: int) -> list[int]:
 def _sm() -> int | None:
     """The SM version of this machine's GPUs, where it can be had without a CUDA context."""
     try:
-        from phalanx.hardware.probe import look
+        from phalanx.hardware.probe import detect_machine
 
-        return next((gpu.sm for gpu in look().gpus), None)
+        return next((gpu.sm for gpu in detect_machine().gpus), None)
     except ImportError:
         return None
 

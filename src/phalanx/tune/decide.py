@@ -13,7 +13,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import Seed
 from phalanx.tables.strategy import INCUMBENT, Choice
-from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tables.table import HiddenRange, Section, Span, Table
 from phalanx.tune.fit import by_cell, fit_seed
 from phalanx.tune.sweep import Task
 
@@ -46,7 +46,7 @@ def decide(
     samples: Mapping[Task, Sequence[float]] | None = None,
     expressible: bool = False,
     seed: Seed | None = None,
-    made: dict[str, str] | None = None,
+    provenance: dict[str, str] | None = None,
 ) -> Table:
     """The table of one machine. expressible: only choices that TensorRT-LLM's table can say (none unfused).
 
@@ -80,7 +80,7 @@ def decide(
         }
         chosen = agree(grid, allowed)
         sections.append(Section(dtype, fusion, _rows(grid, chosen)))
-    return Table(fingerprint, tuple(sections), seed or fit_seed(times, fingerprint), made or {})
+    return Table(fingerprint, tuple(sections), seed or fit_seed(times, fingerprint), provenance or {})
 
 
 def within_noise(measured: Times, margin: Callable[[Choice, Choice], float]) -> list[Choice]:
@@ -121,11 +121,11 @@ def agree(grid: dict[int, dict[int, Times]], allowed: dict[int, dict[int, list[C
     return chosen
 
 
-def _rows(grid: dict[int, dict[int, Times]], chosen: dict[int, dict[int, Choice]]) -> tuple[Row, ...]:
+def _rows(grid: dict[int, dict[int, Times]], chosen: dict[int, dict[int, Choice]]) -> tuple[HiddenRange, ...]:
     sizes = sorted(chosen)
     rows = []
     for (first, last), hidden in zip(ranges(sizes, _BRIDGED_HIDDEN, _middle), sizes, strict=True):
-        rows.append(Row(first, last, _spans(grid[hidden], chosen[hidden])))
+        rows.append(HiddenRange(first, last, _spans(grid[hidden], chosen[hidden])))
     return tuple(rows)
 
 

@@ -28,7 +28,7 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
     if table.sections:
         incumbent = Choice(Strategy.NCCL).name(machine.sm)
         yield f"table sha256:{table.digest[:16]}..., {mean_gain(table):.2f}x the speed of {incumbent} on average"
-        yield from (f"  {name}: {text}" for name, text in table.made.items())
+        yield from (f"  {name}: {text}" for name, text in table.provenance.items())
     else:
         yield f"no table: the seed decides everywhere ({table.seed.origin})"
     yield from _owners(decide, dtype, hidden, fusions)

@@ -190,8 +190,8 @@ def _panels(frame: DataFrame, count: int, title: str) -> tuple[Figure, list[Axes
     width = max(5.5, 0.72 * len(tokens) + 1.2) * columns + 1.6
     height = max(2.4, 0.42 * len(hidden) + 1.0) * rows + 1.1
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    made = figure.subplots(rows, columns, squeeze=False)
-    panels = list(made.flat)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    panels = list(grid.flat)
     for spare in panels[count:]:
         spare.set_visible(False)
     for axes in panels[:count]:

@@ -146,9 +146,9 @@ def _tensors(task: Task, device: torch.device) -> tuple[torch.Tensor, ResidualRm
 
 def _kernel_type() -> Any:
     """The class whose `run` every launch goes through."""
-    from phalanx.kernels import allreduce_oneshot
+    from phalanx.kernels.allreduce import oneshot
 
-    return type(allreduce_oneshot.oneshot)
+    return type(oneshot.oneshot)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.engine.ranks.graphs import Rerun
-from phalanx.engine.ranks.ready import budget, rehearsal
-from phalanx.engine.ranks.ready.rehearsal import rehearse
-from phalanx.engine.runner import Runner
+from phalanx.worker.cuda_graphs import Rerun
+from phalanx.worker import warmup
+from phalanx.worker import memory_profile
+from phalanx.worker.warmup import rehearse
+from phalanx.worker.model_runner import Runner
 from phalanx.hardware.probe import Machine
 from phalanx.models import registry
 from phalanx.models.llama import DecoderLayer
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.engine.drive import BLOCK, expected, prompts
 from tests.engine.ranks.test_graphs import SLOTS, Counting, drive, make_runner
 
@@ -76,13 +77,13 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch, kept: bool) -> Kernels:
     def ahead() -> Iterator[Kernels]:
         yield kernels
 
-    monkeypatch.setattr(rehearsal, "ahead", ahead)
-    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: True)
+    monkeypatch.setattr(warmup, "ahead", ahead)
+    monkeypatch.setattr(warmup, "can_compile_ahead", lambda: True)
     return kernels
 
 
 def steps_of(runner: Runner) -> list[Any]:
-    return budget.largest_steps(max_num_tokens=64, max_seq_len=128, max_batch_size=runner.most_rows, block_size=BLOCK)
+    return memory_profile.largest_steps(max_num_tokens=64, max_seq_len=128, max_batch_size=runner.most_rows, block_size=BLOCK)
 
 
 def test_every_step_goes_through_the_first_layer_and_the_last(
@@ -125,7 +126,7 @@ def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[Deco
     with_kernels(monkeypatch, kept=False)
     assert rehearse(runner, steps_of(runner), OneCannot(), CPU, 64, lambda *_: None) == 0
     assert rehearse(runner, steps_of(runner), Solo(), CPU, 1, lambda *_: None) == 0  # there is nothing to gain
-    monkeypatch.setattr(rehearsal, "can_compile_ahead", lambda: False)
+    monkeypatch.setattr(warmup, "can_compile_ahead", lambda: False)
     assert rehearse(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
     assert not forwards
 
@@ -164,8 +165,8 @@ def test_processes_share_cores_and_memory(
     cores: int, gib: int, ranks: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = Machine((), 512 << 30, gib << 30, cores)
-    monkeypatch.setattr(rehearsal.hardware, "look", lambda: host)
-    assert rehearsal.processes_of(ranks) == processes
+    monkeypatch.setattr(warmup.hardware, "detect_machine", lambda: host)
+    assert warmup.processes_of(ranks) == processes
 
 
 def test_layers_of_other_kinds_stay(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from phalanx import hardware
 from phalanx.comm.group import Group
 from phalanx.engine.messages import StepBatch
-from phalanx.engine.runner import Runner
+from phalanx.worker.model_runner import Runner
 from phalanx.kernels.compiling.ahead import ahead, can_compile_ahead
 
 MOST_PROCESSES = 16
@@ -21,7 +21,7 @@ PROCESS_BYTES = 512 << 20
 
 def processes_of(local_ranks: int) -> int:
     """How many processes each of a host's ranks may compile with: as many as its share of the cores, and of what memory is left."""
-    host = hardware.look()
+    host = hardware.detect_machine()
     return min(host.cores // local_ranks, host.free_host_memory // (PROCESS_BYTES * local_ranks), MOST_PROCESSES)
 
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.config.options import EngineOptions
 from phalanx.engine.messages import Admission, Row, Step, StepBatch
-from phalanx.engine.ranks.executor import RankExecutor
+from phalanx.executor.rank_executor import RankExecutor
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError, RankDied, RankStalled, WeightError
 from phalanx.hardware.probe import Gpu, Machine
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 from tests.engine.drive import GREEDY, await_results, options
 
 PARENT = """
@@ -171,7 +171,7 @@ def test_what_is_wrong_with_the_weights_reaches_the_caller(
 
 def test_more_ranks_than_gpus_start_nothing(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     gpus = tuple(Gpu(i, f"GPU-{i}", "NVIDIA H200", 90, 1, 1) for i in range(2))
-    monkeypatch.setattr("phalanx.hardware.look", lambda: Machine(gpus, 1, 1, 1))
+    monkeypatch.setattr("phalanx.hardware.detect_machine", lambda: Machine(gpus, 1, 1, 1))
     with pytest.raises(LayoutError, match=r"4 ranks.*node 0 has 2 GPUs.*at most 2"):
         RankExecutor(options(folder, device="cuda", tensor_parallel_size=4))
     RankExecutor(options(folder, device="cuda", tensor_parallel_size=2)).shutdown()
@@ -227,5 +227,5 @@ def test_an_error_inside_a_rank_names_it(make_executor: Make) -> None:
 
 
 def test_torch_stays_out_of_the_engines_process() -> None:
-    code = "import sys, phalanx.engine.ranks.executor, phalanx.engine.ranks.node; sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.executor.rank_executor, phalanx.executor.node; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -17,7 +17,7 @@ from phalanx.log import get_logger
 
 log = get_logger(__name__)
 
-WORKER = "phalanx.engine.ranks.worker"
+WORKER = "phalanx.worker.worker"
 KERNEL_FOLDERS = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer"}
 """The variable by which each compiler learns where it keeps kernels, and the subfolder of kernel_cache_dir that it is given."""
 
@@ -50,7 +50,7 @@ def require_devices(host: Host, device: str) -> None:
     """Raise LayoutError when the host has too few GPUs for its ranks: how many there are, and what fits."""
     if device != "cuda":
         return
-    machine = hardware.look()
+    machine = hardware.detect_machine()
     needed = host.first_device + len(host.ranks)
     if needed > len(machine.gpus):
         why = machine.failures.get("gpus", "each rank needs a GPU of its own")

@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-PTX, SMS = 90, 132
+SM, NUM_SMS = 90, 132
 
 
 class Variant(NamedTuple):
@@ -36,7 +36,7 @@ class _Driver:
     """What Triton asks of a driver before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", PTX, 32)
+        return GPUTarget("cuda", SM, 32)
 
     def get_current_device(self) -> str:
         return "noted"  # compiled kernels are kept by device: nobody finds those of other tests here
@@ -63,14 +63,15 @@ def _seems_on_gpu(tensor: torch.Tensor) -> bool:
 def noted() -> Iterator[set[Variant]]:
     """Inside, kernels take CPU tensors, and the variants that launches ask for are in the set."""
     from phalanx import kernels
-    from phalanx.kernels import sampling
-    from phalanx.kernels.products import blocks, knows_gluon
+    from phalanx.kernels.sampling import sampling
+    from phalanx.kernels.gemm import has_gluon
+    from phalanx.kernels.gemm import block_gemm
     from phalanx.models.layers import embedding
 
     for found in pkgutil.walk_packages(kernels.__path__, "phalanx.kernels."):
-        if knows_gluon() or not found.name.endswith(".few_rows"):
+        if has_gluon() or not found.name.endswith(".few_rows"):
             import_module(found.name)  # before anything is patched that a room would import and keep
-    scaled_mm = import_module("phalanx.kernels.scaled_mm")  # the room has a function of that name
+    scaled_mm = import_module("phalanx.kernels.gemm.scaled_mm")  # the room has a function of that name
     variants: set[Variant] = set()
 
     def note(self: Any, key: str, *_: Any) -> None:
@@ -93,15 +94,15 @@ def noted() -> Iterator[set[Variant]]:
         patch.setattr(torch.Tensor, "is_cuda", property(_seems_on_gpu), raising=False)
         for name, module in list(sys.modules.items()):
             if name.startswith("phalanx.kernels") and hasattr(module, "capability"):
-                patch.setattr(module, "capability", lambda device: PTX)
+                patch.setattr(module, "capability", lambda device: SM)
         patch.setattr(scaled_mm, "has_fp8_products", lambda device: True)
         patch.setattr(scaled_mm, "has_fp8_kernels", lambda device: True)
         patch.setattr(scaled_mm, "_one", lambda device: torch.ones(()))
-        if knows_gluon():
-            patch.setattr("phalanx.kernels.products.few_rows.processors", lambda device: SMS)
-            patch.setattr("phalanx.kernels.products.few_rows._arrived", lambda device, *_: torch.zeros(256, dtype=torch.int32))
-        patch.setattr(blocks, "_gpu", lambda device: blocks._Gpu(SMS, 227 << 10, True))
-        patch.setattr("phalanx.kernels.products.one_token.has_fp8_kernels", lambda device: True)
+        if has_gluon():
+            patch.setattr("phalanx.kernels.gemm.fp8_skinny.processors", lambda device: NUM_SMS)
+            patch.setattr("phalanx.kernels.gemm.fp8_skinny._arrived", lambda device, *_: torch.zeros(256, dtype=torch.int32))
+        patch.setattr(block_gemm, "_gpu", lambda device: block_gemm._Gpu(NUM_SMS, 227 << 10, True))
+        patch.setattr("phalanx.kernels.gemm.gemv_fused.has_fp8_kernels", lambda device: True)
         # Products and reports of large vocabularies take long, and launch nothing of ours.
         patch.setattr("torch.nn.functional.linear", product)
         patch.setattr(torch, "mm", product_of_two)
