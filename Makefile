@@ -22,7 +22,7 @@ check: $(VENV)/.dev
 	@echo "== ruff" && $(VENV)/bin/ruff check --no-cache src tests scripts benchmarks && $(VENV)/bin/ruff format --check src tests scripts benchmarks
 	@echo "== mypy" && $(VENV)/bin/mypy
 	@echo "== import-linter" && $(VENV)/bin/lint-imports --no-logo
-	@echo "== house" && $(PY) -m pytest -q tests/house
+	@echo "== architecture" && $(PY) -m pytest -q tests/architecture
 
 bench: $(VENV)/.dev
 	@$(PY) benchmarks/engine/throughput.py

@@ -27,22 +27,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
-from benchmarks import record
+from benchmarks import harness
 from phalanx import LLM, SamplingParams
 from phalanx.bench import shapes
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
-from phalanx.engine.ranks.graphs import CudaTape
-from phalanx.engine.ranks.places import Size
-from phalanx.engine.runner import Runner
-from phalanx.engine.sampler import Sampler
+from phalanx.engine.messages import SlotAssignment, StepRow, Step, StepBatch, StepResult
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention.backend import backend
+from phalanx.worker.cuda_graphs import CudaGraphCapturer
+from phalanx.worker.graph_buffers import GraphSize
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.sampler import Sampler
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1000)
 PROMPT, STEPS = 128, 64
@@ -50,7 +49,7 @@ PROMPT, STEPS = 128, 64
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--parts", default="products,tokens,steps,tpot")
     parser.add_argument("--requests", default="1,64")
     parser.add_argument("--prompts", default="16,128,256", help="tokens of each prompt of the part `prompts`")
@@ -75,7 +74,7 @@ def main() -> int:
             begin = time.monotonic()
             figures[part] = measure()
             print(f"{part}: {time.monotonic() - begin:.1f} s\n{show(part, figures[part])}", flush=True)
-            record.write(asked.name, figures, asked.out)
+            harness.write(asked.name, figures, asked.out)
     return 0 if figures.get("tokens", {"equal": True})["equal"] else 1
 
 
@@ -91,9 +90,9 @@ def show(part: str, figure: dict[str, Any]) -> str:
 
 
 def make_runner(
-    folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: Callable[[list[Size]], Sequence[Size]], fp8: bool = False,
+    folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: Callable[[list[GraphSize]], Sequence[GraphSize]], fp8: bool = False,
     fp8_cache: bool = False, blocks: int | None = None, longest: int = 320, tokens: int = 0,
-) -> Runner:  # fmt: skip
+) -> ModelRunner:  # fmt: skip
     """captured: the sizes of graphs, of those there are. blocks: 20 for each slot if None is given. longest: tokens of a request.
     tokens: of a step from a graph that also takes prompts, at most."""
     device, dtype = torch.device("cuda", 0), torch.bfloat16
@@ -107,13 +106,13 @@ def make_runner(
         weights.load(model, folder)
     held = slots * 20 + 1 if blocks is None else blocks
     caches = [LayerCache.zeros(held, 16, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in model.kv_specs()]
-    runner = Runner(
+    runner = ModelRunner(
         model, caches, backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
         max_batch_size=slots, max_seq_len=longest, block_size=16, dtype=dtype, device=device,
-        tape=CudaTape(device) if graphs else None, max_num_tokens=tokens,
+        tape=CudaGraphCapturer(device) if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip
     # Kinds of layers are met in an eager step.
-    runner.run(StepBatch(admitted=[Admission(0, [5], 1, GREEDY, 1)], rows=[Row(0, 0, 1, [5], [0], samples=True)])).results()
+    runner.run(StepBatch(admitted=[SlotAssignment(0, [5], 1, GREEDY, 1)], rows=[StepRow(0, 0, 1, [5], [0], samples=True)])).results()
     runner.run(StepBatch(released=[0]))
     begin = time.monotonic()
     done = list(runner.capture(captured(runner.graphs.sizes))) if runner.graphs is not None else []
@@ -142,7 +141,7 @@ def products() -> dict[str, Any]:
 
     import torch.nn.functional as F
 
-    from phalanx.kernels.products.one_row import one_row
+    from phalanx.kernels.gemm.gemv import one_row
 
     found: dict[str, Any] = {}
     sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
@@ -159,7 +158,7 @@ def products() -> dict[str, Any]:
             if not off < 5e-3:
                 row[label] = f"wrong: {off}"
                 continue
-            replay = CudaTape(torch.device("cuda", 0)).record(partial(each_of, candidate, x, matrices))
+            replay = CudaGraphCapturer(torch.device("cuda", 0)).record(partial(each_of, candidate, x, matrices))
             times = []
             for _ in range(9):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -181,8 +180,8 @@ def each_of(product: Any, x: torch.Tensor, matrices: list[torch.Tensor]) -> None
 
 def tokens() -> dict[str, Any]:
     """Greedy tokens of graphs against the eager path's."""
-    import tests.engine.drive as drive_module
-    from tests.checkpoints import write_checkpoint
+    import tests.support.engine_drive as drive_module
+    from tests.support.checkpoints import write_checkpoint
 
     drive_module.BLOCK = 16
     with tempfile.TemporaryDirectory() as parent:
@@ -194,7 +193,7 @@ def tokens() -> dict[str, Any]:
             runner = make_runner(folder, 44, graphs=graphs, dummy=False, captured=list)
             results = deque[StepResult]()
 
-            def submit(step: Step, runner: Runner = runner, results: deque[StepResult] = results) -> None:
+            def submit(step: Step, runner: ModelRunner = runner, results: deque[StepResult] = results) -> None:
                 results.append(StepResult(step.number, [runner.run(step.batches[0]).results()[0] or []]))
 
             def collect(results: deque[StepResult] = results) -> list[StepResult]:
@@ -234,7 +233,7 @@ def steps(asked: argparse.Namespace) -> dict[str, Any]:
                 max(requests),
                 graphs=mode == "graphs",
                 dummy=True,
-                captured=lambda _: [Size(count, count) for count in requests],
+                captured=lambda _: [GraphSize(count, count) for count in requests],
                 fp8=asked.fp8,
                 fp8_cache=asked.fp8_cache,
             )
@@ -268,14 +267,14 @@ def prompts_of(asked: argparse.Namespace) -> dict[str, Any]:
     return {**found, "same tokens": {count: len(set(given)) == 1 for count, given in tokens.items()}}
 
 
-def prompt_times(runner: Runner, count: int) -> tuple[dict[str, Any], int | None]:
+def prompt_times(runner: ModelRunner, count: int) -> tuple[dict[str, Any], int | None]:
     """The figures, and the token."""
     prompt, given = list(range(100, 100 + count)), []
 
     def step() -> tuple[float, float]:
         """Seconds until the token is there, and seconds in `run`."""
-        admitted = [Admission(0, prompt, count, GREEDY, 1)]
-        rows = [Row(0, 0, count, prompt, list(range(1, count // 16 + 2)), samples=True)]
+        admitted = [SlotAssignment(0, prompt, count, GREEDY, 1)]
+        rows = [StepRow(0, 0, count, prompt, list(range(1, count // 16 + 2)), samples=True)]
         begin = time.perf_counter()
         outcome = runner.run(StepBatch(admitted=admitted, rows=rows))
         host = time.perf_counter() - begin
@@ -302,17 +301,17 @@ def functions(stats: pstats.Stats) -> list[str]:
     return [f"{own * 1e3:8.2f} ms {calls:6} x  {Path(file).name}:{line}:{name}" for (file, line, name), (_, calls, own, *_) in rows]
 
 
-def step_times(runner: Runner, count: int, *, profiled: bool) -> dict[str, Any]:
+def step_times(runner: ModelRunner, count: int, *, profiled: bool) -> dict[str, Any]:
     prompt = list(range(100, 100 + PROMPT))
     blocks = [list(range(1 + slot * 20, 21 + slot * 20)) for slot in range(count)]
-    rows = [Row(slot, 0, PROMPT, prompt, blocks[slot], samples=True) for slot in range(count)]
+    rows = [StepRow(slot, 0, PROMPT, prompt, blocks[slot], samples=True) for slot in range(count)]
     for row in rows:
-        runner.run(StepBatch(admitted=[Admission(row.slot, prompt, PROMPT, GREEDY, 1)], rows=[row])).results()
+        runner.run(StepBatch(admitted=[SlotAssignment(row.slot, prompt, PROMPT, GREEDY, 1)], rows=[row])).results()
     at = PROMPT
 
     def step() -> Any:
         nonlocal at
-        outcome = runner.run(StepBatch(rows=[Row(slot, at, 1, [], [], samples=True) for slot in range(count)]))
+        outcome = runner.run(StepBatch(rows=[StepRow(slot, at, 1, [], [], samples=True) for slot in range(count)]))
         at += 1
         return outcome
 

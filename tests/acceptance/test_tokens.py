@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from phalanx import LLM, SamplingParams
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
 ROPE = {

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.house.sources import ROOT
+from tests.architecture.sources import ROOT
 
 TOUR = ROOT / "docs" / "tour.md"
 NAME = re.compile(r"`((?:[a-z_]+/)*[a-z_]+)\.py:([A-Za-z_][\w.]*)`")

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.house.sources import SRC, imports_of, module_name, python_files, room_of, tree_of
+from tests.architecture.sources import SRC, imports_of, module_name, python_files, room_of, tree_of
 
 LEVELS = [
     {"errors", "version"}, {"log", "metrics"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "plan"}, {"comm"}, {"models"},

@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 import phalanx
-from tests.house.sources import SRC
+from tests.architecture.sources import SRC
 
 ROOMS = sorted(p.parent.name for p in SRC.glob("*/__init__.py"))
 

@@ -7,7 +7,7 @@ import ast
 
 import pytest
 
-from tests.house.sources import ROOT, SRC, module_name, python_files, tree_of
+from tests.architecture.sources import ROOT, SRC, module_name, python_files, tree_of
 
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 
-from tests.house.sources import ROOT
+from tests.architecture.sources import ROOT
 
 BANNED = {
     "an absolute path of a machine": re.compile(r"(?<![\w.}])/(?:work|root|home/\w+)/"),
@@ -19,7 +19,7 @@ def test_no_banned_words():
     assert len(listed) > 20, "git lists no files: run from a checkout"
     for name in listed:
         path = ROOT / name
-        if not name or not path.is_file() or path.suffix in {".safetensors", ".png"} or name == "tests/house/test_words.py":
+        if not name or not path.is_file() or path.suffix in {".safetensors", ".png"} or name == "tests/architecture/test_words.py":
             continue
         text = path.read_text(encoding="utf-8", errors="replace")
         for what, pattern in BANNED.items():

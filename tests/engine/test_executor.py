@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.engine.executor import Executor, join, make
-from phalanx.executor.node import Node
 from phalanx.errors import EngineClosed, LayoutError
+from phalanx.executor.node import Node
 from phalanx.hardware.probe import Gpu, Machine
 from tests.support.checkpoints import write_checkpoint
-from tests.engine.drive import options
+from tests.support.engine_drive import options
 
 
 def test_as_many_steps_are_in_flight_as_there_are_stages_and_never_less_than_two() -> None:

@@ -19,12 +19,12 @@ import pytest
 from phalanx.config.options import EngineOptions
 from phalanx.engine.executor import make
 from phalanx.engine.messages import RankFacts
-from phalanx.engine.ranks import vigil
-from phalanx.engine.ranks.executor import RankExecutor
-from phalanx.engine.ranks.node import Node
 from phalanx.errors import EngineError, NodeLost, RankDied
-from tests.checkpoints import write_checkpoint
-from tests.engine.drive import Drive, await_results, expected, options, prompts
+from phalanx.executor import heartbeat
+from phalanx.executor.node import Node
+from phalanx.executor.rank_executor import RankExecutor
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import Drive, await_results, expected, options, prompts
 
 NODE = """
 import json, sys
@@ -57,8 +57,8 @@ while True:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> float:
     """The engine loses patience earlier than it does by default, which is early enough."""
-    assert vigil.NODE_TIMEOUT < 10
-    monkeypatch.setattr(vigil, "NODE_TIMEOUT", 4.0)
+    assert heartbeat.NODE_TIMEOUT < 10
+    monkeypatch.setattr(heartbeat, "NODE_TIMEOUT", 4.0)
     return 4.0
 
 
@@ -183,7 +183,7 @@ def test_a_killed_node_takes_its_ranks_along_and_is_named_at_once(folder: Path) 
         begin = time.monotonic()
         with pytest.raises(NodeLost, match="node 1"):
             await_results(executor.collect, 1, 10)
-        assert time.monotonic() - begin < vigil.NODE_TIMEOUT
+        assert time.monotonic() - begin < heartbeat.NODE_TIMEOUT
 
 
 def test_a_killed_engine_ends_the_other_node_at_once(folder: Path) -> None:

@@ -19,12 +19,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from phalanx.config.options import EngineOptions
-from phalanx.engine.messages import Admission, Row, Step, StepBatch
-from phalanx.executor.rank_executor import RankExecutor
+from phalanx.engine.messages import SlotAssignment, StepRow, Step, StepBatch
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError, RankDied, RankStalled, WeightError
+from phalanx.executor.rank_executor import RankExecutor
 from phalanx.hardware.probe import Gpu, Machine
 from tests.support.checkpoints import write_checkpoint
-from tests.engine.drive import GREEDY, await_results, options
+from tests.support.engine_drive import GREEDY, await_results, options
 
 PARENT = """
 import json, sys, time
@@ -36,7 +36,7 @@ print([child.pid for child in executor._children.values()], flush=True)
 time.sleep(100)
 """
 
-FIRST = StepBatch(admitted=[Admission(0, [5, 6, 7], 3, GREEDY, 1)], rows=[Row(0, 0, 3, [5, 6, 7], [1], samples=True)])
+FIRST = StepBatch(admitted=[SlotAssignment(0, [5, 6, 7], 3, GREEDY, 1)], rows=[StepRow(0, 0, 3, [5, 6, 7], [1], samples=True)])
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_stopped_rank_is_named(make_executor: Make) -> None:
     await_results(executor.collect, 1)
     time.sleep(1.5)  # a pulse tells of the step
     os.kill(held[1], signal.SIGSTOP)
-    executor.submit(Step(2, [StepBatch(rows=[Row(0, 3, 1, [], samples=True)])]))
+    executor.submit(Step(2, [StepBatch(rows=[StepRow(0, 3, 1, [], samples=True)])]))
     said = await_error(executor, RankStalled, 30)
     assert f"rank 1 (pid {held[1]}, node 0) has given no sign of life" in said
     assert "finished step 1" in said
@@ -220,7 +220,7 @@ def test_two_engines_on_one_machine_never_meet(make_executor: Make) -> None:
 def test_an_error_inside_a_rank_names_it(make_executor: Make) -> None:
     executor = make_executor()
     executor.start()
-    rows = [Row(1, 0, 1, [5], [1], samples=True)]  # never admitted
+    rows = [StepRow(1, 0, 1, [5], [1], samples=True)]  # never admitted
     executor.submit(Step(1, [StepBatch(rows=rows)]))
     said = await_error(executor, EngineError, 20)
     assert said.startswith("rank 0 failed: ValueError: slots [1]")

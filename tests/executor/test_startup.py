@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from phalanx.engine.messages import RankFacts
-from phalanx.engine.ranks import host
-from phalanx.engine.ranks.executor import RankExecutor
-from phalanx.engine.ranks.muster import Muster
-from phalanx.engine.ranks.wire import Allocate, Hello, Meet, Meeting, NodePulse, Offer, Progress, Ready
 from phalanx.errors import EngineError, NodeLost
-from tests.checkpoints import write_checkpoint
-from tests.engine.drive import options
+from phalanx.executor import launcher
+from phalanx.executor.protocol import Allocate, Hello, StoreAddress, StoreReady, NodeHeartbeat, KvCapacity, StartupProgress, RankReady
+from phalanx.executor.rank_executor import RankExecutor
+from phalanx.executor.startup import StartupCoordinator
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import options
 
 SLOW_RANK = """
 import time
@@ -36,8 +36,8 @@ worker.main()
 """
 
 
-def ready(rank: int) -> Ready:
-    return Ready(rank, RankFacts(rank, 0, "cpu", (0, 1)))
+def ready(rank: int) -> RankReady:
+    return RankReady(rank, RankFacts(rank, 0, "cpu", (0, 1)))
 
 
 def where(rank: int) -> str:
@@ -45,23 +45,23 @@ def where(rank: int) -> str:
 
 
 def test_ranks_meet_where_rank_0_listens_and_share_the_least_offer(tmp_path: Path) -> None:
-    muster = Muster(3, 1, 0.0)
+    muster = StartupCoordinator(3, 1, 0.0)
     muster.folder = tmp_path / "socket"
     muster.folder.mkdir()
     for rank in (0, 1):
         muster.hello(Hello(rank, 0, 100 + rank))
     assert muster.orders() == []
-    muster.take(Meeting(0, "127.0.0.1:5"), 0.0)
-    assert muster.orders() == [([1], Meet("127.0.0.1:5"))]
+    muster.take(StoreReady(0, "127.0.0.1:5"), 0.0)
+    assert muster.orders() == [([1], StoreAddress("127.0.0.1:5"))]
     muster.hello(Hello(2, 0, 102))
-    assert muster.orders() == [([2], Meet("127.0.0.1:5"))]
+    assert muster.orders() == [([2], StoreAddress("127.0.0.1:5"))]
     for rank in range(3):
         assert muster.folder is not None
         muster.pulsed(rank)
     assert not (tmp_path / "socket").exists()
     for rank, blocks in enumerate((9, 7, 8)):
         assert muster.orders() == []
-        muster.take(Offer(rank, blocks), 0.0)
+        muster.take(KvCapacity(rank, blocks), 0.0)
     assert muster.orders() == [([0, 1, 2], Allocate(7))]
     assert muster.orders() == []
     for rank in (2, 0, 1):
@@ -72,7 +72,7 @@ def test_ranks_meet_where_rank_0_listens_and_share_the_least_offer(tmp_path: Pat
 
 
 def test_who_is_late_is_named() -> None:
-    muster = Muster(2, 2, 0.0)
+    muster = StartupCoordinator(2, 2, 0.0)
     late = muster.late(5.0, where)
     assert isinstance(late, NodeLost)
     assert "node 1 has not joined" in str(late)
@@ -81,8 +81,8 @@ def test_who_is_late_is_named() -> None:
     assert "rank 1 did not come up" in str(muster.late(5.0, where))
     muster.hello(Hello(1, 1, 101))
     for rank, done in ((0, 90), (1, 40)):
-        muster.take(Progress(rank, "import torch"), 0.0)
-        muster.take(Progress(rank, "load weights", done, 100), 0.0)
+        muster.take(StartupProgress(rank, "import torch"), 0.0)
+        muster.take(StartupProgress(rank, "load weights", done, 100), 0.0)
     assert "rank 1 (pid 101, node 0) is still at 'load weights, 40 %'" in str(muster.late(5.0, where))
     muster.take(ready(1), 0.0)
     assert "rank 0 (pid 100, node 0) is still at 'load weights, 90 %'" in str(muster.late(5.0, where))
@@ -94,7 +94,7 @@ def test_who_is_ready_as_time_is_up_is_not_late(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(executor, skipped, lambda *given: None)
 
     def ready_at_last() -> None:
-        executor._muster.take(Offer(0, 7), 0.0)
+        executor._muster.take(KvCapacity(0, 7), 0.0)
         executor._muster.take(ready(0), 0.0)
 
     monkeypatch.setattr(executor, "_look", ready_at_last)
@@ -104,10 +104,10 @@ def test_who_is_ready_as_time_is_up_is_not_late(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_no_rank_sends_is_an_error() -> None:
     with pytest.raises(EngineError, match="NodePulse"):
-        Muster(1, 1, 0.0).take(NodePulse(1), 0.0)
+        StartupCoordinator(1, 1, 0.0).take(NodeHeartbeat(1), 0.0)
 
 
-def heard(muster: Muster, caplog: pytest.LogCaptureFixture, begin: float, end: float) -> list[str]:
+def heard(muster: StartupCoordinator, caplog: pytest.LogCaptureFixture, begin: float, end: float) -> list[str]:
     """What is logged of a start between these times, by an engine that wakes as it is told and twice a second."""
     caplog.clear()
     caplog.set_level(logging.INFO, logger="phalanx")
@@ -118,51 +118,51 @@ def heard(muster: Muster, caplog: pytest.LogCaptureFixture, begin: float, end: f
 
 
 def test_a_long_phase_is_heard_of_within_a_second_and_then_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    muster = Muster(2, 1, 0.0)
+    muster = StartupCoordinator(2, 1, 0.0)
     for rank in (0, 1):
-        muster.take(Progress(rank, "import torch"), 0.2)
+        muster.take(StartupProgress(rank, "import torch"), 0.2)
     assert heard(muster, caplog, 0.2, 21.0) == [f"rank 0: import torch ... {age} s" for age in (1, 2, 5, 10, 15, 20)]
-    muster.take(Progress(0, "form groups"), 21.0)
+    muster.take(StartupProgress(0, "form groups"), 21.0)
     assert heard(muster, caplog, 21.0, 26.0) == ["rank 1: import torch ... 25 s"]
-    muster.take(Progress(1, "form groups"), 26.0)
+    muster.take(StartupProgress(1, "form groups"), 26.0)
     assert heard(muster, caplog, 26.0, 27.0) == ["rank 0: form groups ... 5 s"], "of what comes next, too"
 
 
 def test_a_fast_start_is_silent_however_much_ranks_report(caplog: pytest.LogCaptureFixture) -> None:
-    muster, found, now = Muster(2, 1, 0.0), list[str](), 0.0
+    muster, found, now = StartupCoordinator(2, 1, 0.0), list[str](), 0.0
     for phase in ("import torch", "form groups", "build", "load weights"):
         for done in range(80):
             for rank in (0, 1):
-                muster.take(Progress(rank, phase, done, 80), now)
+                muster.take(StartupProgress(rank, phase, done, 80), now)
             now += 0.01
             found += heard(muster, caplog, now, now)
     assert found == []
 
 
 def test_the_rank_in_the_earliest_phase_is_behind(caplog: pytest.LogCaptureFixture) -> None:
-    muster = Muster(3, 1, 0.0)
+    muster = StartupCoordinator(3, 1, 0.0)
     for phase in ("import torch", "build", "measure"):
         for rank in range(3):
             if phase != "measure" or rank != 1:
-                muster.take(Progress(rank, phase), 0.0)
+                muster.take(StartupProgress(rank, phase), 0.0)
     assert heard(muster, caplog, 0.0, 1.0) == ["rank 1: build ... 1 s"]
-    muster.take(Progress(1, "measure"), 1.0)
-    muster.take(Offer(0, 5), 1.0)
+    muster.take(StartupProgress(1, "measure"), 1.0)
+    muster.take(KvCapacity(0, 5), 1.0)
     for rank, done in ((1, 11), (2, 12)):
-        muster.take(Progress(rank, "measure", done, 40, "step"), 1.5)
+        muster.take(StartupProgress(rank, "measure", done, 40, "step"), 1.5)
     assert heard(muster, caplog, 1.5, 2.0) == ["rank 1: measure, step 11 of 40 ... 1 s"]
-    muster.take(Offer(1, 5), 2.0)
+    muster.take(KvCapacity(1, 5), 2.0)
     assert "rank 2 (pid 102, node 0) is still at 'measure, step 12 of 40'" in str(whole(muster).late(5.0, where))
 
 
-def whole(muster: Muster) -> Muster:
+def whole(muster: StartupCoordinator) -> StartupCoordinator:
     for rank in range(3):
         muster.hello(Hello(rank, 0, 100 + rank))
     return muster
 
 
 def test_a_node_that_is_not_there_is_waited_for_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    muster = Muster(2, 2, 0.0)
+    muster = StartupCoordinator(2, 2, 0.0)
     assert heard(muster, caplog, 0.0, 2.5) == ["node 1 has not joined ... 1 s", "node 1 has not joined ... 2 s"]
     muster.joined(1)
     assert heard(muster, caplog, 2.5, 3.0) == ["rank 0: starting Python ... 3 s"]
@@ -174,7 +174,7 @@ def test_slow_phases_of_a_rank_are_heard_of(
     """A start on two real ranks. Rank 1 says nothing for 3 s, then for 3 s it reports a hundred times."""
     (tmp_path / "slow_rank.py").write_text(SLOW_RANK)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(host, "WORKER", "slow_rank")
+    monkeypatch.setattr(launcher, "WORKER", "slow_rank")
     caplog.set_level(logging.INFO, logger="phalanx")
     executor = RankExecutor(options(write_checkpoint(tmp_path / "llama", "llama"), tensor_parallel_size=2))
     try:

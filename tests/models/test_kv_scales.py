@@ -17,9 +17,9 @@ from torch import Tensor
 
 from phalanx.errors import WeightError
 from phalanx.models.kv_scales import Pair
-from tests.checkpoints import write_checkpoint
-from tests.models.formation import Formation
-from tests.quantized_checkpoints import FORMS, declare, rewrite
+from tests.support.models_formation import Formation
+from tests.support.checkpoints import write_checkpoint
+from tests.support.quantized_checkpoints import FORMS, declare, rewrite
 
 FOUND: Sequence[Pair] = ((0.003, 0.0005), (0.0011, 0.002))
 """By layer: so small that keys and values are clipped at them, and no two layouts of scales give the same logits."""

@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.models.formation import Formation
+from tests.support.models_formation import Formation
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

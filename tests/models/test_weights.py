@@ -18,7 +18,7 @@ from phalanx.config.model import FAMILIES, ModelShape
 from phalanx.errors import LayoutError, WeightError
 from phalanx.models import registry, weights
 from phalanx.models.checkpoint import INDEX, SINGLE
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 

@@ -20,9 +20,9 @@ from phalanx.config.model import ModelShape
 from phalanx.errors import ModelError, WeightError
 from phalanx.models import registry, weights
 from phalanx.plan.weight_tensors import layer_bytes
-from tests.checkpoints import write_checkpoint
-from tests.models.formation import CPU, Formation
-from tests.quantized_checkpoints import FORMS, FP8, IGNORED, KV_SCALES, declare, rewrite
+from tests.support.models_formation import CPU, Formation
+from tests.support.checkpoints import write_checkpoint
+from tests.support.quantized_checkpoints import FORMS, FP8, IGNORED, KV_SCALES, declare, rewrite
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.kernels.products import blocks
-from phalanx.kernels.scaled_mm import has_fp8_products
+from phalanx.kernels.gemm import block_gemm
+from phalanx.kernels.gemm.scaled_mm import has_fp8_gemm
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import backend
-from tests import quantized_checkpoints
-from tests.checkpoints import write_checkpoint
-from tests.models.formation import CPU
-from tests.quantized_checkpoints import FORMS, rewrite
+from phalanx.models.layers.attention.backend import backend
+from tests.support.models_formation import CPU
+from tests.support import quantized_checkpoints
+from tests.support.checkpoints import write_checkpoint
+from tests.support.quantized_checkpoints import FORMS, rewrite
 
 CHECKPOINTS = ("blocks of 128", "modelopt", "modelopt per channel", "compressed static", "compressed dynamic", "one scale")
 SIZES: dict[str, Any] = {
@@ -110,7 +110,7 @@ def test_the_bound_can_fail(form: str, written: dict[str, tuple[Path, Path]]) ->
 def test_on_gpu(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     folder, meant = written[form]
     device = torch.device("cuda")
-    if not has_fp8_products(device):
+    if not has_fp8_gemm(device):
         pytest.skip("this GPU has no FP8 products")
     as_on_a_cpu(logits(folder, device, torch.bfloat16), folder, meant)
 
@@ -131,10 +131,10 @@ def whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_whole_blocks_on_gpu(whole_blocks: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is multiplied by torch, tokens after it are not."""
-    device, asked, ran, prompt = torch.device("cuda"), blocks._torchs, list[int](), 130
-    if not blocks.torch_takes(512, 512, 0, device):
+    device, asked, ran, prompt = torch.device("cuda"), block_gemm._torchs, list[int](), 130
+    if not block_gemm.cublas_supports(512, 512, 0, device):
         pytest.skip("torch has no products by block here")
-    monkeypatch.setattr(blocks, "_torchs", lambda x, *others: ran.append(len(x)) or asked(x, *others))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(block_gemm, "_torchs", lambda x, *others: ran.append(len(x)) or asked(x, *others))  # type: ignore[func-returns-value]
     as_on_a_cpu(logits(whole_blocks[0], device, torch.bfloat16, prompt=prompt), *whole_blocks, prompt)
     # Four products a layer, but for those that the form leaves in bf16.
     assert set(ran) == {prompt}

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from phalanx.hardware.fingerprint import Fingerprint
-from tests.house.sources import ROOT
+from tests.architecture.sources import ROOT
 from tests.support.tune_benchmarks import NVLINK2, SMALL, folder_of
 
 SCRIPTS = ROOT / "scripts" / "allreduce_perf"

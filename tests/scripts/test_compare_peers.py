@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.house.sources import ROOT
+from tests.architecture.sources import ROOT
 from tests.support.tune_benchmarks import NVLINK2, folder_of
 
 HEADER = "world_size,dtype,size,num_tokens,hidden_size,implementation,fusion,time (us)"

@@ -26,7 +26,7 @@ from phalanx import LLM, SamplingParams
 from phalanx.config import Guide
 from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, RequestError, UnknownOption
 from phalanx.serve.client import EngineClient
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPTS = [

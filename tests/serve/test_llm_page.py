@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from phalanx.config import SamplingParams
-from tests.house.sources import ROOT
+from tests.architecture.sources import ROOT
 
 PAGE = (ROOT / "docs" / "offline.md").read_text(encoding="utf-8")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.kernels import compiling
 from phalanx.serve.llm import LLM
-from tests.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.0, "logprobs": 2}, {"temperature": 0.8, "logprobs": 0},

@@ -13,19 +13,19 @@ import torch
 from phalanx import kernels
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo
 from phalanx.comm.local import LocalWorld
-from phalanx.comm.rows import whole
+from phalanx.comm.sequence_parallel import whole
 from phalanx.config.quantization import ON_LOAD, Quantization
 from phalanx.kernels import reference
+from phalanx.kernels.gemm.scaled_mm import Quantized
 from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.scaled_mm import Quantized
 from phalanx.models.layers import fp8
 from phalanx.models.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, Rows
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat, Sliced
 from phalanx.plan import shard
-from tests.checkpoints import write_checkpoint
-from tests.comm.rows.poisoned import poisoned
-from tests.models.formation import CPU, Formation
+from tests.support.comm_poisoned import poisoned
+from tests.support.models_formation import CPU, Formation
+from tests.support.checkpoints import write_checkpoint
 
 SEAT = Seat(Solo(), torch.float32, CPU, ON_LOAD, fp8_products=True)
 
@@ -244,13 +244,13 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
         assert out.weight_scale.shape == (32, -(-mine.stop // 128) - mine.start // 128)
         product = out.fp8.linear(x[:, mine.start : mine.stop], out.weight)
         begin, columns = mine.start % 128, slice(mine.start, mine.stop)
-        values, x_scale = reference.quantize_groups(x[:, columns], 128, begin)
+        values, x_scale = reference.per_token_group_quant_fp8(x[:, columns], 128, begin)
         meant = reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin)
         torch.testing.assert_close(product, meant @ out.fp8.widened(out.weight).t(), rtol=1e-5, atol=1e-5)
         normed, _ = out(x[:, columns], residual, norm)
         assert isinstance(normed, torch.Tensor)
         wide = after.fp8.widened(after.weight)
-        values, x_scale = reference.quantize_groups(normed)
+        values, x_scale = reference.per_token_group_quant_fp8(normed)
         wanted = reference.dequantize(values, x_scale, torch.float32, block=128) @ wide.t() + after.bias
         torch.testing.assert_close(after(normed, may_stay_unscaled=True), wanted, rtol=1e-5, atol=1e-5)
         for token in range(5):  # alone or beside others, but for the order of sums

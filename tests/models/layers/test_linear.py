@@ -16,9 +16,9 @@ from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import Seat, Sliced
 from phalanx.plan import shard
-from tests.checkpoints import write_checkpoint
-from tests.comm.rows.poisoned import poisoned
-from tests.models.formation import Formation
+from tests.support.comm_poisoned import poisoned
+from tests.support.models_formation import Formation
+from tests.support.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 

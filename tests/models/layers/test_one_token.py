@@ -14,14 +14,14 @@ import torch
 
 from phalanx.comm.group import Solo
 from phalanx.config.quantization import ON_LOAD
-from phalanx.kernels.products import choice, one_token
-from phalanx.kernels.scaled_mm import FP8, Quantized
+from phalanx.kernels.gemm import gemv_fused, heuristics
+from phalanx.kernels.gemm.scaled_mm import FP8, Quantized
 from phalanx.models.layers.linear import MergedColumnParallelLinear
 from phalanx.models.layers.one_token import factors
 from phalanx.models.slices import Seat
-from tests.checkpoints import write_checkpoint
-from tests.kernels.interpreted import interpreted
-from tests.models.formation import CPU, Formation
+from tests.support.models_formation import CPU, Formation
+from tests.support.checkpoints import write_checkpoint
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -63,10 +63,10 @@ def test_what_a_layer_in_fp8_gives(static: bool) -> None:
 def test_a_cpu_has_no_such_kernels() -> None:
     found = factors(torch.zeros(1, 32, dtype=torch.bfloat16), merged(SEAT))
     assert found is not None
-    assert one_token.tiling_of(found) is None
-    assert one_token.gate_up_silu(found) is None
+    assert gemv_fused.tiling_of(found) is None
+    assert gemv_fused.gate_up_silu(found) is None
     nothing = torch.zeros(0)
-    assert one_token.qkv_rope_store(found, nothing, nothing, nothing, nothing, nothing, 1) is None
+    assert gemv_fused.qkv_rope_store(found, nothing, nothing, nothing, nothing, nothing, 1) is None
 
 
 def check(family: str, fused: int, **options: bool) -> None:
@@ -75,8 +75,8 @@ def check(family: str, fused: int, **options: bool) -> None:
         path = write_checkpoint(Path(folder) / "m", family, **SIZES)
         prompt, after = torch.randint(0, 384, (9,)), torch.randint(0, 384, (3,))
         logits = []
-        for pairs in (None, choice.Pairs(16, 64, 4)):
-            with mock.patch.object(one_token, "tiling_of", return_value=pairs) as asked:
+        for pairs in (None, heuristics.FusedGemvTiling(16, 64, 4)):
+            with mock.patch.object(gemv_fused, "tiling_of", return_value=pairs) as asked:
                 model = Formation(path, **options)
                 model.step([(0, prompt)])
                 assert not asked.called
@@ -93,7 +93,7 @@ def check_all() -> None:
     check("qwen3", 2)  # norms its heads
     check("llama", 2, fp8=True, fp8_products=True)
     check("llama", 0, fp8=True, fp8_products=False)
-    with mock.patch.object(choice, "WIDEST_TO_QUANTIZE", 100):  # which the intermediate size is beyond
+    with mock.patch.object(heuristics, "WIDEST_TO_QUANTIZE", 100):  # which the intermediate size is beyond
         check("llama", 4, fp8=True, fp8_products=True)
         check("qwen2", 4, fp8=True, fp8_products=True, fp8_cache=True)
 

@@ -18,7 +18,7 @@ import pytest
 
 from phalanx import LLM, SamplingParams, cli
 from phalanx.serve.client import EngineClient
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 
 @pytest.fixture(scope="module")

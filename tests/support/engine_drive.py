@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import transformers
+from phalanx.config.sampling_params import SamplingParams
 
 from phalanx.config.options import EngineOptions
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, Row, RowResult, Step, StepBatch, StepResult
+from phalanx.engine.messages import SlotAssignment, StepRow, RowResult, Step, StepBatch, StepResult
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 4
@@ -85,14 +85,14 @@ class Drive:
             return new
 
         tokens: list[list[int]] = [[] for _ in prompts]
-        admitted = [Admission(slot, list(prompt), len(prompt), params, seed=1) for slot, prompt in enumerate(prompts)]
+        admitted = [SlotAssignment(slot, list(prompt), len(prompt), params, seed=1) for slot, prompt in enumerate(prompts)]
         for begin in range(0, max(map(len, prompts)), chunk):
             rows = []
             for slot, prompt in enumerate(prompts):
                 part = list(prompt[begin : begin + chunk])
                 if part:
                     end = begin + len(part)
-                    rows.append(Row(slot, begin, len(part), part, grow(slot, end), samples=end == len(prompt)))
+                    rows.append(StepRow(slot, begin, len(part), part, grow(slot, end), samples=end == len(prompt)))
             results = self.run(StepBatch(admitted=admitted, rows=rows))
             admitted = []
             for row, result in zip(rows, results, strict=True):
@@ -104,7 +104,7 @@ class Drive:
             rows = []
             for slot, prompt in enumerate(prompts):
                 at = len(prompt) + number
-                rows.append(Row(slot, at, 1, [] if ahead else [tokens[slot][-1]], grow(slot, at + 1), samples=True))
+                rows.append(StepRow(slot, at, 1, [] if ahead else [tokens[slot][-1]], grow(slot, at + 1), samples=True))
             self.step(StepBatch(rows=rows))
             in_flight += 1
             for result in await_results(self._collect, in_flight - 1 if ahead else in_flight):

@@ -12,27 +12,26 @@ from typing import Any
 
 import pytest
 import torch
+from phalanx.config.sampling_params import SamplingParams
 from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Add, Admission, Row, StepBatch, StepResult, Update
-from phalanx.engine.ranks import places
-from phalanx.engine.ranks.graphs import StepGraphs
-from phalanx.engine.ranks.places import Size, sizes
-from phalanx.engine.ranks.ready import budget
-from phalanx.engine.runner import Runner
+from phalanx.engine.messages import AddRequest, SlotAssignment, StepRow, StepBatch, StepResult, RequestUpdate
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.kernels.attention import reference
 from phalanx.models.batch import Batch
-from phalanx.models.layers import attention_decode
-from phalanx.models.layers.attention_decode import DecodeBackend, DecodePlan
+from phalanx.models.layers.attention import triton
+from phalanx.models.layers.attention.triton import DecodeBackend, DecodePlan
 from phalanx.models.layers.attention_sdpa import SdpaBackend
-from tests.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.engine.drive import BLOCK, GREEDY, expected, prompts
-from tests.engine.ranks.test_graphs import BLOCKS, CPU, ROWS, SLOTS, Counting, drive, held, make_runner
-from tests.engine.test_runner import Pipe
+from phalanx.worker import graph_buffers, memory_profile
+from phalanx.worker.cuda_graphs import StepGraphs
+from phalanx.worker.graph_buffers import GraphSize, sizes
+from phalanx.worker.model_runner import ModelRunner
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.engine_drive import BLOCK, GREEDY, expected, prompts
+from tests.worker.test_cuda_graphs import BLOCKS, CPU, ROWS, SLOTS, Counting, drive, held, make_runner
+from tests.worker.test_model_runner import Pipe
 
 TOKENS = 80
 """Of a step: so there are graphs of 32, 64 and 80."""
@@ -61,8 +60,8 @@ def put_references(monkeypatch: pytest.MonkeyPatch) -> None:
         asked = {name: given for name, given in options.items() if name not in hints}
         return reference.prefill_attention(query, *inputs, **asked)
 
-    monkeypatch.setattr(attention_decode.kernels, "decode_attention", decode)
-    monkeypatch.setattr(attention_decode.kernels, "prefill_attention", prefill)
+    monkeypatch.setattr(triton.kernels, "decode_attention", decode)
+    monkeypatch.setattr(triton.kernels, "prefill_attention", prefill)
 
 
 class Steps(Counting):
@@ -74,7 +73,7 @@ class Steps(Counting):
         self.of = dict(enumerate(order))
 
     @property
-    def sized(self) -> Counter[Size]:
+    def sized(self) -> Counter[GraphSize]:
         return Counter({self.of[number]: count for number, count in self.replays.items()})
 
     @property
@@ -87,11 +86,11 @@ def kernels_backend() -> DecodeBackend:
     return DecodeBackend(SdpaBackend(), CPU, "e4m3")
 
 
-def step_runner(folder: Path, tape: Counting | None, layers: range | None = None, pipe: object = None, **options: Any) -> Runner:
+def step_runner(folder: Path, tape: Counting | None, layers: range | None = None, pipe: object = None, **options: Any) -> ModelRunner:
     return make_runner(folder, tape, layers, pipe, attention=kernels_backend, **{"tokens": TOKENS, **options})
 
 
-def requests(seed: int, count: int = 16) -> list[tuple[int, Add]]:
+def requests(seed: int, count: int = 16) -> list[tuple[int, AddRequest]]:
     """(turn at which it comes, request): short and long prompts, some that begin alike, some that draw, or ask for logprobs. Each
     might stop at some token, so that nobody knows how many blocks it will take."""
     chance = random.Random(seed)
@@ -105,13 +104,13 @@ def requests(seed: int, count: int = 16) -> list[tuple[int, Add]]:
         prompt = [chance.randrange(3, 380) for _ in range(chance.randint(1, 30))]
         prompt = chance.choice(words)[: chance.choice((0, 9, 24))] + prompt * (2 if number == count // 2 else 1)
         params = SamplingParams(max_tokens=chance.randint(1, 40), **kinds[chance.randrange(6) % 4])
-        found.append((chance.randrange(12), Add(str(number), prompt, params, stop_token_ids=[381])))
+        found.append((chance.randrange(12), AddRequest(str(number), prompt, params, stop_token_ids=[381])))
     return sorted(found, key=lambda each: each[0])
 
 
 def serve(
-    stages: Sequence[Runner], asked: Sequence[tuple[int, Add]], **overrides: Any
-) -> tuple[dict[str, list[Update]], Scheduler]:
+    stages: Sequence[ModelRunner], asked: Sequence[tuple[int, AddRequest]], **overrides: Any
+) -> tuple[dict[str, list[RequestUpdate]], Scheduler]:
     """What each request is told; the ranks have each step's results at once, and the scheduler takes them as late as it may."""
     settled: dict[str, Any] = {
         "num_blocks": 30, "block_size": BLOCK, "max_batch_size": SLOTS, "max_num_tokens": TOKENS, "max_seq_len": 128,
@@ -119,7 +118,7 @@ def serve(
     }  # fmt: skip
     scheduler = Scheduler(SchedulerOptions(**settled))
     coming, results, turn = deque(asked), deque[StepResult](), 0
-    told: dict[str, list[Update]] = {add.request_id: [] for _, add in asked}
+    told: dict[str, list[RequestUpdate]] = {add.request_id: [] for _, add in asked}
     while coming or not scheduler.idle:
         while coming and coming[0][0] <= turn:
             scheduler.add(coming.popleft()[1])
@@ -129,7 +128,7 @@ def serve(
             assert rows is not None
             results.append(StepResult(step.number, [rows]))
         for said in scheduler.settle(results.popleft()) if results else []:
-            assert isinstance(said, Update)
+            assert isinstance(said, RequestUpdate)
             told[said.request_id].append(said)
         turn += 1
         assert turn < 2000
@@ -137,7 +136,7 @@ def serve(
     return told, scheduler
 
 
-def alike(got: dict[str, list[Update]], wanted: dict[str, list[Update]]) -> None:
+def alike(got: dict[str, list[RequestUpdate]], wanted: dict[str, list[RequestUpdate]]) -> None:
     for name, updates in wanted.items():
         assert [update.tokens for update in got[name]] == [update.tokens for update in updates], name
         for mine, other in zip(got[name], updates, strict=True):
@@ -186,7 +185,7 @@ def test_stages_hand_on_what_graphs_forwarded(folders: dict[str, Path]) -> None:
 def test_ranks_agree(folders: dict[str, Path]) -> None:
     asked = requests(6, count=8)
 
-    def run(group: Group) -> tuple[dict[str, list[Update]], dict[int, int]]:
+    def run(group: Group) -> tuple[dict[str, list[RequestUpdate]], dict[int, int]]:
         tape = Steps()
         return serve([step_runner(folders["llama"], tape, group=group)], asked)[0], tape.mixed
 
@@ -196,8 +195,8 @@ def test_ranks_agree(folders: dict[str, Path]) -> None:
     alike(first, serve([step_runner(folders["llama"], None)], asked)[0])
 
 
-def admitted(slot: int, prompt: list[int], params: SamplingParams = GREEDY) -> Admission:
-    return Admission(slot, prompt, len(prompt), params, 1)
+def admitted(slot: int, prompt: list[int], params: SamplingParams = GREEDY) -> SlotAssignment:
+    return SlotAssignment(slot, prompt, len(prompt), params, 1)
 
 
 def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str, Path]) -> None:
@@ -206,12 +205,12 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str
     runner, plain = step_runner(folders["mistral"], tape), step_runner(folders["mistral"], None)
     first = StepBatch(
         admitted=[admitted(7, prompt), admitted(2, prompt)],
-        rows=[Row(7, 0, 6, prompt, [1, 2], samples=True), Row(2, 0, 6, prompt, [3, 4], samples=True)],
+        rows=[StepRow(7, 0, 6, prompt, [1, 2], samples=True), StepRow(2, 0, 6, prompt, [3, 4], samples=True)],
     )
     second = StepBatch(
         admitted=[admitted(0, prompt), admitted(5, prompt)],
-        rows=[Row(7, 6, 1, [], [], samples=True), Row(2, 6, 1, [9], [], samples=True), Row(0, 0, 6, prompt, [5, 6], samples=True),
-              Row(5, 0, 3, prompt[:3], [7])],
+        rows=[StepRow(7, 6, 1, [], [], samples=True), StepRow(2, 6, 1, [9], [], samples=True), StepRow(0, 0, 6, prompt, [5, 6], samples=True),
+              StepRow(5, 0, 3, prompt[:3], [7])],
     )  # fmt: skip
     strangers = [slot for slot in range(BLOCKS * BLOCK) if not 1 <= slot // BLOCK <= 7]
     tokens = []
@@ -239,7 +238,7 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
     """Attention reads lengths before the kernels before it have ended; and what it finds out of them, it finds first of all."""
     forward, planned, done = StepGraphs._forward, [], []
 
-    def watched(graphs: StepGraphs, size: Size, *rest: Any) -> None:
+    def watched(graphs: StepGraphs, size: GraphSize, *rest: Any) -> None:
         before = graphs.places(size).facts.clone()
         forward(graphs, size, *rest)
         assert torch.equal(graphs.places(size).facts, before)
@@ -251,7 +250,7 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
             planned.append(batch)
 
     monkeypatch.setattr(StepGraphs, "_forward", watched)
-    monkeypatch.setattr(attention_decode, "DecodePlan", Plan)
+    monkeypatch.setattr(triton, "DecodePlan", Plan)
     runner = step_runner(folders["llama"], Steps())
     assert len(planned) == len(done) == len(ROWS) + 3
     done.clear()
@@ -261,7 +260,7 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
 
 def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """By tokens, and by rows of several; a step that none holds is eager, as is any once graphs are dropped."""
-    monkeypatch.setattr(places, "MOST_PROMPTS", 2)
+    monkeypatch.setattr(graph_buffers, "MOST_PROMPTS", 2)
     tape = Steps(tokens=100)
     runner = step_runner(folders["llama"], tape, tokens=100)
     assert [size.tokens for size in tape.of.values() if size.prompts] == [100, 64, 32]
@@ -271,12 +270,12 @@ def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypat
     for count, size in asked.items():
         tape.replays.clear()
         prompt = [3 + at % 300 for at in range(count)]
-        runner.run(StepBatch(admitted=[admitted(0, prompt)], rows=[Row(0, 0, count, prompt, list(range(26)), True)])).results()
+        runner.run(StepBatch(admitted=[admitted(0, prompt)], rows=[StepRow(0, 0, count, prompt, list(range(26)), True)])).results()
         assert tape.mixed == ({} if size is None else {size: 1})
         runner.run(StepBatch(released=[0]))
     for rows, size in ((1, 32), (2, 32), (3, None)):
         tape.replays.clear()
-        step = [Row(slot, 0, 2, [5, 6], [slot], samples=True) for slot in range(rows)]
+        step = [StepRow(slot, 0, 2, [5, 6], [slot], samples=True) for slot in range(rows)]
         runner.run(StepBatch(admitted=[admitted(slot, [5, 6]) for slot in range(rows)], rows=step)).results()
         assert tape.mixed == ({} if size is None else {size: 1})
         runner.run(StepBatch(released=list(range(rows))))
@@ -292,18 +291,18 @@ def test_steps_are_counted_by_how_they_ran(folders: dict[str, Path]) -> None:
     assert not any(runner.ran.by_name.values()), "capturing runs no step"
     long, short = [3 + at for at in range(41)], [5, 6, 7]
 
-    def run(*rows: Row, **changes: Any) -> None:
+    def run(*rows: StepRow, **changes: Any) -> None:
         runner.run(StepBatch(rows=[*rows], **changes)).results()
 
-    run(Row(0, 0, 41, long, list(range(11)), True), admitted=[admitted(0, long)])  # more than any graph holds
-    run(Row(0, 41, 1, [], [], True))
-    run(Row(0, 42, 1, [], [], True), Row(1, 0, 3, short, [20], True), admitted=[admitted(1, short)])
-    run(Row(0, 43, 1, [], [], True), Row(1, 3, 1, [], [], True))
+    run(StepRow(0, 0, 41, long, list(range(11)), True), admitted=[admitted(0, long)])  # more than any graph holds
+    run(StepRow(0, 41, 1, [], [], True))
+    run(StepRow(0, 42, 1, [], [], True), StepRow(1, 0, 3, short, [20], True), admitted=[admitted(1, short)])
+    run(StepRow(0, 43, 1, [], [], True), StepRow(1, 3, 1, [], [], True))
     for slot in range(2, 4):
-        run(Row(slot, 0, 3, short, [slot * 20], True), admitted=[admitted(slot, short)])
-    run(*(Row(slot, start, 1, [], [60 + slot], True) for slot, start in enumerate((44, 4, 3))))
+        run(StepRow(slot, 0, 3, short, [slot * 20], True), admitted=[admitted(slot, short)])
+    run(*(StepRow(slot, start, 1, [], [60 + slot], True) for slot, start in enumerate((44, 4, 3))))
     run(released=[*range(4)])  # without rows there is nothing to forward
-    assert tape.sized == {Size(1, 1): 1, Size(2, 2): 1, Size(4, 4): 1, Size(32, 11, 8): 3}
+    assert tape.sized == {GraphSize(1, 1): 1, GraphSize(2, 2): 1, GraphSize(4, 4): 1, GraphSize(32, 11, 8): 3}
     assert runner.ran.by_name == {
         "decode graph/steps": 3, "decode graph/tokens": 6, "decode graph/padding": 1,
         "prompt graph/steps": 3, "prompt graph/tokens": 10, "prompt graph/padding": 86,
@@ -320,9 +319,9 @@ def test_more_new_blocks_than_a_graph_takes_go_before_it(folders: dict[str, Path
         stored: list[int] = []
         each._store = lambda new, stored=stored: stored.append(len(new[0]))  # type: ignore[method-assign, misc]
         blocks = list(range(40, 72))
-        each.run(StepBatch(admitted=[admitted(0, prompt)], rows=[Row(0, 0, 124, prompt[:124], blocks[:31])])).results()
+        each.run(StepBatch(admitted=[admitted(0, prompt)], rows=[StepRow(0, 0, 124, prompt[:124], blocks[:31])])).results()
         each.run(StepBatch(released=[0]))
-        rows, _ = each.run(StepBatch(admitted=[admitted(3, prompt)], rows=[Row(3, 120, 5, prompt[120:], blocks, True)])).results()
+        rows, _ = each.run(StepBatch(admitted=[admitted(3, prompt)], rows=[StepRow(3, 120, 5, prompt[120:], blocks, True)])).results()
         assert rows is not None
         assert stored == [31, 32]
         said.append(rows[0].token)
@@ -332,7 +331,7 @@ def test_more_new_blocks_than_a_graph_takes_go_before_it(folders: dict[str, Path
 
 def test_memory_is_measured_by_the_largest_of_each_kind(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter((1000, 900, 650))
-    monkeypatch.setattr(budget, "free_bytes", lambda device: next(free))
+    monkeypatch.setattr(memory_profile, "free_bytes", lambda device: next(free))
     tape = Steps()
     runner = step_runner(folders["llama"], tape)
     graphs = runner.graphs
@@ -341,8 +340,8 @@ def test_memory_is_measured_by_the_largest_of_each_kind(folders: dict[str, Path]
     recorded = tape.recorded
     assert recorded == graphs.count == len(graphs.sizes) == len(ROWS) + 3
     told: list[int] = []
-    found = budget.graphs_of(runner, CPU, lambda: told.append(tape.recorded))
-    assert found == 350 + budget.GRAPH_BYTES * graphs.count
+    found = memory_profile.measure_graphs(runner, CPU, lambda: told.append(tape.recorded))
+    assert found == 350 + memory_profile.GRAPH_BYTES * graphs.count
     assert told == [recorded + 1, recorded + 2]
     assert tape.recorded == recorded + 2
     assert not graphs._captured
@@ -357,4 +356,4 @@ def test_only_rows_of_one_token_have_graphs(folders: dict[str, Path], own: Any, 
     assert tape.recorded == len(ROWS)
     prompt = prompts(1)[0]
     assert drive(runner).generate([prompt], 4) == [expected(folders["llama"], prompt, 4)]
-    assert tape.sized == {Size(1, 1): 3}
+    assert tape.sized == {GraphSize(1, 1): 3}

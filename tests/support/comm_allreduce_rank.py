@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GPU rank of the all-reduce checks: `torchrun --nproc-per-node N -m tests.comm.allreduce_rank CHECK ...`.
+"""One GPU rank of the all-reduce checks: `torchrun --nproc-per-node N -m tests.support.comm_allreduce_rank CHECK ...`.
 
 Each check compares with the oracles of `kernels.reference`, bit for bit where sums are concerned, and raises at the first
 difference. `test_symmetric_gpu` starts this; it also runs alone.
@@ -21,10 +21,10 @@ from phalanx.comm.symmetric import Workspace, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import quantize_fp8, reference, residual_rms_norm_quant
-from phalanx.kernels.products.scale_sums import scale_sums
+from phalanx.kernels.gemm.apply_scales import apply_scales
 from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.scaled_mm import Quantized, unscaled_mm
-from tests.comm.gpu_ranks import replayed
+from phalanx.kernels.gemm.scaled_mm import Quantized, unscaled_mm
+from tests.support.comm_gpu_ranks import replayed
 
 STRATEGIES = {"ONESHOT": oneshot, "TWOSHOT": twoshot}
 SHAPES = ((1, 8), (3, 1000), (17, 5120), (4096, 16384))
@@ -249,7 +249,7 @@ def bare_sums(rank: int, tokens: int, hidden: int, dtype: torch.dtype = torch.bf
     values = tensor_of(rank, tokens, hidden, dtype, 10) * 1000
     rows, columns = (tensor_of(rank, *shape, torch.float32, 11).abs() / 30 for shape in ((tokens, 1), (1, hidden)))
     product = Unscaled(values, rows, columns[0].contiguous())
-    return product, scale_sums(product._replace(values=values.clone()))
+    return product, apply_scales(product._replace(values=values.clone()))
 
 
 def unscaled(workspace: Workspace) -> None:
@@ -284,7 +284,7 @@ def _row_launches(
 ) -> list[oneshot.Launch | None]:  # fmt: skip
     """The strategy's own, and in pieces where few rows could lie so: among two ranks none does by itself."""
     pieces = -(-pitch // oneshot.PIECE)
-    fits = rows * pieces <= 4 * space.sms and rows * pitch <= space.oneshot_vectors
+    fits = rows * pieces <= 4 * space.num_sms and rows * pitch <= space.oneshot_vectors
     if name != "ONESHOT" or pieces == 1 or not fits or (quant == "fp8" and scale is None):
         return [None]
     return [None, oneshot.Launch(rows * pieces, oneshot.PIECE, oneshot.PIECE // 32, False, pieces)]
@@ -302,7 +302,7 @@ def unscaled_from_products(workspace: Workspace) -> None:
         for tokens in (2, 17, 64, 255):
             x = tensor_of(workspace.rank, tokens, inputs, torch.bfloat16, 15)
             fusion = ResidualRmsNorm(tensor_of(99, tokens, outputs, torch.bfloat16, 16), weight, 1e-5, "fp8")
-            finished = scale_sums(unscaled_mm(Quantized(*quantize_fp8(x)), stored, scale, dtype=torch.bfloat16))
+            finished = apply_scales(unscaled_mm(Quantized(*quantize_fp8(x)), stored, scale, dtype=torch.bfloat16))
             wanted = group.all_reduce(finished.clone(), fusion)
 
             def layer(x: torch.Tensor = x, fusion: ResidualRmsNorm = fusion, group: Group = group) -> tuple[torch.Tensor, ...]:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, Row, StepBatch
-from phalanx.engine.ranks.places import Size
-from phalanx.engine.runner import Runner
-from tests.checkpoints import write_checkpoint
-from tests.engine.ranks.test_graphs_memory import BLOCK, SLOTS, made_runner
-from tests.engine.ranks.test_graphs_steps import kernels_backend, put_references
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment, StepRow, StepBatch
+from phalanx.worker.graph_buffers import GraphSize
+from phalanx.worker.model_runner import ModelRunner
+from tests.support.checkpoints import write_checkpoint
+from tests.worker.test_cuda_graphs_memory import BLOCK, SLOTS, made_runner
+from tests.worker.test_cuda_graphs_steps import kernels_backend, put_references
 
 CPU = torch.device("cpu")
 REPORTING = SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=1)
@@ -38,25 +38,25 @@ def steps(seed: int, count: int) -> list[StepBatch]:
                 released += [slot] * bool(texts[slot])
                 free, blocks[slot] = blocks[slot] + free, []
                 texts[slot], at[slot] = [chance.randrange(3, 380) for _ in range(chance.randint(1, 200))], 0
-                admitted.append(Admission(slot, texts[slot], len(texts[slot]), REPORTING, 1))
+                admitted.append(SlotAssignment(slot, texts[slot], len(texts[slot]), REPORTING, 1))
             begin = at[slot]
             end = at[slot] = min(len(texts[slot]), begin + (1 if chance.random() < 0.6 else chance.randint(1, min(most, left + 1))))
             left -= end - begin - 1
             new = [free.pop() for _ in range(-(-end // BLOCK) - len(blocks[slot]))]
             blocks[slot] += new
-            rows.append(Row(slot, begin, end - begin, texts[slot][begin:end], new, samples=end == len(texts[slot])))
+            rows.append(StepRow(slot, begin, end - begin, texts[slot][begin:end], new, samples=end == len(texts[slot])))
         rows.sort(key=lambda row: row.count > 1)
         made.append(StepBatch(released=released, admitted=admitted, rows=rows))
     return made
 
 
-def watched(runner: Runner) -> list[Size]:
+def watched(runner: ModelRunner) -> list[GraphSize]:
     """The sizes of the graphs that it will replay."""
-    used: list[Size] = []
+    used: list[GraphSize] = []
     if runner.graphs is not None:
         replay = runner.graphs.replay
 
-        def noted(size: Size, *rest: Any) -> None:
+        def noted(size: GraphSize, *rest: Any) -> None:
             used.append(size)
             replay(size, *rest)
 
@@ -64,7 +64,7 @@ def watched(runner: Runner) -> list[Size]:
     return used
 
 
-def likelihoods(runner: Runner, made: list[StepBatch]) -> torch.Tensor:
+def likelihoods(runner: ModelRunner, made: list[StepBatch]) -> torch.Tensor:
     """Of the prompts' tokens, and of the likeliest behind them."""
     found: list[float] = []
     for step in made:

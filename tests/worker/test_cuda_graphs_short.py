@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.engine.ranks.graphs import StepGraphs
-from phalanx.engine.ranks.places import Size
-from phalanx.engine.runner import Runner
 from phalanx.kernels.attention import SHORT, reference
 from phalanx.models.batch import Batch, KvCache
-from phalanx.models.layers import attention_decode
-from phalanx.models.layers.attention_decode import DecodeBackend
+from phalanx.models.layers.attention import triton
+from phalanx.models.layers.attention.triton import DecodeBackend
 from phalanx.models.layers.attention_sdpa import SdpaBackend
-from tests.checkpoints import write_checkpoint
-from tests.engine.drive import expected, prompts
-from tests.engine.ranks.test_graphs import CPU, ROWS, Counting, drive, make_runner
+from phalanx.worker.cuda_graphs import StepGraphs
+from phalanx.worker.graph_buffers import GraphSize
+from phalanx.worker.model_runner import ModelRunner
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import expected, prompts
+from tests.worker.test_cuda_graphs import CPU, ROWS, Counting, drive, make_runner
 
 PROCESSORS = 16
 """So that up to 4 rows, of 2 KV heads each, are few."""
@@ -46,7 +46,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
         heard.append((short, int(inputs[-1].max())))
         return out.copy_(reference.decode_attention(query, *inputs, **options))
 
-    monkeypatch.setattr(attention_decode.kernels, "decode_attention", stand_in)
+    monkeypatch.setattr(triton.kernels, "decode_attention", stand_in)
     return heard
 
 
@@ -56,7 +56,7 @@ def kernels_backend() -> DecodeBackend:
     return made
 
 
-def short_runner(folder: Path, tape: Counting) -> Runner:
+def short_runner(folder: Path, tape: Counting) -> ModelRunner:
     return make_runner(folder, tape, attention=kernels_backend, longest=2 * SHORT)
 
 
@@ -100,7 +100,7 @@ def test_each_size_is_told_of_once_and_all_graphs_are_counted(folder: Path) -> N
     assert [size.tokens for size in runner.capture()] == ROWS[::-1]
     assert tape.recorded == 2 * graphs.count
     graphs.forget()
-    assert list(runner.capture([Size(2, 2)])) == [Size(2, 2)]
+    assert list(runner.capture([GraphSize(2, 2)])) == [GraphSize(2, 2)]
     tape.replays.clear()
     assert drive(runner).generate([about(7)], 3) == [expected(folder, about(7), 3)]
     assert tape.replays == {2 * graphs.count + 1: 2}
@@ -113,7 +113,7 @@ def test_a_graph_writes_none_of_its_facts(folder: Path, monkeypatch: pytest.Monk
     """Attention reads lengths before the kernels before it have ended."""
     forward, done = StepGraphs._forward, []
 
-    def watched(graphs: StepGraphs, size: Size, batch: Batch, caches: Sequence[KvCache]) -> None:
+    def watched(graphs: StepGraphs, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> None:
         before = graphs.places(size).facts.clone()
         forward(graphs, size, batch, caches)
         assert torch.equal(graphs.places(size).facts, before)

@@ -15,7 +15,7 @@ from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention.backend import backend
 from phalanx.plan.layout import stages
 from phalanx.plan.weight_tensors import layer_bytes
 

@@ -9,8 +9,8 @@ Each job (checkpoint, dtype, tp, pp) is one engine; jobs start beside each other
 checks two paths: forced (each reference sequence as a prompt with prompt logprobs: one comparison per position) and free (greedy
 generation in one batch: up to the first difference, which must lie within the noise).
 
-    python benchmarks/engine/tokens_on_gpu.py --out DIR        needs 4 GPUs for every layout; runs those that fit
-    python benchmarks/engine/tokens_on_gpu.py --device cpu --checkpoints demo --dtypes bf16 --layouts 1x1,2x1
+    python tests/gpu/greedy_tokens.py --out DIR        needs 4 GPUs for every layout; runs those that fit
+    python tests/gpu/greedy_tokens.py --device cpu --checkpoints demo --dtypes bf16 --layouts 1x1,2x1
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
-from benchmarks.engine.side_by_side import keeping, run_jobs, turn, visible_gpus
+from benchmarks import harness
+from benchmarks.engine.gpu_jobs import keeping, run_jobs, turn, visible_gpus
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)]
 DTYPES = ["bf16", "fp16"]
@@ -38,7 +37,7 @@ STEP_TOKENS = 192  # the sequences take three steps, which are long enough that 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--checkpoints", default=",".join(["demo", *FAMILIES]))
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--everywhere", default="demo,llama", help="those that run in every layout; others: 1 x 1, 2 x 2")
@@ -94,7 +93,7 @@ def make_reference(name: str, folder: Path) -> Path:
     if name == "demo":
         model_folder = locate("demo")
     else:
-        from tests.checkpoints import write_checkpoint
+        from tests.support.checkpoints import write_checkpoint
 
         # Weights small enough that the dtype's noise stays well below most margins.
         model_folder = write_checkpoint(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padded decode steps on CPU: `Rerun` does again what a CUDA graph would replay, on the same tensors at the same places."""
+"""Padded decode steps on CPU: `EagerCapturer` does again what a CUDA graph would replay, on the same tensors at the same places."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from typing import Any
 
 import pytest
 import torch
+from phalanx.config.sampling_params import SamplingParams
 from torch import Tensor
 
 from phalanx.comm.group import Group, Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
-from phalanx.engine.ranks import graphs
-from phalanx.engine.ranks.graphs import Replay, Rerun, Tape
-from phalanx.engine.ranks.places import sizes
-from phalanx.engine.runner import Runner
-from phalanx.engine.sampler import Sampler
+from phalanx.engine.messages import SlotAssignment, StepRow, Step, StepBatch, StepResult
 from phalanx.errors import EngineError
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, KvCache, LayerCache
-from phalanx.models.layers.attention import AttentionBackend, AttentionPlan
+from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
 from phalanx.models.layers.attention_sdpa import SdpaBackend
 from phalanx.models.layers.embedding import ParallelHead
-from tests.checkpoints import write_checkpoint
-from tests.engine.drive import BLOCK, GREEDY, Drive, expected, prompts
-from tests.engine.test_runner import Pipe
+from phalanx.worker import cuda_graphs
+from phalanx.worker.cuda_graphs import Replay, EagerCapturer, GraphCapturer
+from phalanx.worker.graph_buffers import sizes
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.sampler import Sampler
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import BLOCK, GREEDY, Drive, expected, prompts
+from tests.worker.test_model_runner import Pipe
 
 CPU = torch.device("cpu")
 SLOTS, BLOCKS = 11, 100
 ROWS = [size.tokens for size in sizes(SLOTS, 0)[0]]
 
 
-class Counting(Rerun):
+class Counting(EagerCapturer):
     """How often was replayed, by the number of the recording (0: the largest size)."""
 
     def __init__(self) -> None:
@@ -85,14 +85,14 @@ class Late:
 
 
 def make_runner(
-    folder: Path, tape: Tape | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
+    folder: Path, tape: GraphCapturer | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
     attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
-) -> Runner:  # fmt: skip
+) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
     model = registry.build(shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
     weights.load(model, folder)
     caches = [LayerCache.zeros(BLOCKS, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
-    runner = Runner(
+    runner = ModelRunner(
         model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, tape=tape,
         max_num_tokens=tokens,
@@ -101,7 +101,7 @@ def make_runner(
     return runner
 
 
-def drive(*stages: Runner) -> Drive:
+def drive(*stages: ModelRunner) -> Drive:
     results: deque[StepResult] = deque()
 
     def submit(step: Step) -> None:
@@ -113,7 +113,7 @@ def drive(*stages: Runner) -> Drive:
     return Drive(submit, lambda: [results.popleft()] if results else [], blocks=BLOCKS)
 
 
-def held(runner: Runner) -> list[Tensor]:
+def held(runner: ModelRunner) -> list[Tensor]:
     """Keys and values by slot of the cache."""
     return [part.flatten(0, 1) for cache in runner.caches for part in (cache.key, cache.value)]
 
@@ -179,10 +179,10 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> 
     prompt, used = prompts(1, seed=5)[0][:6], {7: [1, 2], 2: [3, 4], 4: [5, 6]}
     steps = [
         StepBatch(
-            admitted=[Admission(slot, prompt, 6, GREEDY, 1) for slot in used],
-            rows=[Row(slot, 0, 6, prompt, blocks, samples=True) for slot, blocks in used.items()],
+            admitted=[SlotAssignment(slot, prompt, 6, GREEDY, 1) for slot in used],
+            rows=[StepRow(slot, 0, 6, prompt, blocks, samples=True) for slot, blocks in used.items()],
         ),
-        StepBatch(rows=[Row(slot, 6, 1, [9] if slot == 2 else [], [], samples=True) for slot in used]),
+        StepBatch(rows=[StepRow(slot, 6, 1, [9] if slot == 2 else [], [], samples=True) for slot in used]),
     ]
     strangers = [slot for slot in range(BLOCKS * BLOCK) if not 1 <= slot // BLOCK <= 6]
     tokens = []
@@ -214,14 +214,14 @@ def test_steps_that_no_graph_fits_run_eagerly(folder: Path) -> None:
     runner = make_runner(folder, tape)
     batches, prompt = drive(runner), prompts(1, seed=3)[0]
     reporting = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    batches.run(StepBatch(admitted=[Admission(0, prompt, 5, GREEDY, 1)], rows=[Row(0, 0, 5, prompt[:5], [1, 2], samples=True)]))
+    batches.run(StepBatch(admitted=[SlotAssignment(0, prompt, 5, GREEDY, 1)], rows=[StepRow(0, 0, 5, prompt[:5], [1, 2], samples=True)]))
     batches.run(StepBatch(
-        admitted=[Admission(1, prompt, 3, reporting, 1)],
-        rows=[Row(0, 5, 1, [], [], samples=True), Row(1, 0, 1, prompt[:1], [3])],
+        admitted=[SlotAssignment(1, prompt, 3, reporting, 1)],
+        rows=[StepRow(0, 5, 1, [], [], samples=True), StepRow(1, 0, 1, prompt[:1], [3])],
     ))  # fmt: skip
-    batches.run(StepBatch(rows=[Row(0, 6, 1, [], [], samples=True), Row(1, 1, 1, prompt[1:2], [])]))
+    batches.run(StepBatch(rows=[StepRow(0, 6, 1, [], [], samples=True), StepRow(1, 1, 1, prompt[1:2], [])]))
     assert not tape.replays
-    batches.run(StepBatch(rows=[Row(0, 7, 1, [], [], samples=True), Row(1, 2, 1, prompt[2:3], [], samples=True)]))
+    batches.run(StepBatch(rows=[StepRow(0, 7, 1, [], [], samples=True), StepRow(1, 2, 1, prompt[2:3], [], samples=True)]))
     assert sum(tape.replays.values()) == 1
 
 
@@ -237,7 +237,7 @@ def test_stages_hand_on_the_residual_stream_of_real_rows_only(folder: Path) -> N
     assert tapes[0].replays == tapes[1].replays
     assert sum(tapes[0].replays.values()) == 5
     with pytest.raises(EngineError, match="before their last token is known"):
-        stages[0].run(StepBatch(admitted=[Admission(0, [5], 1, GREEDY, 1)], rows=[Row(0, 0, 1, [], [1], samples=True)]))
+        stages[0].run(StepBatch(admitted=[SlotAssignment(0, [5], 1, GREEDY, 1)], rows=[StepRow(0, 0, 1, [], [1], samples=True)]))
 
 
 def test_a_back_end_that_cannot_be_captured_has_no_graphs(folder: Path) -> None:
@@ -246,9 +246,9 @@ def test_a_back_end_that_cannot_be_captured_has_no_graphs(folder: Path) -> None:
     assert list(runner.capture()) == []
     shape = ModelShape.from_folder(folder)
     model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=torch.float32, device=CPU)
-    plain = Runner(
+    plain = ModelRunner(
         model, [], SdpaBackend(), None, Solo(), max_batch_size=2, max_seq_len=8, block_size=4, dtype=torch.float32, device=CPU,
-        tape=Rerun(),
+        tape=EagerCapturer(),
     )  # fmt: skip
     assert plain.graphs is None
 
@@ -284,8 +284,8 @@ class _Cuda:
 
 def test_a_replay_counts_the_collectives_that_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, calls = _Cuda(), {"NCCL/NONE": 5}
-    monkeypatch.setattr(graphs.torch, "cuda", cuda)
-    tape = graphs.CudaTape(CPU, calls)
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
+    tape = cuda_graphs.CudaGraphCapturer(CPU, calls)
 
     def work() -> None:
         calls["NCCL/NONE"] += 2

@@ -15,17 +15,16 @@ from torch import Tensor
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.worker.cuda_graphs import Rerun
-from phalanx.worker import warmup
-from phalanx.worker import memory_profile
-from phalanx.worker.warmup import rehearse
-from phalanx.worker.model_runner import Runner
 from phalanx.hardware.probe import Machine
 from phalanx.models import registry
 from phalanx.models.llama import DecoderLayer
+from phalanx.worker import memory_profile, warmup
+from phalanx.worker.cuda_graphs import EagerCapturer
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.warmup import warm_up
 from tests.support.checkpoints import write_checkpoint
-from tests.engine.drive import BLOCK, expected, prompts
-from tests.engine.ranks.test_graphs import SLOTS, Counting, drive, make_runner
+from tests.support.engine_drive import BLOCK, expected, prompts
+from tests.worker.test_cuda_graphs import SLOTS, Counting, drive, make_runner
 
 CPU = torch.device("cpu")
 
@@ -82,21 +81,21 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch, kept: bool) -> Kernels:
     return kernels
 
 
-def steps_of(runner: Runner) -> list[Any]:
-    return memory_profile.largest_steps(max_num_tokens=64, max_seq_len=128, max_batch_size=runner.most_rows, block_size=BLOCK)
+def steps_of(runner: ModelRunner) -> list[Any]:
+    return memory_profile.profiling_steps(max_num_tokens=64, max_seq_len=128, max_batch_size=runner.most_rows, block_size=BLOCK)
 
 
 def test_every_step_goes_through_the_first_layer_and_the_last(
     folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, kernels = make_runner(folder, Rerun()), with_kernels(monkeypatch, kept=False)
+    runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, kept=False)
     assert runner.graphs is not None
     runner.graphs.forget()  # as before a start's first capture
     layers, caches = runner._model.layers, runner.caches
     forwards.clear()
     told: list[tuple[int, int]] = []
     steps = steps_of(runner)
-    assert rehearse(runner, steps, Solo(), CPU, 12, lambda *each: told.append(each)) == 7
+    assert warm_up(runner, steps, Solo(), CPU, 12, lambda *each: told.append(each)) == 7
     assert (kernels.processes, told) == (12, [(7, 7)])
     met = len(steps) - 1 + runner.graphs.count  # all but the last, which has no rows
     assert {layers.index(layer): count for layer, count in forwards.items()} == {0: met, 4: met}
@@ -111,9 +110,9 @@ def test_every_step_goes_through_the_first_layer_and_the_last(
 def test_where_kernels_are_kept_it_ends_with_the_first_step(
     folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, kernels = make_runner(folder, Rerun()), with_kernels(monkeypatch, kept=True)
+    runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, kept=True)
     forwards.clear()
-    assert rehearse(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
+    assert warm_up(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
     assert sorted(forwards.values()) == [1, 1]
     assert kernels.processes == 0
     asked = prompts(3, seed=5)
@@ -121,13 +120,13 @@ def test_where_kernels_are_kept_it_ends_with_the_first_step(
 
 
 def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = make_runner(folder, Rerun())
+    runner = make_runner(folder, EagerCapturer())
     forwards.clear()
     with_kernels(monkeypatch, kept=False)
-    assert rehearse(runner, steps_of(runner), OneCannot(), CPU, 64, lambda *_: None) == 0
-    assert rehearse(runner, steps_of(runner), Solo(), CPU, 1, lambda *_: None) == 0  # there is nothing to gain
+    assert warm_up(runner, steps_of(runner), OneCannot(), CPU, 64, lambda *_: None) == 0
+    assert warm_up(runner, steps_of(runner), Solo(), CPU, 1, lambda *_: None) == 0  # there is nothing to gain
     monkeypatch.setattr(warmup, "can_compile_ahead", lambda: False)
-    assert rehearse(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
+    assert warm_up(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
     assert not forwards
 
 
@@ -151,7 +150,7 @@ def test_a_rank_goes_on_where_another_lacks_kernels_and_leaves_no_slot_and_no_re
     runner.graphs.forget()
     for group, processes in ((AnotherLacksSome(), 12), (Solo(), 0)):
         kernels, tape.recorded = with_kernels(monkeypatch, kept=True), 0
-        rehearse(runner, steps_of(runner), group, CPU, 12, lambda *_: None)
+        warm_up(runner, steps_of(runner), group, CPU, 12, lambda *_: None)
         assert kernels.processes == processes
         assert runner._sampler is not None
         assert not runner._sampler._book.held.any()  # every slot is free
@@ -166,7 +165,7 @@ def test_processes_share_cores_and_memory(
 ) -> None:
     host = Machine((), 512 << 30, gib << 30, cores)
     monkeypatch.setattr(warmup.hardware, "detect_machine", lambda: host)
-    assert warmup.processes_of(ranks) == processes
+    assert warmup.compile_processes(ranks) == processes
 
 
 def test_layers_of_other_kinds_stay(tmp_path: Path) -> None:
@@ -175,13 +174,13 @@ def test_layers_of_other_kinds_stay(tmp_path: Path) -> None:
     )  # fmt: skip
     model = registry.build(ModelShape.from_folder(folder), group=Solo(), layers=range(6), dtype=torch.float32, device=CPU)
     layers = model.layers
-    with model.thinned() as kept:
+    with model.distinct_layers() as kept:
         assert kept == [0, 3, 5]
         assert model.layers == [layers[index] for index in kept]
     assert model.layers is layers
     layers[1].norm.half()  # such as a layer that a quantized checkpoint leaves alone
-    with model.thinned() as kept:
+    with model.distinct_layers() as kept:
         assert kept == [0, 1, 3, 5]
-    with pytest.raises(ZeroDivisionError), model.thinned():
+    with pytest.raises(ZeroDivisionError), model.distinct_layers():
         raise ZeroDivisionError
     assert model.layers is layers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GPU rank of the checks of rows with owners: `torchrun --nproc-per-node N -m tests.comm.rows.owned_rank CHECK ...`.
+"""One GPU rank of the checks of rows with owners: `torchrun --nproc-per-node N -m tests.support.comm_sequence_parallel_rank CHECK ...`.
 
 What every rank gets equals the unfused kernels' and two-shot's, bit for bit; so do the rows of the residual that it owns.
 `test_owned_gpu` starts this; it also runs alone.
@@ -21,16 +21,18 @@ from torch import Tensor
 
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm, finish
-from phalanx.comm.rows import OwnedRows, landed, own_rows, owned, same_owners, whole
+from phalanx.comm.sequence_parallel import OwnedRows, own_rows, same_owners, whole
+from phalanx.comm.sequence_parallel import gemm_rs
+from phalanx.comm.sequence_parallel import rs_norm_ag
 from phalanx.comm.symmetric import Landing, Workspace, form_landing, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import reference
-from phalanx.kernels.products import linear
+from phalanx.kernels.gemm import linear
 from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.scaled_mm import Quantized, quantize_fp8, scaled_mm, scaled_mm_into
-from tests.comm.allreduce_rank import same, tensor_of
-from tests.comm.gpu_ranks import replayed
+from phalanx.kernels.gemm.scaled_mm import Quantized, quantize_fp8, scaled_mm, scaled_mm_into
+from tests.support.comm_allreduce_rank import same, tensor_of
+from tests.support.comm_gpu_ranks import replayed
 
 MODES = (("none", None), ("fp8", 0.02), ("fp8", None))
 VARIANTS = ((32, 1, 1), (16, 2, 2), (16, 3, 1), (16, 3, 2), (8, 4, 2))
@@ -90,9 +92,9 @@ def handed_over(workspace: Workspace, cases: Sequence[tuple[torch.dtype, int, in
             if form == "bare sums" and mode == MODES[1]:
                 continue
             what = f"{dtype} {tokens}x{hidden} {mode} {form}"
-            found = owned.all_reduce_norm(x, fusion, workspace)
+            found = rs_norm_ag.all_reduce_norm(x, fusion, workspace)
             agrees(found, once, workspace, what)
-            agrees(owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace), twice, workspace, f"{what}, again")
+            agrees(rs_norm_ag.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace), twice, workspace, f"{what}, again")
             held = twoshot.all_reduce_norm(x, fusion, workspace)
             agrees(found, held, workspace, f"{what}, against two-shot")
 
@@ -104,7 +106,7 @@ def launches(workspace: Workspace) -> None:
             part, _, total, fusion = case(workspace, tokens, 8192, torch.bfloat16, mode)
             for shape in VARIANTS:
                 for time_of in range(3):
-                    found = owned.all_reduce_norm(part, fusion, workspace, shape)
+                    found = rs_norm_ag.all_reduce_norm(part, fusion, workspace, shape)
                     agrees(found, finish(total, fusion), workspace, f"{tokens} {mode} {shape}, time {time_of}")
 
 
@@ -116,7 +118,7 @@ def chunks(workspace: Workspace) -> None:
         for mode in MODES:
             part, _, total, fusion = case(workspace, tokens, 8192, torch.bfloat16, mode)
             wanted = finish(total, fusion)
-            found = owned.all_reduce_norm(part, fusion, small)
+            found = rs_norm_ag.all_reduce_norm(part, fusion, small)
             assert found[-1].at_once < tokens  # type: ignore[attr-defined]
             agrees(found, wanted, small, f"{tokens} in chunks {mode}")
             same(whole(found[-1], group), wanted[-1], f"{tokens} in chunks {mode}: made whole")
@@ -143,7 +145,7 @@ def strange_values(workspace: Workspace) -> None:
             scale = None if given is None else torch.tensor(given, device="cuda")
             fusion = ResidualRmsNorm(torch.zeros_like(total), weight, 1e-5, quant, scale)  # type: ignore[arg-type]
             for _ in range(3):
-                *found, new = owned.all_reduce_norm(parts[workspace.rank], fusion, workspace)
+                *found, new = rs_norm_ag.all_reduce_norm(parts[workspace.rank], fusion, workspace)
                 *wanted, residual = finish(total, fusion)
                 for left, right in zip(found, wanted, strict=True):
                     alike(left, right, f"{dtype} {quant} {given}")
@@ -191,8 +193,8 @@ def graph(workspace: Workspace) -> None:
     """See `repeated`; each call is followed by one whose residual has owners."""
 
     def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
-        found = owned.all_reduce_norm(x, fusion, workspace)
-        owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
+        found = rs_norm_ag.all_reduce_norm(x, fusion, workspace)
+        rs_norm_ag.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
         return found
 
     repeated(workspace, ((1, 16), (300, 4096), (17, 5120), (64, 8192), (2, 8192), (700, 1024)), act)
@@ -239,7 +241,7 @@ def landing_of(workspace: Workspace) -> Landing:
 
 def put(part: Tensor, landing: Landing, late: random.Random | None = None) -> None:
     """Where the owners of its rows read it; late: with pauses."""
-    pieces = landed.pieces_of(*part.shape, part.dtype, landing, least=0)
+    pieces = gemm_rs.pieces_of(*part.shape, part.dtype, landing, least=0)
     assert pieces is not None
     for rows, out in pieces:
         if late is not None and late.random() < 0.3:
@@ -260,7 +262,7 @@ def landed_with(workspace: Workspace, cases: Sequence[tuple[torch.dtype, int, in
         wanted, asked = finish(total, fusion), fusion
         for turn in range(6):
             put(part, landing, late)
-            found = landed.all_reduce_norm(asked, workspace, landing)
+            found = gemm_rs.all_reduce_norm(asked, workspace, landing)
             agrees(found, wanted, workspace, f"{dtype} {tokens}x{hidden} {mode}, landed, turn {turn}")
             asked = replace(fusion, residual=found[-1])
             wanted = finish(total, replace(fusion, residual=wanted[-1]))
@@ -272,10 +274,10 @@ def lands_in_a_graph(workspace: Workspace) -> None:
 
     def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
         put(x, landing)
-        found = landed.all_reduce_norm(fusion, workspace, landing)
-        again = owned.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
+        found = gemm_rs.all_reduce_norm(fusion, workspace, landing)
+        again = rs_norm_ag.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
         put(x, landing)
-        landed.all_reduce_norm(replace(fusion, residual=again[-1]), workspace, landing)
+        gemm_rs.all_reduce_norm(replace(fusion, residual=again[-1]), workspace, landing)
         return found
 
     repeated(workspace, ((64, 4096), (700, 1024), (300, 8192)), act)

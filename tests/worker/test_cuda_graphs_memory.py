@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from phalanx.config.sampling_params import SamplingParams
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, Row, StepBatch
-from phalanx.engine.ranks.graphs import CudaTape, Rerun, Tape
-from phalanx.engine.ranks.ready import budget
-from phalanx.engine.runner import Outcome, Runner
-from phalanx.engine.sampler import Sampler
+from phalanx.engine.messages import SlotAssignment, StepRow, StepBatch
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import AttentionBackend, AttentionPlan, backend
-from tests.checkpoints import write_checkpoint
-from tests.engine.drive import prompts
-from tests.engine.ranks.test_graphs import Fixed
-from tests.engine.ranks.test_graphs_steps import TOKENS, requests, serve
+from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan, backend
+from phalanx.worker import memory_profile
+from phalanx.worker.cuda_graphs import CudaGraphCapturer, EagerCapturer, GraphCapturer
+from phalanx.worker.model_runner import StepOutput, ModelRunner
+from phalanx.worker.sampler import Sampler
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import prompts
+from tests.worker.test_cuda_graphs import Fixed
+from tests.worker.test_cuda_graphs_steps import TOKENS, requests, serve
 
 SLOTS, BLOCK, LONGEST = 24, 16, 2048
 KINDS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1)}
@@ -34,7 +34,7 @@ KINDS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(temp
 def made_runner(
     folder: Path, device: torch.device, dtype: torch.dtype, *, graphs: bool = True, tokens: int = 0, fp8_cache: bool = False,
     attention: AttentionBackend | None = None,
-) -> Runner:  # fmt: skip
+) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
     model = registry.build(
         shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_cache=fp8_cache
@@ -42,37 +42,37 @@ def made_runner(
     weights.load(model, folder)
     on_gpu = device.type == "cuda"
     attention = attention or (backend(device, dtype, shape.head_dim) if on_gpu else Fixed())
-    tape: Tape = CudaTape(device) if on_gpu else Rerun()
+    tape: GraphCapturer = CudaGraphCapturer(device) if on_gpu else EagerCapturer()
 
     def caches(blocks: int) -> list[LayerCache]:
         return [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in model.kv_specs()]
 
-    runner = Runner(
+    runner = ModelRunner(
         model, caches(1), attention, Sampler(SLOTS, shape.vocab_size, device), Solo(), max_batch_size=SLOTS, max_seq_len=LONGEST,
         block_size=BLOCK, dtype=dtype, device=device, tape=tape if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip
-    for step in budget.largest_steps(max_num_tokens=64, max_seq_len=64, max_batch_size=SLOTS, block_size=BLOCK):
+    for step in memory_profile.profiling_steps(max_num_tokens=64, max_seq_len=64, max_batch_size=SLOTS, block_size=BLOCK):
         runner.run(step).results()
     runner.caches = caches(SLOTS * LONGEST // BLOCK if on_gpu else 400)
     list(runner.capture())
     return runner
 
 
-def decode(runner: Runner, params: SamplingParams, steps: int) -> None:
+def decode(runner: ModelRunner, params: SamplingParams, steps: int) -> None:
     """One step ahead, as the engine keeps it; all slots, so that new blocks come at every step."""
     given = iter(range(10**9))
     asked = [prompt[: 3 + number % BLOCK] for number, prompt in enumerate(prompts(SLOTS, seed=4))]
     blocks = len(asked) * -(-(max(map(len, asked)) + steps) // BLOCK)
-    under_way: deque[Outcome] = deque()
+    under_way: deque[StepOutput] = deque()
     for number in range(-1, steps):
         rows = []
         for slot, prompt in enumerate(asked):
             at = len(prompt) + number
             if number < 0:
-                rows.append(Row(slot, 0, len(prompt), prompt, [next(given) % blocks], samples=True))
+                rows.append(StepRow(slot, 0, len(prompt), prompt, [next(given) % blocks], samples=True))
             else:
-                rows.append(Row(slot, at, 1, [], [next(given) % blocks] if at % BLOCK == 0 else [], samples=True))
-        admitted = [Admission(slot, prompt, len(prompt), params, slot) for slot, prompt in enumerate(asked)] if number < 0 else []
+                rows.append(StepRow(slot, at, 1, [], [next(given) % blocks] if at % BLOCK == 0 else [], samples=True))
+        admitted = [SlotAssignment(slot, prompt, len(prompt), params, slot) for slot, prompt in enumerate(asked)] if number < 0 else []
         rows.sort(key=lambda row: row.count)
         under_way.append(runner.run(StepBatch(admitted=admitted, rows=rows)))
         if len(under_way) > 1:

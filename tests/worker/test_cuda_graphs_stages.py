@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from phalanx.engine.messages import Admission, Row, StepBatch
-from phalanx.engine.ranks.places import sizes
-from phalanx.engine.runner import Runner
-from tests.checkpoints import write_checkpoint
-from tests.engine.drive import BLOCK, GREEDY
-from tests.engine.ranks.test_graphs import BLOCKS, SLOTS, Counting
-from tests.engine.ranks.test_graphs_steps import TOKENS, alike, put_references, requests, serve, step_runner
+from phalanx.engine.messages import SlotAssignment, StepRow, StepBatch
+from phalanx.worker.graph_buffers import sizes
+from phalanx.worker.model_runner import ModelRunner
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import BLOCK, GREEDY
+from tests.worker.test_cuda_graphs import BLOCKS, SLOTS, Counting
+from tests.worker.test_cuda_graphs_steps import TOKENS, alike, put_references, requests, serve, step_runner
 
 LAYERS = 3
 
@@ -45,7 +45,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     put_references(monkeypatch)
 
 
-def pipeline(folder: Path, tapes: Sequence[Counting | None]) -> list[Runner]:
+def pipeline(folder: Path, tapes: Sequence[Counting | None]) -> list[ModelRunner]:
     lanes: list[deque[Tensor]] = [deque() for _ in tapes]
     cuts = [LAYERS * at // len(tapes) for at in range(len(tapes) + 1)]
     return [
@@ -93,14 +93,14 @@ def test_a_step_of_more_rows_runs_eagerly(folder: Path) -> None:
     count, told = 9, []
     for runners in (pipeline(folder, tapes), pipeline(folder, [None, None])):
         prompts = [[5 + slot, 6, 7 + slot] for slot in range(count + 1)]
-        admitted = [Admission(slot, prompt, 3, GREEDY, 1) for slot, prompt in enumerate(prompts)]
+        admitted = [SlotAssignment(slot, prompt, 3, GREEDY, 1) for slot, prompt in enumerate(prompts)]
         steps = [
-            StepBatch(admitted=admitted, rows=[Row(slot, 0, 2, prompts[slot][:2], [slot]) for slot in range(count)]),
-            StepBatch(rows=[Row(slot, 2, 1, prompts[slot][2:], [], samples=True) for slot in range(count)]),
+            StepBatch(admitted=admitted, rows=[StepRow(slot, 0, 2, prompts[slot][:2], [slot]) for slot in range(count)]),
+            StepBatch(rows=[StepRow(slot, 2, 1, prompts[slot][2:], [], samples=True) for slot in range(count)]),
             StepBatch(
                 rows=[
-                    *(Row(slot, 3, 1, [8], [], samples=True) for slot in range(count)),
-                    Row(count, 0, 3, prompts[count], [count], samples=True),
+                    *(StepRow(slot, 3, 1, [8], [], samples=True) for slot in range(count)),
+                    StepRow(count, 0, 3, prompts[count], [count], samples=True),
                 ]
             ),
         ]

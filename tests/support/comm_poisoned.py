@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.comm import nccl
 from phalanx.comm.choose import Chooser, Rules
 from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
-from phalanx.comm.rows import OwnedRows, gathered, own_rows, same_owners
+from phalanx.comm.sequence_parallel import OwnedRows, gathered, own_rows, same_owners
 from phalanx.comm.tuned_group import Runner, TunedGroup
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.reference import Unscaled

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from phalanx.config.sampling_params import SamplingParams
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
-from phalanx.engine.ranks.ready import budget
-from phalanx.engine.runner import Runner
-from phalanx.engine.sampler import Sampler
+from phalanx.engine.messages import SlotAssignment, StepRow, Step, StepBatch, StepResult
 from phalanx.errors import EngineError
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
-from phalanx.models.layers.attention import backend
-from tests.checkpoints import write_checkpoint
-from tests.engine.drive import BLOCK, GREEDY, Drive, expected, prompts
+from phalanx.models.layers.attention.backend import backend
+from phalanx.worker import memory_profile
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.sampler import Sampler
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import BLOCK, GREEDY, Drive, expected, prompts
 
 CPU = torch.device("cpu")
 
@@ -40,18 +40,18 @@ class Pipe:
         return x.copy_(self._lane.popleft())
 
 
-def make_runner(folder: Path, layers: range | None = None, pipe: object = None) -> Runner:
+def make_runner(folder: Path, layers: range | None = None, pipe: object = None) -> ModelRunner:
     shape = ModelShape.from_folder(folder)
     model = registry.build(shape, group=Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
     weights.load(model, folder)
     caches = [LayerCache.zeros(100, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
-    return Runner(
+    return ModelRunner(
         model, caches, backend(CPU, torch.float32, shape.head_dim), Sampler(4, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=4, max_seq_len=128, block_size=BLOCK, dtype=torch.float32, device=CPU,
     )  # fmt: skip
 
 
-def drive(*stages: Runner) -> Drive:
+def drive(*stages: ModelRunner) -> Drive:
     results: deque[StepResult] = deque()
 
     def submit(step: Step) -> None:
@@ -71,13 +71,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runner(folder: Path) -> Runner:
+def runner(folder: Path) -> ModelRunner:
     return make_runner(folder)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("chunk", [64, 5])
-def test_greedy_tokens_equal_transformers(folder: Path, runner: Runner, chunk: int, ahead: bool) -> None:
+def test_greedy_tokens_equal_transformers(folder: Path, runner: ModelRunner, chunk: int, ahead: bool) -> None:
     asked = prompts(4)
     assert drive(runner).generate(asked, 8, chunk=chunk, ahead=ahead) == [expected(folder, prompt, 8) for prompt in asked]
 
@@ -88,20 +88,20 @@ def test_stages_hand_on_the_residual_stream(folder: Path) -> None:
     asked = prompts(3, seed=2)
     assert drive(first, second).generate(asked, 6, chunk=7) == [expected(folder, prompt, 6) for prompt in asked]
     with pytest.raises(EngineError, match="before their last token is known"):
-        first.run(StepBatch(admitted=[Admission(0, [5], 1, GREEDY, 1)], rows=[Row(0, 0, 1, [], [1], samples=True)]))
+        first.run(StepBatch(admitted=[SlotAssignment(0, [5], 1, GREEDY, 1)], rows=[StepRow(0, 0, 1, [], [1], samples=True)]))
 
 
-def test_prompt_logprobs_come_in_chunks_and_end_with_the_prompt(folder: Path, runner: Runner) -> None:
+def test_prompt_logprobs_come_in_chunks_and_end_with_the_prompt(folder: Path, runner: ModelRunner) -> None:
     prompt = prompts(1, seed=4)[0]
     params = SamplingParams(temperature=0.0, prompt_logprobs=2, logprobs=1)
     batches = drive(runner)
     cut, blocks = len(prompt) // 2, list(range(-(-len(prompt) // BLOCK)))
     known = -(-cut // BLOCK)
     first = batches.run(StepBatch(
-        admitted=[Admission(1, prompt, len(prompt), params, 1), Admission(0, prompt[:3], 3, GREEDY, 1)],
-        rows=[Row(1, 0, cut, prompt[:cut], blocks[:known]), Row(0, 0, 3, prompt[:3], [60], samples=True)],
+        admitted=[SlotAssignment(1, prompt, len(prompt), params, 1), SlotAssignment(0, prompt[:3], 3, GREEDY, 1)],
+        rows=[StepRow(1, 0, cut, prompt[:cut], blocks[:known]), StepRow(0, 0, 3, prompt[:3], [60], samples=True)],
     ))  # fmt: skip
-    second = batches.run(StepBatch(rows=[Row(1, cut, len(prompt) - cut, prompt[cut:], blocks[known:], samples=True)]))
+    second = batches.run(StepBatch(rows=[StepRow(1, cut, len(prompt) - cut, prompt[cut:], blocks[known:], samples=True)]))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         raw = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -119,37 +119,37 @@ def test_prompt_logprobs_come_in_chunks_and_end_with_the_prompt(folder: Path, ru
     batches.run(StepBatch(released=[0, 1]))
 
 
-def test_a_slot_begins_anew_with_each_admission(folder: Path, runner: Runner) -> None:
+def test_a_slot_begins_anew_with_each_admission(folder: Path, runner: ModelRunner) -> None:
     batches = drive(runner)
     first, second = prompts(2, seed=6)
     assert batches.generate([first], 3) == [expected(folder, first, 3)]
     assert batches.generate([second], 3) == [expected(folder, second, 3)]
 
 
-def test_a_step_without_rows_yields_nothing(runner: Runner) -> None:
+def test_a_step_without_rows_yields_nothing(runner: ModelRunner) -> None:
     rows, crc = runner.run(StepBatch(released=[3])).results()
     assert rows == []
     assert crc == 0
 
 
-def test_more_blocks_than_a_request_can_have_are_refused(runner: Runner) -> None:
+def test_more_blocks_than_a_request_can_have_are_refused(runner: ModelRunner) -> None:
     with pytest.raises(EngineError, match="32 blocks at most"):
-        runner.run(StepBatch(admitted=[Admission(2, [5], 1, GREEDY, 1)], rows=[Row(2, 0, 1, [5], list(range(33)), samples=True)]))
+        runner.run(StepBatch(admitted=[SlotAssignment(2, [5], 1, GREEDY, 1)], rows=[StepRow(2, 0, 1, [5], list(range(33)), samples=True)]))
 
 
-def test_tokens_beyond_the_blocks_are_refused(runner: Runner) -> None:
+def test_tokens_beyond_the_blocks_are_refused(runner: ModelRunner) -> None:
     with pytest.raises(EngineError, match="beyond their blocks"):
-        runner.run(StepBatch(admitted=[Admission(2, [5] * 9, 9, GREEDY, 1)], rows=[Row(2, 0, 9, [5] * 9, [1, 2], samples=True)]))
+        runner.run(StepBatch(admitted=[SlotAssignment(2, [5] * 9, 9, GREEDY, 1)], rows=[StepRow(2, 0, 9, [5] * 9, [1, 2], samples=True)]))
 
 
-def test_a_long_row_names_all_its_tokens(runner: Runner) -> None:
+def test_a_long_row_names_all_its_tokens(runner: ModelRunner) -> None:
     with pytest.raises(EngineError, match="only a row of one token"):
-        runner.run(StepBatch(admitted=[Admission(2, [5] * 4, 4, GREEDY, 1)], rows=[Row(2, 0, 4, [], [1], samples=True)]))
+        runner.run(StepBatch(admitted=[SlotAssignment(2, [5] * 4, 4, GREEDY, 1)], rows=[StepRow(2, 0, 4, [], [1], samples=True)]))
 
 
 def test_the_steps_that_memory_is_measured_with_run_and_leave_the_slots_free(folder: Path) -> None:
     runner = make_runner(folder)
-    steps = budget.largest_steps(max_num_tokens=64, max_seq_len=48, max_batch_size=4, block_size=BLOCK)
+    steps = memory_profile.profiling_steps(max_num_tokens=64, max_seq_len=48, max_batch_size=4, block_size=BLOCK)
     assert [[row.count for row in step.rows] for step in (*steps[:2], steps[-1])] == [[48, 16], [1, 1, 1, 48], []]
     for step in steps:
         runner.run(step).results()

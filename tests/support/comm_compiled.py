@@ -16,7 +16,7 @@ from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import BOARD_PLACES, Workspace, half_bytes
 from phalanx.kernels.reference import Unscaled
 
-SMS = 132
+NUM_SMS = 132
 DTYPES = {80: torch.float16, 90: torch.bfloat16, 100: torch.float32}
 """One for each capability, so that each is compiled."""
 Launched = tuple[str, tuple[int, ...], Any]
@@ -63,7 +63,7 @@ def only(capability: int) -> Iterator[list[Launched]]:
 def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> Workspace:
     addresses = tuple(0x7F00_0000_0000 + rank * (1 << 32) for rank in range(world))
     turn, board = torch.zeros(2, dtype=torch.int32), torch.zeros(BOARD_PLACES, 2, dtype=torch.int64)
-    return Workspace(world - 1, world, addresses, half_bytes(world, message_bytes) // 16, turn, board, SMS, capability)
+    return Workspace(world - 1, world, addresses, half_bytes(world, message_bytes) // 16, turn, board, NUM_SMS, capability)
 
 
 def fused(launch: Launched) -> int:

@@ -17,8 +17,8 @@ fails
 
 "More" is by two standard errors, where there are some.
 
-    python benchmarks/engine/paths_on_gpu.py --out DIR        runs each layout that fits the GPUs
-    python benchmarks/engine/paths_on_gpu.py --device cpu --checkpoints demo --layouts 1x1,2x1 --small
+    python tests/gpu/compare_paths.py --out DIR        runs each layout that fits the GPUs
+    python tests/gpu/compare_paths.py --device cpu --checkpoints demo --layouts 1x1,2x1 --small
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
-from benchmarks.engine.side_by_side import keeping, run_jobs, visible_gpus
+from benchmarks import harness
+from benchmarks.engine.gpu_jobs import keeping, run_jobs, visible_gpus
 
 ASKED = {"short": 300, "long": 24, "cuts": 40, "answers": 120}
 ASKED_SMALL = {"short": 40, "long": 3, "cuts": 4, "answers": 12}
@@ -42,8 +41,8 @@ ASKED_SMALL = {"short": 40, "long": 3, "cuts": 4, "answers": 12}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
-    parser.add_argument("--checkpoints", default="demo,llama", help="demo, or families that tests/checkpoints.py writes")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
+    parser.add_argument("--checkpoints", default="demo,llama", help="demo, or families that tests/support/checkpoints.py writes")
     parser.add_argument("--dtypes", default="bf16,fp8+fp8", help="dtype, or dtype+KV dtype")
     parser.add_argument("--layouts", default="1x1,2x1,4x1,1x2,2x2", help="tp x pp; those that fit run")
     parser.add_argument("--tiny_layouts", default="1x1,2x2", help="of these, for checkpoints other than the demo")
@@ -90,7 +89,7 @@ def folder_of(name: str, parent: Path) -> str:
         return "demo"
     import torch
 
-    from tests.checkpoints import write_checkpoint
+    from tests.support.checkpoints import write_checkpoint
 
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 512}
     kind = {"std": 0.05, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
@@ -100,7 +99,7 @@ def folder_of(name: str, parent: Path) -> str:
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
     import torch
 
-    from benchmarks.engine.path_pair import compare
+    from tests.gpu.path_comparison import compare
 
     torch.set_num_threads(job["threads"])
     return compare(job)

@@ -13,12 +13,12 @@ import pytest
 
 from phalanx.config.locate import checkpoint_digest
 from phalanx.engine.executor import make
-from phalanx.engine.messages import DECODE_GRAPH, PROMPT_GRAPH, RankFacts, RowResult, Step, StepBatch
-from phalanx.engine.ranks.executor import RankExecutor
-from phalanx.engine.ranks.wire import Stop
-from phalanx.engine.ranks.worker import Worker
-from tests.checkpoints import write_checkpoint
-from tests.engine.drive import Drive, expected, options, prompts
+from phalanx.engine.messages import DECODE_GRAPH, MIXED_GRAPH, RankFacts, RowResult, Step, StepBatch
+from phalanx.executor.protocol import Stop
+from phalanx.executor.rank_executor import RankExecutor
+from phalanx.worker.worker import Worker
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import Drive, expected, options, prompts
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2)]
 
@@ -85,7 +85,7 @@ def test_rank_0_counts_how_the_engines_steps_ran(pool: Pool) -> None:
         assert time.monotonic() < end
     assert after["eager/tokens"] == before["eager/tokens"] + tokens
     assert after["eager/steps"] == before["eager/steps"] + 5
-    graphs = {name: count for name, count in after.items() if name.partition("/")[0] in (DECODE_GRAPH, PROMPT_GRAPH)}
+    graphs = {name: count for name, count in after.items() if name.partition("/")[0] in (DECODE_GRAPH, MIXED_GRAPH)}
     assert len(graphs) == 6
     assert set(graphs.values()) == {after["eager/padding"]} == {0}
 
