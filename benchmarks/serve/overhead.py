@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.serve import started
 from phalanx.bench.load import Load, run
 
@@ -36,7 +34,7 @@ def main() -> int:
     print(f"over HTTP:        {max(served):8.1f} tokens/s with {asked.streams} streams")
     print(f"ratio: {ratio:.2f} (at least {TARGET:.2f} is asked for)")
     figures = {"asked": vars(asked), "offline_tokens_per_s": offline, "served_tokens_per_s": served, "ratio": ratio}
-    print(f"written: {record.write('serve_overhead_cpu', figures).relative_to(record.ROOT)}")
+    print(f"written: {harness.write('serve_overhead_cpu', figures).relative_to(harness.ROOT)}")
     return 0 if ratio >= TARGET else 1
 
 

@@ -19,14 +19,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.serve import started
 
 TIMES = 10
@@ -212,7 +210,7 @@ async def _run(asked: argparse.Namespace, port: int, server: subprocess.Popen[by
         "asked": vars(asked), "capacity_per_s": capacity.rate, "rush_per_s": rush.rate, "kept": kept,
         "statuses": dict(rush.statuses), "grown_bytes": grown, "sigterm": dict(last.statuses), "lost": len(last.broken),
     }  # fmt: skip
-    print(f"written: {record.write('serve_overload_cpu', figures).relative_to(record.ROOT)}")
+    print(f"written: {harness.write('serve_overload_cpu', figures).relative_to(harness.ROOT)}")
     print("good" if good else "NOT as asked")
     return 0 if good else 1
 

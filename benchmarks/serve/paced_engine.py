@@ -16,14 +16,25 @@ import msgspec
 import zmq
 
 from phalanx.comm import launch
-from phalanx.engine.messages import Abort, Add, AskStats, Beat, Shutdown, Started, Stats, Stopped, ToEngine, Update
-from phalanx.serve.fake import fake_facts
+from phalanx.engine.messages import (
+    Abort,
+    AddRequest,
+    ClientToEngine,
+    GetStats,
+    Heartbeat,
+    RequestUpdate,
+    Shutdown,
+    Started,
+    Stats,
+    Stopped,
+)
+from phalanx.serve.fake_client import fake_facts
 
 MAX_SEQ_LEN = 1 << 20
 _LATE = 0.5  # of a step: later than this it is counted
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(ToEngine).decode
+decode = msgspec.msgpack.Decoder(ClientToEngine).decode
 
 
 @dataclass
@@ -53,7 +64,7 @@ class PacedEngine:
                 return
             if now > self._beat:
                 self._beat = now + 1.0
-                self._socket.send(encode(Beat()))
+                self._socket.send(encode(Heartbeat()))
             if not self._running:
                 due = time.monotonic() + self._seconds
                 continue
@@ -67,12 +78,12 @@ class PacedEngine:
         """What the client sent; False when it is the end."""
         for frame in self._socket.recv_multipart():
             match decode(frame):
-                case Add(request_id=name, params=params):
+                case AddRequest(request_id=name, params=params):
                     self._running[name] = Running(name, params.max_tokens or MAX_SEQ_LEN)
                 case Abort(request_ids=names):
                     for name in names:
                         self._running.pop(name, None)
-                case AskStats():
+                case GetStats():
                     self._counted.running = len(self._running)
                     self._socket.send(encode(self._counted))
                 case Shutdown():
@@ -83,7 +94,7 @@ class PacedEngine:
     def _step(self) -> None:
         frames, said = [], self._tokens
         for one in list(self._running.values()):
-            update = Update(one.name, [said[one.made % len(said)]])
+            update = RequestUpdate(one.name, [said[one.made % len(said)]])
             one.made += 1
             if one.made == one.wanted:
                 update.finish_reason = "length"

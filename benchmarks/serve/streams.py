@@ -24,8 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.serve import started
 from phalanx.bench import load, streaming_client
 from phalanx.comm import launch
@@ -59,7 +58,7 @@ def main() -> int:
         rows.append(row)
         print(_line(row))
     if asked.name:
-        print(f"written: {record.write(asked.name, {'asked': vars(asked), 'rows': rows}).relative_to(record.ROOT)}")
+        print(f"written: {harness.write(asked.name, {'asked': vars(asked), 'rows': rows}).relative_to(harness.ROOT)}")
     return 0
 
 

@@ -117,7 +117,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be given again.")] = None,
 ) -> None:
     """Complete prompts, and print the text while it comes."""
-    from phalanx.serve.terminal import complete
+    from phalanx.serve.cli_chat import complete
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop)
     complete(build(EngineOptions, asked), [sys.stdin.read() if text == "-" else text for text in prompt or ["-"]], params)
@@ -135,7 +135,7 @@ def chat(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
 ) -> None:
     """Talk to a server, or to a model loaded here. End with Ctrl-D."""
-    from phalanx.serve.terminal import talk
+    from phalanx.serve.cli_chat import talk
 
     raise typer.Exit(talk(target, asked, system=system, max_tokens=max_tokens, temperature=temperature))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.fields import Fields
+from phalanx.config.json_fields import Fields
 from phalanx.config.model import ModelShape, load_config
 from phalanx.config.quantization import Quantization, read_quantization, require_whole
 from phalanx.errors import ModelError

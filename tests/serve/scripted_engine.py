@@ -15,15 +15,28 @@ import zmq
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions
-from phalanx.engine.messages import Abort, Add, AskStats, Beat, Failed, Refused, Shutdown, Started, Stats, Stopped, ToEngine, Update
+from phalanx.engine.messages import (
+    Abort,
+    AddRequest,
+    ClientToEngine,
+    Failed,
+    GetStats,
+    Heartbeat,
+    RequestRejected,
+    RequestUpdate,
+    Shutdown,
+    Started,
+    Stats,
+    Stopped,
+)
 from phalanx.errors import ModelError, RankDied, RequestError
-from phalanx.serve.fake import fake_facts
+from phalanx.serve.fake_client import fake_facts
 
 
 def main() -> None:
     config = launch.read_config()
     way = EngineOptions(**config["options"]).model
-    encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(ToEngine).decode
+    encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(ClientToEngine).decode
     socket = zmq.Context().socket(zmq.DEALER)
     socket.connect(config["address"])
     if way == "bad model":
@@ -34,21 +47,21 @@ def main() -> None:
         raise SystemExit(3)
     if way == "never starts":
         time.sleep(600)
-    socket.send_multipart([encode(Beat()), encode(Started(fake_facts(eos_token_ids=[2])))])
+    socket.send_multipart([encode(Heartbeat()), encode(Started(fake_facts(eos_token_ids=[2])))])
     aborted = 0
     while True:
         message = decode(socket.recv())
         match message:
-            case Add(request_id=name, token_ids=tokens, params=params):
+            case AddRequest(request_id=name, token_ids=tokens, params=params):
                 if 13 in tokens:
                     obey(way, socket, encode, name)
                 elif 14 not in tokens:  # 14: never answered
-                    updates = [Update(name, [index, index + 1]) for index in range(0, params.max_tokens, 2)]
+                    updates = [RequestUpdate(name, [index, index + 1]) for index in range(0, params.max_tokens, 2)]
                     updates[-1].finish_reason = "length"
                     socket.send_multipart([encode(update) for update in updates])
             case Abort(request_ids=names):
                 aborted += len(names)
-            case AskStats():
+            case GetStats():
                 socket.send(encode(Stats(steps=aborted)))
             case Shutdown():
                 if way == "ignores shutdown":
@@ -60,7 +73,7 @@ def main() -> None:
 
 def obey(way: str, socket: zmq.Socket, encode, name: str) -> None:
     if way == "refuses":
-        socket.send(encode(Refused(name, RequestError("13 was asked for", why="it brings bad luck").to_wire())))
+        socket.send(encode(RequestRejected(name, RequestError("13 was asked for", why="it brings bad luck").to_wire())))
     elif way == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif way == "loses a rank":

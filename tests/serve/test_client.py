@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
-from phalanx.engine.messages import TokenLogprobs, Update
+from phalanx.engine.messages import RequestUpdate, TokenLogprobs
 from phalanx.errors import EngineClosed, EngineError, ModelError, PromptTooLong, RankDied, RequestError
 from phalanx.serve import client as client_module
 from phalanx.serve.client import PATIENCE, EngineClient, Stream
@@ -111,15 +111,15 @@ def test_leaving_early_and_abort(scripted):
 def test_what_comes_while_nobody_reads_is_joined():
     async def run():
         stream = Stream()
-        stream.put(Update("r", [1], [TokenLogprobs(1, -1.0, 1)], prompt_logprobs=[None], cached_tokens=4))
-        stream.put(Update("r", [2, 3], [TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -1.0, 1)], cached_tokens=4))
+        stream.put(RequestUpdate("r", [1], [TokenLogprobs(1, -1.0, 1)], prompt_logprobs=[None], cached_tokens=4))
+        stream.put(RequestUpdate("r", [2, 3], [TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -1.0, 1)], cached_tokens=4))
         joined = await stream.next()
         assert (joined.tokens, [one.token for one in joined.logprobs]) == ([1, 2, 3], [1, 2, 3])
         assert (joined.prompt_logprobs, joined.cached_tokens, joined.finish_reason) == ([None], 4, None)
         waits = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
-        stream.put(Update("r", [4]))
-        stream.put(Update("r", [5], finish_reason="stop", stop_reason=5))
+        stream.put(RequestUpdate("r", [4]))
+        stream.put(RequestUpdate("r", [5], finish_reason="stop", stop_reason=5))
         last = await waits
         assert (last.tokens, last.finish_reason, last.stop_reason, stream.ended) == ([4, 5], "stop", 5, True)
 
@@ -129,7 +129,7 @@ def test_what_comes_while_nobody_reads_is_joined():
 def test_an_error_comes_after_the_tokens_before_it():
     async def run():
         stream = Stream()
-        stream.put(Update("r", [1]))
+        stream.put(RequestUpdate("r", [1]))
         stream.fail(EngineError("a request was running", held="it is lost"))
         assert (await stream.next()).tokens == [1]
         with pytest.raises(EngineError, match="it is lost"):
@@ -141,12 +141,12 @@ def test_an_error_comes_after_the_tokens_before_it():
 def test_nothing_changes_a_stream_that_has_ended():
     async def run():
         whole, lost = Stream(), Stream()
-        whole.put(Update("r", [1], finish_reason="length"))
-        whole.put(Update("r", [], finish_reason="abort"))  # an abort that crossed the last token
+        whole.put(RequestUpdate("r", [1], finish_reason="length"))
+        whole.put(RequestUpdate("r", [], finish_reason="abort"))  # an abort that crossed the last token
         last = await whole.next()
         assert (last.tokens, last.finish_reason) == ([1], "length")
         lost.fail(EngineError("a request was running", held="it is lost"))
-        lost.put(Update("r", [1]))
+        lost.put(RequestUpdate("r", [1]))
         assert lost.ended
         with pytest.raises(EngineError, match="it is lost"):
             await lost.next()
@@ -159,10 +159,10 @@ def test_a_patient_reader_is_woken_at_the_end():
         whole, lost = Stream(patient=True), Stream(patient=True)
         waits = [asyncio.create_task(stream.next()) for stream in (whole, lost)]
         for stream in (whole, lost):
-            stream.put(Update("r", [1]))
+            stream.put(RequestUpdate("r", [1]))
         await asyncio.sleep(0.01)
         assert not any(task.done() for task in waits)
-        whole.put(Update("r", [2], finish_reason="length"))
+        whole.put(RequestUpdate("r", [2], finish_reason="length"))
         lost.fail(EngineError("a request was running", held="it is lost"))
         assert (await waits[0]).tokens == [1, 2]
         assert (await waits[1]).tokens == [1]
@@ -178,10 +178,10 @@ def test_a_patient_reader_takes_many_tokens_at_once_before_the_end():
         wait = asyncio.create_task(stream.next())
         for number in range(PATIENCE):
             assert not wait.done()
-            stream.put(Update("r", [number]))
+            stream.put(RequestUpdate("r", [number]))
             await asyncio.sleep(0)
         assert (await wait).tokens == list(range(PATIENCE))
-        stream.put(Update("r", [7], finish_reason="length"))
+        stream.put(RequestUpdate("r", [7], finish_reason="length"))
         assert (await stream.next()).tokens == [7]
 
     asyncio.run(run())

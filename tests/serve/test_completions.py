@@ -11,8 +11,8 @@ import pytest
 
 from phalanx.config import SamplingParams
 from phalanx.errors import PromptTooLong, RankDied, RequestError
-from phalanx.serve.fake import FakeEngineClient, fake_facts
-from phalanx.serve.fan_out import completions, empty_output, grow
+from phalanx.serve.completions import completions, empty_output, grow
+from phalanx.serve.fake_client import FakeEngineClient, fake_facts
 from phalanx.serve.tokenizer import Tokenizer
 from tests.serve.small_tokenizers import byte_level, write
 

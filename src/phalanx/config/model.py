@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.fields import Fields
+from phalanx.config.json_fields import Fields
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import Rope, read_rope
 from phalanx.errors import ModelError, UnsupportedArchitecture

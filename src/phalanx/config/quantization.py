@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phalanx.config.fields import Fields
+from phalanx.config.json_fields import Fields
 from phalanx.errors import ModelError
 
 SUPPORTED = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from phalanx.config.fields import Fields
+from phalanx.config.json_fields import Fields
 from phalanx.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, RankFacts, RankStats, Row, RowResult, Step, StepResult, TokenLogprobs
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import RankFacts, RankStats, RowResult, SlotAssignment, Step, StepResult, StepRow, TokenLogprobs
 from phalanx.errors import StepDiverged
 
 _MASK = (1 << 64) - 1
@@ -66,7 +66,7 @@ def fake_tokens(
 class _Slot:
     """What a rank knows of one slot. `cells[p]` is what the KV cache must hold at position p."""
 
-    admission: Admission
+    admission: SlotAssignment
     tokens: list[int]
     cells: list[int] = field(default_factory=list)
     computed: int = 0
@@ -115,7 +115,7 @@ class StepChecker:
                 self._drop(row.slot, held, max(0, held.computed - self.window) // self.block_size)
         return StepResult(step.number, [results])
 
-    def _admit(self, admission: Admission) -> None:
+    def _admit(self, admission: SlotAssignment) -> None:
         slot = admission.slot
         self._demand(0 <= slot < self.max_batch_size, f"slot {slot} is not one of {self.max_batch_size}")
         self._demand(slot not in self.slots, f"slot {slot} is taken twice")
@@ -126,7 +126,7 @@ class StepChecker:
             at = _extend(at, token)
             held.cells.append(at)
 
-    def _check_rows(self, rows: Sequence[Row]) -> None:
+    def _check_rows(self, rows: Sequence[StepRow]) -> None:
         counts = [row.count for row in rows]
         singles = sum(count == 1 for count in counts)
         self._demand(all(count >= 1 for count in counts), "a row is empty")
@@ -134,7 +134,7 @@ class StepChecker:
         self._demand(all(count == 1 for count in counts[:singles]), "rows of one token do not come first")
         self._demand(len({row.slot for row in rows}) == len(rows), "a slot has two rows")
 
-    def _run_row(self, row: Row) -> RowResult:
+    def _run_row(self, row: StepRow) -> RowResult:
         self._demand(row.slot in self.slots, f"a row refers to slot {row.slot}, which is free")
         held = self.slots[row.slot]
         self._check_start(row, held)
@@ -151,7 +151,7 @@ class StepChecker:
             self._sample(row, held, result)
         return result
 
-    def _check_start(self, row: Row, held: _Slot) -> None:
+    def _check_start(self, row: StepRow, held: _Slot) -> None:
         if held.begun:
             self._demand(row.start == held.computed, f"slot {row.slot} goes on at {row.start}, and has {held.computed} computed")
         else:
@@ -164,14 +164,14 @@ class StepChecker:
             row.samples == (end == len(held.tokens)), f"slot {row.slot} samples={row.samples} at {end} of {len(held.tokens)}"
         )
 
-    def _check_tokens(self, row: Row, held: _Slot) -> None:
+    def _check_tokens(self, row: StepRow, held: _Slot) -> None:
         if row.tokens:
             self._demand(row.tokens == held.tokens[row.start : row.start + row.count], f"slot {row.slot} has other tokens")
         else:
             known = held.sampled and row.count == 1 and row.start == len(held.tokens) - 1
             self._demand(known, f"slot {row.slot} has no tokens, and none was sampled into it")
 
-    def _extend_table(self, row: Row, held: _Slot) -> None:
+    def _extend_table(self, row: StepRow, held: _Slot) -> None:
         live = 0 if self.window is None else max(0, row.start - self.window) // self.block_size
         for block in row.blocks:
             self._demand(0 <= block < len(self._holders), f"block {block} does not exist")
@@ -182,14 +182,14 @@ class StepChecker:
         room = len(held.table) * self.block_size
         self._demand(row.start + row.count <= room, f"slot {row.slot} has blocks for {room} positions")
 
-    def _read(self, row: Row, held: _Slot) -> None:
+    def _read(self, row: StepRow, held: _Slot) -> None:
         """Everything that the row's attention looks back to must be there, and be this request's own past."""
         for position in range(max(0, row.start - self._reach + 1), row.start):
             found = self._cells[held.table[position // self.block_size] * self.block_size + position % self.block_size]
             expected = (position, held.cells[position])
             self._demand(found == expected, f"slot {row.slot} reads {found} where {expected} should be")
 
-    def _write(self, row: Row, held: _Slot) -> None:
+    def _write(self, row: StepRow, held: _Slot) -> None:
         size = self.block_size
         for index in range(row.start // size, (row.start + row.count - 1) // size + 1):
             holders = self._holders[held.table[index]]
@@ -197,7 +197,7 @@ class StepChecker:
         for position in range(row.start, row.start + row.count):
             self._cells[held.table[position // size] * size + position % size] = (position, held.cells[position])
 
-    def _sample(self, row: Row, held: _Slot, result: RowResult) -> None:
+    def _sample(self, row: StepRow, held: _Slot, result: RowResult) -> None:
         asked = held.admission
         out = len(held.tokens) - asked.prompt_length
         forbidden = asked.stop_token_ids if out < asked.params.min_tokens else ()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What travels between processes: typed msgspec structs, no pickles, no torch.
 
-Three seams: client <-> engine (`Add`, `Abort`, ... / `Started`, `Update`, ...), engine -> ranks (`Step`), ranks -> engine
+Three seams: client <-> engine (`AddRequest`, `Abort`, ... / `Started`, `RequestUpdate`, ...), engine -> ranks (`Step`), ranks -> engine
 (`StepResult`, and the facts each rank reports while it starts).
 
 gc=False: of these there are hundreds a step, and none can be part of a cycle.
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 
-STEP_KINDS = DECODE_GRAPH, PROMPT_GRAPH, EAGER = ("decode graph", "prompt graph", "eager")
+STEP_KINDS = DECODE_GRAPH, MIXED_GRAPH, EAGER = ("decode graph", "prompt graph", "eager")
 """How a step runs: replayed with rows of one token that all sample, replayed with any rows, or launched kernel by kernel."""
 
 # ---- client -> engine ------------------------------------------------------------------------------------------------
 
 
-class Add(msgspec.Struct, tag=True, array_like=True):
+class AddRequest(msgspec.Struct, tag=True, array_like=True):
     """A request: one completion of one prompt (n > 1 is fanned out by the client). Answered by Updates or one Refused."""
 
     request_id: str
@@ -37,7 +37,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
     request_ids: list[str]
 
 
-class AskStats(msgspec.Struct, tag=True, array_like=True):
+class GetStats(msgspec.Struct, tag=True, array_like=True):
     """Answered by one Stats."""
 
 
@@ -45,7 +45,7 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """End the engine and its ranks now; every request still there gets a Refused(EngineClosed). Answered by Stopped."""
 
 
-ToEngine = Add | Abort | AskStats | Shutdown
+ClientToEngine = AddRequest | Abort | GetStats | Shutdown
 
 # ---- engine -> client ------------------------------------------------------------------------------------------------
 
@@ -59,7 +59,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     top: list[tuple[int, float]] = []  # as many alternatives as were asked for, most likely first
 
 
-class Update(msgspec.Struct, tag=True, array_like=True, gc=False):
+class RequestUpdate(msgspec.Struct, tag=True, array_like=True, gc=False):
     """New tokens of one request, in order, exactly once. The last one has a finish_reason."""
 
     request_id: str
@@ -71,7 +71,7 @@ class Update(msgspec.Struct, tag=True, array_like=True, gc=False):
     cached_tokens: int = 0  # prompt tokens that the prefix cache held
 
 
-class Refused(msgspec.Struct, tag=True, array_like=True):
+class RequestRejected(msgspec.Struct, tag=True, array_like=True):
     """This request cannot be run, or not to its end. `error` is PhalanxError.to_wire()."""
 
     request_id: str
@@ -158,16 +158,16 @@ class Stopped(msgspec.Struct, tag=True, array_like=True):
     """The engine and its ranks have ended as asked."""
 
 
-class Beat(msgspec.Struct, tag=True, array_like=True):
+class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     """A sign of life, once a second."""
 
 
-FromEngine = Update | Refused | Started | Stats | Failed | Stopped | Beat
+EngineToClient = RequestUpdate | RequestRejected | Started | Stats | Failed | Stopped | Heartbeat
 
 # ---- engine -> ranks -------------------------------------------------------------------------------------------------
 
 
-class Admission(msgspec.Struct, array_like=True):
+class SlotAssignment(msgspec.Struct, array_like=True):
     """A request takes a slot (0 .. max_batch_size-1): its sampler state and block table begin anew.
 
     `token_ids` are all tokens known so far (prompt, and output from before a preemption); the first `prompt_length` are prompt.
@@ -181,7 +181,7 @@ class Admission(msgspec.Struct, array_like=True):
     stop_token_ids: list[int] = []  # forbidden while fewer than min_tokens are out
 
 
-class Row(msgspec.Struct, array_like=True, gc=False):
+class StepRow(msgspec.Struct, array_like=True, gc=False):
     """One request's part of one forward: positions start .. start+count-1.
 
     `tokens` holds their ids; it is empty for a row of one token whose id is what an earlier step sampled into the slot (the
@@ -203,8 +203,8 @@ class StepBatch(msgspec.Struct, array_like=True):
     """One dp index's part of a step: applied in this order. Rows of one token (decodes) come first."""
 
     released: list[int] = []  # slots whose request has left
-    admitted: list[Admission] = []
-    rows: list[Row] = []
+    admitted: list[SlotAssignment] = []
+    rows: list[StepRow] = []
 
 
 class Step(msgspec.Struct, array_like=True):

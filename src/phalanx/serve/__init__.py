@@ -7,12 +7,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.serve.fan_out import CompletionOutput, RequestOutput
+    from phalanx.serve.completions import CompletionOutput, RequestOutput
     from phalanx.serve.llm import LLM
 
 __all__ = ["LLM", "RequestOutput", "CompletionOutput"]
 
-_HOMES = {"LLM": "phalanx.serve.llm", "RequestOutput": "phalanx.serve.fan_out", "CompletionOutput": "phalanx.serve.fan_out"}
+_HOMES = {"LLM": "phalanx.serve.llm", "RequestOutput": "phalanx.serve.completions", "CompletionOutput": "phalanx.serve.completions"}
 
 
 def __getattr__(name: str) -> Any:

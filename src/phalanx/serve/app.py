@@ -32,9 +32,9 @@ from phalanx.metrics import Metrics
 from phalanx.serve.admission import Admission
 from phalanx.serve.client import Engine, EngineClient
 from phalanx.serve.lifecycle import Lifecycle
-from phalanx.serve.openai import chat, completions, status, texts
-from phalanx.serve.openai.errors import ApiError
-from phalanx.serve.openai.schema.description import describe, needs_key
+from phalanx.serve.openai import chat, completions, status, tokenize
+from phalanx.serve.openai.api_errors import ApiError
+from phalanx.serve.openai.schema.openapi import describe, needs_key
 from phalanx.serve.openai.service import Service
 from phalanx.version import __version__
 
@@ -88,7 +88,7 @@ def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
     """The ASGI application over a service."""
     app = FastAPI(title="Phalanx", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    for router in (chat.router, completions.router, texts.router, status.router):
+    for router in (chat.router, completions.router, tokenize.router, status.router):
         app.include_router(router)
 
     async def answer(_: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import Asked, build
 from phalanx.errors import EngineError, PhalanxError, RequestError
-from phalanx.serve.fan_out import RequestOutput
+from phalanx.serve.completions import RequestOutput
 from phalanx.serve.llm import LLM
 
 Messages = list[dict[str, str]]

@@ -26,7 +26,19 @@ import zmq.asyncio
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.limits import SchedulerOptions, length_limit
-from phalanx.engine.messages import Abort, Add, AskStats, EngineFacts, Failed, FromEngine, Refused, Shutdown, Started, Stats, Update
+from phalanx.engine.messages import (
+    Abort,
+    AddRequest,
+    EngineFacts,
+    EngineToClient,
+    Failed,
+    GetStats,
+    RequestRejected,
+    RequestUpdate,
+    Shutdown,
+    Started,
+    Stats,
+)
 from phalanx.errors import EngineClosed, EngineError, PhalanxError, RequestError
 from phalanx.log import get_logger
 
@@ -55,7 +67,7 @@ class Engine(Protocol):
 
     def add(
         self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
-    ) -> AsyncGenerator[Update]:
+    ) -> AsyncGenerator[RequestUpdate]:
         """Run one completion (params.n is 1). Ends after the Update with a finish_reason; leaving early aborts the request.
 
         An Update holds what came since the last one was taken. patient: nobody looks before the end, so that one may hold all.
@@ -87,11 +99,11 @@ class Stream:
         self.ended = False
         """The engine has nothing more to say about this request."""
         self._least = PATIENCE if patient else 0
-        self._held: Update | None = None
+        self._held: RequestUpdate | None = None
         self._error: PhalanxError | None = None
         self._reader: asyncio.Future[None] | None = None
 
-    def put(self, update: Update) -> None:
+    def put(self, update: RequestUpdate) -> None:
         if self.ended:  # an abort that came too late must not change a whole answer, nor a late token wake a failed stream
             return
         held = self._held
@@ -112,7 +124,7 @@ class Stream:
             self.ended, self._error = True, error
             self._wake()
 
-    async def next(self) -> Update:
+    async def next(self) -> RequestUpdate:
         while (held := self._held) is None or not (self.ended or len(held.tokens) >= self._least):
             if self._error is not None:
                 raise self._error
@@ -151,7 +163,7 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+        self._decode = msgspec.msgpack.Decoder(EngineToClient).decode
 
     @classmethod
     async def start(cls, options: EngineOptions, *, executor: str = "ranks") -> EngineClient:
@@ -181,7 +193,7 @@ class EngineClient:
 
     async def add(
         self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
-    ) -> AsyncGenerator[Update]:
+    ) -> AsyncGenerator[RequestUpdate]:
         self._refuse_when_lost()
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} was given", held="a request of this id is running", next="give another")
@@ -201,7 +213,7 @@ class EngineClient:
     def abort(self, request_ids: Iterable[str]) -> None:
         known = [request_id for request_id in request_ids if request_id in self._streams]
         for request_id in known:
-            self._streams.pop(request_id).put(Update(request_id, [], finish_reason="abort"))
+            self._streams.pop(request_id).put(RequestUpdate(request_id, [], finish_reason="abort"))
         if known and self.failure is None:
             self._send(Abort(known))
 
@@ -209,7 +221,7 @@ class EngineClient:
         self._refuse_when_lost()
         answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
         self._stats.append(answer)
-        self._send(AskStats())
+        self._send(GetStats())
         return await answer
 
     def on_failure(self, call: Callable[[PhalanxError], None]) -> None:
@@ -287,10 +299,10 @@ class EngineClient:
 
     # ---- messages --------------------------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> Add:
+    def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AddRequest:
         return message(request_id, token_ids, params, self.eos_token_ids)
 
-    def _send(self, message: Add | Abort | AskStats | Shutdown) -> None:
+    def _send(self, message: AddRequest | Abort | GetStats | Shutdown) -> None:
         # There is no high-water mark, so it is queued at once and the future is done.
         self._socket.send(self._encode(message))
 
@@ -308,7 +320,7 @@ class EngineClient:
             with contextlib.suppress(zmq.Again):
                 while True:
                     message = decode(frame)
-                    if type(message) is not Update:
+                    if type(message) is not RequestUpdate:
                         self._take(message)
                     elif (stream := streams.get(message.request_id)) is not None:
                         stream.put(message)
@@ -317,7 +329,7 @@ class EngineClient:
     def _take(self, message: Any) -> None:
         """What is said once in a while; not the updates of each step."""
         match message:
-            case Refused(request_id=request_id, error=error) if request_id in self._streams:
+            case RequestRejected(request_id=request_id, error=error) if request_id in self._streams:
                 self._streams[request_id].fail(PhalanxError.from_wire(error))
             case Stats():
                 self.latest = message
@@ -369,14 +381,14 @@ class EngineClient:
             self._child.signal(signal.SIGKILL)
 
 
-def message(request_id: str, token_ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int]) -> Add:
+def message(request_id: str, token_ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int]) -> AddRequest:
     """The request as the engine takes it, with the tokens that end it."""
     eos = [] if params.ignore_eos else list(eos_token_ids)
     stops = list(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
-    return Add(request_id, list(token_ids), params, stop_token_ids=stops, eos_token_ids=eos)
+    return AddRequest(request_id, list(token_ids), params, stop_token_ids=stops, eos_token_ids=eos)
 
 
-def check(add: Add, facts: EngineFacts, *, chunked_prefill: bool = True) -> None:
+def check(add: AddRequest, facts: EngineFacts, *, chunked_prefill: bool = True) -> None:
     """Raise what an engine with these facts refuses the request with, as far as that can be known outside of it."""
     limits = SchedulerOptions(
         num_blocks=1 << 40,  # only the engine knows how many a model with a sliding window needs at once

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from phalanx.config import SamplingParams
-from phalanx.engine.messages import TokenLogprobs, Update
+from phalanx.engine.messages import RequestUpdate, TokenLogprobs
 from phalanx.serve.client import Engine
 from phalanx.serve.detokenize import Detokenizer
 from phalanx.serve.tokenizer import Tokenizer
@@ -141,7 +141,7 @@ async def _completion(
                 return
 
 
-def _piece(update: Update, text: Detokenizer | None, params: SamplingParams, index: int) -> Piece:
+def _piece(update: RequestUpdate, text: Detokenizer | None, params: SamplingParams, index: int) -> Piece:
     finish = update.finish_reason
     piece = Piece(
         index, "", update.tokens, update.logprobs, update.prompt_logprobs, finish, update.stop_reason, update.cached_tokens

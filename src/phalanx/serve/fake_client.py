@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from phalanx.config import SamplingParams
-from phalanx.engine.messages import Add, EngineFacts, Stats, TokenLogprobs, Update
+from phalanx.engine.messages import AddRequest, EngineFacts, RequestUpdate, Stats, TokenLogprobs
 from phalanx.errors import EngineClosed, PhalanxError
 from phalanx.serve.client import Engine, again, check, message
 
-Tokens = Callable[[Add], Iterable[int]]
+Tokens = Callable[[AddRequest], Iterable[int]]
 
 
 def fake_facts(*, vocab_size: int = 1000, max_seq_len: int = 1024, eos_token_ids: Sequence[int] = ()) -> EngineFacts:
@@ -33,7 +33,7 @@ class FakeEngineClient(Engine):
         self.eos_token_ids = list(self.facts.eos_token_ids)
         self.failure: PhalanxError | None = None
         self.delay = delay
-        self.added: list[Add] = []
+        self.added: list[AddRequest] = []
         self.aborted: list[str] = []
         self.latest = Stats(blocks_total=self.facts.num_blocks)
         self._tokens = tokens
@@ -45,7 +45,7 @@ class FakeEngineClient(Engine):
 
     async def add(
         self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
-    ) -> AsyncGenerator[Update]:
+    ) -> AsyncGenerator[RequestUpdate]:
         add = message(request_id, token_ids, params, self.eos_token_ids)
         self._refuse_when_lost()
         check(add, self.facts)
@@ -57,7 +57,7 @@ class FakeEngineClient(Engine):
                 await asyncio.sleep(self.delay)
                 self._refuse_when_lost()
                 if gone.is_set():
-                    update = Update(request_id, [], finish_reason="abort")
+                    update = RequestUpdate(request_id, [], finish_reason="abort")
                 ended = update.finish_reason is not None
                 yield update
                 if ended:
@@ -92,12 +92,12 @@ class FakeEngineClient(Engine):
     def kill(self) -> None:
         self.failure = self.failure or EngineClosed("the engine was shut down")
 
-    def _updates(self, add: Add) -> Iterable[Update]:
+    def _updates(self, add: AddRequest) -> Iterable[RequestUpdate]:
         room = self.facts.max_seq_len - len(add.token_ids)
         limit = min(add.params.max_tokens or room, room)
         scored = add.params.prompt_logprobs is not None
         for count, token in enumerate(self._tokens(add), 1):
-            update = Update(add.request_id, [token])
+            update = RequestUpdate(add.request_id, [token])
             if add.params.logprobs is not None:
                 update.logprobs = [TokenLogprobs(token, -1.0, 1, [(token, -1.0)][: add.params.logprobs])]
             if scored and count == 1:

@@ -23,7 +23,7 @@ from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import EngineClosed, RequestError, UnknownOption
 from phalanx.serve.chat_template import Message
 from phalanx.serve.client import EngineClient
-from phalanx.serve.fan_out import Piece, RequestOutput, completions, empty_output, grow
+from phalanx.serve.completions import Piece, RequestOutput, completions, empty_output, grow
 from phalanx.serve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -210,7 +210,7 @@ class LLM:
             self._need_tokenizer("a stop string was given")
         if params.guide is None:
             return params
-        from phalanx.serve.grammar import compile_guide
+        from phalanx.serve.structured_output.compiler import compile_guide
 
         tokenizer = self._need_tokenizer("structured output was asked for")
         client = self._engine.client

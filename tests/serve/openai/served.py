@@ -19,7 +19,7 @@ import uvicorn
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.serve.app import bind, make_app, make_service
-from phalanx.serve.fake import FakeEngineClient, fake_facts
+from phalanx.serve.fake_client import FakeEngineClient, fake_facts
 from phalanx.serve.openai.service import Ready, Service
 from phalanx.serve.openai.tools import detect
 from phalanx.serve.tokenizer import Tokenizer

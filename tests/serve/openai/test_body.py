@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from phalanx.serve.openai.body import MAX_BODY_BYTES
-from phalanx.serve.openai.schema.answers import ErrorAnswer
+from phalanx.serve.openai.schema.responses import ErrorAnswer
 from tests.serve.openai.served import MODEL
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"

@@ -9,7 +9,7 @@ import msgspec
 import openai
 import pytest
 
-from phalanx.serve.openai.schema.answers import ChatAnswer, ChatChunk
+from phalanx.serve.openai.schema.responses import ChatAnswer, ChatChunk
 from tests.serve.openai.conftest import TEXT
 from tests.serve.openai.served import HERMES_TEMPLATE, LLAMA_TEMPLATE, MODEL, Scripted, live, tokenizer_of
 

@@ -8,7 +8,7 @@ import asyncio
 import openai
 import pytest
 
-from phalanx.serve.openai.schema.answers import CompletionAnswer
+from phalanx.serve.openai.schema.responses import CompletionAnswer
 from tests.serve.openai.conftest import TEXT
 from tests.serve.openai.served import MODEL, tokenizer_of
 

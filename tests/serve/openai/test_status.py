@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from phalanx.errors import RankDied
-from phalanx.serve.openai.schema.answers import ErrorAnswer, ModelList, StatusAnswer
+from phalanx.serve.openai.schema.responses import ErrorAnswer, ModelList, StatusAnswer
 from phalanx.version import __version__
 from tests.serve.openai.served import MODEL, Scripted, live
 

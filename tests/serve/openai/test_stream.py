@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from phalanx.errors import RankDied
-from phalanx.serve.openai.schema.answers import ErrorAnswer
+from phalanx.serve.openai.schema.responses import ErrorAnswer
 from phalanx.serve.openai.stream import chunks, event
 from tests.serve.openai.served import MODEL, Live, Scripted, live
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.serve.openai.schema.answers import DetokenizeAnswer, TokenizeAnswer
+from phalanx.serve.openai.schema.responses import DetokenizeAnswer, TokenizeAnswer
 from tests.serve.openai.served import tokenizer_of
 
 

@@ -16,10 +16,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from phalanx.config.sampling import Guide
+from phalanx.config.sampling_params import Guide
 from phalanx.engine.grammar import Matcher
 from phalanx.errors import OptionError, RequestError
-from phalanx.serve.grammar import GuideCompiler, compile_guide, token_bytes
+from phalanx.serve.structured_output.compiler import GuideCompiler, compile_guide, token_bytes
 from phalanx.serve.tokenizer import Tokenizer
 
 SPECIAL = ["<|end|>", "<|user|>"]

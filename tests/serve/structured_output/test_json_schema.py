@@ -8,7 +8,7 @@ import json
 import pytest
 
 from phalanx.errors import OptionError
-from phalanx.serve.json_schema import enforceable, read_json
+from phalanx.serve.structured_output.json_schema import enforceable, read_json
 
 INTEGER = {"type": "integer"}
 

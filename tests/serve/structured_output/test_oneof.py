@@ -10,8 +10,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from phalanx.errors import OptionError
-from phalanx.serve.guides.one_of import Proof
-from phalanx.serve.json_schema import enforceable
+from phalanx.serve.structured_output.json_schema import enforceable
+from phalanx.serve.structured_output.oneof import Proof
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 

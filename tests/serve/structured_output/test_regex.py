@@ -11,8 +11,8 @@ import pytest
 import xgrammar
 from xgrammar.testing import _is_grammar_accept_string
 
-from phalanx.serve.guides.patterns import MAX_DEPTH, in_unicode, not_enforced
-from phalanx.serve.json_schema import enforceable
+from phalanx.serve.structured_output.json_schema import enforceable
+from phalanx.serve.structured_output.regex import MAX_DEPTH, in_unicode, not_enforced
 
 TEXTS = [
     "", "a", "b", "A", "ab", "aa", "aab", "aaa", "abb", "1", "_", "-", ".", "/", "^", " ",

@@ -8,7 +8,7 @@ import json
 import pytest
 import xgrammar
 
-from phalanx.serve.guides.endless import endless_rule
+from phalanx.serve.structured_output.termination import endless_rule
 
 VOCABULARY = [bytes([i]) for i in range(256)] + [b"<end>"]
 

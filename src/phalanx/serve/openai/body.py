@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from phalanx.serve.openai.errors import ApiError, bad_request, of_validation
+from phalanx.serve.openai.api_errors import ApiError, bad_request, of_validation
 
 MAX_BODY_BYTES = 8 * 2**20
 """A million tokens are some 4 MiB of English text; token ids as text take up to 8 bytes each."""

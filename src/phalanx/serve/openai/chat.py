@@ -13,15 +13,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.serve.fan_out import Piece
+from phalanx.serve.completions import Piece
 from phalanx.serve.openai import body
 from phalanx.serve.openai.generate import Usage, generate
 from phalanx.serve.openai.logprobs import chat_logprobs
 from phalanx.serve.openai.prompts import encode_chat, soon_rendered
 from phalanx.serve.openai.sampling import guide_of, of_chat
-from phalanx.serve.openai.schema.answers import ChatAnswer, ChatChunk
 from phalanx.serve.openai.schema.chat import ChatRequest
-from phalanx.serve.openai.schema.description import answers, takes
+from phalanx.serve.openai.schema.openapi import answers, takes
+from phalanx.serve.openai.schema.responses import ChatAnswer, ChatChunk
 from phalanx.serve.openai.service import Ready, Service, service_of
 from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, chunks, event
 from phalanx.serve.openai.tools.calls import Argued, Called, CallReader, Event, Said

@@ -15,17 +15,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import TokenLogprobs
-from phalanx.serve.fan_out import Piece
+from phalanx.serve.completions import Piece
 from phalanx.serve.openai import body
 from phalanx.serve.openai.generate import Pieces, Usage, generate
 from phalanx.serve.openai.logprobs import CompletionLogprobs
 from phalanx.serve.openai.prompts import encode_prompts, prompts_of, soon_encoded
 from phalanx.serve.openai.sampling import guide_of, of_completion
-from phalanx.serve.openai.schema.answers import CompletionAnswer
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.description import answers, takes
+from phalanx.serve.openai.schema.openapi import answers, takes
+from phalanx.serve.openai.schema.responses import CompletionAnswer
 from phalanx.serve.openai.service import Ready, Service, service_of
 from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, chunks, event
 

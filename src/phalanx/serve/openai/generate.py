@@ -13,11 +13,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.errors import EngineClosed, EngineError
 from phalanx.metrics import Metrics
 from phalanx.serve.admission import Ticket
-from phalanx.serve.fan_out import Piece, completions
+from phalanx.serve.completions import Piece, completions
 from phalanx.serve.openai.service import Ready
 
 Pieces = AsyncGenerator[Piece, None]

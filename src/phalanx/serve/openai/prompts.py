@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import RequestError
+from phalanx.serve.openai.api_errors import bad_request
 from phalanx.serve.openai.body import json_object
-from phalanx.serve.openai.errors import bad_request
 from phalanx.serve.openai.sampling import check_token
 from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Content, Message
 from phalanx.serve.openai.schema.completion import CompletionRequest

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from phalanx.config.sampling import Guide, SamplingParams
+from phalanx.config.sampling_params import Guide, SamplingParams
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import OptionError
+from phalanx.serve.openai.api_errors import bad_request
 from phalanx.serve.openai.body import check_grammar
-from phalanx.serve.openai.errors import bad_request
 from phalanx.serve.openai.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedTool
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.fields import SampledRequest

@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from phalanx.config.sampling import Guide, SamplingParams
+from phalanx.config.sampling_params import Guide, SamplingParams
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import EngineClosed, OptionError, Overloaded, PhalanxError, PromptTooLong
 from phalanx.log import get_logger
 from phalanx.metrics import Metrics
 from phalanx.serve.admission import Admission, Phase
 from phalanx.serve.client import Engine
-from phalanx.serve.grammar import compile_guide
-from phalanx.serve.openai.errors import ApiError, answer_for, bad_request
+from phalanx.serve.openai.api_errors import ApiError, answer_for, bad_request
 from phalanx.serve.openai.sampling import AskedGuide, with_guide
 from phalanx.serve.openai.tools.formats import ToolFormat
+from phalanx.serve.structured_output.compiler import compile_guide
 from phalanx.serve.tokenizer import Tokenizer
 
 logger = get_logger(__name__)

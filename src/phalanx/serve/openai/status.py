@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from phalanx.serve.admission import Phase
-from phalanx.serve.openai.schema.answers import ModelCard, ModelList, VersionAnswer
-from phalanx.serve.openai.schema.description import answers, says_text, status_answers
+from phalanx.serve.openai.schema.openapi import answers, says_text, status_answers
+from phalanx.serve.openai.schema.responses import ModelCard, ModelList, VersionAnswer
 from phalanx.serve.openai.service import Service, service_of
 from phalanx.version import __version__
 

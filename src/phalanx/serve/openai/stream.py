@@ -18,7 +18,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from phalanx.serve.openai.errors import ApiError
+from phalanx.serve.openai.api_errors import ApiError
 
 AnswerTo = Callable[[BaseException], ApiError]
 encode_json = msgspec.json.Encoder().encode

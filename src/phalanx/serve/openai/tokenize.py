@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 from phalanx.serve.openai import body
 from phalanx.serve.openai.sampling import check_token
-from phalanx.serve.openai.schema.answers import DetokenizeAnswer, TokenizeAnswer
-from phalanx.serve.openai.schema.description import answers, takes
-from phalanx.serve.openai.schema.text import DetokenizeRequest, TokenizeRequest
+from phalanx.serve.openai.schema.openapi import answers, takes
+from phalanx.serve.openai.schema.responses import DetokenizeAnswer, TokenizeAnswer
+from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from phalanx.serve.openai.service import Ready, service_of
 from phalanx.serve.openai.stream import WholeAnswer
 

@@ -27,11 +27,11 @@ from typing import Any
 import msgspec
 
 from phalanx.comm import launch
-from phalanx.config.sampling import Guide
+from phalanx.config.sampling_params import Guide
 from phalanx.errors import EngineError, OptionError
 from phalanx.log import get_logger
-from phalanx.serve.guides.patterns import in_unicode, not_enforced
-from phalanx.serve.json_schema import MAX_BYTES, enforceable, read_json
+from phalanx.serve.structured_output.json_schema import MAX_BYTES, enforceable, read_json
+from phalanx.serve.structured_output.regex import in_unicode, not_enforced
 from phalanx.serve.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -158,7 +158,7 @@ class _Process:
             listener.bind(str(address))
             listener.listen(1)
             listener.settimeout(0.2)
-            self._child = launch.start("phalanx.serve.grammar_worker", config, "phalanx grammars")
+            self._child = launch.start("phalanx.serve.structured_output.worker", config, "phalanx grammars")
             deadline = time.monotonic() + _START_SECONDS
             while self._line is None:
                 with contextlib.suppress(TimeoutError):

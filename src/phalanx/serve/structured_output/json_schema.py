@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from phalanx.errors import OptionError
-from phalanx.serve.guides.one_of import Proof, refuses, tags_of
-from phalanx.serve.guides.patterns import in_unicode, not_enforced, parts
+from phalanx.serve.structured_output.oneof import Proof, refuses, tags_of
+from phalanx.serve.structured_output.regex import in_unicode, not_enforced, parts
 
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 48

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that compiles guides: `python -m phalanx.serve.grammar_worker`, started by `serve.grammar`.
+"""The process that compiles guides: `python -m phalanx.serve.structured_output.worker`, started by `serve.grammar`.
 
 By itself, because a hostile schema may take minutes, gigabytes or a crash in C++: its parent ends it when it takes too long, and
 nobody else is hurt. It also keeps xgrammar, and the torch that it imports, out of the API server.
@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from phalanx.comm.launch import read_config
-from phalanx.serve.guides.endless import endless_rule
+from phalanx.serve.structured_output.termination import endless_rule
 
 _SEPARATORS = (", ", ": ")
 _MAX_COMPILED = 32 << 20

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from phalanx.config.sampling import Guide
+from phalanx.config.sampling_params import Guide
 from phalanx.engine.grammar import Matcher
-from phalanx.serve.grammar import compile_guide
 from phalanx.serve.openai.schema.chat import NamedTool, Tool
 from phalanx.serve.openai.tools.formats import HERMES, LLAMA, detect, forced_guide, strict_guide
+from phalanx.serve.structured_output.compiler import compile_guide
 from tests.serve.openai.served import HERMES_TEMPLATE, LLAMA_TEMPLATE, tokenizer_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}

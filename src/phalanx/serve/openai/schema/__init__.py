@@ -3,6 +3,6 @@
 
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.text import DetokenizeRequest, TokenizeRequest
+from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
 
 __all__ = ["ChatRequest", "CompletionRequest", "DetokenizeRequest", "TokenizeRequest"]

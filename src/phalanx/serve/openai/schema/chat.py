@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from phalanx.config.sampling import MAX_LOGPROBS, MAX_TOKEN_COUNT
+from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 from phalanx.serve.openai.schema.fields import (
     Body,
     MetadataKey,

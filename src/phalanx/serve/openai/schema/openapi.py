@@ -10,10 +10,10 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from phalanx.serve.openai.schema.answers import ChatChunk, ErrorAnswer, StatusAnswer
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.text import DetokenizeRequest, TokenizeRequest
+from phalanx.serve.openai.schema.responses import ChatChunk, ErrorAnswer, StatusAnswer
+from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from phalanx.version import __version__
 
 Answers = dict[int | str, dict[str, Any]]
