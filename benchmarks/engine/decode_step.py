@@ -9,7 +9,7 @@
 4. steps: the runner alone, one step ahead as the engine keeps it, milliseconds per step by the wall clock; and the kernels of one
    replayed step by time (torch's profiler), with the bytes that the step must read over the time.
 
-    python benchmarks/engine/decode_step.py --out DIR [--parts products,tokens,prompts,steps,tpot] [--requests 1,64]
+    python -m benchmarks.engine.decode_step --out DIR [--parts products,tokens,prompts,steps,tpot] [--requests 1,64]
         [--prompts 16,128,256]
 """
 
@@ -34,7 +34,7 @@ from phalanx import LLM, SamplingParams
 from phalanx.bench import shapes
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.engine.messages import SlotAssignment, StepRow, Step, StepBatch, StepResult
+from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult, StepRow
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
 from phalanx.models.layers.attention.backend import backend
@@ -112,7 +112,9 @@ def make_runner(
         tape=CudaGraphCapturer(device) if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip
     # Kinds of layers are met in an eager step.
-    runner.run(StepBatch(admitted=[SlotAssignment(0, [5], 1, GREEDY, 1)], rows=[StepRow(0, 0, 1, [5], [0], samples=True)])).results()
+    runner.run(
+        StepBatch(admitted=[SlotAssignment(0, [5], 1, GREEDY, 1)], rows=[StepRow(0, 0, 1, [5], [0], samples=True)])
+    ).results()
     runner.run(StepBatch(released=[0]))
     begin = time.monotonic()
     done = list(runner.capture(captured(runner.graphs.sizes))) if runner.graphs is not None else []

@@ -28,25 +28,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import msgspec
 import zmq
 
 from phalanx.config.options import EngineOptions
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import (
-    Add,
-    FromEngine,
+    AddRequest,
+    EngineToClient,
     RankFacts,
-    Refused,
+    RequestRejected,
+    RequestUpdate,
     RowResult,
     Shutdown,
     Started,
     Step,
     StepBatch,
     Stopped,
-    Update,
 )
 
 DECODES = (1, 64, 256, 512)
@@ -111,16 +109,16 @@ def finish(name: str, log: Log, profile: cProfile.Profile | None) -> None:
 def run_engine(asked: dict[str, Any]) -> None:
     from phalanx.engine.loop import Loop
     from phalanx.engine.messages import EngineFacts
-    from phalanx.engine.ranks import host
-    from phalanx.engine.ranks.executor import RankExecutor
     from phalanx.engine.scheduler import Scheduler, SchedulerOptions
+    from phalanx.executor import launcher
+    from phalanx.executor.rank_executor import RankExecutor
 
     class Logged(RankExecutor):
         def submit(self, step: Step) -> None:
             log.mark(kind_of(step.batches[0]))
             super().submit(step)
 
-    host.WORKER = "benchmarks.engine.host"
+    launcher.WORKER = "benchmarks.engine.host"
     log, profile = Log(), cProfile.Profile() if asked["profile"] else None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -160,9 +158,9 @@ def options(ranks: int) -> EngineOptions:
 def run_rank() -> None:
     """What `ranks.worker.main` does, with a worker whose runner has a model that computes nothing."""
     from phalanx.comm import launch
-    from phalanx.engine.ranks.link import Link
-    from phalanx.engine.ranks.wire import Allocate, Hello, Offer, Ready
-    from phalanx.engine.ranks.worker import Worker
+    from phalanx.executor.protocol import Allocate, Hello, KvCapacity, RankReady
+    from phalanx.worker.channel import EngineChannel
+    from phalanx.worker.worker import Worker
 
     config = launch.read_config()
     rank: int = config["rank"]
@@ -172,13 +170,13 @@ def run_rank() -> None:
     class Stub(Worker):
         def _get_ready(self) -> Any:
             self.link.start_pulse(dict, dict)
-            self.link.send(Offer(self.rank, BLOCKS))
+            self.link.send(KvCapacity(self.rank, BLOCKS))
             self._await(Allocate)
             made = stub_runner(log, asked["device_ms"] / 1e3)
-            self.link.send(Ready(self.rank, RankFacts(self.rank, 0, "stub", (0, 1))))
+            self.link.send(RankReady(self.rank, RankFacts(self.rank, 0, "stub", (0, 1))))
             return made
 
-    link = Link(rank, config["engine"])
+    link = EngineChannel(rank, config["engine"])
     link.send(Hello(rank, 0, os.getpid()))
     worker = Stub(config, link)
     if profile is not None:
@@ -210,12 +208,12 @@ def stub_runner(log: Log, device_s: float) -> Any:
     """What a runner does on the host before it launches anything, for a device that takes so long for each step."""
     import torch
 
-    from phalanx.engine.ranks.slots import Prompts, SlotTables
+    from phalanx.worker.input_batch import BlockTables, PromptLogprobs
 
     class Slow:
         def __init__(self) -> None:
             self.free_at, self.kind = 0.0, ""
-            self.tables, self.prompts = SlotTables(512, 4096, BLOCK, torch.device("cpu")), Prompts()
+            self.tables, self.prompts = BlockTables(512, 4096, BLOCK, torch.device("cpu")), PromptLogprobs()
 
         def run(self, step: StepBatch) -> Pretended:
             kind = kind_of(step)
@@ -245,7 +243,7 @@ class Client:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.bind(address)
-        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+        self._decode = msgspec.msgpack.Decoder(EngineToClient).decode
         self._number = 0
 
     def messages(self) -> Sequence[Any]:
@@ -256,14 +254,14 @@ class Client:
     def run(self, requests: int, prompt_tokens: int, new_tokens: int) -> None:
         params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
         prompt = [index % VOCABULARY for index in range(prompt_tokens)]
-        frames = [msgspec.msgpack.encode(Add(str(self._number + i), prompt, params)) for i in range(requests)]
+        frames = [msgspec.msgpack.encode(AddRequest(str(self._number + i), prompt, params)) for i in range(requests)]
         self._number += requests
         self.socket.send_multipart(frames)
         left = requests
         while left:
             for message in self.messages():
-                assert not isinstance(message, Refused), message
-                left -= isinstance(message, Update) and message.finish_reason is not None
+                assert not isinstance(message, RequestRejected), message
+                left -= isinstance(message, RequestUpdate) and message.finish_reason is not None
 
 
 def measure(asked: argparse.Namespace, *, profile: bool) -> dict[str, Any]:
@@ -326,12 +324,12 @@ def main() -> int:
         for name, text in measure(asked, profile=True).items():
             print(f"\n{name}\n{text}")
     if asked.record:
-        from benchmarks import record
+        from benchmarks import harness
 
         figures = {"asked": {"ranks": asked.ranks, "steps": asked.steps, "device_ms": asked.device_ms}, "ms_per_step": found}
         if before is not None:
             figures["before_ms_per_step"] = before
-        print(f"written: {record.write('engine_host_cpu', figures).relative_to(record.ROOT)}")
+        print(f"written: {harness.write('engine_host_cpu', figures).relative_to(harness.ROOT)}")
     return 0
 
 

@@ -13,13 +13,10 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Add, RowResult, Step, StepResult
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import AddRequest, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError
 
@@ -75,7 +72,7 @@ def simulate(
         most, stop = output_len(number)
         ends[str(number)] = stop
         params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=ignore_eos)
-        scheduler.add(Add(str(number), [1] * input_len, params, [] if ignore_eos else [2], [] if ignore_eos else [2]))
+        scheduler.add(AddRequest(str(number), [1] * input_len, params, [] if ignore_eos else [2], [] if ignore_eos else [2]))
     clock = longest = 0.0
     made: dict[str, int] = {}
     first: dict[str, float] = {}
@@ -136,9 +133,9 @@ def main() -> int:
                 f"{run.longest_ms:10.0f} {run.first_token_s:13.1f}"
             )
     if asked.record:
-        from benchmarks import record
+        from benchmarks import harness
 
-        print(f"written: {record.write('engine_policy_model', {'asked': vars(asked), 'runs': found}).relative_to(record.ROOT)}")
+        print(f"written: {harness.write('engine_policy_model', {'asked': vars(asked), 'runs': found}).relative_to(harness.ROOT)}")
     return 0
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode layers of Llama-3-70B in FP8 over N ranks, with `kernels/products/few_rows.py` and without it:
-`torchrun --nproc-per-node N benchmarks/models/layers.py --out DIR [--tokens 1,4,8,16,32,64] [--layers 12] [--context 200]`
+"""Decode layers of Llama-3-70B in FP8 over N ranks, with `kernels/gemm/fp8_skinny.py` and without it:
+`torchrun --nproc-per-node N -m benchmarks.models.layers --out DIR [--tokens 1,4,8,16,32,64] [--layers 12] [--context 200]`
 
 Layers, tuned all-reduces, attention and the cache in e4m3 are the engine's, from a CUDA graph; weights are random, and the last
 layer hands on to the norm of the first, so that all are alike. Figures are microseconds a layer: medians of 30 replays that stand
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,27 +25,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import record
-from benchmarks.kernels.few_rows import Job, compile_ahead
-from benchmarks.kernels.products import off
+from benchmarks import harness
+from benchmarks.kernels.fp8_skinny import Job, compile_ahead
+from benchmarks.kernels.gemm import off
 from phalanx.bench import shapes
 from phalanx.comm.group import Group, Solo
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import tuned
 from phalanx.config.model import ModelShape
-from phalanx.engine.ranks.graphs import CudaTape
-from phalanx.kernels.products import choice
-from phalanx.kernels.products.few_rows import processors
-from phalanx.kernels.scaled_mm import Quantized
+from phalanx.kernels.gemm import heuristics
+from phalanx.kernels.gemm.fp8_skinny import processors
+from phalanx.kernels.gemm.scaled_mm import Quantized
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention.backend import backend
 from phalanx.models.layers.fp8 import Activation
+from phalanx.worker.cuda_graphs import CudaGraphCapturer
 
 BF16 = torch.bfloat16
 BLOCK = 16
@@ -65,7 +63,7 @@ class Captured(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--tokens", default="1,4,8,16,32,64")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--context", type=int, default=200, help="tokens in the cache of each row")
@@ -101,7 +99,7 @@ def run(asked: argparse.Namespace, device: torch.device) -> None:
         if group.rank == 0:
             us = f"without {found['without']:.2f}, with {found['with']:.2f} us a layer"
             print(f"tp{group.size} {tokens:4} tokens: {us}, off {found['off']:.1e}", flush=True)
-            record.write(f"models_layers.tp{group.size}", figures, asked.out)
+            harness.write(f"models_layers.tp{group.size}", figures, asked.out)
 
 
 def group_of(device: torch.device, message_bytes: int) -> Group:
@@ -116,7 +114,7 @@ def jobs(model: registry.Model, counts: Sequence[int]) -> list[Job]:
     for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
         outputs, inputs = linear.weight.shape
         for tokens in counts:
-            tiling = choice.few_rows(tokens, outputs, inputs, processors(linear.weight.device))
+            tiling = heuristics.few_rows(tokens, outputs, inputs, processors(linear.weight.device))
             found += [] if tiling is None else [Job(tokens, outputs, inputs, tiling)]
     return found
 
@@ -142,7 +140,7 @@ class Layers:
         self._batch = batch
         self._batch.attention = planner.plan(self._batch)
         self.run()  # the planner meets the kinds of layers
-        self._batch = replace(self._batch, short=planner.short_up_to(batch.decodes) >= max(batch.kv_lengths_cpu))
+        self._batch = replace(self._batch, short=planner.short_kv_limit(batch.decodes) >= max(batch.kv_lengths_cpu))
         self._batch.attention = planner.plan(self._batch)
 
     def run(self) -> Activation:
@@ -150,7 +148,7 @@ class Layers:
 
     def captured(self) -> Captured:
         outs: list[Activation] = []
-        replay = CudaTape(self._hidden.device).record(lambda: outs.append(self.run()))
+        replay = CudaGraphCapturer(self._hidden.device).record(lambda: outs.append(self.run()))
         return Captured(replay, outs[-1])
 
 
@@ -184,7 +182,7 @@ def batch_of(tokens: int, context: int, device: torch.device) -> Batch:
 def compared(layers: Layers, count: int) -> dict[str, float]:
     """us of a layer, without the kernel and with it, and how far their results are apart."""
     graphs = {}
-    for name, chosen in (("without", mock.patch.object(choice, "few_rows", return_value=None)), ("with", nullcontext())):
+    for name, chosen in (("without", mock.patch.object(heuristics, "few_rows", return_value=None)), ("with", nullcontext())):
         with chosen:
             graphs[name] = layers.captured()
     outs = []

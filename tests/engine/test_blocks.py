@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from phalanx.engine.blocks import BlockPool, Forecast
+from phalanx.engine.blocks import BlockPool, KvForecast
 from phalanx.errors import EngineError
 
 
@@ -161,7 +161,7 @@ def peak(requests: list[tuple[int, int]], slack: int) -> int:
     slack=st.integers(0, 4), capacity=st.integers(1, 300),
 )  # fmt: skip
 def test_a_forecast_equals_counting_step_by_step(requests: list[tuple[int, int]], slack: int, capacity: int) -> None:
-    forecast = Forecast(capacity, slack)
+    forecast = KvForecast(capacity, slack)
     taken: list[tuple[int, int]] = []
     for held, to_go in requests:
         fits = peak([*taken, (held, to_go)], slack) <= capacity
@@ -171,7 +171,7 @@ def test_a_forecast_equals_counting_step_by_step(requests: list[tuple[int, int]]
 
 
 def test_a_forecast_sets_nothing_aside_for_what_may_end_at_any_time() -> None:
-    forecast = Forecast(100, 4)
+    forecast = KvForecast(100, 4)
     forecast.add(30, None)
     assert not forecast.admits(30, 33)
     assert forecast.admits(30, 32)

@@ -20,7 +20,18 @@ import zmq
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.fake import fake_tokens
-from phalanx.engine.messages import Add, Beat, EngineFacts, Failed, FromEngine, RankFacts, Shutdown, Started, Stopped, Update
+from phalanx.engine.messages import (
+    AddRequest,
+    EngineFacts,
+    EngineToClient,
+    Failed,
+    Heartbeat,
+    RankFacts,
+    RequestUpdate,
+    Shutdown,
+    Started,
+    Stopped,
+)
 from phalanx.engine.process import _longer, facts_line
 
 SHAPE = {
@@ -47,7 +58,7 @@ class Engine:
         deadline = time.monotonic() + seconds
         while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             for frame in self.socket.recv_multipart():
-                message = msgspec.msgpack.decode(frame, type=FromEngine)
+                message = msgspec.msgpack.decode(frame, type=EngineToClient)
                 if isinstance(message, kinds):
                     return message
         raise AssertionError(f"no {kinds} came")
@@ -75,7 +86,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
 def test_a_whole_life(engine: Callable[..., Engine], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     process = engine({"model": str(tmp_path), "pipeline_parallel_size": 2})
-    process.say(Add("early", [1, 2], SamplingParams(temperature=0, max_tokens=1)))  # before it is ready
+    process.say(AddRequest("early", [1, 2], SamplingParams(temperature=0, max_tokens=1)))  # before it is ready
     facts = process.hear(Started).facts
     assert (facts.vocab_size, facts.eos_token_ids, facts.max_seq_len, facts.layout) == (90, [3], 256, (2, 1, 1))
     assert (facts.dtype, facts.device, len(facts.ranks)) == ("fp32", "cpu", 2)
@@ -83,9 +94,9 @@ def test_a_whole_life(engine: Callable[..., Engine], tmp_path: Path) -> None:
     assert facts.longer == "", "the model ends there"
     assert set(facts.phases) == {"read the model's shape", "start the ranks"}
     expected = fake_tokens([1, 2], SamplingParams(temperature=0), seed=0, vocab_size=90, count=1)
-    assert process.hear(Update).tokens == expected
+    assert process.hear(RequestUpdate).tokens == expected
     os.kill(process.child.pid, signal.SIGINT)  # Ctrl-C is the front's
-    process.hear(Beat)
+    process.hear(Heartbeat)
     process.say(Shutdown())
     process.hear(Stopped)
     assert process.child.process.wait(20) == 0
@@ -106,7 +117,7 @@ def test_a_termination_signal_is_a_shutdown(engine: Callable[..., Engine]) -> No
 def test_a_shutdown_while_ranks_start_interrupts_that(engine: Callable[..., Engine], tmp_path: Path, way: str) -> None:
     os.mkfifo(tmp_path / "config.json")  # reading it stands still, as a start may
     process = engine({"model": str(tmp_path)})
-    process.hear(Beat)
+    process.hear(Heartbeat)
     time.sleep(0.2)
     if way == "message":
         process.say(Shutdown())

@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 
 from phalanx.config import SamplingParams
-from phalanx.engine.messages import Add, RowResult, TokenLogprobs
+from phalanx.engine.messages import AddRequest, RowResult, TokenLogprobs
 from phalanx.engine.request import Request
 
 
 def request(*, limit: int = 100, **params: object) -> Request:
     return Request(
-        Add("a", [1, 2, 3], SamplingParams(**params), stop_token_ids=[7, 8], eos_token_ids=[8]), seed=1, limit=limit, matcher=None
+        AddRequest("a", [1, 2, 3], SamplingParams(**params), stop_token_ids=[7, 8], eos_token_ids=[8]), seed=1, limit=limit, matcher=None
     )  # fmt: skip
 
 
@@ -65,6 +65,6 @@ def test_an_admission_does_not_change_when_tokens_come() -> None:
 
 def test_the_asker_keeps_its_list() -> None:
     prompt = [1, 2]
-    asked = Request(Add("a", prompt, SamplingParams()), seed=0, limit=9, matcher=None)
+    asked = Request(AddRequest("a", prompt, SamplingParams()), seed=0, limit=9, matcher=None)
     asked.take_token(RowResult(), 4)
     assert prompt == [1, 2]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from phalanx.config import Guide, SamplingParams
 from phalanx.engine.fake import StepChecker, fake_tokens
-from phalanx.engine.messages import Add, Refused, RowResult, Step, StepResult, Update
+from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, EngineError, PromptTooLong, RequestError, StepDiverged
 
@@ -54,13 +54,13 @@ class Ranks:
         )  # fmt: skip
         self.results: deque[StepResult] = deque()
         self.steps: list[Step] = []
-        self.updates: dict[str, list[Update]] = {}
-        self.refused: dict[str, Refused] = {}
+        self.updates: dict[str, list[RequestUpdate]] = {}
+        self.refused: dict[str, RequestRejected] = {}
 
     def add(
         self, name: str, prompt: list[int], stop: list[int] | None = None, eos: list[int] | None = None, **params: object
-    ) -> Add:
-        add = Add(name, list(prompt), SamplingParams(**params), stop or [], eos or [])
+    ) -> AddRequest:
+        add = AddRequest(name, list(prompt), SamplingParams(**params), stop or [], eos or [])
         self.scheduler.add(add)
         return add
 
@@ -81,7 +81,7 @@ class Ranks:
 
     def settle(self) -> None:
         for said in self.scheduler.settle(self.results.popleft()):
-            if isinstance(said, Refused):
+            if isinstance(said, RequestRejected):
                 self.refused[said.request_id] = said
             else:
                 self.updates.setdefault(said.request_id, []).append(said)
@@ -100,7 +100,7 @@ class Ranks:
         return [token for update in self.updates.get(name, []) for token in update.tokens]
 
 
-def alone(add: Add, options: SchedulerOptions, seed: int) -> tuple[list[int], str, int | None]:
+def alone(add: AddRequest, options: SchedulerOptions, seed: int) -> tuple[list[int], str, int | None]:
     """What a request must yield: its tokens, finish reason and stop reason, from its own tokens alone."""
     limit = min(options.max_seq_len, len(add.token_ids) + (add.params.max_tokens or 10**9))
     if options.window is None or options.window // options.block_size + 2 > options.num_blocks:
@@ -147,7 +147,7 @@ def test_every_request_gets_its_own_tokens_whatever_happens_around_it(
     chance = random.Random(seed)
     ranks = Ranks(options)
     roots = [[chance.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
-    added: dict[str, Add] = {}
+    added: dict[str, AddRequest] = {}
     seeds: dict[str, int] = {}
     aborted: set[str] = set()
     for number in range(requests):
@@ -307,14 +307,14 @@ def test_a_grammar_that_cannot_be_read_refuses_its_request_only() -> None:
 
 def test_a_token_that_the_grammar_does_not_take_refuses_its_request_only() -> None:
     scheduler = Scheduler(ROOMY, Evens)
-    scheduler.add(Add("a", [1], SamplingParams(guide=Guide(regex="x", compiled="4"))))
-    scheduler.add(Add("b", [1], SamplingParams(max_tokens=1)))
+    scheduler.add(AddRequest("a", [1], SamplingParams(guide=Guide(regex="x", compiled="4"))))
+    scheduler.add(AddRequest("b", [1], SamplingParams(max_tokens=1)))
     step = scheduler.schedule()
     assert step is not None
     refused, update = scheduler.settle(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RequestRejected)
     assert "token 3" in refused.error["failure"]
-    assert isinstance(update, Update)
+    assert isinstance(update, RequestUpdate)
     scheduler.check()
     assert scheduler.idle
 
@@ -579,7 +579,7 @@ def test_hundreds_of_requests_cost_little_time() -> None:
     options = replace(ROOMY, num_blocks=20_000, block_size=16, max_batch_size=512, max_num_tokens=8192, max_seq_len=2048)
     scheduler = Scheduler(options)
     for number in range(512):
-        scheduler.add(Add(str(number), [number % VOCAB] * 16, SamplingParams(max_tokens=1000)))
+        scheduler.add(AddRequest(str(number), [number % VOCAB] * 16, SamplingParams(max_tokens=1000)))
     best = 1.0
     for _ in range(40):
         begin = time.perf_counter()

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from phalanx.engine.ranks.vigil import NODE_TIMEOUT, SUSPECT_TIMEOUT, Vigil
 from phalanx.errors import NodeLost, RankStalled
+from phalanx.executor.heartbeat import NODE_TIMEOUT, SUSPECT_TIMEOUT, HeartbeatMonitor
 
 
-def watched(vigil: Vigil, begin: float, end: float, *beating: int, nodes: tuple[int, ...] = ()) -> RankStalled | NodeLost | None:
+def watched(
+    vigil: HeartbeatMonitor, begin: float, end: float, *beating: int, nodes: tuple[int, ...] = ()
+) -> RankStalled | NodeLost | None:
     """Look twice a second; the ranks in `beating` and `nodes` give their signs."""
     now = begin
     while now < end:
@@ -21,7 +23,7 @@ def watched(vigil: Vigil, begin: float, end: float, *beating: int, nodes: tuple[
 
 
 def test_a_silent_rank_is_named_with_its_process_and_its_last_step() -> None:
-    vigil = Vigil(20.0)
+    vigil = HeartbeatMonitor(20.0)
     for rank in (0, 1):
         vigil.know(rank, f"pid {100 + rank}, node 0")
     assert watched(vigil, 0.0, 5.0, 0, 1) is None
@@ -32,7 +34,7 @@ def test_a_silent_rank_is_named_with_its_process_and_its_last_step() -> None:
 
 
 def test_a_rank_that_still_loads_its_libraries_is_not_silent() -> None:
-    vigil = Vigil(20.0)
+    vigil = HeartbeatMonitor(20.0)
     vigil.know(0, "pid 1, node 0")
     assert watched(vigil, 0.0, 100.0) is None
     assert vigil.doing(0) == "it had begun no step"
@@ -40,7 +42,7 @@ def test_a_rank_that_still_loads_its_libraries_is_not_silent() -> None:
 
 
 def test_a_lost_node_comes_before_its_ranks() -> None:
-    vigil = Vigil(NODE_TIMEOUT)
+    vigil = HeartbeatMonitor(NODE_TIMEOUT)
     vigil.heard_node(1, 0.0, address="10.0.0.2")
     assert watched(vigil, 0.0, 2.0, 0, 1, nodes=(1,)) is None
     found = watched(vigil, 2.0, 60.0, 0)
@@ -49,7 +51,7 @@ def test_a_lost_node_comes_before_its_ranks() -> None:
 
 
 def test_a_closed_line_shortens_the_patience_with_nodes() -> None:
-    vigil = Vigil(20.0)
+    vigil = HeartbeatMonitor(20.0)
     assert watched(vigil, 0.0, 2.0, 0, nodes=(1, 2)) is None
     vigil.suspect(2.0)
     assert watched(vigil, 2.0, 2.0 + SUSPECT_TIMEOUT - 0.6, 0, nodes=(2,)) is None
@@ -59,7 +61,7 @@ def test_a_closed_line_shortens_the_patience_with_nodes() -> None:
 
 
 def test_an_engine_that_stood_still_itself_blames_nobody() -> None:
-    vigil = Vigil(20.0)
+    vigil = HeartbeatMonitor(20.0)
     assert watched(vigil, 0.0, 3.0, 0, nodes=(1,)) is None
     assert vigil.silent(100.0) is None
     assert watched(vigil, 100.5, 103.0, 0, nodes=(1,)) is None

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.config.options import EngineOptions
-from phalanx.engine.ranks.executor import RankExecutor
-from phalanx.engine.ranks.host import Host, host_of, kernel_folders
 from phalanx.errors import LayoutError, OptionError
-from tests.engine.drive import options
+from phalanx.executor.launcher import Host, host_of, kernel_folders
+from phalanx.executor.rank_executor import RankExecutor
+from tests.support.engine_drive import options
 
 
 def asked(tp: int, pp: int, nodes: int) -> EngineOptions:

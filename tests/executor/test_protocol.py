@@ -5,8 +5,8 @@ import msgspec
 import pytest
 
 from phalanx.engine.messages import Step, StepBatch
-from phalanx.engine.ranks.wire import Chain, Done, Stop, decode_from_engine, decode_to_engine, encode
 from phalanx.errors import StepDiverged
+from phalanx.executor.protocol import Chain, StepDone, Stop, decode_from_engine, decode_to_engine, encode
 
 
 def step(number: int) -> Step:
@@ -48,7 +48,7 @@ def test_a_rank_that_missed_history_sees_it_in_the_digest() -> None:
 
 
 def test_messages_keep_their_kind() -> None:
-    assert decode_to_engine(encode(Done(1, 2, b"x", 3))) == Done(1, 2, b"x", 3)
+    assert decode_to_engine(encode(StepDone(1, 2, b"x", 3))) == StepDone(1, 2, b"x", 3)
     assert decode_from_engine(encode(Stop())) == Stop()
     with pytest.raises(msgspec.DecodeError):
         decode_to_engine(b"\x93GET")

@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from phalanx.config.options import EngineOptions
-from phalanx.engine.messages import SlotAssignment, StepRow, Step, StepBatch
+from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepRow
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError, RankDied, RankStalled, WeightError
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.hardware.probe import Gpu, Machine

@@ -10,7 +10,16 @@ import pytest
 from phalanx.engine.messages import RankFacts
 from phalanx.errors import EngineError, NodeLost
 from phalanx.executor import launcher
-from phalanx.executor.protocol import Allocate, Hello, StoreAddress, StoreReady, NodeHeartbeat, KvCapacity, StartupProgress, RankReady
+from phalanx.executor.protocol import (
+    Allocate,
+    Hello,
+    KvCapacity,
+    NodeHeartbeat,
+    RankReady,
+    StartupProgress,
+    StoreAddress,
+    StoreReady,
+)
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.executor.startup import StartupCoordinator
 from tests.support.checkpoints import write_checkpoint

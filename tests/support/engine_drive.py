@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import transformers
-from phalanx.config.sampling_params import SamplingParams
 
 from phalanx.config.options import EngineOptions
-from phalanx.engine.messages import SlotAssignment, StepRow, RowResult, Step, StepBatch, StepResult
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import RowResult, SlotAssignment, Step, StepBatch, StepResult, StepRow
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 4

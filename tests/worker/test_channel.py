@@ -10,15 +10,15 @@ import pytest
 import zmq
 
 from phalanx.engine.messages import Step
-from phalanx.engine.ranks.link import Link
-from phalanx.engine.ranks.wire import Allocate, Chain, Hello, Pulse, decode_to_engine, encode
 from phalanx.errors import StepDiverged
+from phalanx.executor.protocol import Allocate, Chain, Hello, RankHeartbeat, decode_to_engine, encode
+from phalanx.worker.channel import EngineChannel
 
 
 @pytest.fixture
-def link(router: zmq.Socket[bytes], tmp_path: Path) -> Iterator[Link]:
+def link(router: zmq.Socket[bytes], tmp_path: Path) -> Iterator[EngineChannel]:
     """Connected: the engine's end has its first word."""
-    link = Link(3, f"ipc://{tmp_path}/s")
+    link = EngineChannel(3, f"ipc://{tmp_path}/s")
     link.send(Hello(3, 0, 1))
     name, frame = router.recv_multipart()
     assert (name, decode_to_engine(frame)) == (b"rank-3", Hello(3, 0, 1))
@@ -36,7 +36,7 @@ def router(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
     context.term()
 
 
-def test_a_link_takes_words_and_steps_and_gives_a_pulse(router: zmq.Socket[bytes], link: Link) -> None:
+def test_a_link_takes_words_and_steps_and_gives_a_pulse(router: zmq.Socket[bytes], link: EngineChannel) -> None:
     name = b"rank-3"
     assert link.receive(0.01) is None
     chain = Chain()
@@ -52,10 +52,15 @@ def test_a_link_takes_words_and_steps_and_gives_a_pulse(router: zmq.Socket[bytes
     link.begun, link.finished = 2, 1
     link.start_pulse(lambda: {"total": 9}, lambda: ({"A/B": 4}, {"eager/steps": 5}))
     name, frame = router.recv_multipart()
-    assert (name, decode_to_engine(frame)) == (b"pulse-rank-3", Pulse(3, 2, 1, {"total": 9}, {"A/B": 4}, {"eager/steps": 5}))
+    assert (name, decode_to_engine(frame)) == (
+        b"pulse-rank-3",
+        RankHeartbeat(3, 2, 1, {"total": 9}, {"A/B": 4}, {"eager/steps": 5}),
+    )
 
 
-def test_a_wait_of_less_than_a_millisecond_ends_and_a_message_ends_it_sooner(router: zmq.Socket[bytes], link: Link) -> None:
+def test_a_wait_of_less_than_a_millisecond_ends_and_a_message_ends_it_sooner(
+    router: zmq.Socket[bytes], link: EngineChannel
+) -> None:
     name = b"rank-3"
     begin = time.perf_counter()
     assert [link.receive(100e-6) for _ in range(20)] == [None] * 20

@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from phalanx.config.sampling_params import SamplingParams
 from torch import Tensor
 
 from phalanx.comm.group import Group, Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
-from phalanx.engine.messages import SlotAssignment, StepRow, Step, StepBatch, StepResult
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult, StepRow
 from phalanx.errors import EngineError
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, KvCache, LayerCache
 from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
-from phalanx.models.layers.attention_sdpa import SdpaBackend
+from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.embedding import ParallelHead
 from phalanx.worker import cuda_graphs
-from phalanx.worker.cuda_graphs import Replay, EagerCapturer, GraphCapturer
+from phalanx.worker.cuda_graphs import EagerCapturer, GraphCapturer, Replay
 from phalanx.worker.graph_buffers import sizes
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.sampler import Sampler
@@ -214,7 +214,9 @@ def test_steps_that_no_graph_fits_run_eagerly(folder: Path) -> None:
     runner = make_runner(folder, tape)
     batches, prompt = drive(runner), prompts(1, seed=3)[0]
     reporting = SamplingParams(temperature=0.0, prompt_logprobs=1)
-    batches.run(StepBatch(admitted=[SlotAssignment(0, prompt, 5, GREEDY, 1)], rows=[StepRow(0, 0, 5, prompt[:5], [1, 2], samples=True)]))
+    batches.run(
+        StepBatch(admitted=[SlotAssignment(0, prompt, 5, GREEDY, 1)], rows=[StepRow(0, 0, 5, prompt[:5], [1, 2], samples=True)])
+    )
     batches.run(StepBatch(
         admitted=[SlotAssignment(1, prompt, 3, reporting, 1)],
         rows=[StepRow(0, 5, 1, [], [], samples=True), StepRow(1, 0, 1, prompt[:1], [3])],

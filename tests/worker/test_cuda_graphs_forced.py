@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phalanx.config.sampling_params import SamplingParams
-from phalanx.engine.messages import SlotAssignment, StepRow, StepBatch
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint

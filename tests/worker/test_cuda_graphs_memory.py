@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from phalanx.config.sampling_params import SamplingParams
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.engine.messages import SlotAssignment, StepRow, StepBatch
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
 from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan, backend
 from phalanx.worker import memory_profile
 from phalanx.worker.cuda_graphs import CudaGraphCapturer, EagerCapturer, GraphCapturer
-from phalanx.worker.model_runner import StepOutput, ModelRunner
+from phalanx.worker.model_runner import ModelRunner, StepOutput
 from phalanx.worker.sampler import Sampler
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import prompts
@@ -72,7 +72,9 @@ def decode(runner: ModelRunner, params: SamplingParams, steps: int) -> None:
                 rows.append(StepRow(slot, 0, len(prompt), prompt, [next(given) % blocks], samples=True))
             else:
                 rows.append(StepRow(slot, at, 1, [], [next(given) % blocks] if at % BLOCK == 0 else [], samples=True))
-        admitted = [SlotAssignment(slot, prompt, len(prompt), params, slot) for slot, prompt in enumerate(asked)] if number < 0 else []
+        admitted = (
+            [SlotAssignment(slot, prompt, len(prompt), params, slot) for slot, prompt in enumerate(asked)] if number < 0 else []
+        )
         rows.sort(key=lambda row: row.count)
         under_way.append(runner.run(StepBatch(admitted=admitted, rows=rows)))
         if len(under_way) > 1:

@@ -15,8 +15,8 @@ from torch import Tensor
 from phalanx.kernels.attention import SHORT, reference
 from phalanx.models.batch import Batch, KvCache
 from phalanx.models.layers.attention import triton
+from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import DecodeBackend
-from phalanx.models.layers.attention_sdpa import SdpaBackend
 from phalanx.worker.cuda_graphs import StepGraphs
 from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner

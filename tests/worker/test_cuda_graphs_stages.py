@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from phalanx.engine.messages import SlotAssignment, StepRow, StepBatch
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.worker.graph_buffers import sizes
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint

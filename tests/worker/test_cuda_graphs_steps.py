@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from phalanx.config.sampling_params import SamplingParams
 from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
-from phalanx.engine.messages import AddRequest, SlotAssignment, StepRow, StepBatch, StepResult, RequestUpdate
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import AddRequest, RequestUpdate, SlotAssignment, StepBatch, StepResult, StepRow
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.kernels.attention import reference
 from phalanx.models.batch import Batch
 from phalanx.models.layers.attention import triton
+from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import DecodeBackend, DecodePlan
-from phalanx.models.layers.attention_sdpa import SdpaBackend
 from phalanx.worker import graph_buffers, memory_profile
 from phalanx.worker.cuda_graphs import StepGraphs
 from phalanx.worker.graph_buffers import GraphSize, sizes
@@ -86,7 +86,9 @@ def kernels_backend() -> DecodeBackend:
     return DecodeBackend(SdpaBackend(), CPU, "e4m3")
 
 
-def step_runner(folder: Path, tape: Counting | None, layers: range | None = None, pipe: object = None, **options: Any) -> ModelRunner:
+def step_runner(
+    folder: Path, tape: Counting | None, layers: range | None = None, pipe: object = None, **options: Any
+) -> ModelRunner:
     return make_runner(folder, tape, layers, pipe, attention=kernels_backend, **{"tokens": TOKENS, **options})
 
 
@@ -321,7 +323,9 @@ def test_more_new_blocks_than_a_graph_takes_go_before_it(folders: dict[str, Path
         blocks = list(range(40, 72))
         each.run(StepBatch(admitted=[admitted(0, prompt)], rows=[StepRow(0, 0, 124, prompt[:124], blocks[:31])])).results()
         each.run(StepBatch(released=[0]))
-        rows, _ = each.run(StepBatch(admitted=[admitted(3, prompt)], rows=[StepRow(3, 120, 5, prompt[120:], blocks, True)])).results()
+        rows, _ = each.run(
+            StepBatch(admitted=[admitted(3, prompt)], rows=[StepRow(3, 120, 5, prompt[120:], blocks, True)])
+        ).results()
         assert rows is not None
         assert stored == [31, 32]
         said.append(rows[0].token)

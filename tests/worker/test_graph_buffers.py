@@ -15,9 +15,9 @@ import torch
 
 from phalanx.bench import shapes
 from phalanx.config.model import ModelShape
-from phalanx.engine.messages import Row
-from phalanx.engine.ranks.places import DecodePlaces, Size, StepPlaces, sizes, worth_padding
-from phalanx.engine.ranks.slots import SlotTables
+from phalanx.engine.messages import StepRow
+from phalanx.worker.graph_buffers import DecodeGraphBuffers, GraphSize, MixedGraphBuffers, sizes, worth_padding
+from phalanx.worker.input_batch import BlockTables
 
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 MODEL: Any = SimpleNamespace(shape=SimpleNamespace(hidden_size=4), head=None)
@@ -29,7 +29,7 @@ def test_sizes_end_at_the_most_and_stay_close() -> None:
     for most in (64, 256, 512):
         rows, none = sizes(most, 0)
         assert none == []
-        assert all(size == Size(size.decodes, size.decodes, 0) for size in rows)
+        assert all(size == GraphSize(size.decodes, size.decodes, 0) for size in rows)
         found = [size.tokens for size in rows]
         assert found == sorted(set(found))
         assert found[-1] == most
@@ -67,17 +67,17 @@ def test_large_steps_of_large_layers_are_not_worth_padding(
 
 def test_facts_of_rows_of_one_token() -> None:
     """What is filled for a small batch after a large one ends in padding."""
-    places = DecodePlaces(8, MODEL, first=True, last=False, dtype=torch.float32, device=CPU)
+    places = DecodeGraphBuffers(8, MODEL, first=True, last=False, dtype=torch.float32, device=CPU)
     for rows, size in ((7, 8), (3, 4), (1, 1)):
         numbers = np.arange(rows, dtype=np.int64)
         arranged: Any = SimpleNamespace(
             slots=numbers + 1, token_ids=numbers + 50, from_slot_at=numbers[:1], positions=numbers + 20, kv_slots=numbers + 90,
             kv_lengths=(numbers + 21).astype(np.int32),
         )  # fmt: skip
-        places.fill(arranged, (numbers[:-1] * 2, numbers[:-1].astype(np.int32) + 30), Size(size, size))
+        places.fill(arranged, (numbers[:-1] * 2, numbers[:-1].astype(np.int32) + 30), GraphSize(size, size))
         assert places.facts[5].tolist() == [*range(0, 2 * rows - 2, 2), *[-1] * (9 - rows)]
         assert places.facts[6, : rows - 1].tolist() == [*range(30, 29 + rows)]
-        batch = places.batch(Size(size, size), torch.zeros(8, 2, dtype=torch.int32), None)
+        batch = places.batch(GraphSize(size, size), torch.zeros(8, 2, dtype=torch.int32), None)
         pad = size - rows
         assert batch.decodes == size
         assert batch.token_ids.tolist() == [-1, *range(51, 50 + rows), *[0] * pad]
@@ -93,7 +93,7 @@ def test_facts_of_any_rows(seed: int) -> None:
     """A few steps after one another at the same places: each row is told as it is, and the rest is padding."""
     chance, slots, block = random.Random(seed), 9, 4
     found = sizes(slots, 40)[1]
-    places = StepPlaces(found[-1], MODEL, first=False, dtype=torch.float32, device=CPU)
+    places = MixedGraphBuffers(found[-1], MODEL, first=False, dtype=torch.float32, device=CPU)
     assert places.hidden is not None
     assert places.out is not None
     assert places.hidden.shape == places.out.shape == (40, 4)
@@ -101,12 +101,14 @@ def test_facts_of_any_rows(seed: int) -> None:
         size = chance.choice(found)
         leading = chance.randrange(5)
         counts = [1] * leading + [chance.randint(2, 6) for _ in range(chance.randrange(0 if leading else 1, 4))]
-        tables = SlotTables(slots, 80, block, CPU)
+        tables = BlockTables(slots, 80, block, CPU)
         own, rows = chance.sample(range(slots), len(counts)), []
         for slot, count in zip(own, counts, strict=True):
             start, known = chance.randrange(30), count > 1 or chance.random() < 0.5
             blocks = [chance.randrange(100) for _ in range(-(-(start + count) // block))]
-            rows.append(Row(slot, start, count, [chance.randrange(50) for _ in range(count)] if known else [], blocks, count != 3))
+            rows.append(
+                StepRow(slot, start, count, [chance.randrange(50) for _ in range(count)] if known else [], blocks, count != 3)
+            )
         new = tables.append(rows)
         arranged = tables.arrange(rows, [range(min(row.count - 1, 2)) for row in rows])
         held = new[0][: places.room], new[1][: places.room]

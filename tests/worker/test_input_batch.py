@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, Row
-from phalanx.engine.ranks.slots import Prompts, SlotTables, Upload
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment, StepRow
+from phalanx.worker.input_batch import BlockTables, PromptLogprobs, Upload
 
 BLOCK = 4
 rows_of = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9), st.booleans()), min_size=1, max_size=6)
@@ -16,7 +16,7 @@ rows_of = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9), st.booleans(
 @settings(max_examples=60, deadline=None)
 @given(rows_of, st.randoms())
 def test_index_arrays_equal_a_loop_over_tokens(parts: list[tuple[int, int, bool]], chance: object) -> None:
-    tables = SlotTables(8, 64, BLOCK, torch.device("cpu"))
+    tables = BlockTables(8, 64, BLOCK, torch.device("cpu"))
     slots = chance.sample(range(8), len(parts))  # type: ignore[attr-defined]
     free = list(range(200))
     chance.shuffle(free)  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ def test_index_arrays_equal_a_loop_over_tokens(parts: list[tuple[int, int, bool]
     for slot, (start, count, samples) in zip(slots, parts, strict=True):
         owned[slot] = [free.pop() for _ in range(-(-(start + count) // BLOCK))]
         known = count > 1 or not samples
-        rows.append(Row(slot, start, count, list(range(100, 100 + count)) if known else [], owned[slot], samples))
+        rows.append(StepRow(slot, start, count, list(range(100, 100 + count)) if known else [], owned[slot], samples))
     tables.append(rows)
     reported = [range(row.count // 2) for row in rows]
     found = tables.arrange(rows, reported)
@@ -53,24 +53,24 @@ def test_index_arrays_equal_a_loop_over_tokens(parts: list[tuple[int, int, bool]
 
 
 def test_tables_grow_and_begin_anew() -> None:
-    tables = SlotTables(2, 16, BLOCK, torch.device("cpu"))
-    places, ids = tables.append([Row(1, 0, 8, [1] * 8, [7, 9])])
+    tables = BlockTables(2, 16, BLOCK, torch.device("cpu"))
+    places, ids = tables.append([StepRow(1, 0, 8, [1] * 8, [7, 9])])
     assert (places.tolist(), ids.tolist()) == ([4, 5], [7, 9])
-    places, _ = tables.append([Row(1, 8, 1, [1], [3]), Row(0, 0, 1, [1], [])])
+    places, _ = tables.append([StepRow(1, 8, 1, [1], [3]), StepRow(0, 0, 1, [1], [])])
     assert places.tolist() == [6]
     assert tables.device[1].tolist() == [7, 9, 3, 0]
     tables.clear(1)
-    places, _ = tables.append([Row(1, 0, 1, [1], [5])])
+    places, _ = tables.append([StepRow(1, 0, 1, [1], [5])])
     assert places.tolist() == [4]
 
 
 def test_prompt_tokens_are_reported_up_to_the_prompts_end() -> None:
-    prompts = Prompts()
-    prompts.admit(Admission(0, [10, 11, 12, 13, 99], 4, SamplingParams(prompt_logprobs=2), 1))
-    prompts.admit(Admission(1, [10, 11], 2, SamplingParams(), 1))
-    assert prompts.targets(Row(0, 0, 2, [10, 11])) == ([11, 12], [2, 2])
-    assert prompts.targets(Row(0, 2, 3, [12, 13, 99])) == ([13], [2])
-    assert prompts.reported(Row(0, 5, 1)) == range(0)
-    assert prompts.targets(Row(1, 0, 2, [10, 11])) == ([], [])
+    prompts = PromptLogprobs()
+    prompts.admit(SlotAssignment(0, [10, 11, 12, 13, 99], 4, SamplingParams(prompt_logprobs=2), 1))
+    prompts.admit(SlotAssignment(1, [10, 11], 2, SamplingParams(), 1))
+    assert prompts.targets(StepRow(0, 0, 2, [10, 11])) == ([11, 12], [2, 2])
+    assert prompts.targets(StepRow(0, 2, 3, [12, 13, 99])) == ([13], [2])
+    assert prompts.reported(StepRow(0, 5, 1)) == range(0)
+    assert prompts.targets(StepRow(1, 0, 2, [10, 11])) == ([], [])
     prompts.release(0)
-    assert prompts.reported(Row(0, 0, 2, [10, 11])) == range(0)
+    assert prompts.reported(StepRow(0, 0, 2, [10, 11])) == range(0)

@@ -15,27 +15,27 @@ import torch
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.choose import Chooser, Rules, owned_from
 from phalanx.comm.group import Group, Solo
-from phalanx.comm.rows.owners import OnGpus
+from phalanx.comm.sequence_parallel.collectives import OnGpus
 from phalanx.comm.symmetric import Landing
-from phalanx.comm.tuned_group import Runner as Strategies
+from phalanx.comm.tuned_group import ModelRunner as Strategies
 from phalanx.comm.tuned_group import TunedGroup
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import Quantization
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, Row, StepBatch
-from phalanx.engine.ranks.ready import budget
-from phalanx.engine.runner import Runner
-from phalanx.engine.sampler import Sampler
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.kernels.products import knows_gluon
+from phalanx.kernels.gemm import has_gluon
 from phalanx.models import registry
 from phalanx.models.batch import LayerCache
-from phalanx.models.layers.attention_decode import DecodeBackend
-from phalanx.models.layers.attention_sdpa import SdpaBackend
+from phalanx.models.layers.attention.sdpa import SdpaBackend
+from phalanx.models.layers.attention.triton import DecodeBackend
 from phalanx.tables.shipped import table_for
 from phalanx.tables.strategy import Strategy
-from tests.comm.compiled import workspace
-from tests.kernels.variants import PTX, SMS, Variant, noted
+from phalanx.worker import memory_profile
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.sampler import Sampler
+from tests.support.comm_compiled import workspace
+from tests.support.kernels_variants import NUM_SMS, SM, Variant, noted
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 SLOTS, BLOCK, LONGEST, TOKENS = 37, 16, 2048, 4095
@@ -81,7 +81,7 @@ def group_of(size: int) -> Group:
 
     longest = TOKENS * 4096 * 2
     landing = Landing(0, size, longest + size * 8192, longest, torch.zeros(4, dtype=torch.int32), (0,) * size, there)
-    space, machine = workspace(size, PTX, TOKENS * 4096 * 2), Fingerprint(PTX, "nvlink", size)
+    space, machine = workspace(size, SM, TOKENS * 4096 * 2), Fingerprint(SM, "nvlink", size)
     runners = {
         strategy: Strategies(
             partial(module.all_reduce, workspace=space), partial(module.all_reduce_norm, workspace=space),
@@ -132,7 +132,7 @@ CASES = {
 }
 
 
-def made_runner(case: Case) -> Runner:
+def made_runner(case: Case) -> ModelRunner:
     """Of weights that nobody has set: nothing reads them, and their pages are never there."""
     sizes: dict[str, Any] = {
         "architecture": "LlamaForCausalLM", "vocab_size": 8192, "hidden_size": 4096, "intermediate_size": 1024, "num_layers": 2,
@@ -144,20 +144,20 @@ def made_runner(case: Case) -> Runner:
         fp8_cache=case.fp8, fp8_products=case.fp8,
     )  # fmt: skip
     attention = DecodeBackend(SdpaBackend(), CPU, "all")
-    attention.workspace.processors = SMS
+    attention.workspace.processors = NUM_SMS
     caches = [LayerCache.zeros(1, BLOCK, s.heads, s.head_dim, model.seat.cache_dtype, CPU) for s in model.kv_specs()]
     sampler, pipeline = Sampler(case.slots, shape.vocab_size, CPU), Solo() if case.stages == 1 else Last(case.stages)
-    return Runner(
+    return ModelRunner(
         model, caches, attention, sampler, pipeline, max_batch_size=case.slots, max_seq_len=LONGEST, block_size=BLOCK, dtype=BF16,
         device=CPU, tape=Recorded() if case.graphs else None, max_num_tokens=TOKENS,
     )  # fmt: skip
 
 
-def started(case: Case) -> Runner:
+def started(case: Case) -> ModelRunner:
     """As a rank starts."""
     runner = made_runner(case)
     sizes = {"max_num_tokens": TOKENS, "max_seq_len": LONGEST, "max_batch_size": runner.most_rows, "block_size": BLOCK}
-    for step in budget.largest_steps(**sizes):
+    for step in memory_profile.profiling_steps(**sizes):
         runner.run(step).results()
     list(runner.capture())
     return runner
@@ -169,15 +169,15 @@ def any_step(rng: random.Random, slots_there: int, most: int) -> StepBatch:
     slots = rng.sample(range(slots_there), rng.choice([1, 2, rng.randint(1, most), most]))
     decodes = rng.choice([0, len(slots), rng.randint(0, len(slots))])
     asked, longest, far = rng.choice(ASKED), rng.choice([8, 200, LONGEST]), rng.choice([8, 200, LONGEST - 2])
-    left, rows = TOKENS, list[Row]()
+    left, rows = TOKENS, list[StepRow]()
     for number, slot in enumerate(slots):
         start = rng.randint(0, far)
         room = min(left - 2 * (len(slots) - number), LONGEST - start)
         count = 1 if number < decodes else max(2, min(rng.randint(2, longest), room))
         left -= count
         samples = rng.random() < 0.9 or count == 1
-        rows.append(Row(slot, start, count, [0] * count, [0] * -(-(start + count) // BLOCK), samples=samples))
-    admitted = [Admission(row.slot, [0], 1, SamplingParams(**rng.choice(asked)), seed=1) for row in rows]
+        rows.append(StepRow(slot, start, count, [0] * count, [0] * -(-(start + count) // BLOCK), samples=samples))
+    admitted = [SlotAssignment(row.slot, [0], 1, SamplingParams(**rng.choice(asked)), seed=1) for row in rows]
     return StepBatch(admitted=admitted, rows=rows)
 
 
@@ -198,7 +198,7 @@ def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> N
     kernels = {variant.kernel for variant in first}
     assert {"_decode", "_prefill", "_keys", "_race", "_floors", "_settle"} <= kernels
     assert ("_embed" if CASES[name].ranks > 1 and CASES[name].stages == 1 else "_embed_norm") in kernels
-    assert ("landed_norm" in kernels) == (CASES[name].ranks > 1)
-    if CASES[name].fp8 and knows_gluon():
+    assert ("gemm_rs_norm_ag" in kernels) == (CASES[name].ranks > 1)
+    if CASES[name].fp8 and has_gluon():
         assert ("_block_scaled" if name == "blocks" else "_few_rows") in kernels
     assert not new, "\n".join(sorted(map(str, new)))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from phalanx.config.sampling_params import SamplingParams
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.engine.messages import SlotAssignment, StepRow, Step, StepBatch, StepResult
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult, StepRow
 from phalanx.errors import EngineError
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
@@ -134,12 +134,16 @@ def test_a_step_without_rows_yields_nothing(runner: ModelRunner) -> None:
 
 def test_more_blocks_than_a_request_can_have_are_refused(runner: ModelRunner) -> None:
     with pytest.raises(EngineError, match="32 blocks at most"):
-        runner.run(StepBatch(admitted=[SlotAssignment(2, [5], 1, GREEDY, 1)], rows=[StepRow(2, 0, 1, [5], list(range(33)), samples=True)]))
+        runner.run(
+            StepBatch(admitted=[SlotAssignment(2, [5], 1, GREEDY, 1)], rows=[StepRow(2, 0, 1, [5], list(range(33)), samples=True)])
+        )
 
 
 def test_tokens_beyond_the_blocks_are_refused(runner: ModelRunner) -> None:
     with pytest.raises(EngineError, match="beyond their blocks"):
-        runner.run(StepBatch(admitted=[SlotAssignment(2, [5] * 9, 9, GREEDY, 1)], rows=[StepRow(2, 0, 9, [5] * 9, [1, 2], samples=True)]))
+        runner.run(
+            StepBatch(admitted=[SlotAssignment(2, [5] * 9, 9, GREEDY, 1)], rows=[StepRow(2, 0, 9, [5] * 9, [1, 2], samples=True)])
+        )
 
 
 def test_a_long_row_names_all_its_tokens(runner: ModelRunner) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from scipy import stats
 
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine import sampler as module
-from phalanx.engine.messages import Admission
-from phalanx.engine.sampler import Sampler
-from phalanx.kernels import sampling
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment
+from phalanx.kernels.sampling import sampling
+from phalanx.worker import sampler as module
+from phalanx.worker.sampler import Sampler
 
 VOCAB = 101
 PROMPT = [3, 1, 4, 1, 5]
@@ -25,7 +25,7 @@ def params(**asked):
 
 
 def admission(slot, asked, *, tokens=PROMPT, prompt_length=5, seed=7, stops=()):
-    return Admission(slot, list(tokens), prompt_length, asked, seed, list(stops))
+    return SlotAssignment(slot, list(tokens), prompt_length, asked, seed, list(stops))
 
 
 def logits_of(rows, seed=0):

@@ -7,7 +7,7 @@ A block is in exactly one of three states:
     cached      nobody references it, but its content has a key; the least recently used is given away when none is free
     referenced  by one or more requests, with or without a key
 
-Every operation is O(1) per block. `Forecast` tells whether blocks will do for what requests are going to take.
+Every operation is O(1) per block. `KvForecast` tells whether blocks will do for what requests are going to take.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class BlockPool:
         )  # fmt: skip
 
 
-class Forecast:
+class KvForecast:
     """The KV tokens that requests will hold, if each goes on by one token a step to its limit and then leaves.
 
     capacity: tokens that they may hold together. slack: what one may hold beyond its tokens, since blocks are whole.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.engine.messages import Add
+from phalanx.engine.messages import AddRequest
 from phalanx.errors import CapacityError, PromptTooLong, RequestError
 
 
@@ -46,7 +46,7 @@ def most_rows(max_batch_size: int, pipeline_stages: int) -> int:
     return -(-max_batch_size // pipeline_stages)
 
 
-def length_limit(add: Add, options: SchedulerOptions) -> int:
+def length_limit(add: AddRequest, options: SchedulerOptions) -> int:
     """The length, prompt included, at which a request ends: by max_tokens, max_seq_len or what the KV pool holds.
 
     Raises PromptTooLong, CapacityError, or RequestError for token ids that the model does not have.
@@ -86,7 +86,7 @@ def length_limit(add: Add, options: SchedulerOptions) -> int:
     return limit
 
 
-def _refuse_unknown_tokens(add: Add, vocab_size: int | None) -> None:
+def _refuse_unknown_tokens(add: AddRequest, vocab_size: int | None) -> None:
     """A token id beyond the vocabulary would end a rank, and with it the engine."""
     top = vocab_size if vocab_size is not None else 2**63
     for name, ids in (

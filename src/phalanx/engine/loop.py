@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from phalanx.engine.messages import Abort, Add, AskStats, Beat, Failed, FromEngine, Refused, Shutdown, Stopped, ToEngine
+from phalanx.engine.messages import (
+    Abort,
+    AddRequest,
+    ClientToEngine,
+    EngineToClient,
+    Failed,
+    GetStats,
+    Heartbeat,
+    RequestRejected,
+    Shutdown,
+    Stopped,
+)
 from phalanx.engine.scheduler import Scheduler
 from phalanx.errors import EngineClosed, EngineError, OptionError, PhalanxError
 from phalanx.log import get_logger
@@ -34,7 +45,7 @@ _MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
 _FRAMES_PER_TURN = 512  # so that a flood of messages does not keep the ranks waiting
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_engine = msgspec.msgpack.Decoder(ClientToEngine).decode
 
 
 class ClientSocket(Protocol):
@@ -64,7 +75,7 @@ class Loop:
     ) -> None:  # fmt: skip
         self._socket, self._executor, self._scheduler, self._clock = socket, executor, scheduler, clock
         self._frames = list(backlog)
-        self._outbox: list[FromEngine] = []  # encoded as they leave, after ranks have their step
+        self._outbox: list[EngineToClient] = []  # encoded as they leave, after ranks have their step
         self._beat_due = self._stats_due = clock()
         self._rested = True  # since the last work, clients were told that there is none
         self._check_due: float | None = None  # when the accounting of that work is to be checked
@@ -75,7 +86,7 @@ class Loop:
         self._poller = zmq.Poller()
         self._warm = warm
         self._warmed = threading.Event()
-        self._held: list[Add] = []  # guided requests that came before grammars were loaded
+        self._held: list[AddRequest] = []  # guided requests that came before grammars were loaded
 
     def run(self) -> int:
         """Turn until the end; returns an exit status, 0 if the engine was asked to end. The executor is shut down then."""
@@ -155,7 +166,7 @@ class Loop:
     def _report(self) -> None:
         now = self._clock()
         if now >= self._beat_due:
-            self._say(Beat())
+            self._say(Heartbeat())
             self._beat_due = now + BEAT_SECONDS
         if not self._scheduler.idle:
             self._rested, self._check_due = False, None
@@ -188,27 +199,27 @@ class Loop:
             self._refuse_unreadable(frame, error)
             return
         match message:
-            case Add():
+            case AddRequest():
                 self._add(message)
             case Abort():
                 for request_id in message.request_ids:
                     self._scheduler.abort(request_id)
                     self._held = [add for add in self._held if add.request_id != request_id]
-            case AskStats():
+            case GetStats():
                 self._say_stats()
             case Shutdown():
                 self._stopping = True
 
-    def _add(self, add: Add) -> None:
+    def _add(self, add: AddRequest) -> None:
         if add.params.guide is not None and not self._warmed.is_set():
             self._hold(add)
             return
         try:
             self._scheduler.add(add)
         except PhalanxError as error:
-            self._say(Refused(add.request_id, error.to_wire()))
+            self._say(RequestRejected(add.request_id, error.to_wire()))
 
-    def _hold(self, add: Add) -> None:
+    def _hold(self, add: AddRequest) -> None:
         """Let a guided request wait until grammars are loaded; the others go on meanwhile."""
 
         def load() -> None:
@@ -230,14 +241,14 @@ class Loop:
             parts = msgspec.msgpack.decode(frame)
             if isinstance(parts, list) and len(parts) > 1 and parts[0] == "Add" and isinstance(parts[1], str):
                 refusal = OptionError(f"request {parts[1]!r} was sent", why=str(error), next="send what messages.Add holds")
-                self._say(Refused(parts[1], refusal.to_wire()))
+                self._say(RequestRejected(parts[1], refusal.to_wire()))
 
     def _refuse_everybody(self, error: PhalanxError) -> None:
         wire = error.to_wire()
         for request_id in [*self._scheduler.open_ids, *(add.request_id for add in self._held)]:
-            self._say(Refused(request_id, wire))
+            self._say(RequestRejected(request_id, wire))
 
-    def _say(self, message: FromEngine) -> None:
+    def _say(self, message: EngineToClient) -> None:
         self._outbox.append(message)
 
     def _say_stats(self) -> None:

@@ -30,7 +30,7 @@ from phalanx.config.resolve import resolve
 from phalanx.engine.executor import Executor, make, settle
 from phalanx.engine.fake import FakeExecutor
 from phalanx.engine.loop import BEAT_SECONDS, Loop, decode_to_engine
-from phalanx.engine.messages import Beat, EngineFacts, Failed, FromEngine, Shutdown, Started, Stopped
+from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError, PhalanxError
 from phalanx.hardware.probe import detect_machine
@@ -263,7 +263,7 @@ class _Herald:
         due = 0.0
         while not self._ended.is_set():
             if time.monotonic() >= due:
-                _say(self._socket, Beat())
+                _say(self._socket, Heartbeat())
                 due = time.monotonic() + BEAT_SECONDS
             if self._socket.poll(50):
                 for frame in self._socket.recv_multipart():
@@ -280,5 +280,5 @@ def _is_shutdown(frame: bytes) -> bool:
         return False
 
 
-def _say(socket: zmq.Socket[bytes], message: FromEngine) -> None:
+def _say(socket: zmq.Socket[bytes], message: EngineToClient) -> None:
     socket.send(msgspec.msgpack.encode(message))

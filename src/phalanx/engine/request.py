@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from phalanx.engine.blocks import Forecast
+from phalanx.engine.blocks import KvForecast
 from phalanx.engine.limits import SchedulerOptions
-from phalanx.engine.messages import Add, Admission, RowResult, TokenLogprobs, Update
+from phalanx.engine.messages import AddRequest, RequestUpdate, RowResult, SlotAssignment, TokenLogprobs
 from phalanx.errors import PhalanxError, RequestError
 
 
@@ -34,7 +34,7 @@ def open_matcher(compiled: str) -> TokenMatcher:
     return Matcher(compiled)
 
 
-def matcher_of(add: Add, open: OpenMatcher) -> TokenMatcher | None:
+def request_matcher(add: AddRequest, open: OpenMatcher) -> TokenMatcher | None:
     """The matcher of a guided request. Raises RequestError when its grammar was not compiled, or not into something readable."""
     if add.params.guide is None:
         return None
@@ -65,7 +65,7 @@ class Request:
         "chunk_cap", "cached_tokens", "seen", "ended", "prompt_logprobs",
     )  # fmt: skip
 
-    def __init__(self, add: Add, *, seed: int, limit: int, matcher: TokenMatcher | None) -> None:
+    def __init__(self, add: AddRequest, *, seed: int, limit: int, matcher: TokenMatcher | None) -> None:
         self.id = add.request_id
         self.params = add.params
         self.tokens = list(add.token_ids)
@@ -99,16 +99,16 @@ class Request:
         """How many tokens it will still take, beyond those that are known or pending; None where it may end at any time."""
         return self.limit - len(self.tokens) - self.pending if self.steady else None
 
-    def admission(self) -> Admission:
+    def admission(self) -> SlotAssignment:
         """What the ranks learn when the request takes its slot. A copy: tokens grow while the message is on its way."""
-        return Admission(self.slot, self.tokens.copy(), self.prompt_length, self.params, self.seed, sorted(self.stop_ids))
+        return SlotAssignment(self.slot, self.tokens.copy(), self.prompt_length, self.params, self.seed, sorted(self.stop_ids))
 
     def take_prompt_logprobs(self, start: int, found: list[TokenLogprobs]) -> None:
         """Those of positions start+1 on, of which a recomputation may repeat some."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += found[len(self.prompt_logprobs) - 1 - start :]
 
-    def take_token(self, result: RowResult, token: int) -> Update:
+    def take_token(self, result: RowResult, token: int) -> RequestUpdate:
         """Append a sampled token, and say so; `ended` is set when it is the last one.
 
         Raises RequestError when the grammar does not know the token.
@@ -118,7 +118,7 @@ class Request:
         # The sampler forbids stop ids while fewer than min_tokens are out; so does this line.
         stopping = token in self.stop_ids and len(tokens) >= self.min_length
         tokens.append(token)
-        update = Update(self.id, [token], cached_tokens=self.cached_tokens)
+        update = RequestUpdate(self.id, [token], cached_tokens=self.cached_tokens)
         if result.logprobs is not None:
             update.logprobs = [result.logprobs]
         if first:
@@ -135,7 +135,7 @@ class Request:
         return update
 
 
-def forecast_of(running: Sequence[Request], available: int, options: SchedulerOptions) -> Forecast | None:
+def forecast_of(running: Sequence[Request], available: int, options: SchedulerOptions) -> KvForecast | None:
     """What the requests that run will take. available: blocks that nobody holds. None with a window: blocks come back all the time.
 
     A request that nothing but its limit ends should be admitted only if there will be blocks for all of it: to give up a place
@@ -145,7 +145,7 @@ def forecast_of(running: Sequence[Request], available: int, options: SchedulerOp
         return None
     block_size = options.block_size
     owned = sum(len(request.blocks) - request.shared for request in running)
-    forecast = Forecast((available + owned) * block_size, block_size)
+    forecast = KvForecast((available + owned) * block_size, block_size)
     for request in running:
         forecast.add(len(request.tokens) + request.pending - request.shared * block_size, request.to_go)
     return forecast

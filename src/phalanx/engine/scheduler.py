@@ -18,9 +18,19 @@ from dataclasses import dataclass, field
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.limits import SchedulerOptions, length_limit
-from phalanx.engine.messages import Add, Admission, Refused, Row, Stats, Step, StepBatch, StepResult, Update
+from phalanx.engine.messages import (
+    AddRequest,
+    RequestRejected,
+    RequestUpdate,
+    SlotAssignment,
+    Stats,
+    Step,
+    StepBatch,
+    StepResult,
+    StepRow,
+)
 from phalanx.engine.prefix import extend_keys, longest_hit
-from phalanx.engine.request import OpenMatcher, Request, forecast_of, matcher_of, open_matcher
+from phalanx.engine.request import OpenMatcher, Request, forecast_of, open_matcher, request_matcher
 from phalanx.errors import EngineError, PhalanxError, RequestError, StepDiverged
 
 __all__ = ["Scheduler", "SchedulerOptions"]
@@ -36,9 +46,9 @@ class _Draft:
     rows_left: int
     decode_tokens: int
     prefill_tokens: int
-    admitted: list[Admission] = field(default_factory=list)
-    singles: list[tuple[Request, Row]] = field(default_factory=list)
-    chunks: list[tuple[Request, Row]] = field(default_factory=list)
+    admitted: list[SlotAssignment] = field(default_factory=list)
+    singles: list[tuple[Request, StepRow]] = field(default_factory=list)
+    chunks: list[tuple[Request, StepRow]] = field(default_factory=list)
     owed: int = 0  # blocks that running prompts will still ask for
 
 
@@ -55,17 +65,17 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._slots = list(range(options.max_batch_size - 1, -1, -1))
         self._released: list[int] = []
-        self._in_flight: deque[tuple[int, list[tuple[Request, Row]]]] = deque()
+        self._in_flight: deque[tuple[int, list[tuple[Request, StepRow]]]] = deque()
         self._seeds = random.Random(options.seed)
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
-    def add(self, add: Add) -> None:
+    def add(self, add: AddRequest) -> None:
         """Take a request in. Raises PromptTooLong, CapacityError or RequestError: then nothing has changed."""
         if add.request_id in self._requests:
             raise RequestError(f"request id {add.request_id!r} was given twice", next="give each request its own id")
         limit = length_limit(add, self.options)
-        matcher = matcher_of(add, self._open_matcher)
+        matcher = request_matcher(add, self._open_matcher)
         seed = self._seeds.getrandbits(63) if add.params.seed is None else add.params.seed
         request = Request(add, seed=seed, limit=limit, matcher=matcher)
         self._requests[request.id] = request
@@ -177,7 +187,7 @@ class Scheduler:
                     continue
                 blocks = self._take(request, 1)
             mask = request.matcher.mask() if request.matcher is not None else None
-            row = Row(request.slot, start, 1, [tokens[start]] if start < len(tokens) else [], blocks, True, mask)
+            row = StepRow(request.slot, start, 1, [tokens[start]] if start < len(tokens) else [], blocks, True, mask)
             request.submitted = start + 1
             request.pending += 1
             singles.append((request, row))
@@ -265,14 +275,14 @@ class Scheduler:
         end = request.submitted = start + count
         samples = end == len(request.tokens)
         mask = request.matcher.mask() if samples and request.matcher is not None else None
-        row = Row(request.slot, start, count, request.tokens[start:end], blocks, samples, mask)
+        row = StepRow(request.slot, start, count, request.tokens[start:end], blocks, samples, mask)
         request.pending += samples
         (draft.singles if count == 1 else draft.chunks).append((request, row))
         draft.rows_left -= 1
         draft.prefill_tokens -= count
         draft.owed += self._blocks_for(len(request.tokens)) - len(request.blocks)
 
-    def _close(self, draft: _Draft, rows: list[tuple[Request, Row]]) -> Step:
+    def _close(self, draft: _Draft, rows: list[tuple[Request, StepRow]]) -> Step:
         for request, _ in rows:
             request.in_flight += 1
         for request, _ in draft.chunks:
@@ -285,7 +295,7 @@ class Scheduler:
 
     # ---- settle ------------------------------------------------------------------------------------------------------
 
-    def settle(self, result: StepResult) -> list[Update | Refused]:
+    def settle(self, result: StepResult) -> list[RequestUpdate | RequestRejected]:
         """Take in what the oldest step in flight yielded. One Update per request with a new token, Refused where a grammar broke.
 
         Raises StepDiverged when the result is not that step's.
@@ -297,7 +307,7 @@ class Scheduler:
                 held=f"the oldest step in flight is {number}, with {len(rows)} rows",
             )
         self._in_flight.popleft()
-        said: list[Update | Refused] = []
+        said: list[RequestUpdate | RequestRejected] = []
         ended: list[Request] = []
         for (request, row), found in zip(rows, result.batches[0], strict=True):
             request.in_flight -= 1
@@ -314,7 +324,7 @@ class Scheduler:
                 said.append(request.take_token(found, found.token))
             except PhalanxError as error:
                 request.ended = True
-                said.append(Refused(request.id, error.to_wire()))
+                said.append(RequestRejected(request.id, error.to_wire()))
             if request.ended:
                 ended.append(request)
         self.counters.generation_tokens += len(said)

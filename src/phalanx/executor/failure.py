@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from phalanx.comm.launch import exit_words
-from phalanx.engine.ranks.wire import Trouble
 from phalanx.errors import PhalanxError, RankDied
+from phalanx.executor.protocol import RankError
 
 
-class Weight(IntEnum):
+class Evidence(IntEnum):
     """How much a report says. From CAUSE on there is nothing better to wait for."""
 
     CONSEQUENCE = 0  # a peer is gone
@@ -22,19 +22,19 @@ class Weight(IntEnum):
 
 
 @dataclass(frozen=True)
-class Report:
+class FailureReport:
     """One thing that went wrong."""
 
-    weight: Weight
+    weight: Evidence
     error: PhalanxError
 
 
-def from_rank(trouble: Trouble) -> Report:
+def from_rank(trouble: RankError) -> FailureReport:
     """What a rank said."""
-    return Report(Weight.CONSEQUENCE if trouble.consequence else Weight.CAUSE, PhalanxError.from_wire(trouble.error))
+    return FailureReport(Evidence.CONSEQUENCE if trouble.consequence else Evidence.CAUSE, PhalanxError.from_wire(trouble.error))
 
 
-def from_exit(rank: int, code: int, *, where: str, doing: str) -> Report:
+def from_exit(rank: int, code: int, *, where: str, doing: str) -> FailureReport:
     """What a process's end says. `where`: "pid 17, node 0". `doing`: "it had begun step 5 and finished step 4"."""
     killed = code < 0 and -code != signal.SIGABRT  # libraries abort when a peer is gone
     nexts = {
@@ -42,9 +42,9 @@ def from_exit(rank: int, code: int, *, where: str, doing: str) -> Report:
         -signal.SIGBUS: "often /dev/shm is too small: see df /dev/shm",
     }
     error = RankDied(f"rank {rank} ({where}) {exit_words(code)}", held=doing, next=nexts.get(code, "see its log lines above"))
-    return Report(Weight.KILLED if killed else Weight.ENDED, error)
+    return FailureReport(Evidence.KILLED if killed else Evidence.ENDED, error)
 
 
-def cause(reports: list[Report]) -> Report | None:
+def cause(reports: list[FailureReport]) -> FailureReport | None:
     """The report that says most; among equals the first."""
     return max(reports, key=lambda report: report.weight, default=None)

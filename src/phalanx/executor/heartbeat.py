@@ -26,7 +26,7 @@ class _Rank:
     finished: int = 0
 
 
-class Vigil:
+class HeartbeatMonitor:
     """Silence is counted from the first sign of life: a process that still loads its libraries cannot give one."""
 
     def __init__(self, stall_timeout: float) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.engine.messages import RowResult, StepResult
-from phalanx.engine.ranks.wire import Done
 from phalanx.errors import StepDiverged
+from phalanx.executor.protocol import StepDone
 from phalanx.plan.layout import Layout
 
 
@@ -22,7 +22,7 @@ class _Entry:
     handed_out: bool = False
 
 
-class Ledger:
+class InFlightSteps:
     """A step is handed out once every rank of the last stage has run it and they agree; the stages before have run it by then."""
 
     def __init__(self, layout: Layout) -> None:
@@ -33,7 +33,7 @@ class Ledger:
     def sent(self, number: int, digest: bytes, now: float) -> None:
         self._entries[number] = _Entry(digest, set(range(self._layout.world)), set(self._last_stage), now)
 
-    def done(self, done: Done, now: float) -> None:
+    def done(self, done: StepDone, now: float) -> None:
         """A rank reports a step. Raises StepDiverged for a step that it should not have, or another outcome than its peers'."""
         entry = self._entries.get(done.number)
         if entry is None or done.rank not in entry.waiting:

@@ -13,13 +13,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.comm import launch
 from phalanx.config.options import EngineOptions
-from phalanx.engine.ranks import host, wire
-from phalanx.engine.ranks.executor import GOODBYE_SECONDS, bracketed
-from phalanx.engine.ranks.link import PULSE_SECONDS, dealer
-from phalanx.engine.ranks.vigil import NODE_TIMEOUT
 from phalanx.errors import NodeLost, PhalanxError
+from phalanx.executor import launcher, protocol
+from phalanx.executor.heartbeat import NODE_TIMEOUT
+from phalanx.executor.rank_executor import GOODBYE_SECONDS, bracketed
 from phalanx.hardware.probe import address_towards
 from phalanx.log import get_logger
+from phalanx.worker.channel import PULSE_SECONDS, dealer
 
 log = get_logger(__name__)
 
@@ -31,11 +31,11 @@ class Node:
 
     def __init__(self, options: EngineOptions, local_rank: int = 0) -> None:
         self._options = options
-        self._host = host.host_of(options, options.node_rank, local_rank=local_rank)
-        host.require_devices(self._host, options.device)
+        self._host = launcher.host_of(options, options.node_rank, local_rank=local_rank)
+        launcher.require_devices(self._host, options.device)
         self._engine = f"tcp://{bracketed(options.master_addr)}:{options.master_port}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = dealer(self._context, self._engine, wire.node_name(self._host.node))
+        self._socket = dealer(self._context, self._engine, protocol.node_name(self._host.node))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._watch = launch.Watch()
         self._children: dict[int, launch.Child] = {}
@@ -46,13 +46,13 @@ class Node:
         """Until the engine ends: 0 when it was asked to, 1 when something went wrong (said in the log)."""
         grace = 0.0
         try:
-            self._children = host.start(
+            self._children = launcher.start(
                 self._host, self._options, engine=self._engine, peer=self._options.master_addr,
                 store_port=self._options.master_port + 1,
             )  # fmt: skip
             for child in self._children.values():
                 self._watch.add(child)
-            self._send(wire.NodeHello(self._host.node, address_towards(self._options.master_addr)))
+            self._send(protocol.NodeHello(self._host.node, address_towards(self._options.master_addr)))
             log.info("node %d: ranks %s for the engine at %s", self._host.node, list(self._host.ranks), self._engine)
             self._stand_by()
             grace = GOODBYE_SECONDS
@@ -78,9 +78,9 @@ class Node:
         while True:
             poller.poll(500)
             while self._socket.poll(0):
-                message = wire.decode_from_engine(self._socket.recv())
+                message = protocol.decode_from_engine(self._socket.recv())
                 self._heard = time.monotonic()
-                if isinstance(message, wire.Stop):
+                if isinstance(message, protocol.Stop):
                     if message.error is not None:
                         raise PhalanxError.from_wire(message.error)
                     return
@@ -92,10 +92,10 @@ class Node:
         for ended in self._watch.ended():
             rank = next(rank for rank, child in self._children.items() if child is ended.child)
             log.warning("rank %d %s", rank, ended.words)
-            self._send(wire.RankExit(self._host.node, rank, ended.code))
+            self._send(protocol.RankExit(self._host.node, rank, ended.code))
         if time.monotonic() - self._told >= PULSE_SECONDS:
             self._told = time.monotonic()
-            self._send(wire.NodePulse(self._host.node))
+            self._send(protocol.NodeHeartbeat(self._host.node))
 
     def _judge(self) -> None:
         """Raise NodeLost when the engine does not answer."""
@@ -122,5 +122,5 @@ class Node:
                 why="its process stands still or the link to it is cut",
             )  # fmt: skip
 
-    def _send(self, message: wire.ToEngine) -> None:
-        self._socket.send(wire.encode(message))
+    def _send(self, message: protocol.RankToEngine) -> None:
+        self._socket.send(protocol.encode(message))

@@ -26,14 +26,14 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
     pid: int
 
 
-class Meeting(msgspec.Struct, tag=True, array_like=True):
+class StoreReady(msgspec.Struct, tag=True, array_like=True):
     """Rank 0 has opened the store where ranks meet, at "host:port"."""
 
     rank: int
     address: str
 
 
-class Progress(msgspec.Struct, tag=True, array_like=True):
+class StartupProgress(msgspec.Struct, tag=True, array_like=True):
     """Where a rank is in its start-up; `done` of `total` where the phase counts, each a `unit`, or a byte where none is named."""
 
     rank: int
@@ -43,21 +43,21 @@ class Progress(msgspec.Struct, tag=True, array_like=True):
     unit: str = ""
 
 
-class Offer(msgspec.Struct, tag=True, array_like=True):
+class KvCapacity(msgspec.Struct, tag=True, array_like=True):
     """The weights are there, and the memory left holds so many KV blocks."""
 
     rank: int
     blocks: int
 
 
-class Ready(msgspec.Struct, tag=True, array_like=True):
+class RankReady(msgspec.Struct, tag=True, array_like=True):
     """The rank takes steps."""
 
     rank: int
     facts: RankFacts
 
 
-class Done(msgspec.Struct, tag=True, array_like=True):
+class StepDone(msgspec.Struct, tag=True, array_like=True):
     """A rank has run a step. `tokens`: CRC-32 of the tokens it sampled (None before the last stage). `rows`: the results, from
     tp index 0 of the last stage."""
 
@@ -68,7 +68,7 @@ class Done(msgspec.Struct, tag=True, array_like=True):
     rows: list[RowResult] | None = None
 
 
-class Trouble(msgspec.Struct, tag=True, array_like=True):
+class RankError(msgspec.Struct, tag=True, array_like=True):
     """A rank cannot go on. `error` is PhalanxError.to_wire(); `consequence`: it says no more than that a peer is gone."""
 
     rank: int
@@ -76,7 +76,7 @@ class Trouble(msgspec.Struct, tag=True, array_like=True):
     consequence: bool
 
 
-class Pulse(msgspec.Struct, tag=True, array_like=True):
+class RankHeartbeat(msgspec.Struct, tag=True, array_like=True):
     """A rank's sign of life, once a second: the last steps that it began and finished, its bytes by kind, its all-reduce calls, and
     how its steps ran (see `Stats.ran`)."""
 
@@ -98,7 +98,7 @@ class NodeHello(msgspec.Struct, tag=True, array_like=True):
     address: str
 
 
-class NodePulse(msgspec.Struct, tag=True, array_like=True):
+class NodeHeartbeat(msgspec.Struct, tag=True, array_like=True):
     """A node's sign of life, once a second."""
 
     node: int
@@ -112,12 +112,24 @@ class RankExit(msgspec.Struct, tag=True, array_like=True):
     code: int
 
 
-ToEngine = Hello | Meeting | Progress | Offer | Ready | Done | Trouble | Pulse | NodeHello | NodePulse | RankExit
+RankToEngine = (
+    Hello
+    | StoreReady
+    | StartupProgress
+    | KvCapacity
+    | RankReady
+    | StepDone
+    | RankError
+    | RankHeartbeat
+    | NodeHello
+    | NodeHeartbeat
+    | RankExit
+)
 
 # ---- engine -> rank or node ------------------------------------------------------------------------------------------
 
 
-class Meet(msgspec.Struct, tag=True, array_like=True):
+class StoreAddress(msgspec.Struct, tag=True, array_like=True):
     """The store is at "host:port"."""
 
     address: str
@@ -129,7 +141,7 @@ class Allocate(msgspec.Struct, tag=True, array_like=True):
     blocks: int
 
 
-class EnginePulse(msgspec.Struct, tag=True, array_like=True):
+class EngineHeartbeat(msgspec.Struct, tag=True, array_like=True):
     """The engine's sign of life to nodes, once a second."""
 
 
@@ -139,23 +151,23 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     error: dict[str, str] | None = None
 
 
-FromEngine = Meet | Allocate | EnginePulse | Stop
+EngineToRank = StoreAddress | Allocate | EngineHeartbeat | Stop
 
 _HEADER = struct.Struct("<Q16s")
 _encoder = msgspec.msgpack.Encoder()
-_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
-_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+_to_engine: msgspec.msgpack.Decoder[RankToEngine] = msgspec.msgpack.Decoder(RankToEngine)
+_from_engine: msgspec.msgpack.Decoder[EngineToRank] = msgspec.msgpack.Decoder(EngineToRank)
 _step = msgspec.msgpack.Decoder(Step)
 
 encode = _encoder.encode
 
 
-def decode_to_engine(frame: bytes) -> ToEngine:
+def decode_to_engine(frame: bytes) -> RankToEngine:
     """Raises msgspec.DecodeError for what no rank would send."""
     return _to_engine.decode(frame)
 
 
-def decode_from_engine(frame: bytes) -> FromEngine:
+def decode_from_engine(frame: bytes) -> EngineToRank:
     return _from_engine.decode(frame)
 
 

@@ -25,12 +25,12 @@ from zmq.utils.monitor import recv_monitor_message
 from phalanx.comm import launch
 from phalanx.config.options import EngineOptions
 from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult
-from phalanx.engine.ranks import host, trouble, wire
-from phalanx.engine.ranks.ledger import Ledger
-from phalanx.engine.ranks.muster import Muster
-from phalanx.engine.ranks.trouble import Report, Weight
-from phalanx.engine.ranks.vigil import NODE_TIMEOUT, Vigil
 from phalanx.errors import EngineClosed, OptionError, PhalanxError, RankStalled
+from phalanx.executor import failure, launcher, protocol
+from phalanx.executor.failure import Evidence, FailureReport
+from phalanx.executor.heartbeat import NODE_TIMEOUT, HeartbeatMonitor
+from phalanx.executor.inflight import InFlightSteps
+from phalanx.executor.startup import StartupCoordinator
 from phalanx.log import get_logger
 from phalanx.plan.layout import Layout
 
@@ -49,19 +49,19 @@ class RankExecutor:
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
         self._layout = Layout(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size)
-        self._host = host.host_of(options, 0)
-        host.require_devices(self._host, options.device)
+        self._host = launcher.host_of(options, 0)
+        launcher.require_devices(self._host, options.device)
         self.depth = max(self._layout.pp, 2)
         self._socket: zmq.Socket[bytes] | None = None  # while ranks run, or start
         self._watch: launch.Watch | None = None
         self._lines: zmq.Socket[bytes] | None = None  # tells of closed lines to other nodes
         self._children: dict[int, launch.Child] = {}
         self._nodes: set[int] = set()
-        self._chain = wire.Chain()
-        self._ledger = Ledger(self._layout)
-        self._vigil = Vigil(options.stall_timeout)
-        self._muster = Muster(self._layout.world, options.nnodes, time.monotonic())
-        self._reports: list[Report] = []
+        self._chain = protocol.Chain()
+        self._ledger = InFlightSteps(self._layout)
+        self._vigil = HeartbeatMonitor(options.stall_timeout)
+        self._muster = StartupCoordinator(self._layout.world, options.nnodes, time.monotonic())
+        self._reports: list[FailureReport] = []
         self._bytes: dict[int, dict[str, int]] = {}
         self._allreduce: dict[str, int] = {}
         self._ran: dict[str, int] = {}
@@ -113,7 +113,7 @@ class RankExecutor:
             bind_tcp(router, options.master_addr, options.master_port)
             peer, store_port = options.master_addr, options.master_port + 1
             log.info("waiting for %d nodes at %s:%d", options.nnodes - 1, options.master_addr, options.master_port)
-        self._children = host.start(self._host, options, engine=address, peer=peer, store_port=store_port)
+        self._children = launcher.start(self._host, options, engine=address, peer=peer, store_port=store_port)
         for child in self._children.values():
             self._watch.add(child)
 
@@ -124,7 +124,7 @@ class RankExecutor:
         frames = self._chain.seal(step)
         self._ledger.sent(step.number, self._chain.digest, time.monotonic())
         for rank in range(self._layout.world):
-            self._send(wire.rank_name(rank), *frames)
+            self._send(protocol.rank_name(rank), *frames)
 
     def collect(self) -> list[StepResult]:
         """Waits only once a rank is in trouble: a moment, for news of the cause."""
@@ -151,7 +151,7 @@ class RankExecutor:
         now = time.monotonic()
         if self._nodes and now - self._nodes_told >= 1.0:
             self._nodes_told = now
-            self._tell_nodes(wire.EnginePulse())
+            self._tell_nodes(protocol.EngineHeartbeat())
         while self._lines is not None and self._lines.poll(0):
             if recv_monitor_message(self._lines)["endpoint"].startswith(b"tcp:"):
                 self._vigil.suspect(now)
@@ -171,49 +171,49 @@ class RankExecutor:
             except zmq.Again:
                 break
             try:
-                message = wire.decode_to_engine(frames[-1])
+                message = protocol.decode_to_engine(frames[-1])
             except msgspec.DecodeError:
                 log.warning("a message that no rank sends was dropped")
                 continue
             try:
                 self._take(message)
             except PhalanxError as error:
-                self._reports.append(Report(Weight.CAUSE, error))
+                self._reports.append(FailureReport(Evidence.CAUSE, error))
         for ended in self._watch.ended():
             rank = next(rank for rank, child in self._children.items() if child is ended.child)
             self._exited(rank, ended.code, f"pid {ended.child.pid}, node 0")
 
-    def _take(self, message: wire.ToEngine) -> None:
+    def _take(self, message: protocol.RankToEngine) -> None:
         now = time.monotonic()
         match message:
-            case wire.Done():
+            case protocol.StepDone():
                 self._ledger.done(message, now)
-            case wire.Pulse():
+            case protocol.RankHeartbeat():
                 self._vigil.heard(message.rank, now, begun=message.begun, finished=message.finished)
                 self._muster.pulsed(message.rank)
                 if message.bytes:
                     self._bytes[message.rank] = message.bytes
                 if message.rank == 0:
                     self._allreduce, self._ran = message.allreduce, message.ran
-            case wire.Hello():
+            case protocol.Hello():
                 self._vigil.know(message.rank, f"pid {message.pid}, node {message.node}")
                 self._muster.hello(message)
-            case wire.Trouble():
-                self._reports.append(trouble.from_rank(message))
-            case wire.NodeHello():
+            case protocol.RankError():
+                self._reports.append(failure.from_rank(message))
+            case protocol.NodeHello():
                 log.info("node %d has joined from %s", message.node, message.address)
                 self._nodes.add(message.node)
                 self._vigil.heard_node(message.node, now, address=message.address)
                 self._muster.joined(message.node)
-            case wire.NodePulse():
+            case protocol.NodeHeartbeat():
                 self._vigil.heard_node(message.node, now)
-            case wire.RankExit():
+            case protocol.RankExit():
                 self._exited(message.rank, message.code, self._vigil.where(message.rank))
             case _:
                 self._muster.take(message, now)
 
     def _exited(self, rank: int, code: int, where: str) -> None:
-        self._reports.append(trouble.from_exit(rank, code, where=where, doing=self._vigil.doing(rank)))
+        self._reports.append(failure.from_exit(rank, code, where=where, doing=self._vigil.doing(rank)))
 
     def _wait(self, seconds: float) -> None:
         poller = zmq.Poller()
@@ -228,11 +228,15 @@ class RankExecutor:
         patience = BETTER_NEWS_SECONDS + (NODE_TIMEOUT if self._nodes else 0.0)
         deadline = time.monotonic() + patience
         while True:
-            best = trouble.cause(self._reports)
+            best = failure.cause(self._reports)
             assert best is not None
             left = deadline - time.monotonic()
             # A process that ended without a word on this host has none to come; one on another host is reported by its node.
-            if best.weight >= Weight.CAUSE or left <= 0 or (best.weight == Weight.ENDED and left < patience - BETTER_NEWS_SECONDS):
+            if (
+                best.weight >= Evidence.CAUSE
+                or left <= 0
+                or (best.weight == Evidence.ENDED and left < patience - BETTER_NEWS_SECONDS)
+            ):
                 return self._fail(best.error)
             self._wait(min(left, 0.1))
             self._take_in()
@@ -267,7 +271,7 @@ class RankExecutor:
         """Bring everything down: at once after an error, else with a moment for ranks to end by themselves."""
         if self._socket is None or self._watch is None:
             return
-        order = wire.Stop(None if error is None else error.to_wire())
+        order = protocol.Stop(None if error is None else error.to_wire())
         self._tell_nodes(order)
         if error is None:
             self._tell(range(self._layout.world), order)
@@ -291,13 +295,13 @@ class RankExecutor:
         with contextlib.suppress(zmq.ZMQError):  # its line is gone: the watch and the vigil know more
             self._socket.send_multipart([name, *frames])
 
-    def _tell(self, ranks: Any, message: wire.FromEngine) -> None:
+    def _tell(self, ranks: Any, message: protocol.EngineToRank) -> None:
         for rank in ranks:
-            self._send(wire.rank_name(rank), wire.encode(message))
+            self._send(protocol.rank_name(rank), protocol.encode(message))
 
-    def _tell_nodes(self, message: wire.FromEngine) -> None:
+    def _tell_nodes(self, message: protocol.EngineToRank) -> None:
         for node in self._nodes:
-            self._send(wire.node_name(node), wire.encode(message))
+            self._send(protocol.node_name(node), protocol.encode(message))
 
 
 def bind_tcp(router: zmq.Socket[bytes], address: str, port: int) -> None:

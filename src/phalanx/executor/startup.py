@@ -11,8 +11,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.engine.messages import RankFacts
-from phalanx.engine.ranks.wire import Allocate, FromEngine, Hello, Meet, Meeting, Offer, Progress, Ready, ToEngine
 from phalanx.errors import EngineError, NodeLost
+from phalanx.executor.protocol import (
+    Allocate,
+    EngineToRank,
+    Hello,
+    KvCapacity,
+    RankReady,
+    RankToEngine,
+    StartupProgress,
+    StoreAddress,
+    StoreReady,
+)
 from phalanx.log import get_logger
 
 log = get_logger(__name__)
@@ -24,7 +34,7 @@ _FIRST = "starting Python"  # until a rank says anything else
 _OFFERED = "wait for the other ranks"
 
 
-class Muster:
+class StartupCoordinator:
     """One start-up of a world, which begins `now`."""
 
     def __init__(self, world: int, nodes: int, now: float) -> None:
@@ -37,7 +47,7 @@ class Muster:
         self._offers: dict[int, int] = {}
         self._allocated = False
         self._ready: dict[int, RankFacts] = {}
-        self._at = {rank: Progress(rank, _FIRST) for rank in range(world)}
+        self._at = {rank: StartupProgress(rank, _FIRST) for rank in range(world)}
         self._since = dict.fromkeys(range(world), now)  # each began its phase
         self._order = {_FIRST: 0}  # all ranks go through the same phases, so the first to enter one tells where it stands
         self._subject, self._lines, self._told = "", 0, now  # what the last line was on, how many were, and when
@@ -66,32 +76,32 @@ class Muster:
     def joined(self, node: int) -> None:
         self._joined.add(node)
 
-    def take(self, message: ToEngine, now: float) -> None:
+    def take(self, message: RankToEngine, now: float) -> None:
         match message:
-            case Meeting():
+            case StoreReady():
                 self._meeting = message.address
-            case Progress():
+            case StartupProgress():
                 self._enter(message, now)
-            case Offer():
+            case KvCapacity():
                 self._offers[message.rank] = message.blocks
-                self._enter(Progress(message.rank, _OFFERED), now)
-            case Ready():
+                self._enter(StartupProgress(message.rank, _OFFERED), now)
+            case RankReady():
                 self._ready[message.rank] = message.facts
             case _:
                 raise EngineError(f"{type(message).__name__} came in", why="no rank sends that during start-up")
 
-    def _enter(self, at: Progress, now: float) -> None:
+    def _enter(self, at: StartupProgress, now: float) -> None:
         self._order.setdefault(at.phase, len(self._order))
         before = self._at.get(at.rank)
         if before is None or before.phase != at.phase:
             self._since[at.rank] = now
         self._at[at.rank] = at
 
-    def orders(self) -> list[tuple[list[int], FromEngine]]:
+    def orders(self) -> list[tuple[list[int], EngineToRank]]:
         """What is to be said now, and to whom."""
-        found: list[tuple[list[int], FromEngine]] = []
+        found: list[tuple[list[int], EngineToRank]] = []
         if self._meeting is not None and self._here - self._met:
-            found.append((sorted(self._here - self._met), Meet(self._meeting)))
+            found.append((sorted(self._here - self._met), StoreAddress(self._meeting)))
             self._met |= self._here
         if len(self._offers) == self._world and not self._allocated:
             self._allocated = True
@@ -150,7 +160,7 @@ class Muster:
             self.folder = None
 
 
-def _words(at: Progress) -> str:
+def _words(at: StartupProgress) -> str:
     if not at.total:
         return at.phase
     return f"{at.phase}, {at.unit} {at.done} of {at.total}" if at.unit else f"{at.phase}, {100 * at.done // at.total} %"

@@ -145,7 +145,7 @@ class Llama(nn.Module):
         return out
 
     @contextmanager
-    def thinned(self) -> Iterator[list[int]]:
+    def distinct_layers(self) -> Iterator[list[int]]:
         """Inside, the stage has no layers but the first of each kind and its last, which hands on to no other. Gives their indices
         among those held."""
         whole, first = self.layers, dict[Any, int]()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from phalanx.engine.messages import Step
-from phalanx.engine.ranks.wire import Chain, FromEngine, Pulse, ToEngine, decode_from_engine, encode, rank_name
+from phalanx.executor.protocol import Chain, EngineToRank, RankHeartbeat, RankToEngine, decode_from_engine, encode, rank_name
 
 PULSE_SECONDS = 1.0
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: enums cost a microsecond each
@@ -30,7 +30,7 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, identity: byte
     return socket
 
 
-class Link:
+class EngineChannel:
     """One per rank process; used from its main thread only."""
 
     def __init__(self, rank: int, address: str) -> None:
@@ -47,10 +47,10 @@ class Link:
         """The chained digest after the last step received."""
         return self._chain.digest
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, message: RankToEngine) -> None:
         self._socket.send(encode(message))
 
-    def receive(self, seconds: float | None = None) -> Step | FromEngine | None:
+    def receive(self, seconds: float | None = None) -> Step | EngineToRank | None:
         """What the engine sends next; waits for it, or so many seconds (then None). Raises StepDiverged for a step out of line.
 
         The seconds may be fractions of a millisecond, in which zmq does not count.
@@ -78,7 +78,7 @@ class Link:
         def beat() -> None:
             socket = dealer(context, self._address, b"pulse-" + rank_name(self.rank))
             while True:
-                socket.send(encode(Pulse(self.rank, self.begun, self.finished, bytes_now(), *counts())))
+                socket.send(encode(RankHeartbeat(self.rank, self.begun, self.finished, bytes_now(), *counts())))
                 threading.Event().wait(PULSE_SECONDS)
 
         threading.Thread(target=beat, name="pulse", daemon=True).start()

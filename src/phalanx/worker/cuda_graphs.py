@@ -24,18 +24,27 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.engine.messages import DECODE_GRAPH, EAGER, PROMPT_GRAPH, STEP_KINDS
-from phalanx.engine.ranks.places import DecodePlaces, NewBlocks, Places, Size, StepPlaces, sizes, worth_padding
-from phalanx.engine.ranks.slots import Arranged, SlotTables
-from phalanx.kernels import between, sampling
+from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS
+from phalanx.kernels import ops
+from phalanx.kernels.sampling import sampling
 from phalanx.models.batch import Batch, KvCache, leading_ones
-from phalanx.models.layers.attention import AttentionBackend
+from phalanx.models.layers.attention.backend import AttentionBackend
 from phalanx.models.registry import Model
+from phalanx.worker.graph_buffers import (
+    DecodeGraphBuffers,
+    GraphBuffers,
+    GraphSize,
+    MixedGraphBuffers,
+    NewBlocks,
+    sizes,
+    worth_padding,
+)
+from phalanx.worker.input_batch import BlockTables, HostBatch
 
 Replay = Callable[[], None]
 
 
-class Tape(Protocol):
+class GraphCapturer(Protocol):
     """How work is captured."""
 
     def record(self, work: Callable[[], None]) -> Replay:
@@ -45,7 +54,7 @@ class Tape(Protocol):
         """All that was recorded has been dropped; what is recorded from now on begins anew."""
 
 
-class CudaTape:
+class CudaGraphCapturer:
     """CUDA graphs in one pool of memory, captured on a stream of their own.
 
     calls: counters that the work counts up on the host (a group's collectives); a replay counts what the captured work did.
@@ -83,7 +92,7 @@ class CudaTape:
         self._pool = None  # it went with its last graph
 
 
-class Rerun:
+class EagerCapturer:
     """Nothing is captured, the work is done again: on CPU, and where nobody replays it."""
 
     def record(self, work: Callable[[], None]) -> Replay:
@@ -100,12 +109,12 @@ class StepCounts:
     def __init__(self) -> None:
         self._of = {kind: [0, 0, 0] for kind in STEP_KINDS}
 
-    def add(self, size: Size | None, tokens: int) -> None:
+    def add(self, size: GraphSize | None, tokens: int) -> None:
         """A step of so many tokens, by the graph of a size or eagerly."""
         if size is None:
             held = self._of[EAGER]
         else:
-            held = self._of[PROMPT_GRAPH if size.prompts else DECODE_GRAPH]
+            held = self._of[MIXED_GRAPH if size.prompts else DECODE_GRAPH]
             held[2] += size.tokens - tokens
         held[0] += 1
         held[1] += tokens
@@ -128,23 +137,23 @@ class StepGraphs:
     """
 
     def __init__(
-        self, model: Model, backend: AttentionBackend, tables: SlotTables, last_tokens: Tensor, tape: Tape, *,
+        self, model: Model, backend: AttentionBackend, tables: BlockTables, last_tokens: Tensor, tape: GraphCapturer, *,
         first: bool, last: bool, dtype: torch.dtype, max_rows: int, max_num_tokens: int = 0,
     ) -> None:  # fmt: skip
         self._model, self._backend, self._tables, self._tape = model, backend, tables, tape
         self._last_tokens, self._both = last_tokens, first and last
         device = last_tokens.device
-        self.decodes = DecodePlaces(max_rows, model, first=first, last=last, dtype=dtype, device=device)
+        self.decodes = DecodeGraphBuffers(max_rows, model, first=first, last=last, dtype=dtype, device=device)
         decodes, mixed = sizes(max_rows, min(max_num_tokens, worth_padding(model)) if backend.captures_prompts else 0)
         self.sizes = [*decodes, *mixed]
         self.largest = [*decodes[-1:], *mixed[-1:]]
-        self.mixed = StepPlaces(mixed[-1], model, first=first, dtype=dtype, device=device) if mixed else None
-        self._captured: dict[Size, Replay] = {}
-        self._short: dict[Size, tuple[int, Replay]] = {}  # up to which KV length, and what for
-        self._ready: list[Size] = []  # the captured sizes of rows of one token, in order
-        self._ready_mixed: list[Size] = []
+        self.mixed = MixedGraphBuffers(mixed[-1], model, first=first, dtype=dtype, device=device) if mixed else None
+        self._captured: dict[GraphSize, Replay] = {}
+        self._short: dict[GraphSize, tuple[int, Replay]] = {}  # up to which KV length, and what for
+        self._ready: list[GraphSize] = []  # the captured sizes of rows of one token, in order
+        self._ready_mixed: list[GraphSize] = []
 
-    def capture(self, caches: Sequence[KvCache], wanted: Sequence[Size]) -> Iterator[Size]:
+    def capture(self, caches: Sequence[KvCache], wanted: Sequence[GraphSize]) -> Iterator[GraphSize]:
         """Capture the forwards of these sizes over these caches, of each kind the largest first: it takes what the others then
         share. Rows of one token, which gain most, come before the rest. Yields each size once it is there, with its graph for
         short rows where it has one. Collective: all ranks capture the same, as their heads and GPUs are alike."""
@@ -158,9 +167,9 @@ class StepGraphs:
             self._ready_mixed = sorted(held for held in self._captured if held.prompts)
             yield size
 
-    def rehearse(self, caches: Sequence[KvCache]) -> None:
+    def warm_up(self, caches: Sequence[KvCache]) -> None:
         """Do each size's forwards once, and keep no graph of them. Collective, as `capture`."""
-        tape, self._tape = self._tape, Rerun()
+        tape, self._tape = self._tape, EagerCapturer()
         try:
             for _ in self.capture(caches, self.sizes):
                 pass
@@ -179,32 +188,32 @@ class StepGraphs:
         """Graphs of all sizes, captured or not; known once a forward has met all kinds of layers."""
         return sum(2 if self._short_up_to(size) else 1 for size in self.sizes)
 
-    def _short_up_to(self, size: Size) -> int:
-        return 0 if size.prompts else self._backend.short_up_to(size.decodes)
+    def _short_up_to(self, size: GraphSize) -> int:
+        return 0 if size.prompts else self._backend.short_kv_limit(size.decodes)
 
-    def _record(self, size: Size, batch: Batch, caches: Sequence[KvCache]) -> Replay:
+    def _record(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> Replay:
         return self._tape.record(partial(self._forward, size, batch, caches))
 
-    def _forward(self, size: Size, batch: Batch, caches: Sequence[KvCache]) -> None:
+    def _forward(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> None:
         tokens, places, head = size.tokens, self.places(size), self._model.head
         batch.attention = self._backend.plan(batch)  # first: what it finds out is read early by others
-        between.store_words(self._tables.device.view(-1), places.facts[5], places.facts[6])
+        ops.index_put_(self._tables.device.view(-1), places.facts[5], places.facts[6])
         stream = self._model.stream(batch, caches, None if places.hidden is None else places.hidden[:tokens])
         batch.attention = None  # a plan holds its batch: both, and what it found out, would wait for Python to look for cycles
         if places.out is not None:
             places.out[:tokens].copy_(stream)
-        if isinstance(places, DecodePlaces) and places.logits is not None and head is not None:
+        if isinstance(places, DecodeGraphBuffers) and places.logits is not None and head is not None:
             keys = head.keys(head.local(stream, out=places.logits[:tokens]))
             sampling.settle(keys, places.tokens[:tokens], (self._last_tokens, places.slots[:tokens], batch.kv_slots))
 
-    def places(self, size: Size) -> Places:
+    def places(self, size: GraphSize) -> GraphBuffers:
         """Where the graph of a size reads and writes."""
         if not size.prompts:
             return self.decodes
         assert self.mixed is not None
         return self.mixed
 
-    def size_of(self, arranged: Arranged) -> Size | None:
+    def size_of(self, arranged: HostBatch) -> GraphSize | None:
         """The smallest captured size that can forward these rows: of rows of one token, if each has one whose logits are wanted,
         and no others."""
         rows, tokens = len(arranged.slots), len(arranged.token_ids)
@@ -218,7 +227,7 @@ class StepGraphs:
                 return size
         return None
 
-    def replay(self, size: Size, arranged: Arranged, new: NewBlocks, receive: Callable[[Tensor], Tensor]) -> None:
+    def replay(self, size: GraphSize, arranged: HostBatch, new: NewBlocks, receive: Callable[[Tensor], Tensor]) -> None:
         """Forward T tokens that the size can hold into its places, where the outcome stays until the next replay. new: what the
         device's tables lack, at most as many blocks as the places have room for. `receive` fills the residual stream
         [T, hidden_size] on later stages."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What captured forwards read and write, which has its place for good: `DecodePlaces` of rows of one token, `StepPlaces` of any."""
+"""What captured forwards read and write, which has its place for good: `DecodeGraphBuffers` of rows of one token, `MixedGraphBuffers` of any."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.engine.ranks.slots import Arranged, Ints, Words
 from phalanx.models.batch import Batch, leading_ones
 from phalanx.models.registry import Model
 from phalanx.plan.weight_tensors import layer_bytes
+from phalanx.worker.input_batch import HostBatch, Ints, Words
 
 NewBlocks = tuple[Ints, Words]
-"""Places [K] in the flattened tables of all slots, and the block ids [K] that are new there: see `SlotTables.append`."""
+"""Places [K] in the flattened tables of all slots, and the block ids [K] that are new there: see `BlockTables.append`."""
 
 HOST_COPIES = 4
 """Steps whose facts may wait for the device at a time, before the host waits."""
@@ -38,7 +38,7 @@ BYTES_PER_SECOND = 600e12
 twice that. A step with so many tokens that products take longer than launches has nothing from a graph, and padding on top."""
 
 
-class Size(NamedTuple):
+class GraphSize(NamedTuple):
     """Of a graph: tokens, of which the first `decodes` may be rows of one token; and `prompts` rows that have the others. 0 of
     these: the graph is of rows of one token each, and ends with the likeliest tokens."""
 
@@ -47,15 +47,15 @@ class Size(NamedTuple):
     prompts: int = 0
 
 
-def sizes(most_rows: int, most_tokens: int) -> tuple[list[Size], list[Size]]:
+def sizes(most_rows: int, most_tokens: int) -> tuple[list[GraphSize], list[GraphSize]]:
     """Of what sizes there are graphs of rows of one token, up to `most_rows`, and graphs of any rows, up to as many, and up to
     `most_tokens` tokens: few enough to capture, close enough that padding costs little. Up to `most_rows` rows of one token have
     room where the tokens have it."""
     rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most_rows, 32)]
     tokens = _up_to(min(most_tokens, STEP_TOKENS[-1]), STEP_TOKENS) if most_tokens > 1 else []
     return (
-        [Size(count, count) for count in _up_to(most_rows, rows)],
-        [Size(count, min(count, most_rows), min(-(-count // TOKENS_PER_PROMPT), most_rows, MOST_PROMPTS)) for count in tokens],
+        [GraphSize(count, count) for count in _up_to(most_rows, rows)],
+        [GraphSize(count, min(count, most_rows), min(-(-count // TOKENS_PER_PROMPT), most_rows, MOST_PROMPTS)) for count in tokens],
     )
 
 
@@ -72,7 +72,7 @@ def worth_padding(model: Model) -> int:
     return int(HOST_SECONDS * BYTES_PER_SECOND / held)
 
 
-class Places(ABC):
+class GraphBuffers(ABC):
     """What graphs of one kind, of up to `width` tokens, read and write.
 
     facts [F, width] int64: of tokens, ids (-1: what was sampled into the slot last), positions, KV slots and slots; of rows, KV
@@ -91,7 +91,7 @@ class Places(ABC):
         self.lengths = self.facts[4].view(torch.int32)
         self._shape = width, model.shape.hidden_size
         self.hidden = None if first else torch.zeros(self._shape, dtype=dtype, device=device)
-        self._turns = Turns(self.facts)
+        self._turns = PinnedRing(self.facts)
 
     @property
     def room(self) -> int:
@@ -99,10 +99,10 @@ class Places(ABC):
         return self.facts.shape[1]
 
     @abstractmethod
-    def batch(self, size: Size, tables: Tensor, last_tokens: Tensor | None) -> Batch:
+    def batch(self, size: GraphSize, tables: Tensor, last_tokens: Tensor | None) -> Batch:
         """The batch of a size. tables: of all slots; last_tokens: see `Batch.last`."""
 
-    def fill(self, arranged: Arranged, new: NewBlocks, size: Size) -> None:
+    def fill(self, arranged: HostBatch, new: NewBlocks, size: GraphSize) -> None:
         """The facts of a step, then padding up to `size`, and its new blocks, at most `room`: one copy to the device."""
         count = len(arranged.token_ids)
         with self._turns.take() as host:
@@ -116,11 +116,11 @@ class Places(ABC):
             host[5, : len(places)], host[6, : len(places)] = places, blocks
 
     @abstractmethod
-    def _fill_rows(self, host: Ints, arranged: Arranged, size: Size) -> None:
+    def _fill_rows(self, host: Ints, arranged: HostBatch, size: GraphSize) -> None:
         """What differs: how the rows are told."""
 
 
-class DecodePlaces(Places):
+class DecodeGraphBuffers(GraphBuffers):
     """Of up to `most` rows of one token each: token r's slot is row r's."""
 
     def __init__(self, most: int, model: Model, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
@@ -132,7 +132,7 @@ class DecodePlaces(Places):
         self.logits = torch.zeros(most, model.head.width, dtype=dtype, device=device) if model.head is not None else None
         self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
 
-    def batch(self, size: Size, tables: Tensor, last_tokens: Tensor | None) -> Batch:
+    def batch(self, size: GraphSize, tables: Tensor, last_tokens: Tensor | None) -> Batch:
         rows = size.decodes
         ids, positions, kv_slots, slots = self.facts[:4, :rows]
         return Batch(
@@ -142,7 +142,7 @@ class DecodePlaces(Places):
             last=None if last_tokens is None else (last_tokens, slots),
         )  # fmt: skip
 
-    def _fill_rows(self, host: Ints, arranged: Arranged, size: Size) -> None:
+    def _fill_rows(self, host: Ints, arranged: HostBatch, size: GraphSize) -> None:
         rows, lengths = len(arranged.slots), host[4].view(np.int32)
         host[3, :rows], host[3, rows : size.tokens] = arranged.slots, 0
         lengths[:rows], lengths[rows : size.tokens] = arranged.kv_lengths, 1
@@ -152,16 +152,16 @@ class DecodePlaces(Places):
         return self.facts[3]
 
 
-class StepPlaces(Places):
+class MixedGraphBuffers(GraphBuffers):
     """Of up to `most.tokens` tokens, and as many rows as `most` has. More facts: slots of rows, where they begin (int32); tokens
     whose logits are wanted; slots of the rows that sample. Of the tokens' slots only those are told that an id of -1 asks for."""
 
-    def __init__(self, most: Size, model: Model, *, first: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, most: GraphSize, model: Model, *, first: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(11, max(most.tokens, most.decodes + most.prompts), model, first=first, dtype=dtype, device=device)
         self.starts = self.facts[8].view(torch.int32)
         self.out = torch.zeros(self._shape, dtype=dtype, device=device)
 
-    def batch(self, size: Size, tables: Tensor, last_tokens: Tensor | None) -> Batch:
+    def batch(self, size: GraphSize, tables: Tensor, last_tokens: Tensor | None) -> Batch:
         tokens, decodes, rows = size.tokens, size.decodes, size.decodes + size.prompts
         ids, positions, kv_slots, slots = self.facts[:4, :tokens]
         return Batch(
@@ -171,7 +171,7 @@ class StepPlaces(Places):
             decodes=decodes, last=None if last_tokens is None else (last_tokens, slots),
         )  # fmt: skip
 
-    def _fill_rows(self, host: Ints, arranged: Arranged, size: Size) -> None:
+    def _fill_rows(self, host: Ints, arranged: HostBatch, size: GraphSize) -> None:
         rows, count = len(arranged.slots), len(arranged.token_ids)
         leading, begin, most = leading_ones(arranged.query_starts), size.decodes, size.decodes + size.prompts
         end = begin + rows - leading
@@ -193,7 +193,7 @@ class StepPlaces(Places):
         return self.facts[10]
 
 
-class Turns:
+class PinnedRing:
     """Page-locked copies of a small tensor that are filled in turn, since a copy may still wait in the device's queue when the next
     one is filled; on CPU there is one."""
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.engine.messages import Admission, Row
+from phalanx.engine.messages import SlotAssignment, StepRow
 from phalanx.errors import EngineError
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -21,7 +21,7 @@ _SECTION = 16  # bytes: every array in an upload begins at a multiple
 
 
 @dataclass(frozen=True)
-class Arranged:
+class HostBatch:
     """The index arrays of R rows with T tokens; names and shapes as in models.batch.Batch.
 
     slots [R]; sampled_slots [S]: of the rows that sample. token_ids: 0 where the id is what was sampled into a slot: at
@@ -49,7 +49,7 @@ class Arranged:
         ]  # fmt: skip
 
 
-class SlotTables:
+class BlockTables:
     """Each slot's block table [slots, width] int32, on the host and, on GPU, once more on the device."""
 
     def __init__(self, slots: int, max_seq_len: int, block_size: int, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class SlotTables:
         """The slot's table begins anew."""
         self._used[slot] = 0
 
-    def append(self, rows: Sequence[Row]) -> tuple[Ints, Words]:
+    def append(self, rows: Sequence[StepRow]) -> tuple[Ints, Words]:
         """Append the rows' blocks. Returns (places in the flattened table [K], block ids [K]) for the device's copy.
 
         Raises EngineError for more blocks than max_seq_len needs.
@@ -89,7 +89,7 @@ class SlotTables:
         self._used[slots] = ends
         return places, ids
 
-    def arrange(self, rows: Sequence[Row], reported: Sequence[range]) -> Arranged:
+    def arrange(self, rows: Sequence[StepRow], reported: Sequence[range]) -> HostBatch:
         """The index arrays of the rows, whose blocks have been appended. `reported[r]`: which of row r's tokens (0 .. count-1) are
         followed by a prompt token to report."""
         slots = np.array([row.slot for row in rows], dtype=np.int64)
@@ -122,7 +122,7 @@ class SlotTables:
                 chain.from_iterable(row.tokens for row in rows), np.int64, int(known.sum())
             )
         scored = [np.arange(begin + part.start, begin + part.stop) for begin, part in zip(begins, reported, strict=True) if part]
-        return Arranged(
+        return HostBatch(
             slots=slots, sampled_slots=slots[sampled], token_ids=ids, positions=positions,
             kv_slots=blocks * self.block_size + positions % self.block_size,
             logit_rows=np.concatenate([ends[sampled] - 1, *scored]),
@@ -131,13 +131,13 @@ class SlotTables:
         )  # fmt: skip
 
 
-class Prompts:
+class PromptLogprobs:
     """The prompts whose tokens' logprobs are asked for, per slot."""
 
     def __init__(self) -> None:
         self._held: dict[int, tuple[list[int], int]] = {}
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: SlotAssignment) -> None:
         self.release(admission.slot)
         if admission.params.prompt_logprobs is not None:
             prompt = admission.token_ids[: admission.prompt_length]
@@ -146,13 +146,13 @@ class Prompts:
     def release(self, slot: int) -> None:
         self._held.pop(slot, None)
 
-    def reported(self, row: Row) -> range:
+    def reported(self, row: StepRow) -> range:
         """Which of the row's tokens are followed by a prompt token to report."""
         if row.slot not in self._held:
             return range(0)
         return range(max(min(row.count, len(self._held[row.slot][0]) - 1 - row.start), 0))
 
-    def targets(self, row: Row) -> tuple[list[int], list[int]]:
+    def targets(self, row: StepRow) -> tuple[list[int], list[int]]:
         """For each of `reported`: the token that follows, and how many alternatives are asked for."""
         part = self.reported(row)
         if not part:

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 from phalanx.config.options import EngineOptions
-from phalanx.config.sampling import MAX_LOGPROBS, SamplingParams
-from phalanx.engine.messages import Admission, Row, StepBatch
-from phalanx.engine.runner import Runner
+from phalanx.config.sampling_params import MAX_LOGPROBS, SamplingParams
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.errors import CapacityError
-from phalanx.kernels.products.choice import MOST_FEW
+from phalanx.kernels.gemm.heuristics import SKINNY_MAX_TOKENS
 from phalanx.plan.memory import KvSpec, block_bytes, blocks_in
+from phalanx.worker.model_runner import ModelRunner
 
 DEFAULT_CPU_BYTES = 1 << 30
 GRAPH_BYTES = 8 << 20
@@ -53,7 +53,7 @@ def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int
     return blocks_in(budget, specs, options.kv_block_size, what=what)
 
 
-def largest_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
+def profiling_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
     """The steps with the most to hold: all tokens in as few prompts as can be; and every slot sampling, beside what is left of the
     tokens in one prompt. Each row asks for all that takes memory, of the sampler and of the report on its prompt. Behind them,
     smaller ones of every kind: kernels are compiled at their first launch, and no request should wait for that.
@@ -64,38 +64,38 @@ def largest_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int,
     most = min(max_batch_size, max_num_tokens)
     mixed = [_row(slot, 1, block_size) for slot in range(most - 1)]
     mixed.append(_row(most - 1, min(max_num_tokens - most + 1, max_seq_len), block_size))
-    steps = [_step(rows, HUNGRIEST) for rows in (prompts, mixed)]
-    every = steps_of_every_kind(
+    steps = [_step(rows, PEAK_MEMORY_PARAMS) for rows in (prompts, mixed)]
+    every = kernel_warmup_steps(
         max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, max_batch_size=max_batch_size, block_size=block_size
     )  # fmt: skip
     return [*steps, *every, StepBatch(released=list(range(max_batch_size)))]
 
 
-def steps_of_every_kind(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
+def kernel_warmup_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
     """Steps that between them launch each kernel as any eager step may, in the fewest tokens. What a launch follows are a step's
     tokens, rows of one token, and rows of several, by their numbers' magnitude; the length of the only row; and how tokens are
     sampled, for a few rows and for more."""
     most = min(max_batch_size, max_num_tokens)
-    alone = Row(0, max_seq_len - 1, 1, [0], [0] * -(-max_seq_len // block_size), samples=True)
+    alone = StepRow(0, max_seq_len - 1, 1, [0], [0] * -(-max_seq_len // block_size), samples=True)
     decodes = [[alone], *([_row(slot, 1, block_size) for slot in range(count)] for count in _doubled(1, most))]
     steps = []
-    for some in ([rows for rows in decodes if len(rows) < MORE], [rows for rows in decodes if len(rows) >= MORE]):
-        count = max(len(some), len(SAMPLED)) if some else 0
-        steps += [_step(some[number % len(some)], SAMPLED[number % len(SAMPLED)]) for number in range(count)]
+    for some in ([rows for rows in decodes if len(rows) < MANY_ROWS], [rows for rows in decodes if len(rows) >= MANY_ROWS]):
+        count = max(len(some), len(SAMPLING_VARIANTS)) if some else 0
+        steps += [_step(some[number % len(some)], SAMPLING_VARIANTS[number % len(SAMPLING_VARIANTS)]) for number in range(count)]
     pairs = min(most, max_num_tokens // 2) if max_seq_len > 1 else 0
     # With tokens halfway between those of the steps above, and of few tokens halfway again: where launches change, they may change
     # once more before twice as many.
-    several = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(MORE + MORE // 2, pairs)]
+    several = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(MANY_ROWS + MANY_ROWS // 2, pairs)]
     doubled = _doubled(2 * most, max_num_tokens)[:-1]
-    halfway = [tokens for tokens in (3 * each // 2 for each in doubled) if tokens <= min(MOST_FEW, max_num_tokens)]
+    halfway = [tokens for tokens in (3 * each // 2 for each in doubled) if tokens <= min(SKINNY_MAX_TOKENS, max_num_tokens)]
     several += [_prompts(tokens, max_seq_len, max_batch_size, block_size) for tokens in (*doubled, *halfway)]
-    return [*steps, *(_step(rows, SAMPLED[0]) for rows in several)]
+    return [*steps, *(_step(rows, SAMPLING_VARIANTS[0]) for rows in several)]
 
 
-MORE = 8
+MANY_ROWS = 8
 """Rows that are no longer few, for the kernels that sample."""
 
-SAMPLED = [
+SAMPLING_VARIANTS = [
     *(
         SamplingParams(temperature=temperature, logprobs=logprobs, logit_bias=bias)
         for logprobs, bias in ((None, None), (0, None), (None, {0: 1.0}))
@@ -113,32 +113,32 @@ def _doubled(first: int, last: int) -> list[int]:
     return [*found, last] if last > 0 else []
 
 
-def _prompts(tokens: int, max_seq_len: int, most: int, block_size: int) -> list[Row]:
+def _prompts(tokens: int, max_seq_len: int, most: int, block_size: int) -> list[StepRow]:
     """So many tokens in as few prompts as can be, `most` at most."""
     counts = [min(max_seq_len, tokens - first) for first in range(0, tokens, max_seq_len)][:most]
     return [_row(slot, count, block_size) for slot, count in enumerate(counts)]
 
 
-def _row(slot: int, count: int, block_size: int) -> Row:
-    return Row(slot, 0, count, tokens=[0] * count, blocks=[0] * -(-count // block_size), samples=True)
+def _row(slot: int, count: int, block_size: int) -> StepRow:
+    return StepRow(slot, 0, count, tokens=[0] * count, blocks=[0] * -(-count // block_size), samples=True)
 
 
-def _step(rows: Sequence[Row], params: SamplingParams) -> StepBatch:
+def _step(rows: Sequence[StepRow], params: SamplingParams) -> StepBatch:
     return StepBatch(admitted=[_admission(row, params) for row in rows], rows=list(rows))
 
 
-HUNGRIEST = SamplingParams(
+PEAK_MEMORY_PARAMS = SamplingParams(
     temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, min_tokens=1,
     logit_bias={0: 1.0}, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS,
 )  # fmt: skip
 """For memory: penalties count each token of the vocabulary, and without kernels top_p sorts it."""
 
 
-def _admission(row: Row, params: SamplingParams) -> Admission:
-    return Admission(row.slot, row.tokens, row.count, params, seed=0, stop_token_ids=[0])
+def _admission(row: StepRow, params: SamplingParams) -> SlotAssignment:
+    return SlotAssignment(row.slot, row.tokens, row.count, params, seed=0, stop_token_ids=[0])
 
 
-class Peak(NamedTuple):
+class ActivationPeak(NamedTuple):
     """Bytes of activations at their peak: what tensors held beside those that were there before; and what the allocator took from
     the device for them, with what it loses between its blocks. It takes less where it had room already: loading leaves holes."""
 
@@ -152,7 +152,9 @@ def counting(tell: Callable[[int, int], None], total: int) -> Callable[[], None]
     return lambda: tell(next(done), total)
 
 
-def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device, one_more: Callable[[], None] = lambda: None) -> Peak:
+def measure_activations(
+    runner: ModelRunner, steps: Sequence[StepBatch], device: torch.device, one_more: Callable[[], None] = lambda: None
+) -> ActivationPeak:
     """Of these steps; `one_more` is called after each. Collective: every rank runs the same steps."""
     free_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -160,10 +162,10 @@ def peak_of(runner: Runner, steps: Sequence[StepBatch], device: torch.device, on
     for step in steps:
         runner.run(step).results()
         one_more()
-    return Peak(torch.cuda.max_memory_allocated(device) - held, torch.cuda.max_memory_reserved(device) - taken)
+    return ActivationPeak(torch.cuda.max_memory_allocated(device) - held, torch.cuda.max_memory_reserved(device) - taken)
 
 
-def graphs_of(runner: Runner, device: torch.device, one_more: Callable[[], None] = lambda: None) -> int:
+def measure_graphs(runner: ModelRunner, device: torch.device, one_more: Callable[[], None] = lambda: None) -> int:
     """Bytes that the graphs will take, 0 where there are none: the largest of each kind is captured on trial and dropped;
     `one_more` is called after each. Collective."""
     graphs = runner.graphs

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank runs one batch: `Runner.run` turns a StepBatch into a forward, and logits into tokens.
+"""One rank runs one batch: `ModelRunner.run` turns a StepBatch into a forward, and logits into tokens.
 
     apply releases and admissions -> arrange (host) -> upload (one copy) -> receive hidden -> forward -> send hidden | sample
 
 Where graphs are captured, the smallest that holds the step forwards it: of rows of one token that all sample, or of any rows. A
 step that none holds is forwarded eagerly.
 
-Nothing here waits for the device: tokens stay there, in the slots, where the next step finds them. `Outcome.results` waits.
+Nothing here waits for the device: tokens stay there, in the slots, where the next step finds them. `StepOutput.results` waits.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from torch import Tensor
 
 from phalanx.comm.group import Group
 from phalanx.engine.limits import most_rows
-from phalanx.engine.messages import Row, RowResult, StepBatch
-from phalanx.engine.ranks.graphs import StepCounts, StepGraphs, Tape
-from phalanx.engine.ranks.places import DecodePlaces, NewBlocks, Size, StepPlaces
-from phalanx.engine.ranks.slots import Arranged, Prompts, SlotTables, Upload
-from phalanx.engine.sampler import Sampler
-from phalanx.engine.sampling.outputs import PromptScores, Sampled
+from phalanx.engine.messages import RowResult, StepBatch, StepRow
 from phalanx.errors import EngineError
 from phalanx.models.batch import Batch, KvCache
-from phalanx.models.layers.attention import AttentionBackend
+from phalanx.models.layers.attention.backend import AttentionBackend
 from phalanx.models.registry import Model
+from phalanx.worker.cuda_graphs import GraphCapturer, StepCounts, StepGraphs
+from phalanx.worker.graph_buffers import DecodeGraphBuffers, GraphSize, MixedGraphBuffers, NewBlocks
+from phalanx.worker.input_batch import BlockTables, HostBatch, PromptLogprobs, Upload
+from phalanx.worker.sampler import Sampler
+from phalanx.worker.sampler_output import PromptScores, SampledTokens
 
 
 @dataclass
-class Outcome:
+class StepOutput:
     """What a step yields on this rank, on its way from the device. `rows`: how many it has; None before the last stage."""
 
     rows: int | None = None
     sampling: Sequence[int] = ()  # which rows sample
-    sampled: Sampled | None = None
+    sampled: SampledTokens | None = None
     scored: Sequence[tuple[int, int]] = ()  # (row, how many prompt tokens)
     scores: PromptScores | None = None
     event: torch.cuda.Event | None = None  # the end of what `sampled` does not tell of
@@ -72,7 +72,7 @@ class Outcome:
 
 
 @dataclass
-class Forwarded:
+class ForwardOutput:
     """What the last stage's forward left of a step, of which S rows sample.
 
     slots [S]: theirs. local [S, width]: this rank's logits. tokens [S]: the likeliest, where a graph has found them and written
@@ -86,7 +86,7 @@ class Forwarded:
     scored: Tensor | None = None
 
 
-class Runner:
+class ModelRunner:
     """One stage of one slice of a model, with its caches and its slots.
 
     caches: one per layer that the model holds; may be replaced between steps. sampler: on the last stage. pipeline: the group of
@@ -98,16 +98,16 @@ class Runner:
 
     def __init__(
         self, model: Model, caches: Sequence[KvCache], backend: AttentionBackend, sampler: Sampler | None, pipeline: Group, *,
-        max_batch_size: int, max_seq_len: int, block_size: int, dtype: torch.dtype, device: torch.device, tape: Tape | None = None,
+        max_batch_size: int, max_seq_len: int, block_size: int, dtype: torch.dtype, device: torch.device, tape: GraphCapturer | None = None,
         max_num_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.caches = caches
         self._model, self._backend, self._sampler, self._pipeline = model, backend, sampler, pipeline
         self._dtype, self._device = dtype, device
         self.most_rows = most_rows(max_batch_size, pipeline.size)
-        self._tables = SlotTables(max_batch_size, max_seq_len, block_size, device)
+        self._tables = BlockTables(max_batch_size, max_seq_len, block_size, device)
         self._last_tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
-        self._prompts = Prompts()
+        self._prompts = PromptLogprobs()
         self._reporting: set[int] = set()  # slots whose prompt tokens' logprobs are asked for
         self._upload = Upload(device)
         self._first, self._last = pipeline.rank == 0, pipeline.rank == pipeline.size - 1
@@ -120,17 +120,17 @@ class Runner:
             )  # fmt: skip
 
     @torch.inference_mode()
-    def run(self, step: StepBatch) -> Outcome:
+    def run(self, step: StepBatch) -> StepOutput:
         """Queue the step's work. Raises EngineError for a step that no scheduler would make."""
         self._apply(step)
         if not step.rows:
-            return Outcome(0 if self._last else None)
+            return StepOutput(0 if self._last else None)
         reported = self._reported(step.rows)
         arranged, new = self._arrange(step.rows, reported)
         size = None if self.graphs is None else self.graphs.size_of(arranged)
         self.ran.add(size, len(arranged.token_ids))
         stream, forwarded = self._eager(arranged, new) if size is None else self._replay(size, arranged, new)
-        outcome = Outcome()
+        outcome = StepOutput()
         if forwarded is not None:
             outcome = self._choose(step.rows, arranged, reported, forwarded)
         elif stream is not None:
@@ -140,7 +140,7 @@ class Runner:
             outcome.event.record()
         return outcome
 
-    def _replay(self, size: Size, arranged: Arranged, new: NewBlocks) -> tuple[Tensor | None, Forwarded | None]:
+    def _replay(self, size: GraphSize, arranged: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
         """Forward by the graph of a size. Returns the residual stream for the next stage, or what the last one left."""
         assert self.graphs is not None
         places, rows, count = self.graphs.places(size), len(arranged.slots), len(arranged.sampled_slots)
@@ -148,23 +148,23 @@ class Runner:
             self._store(new)
             new = new[0][:0], new[1][:0]
         self.graphs.replay(size, arranged, new, self._receive)
-        if isinstance(places, DecodePlaces) and places.logits is not None:
-            return None, Forwarded(places.slots[:rows], places.logits[:rows], places.tokens[:rows])
+        if isinstance(places, DecodeGraphBuffers) and places.logits is not None:
+            return None, ForwardOutput(places.slots[:rows], places.logits[:rows], places.tokens[:rows])
         assert places.out is not None
         stream, head = places.out[: len(arranged.token_ids)], self._model.head
         if head is None:
             return stream, None
-        assert isinstance(places, StepPlaces)
+        assert isinstance(places, MixedGraphBuffers)
         wanted = places.logit_rows[: len(arranged.logit_rows)]
         local = head.local(stream, wanted[:count])
-        return None, Forwarded(places.sampled_slots[:count], local, stream=stream, scored=wanted[count:])
+        return None, ForwardOutput(places.sampled_slots[:count], local, stream=stream, scored=wanted[count:])
 
     def _store(self, new: NewBlocks) -> None:
         """The new blocks' way into the device's tables."""
         if self._device.type == "cuda" and new[0].size:
             self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
 
-    def _eager(self, arranged: Arranged, new: NewBlocks) -> tuple[Tensor | None, Forwarded | None]:
+    def _eager(self, arranged: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
         """Forward without a graph. Returns as `_replay`."""
         self._store(new)
         batch, slots = self._batch(arranged)
@@ -178,7 +178,7 @@ class Runner:
         if head is None:
             return stream, None
         count = len(arranged.sampled_slots)
-        return None, Forwarded(
+        return None, ForwardOutput(
             slots, head.local(stream, batch.logit_rows[:count]), stream=stream, scored=batch.logit_rows[count:]
         )  # fmt: skip
 
@@ -197,30 +197,30 @@ class Runner:
                 self._sampler.admit(admission)
 
     @torch.inference_mode()
-    def capture(self, wanted: Sequence[Size] | None = None) -> Iterator[Size]:
+    def capture(self, wanted: Sequence[GraphSize] | None = None) -> Iterator[GraphSize]:
         """Capture steps of these sizes, or of all that there are, over the caches as they are now; yields each once it is there.
         Collective."""
         if self.graphs is not None:
             yield from self.graphs.capture(self.caches, self.graphs.sizes if wanted is None else wanted)
 
     @torch.inference_mode()
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Do the forward of each size of graphs once, without a graph. Collective."""
         if self.graphs is not None:
-            self.graphs.rehearse(self.caches)
+            self.graphs.warm_up(self.caches)
 
     @contextmanager
-    def thinned(self) -> Iterator[None]:
+    def distinct_layers(self) -> Iterator[None]:
         """Inside, steps go through a few of the layers: enough to meet every kernel."""
         whole = self.caches
-        with self._model.thinned() as kept:
+        with self._model.distinct_layers() as kept:
             self.caches = [whole[index] for index in kept]
             try:
                 yield
             finally:
                 self.caches = whole
 
-    def _reported(self, rows: Sequence[Row]) -> Sequence[range]:
+    def _reported(self, rows: Sequence[StepRow]) -> Sequence[range]:
         """Which of each row's tokens are followed by a prompt token to report."""
         if not self._last or not self._reporting:
             return [range(0)] * len(rows)
@@ -230,7 +230,7 @@ class Runner:
         """Fill the residual stream [T, hidden_size] from the stage before."""
         return self._pipeline.receive(hidden, self._pipeline.rank - 1)
 
-    def _arrange(self, rows: Sequence[Row], reported: Sequence[range]) -> tuple[Arranged, NewBlocks]:
+    def _arrange(self, rows: Sequence[StepRow], reported: Sequence[range]) -> tuple[HostBatch, NewBlocks]:
         """The rows' index arrays on the host, and the blocks that the device's tables lack yet."""
         new = self._tables.append(rows)
         arranged = self._tables.arrange(rows, reported)
@@ -241,7 +241,7 @@ class Runner:
             )
         return arranged, new
 
-    def _batch(self, arranged: Arranged) -> tuple[Batch, Tensor]:
+    def _batch(self, arranged: HostBatch) -> tuple[Batch, Tensor]:
         """The forward's input, and the slots [S] of the rows that sample."""
         sent = self._upload.send(arranged.arrays)
         slots, sampled_slots, token_ids, positions, kv_slots, logit_rows, from_slot_at, from_slot, query_starts, kv_lengths = sent
@@ -258,7 +258,9 @@ class Runner:
         )  # fmt: skip
         return batch, sampled_slots
 
-    def _choose(self, rows: Sequence[Row], arranged: Arranged, reported: Sequence[range], forwarded: Forwarded) -> Outcome:
+    def _choose(
+        self, rows: Sequence[StepRow], arranged: HostBatch, reported: Sequence[range], forwarded: ForwardOutput
+    ) -> StepOutput:
         """Sample, write the tokens into the slots, and score prompt tokens. Every rank of the stage takes the same way: what
         decides is in the step."""
         sampler, head = self._sampler, self._model.head
@@ -266,7 +268,7 @@ class Runner:
         assert head is not None
         count = len(arranged.sampled_slots)
         sampling: Sequence[int] = range(count) if count == len(rows) else [i for i, row in enumerate(rows) if row.samples]
-        outcome = Outcome(len(rows), sampling)
+        outcome = StepOutput(len(rows), sampling)
         if count:
             positions = arranged.kv_lengths if count == len(rows) else arranged.kv_lengths[sampling]
             asked = (arranged.sampled_slots, positions, [rows[index].mask for index in sampling])
@@ -286,7 +288,7 @@ class Runner:
             outcome.scores = self._score(rows, outcome.scored, forwarded)
         return outcome
 
-    def _score(self, rows: Sequence[Row], scored: Sequence[tuple[int, int]], forwarded: Forwarded) -> PromptScores:
+    def _score(self, rows: Sequence[StepRow], scored: Sequence[tuple[int, int]], forwarded: ForwardOutput) -> PromptScores:
         """Begin to report prompt tokens. Their logits are made a run at a time: all of a long prompt's take gigabytes."""
         sampler, head, stream, places = self._sampler, self._model.head, forwarded.stream, forwarded.scored
         assert sampler is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens the requests with penalties have had: `Tally`."""
+"""Which tokens the requests with penalties have had: `PenaltyCounts`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Tally:
+class PenaltyCounts:
     """Which tokens a request has had: one row of counts for each slot with a penalty, made at first need, doubled when full, and
     dropped with the last of them.
 

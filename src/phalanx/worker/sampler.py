@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.engine.messages import Admission
-from phalanx.engine.ranks.slots import Upload
-from phalanx.engine.sampling.needs import Book, Longs, Needs, Words64
-from phalanx.engine.sampling.outputs import Homes, PromptScores, Sampled
-from phalanx.engine.sampling.tally import Tally
-from phalanx.kernels import sampling
+from phalanx.engine.messages import SlotAssignment
+from phalanx.kernels.sampling import sampling
+from phalanx.worker.input_batch import Upload
+from phalanx.worker.penalty_counts import PenaltyCounts
+from phalanx.worker.sampler_output import PinnedBuffers, PromptScores, SampledTokens
+from phalanx.worker.sampling_metadata import Longs, SamplingMetadata, SamplingState, Words64
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Rows = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
@@ -32,7 +32,7 @@ _CHUNK = 2**24  # logits per pass of an op that makes temporaries: 64 MiB of fp3
 
 
 @dataclass(frozen=True)
-class Draws:
+class ShardSampling:
     """How each row gets its token: temperature [S] fp32, 0 for the likeliest, and noise [2, S] int32 (see `sampling.race`); both
     None where every row gets the likeliest."""
 
@@ -49,13 +49,13 @@ class Sampler:
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str) -> None:
         self._vocab_size, self._device = vocab_size, torch.device(device)
-        self._book = Book(slots, vocab_size)
-        self._tally = Tally(slots, vocab_size, self._device)
-        self._needs: Needs | None = None
-        self._homes = Homes(slots, self._device)
+        self._book = SamplingState(slots, vocab_size)
+        self._tally = PenaltyCounts(slots, vocab_size, self._device)
+        self._needs: SamplingMetadata | None = None
+        self._homes = PinnedBuffers(slots, self._device)
         self._keys = Upload(self._device)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: SlotAssignment) -> None:
         """A request takes a slot. After a preemption `token_ids` hold its output too, and its state is rebuilt from them."""
         self.release(admission.slot)
         self._book.admit(admission)
@@ -68,19 +68,19 @@ class Sampler:
         self._tally.close(slot)
         self._needs = None
 
-    def draws(self, slots: Rows, positions: Rows, masks: Masks) -> Draws | None:
+    def draws(self, slots: Rows, positions: Rows, masks: Masks) -> ShardSampling | None:
         """How tokens come straight from the logits as they are, so that ranks which share a vocabulary need not gather them; None
         where `sample` must have them all. The arguments, and the errors, are those of `sample`. The same on every rank."""
         needs = self._gather(slots)
         if _guided(masks) or self._short(needs, positions).size or not needs.order_counts:
             return None
-        return Draws(needs.temperature, None if needs.temperature is None else self._noise(needs, positions))
+        return ShardSampling(needs.temperature, None if needs.temperature is None else self._noise(needs, positions))
 
-    def taken(self, tokens: Tensor) -> Sampled:
+    def taken(self, tokens: Tensor) -> SampledTokens:
         """The step's tokens [S], where somebody found them as `draws` says."""
-        return Sampled(tokens, self._homes)
+        return SampledTokens(tokens, self._homes)
 
-    def sample(self, logits: Tensor, slots: Rows, positions: Rows, masks: Masks) -> Sampled:
+    def sample(self, logits: Tensor, slots: Rows, positions: Rows, masks: Masks) -> SampledTokens:
         """A token for each of the S rows, and what was asked to be reported of it. `logits` [S, V] stay as they are; fp32, or
         narrower, and then widened where more than their order counts.
 
@@ -99,7 +99,7 @@ class Sampler:
         if needs.reported is not None:
             rows = needs.reported
             table = _score(lambda part: logits[rows[part]], tokens[rows], needs.most_logprobs, self._vocab_size)
-        return Sampled(tokens, self._homes, table, needs.reported_rows, needs.logprobs)
+        return SampledTokens(tokens, self._homes, table, needs.reported_rows, needs.logprobs)
 
     def score_prompt(self, logits: Callable[[slice], Tensor], targets: Sequence[int], counts: Sequence[int]) -> PromptScores:
         """Begin to report P prompt tokens, which are the targets, each with so many alternatives (0..20). logits: gives those of a
@@ -108,24 +108,24 @@ class Sampler:
         most = min(max(counts, default=0), self._vocab_size)
         return PromptScores(_score(logits, ids, most, self._vocab_size), targets, counts)
 
-    def _gather(self, slots: Rows) -> Needs:
+    def _gather(self, slots: Rows) -> SamplingMetadata:
         """What these slots need; kept while the same slots come again, as they do from decode to decode."""
         slots = np.asarray(slots, dtype=np.int64)
         if self._needs is None or not np.array_equal(self._needs.slots, slots):
             if not self._book.held[slots].all() or len(np.unique(slots)) < len(slots):
                 raise ValueError(f"slots {slots.tolist()}: each must hold a request, and be there once")
             penalized = slots[self._book.penalized[slots]]
-            self._needs = Needs.of(slots.copy(), self._book, self._tally.rows(penalized.tolist()), self._send)
+            self._needs = SamplingMetadata.of(slots.copy(), self._book, self._tally.rows(penalized.tolist()), self._send)
         return self._needs
 
-    def _short(self, needs: Needs, positions: Rows) -> Longs:
+    def _short(self, needs: SamplingMetadata, positions: Rows) -> Longs:
         """The rows that may not stop yet, and have something to stop at."""
         positions = np.asarray(positions, dtype=np.int64)
         if (positions < needs.prompt_lengths).any():
             raise ValueError(f"positions {positions.tolist()} reach into the prompts of slots {needs.slots.tolist()}")
         return np.flatnonzero(positions < needs.free_from)
 
-    def _adjust(self, logits: Tensor, needs: Needs, short: Longs, masks: Masks) -> Tensor:
+    def _adjust(self, logits: Tensor, needs: SamplingMetadata, short: Longs, masks: Masks) -> Tensor:
         """The logits that are drawn from: bias, grammar mask, min_tokens and penalties, in fp32; the same tensor where there are
         none."""
         guided = _guided(masks)
@@ -151,13 +151,13 @@ class Sampler:
             _on_rows(logits, needs.penalized, penalize, needs.tally_rows, needs.penalties)
         return logits
 
-    def _choose(self, logits: Tensor, needs: Needs, positions: Rows) -> Tensor:
+    def _choose(self, logits: Tensor, needs: SamplingMetadata, positions: Rows) -> Tensor:
         """tokens [S] int64: the likeliest in greedy rows, a draw in the others."""
         if needs.temperature is None:
             return sampling.likeliest(logits)
         return sampling.drawn(logits, needs.temperature, self._noise(needs, positions), needs.filters)
 
-    def _noise(self, needs: Needs, positions: Rows) -> Tensor:
+    def _noise(self, needs: SamplingMetadata, positions: Rows) -> Tensor:
         """The rows' keys [2, S] int32: see `sampling.draw`."""
         (keys,) = self._keys.send([_noise_keys(needs.seeds, np.asarray(positions, dtype=np.uint64))])
         return keys

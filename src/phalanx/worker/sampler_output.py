@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's sampling yields, on its way from the device to the host: `Sampled`, `PromptScores`."""
+"""What a step's sampling yields, on its way from the device to the host: `SampledTokens`, `PromptScores`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.engine.messages import RowResult, TokenLogprobs
 Longs = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class Home:
+class PinnedBuffer:
     """Where up to `count` tokens land on the host. `event`: the copy's end, on GPU."""
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -25,34 +25,39 @@ class Home:
         self.event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
 
 
-class Homes:
+class PinnedBuffers:
     """Page-locked memory for the tokens of the steps under way: made at need, and used again once it was read."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count, self._device = count, device
-        self._free: list[Home] = []
+        self._free: list[PinnedBuffer] = []
 
-    def take(self) -> Home:
-        return self._free.pop() if self._free else Home(self._count, self._device)
+    def take(self) -> PinnedBuffer:
+        return self._free.pop() if self._free else PinnedBuffer(self._count, self._device)
 
-    def give(self, home: Home) -> None:
+    def give(self, home: PinnedBuffer) -> None:
         self._free.append(home)
 
 
-class Sampled:
+class SampledTokens:
     """The tokens of one step. `tokens` [S] int64 lies on the device; its copy to the host has begun, with the logprobs' if any.
 
     `results` waits for that copy alone, not for what was queued on the device since: the step's one host synchronization.
     """
 
     def __init__(
-        self, tokens: Tensor, homes: Homes, table: Tensor | None = None, rows: Longs | None = None, counts: Longs | None = None
+        self,
+        tokens: Tensor,
+        homes: PinnedBuffers,
+        table: Tensor | None = None,
+        rows: Longs | None = None,
+        counts: Longs | None = None,
     ) -> None:
         """table: `sampling.score` of some rows, each with as many alternatives as `counts` says."""
         self.tokens = tokens
         self._homes = homes
         self._scores = None if table is None or rows is None or counts is None else (_Copy(table), rows.tolist(), counts.tolist())
-        self._home: Home | None = homes.take()
+        self._home: PinnedBuffer | None = homes.take()
         self._found: Longs | None = None
         self._home.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
         if self._home.event is not None:

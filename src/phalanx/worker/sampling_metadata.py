@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each request asked for, by slot, and what a step's rows need of the sampler: `Book`, `Needs`."""
+"""What each request asked for, by slot, and what a step's rows need of the sampler: `SamplingState`, `SamplingMetadata`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.engine.messages import Admission
+from phalanx.engine.messages import SlotAssignment
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]
 Words64 = np.ndarray[Any, np.dtype[np.uint64]]
@@ -20,7 +20,7 @@ Send = Callable[[Any, torch.dtype], Tensor]
 _COLDEST = 1e-30  # a lower temperature would be 0 in fp32
 
 
-class Book:
+class SamplingState:
     """What the host knows of the request in each slot: a column for each parameter, so that a step's rows are looked up at once.
 
     free_from: the first position at which a request may stop; 0 where it has nothing to stop at. seed: 0 .. 2**64-1. top_k:
@@ -38,7 +38,7 @@ class Book:
         self.stops: list[list[int]] = [[] for _ in range(slots)]
         self.bias: list[list[tuple[int, float]]] = [[] for _ in range(slots)]
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: SlotAssignment) -> None:
         """A request takes a slot."""
         slot, asked, size = admission.slot, admission.params, self.vocab_size
         self.held[slot], self.random[slot] = True, not asked.greedy
@@ -60,7 +60,7 @@ class Book:
 
 
 @dataclass(frozen=True)
-class Needs:
+class SamplingMetadata:
     """What the rows [S] of a step need, as far as their slots decide it; None or empty where no row needs it."""
 
     slots: Longs
@@ -85,7 +85,7 @@ class Needs:
         return self.bias is None and self.penalized is None and self.reported is None and self.filters is None
 
     @classmethod
-    def of(cls, slots: Longs, book: Book, tally: list[int], send: Send) -> Needs:
+    def of(cls, slots: Longs, book: SamplingState, tally: list[int], send: Send) -> SamplingMetadata:
         """tally: the places in the tally of the penalized slots, in order."""
         index, size = torch.int64, book.vocab_size
         biased = [(row, *each) for row in np.flatnonzero(book.biased[slots]).tolist() for each in book.bias[slots[row]]]

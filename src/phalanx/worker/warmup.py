@@ -10,25 +10,30 @@ import torch
 from phalanx import hardware
 from phalanx.comm.group import Group
 from phalanx.engine.messages import StepBatch
-from phalanx.worker.model_runner import Runner
 from phalanx.kernels.compiling.ahead import ahead, can_compile_ahead
+from phalanx.worker.model_runner import ModelRunner
 
-MOST_PROCESSES = 16
+MAX_PROCESSES = 16
 """Of one rank. More would have less than a second's work each."""
 PROCESS_BYTES = 512 << 20
 """Of host memory that a process which compiles takes, at most."""
 
 
-def processes_of(local_ranks: int) -> int:
+def compile_processes(local_ranks: int) -> int:
     """How many processes each of a host's ranks may compile with: as many as its share of the cores, and of what memory is left."""
     host = hardware.detect_machine()
-    return min(host.cores // local_ranks, host.free_host_memory // (PROCESS_BYTES * local_ranks), MOST_PROCESSES)
+    return min(host.cores // local_ranks, host.free_host_memory // (PROCESS_BYTES * local_ranks), MAX_PROCESSES)
 
 
-def rehearse(
-    runner: Runner, steps: Sequence[StepBatch], group: Group, device: torch.device, processes: int, tell: Callable[[int, int], None]
+def warm_up(
+    runner: ModelRunner,
+    steps: Sequence[StepBatch],
+    group: Group,
+    device: torch.device,
+    processes: int,
+    tell: Callable[[int, int], None],
 ) -> int:
-    """Go through `steps`, as `budget.largest_steps` has them, and the graphs' sizes by a few layers, without launches of Triton's
+    """Go through `steps`, as `budget.profiling_steps` has them, and the graphs' sizes by a few layers, without launches of Triton's
     kernels; then compile those that they ask for in so many processes. Returns how many had to be compiled. The steps' results mean
     nothing.
 
@@ -38,7 +43,7 @@ def rehearse(
     """
     if not _everywhere(can_compile_ahead() and processes > 1, group, device):
         return 0
-    with ahead() as kernels, runner.thinned():
+    with ahead() as kernels, runner.distinct_layers():
         *larger, small, slots_left = steps
         runner.run(small).results()
         if _everywhere(kernels.all_kept(), group, device):
@@ -46,7 +51,7 @@ def rehearse(
             return 0
         for step in (*larger, slots_left):
             runner.run(step).results()
-        runner.rehearse()
+        runner.warm_up()
         kernels.compile(processes, tell)
     return kernels.compiled
 

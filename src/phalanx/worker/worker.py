@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's process (`python -m phalanx.engine.ranks.worker`, started by an executor): get ready, then run steps until told to stop.
+"""A rank's process (`python -m phalanx.worker.worker`, started by an executor): get ready, then run steps until told to stop.
 
 hello -> import torch -> meet -> form groups -> agree -> build, load -> compile, measure -> offer -> allocate -> ready -> steps
 """
@@ -32,25 +32,36 @@ from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import arithmetic
 from phalanx.engine.messages import RankFacts, Step
-from phalanx.engine.ranks.link import Link
-from phalanx.engine.ranks.wire import Allocate, Done, Hello, Meet, Meeting, Offer, Progress, Ready, Stop, Trouble
 from phalanx.errors import EngineError, PhalanxError
+from phalanx.executor.protocol import (
+    Allocate,
+    Hello,
+    KvCapacity,
+    RankError,
+    RankReady,
+    StartupProgress,
+    StepDone,
+    Stop,
+    StoreAddress,
+    StoreReady,
+)
 from phalanx.hardware.probe import cores
 from phalanx.plan import Layout, stages
 from phalanx.plan.weight_tensors import layer_bytes
 from phalanx.version import __version__
+from phalanx.worker.channel import EngineChannel
 
 if TYPE_CHECKING:
     import torch
 
     from phalanx.comm.group import Group
     from phalanx.comm.torch_group import Groups
-    from phalanx.engine.ranks.graphs import StepCounts
-    from phalanx.engine.runner import Outcome, Runner
     from phalanx.models.registry import Model
     from phalanx.plan.memory import KvSpec
+    from phalanx.worker.cuda_graphs import StepCounts
+    from phalanx.worker.model_runner import ModelRunner, StepOutput
 
-logger = log.get_logger("phalanx.engine.ranks.worker")  # not __name__: this module is executed
+logger = log.get_logger("phalanx.worker.worker")  # not __name__: this module is executed
 
 _PER_NODE = {"node_rank", "model", "tokenizer", "kernel_cache_dir"}
 """Options that may differ between hosts; the model is compared by its digest."""
@@ -69,7 +80,7 @@ class Stopped(Exception):
 class Worker:
     """One rank. `config`: what `ranks.host.start` hands over."""
 
-    def __init__(self, config: dict[str, Any], link: Link) -> None:
+    def __init__(self, config: dict[str, Any], link: EngineChannel) -> None:
         self.options = EngineOptions(**config["options"])
         self.rank: int = config["rank"]
         self.link = link
@@ -93,7 +104,7 @@ class Worker:
 
     # ---- getting ready -----------------------------------------------------------------------------------------------
 
-    def _get_ready(self) -> Runner:
+    def _get_ready(self) -> ModelRunner:
         with self._phase("import torch"):
             self._import()
         with self._phase("open the device"):
@@ -115,8 +126,8 @@ class Worker:
     def _import(self) -> None:
         """What takes long to import, so that what follows is quick."""
         import phalanx.comm.torch_group
-        import phalanx.engine.runner
         import phalanx.models.weights  # noqa: F401
+        import phalanx.worker.model_runner
 
     def _take_device(self) -> torch.device:
         """This rank's GPU, or its share of the cores."""
@@ -148,9 +159,9 @@ class Worker:
             return torch_group.form(0, 1, self._layout, "", device)
         if self.rank == 0:
             store, address = torch_group.listen(self._config["peer"], self._config["store_port"], world, timeout=timeout)
-            self.link.send(Meeting(0, address))
+            self.link.send(StoreReady(0, address))
         else:
-            store = torch_group.connect(self._await(Meet).address, world, timeout=timeout)
+            store = torch_group.connect(self._await(StoreAddress).address, world, timeout=timeout)
         agree(store, self.rank, world, self._facts(folder))
         patience = max(timeout, self.options.step_timeout)
         return torch_group.form(self.rank, world, self._layout, store, device, peer=self._config["peer"], timeout=patience)
@@ -203,15 +214,15 @@ class Worker:
         held = [*model.parameters(), *model.buffers()]
         self._bytes["weights"] = sum({each.data_ptr(): each.nbytes for each in held}.values())
 
-    def _allocate(self, model: Model, layers: range, groups: Groups, device: torch.device) -> Runner:
+    def _allocate(self, model: Model, layers: range, groups: Groups, device: torch.device) -> ModelRunner:
         """Measure, offer, make the caches of the size that the engine settles on, and capture steps over them."""
         import torch
 
-        from phalanx.engine.ranks.graphs import CudaTape, StepCounts
-        from phalanx.engine.runner import Runner
-        from phalanx.engine.sampler import Sampler
         from phalanx.models.batch import LayerCache
-        from phalanx.models.layers.attention import backend
+        from phalanx.models.layers.attention.backend import backend
+        from phalanx.worker.cuda_graphs import CudaGraphCapturer, StepCounts
+        from phalanx.worker.model_runner import ModelRunner
+        from phalanx.worker.sampler import Sampler
 
         options, specs, shape = self.options, model.kv_specs(), model.shape
         dtype = model.seat.dtype
@@ -225,12 +236,12 @@ class Worker:
                 LayerCache.zeros(blocks, options.kv_block_size, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in specs
             ]
 
-        runner = Runner(
+        runner = ModelRunner(
             model, caches(1), attention, sampler, groups.pp, max_batch_size=options.max_batch_size, max_seq_len=max_seq_len,
             block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=options.max_num_tokens or max_seq_len,
-            tape=CudaTape(device, getattr(groups.tp, "calls", None)) if options.cuda_graphs and device.type == "cuda" else None,
+            tape=CudaGraphCapturer(device, getattr(groups.tp, "calls", None)) if options.cuda_graphs and device.type == "cuda" else None,
         )  # fmt: skip
-        self.link.send(Offer(self.rank, self._measure(runner, specs, max_seq_len, groups.world, device)))
+        self.link.send(KvCapacity(self.rank, self._measure(runner, specs, max_seq_len, groups.world, device)))
         blocks = self._await(Allocate).blocks
         with self._phase("make the KV cache"):
             runner.caches = caches(blocks)
@@ -245,48 +256,50 @@ class Worker:
         facts = RankFacts(
             self.rank, self._config["node"], name, held, self._bytes_now(), self._phases.seconds, attention.name, digest
         )  # fmt: skip
-        self.link.send(Ready(self.rank, facts))
+        self.link.send(RankReady(self.rank, facts))
         return runner
 
-    def _measure(self, runner: Runner, specs: Sequence[KvSpec], max_seq_len: int, world: Group, device: torch.device) -> int:
+    def _measure(self, runner: ModelRunner, specs: Sequence[KvSpec], max_seq_len: int, world: Group, device: torch.device) -> int:
         """How many blocks this rank has room for: on a GPU by the largest steps, whose kernels are compiled first."""
-        from phalanx.engine.ranks.ready import budget
-        from phalanx.engine.ranks.ready.rehearsal import processes_of, rehearse
+        from phalanx.worker import memory_profile
+        from phalanx.worker.warmup import compile_processes, warm_up
 
         options, graphs = self.options, runner.graphs
         if device.type != "cuda":
             with self._phase("measure"):
-                return budget.cpu_blocks(options, specs, max_seq_len)
-        steps = budget.largest_steps(
+                return memory_profile.cpu_blocks(options, specs, max_seq_len)
+        steps = memory_profile.profiling_steps(
             max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.most_rows,
             block_size=options.kv_block_size,
         )  # fmt: skip
         with self._phase("compile kernels", "kernel") as tell:
-            rehearse(runner, steps, world, device, processes_of(self._config["local_ranks"]), tell)
+            warm_up(runner, steps, world, device, compile_processes(self._config["local_ranks"]), tell)
         with self._phase("measure", "step") as tell:
-            one_more = budget.counting(tell, len(steps) + len(graphs.largest if graphs else ()))
-            peak = budget.peak_of(runner, steps, device, one_more)
+            one_more = memory_profile.counting(tell, len(steps) + len(graphs.largest if graphs else ()))
+            peak = memory_profile.measure_activations(runner, steps, device, one_more)
             self._bytes["activations"] = peak.held
-            return budget.gpu_blocks(options, specs, peak.taken, budget.graphs_of(runner, device, one_more), device)
+            return memory_profile.gpu_blocks(
+                options, specs, peak.taken, memory_profile.measure_graphs(runner, device, one_more), device
+            )
 
-    def _capture(self, runner: Runner, device: torch.device) -> None:
+    def _capture(self, runner: ModelRunner, device: torch.device) -> None:
         """Capture steps of all sizes, where graphs are wanted and the attention back end bears them."""
-        from phalanx.engine.ranks.ready import budget
+        from phalanx.worker import memory_profile
 
         if runner.graphs is None:
             return
-        total, before = len(runner.graphs.sizes), budget.free_bytes(device)
+        total, before = len(runner.graphs.sizes), memory_profile.free_bytes(device)
         with self._phase("capture graphs", "size") as tell:
             for done, _ in enumerate(runner.capture(), start=1):
                 tell(done, total)
-        self._bytes["graphs"] = max(before - budget.free_bytes(device), 0)
+        self._bytes["graphs"] = max(before - memory_profile.free_bytes(device), 0)
 
     @contextmanager
     def _phase(self, name: str, unit: str = "") -> Iterator[Tell]:
         """A phase of the start. What it gives tells the engine how far it is; `unit` as in Progress."""
-        self.link.send(Progress(self.rank, name))
+        self.link.send(StartupProgress(self.rank, name))
         with self._phases.phase(name):
-            yield lambda done, total: self.link.send(Progress(self.rank, name, done, total, unit))
+            yield lambda done, total: self.link.send(StartupProgress(self.rank, name, done, total, unit))
 
     def _await(self, kind: Any) -> Any:
         """The engine's next word, which is of this kind, or Stop."""
@@ -315,14 +328,14 @@ class Worker:
 
     # ---- running steps -----------------------------------------------------------------------------------------------
 
-    def _serve(self, runner: Runner) -> None:
+    def _serve(self, runner: ModelRunner) -> None:
         """Queue each step on the device as it comes, and report those whose results are there: the device never waits for the host.
         The engine's depth bounds how many are under way."""
         # What is here now stays: a full collection would look through all of it, and the device would run dry meanwhile.
         gc.collect()
         gc.freeze()
         _sharpen_timers()
-        under_way: deque[tuple[int, bytes, Outcome]] = deque()
+        under_way: deque[tuple[int, bytes, StepOutput]] = deque()
         while True:
             # A new step wakes this at once. An event of the device does not: it is asked again and again, and in between the core
             # and the interpreter are free for the other threads.
@@ -339,10 +352,10 @@ class Worker:
             if under_way and under_way[0][2].ready:
                 self._report(*under_way.popleft())
 
-    def _report(self, number: int, digest: bytes, outcome: Outcome) -> None:
+    def _report(self, number: int, digest: bytes, outcome: StepOutput) -> None:
         rows, tokens = outcome.results()
         self.link.finished = number
-        self.link.send(Done(self.rank, number, digest, tokens, rows if self._place.tp_index == 0 else None))
+        self.link.send(StepDone(self.rank, number, digest, tokens, rows if self._place.tp_index == 0 else None))
 
 
 def _sharpen_timers() -> None:
@@ -368,7 +381,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     log.configure(f"rank {rank}", "INFO" if rank == 0 else "WARNING")
-    link = Link(rank, config["engine"])
+    link = EngineChannel(rank, config["engine"])
     link.send(Hello(rank, config["node"], os.getpid()))
     status = 1
     try:
@@ -381,18 +394,18 @@ def main() -> None:
     os._exit(status)
 
 
-def _trouble(rank: int, error: BaseException) -> Trouble:
+def _trouble(rank: int, error: BaseException) -> RankError:
     """The error as the engine raises it, naming the rank; with its traceback in the log when nobody raised it on purpose."""
     if isinstance(error, PhalanxError):
         wire = error.to_wire()
-        return Trouble(rank, {**wire, "failure": f"rank {rank}: {wire['failure']}"}, consequence=False)
+        return RankError(rank, {**wire, "failure": f"rank {rank}: {wire['failure']}"}, consequence=False)
     from phalanx.comm.torch_group import lost_peer
 
     consequence = lost_peer(error)
     if not consequence:
         logger.error("%s", "".join(traceback.format_exception(error)))
     said = EngineError(f"rank {rank} failed: {type(error).__name__}: {error}", next="its traceback is in the log")
-    return Trouble(rank, said.to_wire(), consequence)
+    return RankError(rank, said.to_wire(), consequence)
 
 
 if __name__ == "__main__":
