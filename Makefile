@@ -25,8 +25,8 @@ check: $(VENV)/.dev
 	@echo "== architecture" && $(PY) -m pytest -q tests/architecture
 
 bench: $(VENV)/.dev
-	@$(PY) benchmarks/engine/throughput.py
-	@$(PY) benchmarks/serve/overhead.py
+	@$(PY) -m benchmarks.engine.throughput
+	@$(PY) -m benchmarks.serve.overhead
 
 $(VENV)/bin/python:
 	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or later is needed (with venv); none was found. Name one: make PYTHON=/path/to/python ..."; exit 1; fi

@@ -3,8 +3,8 @@
 
     python scripts/one_gpu.py COPY --gpus 4
     cd COPY && export PYTHONPATH=src:. TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 NCCL_SOCKET_IFNAME=lo
-    python -m torch.distributed.run --nproc-per-node 2 -m tests.comm.rows.owned_rank wide
-    python benchmarks/engine/paths_on_gpu.py --texts 40,24,40,12 --layouts 2x1,2x2 --tiny_layouts 2x1 --beside 1 --out DIR
+    python -m torch.distributed.run --nproc-per-node 2 -m tests.support.comm_sequence_parallel_rank wide
+    python -m tests.gpu.compare_paths --texts 40,24,40,12 --layouts 2x1,2x2 --tiny_layouts 2x1 --beside 1 --out DIR
     python -m pytest -n 0 -m gpu2 tests/kernels/test_compiling.py
 
 All is real but where the ranks stand: kernels, symmetric memory, graphs, NCCL (by sockets, as each rank calls itself a host of its
@@ -44,13 +44,13 @@ def edits(gpus: int) -> Iterator[Edit]:
     yield Edit(tuned, "reach = hosts == 1 and _reaches(device, uuids)", "reach = hosts == 1")
     yield Edit(tuned, "linked = reach and nvlink_everywhere(uuids)", "linked = reach")
     place = "    torch.cuda.set_device(rank)\n"
-    for file in ("tests/comm/allreduce_rank.py", "tests/comm/rows/owned_rank.py"):
+    for file in ("tests/support/comm_allreduce_rank.py", "tests/support/comm_sequence_parallel_rank.py"):
         yield Edit(file, place, '    os.environ["NCCL_HOSTID"] = f"rank{rank}"\n    torch.cuda.set_device(0)\n')
-    yield Edit("tests/comm/allreduce_rank.py", 'torch.device("cuda", rank)', 'torch.device("cuda", 0)')
-    yield Edit("tests/comm/gpu_ranks.py", "timeout=240", "timeout=900")
+    yield Edit("tests/support/comm_allreduce_rank.py", 'torch.device("cuda", rank)', 'torch.device("cuda", 0)')
+    yield Edit("tests/support/comm_gpu_ranks.py", "timeout=240", "timeout=900")
     yield Edit("tests/conftest.py", "return len(choose(gpus,", f"return {gpus} * len(choose(gpus,")
     yield Edit("tests/kernels/test_compiling.py", '"max_batch_size": 48,', '"max_batch_size": 48, "kv_cache_bytes": 1 << 30,')
-    jobs = "benchmarks/engine/side_by_side.py"
+    jobs = "benchmarks/engine/gpu_jobs.py"
     yield Edit(jobs, '"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))', '"CUDA_VISIBLE_DEVICES": "0"')
     yield Edit(jobs, "    if visible := os.environ", f"    return list(range({gpus}))\n    if visible := os.environ")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time all-reduces whose rows have owners: `torchrun --nproc-per-node N benchmarks/comm/rows.py --csv OUT.csv --json OUT.json`.
+"""Time all-reduces whose rows have owners: `torchrun --nproc-per-node N -m benchmarks.comm.rs_norm_ag --csv OUT.csv --json OUT.json`.
 
 The sum over ranks of [tokens, 8192] bf16, residual, norm and e4m3 with a scale per token, as between the layers of a model in FP8:
 by owners of rows, by what AUTO picks for whole rows, by NCCL and a kernel. Each is verified first, against the unfused kernels;
@@ -13,7 +13,6 @@ import argparse
 import csv
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.comm.allreduce import measure, verdict
 from phalanx.comm.group import ResidualRmsNorm, finish
-from phalanx.comm.rows import OwnedRows, own_rows, owned
-from phalanx.comm.symmetric import Workspace, form_workspace
+from phalanx.comm.sequence_parallel import ShardedResidual, rank_rows, rs_norm_ag
+from phalanx.comm.symmetric import SymmetricWorkspace, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import tuned
 from phalanx.kernels import reference
@@ -41,7 +38,7 @@ HIDDEN, FUSION = 8192, Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE
 Call = Callable[[], Any]
 
 
-def cases(tokens: int, workspace: Workspace, base: TorchGroup, picked: Any) -> Iterator[tuple[str, Call]]:
+def cases(tokens: int, workspace: SymmetricWorkspace, base: TorchGroup, picked: Any) -> Iterator[tuple[str, Call]]:
     """(name, call), each verified before it is handed out."""
     torch.manual_seed(dist.get_rank())
     x = torch.randn(tokens, HIDDEN, device="cuda").to(torch.bfloat16)
@@ -53,15 +50,15 @@ def cases(tokens: int, workspace: Workspace, base: TorchGroup, picked: Any) -> I
     wanted = finish(reference.all_reduce(parts), fusion)
     del parts
     for shape in (None, *(LAUNCHES if tokens in SWEPT else ())):
-        *found, new = owned.all_reduce_norm(x, fusion, workspace, shape)
-        assert isinstance(new, OwnedRows)
+        *found, new = rs_norm_ag.all_reduce_norm(x, fusion, workspace, shape)
+        assert isinstance(new, ShardedResidual)
         good = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=False))
-        for rows in own_rows(tokens, new.at_once, base.rank, base.size):
+        for rows in rank_rows(tokens, new.at_once, base.rank, base.size):
             good = good and torch.equal(new.held[rows.start : rows.stop], wanted[-1][rows.start : rows.stop])
         name = "OWNED" if shape is None else "OWNED {}w {} per sm, {} move".format(*shape)
         verdict(good, f"{name}, {tokens} tokens", base.process_group)
         again = replace(fusion, residual=new)  # as behind the second layer
-        yield name, lambda s=shape, f=again: owned.all_reduce_norm(x, f, workspace, s)
+        yield name, lambda s=shape, f=again: rs_norm_ag.all_reduce_norm(x, f, workspace, s)
     yield "AUTO, whole rows", lambda: picked.all_reduce(x, fusion)
     zeros = torch.zeros_like(x)  # summed in place
     yield "NCCL + ours", lambda: finish(base.all_reduce(zeros), fusion)
@@ -87,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
                 writer.writeheader()
                 writer.writerows(rows)
         if options.json:
-            Path(options.json).write_text(json.dumps({"about": record.about(), "rows": rows}, indent=1) + "\n")
+            Path(options.json).write_text(json.dumps({"about": harness.about(), "rows": rows}, indent=1) + "\n")
 
 
 def show(rows: list[dict[str, Any]]) -> None:

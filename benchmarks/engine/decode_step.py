@@ -105,7 +105,7 @@ def make_runner(
     else:
         weights.load(model, folder)
     held = slots * 20 + 1 if blocks is None else blocks
-    caches = [LayerCache.zeros(held, 16, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in model.kv_specs()]
+    caches = [LayerCache.zeros(held, 16, s.heads, s.head_dim, model.context.cache_dtype, device) for s in model.kv_specs()]
     runner = ModelRunner(
         model, caches, backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
         max_batch_size=slots, max_seq_len=longest, block_size=16, dtype=dtype, device=device,
@@ -142,8 +142,6 @@ def products() -> dict[str, Any]:
     from functools import partial
 
     import torch.nn.functional as F
-
-    from phalanx.kernels.gemm.gemv import one_row
 
     found: dict[str, Any] = {}
     sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}

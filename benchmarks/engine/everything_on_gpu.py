@@ -2,8 +2,8 @@
 """All of `benchmarks/results/serving` again, and what only GPUs can check, on one host: each work on as many GPUs as it needs,
 beside others where there is room.
 
-    python benchmarks/engine/everything_on_gpu.py --out DIR [--only tp4,8b_http] [--seconds 1500]
-    python benchmarks/engine/everything_on_gpu.py --out DIR --device cpu      a few by the demo model, to try this script itself
+    python -m benchmarks.engine.everything_on_gpu --out DIR [--only tp4,8b_http] [--seconds 1500]
+    python -m benchmarks.engine.everything_on_gpu --out DIR --device cpu      a few by the demo model, to try this script itself
 
 Works that need more GPUs go first. Reports, logs and servers' metrics go to --out and, whenever a work has ended, into one file
 (--packed; results.tgz there), so that a run that is cut off has not run in vain. What could not end within --seconds is not begun.
@@ -27,9 +27,8 @@ from typing import IO, Any, NamedTuple
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
-from benchmarks.engine.side_by_side import run_jobs, visible_gpus
+from benchmarks import harness
+from benchmarks.engine.gpu_jobs import run_jobs, visible_gpus
 from benchmarks.serve import started
 
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -70,7 +69,7 @@ def works() -> dict[str, Work]:
         "tp4": Work(4, 230, scaling("4")),
         "strategies_tp4": Work(4, 230, strategies(4)),
         "tp2_pp2": Work(4, 190, scaling("2x2")),
-        "paths": Work(4, 300, python=["benchmarks/engine/paths_on_gpu.py", "--out", "OUT"]),
+        "paths": Work(4, 300, python=["-m", "tests.gpu.compare_paths", "--out", "OUT"]),
         "tp1": Work(1, 330, scaling("1")),
         "tp2": Work(2, 240, scaling("2")),
         "8b": Work(1, 200, [*eight, "-w", "batch-512x1000x1000", *many, *full]),
@@ -79,20 +78,20 @@ def works() -> dict[str, Work]:
             1, 240, ["throughput", "llama-3-8b", *fp16, "-w", "batch-64x128x1000"], "llama-3-8b", fp16, [(64, 64, 128, 1000)] * 2
         ),
         "pp2": Work(2, 200, scaling("1x2")),
-        "lengths": Work(1, 120, python=["benchmarks/models/lengths.py", "--out", "OUT"]),
+        "lengths": Work(1, 120, python=["-m", "benchmarks.models.lengths", "--out", "OUT"]),
         "405b_tp4": Work(4, 190, model="llama-3.1-405b", served=["--tp_size", "4", *fp8, *few], streams=streams),
         "405b_tp2_pp2": Work(
             4, 190, model="llama-3.1-405b", served=["--tp_size", "2", "--pp_size", "2", *fp8, *few], streams=streams
         ),
-        "fp8_error": Work(1, 120, python=["benchmarks/models/fp8_error.py", "--device", "cuda", "--out", "OUT"]),
+        "fp8_error": Work(1, 120, python=["-m", "benchmarks.models.fp8_error", "--device", "cuda", "--out", "OUT"]),
         "test_engine": Work(1, 300, python=_tests("gpu1", "tests/engine", "tests/bench", "tests/kernels/test_compiling.py")),
-        "test_kernels": Work(1, 300, python=_tests("gpu1", "tests/kernels/attention", "tests/kernels/between", "tests/models")),
-        "test_products": Work(1, 400, python=_tests("gpu1", "tests/kernels/products", "tests/kernels/test_scaled_mm.py")),
+        "test_kernels": Work(1, 300, python=_tests("gpu1", "tests/kernels/attention", "tests/kernels/ops", "tests/models")),
+        "test_products": Work(1, 400, python=_tests("gpu1", "tests/kernels/gemm", "tests/kernels/test_scaled_mm.py")),
         "test_two_stages": Work(2, 200, python=_tests("gpu2", "tests/kernels/test_compiling.py")),
         "test_two": Work(2, 400, python=[*_tests("gpu2", "tests/comm"), "-n", "0"]),
         "test_four": Work(4, 400, python=[*_tests("gpu4", "tests/comm"), "-n", "0"]),
-        "wide_two": Work(2, 150, python=_ranks(2, "tests.comm.rows.owned_rank", "wide")),
-        "wide_four": Work(4, 150, python=_ranks(4, "tests.comm.rows.owned_rank", "wide")),
+        "wide_two": Work(2, 150, python=_ranks(2, "tests.support.comm_sequence_parallel_rank", "wide")),
+        "wide_four": Work(4, 150, python=_ranks(4, "tests.support.comm_sequence_parallel_rank", "wide")),
     }  # fmt: skip
 
 
@@ -154,7 +153,7 @@ def main() -> int:
         print(f"[{time.time() - begin:6.1f}] {results[-1]['name']}: {said_of(results[-1])}", flush=True)
         pack(out, asked.packed or out / "results.tgz")
 
-    results = run_jobs(jobs, gpus, Path(__file__), tell=tell)
+    results = run_jobs(jobs, gpus, "benchmarks.engine.everything_on_gpu", tell=tell)
     return 0 if all(said_of(found) == "done" for found in results) else 1
 
 
@@ -240,7 +239,7 @@ class Run:
         return str(path)
 
     def _call(self, command: Sequence[str]) -> int:
-        process = subprocess.Popen(command, cwd=record.ROOT, stdout=self._log, stderr=self._log)
+        process = subprocess.Popen(command, cwd=harness.ROOT, stdout=self._log, stderr=self._log)
         try:
             return process.wait(max(self._end - time.monotonic(), 1.0))
         except subprocess.TimeoutExpired:

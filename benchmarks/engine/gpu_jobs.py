@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.serve.started import ended
 
 _TURNS = "BENCH_TURNS"  # a folder with a file for each GPU, which is locked by who runs there
@@ -35,9 +35,9 @@ def visible_gpus() -> list[int]:
 
 
 def run_jobs(
-    jobs: list[dict[str, Any]], gpus: list[int], script: Path, *, beside: int = 1, tell: Callable[[list[dict[str, Any]]], None]
+    jobs: list[dict[str, Any]], gpus: list[int], module: str, *, beside: int = 1, tell: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
-    """Run each job by `script --job` on tp x pp GPUs, of which each has at most `beside` jobs at a time. A job prints one line,
+    """Run each job by `python -m MODULE --job` on tp x pp GPUs, of which each has at most `beside` jobs at a time. A job prints one line,
     RESULT and what it found as JSON; found here with what the job is, or with an error. Larger jobs come first. tell: is called
     with all that there is whenever a job has ended, the latest last, so that a run that is cut off has not run in vain. Jobs that
     run when this is left are ended."""
@@ -52,7 +52,7 @@ def run_jobs(
                     mine = _places(held, job["tp"] * job["pp"], beside)
                     if mine:
                         waiting.remove(job)
-                        running.append((job, mine, _start(job, mine, script, turns)))
+                        running.append((job, mine, _start(job, mine, module, turns)))
                 for entry in [each for each in running if each[2].poll() is not None]:
                     running.remove(entry)
                     job, mine, process = entry
@@ -77,10 +77,10 @@ def _places(held: dict[int, int], count: int, beside: int) -> list[int]:
     return sorted(room)
 
 
-def _start(job: Mapping[str, Any], gpus: list[int], script: Path, turns: str) -> subprocess.Popen[str]:
+def _start(job: Mapping[str, Any], gpus: list[int], module: str, turns: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), _TURNS: turns}
-    command = [sys.executable, str(script), "--job", json.dumps(job)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", module, "--job", json.dumps(job)]
+    return subprocess.Popen(command, cwd=harness.ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def _result(job: Mapping[str, Any], process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def keeping(name: str, out: Path, count: int, line: Callable[[dict[str, Any]], s
     def tell(results: list[dict[str, Any]]) -> None:
         print(line(results[-1]), flush=True)
         seconds = round(time.monotonic() - begin, 1)
-        record.write(name, {"seconds": seconds, "asked": count, "jobs": results}, out)
+        harness.write(name, {"seconds": seconds, "asked": count, "jobs": results}, out)
 
     return tell
 

@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from benchmarks import harness
 from phalanx.config.options import EngineOptions
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import (
@@ -270,7 +271,7 @@ def measure(asked: argparse.Namespace, *, profile: bool) -> dict[str, Any]:
         told = {"address": f"ipc://{folder}/client", "ranks": asked.ranks, "profile": profile, "device_ms": asked.device_ms}
         (Path(folder) / "asked.json").write_text(json.dumps(told))
         client = Client(told["address"])
-        root = str(Path(__file__).resolve().parents[2])
+        root = str(harness.ROOT)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         engine = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.engine.host", "--engine", folder],
@@ -324,8 +325,6 @@ def main() -> int:
         for name, text in measure(asked, profile=True).items():
             print(f"\n{name}\n{text}")
     if asked.record:
-        from benchmarks import harness
-
         figures = {"asked": {"ranks": asked.ranks, "steps": asked.steps, "device_ms": asked.device_ms}, "ms_per_step": found}
         if before is not None:
             figures["before_ms_per_step"] = before

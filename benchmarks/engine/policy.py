@@ -94,7 +94,7 @@ def simulate(
             name = names.get(row.slot, "")
             count = made.get(name, 0) + 1
             results.append(RowResult(token=(2 if count == ends.get(name) and not ignore_eos else 1) if row.samples else None))
-        for said in scheduler.settle(StepResult(step.number, [results])):
+        for said in scheduler.process_result(StepResult(step.number, [results])):
             made[said.request_id] = made.get(said.request_id, 0) + 1
             first.setdefault(said.request_id, at)
             output += 1

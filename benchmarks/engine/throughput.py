@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
+from benchmarks import harness
 
 TARGET = 5.0
 
@@ -33,7 +31,7 @@ def main() -> int:
     print(f"phalanx, {asked.requests} requests at once:  {ours['best']:8.1f} tokens/s")
     print(f"ratio: {ratio:.1f} (at least {TARGET:.0f} is asked for)")
     figures = {"asked": vars(asked), "transformers_tokens_per_s": theirs, "phalanx_tokens_per_s": ours, "ratio": ratio}
-    print(f"written: {record.write('engine_throughput_cpu', figures).relative_to(record.ROOT)}")
+    print(f"written: {harness.write('engine_throughput_cpu', figures).relative_to(harness.ROOT)}")
     return 0 if ratio >= TARGET else 1
 
 

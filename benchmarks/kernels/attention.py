@@ -8,7 +8,7 @@ of keys and values.
 prefill: verified on some of the tokens, and the others against the chosen variant's, then timed in a graph of 4 launches; TFLOP/s
 are of the keys that tokens see. Shapes are rows x tokens, and the tokens that each row has already.
 
-    python benchmarks/kernels/attention.py --out DIR [--parts decode,prefill] [--heads 32/8,64/8] [--kv bf16,e4m3]
+    python -m benchmarks.kernels.attention --out DIR [--parts decode,prefill] [--heads 32/8,64/8] [--kv bf16,e4m3]
         [--rows 1,64] [--tokens 200] [--mixed 64] [--skewed 64] [--variants none] [--shapes 8x1024,1x1024+16384]
 """
 
@@ -22,11 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.kernels.attention_launches import (
     BLOCK,
     HEAD_DIM,
@@ -42,8 +41,8 @@ from benchmarks.kernels.attention_launches import (
 from benchmarks.kernels.attention_prefill import prefill
 from phalanx.kernels.attention import reference
 from phalanx.kernels.attention.decode import decode_attention
-from phalanx.kernels.attention.shares import cut
-from phalanx.kernels.attention.split import MOST_PIECES, PROGRAMS_PER_PROCESSOR, SHORT, Split, Workspace, chosen
+from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, PROGRAMS_PER_PROCESSOR, SHORT, Split, Workspace, chosen
+from phalanx.kernels.attention.split_kv import cut
 
 COLD = 160 << 20
 """Bytes of keys and values between two reads of the same."""
@@ -74,7 +73,7 @@ class Job(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--parts", default="decode", help="of decode,prefill")
     parser.add_argument("--heads", default="32/8,16/2", help="query/KV heads")
     parser.add_argument("--rows", default="1,8,64,128,256,512")
@@ -113,7 +112,7 @@ def decode(asked: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
                     name = f"{kv} {q_heads}/{kv_heads} R={count} T={length}{kind}"
                     figures[name] = measure(job, workspace, asked)
                     print(f"{name:28} {line(figures[name])}", flush=True)
-            record.write("kernels_attention", figures, asked.out)
+            harness.write("kernels_attention", figures, asked.out)
         del memory
     print("\nbest variants (shares, chunk, tile, warps, stages, registers, together), beside the chosen:")
     tell_best(figures)
@@ -154,7 +153,11 @@ class Memory:
 def variants(rows: int, kv_heads: int, processors: int) -> Iterator[Split]:
     """shares: as many as a half or a whole of what runs at once gives each row, and for many rows a half of theirs."""
     room = PROGRAMS_PER_PROCESSOR * processors // kv_heads
-    shares = {min(max(room // (2 * rows), 1), MOST_PIECES) * rows, min(max(room // rows, 1), MOST_PIECES) * rows, -(-rows // 2)}
+    shares = {
+        min(max(room // (2 * rows), 1), MAX_SPLITS_PER_ROW) * rows,
+        min(max(room // rows, 1), MAX_SPLITS_PER_ROW) * rows,
+        -(-rows // 2),
+    }
     if 2 * rows * kv_heads <= processors:
         yield FEW[0]
         yield from (split._replace(shares=min(room // (2 * rows), 16) * rows) for split in FEW)
@@ -175,7 +178,7 @@ def decodes(pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace
         for kv in kinds:
             dtype = torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn
             cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(dtype)
-            for split in [*FEW, *(Split(MOST_PIECES, 64, *tile) for tile in MANY)]:
+            for split in [*FEW, *(Split(MAX_SPLITS_PER_ROW, 64, *tile) for tile in MANY)]:
                 yield partial(
                     decode_attention, query, cache, cache, tables.view(1, -1), slots[:1], lengths[:1], scale=1.0, window=None,
                     kv_scales=SCALES, workspace=workspace, split=split, early_lengths=early,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.kernels.attention_launches import (
     BLOCK,
     HEAD_DIM,
@@ -24,9 +24,9 @@ from benchmarks.kernels.attention_launches import (
     seconds,
     tell_best,
 )
-from phalanx.kernels.attention import prefill_tiles, reference
+from phalanx.kernels.attention import count_prefill_tiles, reference
+from phalanx.kernels.attention.heuristics import PrefillTiling, select_prefill
 from phalanx.kernels.attention.prefill import prefill_attention
-from phalanx.kernels.attention.split import PrefillChoice, prefill_choice
 
 PREFILL = {
     "bf16": [
@@ -54,7 +54,7 @@ def prefill(asked: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
                 name = f"{kv} {q_heads}/{kv_heads} {rows}x{tokens}" + (f"+{prior}" if prior else "")
                 figures[name] = found = measure_prefill(job, kv, asked.peers)
                 print(f"{name:28} {line(found, 'TFLOP/s')}", flush=True)
-            record.write("kernels_attention_prefill", figures, asked.out)
+            harness.write("kernels_attention_prefill", figures, asked.out)
     print("\nbest variants (rows, keys, warps, stages, registers), beside the chosen:")
     tell_best(figures)
 
@@ -95,7 +95,7 @@ def prefills(pairs: list[tuple[int, ...]], kinds: list[str]) -> Iterator[Callabl
     for q_heads, kv_heads in pairs:
         for kv in kinds:
             job = prefill_job(kv, q_heads, kv_heads, 1, 1, 0)
-            for choice in [prefill_choice(HEAD_DIM, 2), *starmap(PrefillChoice, PREFILL[kv])]:
+            for choice in [select_prefill(HEAD_DIM, 2), *starmap(PrefillTiling, PREFILL[kv])]:
                 yield partial(prefill_attention, job.query, *job.cache, *job[2:6], **job.options, choice=choice)
 
 
@@ -107,9 +107,9 @@ def measure_prefill(job: PrefillJob, kv: str, peers: str) -> dict[str, Any]:
     row = at // (tokens // rows)
     seen = job.lengths[row] - job.starts[row + 1] + at.int() + 1
     wanted = reference.decode_attention(job.query[at], *job.cache, job.tables, job.slots[row], seen, **job.options).float()
-    tiles = prefill_tiles(job.starts.tolist(), q_heads // kv_heads)
-    choices = {"chosen": prefill_choice(HEAD_DIM, 2)}
-    choices |= {f"({', '.join(map(str, each))})": PrefillChoice(*each) for each in PREFILL[kv]}
+    tiles = count_prefill_tiles(job.starts.tolist(), q_heads // kv_heads)
+    choices = {"chosen": select_prefill(HEAD_DIM, 2)}
+    choices |= {f"({', '.join(map(str, each))})": PrefillTiling(*each) for each in PREFILL[kv]}
     candidates: dict[str, Callable[[Tensor], Tensor]] = {
         label: partial(_prefilled, job, choice, tiles) for label, choice in choices.items()
     }
@@ -137,7 +137,7 @@ def measure_prefill(job: PrefillJob, kv: str, peers: str) -> dict[str, Any]:
     return found
 
 
-def _prefilled(job: PrefillJob, choice: PrefillChoice, tiles: int, out: Tensor) -> Tensor:
+def _prefilled(job: PrefillJob, choice: PrefillTiling, tiles: int, out: Tensor) -> Tensor:
     return prefill_attention(job.query, *job.cache, *job[2:6], **job.options, choice=choice, tiles=tiles, out=out)
 
 

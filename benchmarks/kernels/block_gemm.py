@@ -12,7 +12,7 @@ row-wise: torch._scaled_mm with scales by row and column on x in e4m3, the bound
 TB/s of the weight's e4m3 bytes up to 64 tokens, TFLOP/s beyond. Each is verified against the sum in fp32 of what is to be
 multiplied, then timed in a CUDA graph over enough copies of the weight that none is in a cache: median of 7 replays.
 
-    python benchmarks/kernels/block_scaled.py --out DIR [--shapes 8b,tp4] [--tokens 1,8,64,256,2048]
+    python -m benchmarks.kernels.block_gemm --out DIR [--shapes 8b,tp4] [--tokens 1,8,64,256,2048]
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import record
-from benchmarks.kernels import products
-from benchmarks.kernels.products import Candidate, Case, measure
+from benchmarks import harness
+from benchmarks.kernels import gemm
+from benchmarks.kernels.gemm import Candidate, Case, measure
 from phalanx.kernels import reference
-from phalanx.kernels.products import blocks, cuts
-from phalanx.kernels.products.block_scaled import block_scaled
-from phalanx.kernels.products.block_scaled_row import block_scaled_row
-from phalanx.kernels.products.choice import OneRow
-from phalanx.kernels.products.cuts import Blocks
+from phalanx.kernels.gemm import block_gemm, block_heuristics
+from phalanx.kernels.gemm.block_heuristics import Blocks
+from phalanx.kernels.gemm.block_scaled_gemm import block_scaled_gemm
+from phalanx.kernels.gemm.block_scaled_gemv import block_scaled_gemv
+from phalanx.kernels.gemm.heuristics import GemvTiling
 
 SHAPES = {
     "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
@@ -54,8 +53,8 @@ COLD = 128 << 20
 """Bytes of copies of the weight in e4m3 at least: beyond the second cache of an H200, which has 50 MiB."""
 REPLAYS = 7
 ROWS = [
-    OneRow(2, 4096, 4), OneRow(4, 2048, 2), OneRow(4, 2048, 4), OneRow(2, 8192, 4), OneRow(1, 8192, 4), OneRow(4, 4096, 8),
-    OneRow(2, 16384, 8),
+    GemvTiling(2, 4096, 4), GemvTiling(4, 2048, 2), GemvTiling(4, 2048, 4), GemvTiling(2, 8192, 4), GemvTiling(1, 8192, 4), GemvTiling(4, 4096, 8),
+    GemvTiling(2, 16384, 8),
 ]  # fmt: skip
 TILES = {  # tokens -> (rows, tokens, warps, stages), without parts
     8: [(64, 16, 4, 4), (64, 16, 4, 6), (64, 16, 4, 8), (128, 16, 4, 5), (128, 16, 8, 6)],
@@ -78,12 +77,12 @@ class Product(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--shapes", default="8b,tp4")
     parser.add_argument("--tokens", default="1,8,64,256,2048")
     asked = parser.parse_args()
     figures: dict[str, Any] = {"chosen_is": {}}
-    with ThreadPoolExecutor(12) as pool, mock.patch.object(products, "REPLAYS", REPLAYS):
+    with ThreadPoolExecutor(12) as pool, mock.patch.object(gemm, "REPLAYS", REPLAYS):
         for shape, tokens in product(asked.shapes.split(","), map(int, asked.tokens.split(","))):
             for name, size in SHAPES[shape].items():
                 title = f"{shape} {name} {size} T={tokens}"
@@ -91,7 +90,7 @@ def main() -> int:
                 figures["chosen_is"][title] = chosen(tokens, size)
                 figures[title] = measure(pool, Case(p.weights, work(p), dict(candidates(p)))) | beside(p)
                 tell(title, figures[title])
-                record.write("kernels_block_scaled", figures, asked.out)
+                harness.write("kernels_block_scaled", figures, asked.out)
     return 0
 
 
@@ -113,9 +112,9 @@ def chosen(tokens: int, size: tuple[int, int]) -> str:
     """The label of what `blocks.block_scaled_mm` takes for x [tokens, in] and weight [out, in] on an H200; size: (out, in)."""
     outputs, inputs = size
     if tokens > 1:
-        return f"{tuple(cuts.rows(tokens, outputs, inputs // cuts.WIDTH))}"
-    itself = cuts.quantizes(outputs, inputs)
-    return f"{'' if itself else 'quantized, '}row {tuple(cuts.one_row(inputs, quantizes=itself))}"
+        return f"{tuple(block_heuristics.rows(tokens, outputs, inputs // block_heuristics.WIDTH))}"
+    itself = block_heuristics.quantizes(outputs, inputs)
+    return f"{'' if itself else 'quantized, '}row {tuple(block_heuristics.one_row(inputs, quantizes=itself))}"
 
 
 def make(tokens: int, size: tuple[int, int]) -> Product:
@@ -129,7 +128,7 @@ def make(tokens: int, size: tuple[int, int]) -> Product:
     scale = torch.rand(-(-outputs // 128), -(-inputs // 128), device="cuda") / 512 + 1e-3
     scale = scale.repeat_interleave(128, dim=0)[:outputs].contiguous()
     meant = reference.dequantize(first, scale, torch.float32, block=128)
-    values, x_scale = (found.cuda() for found in reference.quantize_groups(x.cpu()))
+    values, x_scale = (found.cuda() for found in reference.per_token_group_quant_fp8(x.cpu()))
     quantized = reference.dequantize(values, x_scale, torch.float32, block=128) @ meant.t()
     copies = [first, *(first.clone() for _ in range(max(1, COLD // first.nbytes)))]
     return Product(x, copies, scale, quantized, x.float() @ meant.t())
@@ -144,23 +143,23 @@ def work(p: Product) -> float:
 def candidates(p: Product) -> Iterator[tuple[str, Candidate]]:
     """On the weight in e4m3."""
     tokens, inputs = p.x.shape
-    yield "chosen", Candidate(lambda w: blocks.block_scaled_mm(p.x, w, p.scale, dtype=BF16), p.quantized)
+    yield "chosen", Candidate(lambda w: block_gemm.block_scaled_mm(p.x, w, p.scale, dtype=BF16), p.quantized)
     if tokens == 1:
         for held in ROWS:
             if inputs <= 8192:
                 yield f"row {tuple(held)}", Candidate(partial(row, p, held, False), p.quantized)
             yield f"quantized, row {tuple(held)}", Candidate(partial(row, p, held, True), p.quantized)
-    if tokens > 1 and blocks.torch_takes(p.scale.shape[0], inputs, 0, p.x.device):
-        by_block = blocks.once_a_block(p.scale)
-        yield "torch", Candidate(lambda w: blocks._torchs(p.x, w, by_block), p.quantized)
+    if tokens > 1 and block_gemm.cublas_supports(p.scale.shape[0], inputs, 0, p.x.device):
+        by_block = block_gemm.one_scale_per_block(p.scale)
+        yield "torch", Candidate(lambda w: block_gemm._torchs(p.x, w, by_block), p.quantized)
     near = min(TILES, key=lambda count: abs(count - tokens))
     for tile, parts in product(TILES[near], PARTS[near]):
         tiles = -(-p.scale.shape[0] // tile[0]) * -(-tokens // tile[1])
         if parts == 1 or (tiles * parts <= 132 * 6 and p.scale.shape[1] // parts >= 4):
             tiling = Blocks(*tile, parts)
             yield f"{tuple(tiling)}", Candidate(partial(cut, p, tiling), p.quantized)
-    if tokens <= cuts.FEW:
-        yield "x16", Candidate(lambda w: blocks.widening_mm(p.x, w, p.scale, block=128), p.wide)
+    if tokens <= block_heuristics.FEW:
+        yield "x16", Candidate(lambda w: block_gemm.w8a16_gemm(p.x, w, p.scale, block=128), p.wide)
     yield "widened", Candidate(partial(widened, p), p.wide)
     by_row, by_column = torch.ones(tokens, 1, device="cuda"), torch.ones(1, p.scale.shape[0], device="cuda")
     values = (p.x.float() * 8).to(FP8)
@@ -169,14 +168,14 @@ def candidates(p: Product) -> Iterator[tuple[str, Candidate]]:
     yield "row-wise", Candidate(lambda w: mm(values, w.t()), bare)
 
 
-def row(p: Product, tiling: OneRow, apart: bool, weight: Tensor) -> Tensor:
+def row(p: Product, tiling: GemvTiling, apart: bool, weight: Tensor) -> Tensor:
     """apart: a kernel before it quantizes x."""
-    values, x_scale = blocks.quantize_groups(p.x) if apart else (p.x, None)
+    values, x_scale = block_gemm.per_token_group_quant_fp8(p.x) if apart else (p.x, None)
     return block_scaled_row(values, x_scale, weight, p.scale, dtype=BF16, begin=0, quantize=True, tiling=tiling)
 
 
 def cut(p: Product, tiling: Blocks, weight: Tensor) -> Tensor:
-    values, x_scale = blocks.quantize_groups(p.x)
+    values, x_scale = block_gemm.per_token_group_quant_fp8(p.x)
     return block_scaled(values, x_scale, weight, p.scale, dtype=BF16, begin=0, tiling=tiling)
 
 
@@ -189,8 +188,8 @@ def beside(p: Product) -> dict[str, Any]:
     meant = reference.dequantize(p.weights[0], p.scale, BF16, block=128)
     copies = [meant, *(meant.clone() for _ in range(max(1, COLD // meant.nbytes)))]
     act: Callable[[Tensor], Tensor] = partial(F.linear, p.x)
-    microseconds = products.seconds(act, copies) * 1e6
-    return {"bf16": [round(microseconds, 2), round(work(p) / microseconds, 3), float(f"{products.off(act(meant), p.wide):.1e}")]}
+    microseconds = gemm.seconds(act, copies) * 1e6
+    return {"bf16": [round(microseconds, 2), round(work(p) / microseconds, 3), float(f"{gemm.off(act(meant), p.wide):.1e}")]}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 products of a few rows on one Hopper GPU, by `kernels/products/few_rows.py` in many tilings, beside torch's bare sums: shapes
+"""FP8 products of a few rows on one Hopper GPU, by `kernels/gemm/fp8_skinny.py` in many tilings, beside torch's bare sums: shapes
 of Llama-3-70B on 4, 2 and 1 ranks, and of 8B.
 
 cells: each product alone, over copies of its weight that no cache holds. Each tiling is verified first: against sums in fp32, and
@@ -11,7 +11,7 @@ fastest, of those fastest alone. What the chosen ones take beyond the picked one
 All in CUDA graphs, medians of 9 replays. A tiling is (rows, stages, programs, warps). Kernels are compiled first, in processes of
 their own, so that nothing else runs when something is timed.
 
-    python benchmarks/kernels/few_rows.py --out DIR [--shapes tp4,tp2,tp1,8b] [--tokens 4,16,32,64] [--workers 14]
+    python -m benchmarks.kernels.fp8_skinny --out DIR [--shapes tp4,tp2,tp1,8b] [--tokens 4,16,32,64] [--workers 14]
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from benchmarks import record
-from benchmarks.kernels.products import SHAPES as OTHERS_TOO
-from benchmarks.kernels.products import UNIT, off, seconds
-from phalanx.kernels.products import choice
-from phalanx.kernels.products.choice import FewRows
-from phalanx.kernels.products.few_rows import few_rows, processors
-from phalanx.kernels.quantize_rows import quantize_fp8
-from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.residual_rms_norm import residual_rms_norm
-from phalanx.kernels.scaled_mm import silu_mul_quant_fp8
+from benchmarks import harness
+from benchmarks.kernels.gemm import SHAPES as OTHERS_TOO
+from benchmarks.kernels.gemm import UNIT, off, seconds
+from phalanx.kernels.gemm import heuristics
+from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm, processors
+from phalanx.kernels.gemm.heuristics import SkinnyTiling
+from phalanx.kernels import silu_mul_quant_fp8
+from phalanx.kernels.ops.quantize_fp8 import quantize_fp8
+from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm
+from phalanx.kernels.scaled_tensors import Unscaled
 
 Sizes = Mapping[str, tuple[int, int]]
 SHAPES: Mapping[str, Sizes] = {
@@ -80,14 +79,14 @@ class Job(NamedTuple):
     tokens: int
     outputs: int
     inputs: int
-    tiling: FewRows
+    tiling: SkinnyTiling
 
     def constants(self) -> tuple[int, ...]:
         """Jobs of the same ones run the same kernel."""
         rows, stages, programs, warps = self.tiling
-        along, deep = triton.cdiv(self.outputs, rows), triton.cdiv(self.inputs, choice.DEPTH)
+        along, deep = triton.cdiv(self.outputs, rows), triton.cdiv(self.inputs, heuristics.TILE_K)
         in_parts = along * deep % programs != 0 or along * deep // programs % deep != 0
-        return choice.columns_for(self.tokens), deep, rows, stages, warps, in_parts
+        return heuristics.tile_tokens(self.tokens), deep, rows, stages, warps, in_parts
 
 
 class Cell(NamedTuple):
@@ -95,12 +94,12 @@ class Cell(NamedTuple):
 
     torch: float
     torch_error: float
-    chosen: FewRows | None
-    us: dict[FewRows, float]
-    errors: dict[FewRows, float]
-    failed: dict[FewRows, str]
+    chosen: SkinnyTiling | None
+    us: dict[SkinnyTiling, float]
+    errors: dict[SkinnyTiling, float]
+    failed: dict[SkinnyTiling, str]
 
-    def fastest(self, count: int) -> list[FewRows]:
+    def fastest(self, count: int) -> list[SkinnyTiling]:
         return sorted(self.us, key=self.us.__getitem__)[:count]
 
     def figures(self) -> dict[str, Any]:
@@ -119,7 +118,7 @@ class Cell(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--shapes", default="tp4,tp2,tp1,8b")
     parser.add_argument("--tokens", default="4,16,32,64")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that compile")
@@ -147,7 +146,7 @@ def main() -> int:
         picked = ", ".join(f"{name} {tuple(tiling)}" for name, tiling in found["picks"].items())
         three = ", ".join(f"{name} {found[name]:.2f}" for name in ("torch", "chosen", "picked"))
         print(f"{shape} chain {tokens}: {three} us a layer; {picked}", flush=True)
-        record.write("kernels_few_rows", figures, asked.out)
+        harness.write("kernels_few_rows", figures, asked.out)
     return 0
 
 
@@ -159,21 +158,21 @@ def tell(title: str, cell: Cell) -> None:
         print(f"    {tuple(tiling)} {what}", flush=True)
 
 
-def tilings(tokens: int, outputs: int, inputs: int, count: int) -> list[FewRows]:
+def tilings(tokens: int, outputs: int, inputs: int, count: int) -> list[SkinnyTiling]:
     """What is tried on `count` processors: whole rows of tiles or equal parts of one for each program, the tiles dealt out evenly
     to all processors, rows of tiles cut in some other number of parts, and two programs on each processor."""
-    columns, deep, found = choice.columns_for(tokens), triton.cdiv(inputs, choice.DEPTH), list[FewRows]()
+    columns, deep, found = heuristics.tile_tokens(tokens), triton.cdiv(inputs, heuristics.TILE_K), list[SkinnyTiling]()
     for rows, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
         if rows * columns // (32 * warps) > SUMS[warps]:
             continue
-        along, stages = triton.cdiv(outputs, rows), choice.stages_for(rows, tokens)
+        along, stages = triton.cdiv(outputs, rows), heuristics.num_stages(rows, tokens)
         cuts = [cut for cut in (2, 3, 4, 5, 6, 8) if warps == 4 and along * cut <= count and deep >= 3 * cut]
         programs = [_evenly(along, deep, count), min(count, along * deep), *(along * cut for cut in cuts)]
-        found += [FewRows(rows, stages, each, warps) for each in programs]
-        half, twice = ROOM_OF_TWO // ((rows + columns) * choice.DEPTH), _evenly(along, deep, 2 * count)
+        found += [SkinnyTiling(rows, stages, each, warps) for each in programs]
+        half, twice = ROOM_OF_TWO // ((rows + columns) * heuristics.TILE_K), _evenly(along, deep, 2 * count)
         if warps == 4 and half >= 3 and twice > count:
-            found.append(FewRows(rows, half, twice, warps))
-    chosen = choice.few_rows(tokens, outputs, inputs, count)
+            found.append(SkinnyTiling(rows, half, twice, warps))
+    chosen = heuristics.select_fp8_skinny(tokens, outputs, inputs, count)
     return list(dict.fromkeys(found if chosen is None else [chosen, *found]))
 
 
@@ -240,7 +239,7 @@ def measured(memory: Memory, tokens: int, outputs: int, inputs: int) -> Cell:
     exact = x.float() @ weights[0].float().t()
     error = steps_off(torchs(x, weights[0]), exact)
     count = processors(x.device)
-    chosen = choice.few_rows(tokens, outputs, inputs, count)
+    chosen = heuristics.select_fp8_skinny(tokens, outputs, inputs, count)
     cell = Cell(seconds(partial(torchs, x), weights) * 1e6, error, chosen, {}, {}, {})
     for tiling in tilings(tokens, outputs, inputs, count):
         act = partial(few_rows, x, tiling=tiling)
@@ -292,7 +291,7 @@ class Chain:
         self._norm = torch.ones(hidden, device="cuda", dtype=BF16)
         self._columns = torch.full((sizes["gate_up"][0],), 2e-3, device="cuda")
 
-    def run(self, tilings: Mapping[str, FewRows]) -> Tensor:
+    def run(self, tilings: Mapping[str, SkinnyTiling]) -> Tensor:
         """The residual stream. tilings: by product; torch multiplies those that have none."""
         seen, residual = self._seen, self._first
 
@@ -309,12 +308,12 @@ class Chain:
             wait_as_an_all_reduce[(24,)](CYCLES, num_warps=16, launch_pdl=True)
         return residual_rms_norm(out, residual, self._norm, 1e-5, quant="fp8")
 
-    def us(self, tilings: Mapping[str, FewRows]) -> float:
+    def us(self, tilings: Mapping[str, SkinnyTiling]) -> float:
         """Of a layer."""
         return seconds(lambda _: self.run(tilings), [self._first]) * 1e6 / len(self._layers)
 
 
-def _product(name: str, layer: Mapping[str, Tensor], x: Tensor, tilings: Mapping[str, FewRows]) -> Tensor:
+def _product(name: str, layer: Mapping[str, Tensor], x: Tensor, tilings: Mapping[str, SkinnyTiling]) -> Tensor:
     tiling = tilings.get(name)
     return torchs(x, layer[name]) if tiling is None else few_rows(x, layer[name], tiling)
 
@@ -322,7 +321,7 @@ def _product(name: str, layer: Mapping[str, Tensor], x: Tensor, tilings: Mapping
 def chained(chain: Chain, cells: Mapping[str, Cell]) -> dict[str, Any]:
     """us of a layer, the three right behind one another; off: of torch's residual stream."""
     chosen = {name: cell.chosen for name, cell in cells.items() if cell.chosen is not None and cell.chosen in cell.us}
-    picks: dict[str, FewRows] = {}
+    picks: dict[str, SkinnyTiling] = {}
     for name in PICKED:
         least, best = chain.us(picks) - NOISE, picks
         for tiling in cells[name].fastest(FASTEST):

@@ -9,7 +9,7 @@ or that scales them where none does. rows: what reads products alone, by how its
 Each variant is verified (products against the sum in fp64, fp32 for many tokens), then timed in a CUDA graph over enough copies of
 the weight that none is in a cache: median of 9 replays.
 
-    python benchmarks/kernels/products.py --out DIR [--parts one,torch,chain,rows] [--shapes tp4,tp2,8b] [--tokens 8,64]
+    python -m benchmarks.kernels.gemm --out DIR [--parts one,torch,chain,rows] [--shapes tp4,tp2,8b] [--tokens 8,64]
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
-from benchmarks import record
-from phalanx.kernels import quantize_rows, reference
-from phalanx.kernels.between import rope_to_cache, silu_gate
-from phalanx.kernels.products.choice import WIDEST_TO_QUANTIZE, OneRow
-from phalanx.kernels.products.one_row import one_row
-from phalanx.kernels.products.one_row_fp8 import one_row_fp8
-from phalanx.kernels.products.scale_sums import scale_sums
-from phalanx.kernels.reference import Unscaled
+from benchmarks import harness
+from phalanx.kernels import reference
+from phalanx.kernels.gemm.apply_scales import apply_scales
+from phalanx.kernels.gemm.gemv import gemv
+from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
+from phalanx.kernels.gemm.heuristics import GEMV_QUANT_MAX_INPUTS, GemvTiling
+from phalanx.kernels.ops import quantize_fp8, rope_kv_cache, silu_and_mul
+from phalanx.kernels.scaled_tensors import Unscaled
 
 SHAPES = {
     "tp4": {"qkv": (2560, 8192), "o": (8192, 2048), "gate_up": (14336, 8192), "down": (8192, 7168)},
@@ -60,10 +59,10 @@ FEW = 128
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 ONE_ROW_FP8 = [
-    OneRow(4, 2048, 4), OneRow(4, 2048, 2), OneRow(2, 4096, 4), OneRow(2, 4096, 2), OneRow(2, 8192, 4), OneRow(1, 8192, 4),
-    OneRow(2, 16384, 8),
+    GemvTiling(4, 2048, 4), GemvTiling(4, 2048, 2), GemvTiling(2, 4096, 4), GemvTiling(2, 4096, 2), GemvTiling(2, 8192, 4), GemvTiling(1, 8192, 4),
+    GemvTiling(2, 16384, 8),
 ]  # fmt: skip
-ONE_ROW = [OneRow(1, 2048, 4), OneRow(2, 2048, 4), OneRow(1, 4096, 4), OneRow(2, 16384, 16)]
+ONE_ROW = [GemvTiling(1, 2048, 4), GemvTiling(2, 2048, 4), GemvTiling(1, 4096, 4), GemvTiling(2, 16384, 16)]
 
 
 class Candidate(NamedTuple):
@@ -96,7 +95,7 @@ class Product(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--parts", default="one,torch,chain,rows")
     parser.add_argument("--shapes", default="tp4,tp2,8b")
     parser.add_argument("--tokens", default="8,64,128,256,512,1024,8192")
@@ -113,7 +112,7 @@ def main() -> int:
                 for label, row in found.items():
                     print(f"         {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f}' if isinstance(row, list) else row}", flush=True)
             figures.setdefault(part, {})["seconds"] = round(time.monotonic() - begin, 1)
-            record.write("kernels_products", figures, asked.out)
+            harness.write("kernels_products", figures, asked.out)
             print(f"{part}: {figures[part]['seconds']} s", flush=True)
     return 0
 
@@ -134,9 +133,9 @@ def of_one_row(p: Product) -> Iterator[tuple[str, Candidate]]:
     yield "torch", Candidate(partial(row_wise, p), p.wanted)
     x16 = (p.x.float() * p.rows).to(BF16)
     for tiling in ONE_ROW_FP8:
-        act = partial(one_row_fp8, scale=p.columns, dtype=BF16, tiling=tiling)
+        act = partial(gemv_fp8, scale=p.columns, dtype=BF16, tiling=tiling)
         yield f"{tuple(tiling)}", Candidate(partial(act, p.x, p.rows), p.wanted)
-        if p.x.shape[1] <= WIDEST_TO_QUANTIZE:
+        if p.x.shape[1] <= GEMV_QUANT_MAX_INPUTS:
             yield f"{tuple(tiling)} quantizing", Candidate(partial(act, x16, None), p.wanted, WRONG_FP8)
 
 
@@ -173,12 +172,12 @@ def reader(name: str, p: Product) -> tuple[Callable[[Tensor | Unscaled], Tensor]
     """What reads the product in a model, what comes out, and how far it may be off."""
     if name == "gate_up":
         wanted = reference.silu_mul_quant_fp8(p.wanted.to(BF16))[0]
-        return lambda product: silu_gate.silu_mul_quant_fp8(product)[0], wanted, WRONG_FP8
+        return lambda product: silu_and_mul.silu_mul_quant_fp8(product)[0], wanted, WRONG_FP8
     if name == "qkv":
         rotated = roped(len(p.x), p.wanted.shape[1] // HEAD_DIM)
         wanted = rotated(reference.rope_store, p.wanted.to(BF16))
-        return partial(rotated, rope_to_cache.rope_store), wanted, 2 * WRONG
-    return lambda product: scale_sums(product) if isinstance(product, Unscaled) else product, p.wanted, WRONG
+        return partial(rotated, rope_kv_cache.rope_store), wanted, 2 * WRONG
+    return lambda product: apply_scales(product) if isinstance(product, Unscaled) else product, p.wanted, WRONG
 
 
 def roped(tokens: int, heads: int) -> Callable[[Callable[..., Tensor], Tensor | Unscaled], Tensor]:
@@ -201,13 +200,13 @@ def rows(shapes: list[str], tokens: list[int]) -> Iterator[tuple[str, Case]]:
             gate_up, x = (torch.randn(count, size, device="cuda", dtype=BF16) for size in (width, hidden))
             wanted = reference.silu_mul_quant_fp8(gate_up)[0]
             gated = {
-                f"{warps} warps": Candidate(partial(cut, silu_gate, "warps_of_row", warps, gated_rows), wanted, WRONG_FP8)
+                f"{warps} warps": Candidate(partial(cut, silu_and_mul, "warps_of_row", warps, gated_rows), wanted, WRONG_FP8)
                 for warps in (4, 8, 16, 32)
             }
             yield f"{shape} silu_mul_quant_fp8 {width} T={count}", Case([gate_up] * 8, 1.25 * gate_up.nbytes / 1e6, gated)
             wanted = reference.quantize_fp8(x)[0]
             plain = {
-                f"{warps} warps": Candidate(partial(cut, quantize_rows, "warps_of_row", warps, quantized_rows), wanted)
+                f"{warps} warps": Candidate(partial(cut, quantize_fp8, "warps_of_row", warps, quantized_rows), wanted)
                 for warps in (4, 8, 16, 32)
             }
             yield f"{shape} quantize_fp8 {hidden} T={count}", Case([x] * 8, 1.5 * x.nbytes / 1e6, plain)
@@ -215,7 +214,7 @@ def rows(shapes: list[str], tokens: list[int]) -> Iterator[tuple[str, Case]]:
             act = roped(count, qkv // HEAD_DIM)
             wanted = act(reference.rope_store, product)
             turned = {
-                f"{heads} heads": Candidate(partial(turned_rows, heads, partial(act, rope_to_cache.rope_store)), wanted)
+                f"{heads} heads": Candidate(partial(turned_rows, heads, partial(act, rope_kv_cache.rope_store)), wanted)
                 for heads in (4, 8, 16, 32)
             }
             yield f"{shape} rope_store {qkv} T={count}", Case([product] * 8, 2.0 * product.nbytes / 1e6, turned)
@@ -227,15 +226,15 @@ def cut(module: Any, name: str, warps: int, act: Callable[[Tensor], Tensor], x: 
 
 
 def gated_rows(gate_up: Tensor) -> Tensor:
-    return silu_gate.silu_mul_quant_fp8(gate_up)[0]
+    return silu_and_mul.silu_mul_quant_fp8(gate_up)[0]
 
 
 def quantized_rows(x: Tensor) -> Tensor:
-    return quantize_rows.quantize_fp8(x)[0]
+    return quantize_fp8.quantize_fp8(x)[0]
 
 
 def turned_rows(heads: int, act: Callable[[Tensor], Tensor], qkv: Tensor) -> Tensor:
-    with mock.patch.multiple(rope_to_cache, HEADS=heads, HEADS_OF_FEW=heads):
+    with mock.patch.multiple(rope_kv_cache, HEADS=heads, HEADS_OF_FEW=heads):
         return act(qkv)
 
 

@@ -6,9 +6,9 @@ mlp: gate_up, SiLU, down. Where the weights are in FP8, who quantizes what `down
 itself, or a kernel for it. qkv: the product, rope, keys and values into the cache.
 
 Each variant is verified against plain torch, then timed as by `products.py`: in a CUDA graph over enough layers that no weight is
-in a cache. TB/s are of the weights. (pairs, block, warps) are those of `products.choice.Pairs`.
+in a cache. TB/s are of the weights. (pairs, block, warps) are those of `products.choice.FusedGemvTiling`.
 
-    python benchmarks/kernels/one_token.py --out DIR [--shapes tp4,tp2,8b]
+    python -m benchmarks.kernels.gemv_fused --out DIR [--shapes tp4,tp2,8b]
 """
 
 from __future__ import annotations
@@ -22,23 +22,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks import record
-from benchmarks.kernels.products import BF16, COLD, FP8, HEAD_DIM, SHAPES, WRONG, WRONG_FP8, Candidate, Case, measure
-from phalanx.kernels import quantize_rows, reference
-from phalanx.kernels.between import rope_to_cache, silu_gate
-from phalanx.kernels.products import choice, pairs
-from phalanx.kernels.products.choice import OneRow, Pairs
-from phalanx.kernels.products.factors import Factors
-from phalanx.kernels.products.one_row import one_row
-from phalanx.kernels.products.one_row_fp8 import one_row_fp8
+from benchmarks import harness
+from benchmarks.kernels.gemm import BF16, COLD, FP8, HEAD_DIM, SHAPES, WRONG, WRONG_FP8, Candidate, Case, measure
+from phalanx.kernels import reference
+from phalanx.kernels.gemm import gemv_fused_kernels, heuristics
+from phalanx.kernels.gemm.factors import GemvArgs
+from phalanx.kernels.gemm.gemv import gemv
+from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
+from phalanx.kernels.gemm.heuristics import FusedGemvTiling, GemvTiling
+from phalanx.kernels.ops import quantize_fp8, rope_kv_cache, silu_and_mul
 
 DEVICE = "cuda"
-PAIRS_FP8 = [Pairs(1, 8192, 4), Pairs(1, 8192, 8), Pairs(2, 8192, 8), Pairs(1, 4096, 4), Pairs(2, 2048, 4)]
-PAIRS = [Pairs(1, 2048, 4), Pairs(2, 2048, 4), Pairs(1, 4096, 4), Pairs(1, 4096, 8), Pairs(2, 1024, 4)]
+PAIRS_FP8 = [
+    FusedGemvTiling(1, 8192, 4),
+    FusedGemvTiling(1, 8192, 8),
+    FusedGemvTiling(2, 8192, 8),
+    FusedGemvTiling(1, 4096, 4),
+    FusedGemvTiling(2, 2048, 4),
+]
+PAIRS = [
+    FusedGemvTiling(1, 2048, 4),
+    FusedGemvTiling(2, 2048, 4),
+    FusedGemvTiling(1, 4096, 4),
+    FusedGemvTiling(1, 4096, 8),
+    FusedGemvTiling(2, 1024, 4),
+]
 
 
 class Layer(NamedTuple):
@@ -57,18 +68,18 @@ class Layer(NamedTuple):
             at += rows * columns
         return found
 
-    def factors(self, copy: Tensor) -> Factors:
+    def factors(self, copy: Tensor) -> GemvArgs:
         """Of the first product."""
-        return Factors(self.x, self.x_scale, self.weights(copy)[0], self.scales[0], None, BF16)
+        return GemvArgs(self.x, self.x_scale, self.weights(copy)[0], self.scales[0], None, BF16)
 
     def product(self, x: Tensor, x_scale: Tensor | None, copy: Tensor, at: int) -> Tensor:
         """The product number `at` of x, by one row's own kernel."""
         weight, scale = self.weights(copy)[at], self.scales[at]
-        tiling = choice.sixteen(1, weight.shape[1]) if scale is None else choice.fp8(1, *weight.shape)
-        assert isinstance(tiling, OneRow)
+        tiling = heuristics.select_16bit(1, weight.shape[1]) if scale is None else heuristics.select_fp8(1, *weight.shape)
+        assert isinstance(tiling, GemvTiling)
         if scale is None:
             return one_row(x, weight, **tiling._asdict())
-        return one_row_fp8(x, x_scale, weight, scale, dtype=BF16, tiling=tiling)
+        return gemv_fp8(x, x_scale, weight, scale, dtype=BF16, tiling=tiling)
 
     def exact(self, x: Tensor, copy: Tensor, at: int) -> Tensor:
         """The same by torch, of x in bf16 or quantized as (values, scale) stand for it."""
@@ -108,20 +119,20 @@ def mlp(shape: str) -> Case:
     def apart(copy: Tensor) -> Tensor:
         gate_up = layer.product(layer.x, layer.x_scale, copy, 0)
         if fp8:
-            return layer.product(*silu_gate.silu_mul_quant_fp8(gate_up), copy, 1)
-        return layer.product(silu_gate.silu_mul(gate_up), None, copy, 1)
+            return layer.product(*silu_and_mul.silu_mul_quant_fp8(gate_up), copy, 1)
+        return layer.product(silu_and_mul.silu_mul(gate_up), None, copy, 1)
 
-    def together(tiling: Pairs, quantize: bool, copy: Tensor) -> Tensor:
-        inner = pairs.gate_up_silu(layer.factors(copy), tiling)
+    def together(tiling: FusedGemvTiling, quantize: bool, copy: Tensor) -> Tensor:
+        inner = gemv_fused_kernels.gate_up_silu(layer.factors(copy), tiling)
         if quantize:
-            return layer.product(*quantize_rows.quantize_fp8(inner), copy, 1)
+            return layer.product(*quantize_fp8.quantize_fp8(inner), copy, 1)
         return layer.product(inner, None, copy, 1)
 
     found = {"apart": Candidate(apart, wanted, wrong)}
     for tiling in PAIRS_FP8 if fp8 else PAIRS:
         found[f"{tuple(tiling)}" + ", down quantizes" * fp8] = Candidate(partial(together, tiling, False), wanted, wrong)
     if fp8:
-        chosen = choice.pairs(1, layer.x.shape[1], fp8=True)
+        chosen = heuristics.select_fused_gemv(1, layer.x.shape[1], fp8=True)
         assert chosen is not None
         found[f"{tuple(chosen)}, a kernel quantizes"] = Candidate(partial(together, chosen, True), wanted, wrong)
     return Case(copies, copies[0].nbytes / 1e6, found)
@@ -139,10 +150,10 @@ def qkv(shape: str) -> Case:
     wanted = reference.rope_store(layer.exact(x, copies[0], 0).view(1, heads, HEAD_DIM), *place)
 
     def apart(copy: Tensor) -> Tensor:
-        return rope_to_cache.rope_store(layer.product(layer.x, layer.x_scale, copy, 0).view(1, heads, HEAD_DIM), *place)
+        return rope_kv_cache.rope_store(layer.product(layer.x, layer.x_scale, copy, 0).view(1, heads, HEAD_DIM), *place)
 
-    def together(tiling: Pairs, copy: Tensor) -> Tensor:
-        return pairs.qkv_rope_store(layer.factors(copy), *place, None, tiling)
+    def together(tiling: FusedGemvTiling, copy: Tensor) -> Tensor:
+        return gemv_fused_kernels.qkv_rope_store(layer.factors(copy), *place, None, tiling)
 
     found = {"apart": Candidate(apart, wanted, 2 * WRONG)}
     for tiling in PAIRS_FP8 if fp8 else PAIRS:
@@ -158,7 +169,7 @@ def cases(shapes: list[str]) -> Iterator[tuple[str, Case]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--shapes", default="tp4,tp2,8b")
     asked = parser.parse_args()
     figures: dict[str, Any] = {}
@@ -170,7 +181,7 @@ def main() -> int:
             for label, row in figures[title].items():
                 print(f"  {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f} TB/s' if isinstance(row, list) else row}", flush=True)
     figures["seconds"] = round(time.monotonic() - begin, 1)
-    print(f"{figures['seconds']} s, kept in {record.write('kernels_one_token', figures, asked.out).name}")
+    print(f"{figures['seconds']} s, kept in {harness.write('kernels_one_token', figures, asked.out).name}")
     return 0
 
 

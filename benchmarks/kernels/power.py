@@ -12,19 +12,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
-from benchmarks import record
-from benchmarks.kernels.few_rows import SHAPES
-from phalanx.kernels.scaled_mm import Quantized, quantize_fp8, scaled_mm
+from benchmarks import harness
+from benchmarks.kernels.fp8_skinny import SHAPES
+from phalanx.kernels.gemm.scaled_mm import scaled_mm
+from phalanx.kernels.scaled_tensors import Quantized
+from phalanx.kernels import quantize_fp8
 
 TOKENS = 8192
 SECONDS = 1.2
@@ -35,7 +35,7 @@ BF16 = torch.bfloat16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--ranks", default="1,2,4")
     asked = parser.parse_args()
     figures: dict[str, Any] = {"tokens": TOKENS, "ranks": {}}
@@ -47,7 +47,7 @@ def main() -> None:
             rows[f"{share:.0%} pause"] = measured(layer, pause_ms=busy["us"] / 1e3 * share / (1 - share))
         for name, row in rows.items():
             print(f"{ranks} ranks, {name:<20} {row}", flush=True)
-    record.write("kernels_power", figures, asked.out)
+    harness.write("kernels_power", figures, asked.out)
 
 
 def products(ranks: int) -> Callable[[], None]:

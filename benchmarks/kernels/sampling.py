@@ -6,7 +6,7 @@ temperature 1.5, where edges lie among thousands of tokens. Every way's tokens a
 same noise decides; then it is timed. us: on the device, by the kernels in a CUDA graph (median of 9 replays), by torch in a run of
 calls; host: what a call of the kernels takes the host.
 
-    python benchmarks/kernels/sampling.py --out DIR [--rows 1,16,64,256,512] [--no_plain]
+    python -m benchmarks.kernels.sampling --out DIR [--rows 1,16,64,256,512] [--no_plain]
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks import record
-from phalanx.kernels import sampling
+from benchmarks import harness
+from phalanx.kernels.sampling import sampling
 
 VOCABULARY, LARGER = 128_256, 151_936
 TEMPERATURE, FLAT = 0.8, 1.5
@@ -67,7 +66,7 @@ class Step(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--rows", default="1,16,64,256,512")
     parser.add_argument("--no_plain", action="store_true", help="leave plain torch untimed")
     asked = parser.parse_args()
@@ -83,7 +82,7 @@ def main() -> int:
                 plain_us = f"{found['plain_us']:10.1f}" if "plain_us" in found else f"{'':10}"
                 size = f"{rows} x {width}"
                 print(f"{size:18} {name:34} {found['us']:9.1f} {found['host_us']:8.1f} {plain_us} {found['differ']:7}", flush=True)
-    record.write("kernels_sampling", figures, asked.out)
+    harness.write("kernels_sampling", figures, asked.out)
     return 1 if any("wrong" in row for part in figures.values() for row in part.values()) else 0
 
 

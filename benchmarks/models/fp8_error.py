@@ -23,15 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "demo_model"))
-from benchmarks import record
+from benchmarks import harness
 from phalanx.comm.group import Solo
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention.backend import backend
 from phalanx.serve.tokenizer import Tokenizer
 
 BLOCK = 16
@@ -69,7 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=0, help="at most so many; 0: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     asked = parser.parse_args()
     found = compare(texts(asked.texts or None), torch.device(asked.device))
     print(f"{'':38} {'answers: top-1':>15} {'mean KL':>10} {'p99 KL':>10} {'questions: top-1':>18} {'mean KL':>10} {'p99 KL':>10}")
@@ -81,14 +79,14 @@ def main() -> int:
         )
     figures = {name: {part: asdict(error) for part, error in by_part.items()} for name, by_part in found.items()}
     name = "fp8_error" if asked.device == "cpu" else "fp8_error_gpu"
-    path = record.write(name, {"model": "demo", "reference": "bf16", "device": asked.device, "against_bf16": figures}, asked.out)
+    path = harness.write(name, {"model": "demo", "reference": "bf16", "device": asked.device, "against_bf16": figures}, asked.out)
     print(f"written: {path.name}")
     return 0
 
 
 def texts(most: int | None = None) -> list[Text]:
     """One for each answer that the demo model was taught."""
-    import corpus
+    from scripts.demo_model import corpus
 
     tokenizer = Tokenizer.load(locate("demo"))
     found = []
@@ -166,7 +164,7 @@ def run(model: registry.Model, read: list[Text], device: torch.device, dtype: to
         batch, blocks = prefill([text.tokens for text in read[at : at + ROWS]], device)
         batch.attention = backend(device, dtype, shape.head_dim).plan(batch)
         caches = [
-            LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, model.seat.cache_dtype, device) for spec in model.kv_specs()
+            LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, model.context.cache_dtype, device) for spec in model.kv_specs()
         ]
         found += torch.split(model(batch, caches), [len(text.tokens) for text in read[at : at + ROWS]])
     return found

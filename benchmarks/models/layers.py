@@ -39,7 +39,7 @@ from phalanx.comm.tuned_group import tuned
 from phalanx.config.model import ModelShape
 from phalanx.kernels.gemm import heuristics
 from phalanx.kernels.gemm.fp8_skinny import processors
-from phalanx.kernels.gemm.scaled_mm import Quantized
+from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
 from phalanx.models.layers.attention.backend import backend
@@ -114,13 +114,13 @@ def jobs(model: registry.Model, counts: Sequence[int]) -> list[Job]:
     for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
         outputs, inputs = linear.weight.shape
         for tokens in counts:
-            tiling = heuristics.few_rows(tokens, outputs, inputs, processors(linear.weight.device))
+            tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, processors(linear.weight.device))
             found += [] if tiling is None else [Job(tokens, outputs, inputs, tiling)]
     return found
 
 
 def filled(model: registry.Model, blocks: int) -> list[LayerCache]:
-    device, dtype = model.seat.device, model.seat.cache_dtype
+    device, dtype = model.context.device, model.context.cache_dtype
     caches = [LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
     for cache in caches:
         for part in (cache.key, cache.value):
@@ -133,7 +133,7 @@ class Layers:
 
     def __init__(self, model: registry.Model, caches: Sequence[LayerCache], batch: Batch) -> None:
         self._model, self._caches = model, caches
-        device, shape = model.seat.device, model.shape
+        device, shape = model.context.device, model.shape
         drawn = torch.randn(batch.decodes, shape.hidden_size, generator=torch.Generator().manual_seed(5))
         self._hidden = drawn.to(device, BF16)
         planner = backend(device, BF16, shape.head_dim)
@@ -157,9 +157,9 @@ def through(model: registry.Model, batch: Batch, caches: Sequence[LayerCache], h
     layers = model.layers
     norms = [layer.norm for layer in layers]
     x, residual = norms[0](hidden), hidden
-    turns = model.rotary(batch.positions)
+    cos_sin = model.rotary(batch.positions)
     for layer, cache, next_norm in zip(layers, caches, [*norms[1:], norms[0]], strict=True):
-        x, residual = layer(x, turns, batch, cache, residual, next_norm)
+        x, residual = layer(x, cos_sin, batch, cache, residual, next_norm)
     out: Activation = x
     return out
 

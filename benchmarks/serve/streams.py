@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,8 +29,6 @@ from phalanx.bench import load, streaming_client
 from phalanx.comm import launch
 from phalanx.config.locate import DEMO
 from phalanx.serve.tokenizer import Tokenizer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 TEXT = (
     "The ranks of a phalanx move as one. Each of them holds a part of every layer; what one has computed, the others need at once, "
@@ -79,10 +76,19 @@ def _line(row: dict[str, Any]) -> str:
 def online(kind: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Drive the server with `streams` requests at once."""
     with server(asked.step_ms) as (process, port):
-        drive = [sys.executable, __file__, "drive", kind, str(port), str(asked.streams), str(asked.new_tokens)]
-        subprocess.run([*drive[:-1], "20"], check=True, stdout=subprocess.DEVNULL)  # imports, caches
+        drive = [
+            sys.executable,
+            "-m",
+            "benchmarks.serve.streams",
+            "drive",
+            kind,
+            str(port),
+            str(asked.streams),
+            str(asked.new_tokens),
+        ]
+        subprocess.run([*drive[:-1], "20"], check=True, stdout=subprocess.DEVNULL, cwd=harness.ROOT)  # imports, caches
         before, late = _cpu(process), _late_steps(port)
-        found = json.loads(subprocess.run(drive, check=True, capture_output=True, text=True).stdout)
+        found = json.loads(subprocess.run(drive, check=True, capture_output=True, text=True, cwd=harness.ROOT).stdout)
         spent, late = _per_token(before, _cpu(process), asked.streams * asked.new_tokens), _late_steps(port) - late
     assert found["completed"] == asked.streams, found["errors"]
     streamed = {} if kind == "whole" else {name: found[name] for name in ("events_per_token", "ttft_ms", "itl_ms")}
@@ -100,7 +106,7 @@ def _late_steps(port: int) -> int:
 @contextlib.contextmanager
 def server(step_ms: float) -> Iterator[tuple[psutil.Process, int]]:
     """`phalanx serve demo` over a paced engine; its process and port."""
-    command = [sys.executable, __file__, "serve"]
+    command = [sys.executable, "-m", "benchmarks.serve.streams", "serve"]
     with started.server(lambda port: [*command, str(port), str(step_ms)], env=_environment()) as (process, url):
         yield psutil.Process(process.pid), int(url.rpartition(":")[2])
 
@@ -116,7 +122,7 @@ def _per_token(before: tuple[float, float], after: tuple[float, float], tokens: 
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": f"{harness.ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
 
 
 def serve(port: int, step_ms: float) -> int:
@@ -198,7 +204,13 @@ def drive(kind: str, port: int, streams: int, tokens: int) -> dict[str, Any]:
 def offline(asked: argparse.Namespace) -> dict[str, Any]:
     """`LLM.generate` over a paced engine, in a process of its own."""
     words = ["offline", str(asked.offline_rows), str(asked.new_tokens), str(asked.offline_step_ms)]
-    done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True, env=_environment())
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.serve.streams", *words],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+    )
     found: dict[str, Any] = json.loads(done.stdout)
     return {"kind": "offline", "offered_tok_s": asked.offline_rows / asked.offline_step_ms * 1e3, **found}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours beside every peer, cell by cell, as Markdown: `python benchmarks/tune/compare_peers.py [--data_dir benchmarks/results]`.
+"""Ours beside every peer, cell by cell, as Markdown: `python -m benchmarks.tune.compare_peers [--data_dir benchmarks/results]`.
 
 Ours is what AUTO runs: the measured time of the table's choice (of the AUTO rows where the benchmark measured them). Peers come
 from peers_allreduce_h200_nvlink.csv, whose origin its .json tells; NCCL stands twice, from there and from our own run. A cell is

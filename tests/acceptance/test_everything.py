@@ -12,17 +12,17 @@ import tarfile
 import time
 from pathlib import Path
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.engine import everything_on_gpu as everything
 
-SCRIPT = [sys.executable, str(record.ROOT / "benchmarks" / "engine" / "everything_on_gpu.py"), "--device", "cpu"]
+SCRIPT = [sys.executable, "-m", "benchmarks.engine.everything_on_gpu", "--device", "cpu"]
 
 
 def test_works_on_cpu(tmp_path: Path) -> None:
     """Some beside one another, a server among them, and one for which there is no time; everything in one file."""
     out = tmp_path / "out"
     asked = ["--out", out, "--kernels", tmp_path / "kernels", "--packed", tmp_path / "all.tgz"]
-    done = subprocess.run([*SCRIPT, *asked], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*SCRIPT, *asked], cwd=harness.ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout
     assert "late: not begun, as it may take 100000 s" in done.stdout
     for name in ("python", "pair", "http"):
@@ -50,7 +50,7 @@ def test_a_work_that_fails_says_so_and_one_that_is_slow_is_cut_off(tmp_path: Pat
 
 def test_ended_it_leaves_nothing_behind(tmp_path: Path) -> None:
     asked = ["--out", tmp_path / "out", "--kernels", tmp_path / "kernels", "--only", "http"]
-    script = subprocess.Popen([*SCRIPT, *asked], stdout=subprocess.DEVNULL)
+    script = subprocess.Popen([*SCRIPT, *asked], cwd=harness.ROOT, stdout=subprocess.DEVNULL)
     try:
         log, end = tmp_path / "out" / "http.txt", time.monotonic() + 90
         while not (log.exists() and "is served at" in log.read_text()):
@@ -75,7 +75,7 @@ def _read(path: Path) -> bytes:
 
 def test_every_work_fits_four_gpus_and_an_unknown_one_is_named(tmp_path: Path) -> None:
     known = everything.works()
-    assert all((record.ROOT / word).exists() for work in known.values() for word in work.python if "/" in word)
+    assert all((harness.ROOT / word).exists() for work in known.values() for word in work.python if "/" in word)
     assert all(work.gpus in (1, 2, 4) and (work.bench or work.served or work.python) for work in known.values())
     asked = subprocess.run([*SCRIPT, "--out", tmp_path, "--only", "tp5"], capture_output=True, text=True, timeout=60)
     assert asked.returncode == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/engine/paths_on_gpu.py can fail: what it says of paths that are spoilt, and of one that is merely rounded otherwise.
+"""tests/gpu/compare_paths.py can fail: what it says of paths that are spoilt, and of one that is merely rounded otherwise.
 
 The paths of these tests are the parts of the model on CPU, quantized as a GPU does it; one real pair of engines runs over gloo.
 """
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine import asked_texts, path_pair
-from benchmarks.engine.nearness import Limits, Seen, Truth, judge
-from benchmarks.engine.path_pair import Observed, Texts
-from benchmarks.engine.true_logprobs import PRODUCTS, Change, log_probabilities, scaled
 from phalanx.config.locate import locate
 from phalanx.models import registry
+from tests.gpu import forced_prompts, path_comparison
+from tests.gpu.logprob_distance import Limits, Seen, Truth, judge
+from tests.gpu.path_comparison import Observed, Texts
+from tests.gpu.reference_logprobs import PRODUCTS, Change, log_probabilities, scaled
 
 JOB = {"checkpoint": "demo", "model": "demo", "dtype": "fp8+fp8", "tp": 2, "pp": 1, "device": "cuda"}
 PLAIN: dict[str, Any] = {"steps": {}, "ran": {"decode graph/steps": 0, "prompt graph/steps": 0, "eager/steps": 9}}
@@ -45,7 +45,7 @@ class Setting:
 @pytest.fixture(scope="module")
 def setting() -> Setting:
     texts = Texts.of("demo", short=0, long=8, cuts=0, answers=16)
-    truth = path_pair.truth_of(JOB, locate("demo"), texts.rows)
+    truth = path_comparison.truth_of(JOB, locate("demo"), texts.rows)
     request = torch.cat([torch.full((len(row),), number) for number, row in enumerate(texts.rows)])
     at = torch.arange(len(request))
     return Setting(texts, truth, at, request, Seen.of(truth.rounded, at, request))
@@ -99,7 +99,7 @@ def test_another_likeliest_token_where_the_truth_is_sure_is_wrong(setting: Setti
 
 
 def test_the_demo_model_is_sure_of_what_it_was_taught(setting: Setting) -> None:
-    margins = path_pair.answer_margins(setting.texts, setting.truth)
+    margins = path_comparison.answer_margins(setting.texts, setting.truth)
     assert margins["positions"] > 400
     assert margins["0"] > 4
 
@@ -108,7 +108,7 @@ def test_what_did_not_run_is_a_fault(setting: Setting) -> None:
     def observed(others: int, **ran: Any) -> Observed:
         return Observed({"decode": []}, others, 30, **ran)
 
-    found = path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, **PLAIN), observed(2, steps={"6 at once": 900}))
+    found = path_comparison.verdict(JOB, setting.texts, setting.truth, observed(0, **PLAIN), observed(2, steps={"6 at once": 900}))
     assert len(found["faults"]) == 6
     assert "fast path gave 2 of 30 taught answers another token" in found["faults"][0]
     assert "2048 tokens" in found["faults"][1]
@@ -120,18 +120,20 @@ def test_what_did_not_run_is_a_fault(setting: Setting) -> None:
         "steps": {"all at once": 4000}, "allreduce": {"ONESHOT/NONE": 3, "TWOSHOT+OWNED/RESIDUAL_RMS_NORM": 1},
         "ran": {"decode graph/steps": 7, "prompt graph/steps": 1, "eager/steps": 2},
     }  # fmt: skip
-    found = path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, **PLAIN), observed(0, **fast))
+    found = path_comparison.verdict(JOB, setting.texts, setting.truth, observed(0, **PLAIN), observed(0, **fast))
     assert found["faults"] == []
     for ran in ({}, {"eager/steps": 9, "decode graph/steps": 1}, {"eager/steps": 0}):
-        found = path_pair.verdict(JOB, setting.texts, setting.truth, observed(0, **{**PLAIN, "ran": ran}), observed(0, **fast))
+        found = path_comparison.verdict(
+            JOB, setting.texts, setting.truth, observed(0, **{**PLAIN, "ran": ran}), observed(0, **fast)
+        )
         assert [fault for fault in found["faults"] if "plain path's steps are to be eager" in fault] == found["faults"] != []
 
 
 def test_positions_seen_by_one_path_alone_are_not_compared_and_a_fault(setting: Setting) -> None:
     one, other = [(0, 3, "a"), (0, 3, "b"), (1, 2, "c")], [(2, 0, "x"), (0, 3, "y"), (0, 3, "z")]
-    assert path_pair._common(one, other) == ([(0, 3, "a"), (0, 3, "b")], [(0, 3, "y"), (0, 3, "z")])
+    assert path_comparison._common(one, other) == ([(0, 3, "a"), (0, 3, "b")], [(0, 3, "y"), (0, 3, "z")])
     plain = Observed({"prompts": [(0, 3, []), (0, 4, [])]}, 0, 30, **PLAIN)
-    found = path_pair.verdict(
+    found = path_comparison.verdict(
         {**JOB, "device": "cpu"}, setting.texts, setting.truth, plain, Observed({"prompts": []}, 0, 30, **PLAIN)
     )
     assert found["faults"] == ["prompts: 2 positions were reported by one of the paths only"]
@@ -149,10 +151,10 @@ def test_what_is_no_number_is_a_fault(setting: Setting, strange: float, everywhe
 
 def test_two_real_engines_hold() -> None:
     amount = {"short": 12, "long": 2, "cuts": 3, "answers": 4}
-    found = path_pair.compare({**JOB, "dtype": "bf16", "device": "cpu", **amount})
+    found = path_comparison.compare({**JOB, "dtype": "bf16", "device": "cpu", **amount})
     assert found["faults"] == []
     assert found["answers"] == 16
-    assert found["parts"]["decode"]["fast"]["positions"] >= 14 * asked_texts.TAIL
+    assert found["parts"]["decode"]["fast"]["positions"] >= 14 * forced_prompts.TAIL
     assert found["parts"]["prompts"]["fast"]["wrong"] == 0
     assert any(name.startswith("ONESHOT/") for name in found["allreduce"]["fast"])
     assert all(name.startswith("GLOO/") for name in found["allreduce"]["plain"])

@@ -17,8 +17,8 @@ fails
 
 "More" is by two standard errors, where there are some.
 
-    python tests/gpu/compare_paths.py --out DIR        runs each layout that fits the GPUs
-    python tests/gpu/compare_paths.py --device cpu --checkpoints demo --layouts 1x1,2x1 --small
+    python -m tests.gpu.compare_paths --out DIR        runs each layout that fits the GPUs
+    python -m tests.gpu.compare_paths --device cpu --checkpoints demo --layouts 1x1,2x1 --small
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         jobs = jobs_of(asked, len(gpus), Path(folder))
         tell = keeping(asked.name, asked.out, len(jobs), lambda found: "\n".join(lines(found)))
-        results = run_jobs(jobs, gpus, Path(__file__), beside=asked.beside if asked.device == "cuda" else 1, tell=tell)
+        results = run_jobs(jobs, gpus, "tests.gpu.compare_paths", beside=asked.beside if asked.device == "cuda" else 1, tell=tell)
     print(f"{round(time.monotonic() - begin, 1)} s; written: {asked.name}.json")
     return 1 if not results or any(found.get("error") or found["faults"] for found in results) else 0
 

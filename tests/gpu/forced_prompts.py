@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "demo_model"))
-from benchmarks.engine.nearness import TOP, Seen
 from benchmarks.models import fp8_error
 from phalanx.config.locate import locate
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.serve.tokenizer import Tokenizer
+from tests.gpu.logprob_distance import TOP, Seen
 
 TAIL = 6
 SHORTEST, LONGEST = 100, 600
@@ -68,7 +64,7 @@ def led(name: str, short: int, long: int) -> tuple[list[Led], list[Led]]:
             return Led([rng.randrange(3, 380) for _ in range(count)], rng.randrange(3, 380))
 
         return [drawn(rng.randint(2, 20)) for _ in range(short)], [drawn(length) for length in lengths]
-    import corpus  # type: ignore[import-not-found]  # of scripts/
+    from scripts.demo_model import corpus
 
     asked = [text.tokens[: text.answer] for text in fp8_error.texts()]
     tokenizer = Tokenizer.load(locate("demo"))

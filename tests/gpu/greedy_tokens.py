@@ -9,8 +9,8 @@ Each job (checkpoint, dtype, tp, pp) is one engine; jobs start beside each other
 checks two paths: forced (each reference sequence as a prompt with prompt logprobs: one comparison per position) and free (greedy
 generation in one batch: up to the first difference, which must lie within the noise).
 
-    python tests/gpu/greedy_tokens.py --out DIR        needs 4 GPUs for every layout; runs those that fit
-    python tests/gpu/greedy_tokens.py --device cpu --checkpoints demo --dtypes bf16 --layouts 1x1,2x1
+    python -m tests.gpu.greedy_tokens --out DIR        needs 4 GPUs for every layout; runs those that fit
+    python -m tests.gpu.greedy_tokens --device cpu --checkpoints demo --dtypes bf16 --layouts 1x1,2x1
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> int:
             if tp * pp <= len(gpus) and (name in asked.everywhere.split(",") or (tp, pp) in {(1, 1), (2, 2)})
         ]  # fmt: skip
         tell = keeping(asked.name, asked.out, len(jobs), line)
-        results = run_jobs(jobs, gpus, Path(__file__), beside=asked.beside if asked.device == "cuda" else 1, tell=tell)
+        results = run_jobs(jobs, gpus, "tests.gpu.greedy_tokens", beside=asked.beside if asked.device == "cuda" else 1, tell=tell)
     wrong = sum(bool(result.get("error")) or result["wrong"] > 0 for result in results)
     print(f"{round(time.monotonic() - begin, 1)} s; written: {asked.name}.json")
     return 1 if wrong or not results else 0

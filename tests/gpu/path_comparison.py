@@ -8,7 +8,6 @@ beside each other while the truth is worked out on the host, and run one after t
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,24 +20,23 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks.engine import asked_texts
-from benchmarks.engine.asked_texts import Entry, Generate, Led
-from benchmarks.engine.nearness import Limits, Truth, judge
-from benchmarks.engine.side_by_side import turn
-from benchmarks.engine.true_logprobs import Change, log_probabilities, sensitivities
+from benchmarks.engine.gpu_jobs import turn
 from phalanx import LLM, SamplingParams
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.resolve import arithmetic
-from phalanx.engine.messages import DECODE_GRAPH, EAGER, PROMPT_GRAPH, STEP_KINDS
+from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS
+from tests.gpu import forced_prompts
+from tests.gpu.forced_prompts import Entry, Generate, Led
+from tests.gpu.logprob_distance import Limits, Truth, judge
+from tests.gpu.reference_logprobs import Change, log_probabilities, sensitivities
 
 PLAIN: dict[str, Any] = {"cuda_graphs": False, "allreduce_strategy": "NCCL"}
 MAX_BATCH, MAX_TOKENS, MAX_SEQ = 160, 4096, 640
 BURSTS = ((1, 6), (6, 40))  # beginnings asked for at once, and how often, before all that are left
 LARGE_STEP = 2048
 MUST_RUN = ("ONESHOT/", "TWOSHOT+OWNED/")  # all-reduces, where ranks sum
-GRAPHS = (DECODE_GRAPH, PROMPT_GRAPH)
+GRAPHS = (DECODE_GRAPH, MIXED_GRAPH)
 BATCHES = ((1, 4), (3, 12), (128, 128))  # answers at once, of so many, token for token
 
 
@@ -54,8 +52,8 @@ class Texts:
 
     @classmethod
     def of(cls, name: str, *, short: int, long: int, cuts: int, answers: int) -> Texts:
-        taught = asked_texts.taught(answers) if name == "demo" and answers else ([], [])
-        return cls(*asked_texts.led(name, short, long), cuts, *taught)
+        taught = forced_prompts.taught(answers) if name == "demo" and answers else ([], [])
+        return cls(*forced_prompts.led(name, short, long), cuts, *taught)
 
     @property
     def led(self) -> list[Led]:
@@ -97,7 +95,7 @@ def engine_options(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def truth_of(job: Mapping[str, Any], folder: Path, rows: Sequence[Sequence[int]], spoil: Change | None = None) -> Truth:
     """On CPU, quantized as the job's engines are. spoil: done to the yardstick, to see that what is wrong is found."""
-    from phalanx.engine.ranks.worker import torch_dtype
+    from phalanx.worker.worker import torch_dtype
 
     dtype, _, kv = job["dtype"].partition("+")
     on_gpu = job["device"] == "cuda"
@@ -126,21 +124,21 @@ def observe(llm: LLM, texts: Texts) -> Observed:
 
     short, long, first = texts.short, texts.long, len(texts.short)
     with ThreadPoolExecutor(4) as askers:  # who come and go, so that prompts meet tokens in the same steps
-        for found in askers.map(lambda at: asked_texts.lead(generate, short[at : at + 10], at), range(0, first, 10)):
+        for found in askers.map(lambda at: forced_prompts.lead(generate, short[at : at + 10], at), range(0, first, 10)):
             keep(found)
     few = len(long) // 2  # some at a time, the rest at once: steps of some hundred tokens, and the largest
     for part in (*(range(at, min(at + 3, few)) for at in range(0, few, 3)), range(few, len(long))):
-        keep(asked_texts.lead(generate, long[part.start : part.stop], first + part.start, whole=True))
+        keep(forced_prompts.lead(generate, long[part.start : part.stop], first + part.start, whole=True))
     steps: dict[str, int] = {}
-    for size, where in _bursts(asked_texts.cuts(long, texts.cuts)):
+    for size, where in _bursts(forced_prompts.cuts(long, texts.cuts)):
         before = llm.stats()
-        keep({"prefill": asked_texts.cut(generate, long, where, first)})
+        keep({"prefill": forced_prompts.cut(generate, long, where, first)})
         after = llm.stats()
         # A mean: some step had as many tokens.
         mean = (after.prompt_tokens - before.prompt_tokens) // max(after.steps - before.steps, 1)
         steps[size] = max(steps.get(size, 0), mean)
     others = [_answered_otherwise(generate, texts, size, most) for size, most in BATCHES]
-    wrong, found = asked_texts.go_on(generate, texts.prompts, texts.answers, len(texts.led))
+    wrong, found = forced_prompts.go_on(generate, texts.prompts, texts.answers, len(texts.led))
     keep(found)
     asked = sum(min(most, len(texts.prompts)) for _, most in BATCHES) + len(texts.prompts)
     return Observed(parts, sum(others) + len(wrong), asked, steps)
@@ -205,7 +203,7 @@ def verdict(job: Mapping[str, Any], texts: Texts, truth: Truth, plain: Observed,
         if alone and not (plain.others or fast.others):  # after another token other positions follow, and that is a fault already
             faults.append(f"{part}: {alone} positions were reported by one of the paths only")
         if both[0]:
-            one, other = (asked_texts.seen(each, texts.rows) for each in both)
+            one, other = (forced_prompts.seen(each, texts.rows) for each in both)
             parts[part] = judge(truth, one, other, Limits())
             faults += [f"{part}: {fault}" for fault in parts[part]["faults"]]
     for name, path in (("plain", plain), ("fast", fast)):

@@ -7,7 +7,6 @@ counts), all else is in the dtype that is asked for: fp32 gives what the arithme
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.models.fp8_error import BLOCK, prefill
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention.backend import backend
 
 CPU = torch.device("cpu")
 TOKENS_AT_ONCE = 4096
@@ -63,7 +61,7 @@ def log_probabilities(
             model = models[group.rank]
             batch, blocks = prefill(read, CPU)
             batch.attention = backend(CPU, dtype, shape.head_dim).plan(batch)
-            held = model.seat.cache_dtype
+            held = model.context.cache_dtype
             caches = [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, held, CPU) for s in model.kv_specs()]
             logits: Tensor = model(batch, caches)
             return logits

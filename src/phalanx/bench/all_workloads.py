@@ -17,6 +17,7 @@ from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload
 from phalanx.config import EngineOptions
 from phalanx.errors import OptionError
+from phalanx.hardware import provenance
 from phalanx.serve.llm import LLM
 
 Row = dict[str, Any]
@@ -43,7 +44,7 @@ def run(
     asked.pop("allreduce_strategy", None)
     held = report.held(json_file, asked) or {"engines": {}, "results": [], "roof": Bandwidth(None).as_json()}
     document = {
-        "about": report.about(target.commit),
+        "about": provenance.collect(target.commit).as_json(),
         "asked": asked,
         **{name: held[name] for name in ("roof", "engines", "results")},
     }

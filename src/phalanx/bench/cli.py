@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from phalanx.config import EngineOptions
-from phalanx.config.sources import Asked
+from phalanx.config.sources import RawOptions
 from phalanx.errors import OptionError
 
 Verb = Callable[..., None]
@@ -50,7 +50,7 @@ def _help(context: typer.Context) -> None:
 
 
 def run_all(
-    asked: Asked,
+    asked: RawOptions,
     workload: Workloads = None,
     strategies: Annotated[
         str | None, typer.Option("--strategies", help="All-reduce strategies to set side by side, as AUTO,NCCL: an engine each.")
@@ -77,7 +77,7 @@ def run_all(
     report.give(document, bench.tables(document), json)
 
 
-def latency(asked: Asked, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
+def latency(asked: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
     """Time per token while a fixed number of requests decode: decode-1 and decode-64, or others by --workload.
 
     MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
@@ -92,7 +92,7 @@ def latency(asked: Asked, workload: Workloads = None, json: Json = None, commit:
     report.give(document, [bench.table(document)], json)
 
 
-def throughput(asked: Asked, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
+def throughput(asked: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
     """Tokens per second with all requests queued at once: batch-512x1000x1000, or others by --workload.
 
     MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
@@ -108,7 +108,7 @@ def throughput(asked: Asked, workload: Workloads = None, json: Json = None, comm
 
 
 def scaling(
-    asked: Asked,
+    asked: RawOptions,
     sizes: Annotated[str, typer.Option(help="TP or TPxPP, separated by commas.")] = "1,2,4,8,1x2,2x2,4x2",
     workload: Annotated[str, typer.Option("--workload", "-w", help="The throughput's.")] = _BATCH,
     decode: Annotated[

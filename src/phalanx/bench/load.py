@@ -25,6 +25,7 @@ import httpx
 from phalanx.bench import report
 from phalanx.bench.streaming_client import Endpoint, Sample, body_of, refusal, send
 from phalanx.errors import EngineError, OptionError, RequestError
+from phalanx.hardware import provenance
 
 PERCENTS = (50, 90, 95, 99)
 _WARM_TOKENS = 8
@@ -106,7 +107,7 @@ def run(url: str, key: str | None, load: Load, offline_file: Path | None = None,
     if load.rate is not None:
         asked["rate"] = "inf" if math.isinf(load.rate) else load.rate
     return {
-        "about": report.about(commit),
+        "about": provenance.collect(commit).as_json(),
         "asked": asked,
         "results": {**figures, **relative_throughput(figures["output_tok_s"], offline)},
     }

@@ -16,10 +16,10 @@ from phalanx.config import EngineOptions
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.resolve import resolve
-from phalanx.config.sources import Asked, build
+from phalanx.config.sources import RawOptions, build
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import EngineError, OptionError
-from phalanx.hardware import probe
+from phalanx.hardware import probe, provenance
 from phalanx.log import get_logger
 from phalanx.serve.llm import LLM
 
@@ -45,7 +45,7 @@ class BenchmarkTarget:
 
 
 @contextmanager
-def target(asked: Asked, commit: str | None = None) -> Iterator[BenchmarkTarget]:
+def target(asked: RawOptions, commit: str | None = None) -> Iterator[BenchmarkTarget]:
     """Settle what was asked for. A shape's name stands for dummy weights of that shape. Nothing is started.
 
     Raises what `build`, `locate` and `ModelShape.from_folder` raise.
@@ -57,7 +57,7 @@ def target(asked: Asked, commit: str | None = None) -> Iterator[BenchmarkTarget]
         if folder != first.model:
             method["load_format"] = "dummy"
         values = {**method, **asked.values, "model": folder}
-        options = build(EngineOptions, Asked(values, {**dict.fromkeys(values, "the method of the bench"), **asked.origins}))
+        options = build(EngineOptions, RawOptions(values, {**dict.fromkeys(values, "the method of the bench"), **asked.origins}))
         gpus = len(probe.detect_machine().gpus)
         device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
         yield BenchmarkTarget(first.model, options, shape, device, gpus, commit)
@@ -109,7 +109,7 @@ def document(
 ) -> report.Document:
     """The JSON report of one engine."""
     return {
-        "about": report.about(target.commit),
+        "about": provenance.collect(target.commit).as_json(),
         "asked": requested_options(target),
         "engine": engine_summary(facts, start_s),
         "roof": bandwidth.as_json(),

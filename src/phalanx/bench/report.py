@@ -4,56 +4,20 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
-import platform
-import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import OptionError, PhalanxError
-from phalanx.hardware import probe
 from phalanx.log import get_logger
 from phalanx.tables.table_file import write_whole
 
 logger = get_logger(__name__)
 
-_PACKAGES = (
-    "phalanx",
-    "torch",
-    "triton",
-    "transformers",
-    "flashinfer-python",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "numpy",
-    "pyzmq",
-)
-_HERE = Path(__file__).resolve().parent
-
 Document = dict[str, Any]
-
-
-def about(commit: str | None = None) -> Document:
-    """Where a figure comes from. What cannot be found out is left out, or "unknown". commit: of a tree without its history."""
-    machine = probe.detect_machine()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": _commit() or commit or "unknown",
-        "command": _command(),
-        "machine": {
-            "cpu": _cpu(), "cores": machine.cores, "gpus": [gpu.name for gpu in machine.gpus],
-            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
-        },
-        "python": platform.python_version(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
-    }  # fmt: skip
 
 
 def measured_at(about: Document) -> Document:
@@ -219,48 +183,3 @@ def percent_text(fraction: float | None) -> str:
     if fraction is None:
         return "not measured"
     return f"{fraction:.0%}" if fraction >= 0.0995 else f"{fraction:.1%}"
-
-
-def _commit() -> str:
-    """The commit of these sources, with a mark where they differ from it; "" where git does not know them."""
-    if not _output("git", "ls-files", Path(__file__).name):
-        return ""
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", "..")
-    return _output("git", "rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
-
-
-def _command() -> str:
-    """The command line. A path is shown as seen from here, or by its last part: where a folder lies is nobody's business."""
-    words = (
-        ["phalanx", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("phalanx", "__main__") else [Path(sys.argv[0]).name, *sys.argv[1:]]
-    )
-    here = Path.cwd()
-    for place, word in enumerate(words):
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        path = Path(value)
-        if path.is_absolute():
-            words[place] = flag + equals + (str(path.relative_to(here)) if path.is_relative_to(here) else path.name)
-    return shlex.join(words)
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=_HERE, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -19,6 +19,7 @@ from phalanx.bench.offline import BenchmarkTarget
 from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, parse
 from phalanx.errors import CapacityError, OptionError, PhalanxError
+from phalanx.hardware import provenance
 
 DEFAULT_SIZES = "1,2,4,8,1x2,2x2,4x2"
 OK, OOM, NO_GPUS, FAILED = "ok", "OOM", "no GPUs", "failed"
@@ -56,7 +57,7 @@ def run(
     rows: list[Row] = (report.held(json_file, asked) or {"rows": []})["rows"]
     bandwidth: Bandwidth | None = None
     document: report.Document = {}
-    about = report.about(target.commit)
+    about = provenance.collect(target.commit).as_json()
     for tp, pp in sizes:
         if not any((row["tp"], row["pp"]) == (tp, pp) and row["status"] != FAILED for row in rows):
             if bandwidth is None and _present(target, tp * pp):

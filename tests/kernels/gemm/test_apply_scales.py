@@ -6,34 +6,34 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.kernels.reference import Unscaled
-from tests.kernels.compiled import compiled
-from tests.kernels.interpreted import interpreted
+from phalanx.kernels.scaled_tensors import Unscaled
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
 
 def check() -> None:
-    from phalanx.kernels.products.scale_sums import scale_sums
+    from phalanx.kernels.gemm.apply_scales import apply_scales
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for tokens, width in ((1, 8), (3, 100), (2, 2100), (0, 8)):
             sums = Unscaled((torch.randn(tokens, width) * 1e3).to(dtype), torch.rand(tokens, 1), torch.rand(width))
-            wanted = sums.wide().to(dtype)
-            assert scale_sums(sums) is sums.values
+            wanted = sums.to_fp32().to(dtype)
+            assert apply_scales(sums) is sums.values
             assert torch.equal(sums.values, wanted)
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.products.test_scale_sums").strip() == "checked"
+    assert interpreted("tests.kernels.gemm.test_scale_sums").strip() == "checked"
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_compiles(arch: int) -> None:
-    from phalanx.kernels.products import scale_sums
+    from phalanx.kernels.gemm import apply_scales
 
     kinds = {"sums": "*bf16", "rows": "*fp32", "columns": "*fp32", "width": "i32"}
-    compiled(scale_sums._scale_sums, kinds, {"BLOCK": scale_sums.PIECE}, arch)
+    compiled(apply_scales._scale_sums, kinds, {"BLOCK": apply_scales.PIECE}, arch)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks import harness
 from phalanx.kernels import reference
-from phalanx.kernels.products import blocks, cuts
-from phalanx.kernels.products.choice import OneRow
-from phalanx.kernels.products.cuts import Blocks
+from phalanx.kernels.gemm import block_gemm
+from phalanx.kernels.gemm import block_heuristics
+from phalanx.kernels.gemm.heuristics import GemvTiling
+from phalanx.kernels.gemm.block_heuristics import Blocks
 from tests.kernels.attention.test_prefill import spilled
-from tests.kernels.compiled import compiled
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -57,15 +58,15 @@ def magnitudes(x: Tensor, weight: Tensor, scale: Tensor, begin: int) -> Tensor:
 
 
 def check_groups() -> None:
-    from phalanx.kernels.products.quantize_groups import quantize_groups
+    from phalanx.kernels.gemm.per_token_group_quant import per_token_group_quant_fp8
 
     for dtype, tokens, (_, inputs, begin) in itertools.product(DTYPES, (0, 3), SIZES):
         x = activations(tokens, inputs, dtype)
-        values, scales = quantize_groups(x, begin)
-        wanted, wanted_scales = reference.quantize_groups(x, 128, begin)
+        values, scales = per_token_group_quant(x, begin)
+        wanted, wanted_scales = reference.per_token_group_quant_fp8(x, 128, begin)
         assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
         assert torch.equal(scales, wanted_scales)
-        values, scales = quantize_groups(x, begin, rows=8)
+        values, scales = per_token_group_quant(x, begin, rows=8)
         assert values.shape == (8, inputs)
         assert (scales.shape, scales.stride()) == ((8, wanted_scales.shape[1]), (1, 8))
         assert torch.equal(values[:tokens].view(torch.uint8), wanted.view(torch.uint8))
@@ -73,53 +74,53 @@ def check_groups() -> None:
 
 
 def check_rows() -> None:
-    from phalanx.kernels.products.block_scaled import block_scaled
+    from phalanx.kernels.gemm.block_scaled_gemm import block_scaled_gemm
 
     tilings = [Blocks(64, 16, 4, 4), Blocks(64, 64, 4, 4, parts=3), Blocks(128, 128, 8, 3)]
     for number, (tokens, (outputs, inputs, begin)) in enumerate(itertools.product((1, 3, 17, 70), SIZES)):
         tiling, dtype = tilings[number % len(tilings)], DTYPES[number % 3]
         weight, scale = weight_of(outputs, inputs, begin)
-        values, x_scale = reference.quantize_groups(activations(tokens, inputs, dtype), 128, begin)
+        values, x_scale = reference.per_token_group_quant_fp8(activations(tokens, inputs, dtype), 128, begin)
         wanted = reference.block_scaled_mm(values, x_scale, weight, scale, dtype, begin=begin)
         terms = magnitudes(reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin), weight, scale, begin)
-        near(block_scaled(values, x_scale, weight, scale, dtype=dtype, begin=begin, tiling=tiling), wanted, terms)
+        near(block_scaled_gemm(values, x_scale, weight, scale, dtype=dtype, begin=begin, tiling=tiling), wanted, terms)
         if dtype != torch.float32:
             x = activations(tokens, inputs, dtype)
             wanted = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
-            found = block_scaled(x, None, weight, scale, dtype=dtype, begin=begin, tiling=tiling)
+            found = block_scaled_gemm(x, None, weight, scale, dtype=dtype, begin=begin, tiling=tiling)
             near(found, wanted, magnitudes(x, weight, scale, begin))
-    assert not len(block_scaled(values[:0], x_scale[:0], weight, scale, dtype=dtype, begin=begin, tiling=tiling))
+    assert not len(block_scaled_gemm(values[:0], x_scale[:0], weight, scale, dtype=dtype, begin=begin, tiling=tiling))
 
 
 def check_one_row() -> None:
-    from phalanx.kernels.products.block_scaled_row import block_scaled_row
+    from phalanx.kernels.gemm.block_scaled_gemv import block_scaled_gemv
 
     for dtype, (outputs, inputs, begin, block) in itertools.product(
         DTYPES, [(4, 16, 112, 128), (7, 208, 0, 128), (5, 640, 48, 512)]
     ):
         weight, scale = weight_of(outputs, inputs, begin)
         x = activations(1, inputs, dtype)
-        values, x_scale = reference.quantize_groups(x, 128, begin)
-        how: dict[str, Any] = {"dtype": dtype, "begin": begin, "tiling": OneRow(4, block, 4)}
-        found = block_scaled_row(values, x_scale, weight, scale, quantize=True, **how)
+        values, x_scale = reference.per_token_group_quant_fp8(x, 128, begin)
+        how: dict[str, Any] = {"dtype": dtype, "begin": begin, "tiling": GemvTiling(4, block, 4)}
+        found = block_scaled_gemv(values, x_scale, weight, scale, quantize=True, **how)
         wanted = reference.block_scaled_mm(values, x_scale, weight, scale, dtype, begin=begin)
         near(found, wanted, magnitudes(x, weight, scale, begin) * 1.1)
-        itself = block_scaled_row(x, None, weight, scale, quantize=True, **how)
+        itself = block_scaled_gemv(x, None, weight, scale, quantize=True, **how)
         assert torch.equal(itself, found)  # quantized there or before: the same bits
         wide = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
-        found = block_scaled_row(x, None, weight, scale, quantize=False, **how)
+        found = block_scaled_gemv(x, None, weight, scale, quantize=False, **how)
         near(found, wide, magnitudes(x, weight, scale, begin))
-    assert not block_scaled_row(torch.zeros_like(x), None, weight, scale, quantize=True, **how).any()
+    assert not block_scaled_gemv(torch.zeros_like(x), None, weight, scale, quantize=True, **how).any()
 
 
 def check_every_e4m3() -> None:
     """Each of the 256 comes out of the weight as it is, NaN too."""
-    from phalanx.kernels.products.block_scaled_row import block_scaled_row
+    from phalanx.kernels.gemm.block_scaled_gemv import block_scaled_gemv
 
     weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None].repeat(1, 16)
     x, scale = torch.zeros(1, 16), torch.ones(256, 1)
     x[0, 3] = 1.0
-    found = block_scaled_row(x, None, weight, scale, dtype=torch.float32, begin=0, quantize=False, tiling=OneRow(4, 128, 4))
+    found = block_scaled_gemv(x, None, weight, scale, dtype=torch.float32, begin=0, quantize=False, tiling=GemvTiling(4, 128, 4))
     torch.testing.assert_close(found[0], weight[:, 0].float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -127,7 +128,7 @@ CHECKS = [check_groups, check_rows, check_one_row, check_every_e4m3]
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.products.test_block_scaled").split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.gemm.test_block_scaled").split() == [check.__name__ for check in CHECKS]
 
 
 def made(tiling: Blocks, arch: int, *, quantized: bool, whole: bool = True, parts: bool = False) -> Any:
@@ -136,7 +137,7 @@ def made(tiling: Blocks, arch: int, *, quantized: bool, whole: bool = True, part
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from phalanx.kernels.products.block_scaled import _block_scaled as kernel
+    from phalanx.kernels.gemm.block_scaled_gemm import _block_scaled as kernel
 
     constants: dict[str, Any] = {
         "SKIP": 0 if whole else 48, "WHOLE": whole, "PARTS": parts, "ROWS": tiling.rows, "TOKENS": tiling.tokens, "AHEAD": 4,
@@ -166,27 +167,27 @@ SHAPES = [  # tokens, outputs, blocks: one of each case
 @pytest.mark.parametrize("arch", [89, 90, 100])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiles_in_e4m3(arch: int, shape: tuple[int, int, int]) -> None:
-    tiling = cuts.rows(*shape, shared=ROOM[arch], large=arch < 100)
+    tiling = block_heuristics.rows(*shape, shared=ROOM[arch], large=arch < 100)
     kernel = made(tiling, arch, quantized=True, parts=tiling.parts > 1)
     fits(kernel, arch)
-    ptx = kernel.asm["ptx"]
+    sm = kernel.asm["ptx"]
     if arch >= 90:
-        wait = ptx.index("griddepcontrol.wait")
-        assert "prefetch.global.L2" in ptx[:wait]
-        assert not any(act in ptx[:wait] for act in ("ld.global", "st.global", "cp.async"))
-    assert {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
-    assert "cp.async" in ptx
+        wait = sm.index("griddepcontrol.wait")
+        assert "prefetch.global.L2" in sm[:wait]
+        assert not any(act in sm[:wait] for act in ("ld.global", "st.global", "cp.async"))
+    assert {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in sm
+    assert "cp.async" in sm
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_compiles_for_a_weight_widened_in_registers(arch: int, shape: tuple[int, int, int]) -> None:
-    tiling = cuts.rows(*shape, shared=ROOM[arch], width=2)
+    tiling = block_heuristics.rows(*shape, shared=ROOM[arch], width=2)
     fits(made(tiling, arch, quantized=False, whole=shape[0] > 8), arch)
 
 
 def test_compiles_where_blocks_are_cut() -> None:
-    kernel = made(cuts.rows(*SHAPES[0]), 90, quantized=True, whole=False, parts=True)
+    kernel = made(block_heuristics.rows(*SHAPES[0]), 90, quantized=True, whole=False, parts=True)
     fits(kernel, 90)
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # 16 bytes at once
 
@@ -199,7 +200,7 @@ def fits(kernel: Any, arch: int) -> None:
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("x", ["bf16", "u8", "widened"])
 def test_one_row_compiles(arch: int, x: str) -> None:
-    from phalanx.kernels.products import block_scaled_row
+    from phalanx.kernels.gemm import block_scaled_gemv
 
     if arch == 80 and x != "widened":
         return  # a GPU without products in e4m3 is not asked for them
@@ -207,35 +208,36 @@ def test_one_row_compiles(arch: int, x: str) -> None:
     kinds = {"x": "*u8" if x == "u8" else "*bf16", "x_scale": "*fp32", "weight": "*u8", "scale": "*fp32", "out": "*bf16"}
     if x != "u8":
         constants["x_scale"] = None
-    compiled(block_scaled_row._block_scaled_row, kinds | {"rows": "i32", "blocks": "i32"}, constants, arch)
+    compiled(block_scaled_gemv._block_scaled_row, kinds | {"rows": "i32", "blocks": "i32"}, constants, arch)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_what_is_beside_compiles(arch: int) -> None:
-    from phalanx.kernels.products import block_scaled, quantize_groups
+    from phalanx.kernels.gemm import per_token_group_quant
+    from phalanx.kernels.gemm import block_scaled_gemm
 
     kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "pitch": "i32", "columns": "i32", "groups": "i32"}
-    compiled(quantize_groups._quantize_groups, kinds, {"SKIP": 0, "GROUPS": 32}, arch)
+    compiled(per_token_group_quant._quantize_groups, kinds, {"SKIP": 0, "GROUPS": 32}, arch)
     kinds = {"parts": "*fp32", "out": "*bf16", "size": "i32", "count": "i32"}
-    compiled(block_scaled._add_parts, kinds, {"BLOCK": 1024}, arch)
+    compiled(block_scaled_gemm._add_parts, kinds, {"BLOCK": 1024}, arch)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 65, 256, 2048, 8192])
 def test_tilings(tokens: int) -> None:
-    for outputs, groups, room in itertools.product((16, 2560, 28672), (1, 2, 32, 112), (99 * 1024, cuts.SHARED_MEMORY)):
-        tiling = cuts.rows(tokens, outputs, groups, shared=room)
+    for outputs, groups, room in itertools.product((16, 2560, 28672), (1, 2, 32, 112), (99 * 1024, block_heuristics.SHARED_MEMORY)):
+        tiling = block_heuristics.rows(tokens, outputs, groups, shared=room)
         assert tiling.parts <= max(1, groups // 4)
         assert tiling.stages >= 2
         assert tiling.stages * 128 * (tiling.rows + tiling.tokens) < room
-    assert cuts.rows(tokens, 16, 112).parts > 1
-    assert cuts.rows(8192, 28672, 112).parts == 1
+    assert block_heuristics.rows(tokens, 16, 112).parts > 1
+    assert block_heuristics.rows(8192, 28672, 112).parts == 1
 
 
 def test_the_cuts_are_the_fastest_on_record() -> None:
     """Of those in e4m3: each within 8 percent of its shape's fastest, most much nearer."""
-    from benchmarks.kernels import block_scaled as benchmark
+    from benchmarks.kernels import block_gemm as benchmark
 
-    kept = json.loads((record.RESULTS / "kernels_block_scaled.json").read_text(encoding="utf-8"))
+    kept = json.loads((harness.RESULTS / "kernels_block_scaled.json").read_text(encoding="utf-8"))
     behind = []
     for title, found in kept.items():
         sizes = re.fullmatch(r"\w+ \w+ \((\d+), (\d+)\) T=(\d+)", title)
@@ -249,44 +251,44 @@ def test_the_cuts_are_the_fastest_on_record() -> None:
         behind.append(timed[benchmark.chosen(tokens, (outputs, inputs))] / min(timed.values()))
         if tokens > 1:
             torchs = found["torch"][0]
-            assert (torchs if cuts.torchs(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(torchs, *timed.values())
+            assert (torchs if block_heuristics.torchs(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(torchs, *timed.values())
     assert len(behind) == 40
     assert max(behind) < 1.08
     assert sum(behind) / len(behind) < 1.01
 
 
 def test_one_token_is_quantized_by_each_program_of_a_small_weight() -> None:
-    assert cuts.quantizes(4096, 4096)
-    assert not cuts.quantizes(28672, 4096)
-    assert not cuts.quantizes(64, 14336)
-    assert cuts.one_row(4096, quantizes=True).rows > cuts.one_row(4096).rows
+    assert block_heuristics.quantizes(4096, 4096)
+    assert not block_heuristics.quantizes(28672, 4096)
+    assert not block_heuristics.quantizes(64, 14336)
+    assert block_heuristics.one_row(4096, quantizes=True).rows > block_heuristics.one_row(4096).rows
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(2560, 8192), (4096, 14336), (28672, 4096)])
 def test_kernels_change_with_the_magnitude_of_tokens_alone(outputs: int, inputs: int) -> None:
     for tokens in range(2, 1025):
-        tiling, magnitude = cuts.rows(tokens, outputs, inputs // 128), 1 << (tokens - 1).bit_length()
-        assert tiling == cuts.rows(magnitude, outputs, inputs // 128)
+        tiling, magnitude = block_heuristics.rows(tokens, outputs, inputs // 128), 1 << (tokens - 1).bit_length()
+        assert tiling == block_heuristics.rows(magnitude, outputs, inputs // 128)
 
 
 def test_what_is_taken() -> None:
-    assert blocks.takes(16, 4096, 128, 48)
-    assert blocks.takes(16, 4096, 128, 0)
+    assert block_gemm.takes(16, 4096, 128, 48)
+    assert block_gemm.takes(16, 4096, 128, 0)
     for outputs, inputs, block, begin in ((8, 128, 128, 0), (16, 40, 128, 0), (16, 128, 128, 8), (16, 128, 20, 0)):
-        assert not blocks.takes(outputs, inputs, block, begin)
+        assert not block_gemm.takes(outputs, inputs, block, begin)
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "begin"), SIZES)
 def test_the_reference_is_the_formula(outputs: int, inputs: int, begin: int) -> None:
     x, (weight, scale) = activations(5, inputs, torch.float32), weight_of(outputs, inputs, begin)
-    values, x_scale = reference.quantize_groups(x, 128, begin)
+    values, x_scale = reference.per_token_group_quant_fp8(x, 128, begin)
     assert x_scale.shape == (5, scale.shape[1])
     meant = torch.empty(5, inputs, dtype=torch.float64)
     for k in range(inputs):
         meant[:, k] = values[:, k].double() * x_scale[:, (begin + k) // 128]
         assert ((meant[:, k] - x[:, k]).abs() <= x[:, k].abs() / 16 + x_scale[:, (begin + k) // 128] / 1024).all()
     exact = meant @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).double().t()
-    found = blocks.block_scaled_mm(x, weight, scale, dtype=torch.float32, begin=begin)
+    found = block_gemm.block_scaled_mm(x, weight, scale, dtype=torch.float32, begin=begin)
     near(found, exact, magnitudes(x, weight, scale, begin) * 1.1)
     assert float(found.abs().max()) > 0
 
@@ -295,21 +297,21 @@ def test_widening_is_the_products_meaning() -> None:
     weight, scale = weight_of(48, 272, 48)
     x = activations(3, 272, torch.float32)
     wide = reference.dequantize(weight, scale, torch.float32, block=128, begin=48)
-    assert torch.equal(blocks.widening_mm(x, weight, scale, block=128, begin=48), torch.nn.functional.linear(x, wide))
+    assert torch.equal(block_gemm.w8a16_gemm(x, weight, scale, block=128, begin=48), torch.nn.functional.linear(x, wide))
 
 
 def test_scales_once_a_block() -> None:
     scale = torch.rand(3, 8).repeat_interleave(128, 0)
-    assert torch.equal(blocks.once_a_block(scale), scale[[0, 128, 256]])
+    assert torch.equal(block_gemm.one_scale_per_block(scale), scale[[0, 128, 256]])
 
 
 def test_what_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    assert not blocks.torch_takes(384, 1024, 256, device)
-    monkeypatch.setattr(blocks, "_torch_multiplies", lambda device: True)
-    assert blocks.torch_takes(384, 1024, 256, device)
+    assert not block_gemm.cublas_supports(384, 1024, 256, device)
+    monkeypatch.setattr(block_gemm, "_torch_multiplies", lambda device: True)
+    assert block_gemm.cublas_supports(384, 1024, 256, device)
     for outputs, inputs, begin in ((320, 1024, 0), (384, 1152, 0), (384, 1024, 64)):
-        assert not blocks.torch_takes(outputs, inputs, begin, device)
+        assert not block_gemm.cublas_supports(outputs, inputs, begin, device)
 
 
 @pytest.mark.gpu1
@@ -319,19 +321,19 @@ def test_what_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_torchs_on_gpu(tokens: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever of the two is chosen, within what tensor cores cut off."""
     device = torch.device("cuda")
-    if not blocks.torch_takes(outputs, inputs, 0, device):
+    if not block_gemm.cublas_supports(outputs, inputs, 0, device):
         pytest.skip("torch has no such product here")
     x, (weight, _) = activations(tokens, inputs, torch.bfloat16), weight_of(outputs, inputs, 0)
     scale = torch.logspace(-3, -1, outputs // 128 * (inputs // 128)).view(outputs // 128, -1).repeat_interleave(128, 0)
-    values, x_scale = reference.quantize_groups(x, 128)
+    values, x_scale = reference.per_token_group_quant_fp8(x, 128)
     wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32)
-    asked, ran = blocks._torchs, []
-    monkeypatch.setattr(blocks, "_torchs", lambda *given: ran.append(1) or asked(*given))
-    found = blocks.block_scaled_mm(
+    asked, ran = block_gemm._torchs, []
+    monkeypatch.setattr(block_gemm, "_torchs", lambda *given: ran.append(1) or asked(*given))
+    found = block_gemm.block_scaled_mm(
         x.to(device), weight.to(device), scale.to(device), dtype=torch.bfloat16,
-        by_block=blocks.once_a_block(scale.to(device)),
+        by_block=block_gemm.one_scale_per_block(scale.to(device)),
     )  # fmt: skip
-    assert bool(ran) == cuts.torchs(tokens, outputs, inputs)
+    assert bool(ran) == block_heuristics.torchs(tokens, outputs, inputs)
     assert found.shape == (tokens, outputs)
     assert found.is_contiguous()
     terms = magnitudes(reference.dequantize(values, x_scale, torch.float32, block=128), weight, scale, 0)
@@ -352,18 +354,18 @@ LARGE = [  # outputs, inputs, begin: each way to cut one token and many
 def test_on_gpu(tokens: int, outputs: int, inputs: int, begin: int, dtype: torch.dtype) -> None:
     """Quantized bit for bit as on a CPU. Tensor cores cut products of e4m3 off some 13 bits behind the largest of 32: sums may be
     apart by 2^-10 of their terms."""
-    from phalanx.kernels.scaled_mm import has_fp8_products
+    from phalanx.kernels.capabilities import has_fp8_gemm
 
     device = torch.device("cuda")
     x, (weight, scale) = activations(tokens, inputs, dtype), weight_of(outputs, inputs, begin)
-    if has_fp8_products(device):
-        values, x_scale = reference.quantize_groups(x, 128, begin)
-        got, got_scale = blocks.quantize_groups(x.to(device), begin)
+    if has_fp8_gemm(device):
+        values, x_scale = reference.per_token_group_quant_fp8(x, 128, begin)
+        got, got_scale = block_gemm.per_token_group_quant_fp8(x.to(device), begin)
         assert torch.equal(got.cpu().view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(got_scale.cpu(), x_scale)
         wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32, begin=begin)
-        found = blocks.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)
-        again = blocks.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)
+        found = block_gemm.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)
+        again = block_gemm.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)
         assert found.dtype == dtype
         assert torch.equal(found, again)
         terms = magnitudes(reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin), weight, scale, begin)
@@ -371,9 +373,9 @@ def test_on_gpu(tokens: int, outputs: int, inputs: int, begin: int, dtype: torch
         assert (found.cpu().float() - wanted).norm() < 5e-3 * wanted.norm()
     if dtype != torch.float32:
         wide = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
-        found = blocks.widening_mm(x.to(device), weight.to(device), scale.to(device), block=128, begin=begin)
+        found = block_gemm.w8a16_gemm(x.to(device), weight.to(device), scale.to(device), block=128, begin=begin)
         # Many tokens round the widened weight to 16 bit: half an eps of each term.
-        slack = torch.finfo(dtype).eps * 2**18 if tokens > cuts.FEW else 0
+        slack = torch.finfo(dtype).eps * 2**18 if tokens > block_heuristics.FEW else 0
         near(found.cpu(), wide, magnitudes(x, weight, scale, begin) * (8 + slack))
 
 

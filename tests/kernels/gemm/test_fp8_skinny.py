@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from phalanx.kernels.products import choice, knows_gluon
+from phalanx.kernels.capabilities import has_gluon
+from phalanx.kernels.gemm import heuristics
 from tests.kernels.attention.test_prefill import spilled
 
-if not knows_gluon():
+if not has_gluon():
     pytest.skip("the kernel is for another Triton", allow_module_level=True)
 
 ROOM = 227 * 1024  # of one program, in Hopper's shared memory
@@ -25,11 +26,11 @@ def made(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> A
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from phalanx.kernels.products import few_rows
+    from phalanx.kernels.gemm import fp8_skinny
 
-    sums, stored = few_rows.layouts(rows, tokens, warps)
+    sums, stored = fp8_skinny.layouts(rows, tokens, warps)
     constants = {
-        "KT": 64, "STAGES": choice.stages_for(rows, tokens), "SUMS": sums, "STORED": stored, "AT_ONCE": 2, "SHARED": shared,
+        "KT": 64, "STAGES": heuristics.num_stages(rows, tokens), "SUMS": sums, "STORED": stored, "AT_ONCE": 2, "SHARED": shared,
     }  # fmt: skip
     pointers = {"out": "bf16", "row_scale": "fp32", "column_scale": "fp32", "parts": "fp32", "arrived": "i32"}
     if not scaled:
@@ -37,7 +38,7 @@ def made(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> A
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     kinds = {"x": f"tensordesc<fp8e4nv[{tokens},128],{swizzled!r}>", "weight": f"tensordesc<fp8e4nv[{rows},128],{swizzled!r}>"}
     kinds |= {name: "*" + kind for name, kind in pointers.items()} | dict.fromkeys(("tokens", "outputs", "units"), "i32")
-    kernel = few_rows._few_rows
+    kernel = fp8_skinny._few_rows
     aligned = [name for name in kernel.arg_names if name in (*pointers, "outputs") and name not in constants]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, attributes)
@@ -50,14 +51,14 @@ def test_compiles(rows: int, tokens: int, warps: int, scaled: bool) -> None:
     kernel = made(rows, tokens, warps, shared=True, scaled=scaled)
     assert kernel.metadata.shared <= ROOM
     assert spilled(kernel) == 0
-    ptx = kernel.asm["ptx"]
-    wait = ptx.index("griddepcontrol.wait")
-    before = ptx[:wait]
-    assert before.count("cp.async.bulk.tensor") == choice.stages_for(rows, tokens) + 1  # the weight's tiles, and x's descriptor
+    sm = kernel.asm["ptx"]
+    wait = sm.index("griddepcontrol.wait")
+    before = sm[:wait]
+    assert before.count("cp.async.bulk.tensor") == heuristics.num_stages(rows, tokens) + 1  # the weight's tiles, and x's descriptor
     assert not any(act in before for act in ("st.global", "ld.global", "atom."))
-    assert "wgmma.mma_async" in ptx[wait:]
+    assert "wgmma.mma_async" in sm[wait:]
     if tokens >= 16:
-        assert "st.global.v4.b32" in ptx  # 8 rows at once
+        assert "st.global.v4.b32" in sm  # 8 rows at once
 
 
 def said(kernel: Any, begins: str) -> str:
@@ -69,12 +70,12 @@ def said(kernel: Any, begins: str) -> str:
 def test_shares_of_a_row_of_tiles_are_found_from_both_sides(along: int, deep: int, programs: int) -> None:
     """Who has tiles of a row, by each program's run and by the row's ends, both in the kernel's own words; and no slot is used
     twice."""
-    from phalanx.kernels.products import few_rows
+    from phalanx.kernels.gemm import fp8_skinny
 
     units = along * deep
-    run = said(few_rows._few_rows.fn, "first, last =")
+    run = said(fp8_skinny._few_rows.fn, "first, last =")
     runs = [eval(run, {"program": p, "programs": programs, "units": units}) for p in range(programs)]
-    sharers = said(few_rows._hand_over.fn, "owner, behind =")
+    sharers = said(fp8_skinny._hand_over.fn, "owner, behind =")
     slots: set[int] = set()
     for row in range(along):
         begin, end = row * deep, (row + 1) * deep
@@ -100,7 +101,7 @@ def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
     they add 32 products in e4m3 to a sum: each time up to 2^-13 of it is lost, which is 1/32 of a step of bf16."""
     import torch
 
-    from phalanx.kernels.products.few_rows import few_rows, processors, takes
+    from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm, processors, takes
 
     needs_hopper()
     torch.manual_seed(0)
@@ -109,17 +110,17 @@ def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
     columns = torch.rand(outputs, device="cuda") + 0.1
     for tokens in (1, 5, 16, 33, 64):
         x, rows = torch.randn(tokens, inputs, device="cuda").to(e4m3), torch.rand(tokens, 1, device="cuda") + 0.1
-        tiling = choice.few_rows(tokens, outputs, inputs, processors(x.device))
+        tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, processors(x.device))
         assert takes(x, weight)
         if tiling is None:
             continue
         sums = x.float() @ weight.float().t()
         for scales, wanted in ((None, sums), ((rows, columns), sums * rows * columns)):
-            first = few_rows(x, weight, tiling, scales)
+            first = fp8_skinny(x, weight, tiling, scales)
             assert steps(first, wanted) <= bound, (tokens, tiling)
             for _ in range(3):
-                assert torch.equal(first, few_rows(x, weight, tiling, scales)), (tokens, tiling)
-        scaled = few_rows(x, weight, tiling, (rows, columns), dtype=torch.float16)
+                assert torch.equal(first, fp8_skinny(x, weight, tiling, scales)), (tokens, tiling)
+        scaled = fp8_skinny(x, weight, tiling, (rows, columns), dtype=torch.float16)
         assert steps(scaled, sums * rows * columns) <= bound
 
 
@@ -141,8 +142,8 @@ def test_replays_behind_kernels_that_start_it_early() -> None:
     """Products of one weight, split and whole, behind each other and behind a norm, in a graph: the bits of eager ones."""
     import torch
 
-    from phalanx.kernels.products.few_rows import few_rows, processors
-    from phalanx.kernels.residual_rms_norm import residual_rms_norm
+    from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm, processors
+    from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm
 
     needs_hopper()
     torch.manual_seed(0)
@@ -157,10 +158,10 @@ def test_replays_behind_kernels_that_start_it_early() -> None:
             for _ in range(4):
                 x, _, residual = residual_rms_norm(start, residual, norm, 1e-5, quant="fp8")
                 for weight in weights:
-                    tiling = choice.few_rows(len(x), *weight.shape, processors(x.device))
+                    tiling = heuristics.select_fp8_skinny(len(x), *weight.shape, processors(x.device))
                     if tiling is None:
-                        tiling = choice.FewRows(64, choice.stages_for(64, len(x)), -(-weight.shape[0] // 64), 4)
-                    sums = few_rows(x, weight, tiling)
+                        tiling = heuristics.SkinnyTiling(64, heuristics.num_stages(64, len(x)), -(-weight.shape[0] // 64), 4)
+                    sums = fp8_skinny(x, weight, tiling)
                     made.append(sums)
                     x = (sums / 256).to(e4m3)
                 made.append(residual)

@@ -6,38 +6,38 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.compiled import compiled
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
 
 def check() -> None:
     from phalanx.kernels import reference
-    from phalanx.kernels.products.one_row import one_row
+    from phalanx.kernels.gemm.gemv import gemv
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for outputs, inputs, block in ((1, 8, 64), (7, 200, 64), (33, 128, 64), (5, 1032, 1024)):
             x, weight = torch.randn(1, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
             wanted = reference.linear(x, weight)
             torch.testing.assert_close(
-                one_row(x, weight, rows=4, block=block, warps=8), wanted, rtol=torch.finfo(dtype).eps, atol=1e-4
+                gemv(x, weight, rows=4, block=block, warps=8), wanted, rtol=torch.finfo(dtype).eps, atol=1e-4
             )
             into = torch.full((1, outputs), float("nan"), dtype=dtype)
-            assert one_row(x, weight, into, rows=4, block=block, warps=8) is into
+            assert gemv(x, weight, into, rows=4, block=block, warps=8) is into
             torch.testing.assert_close(into, wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.products.test_one_row").strip() == "checked"
+    assert interpreted("tests.kernels.gemm.test_one_row").strip() == "checked"
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_compiles(arch: int) -> None:
-    from phalanx.kernels.products import one_row
+    from phalanx.kernels.gemm import gemv
 
     kinds = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "rows": "i32"}
-    compiled(one_row._one_row, kinds, {"COLUMNS": 4096, "ROWS": 4, "BLOCK": 2048}, arch)
+    compiled(gemv._one_row, kinds, {"COLUMNS": 4096, "ROWS": 4, "BLOCK": 2048}, arch)
 
 
 def test_linear_on_cpu_is_torchs() -> None:

@@ -9,16 +9,16 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.kernels.compiled import compiled
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
 
 def check() -> None:
     from phalanx.kernels import reference
-    from phalanx.kernels.products.choice import OneRow
-    from phalanx.kernels.products.one_row_fp8 import one_row_fp8
+    from phalanx.kernels.gemm.heuristics import GemvTiling
+    from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for outputs, inputs, block in ((1, 16, 64), (7, 208, 64), (33, 128, 64), (5, 1040, 1024)):
@@ -28,27 +28,27 @@ def check() -> None:
             for static in (None, torch.tensor(0.01)):
                 values, x_scale = reference.quantize_fp8(x, static)
                 wanted = reference.scaled_mm(values, x_scale, weight, scale, dtype)
-                found = one_row_fp8(values, x_scale, weight, scale, dtype=dtype, tiling=OneRow(4, block, 4))
+                found = gemv_fp8(values, x_scale, weight, scale, dtype=dtype, tiling=GemvTiling(4, block, 4))
                 torch.testing.assert_close(found, wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
-                itself = one_row_fp8(x, static, weight, scale, dtype=dtype, tiling=OneRow(4, block, 4))
+                itself = gemv_fp8(x, static, weight, scale, dtype=dtype, tiling=GemvTiling(4, block, 4))
                 assert torch.equal(itself, found)  # quantized there or before: the same bits
-    zeros = one_row_fp8(torch.zeros(1, inputs), None, weight, scale, dtype=torch.bfloat16, tiling=OneRow(4, 1024, 4))
+    zeros = gemv_fp8(torch.zeros(1, inputs), None, weight, scale, dtype=torch.bfloat16, tiling=GemvTiling(4, 1024, 4))
     assert torch.equal(zeros, torch.zeros(1, outputs, dtype=torch.bfloat16))
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.products.test_one_row_fp8").strip() == "checked"
+    assert interpreted("tests.kernels.gemm.test_one_row_fp8").strip() == "checked"
 
 
 @pytest.mark.parametrize("arch", [89, 90, 100])
 @pytest.mark.parametrize("quantize", [False, True])
 def test_compiles(arch: int, quantize: bool) -> None:
-    from phalanx.kernels.products import one_row_fp8
+    from phalanx.kernels.gemm import gemv_fp8
 
     constants = {"COLUMNS": 2048, "WIDE": 2048, "QUANTIZE": quantize, "GIVEN": not quantize, "ROWS": 4, "BLOCK": 2048}
     pointers = {"x": "bf16" if quantize else "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "bf16"}
     kinds = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"}
-    compiled(one_row_fp8._one_row_fp8, kinds, constants, arch)
+    compiled(gemv_fp8._gemv_fp8, kinds, constants, arch)
 
 
 @pytest.mark.parametrize("inputs", [2048, 3584, 8192])
@@ -65,10 +65,11 @@ def instructions(inputs: int, quantize: bool) -> Counter[str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from phalanx.kernels.products import choice, one_row_fp8
+    from phalanx.kernels.gemm import gemv_fp8
+    from phalanx.kernels.gemm import heuristics
 
-    tiling = choice.fp8(1, 2048, inputs)
-    assert isinstance(tiling, choice.OneRow)
+    tiling = heuristics.select_fp8(1, 2048, inputs)
+    assert isinstance(tiling, heuristics.GemvTiling)
     constants = {
         "COLUMNS": inputs, "WIDE": inputs, "QUANTIZE": quantize, "GIVEN": True, "ROWS": tiling.rows, "BLOCK": tiling.block,
         "PTX": 90,
@@ -76,7 +77,7 @@ def instructions(inputs: int, quantize: bool) -> Counter[str]:
     pointers = {"x": "bf16" if quantize else "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "bf16"}
     kinds = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"} | dict.fromkeys(constants, "constexpr")
     aligned = {(place,): [["tt.divisibility", 16]] for place in range(6)}
-    source = ASTSource(one_row_fp8._one_row_fp8, kinds, constants, aligned)
+    source = ASTSource(gemv_fp8._gemv_fp8, kinds, constants, aligned)
     made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tiling.warps})
     return Counter(re.findall(r"^\s+(?:@%p\d+ )?([a-z][a-z.0-9]+)", made.asm["ptx"], re.MULTILINE))
 

@@ -11,72 +11,72 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.compiled import compiled
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
 if TYPE_CHECKING:
-    from phalanx.kernels.products.factors import Factors
+    from phalanx.kernels.gemm.factors import GemvArgs
 
 FP8 = torch.float8_e4m3fn
 KINDS = ["16", "quantized", "quantizes", "static"]
 """Of factors: both in 16 bit; both in e4m3; x quantized by the kernel, with its own scale, or with a given one."""
 
 
-def factors_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False, device: str = "cpu") -> Factors:
+def factors_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False, device: str = "cpu") -> GemvArgs:
     from phalanx.kernels import reference
-    from phalanx.kernels.products.factors import Factors
+    from phalanx.kernels.gemm.factors import GemvArgs
 
     x, wide = torch.randn(1, inputs, device=device).to(dtype), torch.randn(outputs, inputs, device=device)
     added = torch.randn(outputs, device=device).to(dtype) if bias else None
     if kind == "16":
-        return Factors(x, None, wide.to(dtype), None, added, dtype)
+        return GemvArgs(x, None, wide.to(dtype), None, added, dtype)
     weight, scale = reference.quantize_fp8(wide)
     scale = scale.flatten() / inputs**0.5
     if kind == "quantized":
-        return Factors(*reference.quantize_fp8(x), weight, scale, added, dtype)
-    return Factors(x, torch.tensor(0.01, device=device) if kind == "static" else None, weight, scale, added, dtype)
+        return GemvArgs(*reference.quantize_fp8(x), weight, scale, added, dtype)
+    return GemvArgs(x, torch.tensor(0.01, device=device) if kind == "static" else None, weight, scale, added, dtype)
 
 
-def product_of(factors: Factors, tiling: tuple[int, int, int]) -> Tensor:
+def product_of(factors: GemvArgs, tiling: tuple[int, int, int]) -> Tensor:
     """By one row's own kernel."""
-    from phalanx.kernels.products.choice import OneRow
-    from phalanx.kernels.products.one_row import one_row
-    from phalanx.kernels.products.one_row_fp8 import one_row_fp8
+    from phalanx.kernels.gemm.heuristics import GemvTiling
+    from phalanx.kernels.gemm.gemv import gemv
+    from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
 
     x, x_scale, weight, scale, bias, dtype = factors
     assert bias is None
     if scale is None:
-        return one_row(x, weight, **OneRow(*tiling)._asdict())
-    return one_row_fp8(x, x_scale, weight, scale, dtype=dtype, tiling=OneRow(*tiling))
+        return one_row(x, weight, **GemvTiling(*tiling)._asdict())
+    return gemv_fp8(x, x_scale, weight, scale, dtype=dtype, tiling=GemvTiling(*tiling))
 
 
 def check_gate_up_silu() -> None:
-    from phalanx.kernels.between.silu_gate import silu_mul
-    from phalanx.kernels.products.choice import Pairs
-    from phalanx.kernels.products.pairs import gate_up_silu
+    from phalanx.kernels.ops.silu_and_mul import silu_mul
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
+    from phalanx.kernels.gemm.gemv_fused_kernels import gate_up_silu
 
     for kind in KINDS:
-        for dtype, inner, inputs, pairs in ((torch.bfloat16, 3, 16, 1), (torch.float16, 7, 208, 2), (torch.bfloat16, 33, 1040, 8)):
+        for dtype, inner, inputs, gemv_fused_kernels in ((torch.bfloat16, 3, 16, 1), (torch.float16, 7, 208, 2), (torch.bfloat16, 33, 1040, 8)):
             factors = factors_of(kind, 2 * inner, inputs, dtype)
             wanted = silu_mul(product_of(factors, (16, 256, 4)))
-            found = gate_up_silu(factors, Pairs(pairs, 256, 4))
+            found = gate_up_silu(factors, FusedGemvTiling(gemv_fused_kernels, 256, 4))
             assert found.shape == (1, inner)
             assert torch.equal(found, wanted), (kind, dtype, inner)
 
 
 def check_qkv_rope_store() -> None:
-    from phalanx.kernels.between.rope_to_cache import rope_store
-    from phalanx.kernels.products.choice import Pairs
-    from phalanx.kernels.products.pairs import qkv_rope_store
+    from phalanx.kernels.ops.rope_kv_cache import rope_store
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
+    from phalanx.kernels.gemm.gemv_fused_kernels import qkv_rope_store
 
     cases = [
         (torch.bfloat16, (2, 1, 4, 1), False, 5), (torch.float16, (3, 1, 12, 4), True, 5),
         (torch.bfloat16, (6, 3, 16, 16), True, 0),
         (torch.bfloat16, (4, 2, 8, 8), False, -1),
     ]  # fmt: skip
-    for kind, (dtype, (q_heads, kv_heads, head_dim, pairs), fp8, slot) in itertools.product(KINDS, cases):
+    for kind, (dtype, (q_heads, kv_heads, head_dim, gemv_fused_kernels), fp8, slot) in itertools.product(KINDS, cases):
         heads = q_heads + 2 * kv_heads
         factors = factors_of(kind, heads * head_dim, 48, dtype)
         angles, slots = torch.rand(1, head_dim // 2) * 7, torch.tensor([slot])
@@ -85,7 +85,7 @@ def check_qkv_rope_store() -> None:
         scales = (0.25, 0.5) if fp8 else None
         product = product_of(factors, (32, 64, 4)).view(1, heads, head_dim)
         wanted = rope_store(product, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
-        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, q_heads, scales, Pairs(pairs, 64, 4))
+        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, q_heads, scales, FusedGemvTiling(gemv_fused_kernels, 64, 4))
         for got, want in zip((query, *held), (wanted, *expected), strict=True):
             assert got.dtype == want.dtype
             assert torch.equal(got.float(), want.float()), (kind, dtype, head_dim, fp8, slot)
@@ -93,8 +93,8 @@ def check_qkv_rope_store() -> None:
 
 def check_a_bias_is_added_before_the_rounding() -> None:
     from phalanx.kernels import reference
-    from phalanx.kernels.products.choice import Pairs
-    from phalanx.kernels.products.pairs import qkv_rope_store
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
+    from phalanx.kernels.gemm.gemv_fused_kernels import qkv_rope_store
 
     for kind in ("16", "quantized"):
         factors = factors_of(kind, 8 * 8, 48, torch.bfloat16, bias=True)
@@ -106,7 +106,7 @@ def check_a_bias_is_added_before_the_rounding() -> None:
         wide = x.float() @ weight.float().t() * (1.0 if scale is None or x_scale is None else x_scale * scale)
         product = (wide + bias.float()).to(torch.bfloat16).view(1, 8, 8)
         wanted = reference.rope_store(product, angles.cos(), angles.sin(), *expected, slots, 4)
-        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, 4, None, Pairs(8, 64, 4))
+        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, 4, None, FusedGemvTiling(8, 64, 4))
         for got, want in zip((query, *held), (wanted, *expected), strict=True):
             torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-6)
 
@@ -115,13 +115,13 @@ CHECKS = [check_gate_up_silu, check_qkv_rope_store, check_a_bias_is_added_before
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.products.test_pairs").split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.gemm.test_pairs").split() == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.parametrize("kernel", ["gate_up_silu", "qkv_rope_store", "qkv_rope_store in e4m3"])
 @pytest.mark.parametrize(("kind", "arch"), [("16", 80), ("16", 90), ("16", 100), ("e4m3", 90), ("e4m3", 100), ("quantize", 90)])
 def test_compiles(kernel: str, kind: str, arch: int) -> None:
-    from phalanx.kernels.products import pairs
+    from phalanx.kernels.gemm import gemv_fused_kernels
 
     fp8 = kind != "16"
     pointers = {"x": "fp8e4nv" if kind == "e4m3" else "bf16", "weight": "fp8e4nv" if fp8 else "bf16"}
@@ -136,10 +136,10 @@ def test_compiles(kernel: str, kind: str, arch: int) -> None:
             constants[name] = None
     numbers = {"pairs": "i32"}
     if kernel == "gate_up_silu":
-        function = pairs._gate_up_silu
+        function = gemv_fused_kernels._gate_up_silu
         pointers["out"], constants["bias"], constants["SPAN"] = "bf16", None, 14336
     else:
-        function, cache = pairs._qkv_rope_store, "u8" if kernel.endswith("e4m3") else "bf16"
+        function, cache = gemv_fused_kernels._qkv_rope_store, "u8" if kernel.endswith("e4m3") else "bf16"
         pointers |= {"bias": "bf16", "cos": "fp32", "sin": "fp32", "query": "bf16", "slots": "i64"}
         pointers |= {"key_cache": cache, "value_cache": cache}
         numbers |= {"q_heads": "i32", "kv_heads": "i32", "key_inverse": "fp32", "value_inverse": "fp32"}
@@ -151,9 +151,9 @@ TILINGS = {"16": [(1, 2048, 4), (2, 1024, 4)], "fp8": [(1, 8192, 4), (2, 2048, 2
 
 
 def needs_fp8(kind: str) -> None:
-    from phalanx.kernels.scaled_mm import has_fp8_products
+    from phalanx.kernels.capabilities import has_fp8_gemm
 
-    if kind != "16" and not has_fp8_products(torch.device("cuda")):
+    if kind != "16" and not has_fp8_gemm(torch.device("cuda")):
         pytest.skip("this GPU has no FP8 products")
 
 
@@ -164,18 +164,18 @@ def needs_fp8(kind: str) -> None:
 def test_gate_up_silu_on_gpu(kind: str, inner: int, inputs: int) -> None:
     """The bits of two kernels."""
     from phalanx import kernels
-    from phalanx.kernels.products import one_token
-    from phalanx.kernels.products.choice import Pairs
-    from phalanx.kernels.products.pairs import gate_up_silu
+    from phalanx.kernels.gemm import gemv_fused
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
+    from phalanx.kernels.gemm.gemv_fused_kernels import gate_up_silu
 
     needs_fp8(kind)
     torch.manual_seed(inner)
     factors = factors_of(kind, 2 * inner, inputs, torch.bfloat16, device="cuda")
-    for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
-        wanted = kernels.silu_mul(product_of(factors, (2 * pairs, block, warps)))
-        found = gate_up_silu(factors, Pairs(pairs, block, warps))
+    for gemv_fused_kernels, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
+        wanted = kernels.silu_mul(product_of(factors, (2 * gemv_fused_kernels, block, warps)))
+        found = gate_up_silu(factors, FusedGemvTiling(gemv_fused_kernels, block, warps))
         assert torch.equal(found, wanted), f"{(found != wanted).sum()} of {inner}, {(pairs, block, warps)}"
-    chosen = one_token.gate_up_silu(factors)
+    chosen = gemv_fused.gate_up_silu(factors)
     assert chosen is not None
     assert (chosen.float() - wanted.float()).norm() < 1e-2 * wanted.float().norm()
 
@@ -188,9 +188,9 @@ def test_gate_up_silu_on_gpu(kind: str, inner: int, inputs: int) -> None:
 def test_qkv_rope_store_on_gpu(kind: str, cache: torch.dtype, slot: int) -> None:
     """The bits of two kernels."""
     from phalanx import kernels
-    from phalanx.kernels.products import one_token
-    from phalanx.kernels.products.choice import Pairs
-    from phalanx.kernels.products.pairs import qkv_rope_store
+    from phalanx.kernels.gemm import gemv_fused
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
+    from phalanx.kernels.gemm.gemv_fused_kernels import qkv_rope_store
 
     needs_fp8(kind)
     torch.manual_seed(slot)
@@ -199,16 +199,16 @@ def test_qkv_rope_store_on_gpu(kind: str, cache: torch.dtype, slot: int) -> None
     angles, slots = torch.rand(1, head_dim // 2, device="cuda") * 7, torch.tensor([slot], device="cuda")
     turns, scales = (angles.cos(), angles.sin()), (0.25, 0.5) if cache == FP8 else None
     held = [torch.randn(4, 16, kv_heads, head_dim, device="cuda").to(cache) for _ in range(2)]
-    for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
+    for gemv_fused_kernels, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
         found, wanted = ([each.clone() for each in held] for _ in range(2))
-        product = product_of(factors, (2 * pairs, block, warps)).view(1, -1, head_dim)
+        product = product_of(factors, (2 * gemv_fused_kernels, block, warps)).view(1, -1, head_dim)
         wanted.append(kernels.rope_store(product, *turns, wanted[0], wanted[1], slots, q_heads, scales))
-        found.append(qkv_rope_store(factors, *turns, found[0], found[1], slots, q_heads, scales, Pairs(pairs, block, warps)))
+        found.append(qkv_rope_store(factors, *turns, found[0], found[1], slots, q_heads, scales, FusedGemvTiling(gemv_fused_kernels, block, warps)))
         for got, want in zip(found, wanted, strict=True):
-            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (pairs, block, warps)
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (gemv_fused_kernels, block, warps)
     if slot < 0:
         assert torch.equal(found[0].view(torch.uint8), held[0].view(torch.uint8))
-    chosen = one_token.qkv_rope_store(factors, *turns, held[0], held[1], slots, q_heads, scales)
+    chosen = gemv_fused.qkv_rope_store(factors, *turns, held[0], held[1], slots, q_heads, scales)
     assert chosen is not None
     assert (chosen.float() - wanted[2].float()).norm() < 1e-2 * wanted[2].float().norm()
 

@@ -10,8 +10,10 @@ import torch
 
 from phalanx import kernels
 from phalanx.kernels import reference
-from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.scaled_mm import FP8, Quantized, has_fp8_kernels, has_fp8_products, quantizing_mm, scaled_mm_into, unscaled_mm
+from phalanx.kernels.scaled_tensors import Unscaled
+from phalanx.kernels.gemm.scaled_mm import quant_gemm, scaled_mm_into, unscaled_mm
+from phalanx.kernels.scaled_tensors import FP8, Quantized
+from phalanx.kernels.capabilities import has_fp8_kernels, has_fp8_gemm
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -49,8 +51,8 @@ def test_silu_mul_quant_is_silu_mul_then_quant(scale: torch.Tensor | None) -> No
 def test_sums_stand_for_the_product() -> None:
     sums = Unscaled(torch.randn(3, 8), torch.rand(3, 1), torch.rand(8))
     by_hand = torch.stack([sums.values[t] * sums.rows[t, 0] * sums.columns for t in range(3)])
-    assert torch.equal(sums.wide(), by_hand)
-    assert torch.equal(sums.view(3, 2, 4).wide(), by_hand.view(3, 2, 4))
+    assert torch.equal(sums.to_fp32(), by_hand)
+    assert torch.equal(sums.view(3, 2, 4).to_fp32(), by_hand.view(3, 2, 4))
     torch.testing.assert_close(reference.silu_mul(sums), reference.silu_mul(by_hand))
 
 
@@ -63,13 +65,13 @@ def test_on_cpu_products_come_finished() -> None:
 
 
 def test_a_cpu_has_no_fp8_products() -> None:
-    assert not has_fp8_products(torch.device("cpu"))
+    assert not has_fp8_gemm(torch.device("cpu"))
 
 
 def on_gpu(tokens: int, inputs: int, out: int, *, static: bool) -> tuple[Quantized, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(x, weight, its scales, their product in fp32)."""
     device = torch.device("cuda")
-    if not has_fp8_products(device):
+    if not has_fp8_gemm(device):
         pytest.skip("this GPU has no FP8 products")
     x, weight = torch.randn(tokens, inputs, device=device), torch.randn(out, inputs, device=device)
     quantized = Quantized(*kernels.quantize_fp8(x, torch.tensor(0.01, device=device) if static else None))
@@ -120,7 +122,7 @@ def test_readers_scale_on_gpu(static: bool, dtype: torch.dtype, tokens: int) -> 
     product = unscaled_mm(x, weight, scale, dtype=dtype)
     here = has_fp8_kernels(torch.device("cuda")) and dtype == torch.bfloat16 and 1 < tokens <= 1024
     assert isinstance(product, Unscaled) == here
-    wide = product.wide() if isinstance(product, Unscaled) else product.float()
+    wide = product.to_fp32() if isinstance(product, Unscaled) else product.float()
     assert (wide - expected).norm() < 5e-3 * expected.norm()
 
     step = 3e-2  # a few roundings to bf16, which products in fp16 take too
@@ -145,7 +147,7 @@ def test_quantizing_mm_is_quantize_then_product(scale: torch.Tensor | None) -> N
     x, weight = torch.randn(3, 64), torch.randn(48, 64)
     stored, columns = kernels.quantize_fp8(weight)
     wanted = kernels.scaled_mm(Quantized(*kernels.quantize_fp8(x, scale)), stored, columns.flatten(), dtype=torch.float32)
-    assert torch.equal(quantizing_mm(x, scale, stored, columns.flatten(), dtype=torch.float32), wanted)
+    assert torch.equal(quant_gemm(x, scale, stored, columns.flatten(), dtype=torch.float32), wanted)
 
 
 @pytest.mark.gpu1
@@ -154,11 +156,11 @@ def test_quantizing_mm_is_quantize_then_product(scale: torch.Tensor | None) -> N
 @pytest.mark.parametrize("inputs", [2048, 3584, 8192])
 def test_one_row_quantized_by_its_product_on_gpu(static: bool, inputs: int) -> None:
     device = torch.device("cuda")
-    if not has_fp8_products(device):
+    if not has_fp8_gemm(device):
         pytest.skip("this GPU has no FP8 products")
     torch.manual_seed(inputs)
     x = torch.randn(1, inputs, device=device, dtype=torch.bfloat16)
     stored, columns = kernels.quantize_fp8(torch.randn(2048, inputs, device=device))
     scale = torch.tensor(0.01, device=device) if static else None
     wanted = kernels.scaled_mm(Quantized(*kernels.quantize_fp8(x, scale)), stored, columns.flatten(), dtype=x.dtype)
-    assert torch.equal(quantizing_mm(x, scale, stored, columns.flatten(), dtype=x.dtype), wanted)
+    assert torch.equal(quant_gemm(x, scale, stored, columns.flatten(), dtype=x.dtype), wanted)
