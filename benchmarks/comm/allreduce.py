@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import harness
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import SymmetricWorkspace, form_workspace, share_of
@@ -30,26 +30,7 @@ Case = tuple[str, str, Callable[[], Any]]
 
 def measure(call: Callable[[], Any], group: dist.ProcessGroup) -> float:
     """Microseconds per call."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for replay in range(2 + REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        dist.barrier(group)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 2:
-            times.append(begin.elapsed_time(end) * 1000 / CALLS)
-    worst = torch.tensor(statistics.median(times), device="cuda")
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group)
-    return worst.item()
+    return harness.graph_us([call] * CALLS, replays=REPLAYS, discarded=2, warmups=2, group=group)
 
 
 def peers(x: torch.Tensor, group: dist.ProcessGroup, buffer: torch.Tensor) -> Iterator[Case]:

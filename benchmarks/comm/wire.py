@@ -9,7 +9,6 @@ for several launches, the driver's own peer copy, and what an empty kernel costs
 from __future__ import annotations
 
 import os
-import statistics
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 import triton.language as tl
 
+from benchmarks import harness
 from phalanx.kernels.allreduce.signals import at, dependents
 from phalanx.kernels.vectors import load
 
@@ -64,24 +64,8 @@ def _pull(x, peers, vectors, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.
 
 
 def graph_time(call, calls: int) -> float:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(7):
-        dist.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / calls)
-    worst = torch.tensor(statistics.median(times), device="cuda")
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
+    """Microseconds per call, of the slowest rank."""
+    return harness.graph_us([call] * calls, replays=7, group=dist.group.WORLD)
 
 
 def main() -> None:

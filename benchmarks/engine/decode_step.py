@@ -143,10 +143,12 @@ def products() -> dict[str, Any]:
 
     import torch.nn.functional as F
 
+    from phalanx.kernels.gemm.gemv import gemv
+
     found: dict[str, Any] = {}
-    sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
+    sizes = {**harness.SHAPES["8b"], "head": harness.LM_HEAD_8B}
     candidates: dict[str, Any] = {"torch": F.linear}
-    candidates |= {str(v): partial(one_row, rows=v[0], block=v[1], warps=v[2]) for v in VARIANTS}
+    candidates |= {str(v): partial(gemv, rows=v[0], block=v[1], warps=v[2]) for v in VARIANTS}
     for name, (outputs, inputs) in sizes.items():
         count = max(2, (600 << 20) // (2 * outputs * inputs))
         matrices = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
@@ -158,24 +160,10 @@ def products() -> dict[str, Any]:
             if not off < 5e-3:
                 row[label] = f"wrong: {off}"
                 continue
-            replay = CudaGraphCapturer(torch.device("cuda", 0)).record(partial(each_of, candidate, x, matrices))
-            times = []
-            for _ in range(9):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                replay()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / count * 1e3)
-            microseconds = sorted(times)[4]
+            microseconds = harness.graph_us([partial(candidate, x, matrix) for matrix in matrices], replays=9)
             row[label] = [round(microseconds, 2), round(2 * outputs * inputs / microseconds / 1e6, 2)]
         found[name] = row
     return found
-
-
-def each_of(product: Any, x: torch.Tensor, matrices: list[torch.Tensor]) -> None:
-    for matrix in matrices:
-        product(x, matrix)
 
 
 def tokens() -> dict[str, Any]:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,11 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
+
+from benchmarks import harness
 
 HEAD_DIM, BLOCK = 128, 16
 REPLAYS = 4
@@ -45,25 +45,8 @@ def compile_ahead(launches: Callable[[], Iterator[Callable[[], Any]]]) -> None:
 
 def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:
     """For one launch, in a graph of one with each copy."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            for key, value in copies:
-                candidate(key, value)
-        finally:
-            graph.capture_end()
-        times: list[float] = []
-        for _ in range(REPLAYS + 1):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3 / len(copies))
-    return statistics.median(times[1:])
+    calls = [partial(candidate, key, value) for key, value in copies]
+    return harness.graph_us(calls, replays=REPLAYS, discarded=1, warmups=0) / 1e6
 
 
 def tell_best(figures: dict[str, Any]) -> None:

@@ -37,15 +37,12 @@ from benchmarks.kernels import gemm
 from benchmarks.kernels.gemm import Candidate, Case, measure
 from phalanx.kernels import reference
 from phalanx.kernels.gemm import block_gemm, block_heuristics
-from phalanx.kernels.gemm.block_heuristics import Blocks
+from phalanx.kernels.gemm.block_heuristics import BlockTiling
 from phalanx.kernels.gemm.block_scaled_gemm import block_scaled_gemm
 from phalanx.kernels.gemm.block_scaled_gemv import block_scaled_gemv
 from phalanx.kernels.gemm.heuristics import GemvTiling
 
-SHAPES = {
-    "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
-    "tp4": {"qkv": (2560, 8192), "o": (8192, 2048), "gate_up": (14336, 8192), "down": (8192, 7168)},
-}
+SHAPES = {name: harness.SHAPES[name] for name in ("8b", "tp4")}
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 FEW = 64
 """The most tokens for which a weight's bytes are the time."""
@@ -112,9 +109,9 @@ def chosen(tokens: int, size: tuple[int, int]) -> str:
     """The label of what `blocks.block_scaled_mm` takes for x [tokens, in] and weight [out, in] on an H200; size: (out, in)."""
     outputs, inputs = size
     if tokens > 1:
-        return f"{tuple(block_heuristics.rows(tokens, outputs, inputs // block_heuristics.WIDTH))}"
-    itself = block_heuristics.quantizes(outputs, inputs)
-    return f"{'' if itself else 'quantized, '}row {tuple(block_heuristics.one_row(inputs, quantizes=itself))}"
+        return f"{tuple(block_heuristics.block_tiling(tokens, outputs, inputs // block_heuristics.BLOCK_K))}"
+    itself = block_heuristics.gemv_quantizes(outputs, inputs)
+    return f"{'' if itself else 'quantized, '}row {tuple(block_heuristics.gemv_tiling(inputs, quantizes=itself))}"
 
 
 def make(tokens: int, size: tuple[int, int]) -> Product:
@@ -151,14 +148,14 @@ def candidates(p: Product) -> Iterator[tuple[str, Candidate]]:
             yield f"quantized, row {tuple(held)}", Candidate(partial(row, p, held, True), p.quantized)
     if tokens > 1 and block_gemm.cublas_supports(p.scale.shape[0], inputs, 0, p.x.device):
         by_block = block_gemm.one_scale_per_block(p.scale)
-        yield "torch", Candidate(lambda w: block_gemm._torchs(p.x, w, by_block), p.quantized)
+        yield "torch", Candidate(lambda w: block_gemm._cublas(p.x, w, by_block), p.quantized)
     near = min(TILES, key=lambda count: abs(count - tokens))
     for tile, parts in product(TILES[near], PARTS[near]):
         tiles = -(-p.scale.shape[0] // tile[0]) * -(-tokens // tile[1])
         if parts == 1 or (tiles * parts <= 132 * 6 and p.scale.shape[1] // parts >= 4):
-            tiling = Blocks(*tile, parts)
+            tiling = BlockTiling(*tile, parts)
             yield f"{tuple(tiling)}", Candidate(partial(cut, p, tiling), p.quantized)
-    if tokens <= block_heuristics.FEW:
+    if tokens <= block_heuristics.FEW_TOKENS:
         yield "x16", Candidate(lambda w: block_gemm.w8a16_gemm(p.x, w, p.scale, block=128), p.wide)
     yield "widened", Candidate(partial(widened, p), p.wide)
     by_row, by_column = torch.ones(tokens, 1, device="cuda"), torch.ones(1, p.scale.shape[0], device="cuda")
@@ -174,7 +171,7 @@ def row(p: Product, tiling: GemvTiling, apart: bool, weight: Tensor) -> Tensor:
     return block_scaled_row(values, x_scale, weight, p.scale, dtype=BF16, begin=0, quantize=True, tiling=tiling)
 
 
-def cut(p: Product, tiling: Blocks, weight: Tensor) -> Tensor:
+def cut(p: Product, tiling: BlockTiling, weight: Tensor) -> Tensor:
     values, x_scale = block_gemm.per_token_group_quant_fp8(p.x)
     return block_scaled(values, x_scale, weight, p.scale, dtype=BF16, begin=0, tiling=tiling)
 

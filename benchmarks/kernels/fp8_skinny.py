@@ -34,7 +34,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from benchmarks import harness
-from benchmarks.kernels.gemm import SHAPES as OTHERS_TOO
 from benchmarks.kernels.gemm import UNIT, off, seconds
 from phalanx.kernels.gemm import heuristics
 from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm, processors
@@ -45,9 +44,7 @@ from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm
 from phalanx.kernels.scaled_tensors import Unscaled
 
 Sizes = Mapping[str, tuple[int, int]]
-SHAPES: Mapping[str, Sizes] = {
-    name: {product: size for product, size in sizes.items() if product != "head"} for name, sizes in OTHERS_TOO.items()
-} | {"tp1": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)}}
+SHAPES: Mapping[str, Sizes] = {name: harness.SHAPES[name] for name in ("tp4", "tp2", "8b", "tp1")}
 """[outputs, inputs] of a rank's products."""
 BETWEEN_RANKS = ("tp4", "tp2")
 PICKED = ("gate_up", "down", "o", "qkv")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,11 +41,7 @@ from phalanx.kernels.gemm.heuristics import GEMV_QUANT_MAX_INPUTS, GemvTiling
 from phalanx.kernels.ops import quantize_fp8, rope_kv_cache, silu_and_mul
 from phalanx.kernels.scaled_tensors import Unscaled
 
-SHAPES = {
-    "tp4": {"qkv": (2560, 8192), "o": (8192, 2048), "gate_up": (14336, 8192), "down": (8192, 7168)},
-    "tp2": {"qkv": (5120, 8192), "o": (8192, 4096), "gate_up": (28672, 8192), "down": (8192, 14336)},
-    "8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)},
-}
+SHAPES = {name: harness.SHAPES[name] for name in ("tp4", "tp2")} | {"8b": {**harness.SHAPES["8b"], "head": harness.LM_HEAD_8B}}
 HEAD_DIM = 128
 COLD = 400 << 20
 REPLAYS = 9
@@ -312,28 +307,8 @@ def off(found: Tensor, wanted: Tensor) -> float:
 
 
 def seconds(act: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> float:
-    """For one act, in a graph of one for each tensor."""
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    times: list[float] = []
-    with torch.cuda.stream(stream):
-        act(tensors[0])
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            for tensor in tensors:
-                act(tensor)
-        finally:
-            graph.capture_end()
-        for _ in range(REPLAYS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3 / len(tensors))
-    return statistics.median(times)
+    """For one call, in a graph of one for each tensor."""
+    return harness.graph_us([partial(act, tensor) for tensor in tensors], replays=REPLAYS) / 1e6
 
 
 if __name__ == "__main__":

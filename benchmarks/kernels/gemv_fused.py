@@ -29,7 +29,7 @@ from benchmarks import harness
 from benchmarks.kernels.gemm import BF16, COLD, FP8, HEAD_DIM, SHAPES, WRONG, WRONG_FP8, Candidate, Case, measure
 from phalanx.kernels import reference
 from phalanx.kernels.gemm import gemv_fused_kernels, heuristics
-from phalanx.kernels.gemm.factors import GemvArgs
+from phalanx.kernels.scaled_tensors import GemvArgs
 from phalanx.kernels.gemm.gemv import gemv
 from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
 from phalanx.kernels.gemm.heuristics import FusedGemvTiling, GemvTiling

@@ -12,7 +12,6 @@ calls; host: what a call of the kernels takes the host.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -145,23 +144,7 @@ def by_torch(step: Step) -> Tensor:
 
 def on_device(act: Callable[[], Any]) -> float:
     """us of one act, of several in a graph."""
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    times = []
-    with torch.cuda.stream(stream):
-        act()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            for _ in range(CALLS):
-                act()
-        finally:
-            graph.capture_end()
-        for _ in range(REPLAYS):
-            times.append(between_events(graph.replay) / CALLS)
-    torch.cuda.current_stream().wait_stream(stream)
-    return statistics.median(times)
+    return harness.graph_us([act] * CALLS, replays=REPLAYS)
 
 
 def in_a_run(act: Callable[[], Any]) -> float:
@@ -171,16 +154,7 @@ def in_a_run(act: Callable[[], Any]) -> float:
         for _ in range(PLAIN_CALLS):
             act()
 
-    return between_events(run) / PLAIN_CALLS
-
-
-def between_events(act: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    act()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
+    return harness.events_us(run) / PLAIN_CALLS
 
 
 def on_host(act: Callable[[], Any]) -> float:
