@@ -24,7 +24,7 @@ from phalanx import log
 from phalanx.bench.cli import register as register_bench
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import ALIASES, Asked, build, gather
+from phalanx.config.sources import ALIASES, RawOptions, build, gather
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.tune.cli import app as allreduce
 from phalanx.version import __version__
@@ -97,7 +97,7 @@ def _kind(annotation: Any) -> str:
 
 @app.command()
 @takes(EngineOptions, ServeOptions)
-def serve(asked: Asked) -> None:
+def serve(asked: RawOptions) -> None:
     """Serve a model over the OpenAI API."""
     engine, serving = build(EngineOptions, asked), build(ServeOptions, asked)
     from phalanx.serve.app import run
@@ -108,7 +108,7 @@ def serve(asked: Asked) -> None:
 @app.command()
 @takes(EngineOptions)
 def generate(
-    asked: Asked,
+    asked: RawOptions,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given again; - reads one from stdin.")] = None,
     max_tokens: Annotated[int, typer.Option("--max_tokens", help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
@@ -126,7 +126,7 @@ def generate(
 @app.command()
 @takes(EngineOptions, ServeOptions, model_argument=False)
 def chat(
-    asked: Asked,
+    asked: RawOptions,
     target: Annotated[str, typer.Argument(metavar="[URL|MODEL]", help="A server's URL, or a model to load here.")] = (
         "http://localhost:8000"
     ),

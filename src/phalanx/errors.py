@@ -33,7 +33,7 @@ from typing import Any
 class PhalanxError(Exception):
     """Base of all errors that Phalanx raises on purpose.
 
-    failure: what is wrong; a complete message by itself, for example "tensor_parallel_size=3 does not divide num_attention_heads=32".
+    failure: what is wrong; a complete message, for example "tensor_parallel_size=3 does not divide num_attention_heads=32".
     held: what there is instead. why: the cause. next: what to do, in the imperative. The parts are joined with "; " in this order.
     """
 
@@ -48,6 +48,10 @@ class PhalanxError(Exception):
     def from_wire(wire: dict[str, Any]) -> PhalanxError:
         kind = _KINDS.get(str(wire.get("kind")), EngineError)
         return kind(wire["failure"], held=wire["held"], why=wire["why"], next=wire["next"])
+
+    def copy(self) -> PhalanxError:
+        """The same error for another waiter. An exception that is raised twice would collect the tracebacks of both."""
+        return PhalanxError.from_wire(self.to_wire())
 
 
 class OptionError(PhalanxError, ValueError):

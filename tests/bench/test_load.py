@@ -16,7 +16,7 @@ from phalanx.bench import load, report, shapes
 from phalanx.bench.load import Load
 from phalanx.bench.streaming_client import Sample
 from phalanx.errors import EngineError, OptionError, RequestError
-from tests.serve.processes import fake_server, rank_server, until
+from tests.support.serve_processes import fake_server, rank_server, until
 from tests.support.checkpoints import write_checkpoint
 
 

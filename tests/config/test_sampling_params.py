@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config import Guide, SamplingParams
+from phalanx.config import SamplingParams, StructuredOutputParams
 from phalanx.errors import OptionError
 
 NUMBERS = {
@@ -45,7 +45,7 @@ def test_a_whole_number_is_taken_or_refused_by_name(name, value):
         ("stop", ""), ("stop", ["a", ""]), ("stop", [3]), ("stop_token_ids", [-1]), ("stop_token_ids", ["a"]),
         ("logit_bias", {-1: 0.0}), ("logit_bias", {1: math.nan}), ("logit_bias", {1: 101.0}), ("seed", 2**63), ("seed", 1.5),
         ("prompt_logprobs", 21), ("n", 0), ("n", 10**9), ("stop", 5), ("stop", ("",)), ("stop_token_ids", 5), ("logit_bias", [1]),
-        ("logit_bias", {"1": 1.0}), ("guide", {"regex": "a"}), ("ignore_eos", "no"), ("detokenize", None),
+        ("logit_bias", {"1": 1.0}), ("structured_output", {"regex": "a"}), ("ignore_eos", "no"), ("detokenize", None),
     ],
 )  # fmt: skip
 def test_bad_values(name, value):
@@ -73,16 +73,16 @@ def test_stops_is_a_list():
 
 def test_a_guide_is_one_thing():
     with pytest.raises(OptionError, match="exactly one"):
-        Guide()
+        StructuredOutputParams()
     with pytest.raises(OptionError, match="2 are set"):
-        Guide(regex="a", grammar="b")
-    assert Guide(json_object=True).json_object
+        StructuredOutputParams(regex="a", grammar="b")
+    assert StructuredOutputParams(json_object=True).json_object
     with pytest.raises(OptionError, match=r"json_schema=\{'type': 'object'\} .*json\.dumps"):
-        Guide(json_schema={"type": "object"})
+        StructuredOutputParams(json_schema={"type": "object"})
     with pytest.raises(TypeError, match="did you mean 'json_schema'"):
-        Guide(json_scheme="{}")
+        StructuredOutputParams(json_scheme="{}")
 
 
 def test_travels_in_msgpack():
-    params = SamplingParams(stop=["x"], logit_bias={5: 1.5}, guide=Guide(regex="a+"), seed=-3)
+    params = SamplingParams(stop=["x"], logit_bias={5: 1.5}, structured_output=StructuredOutputParams(regex="a+"), seed=-3)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params

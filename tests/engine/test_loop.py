@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from phalanx.config import Guide, SamplingParams
+from phalanx.config import StructuredOutputParams, SamplingParams
 from phalanx.engine.fake import FakeExecutor, fake_tokens
 from phalanx.engine.loop import Loop
 from phalanx.engine.messages import (
@@ -244,7 +244,7 @@ def test_guided_requests_wait_for_grammars_and_the_others_do_not(make: Callable[
 
     client = make(warm=warm)
     for name in ("guided", "aborted", "another"):
-        client.add(name, [1], guide=Guide(regex="x", compiled="{}"))
+        client.add(name, [1], structured_output=StructuredOutputParams(regex="x", compiled="{}"))
     client.add("free", [1], max_tokens=3)
     client.say(Abort(["aborted"]))
     ended(client, 1)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.config import Guide, SamplingParams
+from phalanx.config import StructuredOutputParams, SamplingParams
 from phalanx.engine.fake import StepChecker, fake_tokens
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
@@ -80,7 +80,7 @@ class Ranks:
             pass
 
     def settle(self) -> None:
-        for said in self.scheduler.settle(self.results.popleft()):
+        for said in self.scheduler.process_result(self.results.popleft()):
             if isinstance(said, RequestRejected):
                 self.refused[said.request_id] = said
             else:
@@ -285,7 +285,7 @@ def test_a_token_behind_a_late_stop_is_dropped() -> None:
 
 def test_a_guided_request_waits_for_each_of_its_tokens() -> None:
     ranks = Ranks(ROOMY)
-    ranks.add("guided", [1], max_tokens=20, guide=Guide(regex="x", compiled="4"))
+    ranks.add("guided", [1], max_tokens=20, structured_output=StructuredOutputParams(regex="x", compiled="4"))
     ranks.add("free", [1], max_tokens=20)
     ranks.fill()
     assert [len(step.batches[0].rows) for step in ranks.steps] == [2, 1]
@@ -299,19 +299,19 @@ def test_a_guided_request_waits_for_each_of_its_tokens() -> None:
 def test_a_grammar_that_cannot_be_read_refuses_its_request_only() -> None:
     ranks = Ranks(ROOMY)
     with pytest.raises(RequestError, match="cannot be read"):
-        ranks.add("a", [1], guide=Guide(regex="x", compiled="not a number"))
+        ranks.add("a", [1], structured_output=StructuredOutputParams(regex="x", compiled="not a number"))
     with pytest.raises(RequestError, match="no compiled grammar"):
-        ranks.add("b", [1], guide=Guide(regex="x"))
+        ranks.add("b", [1], structured_output=StructuredOutputParams(regex="x"))
     assert ranks.scheduler.idle
 
 
 def test_a_token_that_the_grammar_does_not_take_refuses_its_request_only() -> None:
     scheduler = Scheduler(ROOMY, Evens)
-    scheduler.add(AddRequest("a", [1], SamplingParams(guide=Guide(regex="x", compiled="4"))))
+    scheduler.add(AddRequest("a", [1], SamplingParams(structured_output=StructuredOutputParams(regex="x", compiled="4"))))
     scheduler.add(AddRequest("b", [1], SamplingParams(max_tokens=1)))
     step = scheduler.schedule()
     assert step is not None
-    refused, update = scheduler.settle(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
+    refused, update = scheduler.process_result(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
     assert isinstance(refused, RequestRejected)
     assert "token 3" in refused.error["failure"]
     assert isinstance(update, RequestUpdate)
@@ -552,11 +552,11 @@ def test_a_result_of_another_step_stops_the_engine() -> None:
     ranks.add("a", [1])
     ranks.fill()
     with pytest.raises(StepDiverged):
-        ranks.scheduler.settle(ranks.results[1])
+        ranks.scheduler.process_result(ranks.results[1])
     with pytest.raises(StepDiverged):
-        ranks.scheduler.settle(StepResult(1, [[RowResult(token=1), RowResult(token=2)]]))
+        ranks.scheduler.process_result(StepResult(1, [[RowResult(token=1), RowResult(token=2)]]))
     with pytest.raises(StepDiverged):
-        ranks.scheduler.settle(StepResult(1, [[RowResult(token=None)]]))
+        ranks.scheduler.process_result(StepResult(1, [[RowResult(token=None)]]))
 
 
 def test_an_id_is_taken_once() -> None:
@@ -588,7 +588,7 @@ def test_hundreds_of_requests_cost_little_time() -> None:
         assert step is not None
         result = StepResult(step.number, [[RowResult(token=7) for _ in step.batches[0].rows]])
         later = time.perf_counter()
-        scheduler.settle(result)
+        scheduler.process_result(result)
         best = min(best, time.perf_counter() - later + middle - begin)
     assert best < 0.010
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import EngineClosed, Overloaded, RankDied, RequestError
-from phalanx.serve.admission import QUEUED_BATCHES, Admission, Phase
+from phalanx.serve.admission import QUEUED_BATCHES, AdmissionControl, Phase
 
 
 def door(*, batch=2, max_reqs=3, max_tokens=None, clock=lambda: 0.0):
-    made = Admission(max_tokens=max_tokens, clock=clock)
+    made = AdmissionControl(max_tokens=max_tokens, clock=clock)
     made.begin(batch=batch, max_reqs=max_reqs)
     return made
 
@@ -70,7 +70,7 @@ def test_a_cap_by_default():
 
 
 def test_phases():
-    held = Admission()
+    held = AdmissionControl()
     with pytest.raises(EngineClosed, match="starting"):
         held.enter(1)
     held.begin(batch=1, max_reqs=1)
@@ -85,7 +85,7 @@ def test_phases():
     assert held.phase is Phase.FAILED
     with pytest.raises(EngineClosed, match="rank 3 died"):
         held.enter(1)
-    stopped = Admission()
+    stopped = AdmissionControl()
     stopped.drain()
     stopped.begin(batch=1, max_reqs=1)
     assert stopped.phase is Phase.DRAINING

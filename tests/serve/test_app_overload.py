@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.serve.overload import GONE, TIMES, Client, closed_loop, open_loop
-from tests.serve.processes import MODEL, Served, fake_server, until
+from tests.support.serve_processes import MODEL, Served, fake_server, until
 
 SECONDS = 8.0
 """Of the rush; the benchmark takes 60."""

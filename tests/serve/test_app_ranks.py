@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.serve.openai.served import HERMES_TEMPLATE
-from tests.serve.processes import MODEL, rank_server, until
 from tests.support.checkpoints import write_checkpoint
+from tests.support.serve_http_app import HERMES_TEMPLATE
+from tests.support.serve_processes import MODEL, rank_server, until
 
 LONG = {"model": MODEL, "prompt": "What is a rank?", "max_tokens": 5000, "temperature": 0, "extra_body": {"ignore_eos": True}}
 SCHEMA = {

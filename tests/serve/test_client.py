@@ -18,7 +18,8 @@ from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.messages import RequestUpdate, TokenLogprobs
 from phalanx.errors import EngineClosed, EngineError, ModelError, PromptTooLong, RankDied, RequestError
 from phalanx.serve import client as client_module
-from phalanx.serve.client import PATIENCE, EngineClient, Stream
+from phalanx.serve.client import EngineClient
+from phalanx.serve.update_stream import COALESCED_TOKENS, UpdateStream
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +32,7 @@ def scripted(monkeypatch):
 
     def start_scripted(module, config, title):
         assert (module, title) == ("phalanx.engine", "phalanx engine")
-        started.append(begin("tests.serve.scripted_engine", config, title))
+        started.append(begin("tests.support.serve_scripted_engine", config, title))
         return started[-1]
 
     monkeypatch.setattr(launch, "start", start_scripted)
@@ -110,7 +111,7 @@ def test_leaving_early_and_abort(scripted):
 
 def test_what_comes_while_nobody_reads_is_joined():
     async def run():
-        stream = Stream()
+        stream = UpdateStream()
         stream.put(RequestUpdate("r", [1], [TokenLogprobs(1, -1.0, 1)], prompt_logprobs=[None], cached_tokens=4))
         stream.put(RequestUpdate("r", [2, 3], [TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -1.0, 1)], cached_tokens=4))
         joined = await stream.next()
@@ -128,7 +129,7 @@ def test_what_comes_while_nobody_reads_is_joined():
 
 def test_an_error_comes_after_the_tokens_before_it():
     async def run():
-        stream = Stream()
+        stream = UpdateStream()
         stream.put(RequestUpdate("r", [1]))
         stream.fail(EngineError("a request was running", held="it is lost"))
         assert (await stream.next()).tokens == [1]
@@ -140,7 +141,7 @@ def test_an_error_comes_after_the_tokens_before_it():
 
 def test_nothing_changes_a_stream_that_has_ended():
     async def run():
-        whole, lost = Stream(), Stream()
+        whole, lost = UpdateStream(), UpdateStream()
         whole.put(RequestUpdate("r", [1], finish_reason="length"))
         whole.put(RequestUpdate("r", [], finish_reason="abort"))  # an abort that crossed the last token
         last = await whole.next()
@@ -156,7 +157,7 @@ def test_nothing_changes_a_stream_that_has_ended():
 
 def test_a_patient_reader_is_woken_at_the_end():
     async def run():
-        whole, lost = Stream(patient=True), Stream(patient=True)
+        whole, lost = UpdateStream(coalesce=True), UpdateStream(coalesce=True)
         waits = [asyncio.create_task(stream.next()) for stream in (whole, lost)]
         for stream in (whole, lost):
             stream.put(RequestUpdate("r", [1]))
@@ -174,13 +175,13 @@ def test_a_patient_reader_is_woken_at_the_end():
 
 def test_a_patient_reader_takes_many_tokens_at_once_before_the_end():
     async def run():
-        stream = Stream(patient=True)
+        stream = UpdateStream(coalesce=True)
         wait = asyncio.create_task(stream.next())
-        for number in range(PATIENCE):
+        for number in range(COALESCED_TOKENS):
             assert not wait.done()
             stream.put(RequestUpdate("r", [number]))
             await asyncio.sleep(0)
-        assert (await wait).tokens == list(range(PATIENCE))
+        assert (await wait).tokens == list(range(COALESCED_TOKENS))
         stream.put(RequestUpdate("r", [7], finish_reason="length"))
         assert (await stream.next()).tokens == [7]
 

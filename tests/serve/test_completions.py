@@ -11,10 +11,11 @@ import pytest
 
 from phalanx.config import SamplingParams
 from phalanx.errors import PromptTooLong, RankDied, RequestError
-from phalanx.serve.completions import completions, empty_output, grow
+from phalanx.serve.completions import stream_completions
 from phalanx.serve.fake_client import FakeEngineClient, fake_facts
+from phalanx.serve.outputs import RequestOutput
 from phalanx.serve.tokenizer import Tokenizer
-from tests.serve.small_tokenizers import byte_level, write
+from tests.support.serve_small_tokenizers import byte_level, write
 
 TEXT = "hello world, 你好 🙂 the end. hello again"
 
@@ -31,13 +32,13 @@ def engine(tokenizer):
 
 
 async def whole(engine, tokenizer, params, prompt=(1, 2, 3)):
-    output = empty_output("r", None, prompt, params.n)
-    pieces = []
-    async with aclosing(completions(engine, tokenizer, "r", list(prompt), params)) as parts:
-        async for piece in parts:
-            pieces.append(piece)
-            grow(output, piece)
-    return output, pieces
+    output = RequestOutput.empty("r", None, prompt, params.n)
+    deltas = []
+    async with aclosing(stream_completions(engine, tokenizer, "r", list(prompt), params)) as parts:
+        async for delta in parts:
+            deltas.append(delta)
+            output.add(delta)
+    return output, deltas
 
 
 def ask(engine, tokenizer, params, prompt=(1, 2, 3)):
@@ -46,11 +47,11 @@ def ask(engine, tokenizer, params, prompt=(1, 2, 3)):
 
 def test_text_and_tokens(engine, tokenizer):
     count = len(tokenizer.encode(TEXT, add_special_tokens=False))
-    output, pieces = ask(engine, tokenizer, SamplingParams(max_tokens=count))
+    output, deltas = ask(engine, tokenizer, SamplingParams(max_tokens=count))
     (made,) = output.outputs
     assert (made.text, made.finish_reason, made.stop_reason, output.finished) == (TEXT, "length", None, True)
     assert made.token_ids == tokenizer.encode(TEXT, add_special_tokens=False)
-    assert len(pieces) == count
+    assert len(deltas) == count
     assert engine.aborted == []
 
 
@@ -73,19 +74,19 @@ def test_a_stop_token_is_seen_only_on_request(engine, tokenizer, keep, text):
 
 
 def test_n_completions_have_their_own_seeds(engine, tokenizer):
-    output, pieces = ask(engine, tokenizer, SamplingParams(n=3, max_tokens=4, seed=2**63 - 2, prompt_logprobs=1))
+    output, deltas = ask(engine, tokenizer, SamplingParams(n=3, max_tokens=4, seed=2**63 - 2, prompt_logprobs=1))
     assert [len(made.token_ids) for made in output.outputs] == [4, 4, 4]
     assert [add.request_id for add in engine.added] == ["r-0", "r-1", "r-2"]
     assert [add.params.seed for add in engine.added] == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert [add.params.prompt_logprobs for add in engine.added] == [1, None, None]
     assert [add.params.n for add in engine.added] == [1, 1, 1]
     assert len(output.prompt_logprobs) == 3
-    assert [piece.index for piece in pieces[:6]] == [0, 1, 2, 0, 1, 2]  # side by side
+    assert [delta.index for delta in deltas[:6]] == [0, 1, 2, 0, 1, 2]  # side by side
 
 
 def test_leaving_early_aborts_what_still_runs(engine, tokenizer):
     async def leave():
-        async with aclosing(completions(engine, tokenizer, "r", [1], SamplingParams(n=3, max_tokens=100))) as parts:
+        async with aclosing(stream_completions(engine, tokenizer, "r", [1], SamplingParams(n=3, max_tokens=100))) as parts:
             async for _ in parts:
                 break
         await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from tokenizers import decoders
 from phalanx.config import SamplingParams
 from phalanx.serve.detokenize import Detokenizer, StopString
 from phalanx.serve.tokenizer import Tokenizer
-from tests.serve.small_tokenizers import byte_level, sentencepiece, write
+from tests.support.serve_small_tokenizers import byte_level, sentencepiece, write
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.processes import MODEL, fake_server, free_port, until
+from tests.support.serve_processes import MODEL, fake_server, free_port, until
 
 SLOW = {"latency": 0.02}
 PLAIN = "/v1/completions"

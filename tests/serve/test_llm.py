@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from phalanx import LLM, SamplingParams
-from phalanx.config import Guide
+from phalanx.config import StructuredOutputParams
 from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, RequestError, UnknownOption
 from phalanx.serve.client import EngineClient
 from tests.support.checkpoints import write_checkpoint
@@ -165,13 +165,15 @@ def test_stop_strings_and_stop_tokens(llm):
 
 def test_structured_output(llm):
     schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"]}
-    guides = [Guide(json_schema=json.dumps(schema)), Guide(regex="(ab|cd){3}x")]
-    params = [SamplingParams(guide=guide, max_tokens=60, temperature=1.0, seed=1) for guide in guides]
+    guides = [StructuredOutputParams(json_schema=json.dumps(schema)), StructuredOutputParams(regex="(ab|cd){3}x")]
+    params = [
+        SamplingParams(structured_output=structured_output, max_tokens=60, temperature=1.0, seed=1) for structured_output in guides
+    ]
     outputs = llm.generate([PROMPTS[0]] * 2, params, use_tqdm=False)
     assert 0 <= json.loads(outputs[0].outputs[0].text)["n"] <= 99
     assert re.fullmatch("(ab|cd){3}x", outputs[1].outputs[0].text)
     with pytest.raises(OptionError, match="regex"):
-        llm.generate(PROMPTS[0], SamplingParams(guide=Guide(regex="(")))
+        llm.generate(PROMPTS[0], SamplingParams(structured_output=StructuredOutputParams(regex="(")))
 
 
 def test_generate_async_grows_and_equals_generate(llm):
@@ -312,7 +314,7 @@ def test_token_ids_only(folder, fake_ranks):
             lambda: llm.generate("text"),
             lambda: llm.chat([{"role": "user", "content": "x"}]),
             lambda: llm.generate([5], SamplingParams(stop="x")),
-            lambda: llm.generate([5], SamplingParams(guide=Guide(regex="a"))),
+            lambda: llm.generate([5], SamplingParams(structured_output=StructuredOutputParams(regex="a"))),
         ):
             with pytest.raises(RequestError, match="skip_tokenizer_init is set"):
                 call()

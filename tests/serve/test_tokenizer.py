@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import ModelError, ModelNotFound, RequestError
 from phalanx.serve.tokenizer import Tokenizer
-from tests.serve.small_tokenizers import byte_level, sentencepiece, write
+from tests.support.serve_small_tokenizers import byte_level, sentencepiece, write
 
 LISTED = {
     "900": {"content": "<late>", "special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False},

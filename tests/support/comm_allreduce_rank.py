@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
-from phalanx.comm.symmetric import Workspace, form_workspace
+from phalanx.comm.symmetric import SymmetricWorkspace, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import quantize_fp8, reference, residual_rms_norm_quant
 from phalanx.kernels.gemm.apply_scales import apply_scales
-from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.gemm.scaled_mm import Quantized, unscaled_mm
+from phalanx.kernels.scaled_tensors import Unscaled
+from phalanx.kernels.gemm.scaled_mm import unscaled_mm
+from phalanx.kernels.scaled_tensors import Quantized
 from tests.support.comm_gpu_ranks import replayed
 
 STRATEGIES = {"ONESHOT": oneshot, "TWOSHOT": twoshot}
@@ -75,7 +76,7 @@ def close(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], wha
             raise AssertionError(f"{what}: output {index}: {wrong} of {left.nbytes} bytes differ")
 
 
-def sums(workspace: Workspace) -> None:
+def sums(workspace: SymmetricWorkspace) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for tokens, hidden in SHAPES:
             parts = [tensor_of(r, tokens, hidden, dtype) for r in range(workspace.world)]
@@ -86,7 +87,7 @@ def sums(workspace: Workspace) -> None:
                     same(found, wanted, f"{name} {dtype} {tokens}x{hidden}, time {repeat}")
 
 
-def strange_values(workspace: Workspace) -> None:
+def strange_values(workspace: SymmetricWorkspace) -> None:
     """-0.0, NaN, infinities, denormals, and the very word that signals absence."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         size = 4096
@@ -103,7 +104,7 @@ def strange_values(workspace: Workspace) -> None:
             same(found.nan_to_num(1.0), wanted.nan_to_num(1.0), f"{name} {dtype}: signs of zero")
 
 
-def fusions(workspace: Workspace) -> None:
+def fusions(workspace: SymmetricWorkspace) -> None:
     cases = [(torch.bfloat16, shape) for shape in ((1, 8), (3, 1000), (3, 1008), (17, 5120))]
     cases += [(torch.float16, (17, 5120)), (torch.float32, (5, 2048)), (torch.bfloat16, (300, 8192))]
     for dtype, (tokens, hidden) in cases:
@@ -127,7 +128,7 @@ def fusions(workspace: Workspace) -> None:
                 alike_on_all(found, f"{name} {what}")
 
 
-def large_fusion(workspace: Workspace) -> None:
+def large_fusion(workspace: SymmetricWorkspace) -> None:
     """4096 x 16384: in chunks."""
     parts = [tensor_of(r, 4096, 16384, torch.bfloat16, 4) for r in range(workspace.world)]
     residual, weight = tensor_of(99, 4096, 16384, torch.bfloat16, 5), torch.ones(16384, device="cuda", dtype=torch.bfloat16)
@@ -138,7 +139,7 @@ def large_fusion(workspace: Workspace) -> None:
             same(left, right, f"{name}: output {index}")
 
 
-def graph(workspace: Workspace) -> None:
+def graph(workspace: SymmetricWorkspace) -> None:
     """One graph of many sizes and both strategies, replayed 1,000 times by ranks that sleep at random; it checks itself."""
     weight = torch.ones(8192, device="cuda", dtype=torch.bfloat16)
     shapes = ((1, 8192), (17, 5120), (1, 8), (300, 4096), (3, 1000), (64, 8192), (2, 8192))
@@ -174,7 +175,7 @@ def graph(workspace: Workspace) -> None:
         raise AssertionError(f"{wrong.item()} elements were wrong in 1,000 replays")
 
 
-def two_groups(workspace: Workspace) -> None:
+def two_groups(workspace: SymmetricWorkspace) -> None:
     """Two groups at once on two streams, one call of each in flight."""
     second = form_workspace(
         dist.new_group(list(range(workspace.world))), torch.device("cuda", torch.cuda.current_device()), 4 << 20
@@ -198,7 +199,7 @@ def two_groups(workspace: Workspace) -> None:
             results.clear()
 
 
-def pairs(workspace: Workspace) -> None:
+def pairs(workspace: SymmetricWorkspace) -> None:
     """Pairs of ranks and all of them in turn."""
     if workspace.world < 4:
         return
@@ -217,7 +218,7 @@ def pairs(workspace: Workspace) -> None:
         same(strategy.all_reduce(parts[workspace.rank], workspace), of_all, "all")
 
 
-def picked(workspace: Workspace) -> None:
+def picked(workspace: SymmetricWorkspace) -> None:
     """The group that picks: each strategy forced, and AUTO, eager and in a graph, with the calls counted."""
     device = torch.device("cuda", torch.cuda.current_device())
     base = TorchGroup(dist.group.WORLD, device)
@@ -252,7 +253,7 @@ def bare_sums(rank: int, tokens: int, hidden: int, dtype: torch.dtype = torch.bf
     return product, apply_scales(product._replace(values=values.clone()))
 
 
-def unscaled(workspace: Workspace) -> None:
+def unscaled(workspace: SymmetricWorkspace) -> None:
     """A product whose scales the all-reduce applies, against one whose scales a kernel applied before it: bit for bit, in fp32 too,
     where a part must be rounded before it is added up. Whole, and, in a small workspace of its own, in chunks of rows."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -280,7 +281,7 @@ def unscaled(workspace: Workspace) -> None:
 
 
 def _row_launches(
-    name: str, rows: int, pitch: int, space: Workspace, quant: str, scale: float | None
+    name: str, rows: int, pitch: int, space: SymmetricWorkspace, quant: str, scale: float | None
 ) -> list[oneshot.Launch | None]:  # fmt: skip
     """The strategy's own, and in pieces where few rows could lie so: among two ranks none does by itself."""
     pieces = -(-pitch // oneshot.PIECE)
@@ -290,7 +291,7 @@ def _row_launches(
     return [None, oneshot.Launch(rows * pieces, oneshot.PIECE, oneshot.PIECE // 32, False, pieces)]
 
 
-def unscaled_from_products(workspace: Workspace) -> None:
+def unscaled_from_products(workspace: SymmetricWorkspace) -> None:
     """torch's product of e4m3 straight into each strategy, eager and in a graph, against the finished product: bit for bit, but
     for what NCCL sums in a graph, where it may cut the message, and so the order of more than two parts, in another way."""
     device = torch.device("cuda", torch.cuda.current_device())

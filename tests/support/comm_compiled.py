@@ -13,8 +13,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from phalanx.comm.group import ResidualRmsNorm
-from phalanx.comm.symmetric import BOARD_PLACES, Workspace, half_bytes
-from phalanx.kernels.reference import Unscaled
+from phalanx.comm.symmetric import BOARD_PLACES, SymmetricWorkspace, half_bytes
+from phalanx.kernels.scaled_tensors import Unscaled
 
 NUM_SMS = 132
 DTYPES = {80: torch.float16, 90: torch.bfloat16, 100: torch.float32}
@@ -60,10 +60,10 @@ def only(capability: int) -> Iterator[list[Launched]]:
         driver._active = before
 
 
-def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> Workspace:
+def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> SymmetricWorkspace:
     addresses = tuple(0x7F00_0000_0000 + rank * (1 << 32) for rank in range(world))
-    turn, board = torch.zeros(2, dtype=torch.int32), torch.zeros(BOARD_PLACES, 2, dtype=torch.int64)
-    return Workspace(world - 1, world, addresses, half_bytes(world, message_bytes) // 16, turn, board, NUM_SMS, capability)
+    epoch, board = torch.zeros(2, dtype=torch.int32), torch.zeros(BOARD_PLACES, 2, dtype=torch.int64)
+    return SymmetricWorkspace(world - 1, world, addresses, half_bytes(world, message_bytes) // 16, epoch, board, NUM_SMS, capability)
 
 
 def fused(launch: Launched) -> int:

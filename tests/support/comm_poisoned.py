@@ -11,10 +11,10 @@ from torch import Tensor
 from phalanx.comm import nccl
 from phalanx.comm.choose import Chooser, Rules
 from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
-from phalanx.comm.sequence_parallel import OwnedRows, gathered, own_rows, same_owners
+from phalanx.comm.sequence_parallel import ShardedResidual, gathered, rank_rows, same_sharding
 from phalanx.comm.tuned_group import Runner, TunedGroup
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.tables.strategy import Strategy
 
 
@@ -48,21 +48,21 @@ class Poisoned:
 
     def _own(self, sums: Tensor, fusion: ResidualRmsNorm, at_once: int) -> tuple[Tensor, ...]:
         base, residual, tokens = self.base, fusion.residual, len(sums)
-        if isinstance(residual, OwnedRows):
-            assert same_owners(tokens, residual.at_once, at_once)
+        if isinstance(residual, ShardedResidual):
+            assert same_sharding(tokens, residual.at_once, at_once)
             residual = residual.held
-        mine = torch.tensor([row for rows in own_rows(tokens, at_once, base.rank, base.size) for row in rows], dtype=torch.int64)
+        mine = torch.tensor([row for rows in rank_rows(tokens, at_once, base.rank, base.size) for row in rows], dtype=torch.int64)
         *outputs, new = finish(sums[mine], replace(fusion, residual=residual[mine]))
         codes = [out.view(torch.uint8) if out.dtype.itemsize == 1 else out for out in outputs]  # which any group gathers
         spread = [gathered(_spread(each, mine, tokens), at_once, base) for each in codes]
         whole = [each.view(out.dtype) for each, out in zip(spread, outputs, strict=True)]
         foreign = torch.full_like(sums, float("nan"))
         foreign[mine] = new
-        return (*whole, OwnedRows.of(foreign, at_once))
+        return (*whole, ShardedResidual.of(foreign, at_once))
 
 
 def poisoned(
-    base: Group, *, at_once: int = 5, owned_from: int = 1, lands_from: int = 1 << 30, forced: Strategy | None = Strategy.TWOSHOT
+    base: Group, *, at_once: int = 5, sp_min_tokens: int = 1, lands_from: int = 1 << 30, forced: Strategy | None = Strategy.TWOSHOT
 ) -> TunedGroup:
     """See `Poisoned`."""
 
@@ -73,7 +73,7 @@ def poisoned(
         return finish(total(x), fusion)
 
     runners = {Strategy.NCCL: Runner(total, norm), Strategy.TWOSHOT: Runner(total, norm, Poisoned(base, at_once, lands_from))}
-    rules = Rules(Fingerprint(0, "shm", base.size), {}, None, forced, owned_from=owned_from)
+    rules = Rules(Fingerprint(0, "shm", base.size), {}, None, forced, sp_min_tokens=sp_min_tokens)
     return TunedGroup(base, Chooser(rules), runners, "seed")
 
 

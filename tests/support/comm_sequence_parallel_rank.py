@@ -21,16 +21,18 @@ from torch import Tensor
 
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm, finish
-from phalanx.comm.sequence_parallel import OwnedRows, own_rows, same_owners, whole
+from phalanx.comm.sequence_parallel import ShardedResidual, rank_rows, same_sharding, whole
 from phalanx.comm.sequence_parallel import gemm_rs
 from phalanx.comm.sequence_parallel import rs_norm_ag
-from phalanx.comm.symmetric import Landing, Workspace, form_landing, form_workspace
+from phalanx.comm.symmetric import ReduceScatterBuffer, SymmetricWorkspace, form_reduce_scatter_buffer, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import reference
-from phalanx.kernels.gemm import linear
-from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.gemm.scaled_mm import Quantized, quantize_fp8, scaled_mm, scaled_mm_into
+from phalanx.kernels import linear
+from phalanx.kernels.scaled_tensors import Unscaled
+from phalanx.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_into
+from phalanx.kernels.scaled_tensors import Quantized
+from phalanx.kernels import quantize_fp8
 from tests.support.comm_allreduce_rank import same, tensor_of
 from tests.support.comm_gpu_ranks import replayed
 
@@ -44,46 +46,46 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def agrees(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], workspace: Workspace, what: str) -> None:
+def agrees(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], workspace: SymmetricWorkspace, what: str) -> None:
     """All outputs, and of the residual the rows that this rank owns."""
     if len(found) != len(wanted):
         raise AssertionError(f"{what}: {len(found)} outputs, not {len(wanted)}")
     for index, (left, right) in enumerate(zip(found[:-1], wanted[:-1], strict=True)):
         same(left, right, f"{what}: output {index}")
     new = found[-1]
-    assert isinstance(new, OwnedRows), what
-    for rows in own_rows(len(wanted[-1]), new.at_once, workspace.rank, workspace.world):
+    assert isinstance(new, ShardedResidual), what
+    for rows in rank_rows(len(wanted[-1]), new.at_once, workspace.rank, workspace.world):
         same(new.held[rows.start : rows.stop], wanted[-1][rows.start : rows.stop], f"{what}: residual of {rows}")
 
 
-def case(workspace: Workspace, tokens: int, hidden: int, dtype: torch.dtype, mode: tuple[str, float | None]) -> tuple[Any, ...]:
+def case(workspace: SymmetricWorkspace, tokens: int, hidden: int, dtype: torch.dtype, mode: tuple[str, float | None]) -> tuple[Any, ...]:
     """(this rank's part, the same without its scales, the sum, a fusion)."""
     parts, bare = [], []
     for rank in range(workspace.world):
         x = tensor_of(rank, tokens, hidden, dtype, 20)
         rows, columns = tensor_of(rank, tokens, 1, torch.float32, 21).abs(), tensor_of(rank, 1, hidden, torch.float32, 22)[0]
         bare.append(Unscaled(x, rows, columns))
-        parts.append(bare[-1].wide().to(dtype))
+        parts.append(bare[-1].to_fp32().to(dtype))
     weight = (1 + 0.1 * tensor_of(98, 1, hidden, dtype, 23)[0]).contiguous()
     scale = None if mode[1] is None else torch.tensor(mode[1], device="cuda")
     fusion = ResidualRmsNorm(tensor_of(99, tokens, hidden, dtype, 24), weight, 1e-5, mode[0], scale)  # type: ignore[arg-type]
     return parts[workspace.rank], bare[workspace.rank], reference.all_reduce(parts), fusion
 
 
-def shapes(workspace: Workspace) -> None:
+def shapes(workspace: SymmetricWorkspace) -> None:
     """Every mode and dtype at odd sizes; a call whose residual is whole, then one whose residual has owners."""
     cases = [(torch.bfloat16, *shape, mode) for shape in SHAPES for mode in MODES]
     handed_over(workspace, [*cases, *((dtype, 33, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
 
 
-def wide(workspace: Workspace) -> None:
+def wide(workspace: SymmetricWorkspace) -> None:
     """`shapes` and `lands` at the hidden size of a model of 405 billion weights."""
     cases = [(torch.bfloat16, *shape, mode) for shape in WIDE for mode in MODES]
     handed_over(workspace, cases)
     landed_with(workspace, cases)
 
 
-def handed_over(workspace: Workspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
+def handed_over(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
     for dtype, tokens, hidden, mode in cases:
         part, bare, total, fusion = case(workspace, tokens, hidden, dtype, mode)
         once = finish(total, fusion)
@@ -99,7 +101,7 @@ def handed_over(workspace: Workspace, cases: Sequence[tuple[torch.dtype, int, in
             agrees(found, held, workspace, f"{what}, against two-shot")
 
 
-def launches(workspace: Workspace) -> None:
+def launches(workspace: SymmetricWorkspace) -> None:
     """Other launches than a size's own."""
     for tokens in (5, 256, 1000):
         for mode in (MODES[0], MODES[2]):
@@ -110,7 +112,7 @@ def launches(workspace: Workspace) -> None:
                     agrees(found, finish(total, fusion), workspace, f"{tokens} {mode} {shape}, time {time_of}")
 
 
-def chunks(workspace: Workspace) -> None:
+def chunks(workspace: SymmetricWorkspace) -> None:
     """4096 x 8192 in chunks of a small workspace, whose last one is a part; then made whole."""
     small = form_workspace(dist.new_group(list(range(workspace.world))), device(), 5 << 20)
     group = TorchGroup(dist.group.WORLD, device())
@@ -124,7 +126,7 @@ def chunks(workspace: Workspace) -> None:
             same(whole(found[-1], group), wanted[-1], f"{tokens} in chunks {mode}: made whole")
 
 
-def strange_values(workspace: Workspace) -> None:
+def strange_values(workspace: SymmetricWorkspace) -> None:
     """-0.0, NaN, infinities, denormals, and the very word that signals absence, in rows of their own and scattered."""
     choices = (0, -1, 1, -(2**31), 0x7F800000, 0x7FC00000, 0x3F803F80, 0x80008000 - 2**32, 0x7FFF7FFF, 0x00010001)
     finite = tuple(word for word in choices if word not in (-1, 0x7F800000, 0x7FC00000, 0x7FFF7FFF))
@@ -149,7 +151,7 @@ def strange_values(workspace: Workspace) -> None:
                 *wanted, residual = finish(total, fusion)
                 for left, right in zip(found, wanted, strict=True):
                     alike(left, right, f"{dtype} {quant} {given}")
-                (mine,) = own_rows(11, new.at_once, workspace.rank, workspace.world)  # type: ignore[attr-defined]
+                (mine,) = rank_rows(11, new.at_once, workspace.rank, workspace.world)  # type: ignore[attr-defined]
                 alike(new.held[mine.start : mine.stop], residual[mine.start : mine.stop], f"{dtype} {quant}: residual")  # type: ignore[attr-defined]
 
 
@@ -162,7 +164,7 @@ def alike(left: Tensor, right: Tensor, what: str) -> None:
 
 
 def repeated(
-    workspace: Workspace, sizes: Sequence[tuple[int, int]], act: Callable[[Tensor, ResidualRmsNorm], tuple[Tensor, ...]]
+    workspace: SymmetricWorkspace, sizes: Sequence[tuple[int, int]], act: Callable[[Tensor, ResidualRmsNorm], tuple[Tensor, ...]]
 ) -> None:  # fmt: skip
     """One graph of many sizes, among one-shot and two-shot, replayed 1,000 times by ranks that sleep at times, with other values
     each time: what `act` gives of a tensor and a fusion is theirs. It checks itself."""
@@ -181,7 +183,7 @@ def repeated(
             found = act(x, fusion)
             for left, right in zip(found[:-1], wanted[:-1], strict=True):
                 wrong.add_((left.view(torch.uint8) != right.view(torch.uint8)).sum())
-            (mine,) = own_rows(size[0], found[-1].at_once, workspace.rank, workspace.world)  # type: ignore[attr-defined]
+            (mine,) = rank_rows(size[0], found[-1].at_once, workspace.rank, workspace.world)  # type: ignore[attr-defined]
             wrong.add_((found[-1].held[mine.start : mine.stop] != wanted[-1][mine.start : mine.stop]).sum())  # type: ignore[attr-defined]
 
     replayed(body, workspace.rank, lambda _: body())  # eager calls in between take part in the same count of calls
@@ -189,7 +191,7 @@ def repeated(
         raise AssertionError(f"{wrong.item()} bytes were wrong in 1,000 replays")
 
 
-def graph(workspace: Workspace) -> None:
+def graph(workspace: SymmetricWorkspace) -> None:
     """See `repeated`; each call is followed by one whose residual has owners."""
 
     def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
@@ -200,11 +202,11 @@ def graph(workspace: Workspace) -> None:
     repeated(workspace, ((1, 16), (300, 4096), (17, 5120), (64, 8192), (2, 8192), (700, 1024)), act)
 
 
-def picked(workspace: Workspace) -> None:
+def picked(workspace: SymmetricWorkspace) -> None:
     """The group that picks: a chain of norms, as of a model, owns rows from its number of tokens on; eager and captured."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=8 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
     assert isinstance(group, TunedGroup)
-    first = group.chooser.rules.owned_from
+    first = group.chooser.rules.sp_min_tokens
     assert first is not None, "rows have owners on GPUs that reach each other"
     for tokens, hidden in ((first, 8192), (first - 1, 8192), (first + 3, 1000)):
         part, _, _, fusion = case(workspace, tokens, hidden, torch.bfloat16, MODES[2])
@@ -212,7 +214,7 @@ def picked(workspace: Workspace) -> None:
         def chain(own: bool, part: Tensor = part, fusion: ResidualRmsNorm = fusion) -> tuple[Tensor, ...]:
             through, residual, outputs = group if own else plain, fusion.residual, []
             for quant in ("fp8", "fp8", "fp8", "none"):
-                asked = replace(fusion, residual=residual, quant=quant, may_own=own)  # type: ignore[arg-type]
+                asked = replace(fusion, residual=residual, quant=quant, accepts_sharded=own)  # type: ignore[arg-type]
                 *made, residual = through.all_reduce(part.clone(), asked)
                 outputs += made
             return (*outputs, whole(residual, through))
@@ -233,13 +235,13 @@ def picked(workspace: Workspace) -> None:
             raise AssertionError(f"{tokens}x{hidden}: {group.calls}")
 
 
-def landing_of(workspace: Workspace) -> Landing:
-    found = form_landing(dist.group.WORLD, device(), 64 << 20)
+def landing_of(workspace: SymmetricWorkspace) -> ReduceScatterBuffer:
+    found = form_reduce_scatter_buffer(dist.group.WORLD, device(), 64 << 20)
     assert found is not None
     return found
 
 
-def put(part: Tensor, landing: Landing, late: random.Random | None = None) -> None:
+def put(part: Tensor, landing: ReduceScatterBuffer, late: random.Random | None = None) -> None:
     """Where the owners of its rows read it; late: with pauses."""
     pieces = gemm_rs.pieces_of(*part.shape, part.dtype, landing, least=0)
     assert pieces is not None
@@ -249,13 +251,13 @@ def put(part: Tensor, landing: Landing, late: random.Random | None = None) -> No
         out.copy_(part[rows])
 
 
-def lands(workspace: Workspace) -> None:
+def lands(workspace: SymmetricWorkspace) -> None:
     """Every mode and dtype, ranks that are late at any piece; then again, with a residual that has owners."""
     cases = [(torch.bfloat16, *shape, mode) for shape in ((64, 16), (101, 1008), (1000, 8192), (4000, 8192)) for mode in MODES]
     landed_with(workspace, [*cases, *((dtype, 333, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
 
 
-def landed_with(workspace: Workspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
+def landed_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
     landing, late = landing_of(workspace), random.Random(workspace.rank)
     for dtype, tokens, hidden, mode in cases:
         part, _, total, fusion = case(workspace, tokens, hidden, dtype, mode)
@@ -268,7 +270,7 @@ def landed_with(workspace: Workspace, cases: Sequence[tuple[torch.dtype, int, in
             wanted = finish(total, replace(fusion, residual=wanted[-1]))
 
 
-def lands_in_a_graph(workspace: Workspace) -> None:
+def lands_in_a_graph(workspace: SymmetricWorkspace) -> None:
     """See `repeated`; each call is followed by one that is handed over whole, and by one that lands behind that."""
     landing = landing_of(workspace)
 
@@ -283,7 +285,7 @@ def lands_in_a_graph(workspace: Workspace) -> None:
     repeated(workspace, ((64, 4096), (700, 1024), (300, 8192)), act)
 
 
-def spread(workspace: Workspace) -> None:
+def spread(workspace: SymmetricWorkspace) -> None:
     """The group that asks for products in pieces, from some size on, if owners stay as they are: real products, some in pieces and
     some handed over whole."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=64 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
@@ -295,9 +297,9 @@ def spread(workspace: Workspace) -> None:
         for through, kept in ((group, outputs[0]), (plain, outputs[1])):
             residual: Tensor = fusion.residual
             for fp8 in (True, False, True):
-                asked = replace(fusion, residual=residual, may_own=through is group)
+                asked = replace(fusion, residual=residual, accepts_sharded=through is group)
                 pieces = through.spread(tokens, 8192, asked) if fp8 else None
-                stays = not isinstance(residual, OwnedRows) or same_owners(tokens, residual.at_once, tokens)
+                stays = not isinstance(residual, ShardedResidual) or same_sharding(tokens, residual.at_once, tokens)
                 assert (pieces is not None) == (fp8 and through is group and tokens >= 2048 and stays)
                 if pieces is None:
                     product = scaled_mm(quantized, held[0], held[1].view(-1), dtype=torch.bfloat16)
@@ -311,13 +313,13 @@ def spread(workspace: Workspace) -> None:
             same(left, right, f"{tokens} tokens: output {index}")
 
 
-def spread_in_16_bit(workspace: Workspace) -> None:
+def spread_in_16_bit(workspace: SymmetricWorkspace) -> None:
     """Products in bf16, which may add up in another order where they have fewer rows."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=64 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
     for tokens in (4096, 2501):
         _, _, _, fusion = case(workspace, tokens, 8192, torch.bfloat16, MODES[0])
         x, weight = (tensor_of(workspace.rank, size, 1024, torch.bfloat16, 28) for size in (tokens, 8192))
-        asked = replace(fusion, may_own=True)
+        asked = replace(fusion, accepts_sharded=True)
         pieces = group.spread(tokens, 8192, asked)
         assert pieces is not None
         for rows, out in pieces.pieces:

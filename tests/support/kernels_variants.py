@@ -64,7 +64,7 @@ def noted() -> Iterator[set[Variant]]:
     """Inside, kernels take CPU tensors, and the variants that launches ask for are in the set."""
     from phalanx import kernels
     from phalanx.kernels.sampling import sampling
-    from phalanx.kernels.gemm import has_gluon
+    from phalanx.kernels.capabilities import has_gluon
     from phalanx.kernels.gemm import block_gemm
     from phalanx.models.layers import embedding
 

@@ -47,7 +47,7 @@ class Formation:
         return model
 
     def _caches(self, model: registry.Model, blocks: int) -> list[LayerCache]:
-        dtype = model.seat.cache_dtype
+        dtype = model.context.cache_dtype
         found = [LayerCache.zeros(blocks, self.block_size, s.heads, s.head_dim, dtype, CPU) for s in model.kv_specs()]
         for cache in found:
             cache.key[0], cache.value[0] = float("nan"), float("nan")

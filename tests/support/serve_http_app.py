@@ -23,7 +23,7 @@ from phalanx.serve.fake_client import FakeEngineClient, fake_facts
 from phalanx.serve.openai.service import Ready, Service
 from phalanx.serve.openai.tools import detect
 from phalanx.serve.tokenizer import Tokenizer
-from tests.serve.small_tokenizers import byte_level, write
+from tests.support.serve_small_tokenizers import byte_level, write
 
 MODEL = "tiny"
 

@@ -138,7 +138,7 @@ def fake_server(
         "serving": {"host": "127.0.0.1", "port": port, "served_model_name": MODEL, **serving},
         "fake": fake or {},
     }
-    return started([sys.executable, "-m", "tests.serve.fake_server", json.dumps(asked)], port, folder)
+    return started([sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(asked)], port, folder)
 
 
 def rank_server(folder: Path, model: Path, *flags: str):

@@ -27,7 +27,7 @@ class _Named(msgspec.StructMeta):
         return super().__call__(**given)
 
 
-class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Named):
+class StructuredOutputParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Named):
     """Structured output: exactly one of the fields is set.
 
     `json_schema` is a JSON schema as text, `regex` a regular expression, `grammar` EBNF (xgrammar's dialect), `json_object`
@@ -46,7 +46,7 @@ class Guide(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         given = [self.json_schema, self.regex, self.grammar, self.json_object or None, self.structural_tag]
         if sum(x is not None for x in given) != 1:
             raise OptionError(
-                "a guide takes exactly one of json_schema, regex, grammar, json_object, structural_tag",
+                "StructuredOutputParams take exactly one of json_schema, regex, grammar, json_object, structural_tag",
                 held=f"{sum(x is not None for x in given)} are set",
                 next="set one",
             )
@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     seed: the same seed gives the same tokens whatever else is in the batch; completion i of n uses seed + i. stop: strings that
     end the text (left out of it unless include_stop_str_in_output). stop_token_ids: ids that end it, beside the model's eos ids
     (which ignore_eos switches off). logprobs: alternatives per new token (0: the chosen one only; None: off); prompt_logprobs:
-    the same for the prompt. logit_bias: token id -> added to its logit, -100..100. guide: structured output.
+    the same for the prompt. logit_bias: token id -> added to its logit, -100..100. structured_output: what the text must follow.
 
     Raises OptionError naming the field, its value and the values that are taken; UnknownOption, a TypeError, naming the nearest
     field for one that is not there.
@@ -87,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
-    guide: Guide | None = None
+    structured_output: StructuredOutputParams | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -121,7 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for token in self.stop_token_ids or ():
             _whole("stop_token_ids", token, 0, MAX_TOKEN_COUNT)
         _kind("logit_bias", self.logit_bias, (dict, NoneType), "a dict of token id to a number")
-        _kind("guide", self.guide, (Guide, NoneType), "a Guide")
+        _kind("structured_output", self.structured_output, (StructuredOutputParams, NoneType), "StructuredOutputParams")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             _kind(name, getattr(self, name), (bool,), "True or False")
         for token, bias in (self.logit_bias or {}).items():

@@ -42,14 +42,14 @@ Options = TypeVar("Options", bound=BaseModel)
 
 
 @dataclass(frozen=True)
-class Asked:
+class RawOptions:
     """Options by name, and for each where it was said (for errors), for example "PHALANX_PORT"."""
 
     values: dict[str, Any]
     origins: dict[str, str]
 
 
-def gather(flags: Mapping[str, Any], *, file: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Asked:
+def gather(flags: Mapping[str, Any], *, file: str | Path | None = None, environ: Mapping[str, str] | None = None) -> RawOptions:
     """Everything that was asked for, the strongest source winning. `flags` that are None were not given.
 
     Raises UnknownOption or OptionError naming the source.
@@ -66,10 +66,10 @@ def gather(flags: Mapping[str, Any], *, file: str | Path | None = None, environ:
         for name, value in source.items():
             values[name] = value
             origins[name] = names.format(name=name, upper=name.upper()) if "{" in names else names
-    return Asked(values, origins)
+    return RawOptions(values, origins)
 
 
-def build(options: type[Options], asked: Asked) -> Options:
+def build(options: type[Options], asked: RawOptions) -> Options:
     """The options of one model out of everything that was asked. Raises OptionError naming option, value and source."""
     mine = {name: value for name, value in asked.values.items() if name in options.model_fields}
     try:

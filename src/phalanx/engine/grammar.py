@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens a grammar takes next: `Matcher`, one per guided request.
 
-`Guide.compiled` names two files that `serve.grammar` wrote on this host, since together they have megabytes: what xgrammar needs to
+`StructuredOutputParams.compiled` names two files that `serve.grammar` wrote on this host, since together they have megabytes: what xgrammar needs to
 know of the tokenizer, and the compiled grammar. Their names are digests of their content, so that each is read once.
 xgrammar is imported when the first matcher is made, or by `warm`: it brings torch, which takes seconds.
 """
@@ -26,7 +26,7 @@ def warm() -> None:
 class Matcher:
     """Follows one request's output through its grammar.
 
-    compiled: Guide.compiled. Raises RequestError when what it names cannot be read.
+    compiled: StructuredOutputParams.compiled. Raises RequestError when what it names cannot be read.
     """
 
     def __init__(self, compiled: str) -> None:

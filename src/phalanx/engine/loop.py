@@ -156,7 +156,7 @@ class Loop:
 
     def _settle(self) -> None:
         for result in self._executor.collect():
-            for said in self._scheduler.settle(result):
+            for said in self._scheduler.process_result(result):
                 self._say(said)
 
     def _submit(self) -> None:
@@ -211,7 +211,7 @@ class Loop:
                 self._stopping = True
 
     def _add(self, add: AddRequest) -> None:
-        if add.params.guide is not None and not self._warmed.is_set():
+        if add.params.structured_output is not None and not self._warmed.is_set():
             self._hold(add)
             return
         try:

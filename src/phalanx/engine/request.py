@@ -36,12 +36,12 @@ def open_matcher(compiled: str) -> TokenMatcher:
 
 def request_matcher(add: AddRequest, open: OpenMatcher) -> TokenMatcher | None:
     """The matcher of a guided request. Raises RequestError when its grammar was not compiled, or not into something readable."""
-    if add.params.guide is None:
+    if add.params.structured_output is None:
         return None
-    if not add.params.guide.compiled:
+    if not add.params.structured_output.compiled:
         raise RequestError("structured output was asked for", held="the guide has no compiled grammar", next="compile it in serve")
     try:
-        return open(add.params.guide.compiled)
+        return open(add.params.structured_output.compiled)
     except PhalanxError:
         raise
     except Exception as error:

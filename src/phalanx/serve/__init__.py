@@ -7,12 +7,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.serve.completions import CompletionOutput, RequestOutput
     from phalanx.serve.llm import LLM
+    from phalanx.serve.outputs import CompletionOutput, RequestOutput
 
 __all__ = ["LLM", "RequestOutput", "CompletionOutput"]
 
-_HOMES = {"LLM": "phalanx.serve.llm", "RequestOutput": "phalanx.serve.completions", "CompletionOutput": "phalanx.serve.completions"}
+_HOMES = {"LLM": "phalanx.serve.llm", "RequestOutput": "phalanx.serve.outputs", "CompletionOutput": "phalanx.serve.outputs"}
 
 
 def __getattr__(name: str) -> Any:

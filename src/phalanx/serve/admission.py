@@ -33,7 +33,7 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-class Admission:
+class AdmissionControl:
     """Counts what is inside. One per server; used from the event loop only.
 
     phase: Phase. open: sequences inside. queued: those without a token. queued_tokens: their prompt tokens. why: of FAILED.
@@ -92,15 +92,15 @@ class Admission:
                 f"{sequences} completions were asked for at once", held=f"this server holds {self.max_reqs + self.batch} at most",
                 next="ask for fewer, in several requests",
             )  # fmt: skip
-        self._require_room(sequences)
+        self._require_capacity(sequences)
         return Ticket(self, sequences)
 
-    def look_in(self) -> None:
+    def require_capacity_for_one(self) -> None:
         """Before a body is even read: raises Overloaded when not one sequence more may wait, so that a refusal costs little."""
         if self.phase is Phase.READY:
-            self._require_room(1)
+            self._require_capacity(1)
 
-    def _require_room(self, sequences: int) -> None:
+    def _require_capacity(self, sequences: int) -> None:
         free = max(0, self.batch - (self.open - self.queued))
         if self.queued + sequences > self.max_reqs + free:
             self._refused("queue_full")
@@ -132,7 +132,7 @@ class Admission:
 class Ticket:
     """The places of one request. A context: leaving it gives back whatever it still holds."""
 
-    def __init__(self, admission: Admission, sequences: int) -> None:
+    def __init__(self, admission: AdmissionControl, sequences: int) -> None:
         self._admission = admission
         self._waiting: dict[int, int] = dict.fromkeys(range(sequences), 0)
         self._open = sequences

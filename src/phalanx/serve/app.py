@@ -29,7 +29,7 @@ from phalanx.config.sources import placed
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import configure, get_logger
 from phalanx.metrics import Metrics
-from phalanx.serve.admission import Admission
+from phalanx.serve.admission import AdmissionControl
 from phalanx.serve.client import Engine, EngineClient
 from phalanx.serve.lifecycle import Lifecycle
 from phalanx.serve.openai import chat, completions, status, tokenize
@@ -40,7 +40,7 @@ from phalanx.version import __version__
 
 logger = get_logger(__name__)
 
-TURN_SECONDS = 1e-3
+SWITCH_INTERVAL_SECONDS = 1e-3
 """How long a thread that tokenizes may hold up the streams, each with a token every few milliseconds. Python's own: 5 ms."""
 
 StartEngine = Callable[[EngineOptions], Awaitable[Engine]]
@@ -63,7 +63,7 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = En
         logger.error("%s", error)
         return 2
     _name_process()
-    sys.setswitchinterval(TURN_SECONDS)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     service = make_service(engine, serving)
     app = make_app(service, api_key=serving.api_key)
     lifecycle = Lifecycle(app, service, sockets, engine=engine, serving=serving, start=start)
@@ -79,7 +79,7 @@ def make_service(engine: EngineOptions, serving: ServeOptions) -> Service:
     """The state that the routes of one server share; no engine yet."""
     name = serving.served_model_name or engine.model
     metrics = Metrics(prefix=serving.metrics_prefix, model_name=name, version=__version__)
-    admission = Admission(max_tokens=serving.max_num_queued_tokens, refused=metrics.refused)
+    admission = AdmissionControl(max_tokens=serving.max_num_queued_tokens, refused=metrics.refused)
     metrics.queued = lambda: (admission.queued, admission.queued_tokens)
     return Service(model_name=name, admission=admission, metrics=metrics)
 

@@ -12,10 +12,10 @@ import httpx
 
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import Asked, build
+from phalanx.config.sources import RawOptions, build
 from phalanx.errors import EngineError, PhalanxError, RequestError
-from phalanx.serve.completions import RequestOutput
 from phalanx.serve.llm import LLM
+from phalanx.serve.outputs import RequestOutput
 
 Messages = list[dict[str, str]]
 Answer = Callable[[Messages], AsyncIterator[str]]
@@ -31,13 +31,13 @@ def complete(options: EngineOptions, prompts: Sequence[str], params: SamplingPar
         asyncio.run(_print(_growth(llm.generate_async(prompts[0], params))))
 
 
-def talk(target: str, asked: Asked, *, system: str | None, max_tokens: int, temperature: float) -> int:
+def talk(target: str, asked: RawOptions, *, system: str | None, max_tokens: int, temperature: float) -> int:
     """Ask for lines on stdin and print the answers, until the input ends. Returns the exit status."""
     begin: Messages = [{"role": "system", "content": system}] if system else []
     if target.startswith(("http://", "https://")):
         key = build(ServeOptions, asked).api_key
         return _talk(begin, _over_http(target, key, max_tokens=max_tokens, temperature=temperature))
-    asked = Asked({**asked.values, "model": target}, {**asked.origins, "model": "MODEL"})
+    asked = RawOptions({**asked.values, "model": target}, {**asked.origins, "model": "MODEL"})
     with LLM(**build(EngineOptions, asked).model_dump()) as llm:
         return _talk(begin, _of_llm(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature)))
 

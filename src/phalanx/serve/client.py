@@ -25,7 +25,6 @@ import zmq.asyncio
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
-from phalanx.engine.limits import SchedulerOptions, length_limit
 from phalanx.engine.messages import (
     Abort,
     AddRequest,
@@ -41,6 +40,8 @@ from phalanx.engine.messages import (
 )
 from phalanx.errors import EngineClosed, EngineError, PhalanxError, RequestError
 from phalanx.log import get_logger
+from phalanx.serve.engine_requests import build_request, check_request
+from phalanx.serve.update_stream import UpdateStream
 
 SILENCE = 25.0
 """Seconds without a sign of life from a started engine after which it is given up."""
@@ -66,7 +67,7 @@ class Engine(Protocol):
         """Raise what `add` would be refused with, as far as that is known before it is sent: PromptTooLong, RequestError."""
 
     def add(
-        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, coalesce: bool = False
     ) -> AsyncGenerator[RequestUpdate]:
         """Run one completion (params.n is 1). Ends after the Update with a finish_reason; leaving early aborts the request.
 
@@ -88,56 +89,6 @@ class Engine(Protocol):
         """End the engine now, without an event loop; for when there is none any more."""
 
 
-PATIENCE = 128  # tokens that a patient reader takes at once
-
-
-class Stream:
-    """Updates of one request, in order, until a finish_reason or an error. What comes while nobody reads is joined, and a reader is
-    woken once for it. patient: every `PATIENCE` tokens and at the end, so that not all of its work is left to do then."""
-
-    def __init__(self, *, patient: bool = False) -> None:
-        self.ended = False
-        """The engine has nothing more to say about this request."""
-        self._least = PATIENCE if patient else 0
-        self._held: RequestUpdate | None = None
-        self._error: PhalanxError | None = None
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, update: RequestUpdate) -> None:
-        if self.ended:  # an abort that came too late must not change a whole answer, nor a late token wake a failed stream
-            return
-        held = self._held
-        if held is None:
-            self._held = held = update
-        else:
-            held.tokens += update.tokens
-            held.logprobs += update.logprobs
-            held.prompt_logprobs = held.prompt_logprobs or update.prompt_logprobs
-            held.finish_reason, held.stop_reason = update.finish_reason, update.stop_reason
-        self.ended = update.finish_reason is not None
-        if self.ended or len(held.tokens) >= self._least:
-            self._wake()
-
-    def fail(self, error: PhalanxError) -> None:
-        """Raise this, after the updates that came before it."""
-        if not self.ended:
-            self.ended, self._error = True, error
-            self._wake()
-
-    async def next(self) -> RequestUpdate:
-        while (held := self._held) is None or not (self.ended or len(held.tokens) >= self._least):
-            if self._error is not None:
-                raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        self._held = None
-        return held
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-
 class EngineClient:
     """An engine process and its requests. All methods belong to the event loop that started it. See `Engine`."""
 
@@ -147,7 +98,7 @@ class EngineClient:
         self.eos_token_ids: list[int] = []
         self.latest = Stats()
         self.failure: PhalanxError | None = None
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, UpdateStream] = {}
         self._stats: list[asyncio.Future[Stats]] = []
         self._calls: list[Callable[[PhalanxError], None]] = []
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -189,15 +140,15 @@ class EngineClient:
         return client
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        check(self._add("", token_ids, params), self.facts, chunked_prefill=self.options.enable_chunked_prefill)
+        check_request(self._add("", token_ids, params), self.facts, chunked_prefill=self.options.enable_chunked_prefill)
 
     async def add(
-        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, coalesce: bool = False
     ) -> AsyncGenerator[RequestUpdate]:
         self._refuse_when_lost()
         if request_id in self._streams:
             raise RequestError(f"request id {request_id!r} was given", held="a request of this id is running", next="give another")
-        stream = self._streams[request_id] = Stream(patient=patient)
+        stream = self._streams[request_id] = UpdateStream(coalesce=coalesce)
         try:
             self._send(self._add(request_id, token_ids, params))
             while True:
@@ -300,7 +251,7 @@ class EngineClient:
     # ---- messages --------------------------------------------------------------------------------------------------------
 
     def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AddRequest:
-        return message(request_id, token_ids, params, self.eos_token_ids)
+        return build_request(request_id, token_ids, params, self.eos_token_ids)
 
     def _send(self, message: AddRequest | Abort | GetStats | Shutdown) -> None:
         # There is no high-water mark, so it is queued at once and the future is done.
@@ -348,7 +299,7 @@ class EngineClient:
 
     def _refuse_when_lost(self) -> None:
         if self.failure is not None:
-            raise again(self.failure)
+            raise self.failure.copy()
 
     def _lose(self, error: PhalanxError) -> None:
         """Nothing more comes: everybody who waits gets the error. The first one counts."""
@@ -356,14 +307,14 @@ class EngineClient:
             return
         self.failure = error
         for stream in self._streams.values():
-            stream.fail(again(error))
+            stream.fail(error.copy())
         for answer in self._stats:
             if not answer.done():
-                answer.set_exception(again(error))
+                answer.set_exception(error.copy())
         self._stats.clear()
         starting = not self._started.done()
         if starting:
-            self._started.set_exception(again(error))
+            self._started.set_exception(error.copy())
             self._started.exception()  # nobody may be waiting
         if not self._closing:
             if not starting:  # then it is raised to the one who starts it, and need not be said twice
@@ -379,28 +330,6 @@ class EngineClient:
                 await self._ended.wait()
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
-
-
-def message(request_id: str, token_ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int]) -> AddRequest:
-    """The request as the engine takes it, with the tokens that end it."""
-    eos = [] if params.ignore_eos else list(eos_token_ids)
-    stops = list(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
-    return AddRequest(request_id, list(token_ids), params, stop_token_ids=stops, eos_token_ids=eos)
-
-
-def check(add: AddRequest, facts: EngineFacts, *, chunked_prefill: bool = True) -> None:
-    """Raise what an engine with these facts refuses the request with, as far as that can be known outside of it."""
-    limits = SchedulerOptions(
-        num_blocks=1 << 40,  # only the engine knows how many a model with a sliding window needs at once
-        block_size=facts.block_size, max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens,
-        max_seq_len=facts.max_seq_len, chunked_prefill=chunked_prefill, vocab_size=facts.vocab_size, longer=facts.longer,
-    )  # fmt: skip
-    length_limit(add, limits)
-
-
-def again(error: PhalanxError) -> PhalanxError:
-    """The same error for another who waits: an exception that is raised twice would collect the tracebacks of both."""
-    return PhalanxError.from_wire(error.to_wire())
 
 
 _STILL = "it is stopped, or its machine has no time for it"

@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from phalanx.config import SamplingParams
 from phalanx.engine.messages import AddRequest, EngineFacts, RequestUpdate, Stats, TokenLogprobs
 from phalanx.errors import EngineClosed, PhalanxError
-from phalanx.serve.client import Engine, again, check, message
+from phalanx.serve.client import Engine
+from phalanx.serve.engine_requests import build_request, check_request
 
 Tokens = Callable[[AddRequest], Iterable[int]]
 
@@ -41,14 +42,14 @@ class FakeEngineClient(Engine):
         self._calls: list[Callable[[PhalanxError], None]] = []
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        check(message("", token_ids, params, self.eos_token_ids), self.facts)
+        check_request(build_request("", token_ids, params, self.eos_token_ids), self.facts)
 
     async def add(
-        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, coalesce: bool = False
     ) -> AsyncGenerator[RequestUpdate]:
-        add = message(request_id, token_ids, params, self.eos_token_ids)
+        add = build_request(request_id, token_ids, params, self.eos_token_ids)
         self._refuse_when_lost()
-        check(add, self.facts)
+        check_request(add, self.facts)
         self.added.append(add)
         gone = self._running[request_id] = asyncio.Event()
         ended = False
@@ -112,4 +113,4 @@ class FakeEngineClient(Engine):
 
     def _refuse_when_lost(self) -> None:
         if self.failure is not None:
-            raise again(self.failure)
+            raise self.failure.copy()

@@ -23,7 +23,8 @@ from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import EngineClosed, RequestError, UnknownOption
 from phalanx.serve.chat_template import Message
 from phalanx.serve.client import EngineClient
-from phalanx.serve.completions import Piece, RequestOutput, completions, empty_output, grow
+from phalanx.serve.completions import stream_completions
+from phalanx.serve.outputs import CompletionDelta, RequestOutput
 from phalanx.serve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -208,14 +209,16 @@ class LLM:
         """The params with their guide compiled."""
         if params.stops:
             self._need_tokenizer("a stop string was given")
-        if params.guide is None:
+        if params.structured_output is None:
             return params
-        from phalanx.serve.structured_output.compiler import compile_guide
+        from phalanx.serve.structured_output.compiler import compile_structured_output
 
         tokenizer = self._need_tokenizer("structured output was asked for")
         client = self._engine.client
-        guide = compile_guide(params.guide, tokenizer, vocab_size=client.facts.vocab_size, eos_token_ids=client.eos_token_ids)
-        return msgspec.structs.replace(params, guide=guide)
+        structured_output = compile_structured_output(
+            params.structured_output, tokenizer, vocab_size=client.facts.vocab_size, eos_token_ids=client.eos_token_ids
+        )
+        return msgspec.structs.replace(params, structured_output=structured_output)
 
     # ---- what runs -------------------------------------------------------------------------------------------------------
 
@@ -225,10 +228,10 @@ class LLM:
 
             async def one(job: _Job) -> RequestOutput:
                 output = job.output()
-                parts = completions(client, tokenizer, job.request_id, job.token_ids, job.params, patient=True)
+                parts = stream_completions(client, tokenizer, job.request_id, job.token_ids, job.params, coalesce=True)
                 async with aclosing(parts):
-                    async for piece in parts:
-                        grow(output, piece)
+                    async for delta in parts:
+                        output.add(delta)
                 advance()
                 return output
 
@@ -245,16 +248,16 @@ class LLM:
     async def _grow(self, job: _Job) -> AsyncIterator[RequestOutput]:
         """Pieces come from the engine's loop to the caller's, and grow an output there."""
         here = asyncio.get_running_loop()
-        ready: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
+        ready: asyncio.Queue[CompletionDelta | BaseException | None] = asyncio.Queue()
         client, tokenizer = self._engine.client, self.tokenizer
 
         async def pump() -> None:
             last: BaseException | None = None
             try:
-                parts = completions(client, tokenizer, job.request_id, job.token_ids, job.params)
+                parts = stream_completions(client, tokenizer, job.request_id, job.token_ids, job.params)
                 async with aclosing(parts):
-                    async for piece in parts:
-                        here.call_soon_threadsafe(ready.put_nowait, piece)
+                    async for delta in parts:
+                        here.call_soon_threadsafe(ready.put_nowait, delta)
             except Exception as error:
                 last = error
             here.call_soon_threadsafe(ready.put_nowait, last)
@@ -265,7 +268,7 @@ class LLM:
             while (item := await ready.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                grow(output, item)
+                output.add(item)
                 yield replace(output, outputs=[replace(part, token_ids=list(part.token_ids)) for part in output.outputs])
         finally:
             cancel()
@@ -279,7 +282,7 @@ class _Job:
     request_id: str = ""
 
     def output(self) -> RequestOutput:
-        return empty_output(self.request_id, self.prompt, self.token_ids, self.params.n)
+        return RequestOutput.empty(self.request_id, self.prompt, self.token_ids, self.params.n)
 
 
 class _Background:

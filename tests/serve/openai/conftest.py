@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serve.openai.served import Live, Scripted, live
+from tests.support.serve_http_app import Live, Scripted, live
 
 TEXT = "Hello wörld 🙂🙃, this is a rank. 你好!"
 

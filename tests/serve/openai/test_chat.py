@@ -9,9 +9,9 @@ import msgspec
 import openai
 import pytest
 
-from phalanx.serve.openai.schema.responses import ChatAnswer, ChatChunk
+from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
 from tests.serve.openai.conftest import TEXT
-from tests.serve.openai.served import HERMES_TEMPLATE, LLAMA_TEMPLATE, MODEL, Scripted, live, tokenizer_of
+from tests.support.serve_http_app import HERMES_TEMPLATE, LLAMA_TEMPLATE, MODEL, Scripted, live, tokenizer_of
 
 ASK = [{"role": "user", "content": "What?"}]
 TOKENS = tokenizer_of().encode(TEXT, add_special_tokens=False)
@@ -31,14 +31,14 @@ TOOLS = [
 def stream_of(client, **asked):
     chunks = list(client.chat.completions.create(model=MODEL, stream=True, **asked))
     for chunk in chunks:
-        ChatChunk.model_validate(chunk.to_dict())
+        ChatCompletionChunk.model_validate(chunk.to_dict())
     assert len({chunk.id for chunk in chunks}) == 1
     return chunks
 
 
 def test_whole_answer(client):
     answer = client.chat.completions.create(model=MODEL, messages=ASK)
-    ChatAnswer.model_validate(answer.to_dict())
+    ChatCompletionResponse.model_validate(answer.to_dict())
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
     assert choice.message.tool_calls is None
@@ -158,9 +158,9 @@ def test_structured_output_reaches_the_engine(server, client):
     kinds = []
     for asked in formats:
         client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, **asked)
-        guide = server.engine.added[-1].params.guide
-        assert guide.compiled
-        kinds += [name for name in ("json_schema", "json_object", "regex", "grammar") if getattr(guide, name)]
+        structured_output = server.engine.added[-1].params.structured_output
+        assert structured_output.compiled
+        kinds += [name for name in ("json_schema", "json_object", "regex", "grammar") if getattr(structured_output, name)]
     assert kinds == ["json_schema", "json_object", "json_schema", "regex", "grammar"]
 
 
@@ -177,7 +177,7 @@ def test_tool_calls(template):
     engine = Scripted(CALLS[template])
     with live(engine, template=template) as server, server.openai() as client:
         answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS)
-        ChatAnswer.model_validate(answer.to_dict())
+        ChatCompletionResponse.model_validate(answer.to_dict())
         choice = answer.choices[0]
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", said)
         calls = [(c.type, c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
@@ -224,12 +224,12 @@ def test_forced_calls_have_a_guide(template):
             ({"tools": strict}, 2, False),
         ):
             client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, **asked)
-            guide = engine.added[-1].params.guide
-            layout = json.loads(guide.structural_tag)["format"]
-            assert guide.compiled
+            structured_output = engine.added[-1].params.structured_output
+            layout = json.loads(structured_output.structural_tag)["format"]
+            assert structured_output.compiled
             assert (len(layout["tags"]), layout["stop_after_first"]) == (tags, once)
         client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, tools=TOOLS)
-        assert engine.added[-1].params.guide is None
+        assert engine.added[-1].params.structured_output is None
         answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, parallel_tool_calls=False)
         assert [c.function.name for c in answer.choices[0].message.tool_calls] == ["weather"]
         both = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}

@@ -8,9 +8,9 @@ import asyncio
 import openai
 import pytest
 
-from phalanx.serve.openai.schema.responses import CompletionAnswer
+from phalanx.serve.openai.schema.responses import CompletionResponse
 from tests.serve.openai.conftest import TEXT
-from tests.serve.openai.served import MODEL, tokenizer_of
+from tests.support.serve_http_app import MODEL, tokenizer_of
 
 TOKENS = tokenizer_of().encode(TEXT, add_special_tokens=False)
 
@@ -18,13 +18,13 @@ TOKENS = tokenizer_of().encode(TEXT, add_special_tokens=False)
 def stream_of(client, **asked):
     chunks = list(client.completions.create(model=MODEL, stream=True, **asked))
     for chunk in chunks:
-        CompletionAnswer.model_validate(chunk.to_dict())
+        CompletionResponse.model_validate(chunk.to_dict())
     return chunks
 
 
 def test_whole_answer(client):
     answer = client.completions.create(model=MODEL, prompt="What?", max_tokens=100)
-    CompletionAnswer.model_validate(answer.to_dict())
+    CompletionResponse.model_validate(answer.to_dict())
     assert answer.choices[0].text == TEXT
     assert answer.choices[0].finish_reason == "stop"
     prompt = len(tokenizer_of().encode("What?"))

@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from phalanx.errors import RankDied
-from phalanx.serve.openai.schema.responses import ErrorAnswer
+from phalanx.serve.openai.schema.responses import ErrorResponse
 from phalanx.serve.openai.stream import chunks, event
-from tests.serve.openai.served import MODEL, Live, Scripted, live
+from tests.support.serve_http_app import MODEL, Live, Scripted, live
 
 LONG = "What is a rank? " * 200
 ASK = {"model": MODEL, "prompt": "x", "max_tokens": 600, "ignore_eos": True}
@@ -143,7 +143,7 @@ def test_an_engine_that_fails_in_mid_stream():
             seen.extend(stream)
         waits.join(10)
         assert whole[0].status_code == 500
-        error = ErrorAnswer.model_validate(whole[0].json()).error
+        error = ErrorResponse.model_validate(whole[0].json()).error
         assert "rank 1 was ended by SIGKILL" in error.message
         assert error.code == "rank_died"
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.serve.openai.schema.responses import DetokenizeAnswer, TokenizeAnswer
-from tests.serve.openai.served import tokenizer_of
+from phalanx.serve.openai.schema.responses import DetokenizeResponse, TokenizeResponse
+from tests.support.serve_http_app import tokenizer_of
 
 
 @pytest.mark.parametrize("text", ["", "What is a rank?", "héllo 🙂\0\n你好"])
 def test_there_and_back(http, text):
-    made = TokenizeAnswer.model_validate(http.post("/tokenize", json={"prompt": text}).json())
+    made = TokenizeResponse.model_validate(http.post("/tokenize", json={"prompt": text}).json())
     assert made.tokens == tokenizer_of().encode(text)
     assert made.count == len(made.tokens) == len(made.token_strs)
     assert made.max_model_len == 1024
     back = http.post("/detokenize", json={"tokens": made.tokens, "skip_special_tokens": True}).json()
-    assert DetokenizeAnswer.model_validate(back).prompt == text
+    assert DetokenizeResponse.model_validate(back).prompt == text
     assert http.post("/detokenize", json={"tokens": made.tokens}).json()["prompt"] == "<s>" + text
     assert http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == made.tokens[1:]
 

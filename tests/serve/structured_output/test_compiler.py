@@ -16,10 +16,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from phalanx.config.sampling_params import Guide
+from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.engine.grammar import Matcher
 from phalanx.errors import OptionError, RequestError
-from phalanx.serve.structured_output.compiler import GuideCompiler, compile_guide, token_bytes
+from phalanx.serve.structured_output.compiler import StructuredOutputCompiler, compile_structured_output, token_bytes
 from phalanx.serve.tokenizer import Tokenizer
 
 SPECIAL = ["<|end|>", "<|user|>"]
@@ -38,17 +38,17 @@ def tokenizer():
     return Tokenizer(backend, {"eos_token": "<|end|>"}, {}, origin="toy")
 
 
-def compiled(guide, tokenizer):
-    return compile_guide(guide, tokenizer, vocab_size=WIDTH, eos_token_ids=[tokenizer.eos_token_id])
+def compiled(params, tokenizer):
+    return compile_structured_output(params, tokenizer, vocab_size=WIDTH, eos_token_ids=[tokenizer.eos_token_id])
 
 
 def allowed(matcher):
     return np.flatnonzero(np.unpackbits(np.frombuffer(matcher.mask(), dtype=np.uint8), bitorder="little")).tolist()
 
 
-def write(guide, tokenizer, seed, most=400):
+def write(params, tokenizer, seed, most=400):
     """What a model without taste writes: a random allowed token each time, the end as soon as it may after a while."""
-    matcher, rng, tokens = Matcher(compiled(guide, tokenizer).compiled), random.Random(seed), []
+    matcher, rng, tokens = Matcher(compiled(params, tokenizer).compiled), random.Random(seed), []
     closing = [i for i, text in enumerate(token_bytes(tokenizer, WIDTH)) if text[:1] in (b'"', b"}", b"]")]
     while True:
         may = allowed(matcher)
@@ -79,7 +79,7 @@ PERSON = {
 
 def test_json_schema(tokenizer):
     for seed in range(15):
-        text = write(Guide(json_schema=json.dumps(PERSON)), tokenizer, seed)
+        text = write(StructuredOutputParams(json_schema=json.dumps(PERSON)), tokenizer, seed)
         person = json.loads(text)
         assert set(person) <= set(PERSON["properties"])
         assert set(person) >= {"name", "age"}
@@ -92,15 +92,17 @@ def test_json_schema(tokenizer):
 
 def test_json_object(tokenizer):
     for seed in range(15):
-        text = write(Guide(json_object=True), tokenizer, seed)
+        text = write(StructuredOutputParams(json_object=True), tokenizer, seed)
         assert isinstance(json.loads(text), dict)
         assert not re.search(r"\s\s|\n", re.sub(r'"(\\.|[^"\\])*"', '""', text))
 
 
 def test_regex_and_grammar(tokenizer):
     for seed in range(5):
-        assert re.fullmatch(r"[a-z]{3,9}@(the|cat)\.com", write(Guide(regex=r"[a-z]{3,9}@(the|cat)\.com"), tokenizer, seed))
-        text = write(Guide(grammar='root ::= "(" root ")" | [0-9]+'), tokenizer, seed, most=3000)
+        assert re.fullmatch(
+            r"[a-z]{3,9}@(the|cat)\.com", write(StructuredOutputParams(regex=r"[a-z]{3,9}@(the|cat)\.com"), tokenizer, seed)
+        )
+        text = write(StructuredOutputParams(grammar='root ::= "(" root ")" | [0-9]+'), tokenizer, seed, most=3000)
         assert re.fullmatch(r"\(*\d+\)*", text)
         assert text.count("(") == text.count(")")
 
@@ -109,9 +111,9 @@ def test_regex_and_grammar(tokenizer):
 def test_a_regex_takes_no_end_of_line(tokenizer, pattern):
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}}
     ends = [tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\r", "\u2028")]
-    for guide in (Guide(regex=pattern), Guide(structural_tag=json.dumps(tag))):
+    for params in (StructuredOutputParams(regex=pattern), StructuredOutputParams(structural_tag=json.dumps(tag))):
         for tokens in ends:
-            matcher = Matcher(compiled(guide, tokenizer).compiled)
+            matcher = Matcher(compiled(params, tokenizer).compiled)
             with pytest.raises(RequestError, match="does not take it"):
                 [matcher.accept(token) for token in tokens]
 
@@ -119,87 +121,97 @@ def test_a_regex_takes_no_end_of_line(tokenizer, pattern):
 def test_structural_tag(tokenizer):
     tag = {"type": "tag", "begin": "<call>", "content": {"type": "json_schema", "json_schema": PERSON}, "end": "</call>"}
     layout = {"type": "tags_with_separator", "tags": [tag], "separator": "\n", "at_least_one": True, "stop_after_first": True}
-    text = write(Guide(structural_tag=json.dumps({"type": "structural_tag", "format": layout})), tokenizer, 1)
+    text = write(StructuredOutputParams(structural_tag=json.dumps({"type": "structural_tag", "format": layout})), tokenizer, 1)
     assert json.loads(text.removeprefix("<call>").removesuffix("</call>"))["age"] <= 150
 
 
 @pytest.mark.parametrize(
-    ("guide", "why"),
+    ("params", "why"),
     [
-        (Guide(json_schema="{"), "not JSON"),
-        (Guide(json_schema="[]"), "JSON object"),
-        (Guide(json_schema='{"type": "wish"}'), "wish"),
-        (Guide(json_schema='{"$ref": "#/nowhere"}'), "nowhere"),
-        (Guide(json_schema="false"), "cannot accept"),
-        (Guide(json_schema='{"type": "integer", "minimum": 3, "maximum": 1}'), "minimum"),
-        (Guide(json_schema='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
-        (Guide(json_schema='{"items":' * 60 + "{}" + "}" * 60), "nested deeper"),
-        (Guide(json_schema='{"const": "\\ud800"}'), "surrogate|JSON"),
-        (Guide(regex="("), "parenthesis"),
-        (Guide(regex=r"(a)\1"), "backreference"),
-        (Guide(regex="a^b"), "the anchor '\\^'"),
-        (Guide(regex="(" * 5000 + "a" + ")" * 5000), "[Nn]est"),
-        (Guide(regex="a" * 40000), "40000"),
-        (Guide(regex="\ud800"), "cannot be used"),
-        (Guide(grammar="root ::= nobody"), "nobody"),
-        (Guide(grammar=""), "root"),
-        (Guide(grammar="root ::= root"), "no finite text satisfies it: its rule 'root'"),
-        (Guide(grammar='root ::= "a" x | "b"\nx ::= "c" x'), "its rule 'x'"),
-        (Guide(json_schema='{"$ref": "#"}'), "no finite text"),
+        (StructuredOutputParams(json_schema="{"), "not JSON"),
+        (StructuredOutputParams(json_schema="[]"), "JSON object"),
+        (StructuredOutputParams(json_schema='{"type": "wish"}'), "wish"),
+        (StructuredOutputParams(json_schema='{"$ref": "#/nowhere"}'), "nowhere"),
+        (StructuredOutputParams(json_schema="false"), "cannot accept"),
+        (StructuredOutputParams(json_schema='{"type": "integer", "minimum": 3, "maximum": 1}'), "minimum"),
+        (StructuredOutputParams(json_schema='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
+        (StructuredOutputParams(json_schema='{"items":' * 60 + "{}" + "}" * 60), "nested deeper"),
+        (StructuredOutputParams(json_schema='{"const": "\\ud800"}'), "surrogate|JSON"),
+        (StructuredOutputParams(regex="("), "parenthesis"),
+        (StructuredOutputParams(regex=r"(a)\1"), "backreference"),
+        (StructuredOutputParams(regex="a^b"), "the anchor '\\^'"),
+        (StructuredOutputParams(regex="(" * 5000 + "a" + ")" * 5000), "[Nn]est"),
+        (StructuredOutputParams(regex="a" * 40000), "40000"),
+        (StructuredOutputParams(regex="\ud800"), "cannot be used"),
+        (StructuredOutputParams(grammar="root ::= nobody"), "nobody"),
+        (StructuredOutputParams(grammar=""), "root"),
+        (StructuredOutputParams(grammar="root ::= root"), "no finite text satisfies it: its rule 'root'"),
+        (StructuredOutputParams(grammar='root ::= "a" x | "b"\nx ::= "c" x'), "its rule 'x'"),
+        (StructuredOutputParams(json_schema='{"$ref": "#"}'), "no finite text"),
         (
-            Guide(json_schema='{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}'),
+            StructuredOutputParams(
+                json_schema='{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}'
+            ),
             "no finite text",
         ),
-        (Guide(json_schema='{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'), "no finite text"),
-        (Guide(structural_tag="{}"), "structural_tag"),
         (
-            Guide(structural_tag='{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}'),
+            StructuredOutputParams(json_schema='{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'),
+            "no finite text",
+        ),
+        (StructuredOutputParams(structural_tag="{}"), "structural_tag"),
+        (
+            StructuredOutputParams(
+                structural_tag='{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"not": {}}}}'
+            ),
             "'not'",
         ),
-        (Guide(structural_tag='{"type": "structural_tag", "format": {"type": "regex", "pattern": "a$b"}}'), "the anchor '\\$'"),
+        (
+            StructuredOutputParams(structural_tag='{"type": "structural_tag", "format": {"type": "regex", "pattern": "a$b"}}'),
+            "the anchor '\\$'",
+        ),
     ],
 )
-def test_a_bad_guide_says_what_is_wrong(tokenizer, guide, why):
+def test_a_bad_guide_says_what_is_wrong(tokenizer, params, why):
     with pytest.raises(OptionError, match=why) as raised:
-        compiled(guide, tokenizer)
+        compiled(params, tokenizer)
     assert "/project/" not in str(raised.value)
 
 
 def test_a_grammar_that_no_token_can_begin_is_refused():
-    compiler = GuideCompiler([b"a", b"b", b""], [2])
+    compiler = StructuredOutputCompiler([b"a", b"b", b""], [2])
     try:
-        assert compiler.compile(Guide(regex="a|c")).compiled
+        assert compiler.compile(StructuredOutputParams(regex="a|c")).compiled
         with pytest.raises(OptionError, match="none of its tokens may come first"):
-            compiler.compile(Guide(regex="c"))
+            compiler.compile(StructuredOutputParams(regex="c"))
     finally:
         compiler.close()
 
 
 def test_a_guide_is_compiled_once_and_sent_by_name(tokenizer):
-    first = compiled(Guide(regex="[ab]{5}c"), tokenizer)
-    again = compiled(Guide(regex="[ab]{5}c", compiled="forged"), tokenizer)
+    first = compiled(StructuredOutputParams(regex="[ab]{5}c"), tokenizer)
+    again = compiled(StructuredOutputParams(regex="[ab]{5}c", compiled="forged"), tokenizer)
     assert first.compiled == again.compiled
     assert len(first.compiled) < 400
     path = Path(json.loads(first.compiled)["grammar"])
     assert path.parent.stat().st_mode & 0o777 == 0o700
     path.unlink()  # a cleaned temporary folder costs a compilation, no request
-    assert Matcher(compiled(Guide(regex="[ab]{5}c"), tokenizer).compiled).mask()
+    assert Matcher(compiled(StructuredOutputParams(regex="[ab]{5}c"), tokenizer).compiled).mask()
 
 
 def test_a_compiler_that_is_stuck_or_dies_costs_one_guide(tokenizer):
     """A schema that takes minutes to compile, twice: once it takes too long, and once something kills its compiler."""
     properties = [(f"k{i}", {"type": "string", "pattern": f"[a-z]{{1,{i + 300}}}"}) for i in range(900)]
     slow = {"anyOf": [{"type": "object", "properties": {name: kind}, "required": [name]} for name, kind in properties]}
-    compiler = GuideCompiler(token_bytes(tokenizer, WIDTH), [0], seconds=1.0)
+    compiler = StructuredOutputCompiler(token_bytes(tokenizer, WIDTH), [0], seconds=1.0)
     with pytest.raises(OptionError, match=r"longer than 1 s"):
-        compiler.compile(Guide(json_schema=json.dumps(slow)))
-    first = compiler.compile(Guide(regex="abc"))
+        compiler.compile(StructuredOutputParams(json_schema=json.dumps(slow)))
+    first = compiler.compile(StructuredOutputParams(regex="abc"))
     killer = threading.Timer(0.3, os.kill, [compiler._process._child.pid, signal.SIGKILL])
     killer.start()
     with pytest.raises(OptionError, match="killed by SIGKILL"):
-        compiler.compile(Guide(json_schema=json.dumps(slow)))
+        compiler.compile(StructuredOutputParams(json_schema=json.dumps(slow)))
     killer.join()
-    assert compiler.compile(Guide(regex="abc")) == first
+    assert compiler.compile(StructuredOutputParams(regex="abc")) == first
     folder = Path(json.loads(first.compiled)["grammar"]).parent
     compiler.close()
     assert not folder.exists()

@@ -8,7 +8,7 @@ import json
 import pytest
 import xgrammar
 
-from phalanx.serve.structured_output.termination import endless_rule
+from phalanx.serve.structured_output.termination import nonterminating_rule
 
 VOCABULARY = [bytes([i]) for i in range(256)] + [b"<end>"]
 
@@ -34,7 +34,7 @@ def compiler():
     ],
 )
 def test_grammars(compiler, grammar, rule):
-    assert endless_rule(str(compiler.compile_grammar(grammar).grammar)) == rule
+    assert nonterminating_rule(str(compiler.compile_grammar(grammar).grammar)) == rule
 
 
 REQUIRED = {"type": "object", "required": ["x"]}
@@ -57,7 +57,7 @@ REQUIRED = {"type": "object", "required": ["x"]}
     ],
 )
 def test_schemas(compiler, schema, ends):
-    assert (endless_rule(str(compiler.compile_json_schema(json.dumps(schema), strict_mode=True).grammar)) is None) == ends
+    assert (nonterminating_rule(str(compiler.compile_json_schema(json.dumps(schema), strict_mode=True).grammar)) is None) == ends
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -66,4 +66,4 @@ def test_tags(compiler, ends):
     tag = {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}
     layout = {"type": "triggered_tags", "triggers": ["<c"], "tags": [tag]}
     made = compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": layout}))
-    assert (endless_rule(str(made.grammar)) is None) == ends
+    assert (nonterminating_rule(str(made.grammar)) is None) == ends

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every refusal and failure in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
 
-`answer_for` turns any exception into a status and that body: what a client did wrong is a 400 (401, 404, 405, 413), a full queue a
+`api_error_of` maps any exception to a status and that body: a mistake of the client is a 400 (401, 404, 405, 413), a full queue a
 429, a server that is not ready or going a 503, an engine that failed a 500. 429 and 503 carry Retry-After.
 """
 
@@ -63,7 +63,7 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(400, message, param=param, code=code)
 
 
-def answer_for(error: BaseException, *, retry_after: int = 1) -> ApiError:
+def api_error_of(error: BaseException, *, retry_after: int = 1) -> ApiError:
     """The answer to an exception, whatever it is. `retry_after` in seconds, for those that ask to come again."""
     again = {"Retry-After": str(retry_after)}
     if isinstance(error, ApiError):
@@ -86,7 +86,7 @@ def answer_for(error: BaseException, *, retry_after: int = 1) -> ApiError:
     return ApiError(500, "the server failed on this request; its log says more", type="server_error", code="internal_error")
 
 
-def of_validation(error: ValidationError, model: type[BaseModel]) -> ApiError:
+def validation_api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
     """The first complaint about a body, with the name of the field, and with the nearest name where nobody knows it."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     first = max(complaints, key=lambda one: (one["type"] == "cannot_honour", one["type"] == "extra_forbidden"))

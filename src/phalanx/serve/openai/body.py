@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from phalanx.serve.openai.api_errors import ApiError, bad_request, of_validation
+from phalanx.serve.openai.api_errors import ApiError, bad_request, validation_api_error
 
 MAX_BODY_BYTES = 8 * 2**20
 """A million tokens are some 4 MiB of English text; token ids as text take up to 8 bytes each."""
@@ -43,7 +43,7 @@ def parse(body: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        raise of_validation(error, model) from None
+        raise validation_api_error(error, model) from None
 
 
 async def _bounded(request: Request) -> bytes:

@@ -13,48 +13,52 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.serve.completions import Piece
 from phalanx.serve.openai import body
-from phalanx.serve.openai.generate import Usage, generate
+from phalanx.serve.openai.generate import UsageCounter, generate
 from phalanx.serve.openai.logprobs import chat_logprobs
-from phalanx.serve.openai.prompts import encode_chat, soon_rendered
-from phalanx.serve.openai.sampling import guide_of, of_chat
+from phalanx.serve.openai.prompts import encode_chat, renders_quickly
+from phalanx.serve.openai.sampling import chat_params, structured_output_of
 from phalanx.serve.openai.schema.chat import ChatRequest
-from phalanx.serve.openai.schema.openapi import answers, takes
-from phalanx.serve.openai.schema.responses import ChatAnswer, ChatChunk
+from phalanx.serve.openai.schema.openapi import request_body, responses_of
+from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
 from phalanx.serve.openai.service import Ready, Service, service_of
-from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, chunks, event
+from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, event
 from phalanx.serve.openai.tools.calls import Argued, Called, CallReader, Event, Said
+from phalanx.serve.outputs import CompletionDelta
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", responses=answers(ChatAnswer, streams=ChatChunk), openapi_extra=takes(ChatRequest))
+@router.post(
+    "/v1/chat/completions",
+    responses=responses_of(ChatCompletionResponse, streams=ChatCompletionChunk),
+    openapi_extra=request_body(ChatRequest),
+)
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(request)
-    service.admission.look_in()
+    service.admission.require_capacity_for_one()
     asked = await body.read(request, ChatRequest)
-    work = ChatWork(service, service.ready(asked.model), asked)
+    work = ChatHandler(service, service.ready(asked.model), asked)
     if asked.stream:
         return EventStream(work.events(), service.answer)
-    return WholeAnswer(work.whole(), service.answer)
+    return CancellableResponse(work.whole(), service.answer)
 
 
-class ChatWork:
+class ChatHandler:
     """One request on its way: validated, not yet admitted."""
 
     def __init__(self, service: Service, ready: Ready, asked: ChatRequest) -> None:
         self._service, self._ready, self._asked = service, ready, asked
         self._accepted = time.monotonic()
-        self._params = of_chat(asked, ready.facts)
-        self._guide = guide_of(asked, ready.tool_format)
+        self._params = chat_params(asked, ready.facts)
+        self._structured_output = structured_output_of(asked, ready.tool_format)
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        self._usage: Usage | None = None
+        self._usage: UsageCounter | None = None
 
     async def whole(self) -> dict[str, Any]:
         """The answer's body."""
-        choices = [WholeChoice(i) for i in range(self._params.n)]
+        choices = [ChoiceAssembler(i) for i in range(self._params.n)]
         async with aclosing(self._deltas()) as deltas:
             async for choice in deltas:
                 choices[choice["index"]].add(choice)
@@ -80,11 +84,11 @@ class ChatWork:
         """Pieces of the choices, as they are made."""
         service, ready = self._service, self._ready
         with service.admission.enter(self._params.n) as ticket:
-            tokens = await service.on_thread(encode_chat, self._asked, ready, at_once=soon_rendered(self._asked))
-            params = await service.guided(ready, self._params, self._guide)
+            tokens = await service.run_on_thread(encode_chat, self._asked, ready, inline=renders_quickly(self._asked))
+            params = await service.compiled_params(ready, self._params, self._structured_output)
             ready.client.check(tokens, params)
             ticket.prompt([len(tokens)] * params.n)
-            usage = self._usage = Usage([tokens], params.n)
+            usage = self._usage = UsageCounter([tokens], params.n)
             writers = [Writer(ready, self._asked, i) for i in range(params.n)]
             running = generate(ready, [tokens], params, ticket, service.metrics, accepted=self._accepted)
             async with aclosing(running) as pieces:
@@ -109,7 +113,7 @@ class Writer:
         if asked.tools and asked.tool_choice != "none" and ready.tool_format is not None:
             self._reader = CallReader(ready.tool_format, {tool.function.name for tool in asked.tools})
 
-    def push(self, piece: Piece) -> list[dict[str, Any]]:
+    def push(self, piece: CompletionDelta) -> list[dict[str, Any]]:
         """The choice's next pieces."""
         if self._began and self._reader is None and not self._with_logprobs and piece.finish_reason is None:
             return [self._choice({"content": piece.text})] if piece.text else []
@@ -133,7 +137,7 @@ class Writer:
     def _choice(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _changes(self, piece: Piece) -> list[dict[str, Any]]:
+    def _changes(self, piece: CompletionDelta) -> list[dict[str, Any]]:
         if self._reader is None:
             return [{"content": piece.text}] if piece.text else []
         events = self._reader.push(piece.text)
@@ -153,7 +157,7 @@ class Writer:
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-class WholeChoice:
+class ChoiceAssembler:
     """A choice put together from its pieces, so that what is streamed and what is not are the same."""
 
     def __init__(self, index: int) -> None:

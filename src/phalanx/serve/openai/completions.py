@@ -17,45 +17,47 @@ from starlette.responses import Response
 
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import TokenLogprobs
-from phalanx.serve.completions import Piece
 from phalanx.serve.openai import body
-from phalanx.serve.openai.generate import Pieces, Usage, generate
-from phalanx.serve.openai.logprobs import CompletionLogprobs
-from phalanx.serve.openai.prompts import encode_prompts, prompts_of, soon_encoded
-from phalanx.serve.openai.sampling import guide_of, of_completion
+from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
+from phalanx.serve.openai.logprobs import CompletionLogprobsWriter
+from phalanx.serve.openai.prompts import encode_prompts, encodes_quickly, prompts_of
+from phalanx.serve.openai.sampling import completion_params, structured_output_of
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.openapi import answers, takes
-from phalanx.serve.openai.schema.responses import CompletionAnswer
+from phalanx.serve.openai.schema.openapi import request_body, responses_of
+from phalanx.serve.openai.schema.responses import CompletionResponse
 from phalanx.serve.openai.service import Ready, Service, service_of
-from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, chunks, event
+from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, event
+from phalanx.serve.outputs import CompletionDelta
 
 router = APIRouter()
 
 
 @router.post(
-    "/v1/completions", responses=answers(CompletionAnswer, streams=CompletionAnswer), openapi_extra=takes(CompletionRequest)
+    "/v1/completions",
+    responses=responses_of(CompletionResponse, streams=CompletionResponse),
+    openapi_extra=request_body(CompletionRequest),
 )
 async def create_completion(request: Request) -> Response:
     """Continue a prompt, or several."""
     service = service_of(request)
-    service.admission.look_in()
+    service.admission.require_capacity_for_one()
     asked = await body.read(request, CompletionRequest)
-    work = CompletionWork(service, service.ready(asked.model), asked)
+    work = CompletionHandler(service, service.ready(asked.model), asked)
     if asked.stream:
         return EventStream(work.events(), service.answer)
-    return WholeAnswer(work.whole(), service.answer)
+    return CancellableResponse(work.whole(), service.answer)
 
 
-class CompletionWork:
+class CompletionHandler:
     """One request on its way: validated, not yet admitted."""
 
     def __init__(self, service: Service, ready: Ready, asked: CompletionRequest) -> None:
         self._service, self._ready, self._asked = service, ready, asked
         self._accepted = time.monotonic()
         self._prompts = prompts_of(asked)
-        self._params = of_completion(asked, ready.facts)
-        self._guide = guide_of(asked, None)
-        self._usage: Usage | None = None
+        self._params = completion_params(asked, ready.facts)
+        self._structured_output = structured_output_of(asked, None)
+        self._usage: UsageCounter | None = None
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
             "model": service.model_name,
@@ -89,12 +91,12 @@ class CompletionWork:
         """Pieces of the choices, as they are made."""
         service, ready, params = self._service, self._ready, self._params
         with service.admission.enter(len(self._prompts) * params.n) as ticket:
-            prompts = await service.on_thread(encode_prompts, self._prompts, ready, at_once=soon_encoded(self._prompts))
-            params = await service.guided(ready, params, self._guide)
+            prompts = await service.run_on_thread(encode_prompts, self._prompts, ready, inline=encodes_quickly(self._prompts))
+            params = await service.compiled_params(ready, params, self._structured_output)
             for tokens in prompts:
                 ready.client.check(tokens, params)
             ticket.prompt([len(tokens) for tokens in prompts for _ in range(params.n)])
-            usage = self._usage = Usage(prompts, params.n)
+            usage = self._usage = UsageCounter(prompts, params.n)
             echoes = [Echo(asked, tokens) for asked, tokens in zip(self._prompts, prompts, strict=True)]
             writers = [Writer(ready, self._asked, echo) for echo in echoes for _ in range(params.n)]
             running = generate(ready, prompts, params, ticket, service.metrics, accepted=self._accepted)
@@ -106,15 +108,15 @@ class CompletionWork:
                         yield shown
 
 
-def _prompts_first(running: Pieces, params: SamplingParams) -> Pieces:
+def _prompts_first(running: Deltas, params: SamplingParams) -> Deltas:
     return running if params.prompt_logprobs is None or params.n == 1 else _scores_first(running, params)
 
 
-async def _scores_first(running: Pieces, params: SamplingParams) -> Pieces:
+async def _scores_first(running: Deltas, params: SamplingParams) -> Deltas:
     """The same pieces; where a prompt is scored, those of its other completions come after the one that brings the scores, and
     have them too."""
     scores: dict[int, list[TokenLogprobs | None]] = {}
-    held: dict[int, list[Piece]] = {}
+    held: dict[int, list[CompletionDelta]] = {}
     async with aclosing(running) as pieces:
         async for piece in pieces:
             prompt = piece.index // params.n
@@ -146,9 +148,9 @@ class Writer:
         self._logprobs = None
         if asked.logprobs is not None:
             hidden = () if asked.skip_special_tokens is False else ready.tokenizer.special_ids
-            self._logprobs = CompletionLogprobs(ready.tokenizer.token_text, hidden=hidden, top=asked.logprobs > 0)
+            self._logprobs = CompletionLogprobsWriter(ready.tokenizer.token_text, hidden=hidden, top=asked.logprobs > 0)
 
-    def push(self, piece: Piece) -> dict[str, Any] | None:
+    def push(self, piece: CompletionDelta) -> dict[str, Any] | None:
         """The choice's next piece; None while there is nothing to show."""
         text, logprobs = "", None
         if self._echo:

@@ -17,15 +17,16 @@ from phalanx.config.sampling_params import SamplingParams
 from phalanx.errors import EngineClosed, EngineError
 from phalanx.metrics import Metrics
 from phalanx.serve.admission import Ticket
-from phalanx.serve.completions import Piece, completions
+from phalanx.serve.completions import stream_completions
 from phalanx.serve.openai.service import Ready
+from phalanx.serve.outputs import CompletionDelta
 
-Pieces = AsyncGenerator[Piece, None]
+Deltas = AsyncGenerator[CompletionDelta, None]
 
 
 async def generate(
     ready: Ready, prompts: Sequence[list[int]], params: SamplingParams, ticket: Ticket, metrics: Metrics, *, accepted: float
-) -> Pieces:
+) -> Deltas:
     """n completions of each prompt; those of prompt p have the indices p * n .. p * n + n - 1.
 
     accepted: when the request came (time.monotonic). Raises what the engine raises, for the first that fails.
@@ -33,12 +34,12 @@ async def generate(
     clocks = [Clock(metrics, ticket, index, accepted) for index in range(len(prompts) * params.n)]
     try:
         running = _every(ready, prompts, params) if len(prompts) > 1 else _one(ready, prompts[0], params, 0)
-        async with aclosing(running) as pieces:
-            async for piece in pieces:
-                if piece.finish_reason == "abort":
+        async with aclosing(running) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason == "abort":
                     raise EngineClosed("a completion was running", held="the server stopped it")
-                clocks[piece.index].tick(piece)
-                yield piece
+                clocks[delta.index].tick(delta)
+                yield delta
     except EngineError:
         for clock in clocks:
             clock.stop("error")
@@ -48,26 +49,26 @@ async def generate(
             clock.stop("abort")
 
 
-def _one(ready: Ready, tokens: list[int], params: SamplingParams, prompt: int) -> Pieces:
-    pieces = completions(ready.client, ready.tokenizer, uuid.uuid4().hex, tokens, params)
-    return pieces if prompt == 0 else _renumbered(pieces, prompt * params.n)
+def _one(ready: Ready, tokens: list[int], params: SamplingParams, prompt: int) -> Deltas:
+    deltas = stream_completions(ready.client, ready.tokenizer, uuid.uuid4().hex, tokens, params)
+    return deltas if prompt == 0 else _renumbered(deltas, prompt * params.n)
 
 
-async def _renumbered(pieces: Pieces, first: int) -> Pieces:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            piece.index += first
-            yield piece
+async def _renumbered(deltas: Deltas, first: int) -> Deltas:
+    async with aclosing(deltas):
+        async for delta in deltas:
+            delta.index += first
+            yield delta
 
 
-async def _every(ready: Ready, prompts: Sequence[list[int]], params: SamplingParams) -> Pieces:
-    arrived: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+async def _every(ready: Ready, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
+    arrived: asyncio.Queue[CompletionDelta | Exception | None] = asyncio.Queue()
 
-    async def pump(pieces: Pieces) -> None:
+    async def pump(deltas: Deltas) -> None:
         try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    arrived.put_nowait(piece)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    arrived.put_nowait(delta)
             arrived.put_nowait(None)
         except Exception as error:
             arrived.put_nowait(error)
@@ -97,18 +98,18 @@ class Clock:
         self._latest: float | None = None
         self._stopped = False
 
-    def tick(self, piece: Piece) -> None:
+    def tick(self, delta: CompletionDelta) -> None:
         """A piece arrived."""
         now = time.monotonic()
-        if piece.token_ids:
+        if delta.token_ids:
             if self._latest is None:
                 self._ticket.started(self._index)
                 self._metrics.first_token(now - self._accepted)
             else:
-                self._metrics.next_tokens(now - self._latest, len(piece.token_ids))
+                self._metrics.next_tokens(now - self._latest, len(delta.token_ids))
             self._latest = now
-        if piece.finish_reason is not None:
-            self.stop(piece.finish_reason)
+        if delta.finish_reason is not None:
+            self.stop(delta.finish_reason)
 
     def stop(self, reason: str) -> None:
         """The completion has ended. The first reason counts."""
@@ -117,7 +118,7 @@ class Clock:
             self._metrics.finished(reason, time.monotonic() - self._accepted)
 
 
-class Usage:
+class UsageCounter:
     """What a request cost. A prompt counts once, however many completions it has."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
@@ -125,10 +126,10 @@ class Usage:
         self._n, self._made = n, 0
         self._cached: dict[int, int] = {}
 
-    def add(self, piece: Piece) -> None:
-        self._made += len(piece.token_ids)
+    def add(self, delta: CompletionDelta) -> None:
+        self._made += len(delta.token_ids)
         # What was cached before the request; later completions find what the first one left.
-        self._cached.setdefault(piece.index // self._n, piece.cached_tokens)
+        self._cached.setdefault(delta.index // self._n, delta.cached_tokens)
 
     def shown(self, *, made: int | None = None) -> dict[str, Any]:
         """The `usage` of an answer. made: tokens that it shows, where those are not all that were made."""

@@ -25,7 +25,7 @@ def chat_logprobs(found: Sequence[TokenLogprobs], text_of: Callable[[int], str])
     return {"content": content, "refusal": None}
 
 
-class CompletionLogprobs:
+class CompletionLogprobsWriter:
     """`choices[].logprobs` of a completion, piece by piece: it knows how far into the text the next token begins.
 
     text_of: token id -> its text. hidden: ids whose text is not shown. top: whether alternatives were asked for.

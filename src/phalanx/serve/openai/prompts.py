@@ -14,7 +14,7 @@ from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Cont
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.service import Ready
 
-AT_ONCE_CHARACTERS = 512
+MAX_INLINE_CHARACTERS = 512
 """A text of this length is tokenized sooner than a thread begins while others stream."""
 TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "tokenize"})
 """What a chat template gets from the server itself."""
@@ -29,16 +29,16 @@ def prompts_of(asked: CompletionRequest) -> list[str] | list[list[int]]:
     return prompts
 
 
-def soon_encoded(prompts: Sequence[str] | Sequence[list[int]]) -> bool:
+def encodes_quickly(prompts: Sequence[str] | Sequence[list[int]]) -> bool:
     """Whether they are token ids, or texts so short that a thread's turn would cost more than it saves."""
-    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= AT_ONCE_CHARACTERS
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= MAX_INLINE_CHARACTERS
 
 
-def soon_rendered(asked: ChatRequest) -> bool:
+def renders_quickly(asked: ChatRequest) -> bool:
     """The same of a conversation. Tools may be large, and templates write them out."""
     if asked.tools:
         return False
-    return sum(len(_text(message.content) or "") for message in asked.messages) <= AT_ONCE_CHARACTERS
+    return sum(len(_text(message.content) or "") for message in asked.messages) <= MAX_INLINE_CHARACTERS
 
 
 def encode_prompts(prompts: Sequence[str] | Sequence[list[int]], ready: Ready) -> list[list[int]]:

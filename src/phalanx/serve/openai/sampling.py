@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.config.sampling_params import Guide, SamplingParams
+from phalanx.config.sampling_params import SamplingParams, StructuredOutputParams
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import OptionError
 from phalanx.serve.openai.api_errors import bad_request
@@ -18,21 +18,21 @@ from phalanx.serve.openai.body import check_grammar
 from phalanx.serve.openai.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedTool
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.fields import SampledRequest
-from phalanx.serve.openai.tools.formats import ToolFormat, forced_guide, strict_guide
+from phalanx.serve.openai.tools.formats import ToolFormat, forced_call_tag, strict_call_tag
 
 COMPLETION_TOKENS = 16
 """`max_tokens` of /v1/completions when it is left out (OpenAI's default)."""
 
 
 @dataclass(frozen=True)
-class AskedGuide:
+class StructuredOutputField:
     """A guide that is yet to be compiled, and the field that asked for it."""
 
-    guide: Guide
+    structured_output: StructuredOutputParams
     param: str
 
 
-def of_completion(asked: CompletionRequest, facts: EngineFacts) -> SamplingParams:
+def completion_params(asked: CompletionRequest, facts: EngineFacts) -> SamplingParams:
     """Raises ApiError 400 naming the field."""
     n = asked.n or 1
     if asked.best_of is not None and asked.best_of != n:
@@ -50,7 +50,7 @@ def of_completion(asked: CompletionRequest, facts: EngineFacts) -> SamplingParam
     )
 
 
-def of_chat(asked: ChatRequest, facts: EngineFacts) -> SamplingParams:
+def chat_params(asked: ChatRequest, facts: EngineFacts) -> SamplingParams:
     """Raises ApiError 400 naming the field."""
     limit, older = asked.max_completion_tokens, asked.max_tokens
     if limit is not None and older is not None and limit != older:
@@ -94,46 +94,50 @@ def check_token(token: int, facts: EngineFacts, param: str) -> None:
         )  # fmt: skip
 
 
-def guide_of(asked: SampledRequest, how: ToolFormat | None) -> AskedGuide | None:
+def structured_output_of(asked: SampledRequest, how: ToolFormat | None) -> StructuredOutputField | None:
     """The one guide that the request's fields ask for, if any. Raises ApiError 400 for two that contradict each other."""
-    found = [*_extension_guides(asked)]
+    found = [*_from_guided_fields(asked)]
     if isinstance(asked, ChatRequest):
-        found += [guide for guide in (_format_guide(asked), _tool_guide(asked, how)) if guide is not None]
+        found += [
+            structured_output
+            for structured_output in (_from_response_format(asked), _from_tools(asked, how))
+            if structured_output is not None
+        ]
     if len(found) > 1:
         both = " and ".join(one.param for one in found)
         raise bad_request(f"{both} contradict each other: an answer follows one of them", param=found[1].param)
     return found[0] if found else None
 
 
-def with_guide(params: SamplingParams, compiled: Guide) -> SamplingParams:
-    return msgspec.structs.replace(params, guide=compiled)
+def with_structured_output(params: SamplingParams, compiled: StructuredOutputParams) -> SamplingParams:
+    return msgspec.structs.replace(params, structured_output=compiled)
 
 
-def _extension_guides(asked: SampledRequest) -> list[AskedGuide]:
+def _from_guided_fields(asked: SampledRequest) -> list[StructuredOutputField]:
     found = []
     if asked.guided_json is not None:
         schema = asked.guided_json
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        found.append(AskedGuide(Guide(json_schema=text), "guided_json"))
+        found.append(StructuredOutputField(StructuredOutputParams(json_schema=text), "guided_json"))
     if asked.guided_regex is not None:
         check_grammar(asked.guided_regex, "guided_regex")
-        found.append(AskedGuide(Guide(regex=asked.guided_regex), "guided_regex"))
+        found.append(StructuredOutputField(StructuredOutputParams(regex=asked.guided_regex), "guided_regex"))
     if asked.guided_grammar is not None:
         check_grammar(asked.guided_grammar, "guided_grammar")
-        found.append(AskedGuide(Guide(grammar=asked.guided_grammar), "guided_grammar"))
+        found.append(StructuredOutputField(StructuredOutputParams(grammar=asked.guided_grammar), "guided_grammar"))
     return found
 
 
-def _format_guide(asked: ChatRequest) -> AskedGuide | None:
+def _from_response_format(asked: ChatRequest) -> StructuredOutputField | None:
     how = asked.response_format
     if isinstance(how, JsonSchemaFormat) and how.json_schema.schema_ is not None:
-        return AskedGuide(Guide(json_schema=json.dumps(how.json_schema.schema_)), "response_format")
+        return StructuredOutputField(StructuredOutputParams(json_schema=json.dumps(how.json_schema.schema_)), "response_format")
     if isinstance(how, (JsonObjectFormat, JsonSchemaFormat)):
-        return AskedGuide(Guide(json_object=True), "response_format")
+        return StructuredOutputField(StructuredOutputParams(json_object=True), "response_format")
     return None
 
 
-def _tool_guide(asked: ChatRequest, how: ToolFormat | None) -> AskedGuide | None:
+def _from_tools(asked: ChatRequest, how: ToolFormat | None) -> StructuredOutputField | None:
     """Forced calls, calls of a strict function, and the one call of a request that wants no more, are held to their form."""
     tools, choice = asked.tools or [], asked.tool_choice
     parallel = asked.parallel_tool_calls is not False
@@ -149,7 +153,9 @@ def _tool_guide(asked: ChatRequest, how: ToolFormat | None) -> AskedGuide | None
             param="tools", code="unsupported_parameter",
         )  # fmt: skip
     if choice == "required" or isinstance(choice, NamedTool):
-        return AskedGuide(Guide(structural_tag=forced_guide(how, tools, choice, parallel=parallel)), "tools")
+        return StructuredOutputField(
+            StructuredOutputParams(structural_tag=forced_call_tag(how, tools, choice, parallel=parallel)), "tools"
+        )
     if not parallel or any(tool.function.strict for tool in tools):
-        return AskedGuide(Guide(structural_tag=strict_guide(how, tools, parallel=parallel)), "tools")
+        return StructuredOutputField(StructuredOutputParams(structural_tag=strict_call_tag(how, tools, parallel=parallel)), "tools")
     return None

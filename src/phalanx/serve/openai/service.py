@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from phalanx.config.sampling_params import Guide, SamplingParams
+from phalanx.config.sampling_params import SamplingParams, StructuredOutputParams
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import EngineClosed, OptionError, Overloaded, PhalanxError, PromptTooLong
 from phalanx.log import get_logger
 from phalanx.metrics import Metrics
-from phalanx.serve.admission import Admission, Phase
+from phalanx.serve.admission import AdmissionControl, Phase
 from phalanx.serve.client import Engine
-from phalanx.serve.openai.api_errors import ApiError, answer_for, bad_request
-from phalanx.serve.openai.sampling import AskedGuide, with_guide
+from phalanx.serve.openai.api_errors import ApiError, api_error_of, bad_request
+from phalanx.serve.openai.sampling import StructuredOutputField, with_structured_output
 from phalanx.serve.openai.tools.formats import ToolFormat
-from phalanx.serve.structured_output.compiler import compile_guide
+from phalanx.serve.structured_output.compiler import compile_structured_output
 from phalanx.serve.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 TOKENIZER_THREADS = 2
 MAX_TEXTS = 512
 """Texts that may wait for a tokenizer thread; a thread takes milliseconds for each."""
-MAX_GUIDES = 64
+MAX_WAITING_COMPILATIONS = 64
 STATS_SECONDS = 1.0
 """How long a scrape waits for the engine's counters before it shows the last ones."""
 
@@ -95,12 +95,12 @@ class Threads:
 class Service:
     """One per server. model_name: as clients call the model."""
 
-    def __init__(self, *, model_name: str, admission: Admission, metrics: Metrics) -> None:
+    def __init__(self, *, model_name: str, admission: AdmissionControl, metrics: Metrics) -> None:
         self.model_name, self.admission, self.metrics = model_name, admission, metrics
         self.up: Ready | None = None
         self._texts = Threads("tokenizer", TOKENIZER_THREADS, most=MAX_TEXTS, refused=metrics.refused)
         # Apart from texts: a guide may take seconds, and only those who brought one should wait for it.
-        self._guides = Threads("guides", 1, most=MAX_GUIDES, refused=metrics.refused)
+        self._compilations = Threads("guides", 1, most=MAX_WAITING_COMPILATIONS, refused=metrics.refused)
 
     def ready(self, model: str | None = None) -> Ready:
         """The engine. Raises ApiError 404 for a model that is not served, EngineClosed while there is no engine."""
@@ -113,33 +113,37 @@ class Service:
             raise EngineClosed("the engine does not take requests", why=why, next="ask /ready, and try again")
         return self.up
 
-    async def on_thread(self, act: Callable[..., T], *args: Any, at_once: bool = False) -> T:
+    async def run_on_thread(self, act: Callable[..., T], *args: Any, inline: bool = False) -> T:
         """Run what reads texts beside the event loop, or here where it takes no time. Raises Overloaded when too much waits."""
-        if at_once:
+        if inline:
             return act(*args)
         return await self._texts.run(partial(act, *args))
 
-    async def guided(self, ready: Ready, params: SamplingParams, asked: AskedGuide | None) -> SamplingParams:
+    async def compiled_params(self, ready: Ready, params: SamplingParams, asked: StructuredOutputField | None) -> SamplingParams:
         """The params with their guide compiled. Raises ApiError 400 naming the field whose guide cannot be used."""
         if asked is None:
             return params
         width, eos = ready.facts.vocab_size, ready.client.eos_token_ids
         try:
-            made = await self._guides.run(partial(compile_guide, asked.guide, ready.tokenizer, vocab_size=width, eos_token_ids=eos))
+            made = await self._compilations.run(
+                partial(compile_structured_output, asked.structured_output, ready.tokenizer, vocab_size=width, eos_token_ids=eos)
+            )
         except OptionError as error:
             raise bad_request(f"{asked.param}: {error}", param=asked.param, code="invalid_value") from None
-        return with_guide(params, made)
+        return with_structured_output(params, made)
 
     async def warm(self, ready: Ready) -> None:
         """Start what compiles guides, which takes seconds, before a guide comes."""
         try:
-            await self.guided(ready, SamplingParams(), AskedGuide(Guide(json_object=True), "response_format"))
+            await self.compiled_params(
+                ready, SamplingParams(), StructuredOutputField(StructuredOutputParams(json_object=True), "response_format")
+            )
         except (ApiError, PhalanxError) as error:
             logger.warning("structured output is not at hand: %s", error)
 
     def answer(self, error: BaseException) -> ApiError:
         """The answer to an exception."""
-        return answer_for(error, retry_after=self.admission.retry_after())
+        return api_error_of(error, retry_after=self.admission.retry_after())
 
     async def refresh(self) -> None:
         """Ask the engine for its counters, for a scrape; without an answer in time the last ones stand."""
@@ -152,7 +156,7 @@ class Service:
 
     def close(self) -> None:
         self._texts.close()
-        self._guides.close()
+        self._compilations.close()
 
 
 def service_of(request: Request) -> Service:

@@ -11,21 +11,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from phalanx.serve.admission import Phase
-from phalanx.serve.openai.schema.openapi import answers, says_text, status_answers
-from phalanx.serve.openai.schema.responses import ModelCard, ModelList, VersionAnswer
+from phalanx.serve.openai.schema.openapi import responses_of, status_responses, text_response
+from phalanx.serve.openai.schema.responses import ModelCard, ModelList, VersionResponse
 from phalanx.serve.openai.service import Service, service_of
 from phalanx.version import __version__
 
 router = APIRouter()
 
 
-@router.get("/v1/models", responses=answers(ModelList, body=False))
+@router.get("/v1/models", responses=responses_of(ModelList, body=False))
 async def list_models(request: Request) -> Response:
     """The model that is served."""
     return JSONResponse({"object": "list", "data": [_card(service_of(request))]})
 
 
-@router.get("/v1/models/{model:path}", responses=answers(ModelCard, body=False))
+@router.get("/v1/models/{model:path}", responses=responses_of(ModelCard, body=False))
 async def get_model(request: Request, model: str) -> Response:
     """One model by its name."""
     service = service_of(request)
@@ -33,31 +33,31 @@ async def get_model(request: Request, model: str) -> Response:
     return JSONResponse(_card(service))
 
 
-@router.get("/live", responses=status_answers(can_fail=False))
+@router.get("/live", responses=status_responses(can_fail=False))
 async def live() -> Response:
     """200 as long as the process answers: restart it when this fails."""
     return JSONResponse({"status": "live", "reason": None})
 
 
-@router.get("/ready", responses=status_answers())
+@router.get("/ready", responses=status_responses())
 async def ready(request: Request) -> Response:
     """200 while requests are taken: send none when this is 503."""
     return _status(service_of(request))
 
 
-@router.get("/health", responses=status_answers())
+@router.get("/health", responses=status_responses())
 async def health(request: Request) -> Response:
     """The same as /ready, by its older name."""
     return _status(service_of(request))
 
 
-@router.get("/version", responses=answers(VersionAnswer, body=False, key=False))
+@router.get("/version", responses=responses_of(VersionResponse, body=False, key=False))
 async def version() -> Response:
     """The version of Phalanx."""
     return JSONResponse({"version": __version__})
 
 
-@router.get("/metrics", responses=says_text("The metrics, in Prometheus' text format."))
+@router.get("/metrics", responses=text_response("The metrics, in Prometheus' text format."))
 async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms for Prometheus."""
     service = service_of(request)

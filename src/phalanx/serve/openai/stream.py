@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers that end when their reader has gone: a whole body, or server-sent events, each written as it is made.
+"""Responses that stop working when the client disconnects: a JSON body, or server-sent events that are written as they are made.
 
-`WholeAnswer` and `EventStream` do the work themselves, beside a watch on the connection. When the client disconnects, the work is
-cancelled, which aborts what runs in the engine. Nothing is sent before the first event is made, so that a request that is refused
-late (a full queue, a prompt that the engine cannot hold) still gets its status; an error after that is an event of its own. A slow
-reader holds up its own events only: writing waits until the connection takes more.
+`CancellableResponse` and `EventStream` run the work and watch the connection. When the client disconnects, the work is cancelled,
+and the engine aborts the requests behind it. Nothing is sent before the first event is there, so that a request that is rejected
+late (the queue is full, the prompt is too long) still gets its own status; a later error becomes an event. A slow reader delays
+only its own events: a write waits until the connection takes more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from phalanx.serve.openai.api_errors import ApiError
 
-AnswerTo = Callable[[BaseException], ApiError]
+ErrorToResponse = Callable[[BaseException], ApiError]
 encode_json = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
@@ -38,17 +38,17 @@ def chunks(head: dict[str, Any]) -> Callable[[dict[str, Any]], bytes]:
     return lambda choice: b"%b%b]}\n\n" % (before, encode_json(choice))
 
 
-class WholeAnswer(Response):
+class CancellableResponse(Response):
     """A JSON body that `work` makes."""
 
     media_type = "application/json"
 
-    def __init__(self, work: Coroutine[Any, Any, Any], answer_to: AnswerTo) -> None:
+    def __init__(self, work: Coroutine[Any, Any, Any], error_to_response: ErrorToResponse) -> None:
         super().__init__()
-        self._work, self._answer_to = work, answer_to
+        self._work, self._answer_to = work, error_to_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _unless_gone(receive, self._answer(scope, receive, send))
+        await _until_disconnect(receive, self._answer(scope, receive, send))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -63,14 +63,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], answer_to: AnswerTo) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], error_to_response: ErrorToResponse) -> None:
         super().__init__(headers=_HEADERS)
         # An unknown length is sent in chunks.
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
-        self._events, self._answer_to = events, answer_to
+        self._events, self._answer_to = events, error_to_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _unless_gone(receive, self._stream(scope, receive, send))
+        await _until_disconnect(receive, self._stream(scope, receive, send))
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -90,9 +90,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; cancel it, and wait until it has ended, when the client disconnects first."""
-    working, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    working, watching = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -103,6 +103,6 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> Non
             await working
 
 
-async def _gone(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

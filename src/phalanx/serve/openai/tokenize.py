@@ -11,24 +11,24 @@ from starlette.responses import Response
 
 from phalanx.serve.openai import body
 from phalanx.serve.openai.sampling import check_token
-from phalanx.serve.openai.schema.openapi import answers, takes
-from phalanx.serve.openai.schema.responses import DetokenizeAnswer, TokenizeAnswer
+from phalanx.serve.openai.schema.openapi import request_body, responses_of
+from phalanx.serve.openai.schema.responses import DetokenizeResponse, TokenizeResponse
 from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from phalanx.serve.openai.service import Ready, service_of
-from phalanx.serve.openai.stream import WholeAnswer
+from phalanx.serve.openai.stream import CancellableResponse
 
 router = APIRouter()
 
 
-@router.post("/tokenize", responses=answers(TokenizeAnswer), openapi_extra=takes(TokenizeRequest))
+@router.post("/tokenize", responses=responses_of(TokenizeResponse), openapi_extra=request_body(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """Cut a text into the model's tokens."""
     service = service_of(request)
     asked = await body.read(request, TokenizeRequest)
-    return WholeAnswer(service.on_thread(_tokenize, asked, service.ready(asked.model)), service.answer)
+    return CancellableResponse(service.run_on_thread(_tokenize, asked, service.ready(asked.model)), service.answer)
 
 
-@router.post("/detokenize", responses=answers(DetokenizeAnswer), openapi_extra=takes(DetokenizeRequest))
+@router.post("/detokenize", responses=responses_of(DetokenizeResponse), openapi_extra=request_body(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """Put the model's tokens together."""
     service = service_of(request)
@@ -36,7 +36,7 @@ async def detokenize(request: Request) -> Response:
     ready = service.ready(asked.model)
     for token in asked.tokens:
         check_token(token, ready.facts, "tokens")
-    return WholeAnswer(service.on_thread(_detokenize, asked, ready), service.answer)
+    return CancellableResponse(service.run_on_thread(_detokenize, asked, ready), service.answer)
 
 
 def _tokenize(asked: TokenizeRequest, ready: Ready) -> dict[str, Any]:

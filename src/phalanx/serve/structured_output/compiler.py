@@ -2,7 +2,7 @@
 """Structured output: a guide is compiled here, where it cannot hold up the engine, and followed there (`engine.grammar`).
 
 A compiled grammar for 128,000 tokens has megabytes. So it does not travel with each request: it lies in a private folder of this
-process, under the digest of its content, and `Guide.compiled` names it. The folder goes when the process ends.
+process, under the digest of its content, and `StructuredOutputParams.compiled` names it. The folder goes when the process ends.
 
 JSON is written with one blank behind ":" and "," and no other white space, since a model that may write white space without end
 sometimes does. Schemas are strict: what they do not mention is not allowed.
@@ -27,11 +27,11 @@ from typing import Any
 import msgspec
 
 from phalanx.comm import launch
-from phalanx.config.sampling_params import Guide
+from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.errors import EngineError, OptionError
 from phalanx.log import get_logger
 from phalanx.serve.structured_output.json_schema import MAX_BYTES, enforceable, read_json
-from phalanx.serve.structured_output.regex import in_unicode, not_enforced
+from phalanx.serve.structured_output.regex import expand_unicode_classes, unsupported_construct
 from phalanx.serve.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -43,7 +43,9 @@ _START_SECONDS = 120.0
 _COMPILE_SECONDS = 15.0
 
 
-def compile_guide(guide: Guide, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Guide:
+def compile_structured_output(
+    params: StructuredOutputParams, tokenizer: Tokenizer, *, vocab_size: int, eos_token_ids: Sequence[int]
+) -> StructuredOutputParams:
     """The guide with `compiled` set, for an engine on this host.
 
     vocab_size: the width of the model's logits, which may exceed the tokenizer's. eos_token_ids: what the model ends with; allowed
@@ -51,22 +53,24 @@ def compile_guide(guide: Guide, tokenizer: Tokenizer, *, vocab_size: int, eos_to
     Waits for the compiler, the first time for its start too (seconds): call it on a thread. A `compiled` that is there already is
     replaced. Raises OptionError that says what is wrong with the guide, EngineError when the compiler does not start.
     """
-    return _compiler(tokenizer, vocab_size, tuple(sorted(eos_token_ids))).compile(guide)
+    return _compiler(tokenizer, vocab_size, tuple(sorted(eos_token_ids))).compile(params)
 
 
-_compilers: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], GuideCompiler]] = weakref.WeakKeyDictionary()
+_compilers: weakref.WeakKeyDictionary[Tokenizer, dict[tuple[int, tuple[int, ...]], StructuredOutputCompiler]] = (
+    weakref.WeakKeyDictionary()
+)
 _compilers_lock = threading.Lock()
 
 
-def _compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GuideCompiler:
+def _compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> StructuredOutputCompiler:
     with _compilers_lock:
         made = _compilers.setdefault(tokenizer, {})
         if (vocab_size, eos_token_ids) not in made:
-            made[vocab_size, eos_token_ids] = GuideCompiler(token_bytes(tokenizer, vocab_size), eos_token_ids)
+            made[vocab_size, eos_token_ids] = StructuredOutputCompiler(token_bytes(tokenizer, vocab_size), eos_token_ids)
         return made[vocab_size, eos_token_ids]
 
 
-class GuideCompiler:
+class StructuredOutputCompiler:
     """Compiles guides for one vocabulary, and keeps the latest. May be used from many threads; one compiles at a time.
 
     vocabulary: the bytes of each token id, empty for ids that no text may use. seconds: what one compilation may take.
@@ -78,15 +82,15 @@ class GuideCompiler:
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._lock, self._compiling = threading.Lock(), threading.Lock()
 
-    def compile(self, guide: Guide) -> Guide:
+    def compile(self, params: StructuredOutputParams) -> StructuredOutputParams:
         """The guide with `compiled` set. Raises OptionError that says what is wrong with it."""
-        kind, text = _asked(guide)
+        kind, text = _asked(params)
         compiled = self._find(kind, text)
         if compiled is None:
             checked = _checked(kind, text)
             with self._compiling:
                 compiled = self._find(kind, text) or self._keep(kind, text, *self._process.compile(kind, checked))
-        return msgspec.structs.replace(guide, compiled=compiled)
+        return msgspec.structs.replace(params, compiled=compiled)
 
     def close(self) -> None:
         """End the compiler and remove its files; requests that are not yet admitted lose their grammars."""
@@ -252,11 +256,11 @@ def _byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(rest)}
 
 
-def _asked(guide: Guide) -> tuple[str, str]:
-    if guide.json_object:
+def _asked(params: StructuredOutputParams) -> tuple[str, str]:
+    if params.json_object:
         return "json_object", '{"type": "object"}'
     fields = ("json_schema", "regex", "grammar", "structural_tag")
-    return next((kind, text) for kind in fields if (text := getattr(guide, kind)) is not None)
+    return next((kind, text) for kind in fields if (text := getattr(params, kind)) is not None)
 
 
 def _checked(kind: str, text: str) -> str:
@@ -278,10 +282,10 @@ def _checked(kind: str, text: str) -> str:
 
 
 def _checked_regex(pattern: str, *, what: str) -> str:
-    part = not_enforced(pattern)
+    part = unsupported_construct(pattern)
     if part is not None:
         raise OptionError(f"the {what} asks for {part}", why="the grammar cannot enforce it", next="say it without")
-    return in_unicode(pattern)
+    return expand_unicode_classes(pattern)
 
 
 def _whitespace(asked: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from phalanx.errors import OptionError
 from phalanx.serve.structured_output.oneof import Proof, refuses, tags_of
-from phalanx.serve.structured_output.regex import in_unicode, not_enforced, parts
+from phalanx.serve.structured_output.regex import expand_unicode_classes, parts, unsupported_construct
 
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 48
@@ -78,11 +78,11 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
     for where, node in _schemas(schema, "#"):
         complaint = _complaint(node) or _complaint_of_one_of(node, proof)
         if complaint is not None:
-            raise OptionError(f"the {what} asks at {where} for {complaint.failure}", why=complaint.why, next=complaint.next)
+            raise OptionError(f"the {what} asks at {where} for {complaint.demand}", why=complaint.why, next=complaint.next)
         if isinstance(node.get("pattern"), str):
-            node["pattern"] = in_unicode(node["pattern"])
+            node["pattern"] = expand_unicode_classes(node["pattern"])
         if isinstance(node.get("patternProperties"), dict):
-            node["patternProperties"] = {in_unicode(name): child for name, child in node["patternProperties"].items()}
+            node["patternProperties"] = {expand_unicode_classes(name): child for name, child in node["patternProperties"].items()}
         low, high = node.get("minLength", 0), node.get("maxLength", "")
         if (
             any(name in node for name in _LENGTHS)
@@ -100,7 +100,7 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
 
 
 class _Complaint(NamedTuple):
-    asked: str
+    demand: str
     why: str = "the grammar cannot enforce it"
     next: str = "leave it out"
 
@@ -187,7 +187,7 @@ def _complaint_of_pattern(node: dict[str, Any]) -> _Complaint | None:
         for pattern in patterns:
             if not isinstance(pattern, str):
                 continue
-            part = not_enforced(pattern)
+            part = unsupported_construct(pattern)
             if part is not None:
                 return _Complaint(f"a {keyword!r} with {part}", next="say it without")
             # Such a character comes out as it is, not escaped; classes leave quotation marks out by themselves.

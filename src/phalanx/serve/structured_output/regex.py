@@ -52,7 +52,7 @@ class _Group:
     takes_nothing: bool = True
 
 
-def not_enforced(pattern: str) -> str | None:
+def unsupported_construct(pattern: str) -> str | None:
     """The first part of a pattern that the grammar would not enforce, in words; None when there is none."""
     groups, times, at = [_Group()], "", 0
     while at < len(pattern):
@@ -98,7 +98,7 @@ def parts(pattern: str) -> Iterator[tuple[str, str]]:
     return ((found.lastgroup or "", found.group()) for found in _TOKEN.finditer(pattern))
 
 
-def in_unicode(pattern: str) -> str:
+def expand_unicode_classes(pattern: str) -> str:
     """The pattern with `\\S` and `.` written out: the grammar's take every character beyond ASCII, and `.` may take any at all."""
     return "".join(_written_out(kind, text) for kind, text in parts(pattern))
 

@@ -16,7 +16,7 @@ _LOOKAHEAD = "(=("
 _NAME = re.compile(r"([\w.-]+)(\{0)?")
 
 
-def endless_rule(grammar: str, root: str = "root") -> str | None:
+def nonterminating_rule(grammar: str, root: str = "root") -> str | None:
     """The first rule within reach of the root that no finite text satisfies, or None.
 
     grammar: as xgrammar prints one: each rule a choice of sequences, whose parts are characters, rules, and repeated rules.

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from phalanx.comm.launch import read_config
-from phalanx.serve.structured_output.termination import endless_rule
+from phalanx.serve.structured_output.termination import nonterminating_rule
 
 _SEPARATORS = (", ", ": ")
 _MAX_COMPILED = 32 << 20
@@ -80,7 +80,7 @@ def _without_end(compiled: Any) -> str | None:
     import numpy as np
     import xgrammar
 
-    rule = endless_rule(str(compiled.grammar))
+    rule = nonterminating_rule(str(compiled.grammar))
     if rule is not None:
         return f"no finite text satisfies it: its rule {rule!r} leads to itself on every way; give it a way that ends"
     info = compiled.tokenizer_info

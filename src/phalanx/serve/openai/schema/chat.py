@@ -40,19 +40,19 @@ class PlainMessage(Body):
     name: str | None = None
 
 
-class CalledFunction(Body):
+class RequestFunctionCall(Body):
     """`arguments` is a JSON object as text."""
 
     name: FunctionName
     arguments: str
 
 
-class CalledTool(Body):
+class RequestToolCall(Body):
     """One call that the assistant made."""
 
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: RequestFunctionCall
 
 
 class AssistantMessage(Body):
@@ -61,7 +61,7 @@ class AssistantMessage(Body):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_calls: list[RequestToolCall] | None = Field(None, max_length=MAX_TOOLS)
     refusal: Annotated[Any, Neutral(why="the models say refusals as text")] = None
     audio: Annotated[Any, Neutral(why="the models read text only")] = None
     function_call: Annotated[Any, Neutral(why="it is replaced by tool_calls")] = None

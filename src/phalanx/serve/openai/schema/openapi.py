@@ -12,11 +12,11 @@ from pydantic.json_schema import models_json_schema
 
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.responses import ChatChunk, ErrorAnswer, StatusAnswer
+from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ErrorResponse, StatusResponse
 from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from phalanx.version import __version__
 
-Answers = dict[int | str, dict[str, Any]]
+Responses = dict[int | str, dict[str, Any]]
 
 REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
 _REF = "#/components/schemas/{model}"
@@ -31,20 +31,22 @@ _ERRORS = {
 }
 
 
-def takes(model: type[BaseModel]) -> dict[str, Any]:
+def request_body(model: type[BaseModel]) -> dict[str, Any]:
     """What a route reads, for its `openapi_extra`."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def answers(model: type[BaseModel], *, streams: type[BaseModel] | None = None, body: bool = True, key: bool = True) -> Answers:
+def responses_of(
+    model: type[BaseModel], *, streams: type[BaseModel] | None = None, body: bool = True, key: bool = True
+) -> Responses:
     """What a route answers, for its `responses`. streams: what its events hold, where it can stream. body: it reads one. key: it
     asks for the key where there is one."""
-    found: Answers = {200: {"model": model, "description": "The answer."}}
+    found: Responses = {200: {"model": model, "description": "The answer."}}
     if streams is not None:
         found[200]["content"] = {"text/event-stream": {"schema": _event(streams.__name__)}}
     errors = (400, 413, 429) * body + (401, 404, 500, 503) * key
-    return found | {status: {"model": ErrorAnswer, "description": _ERRORS[status]} for status in sorted(errors)}
+    return found | {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in sorted(errors)}
 
 
 def _event(chunk: str) -> dict[str, Any]:
@@ -56,13 +58,13 @@ def _event(chunk: str) -> dict[str, Any]:
     return {"type": "object", "required": ["data"], "properties": {"data": data}, "description": says}
 
 
-def status_answers(*, can_fail: bool = True) -> Answers:
+def status_responses(*, can_fail: bool = True) -> Responses:
     """What /live, /ready and /health answer."""
-    found: Answers = {200: {"model": StatusAnswer, "description": "All is well."}}
-    return found | ({503: {"model": StatusAnswer, "description": "Not now, and why."}} if can_fail else {})
+    found: Responses = {200: {"model": StatusResponse, "description": "All is well."}}
+    return found | ({503: {"model": StatusResponse, "description": "Not now, and why."}} if can_fail else {})
 
 
-def says_text(description: str) -> Answers:
+def text_response(description: str) -> Responses:
     """An answer in plain text."""
     return {200: {"description": description, "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
@@ -80,7 +82,7 @@ def describe(app: FastAPI, *, model_name: str, with_key: bool) -> None:
 
 def _described(app: FastAPI, *, model_name: str, with_key: bool) -> dict[str, Any]:
     found = get_openapi(title="Phalanx", version=__version__, description="The OpenAI API, over many GPUs.", routes=app.routes)
-    shown: list[type[BaseModel]] = [*REQUESTS, ChatChunk]
+    shown: list[type[BaseModel]] = [*REQUESTS, ChatCompletionChunk]
     _, schemas = models_json_schema([(model, "validation") for model in shown], ref_template=_REF)
     parts = found.setdefault("components", {})
     parts.setdefault("schemas", {}).update(schemas["$defs"])

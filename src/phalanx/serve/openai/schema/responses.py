@@ -9,13 +9,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Answer(BaseModel):
+class ResponseModel(BaseModel):
     """Every answer: no field that is not named here."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-class ErrorDetail(Answer):
+class ErrorDetail(ResponseModel):
     """What went wrong. `param` names the field, `code` the case, for programs."""
 
     message: str
@@ -24,19 +24,19 @@ class ErrorDetail(Answer):
     code: str | None
 
 
-class ErrorAnswer(Answer):
+class ErrorResponse(ResponseModel):
     """The body of every answer with a status of 400 or more."""
 
     error: ErrorDetail
 
 
-class CachedTokens(Answer):
+class CachedTokens(ResponseModel):
     """How many of the prompt's tokens the prefix cache held."""
 
     cached_tokens: int
 
 
-class Usage(Answer):
+class UsageInfo(ResponseModel):
     """Tokens that the request cost."""
 
     prompt_tokens: int
@@ -45,7 +45,7 @@ class Usage(Answer):
     prompt_tokens_details: CachedTokens
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(ResponseModel):
     """One entry per token. `text_offset` counts characters from the beginning of the choice's text."""
 
     tokens: list[str]
@@ -54,7 +54,7 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(ResponseModel):
     """One completion of one prompt; the choices of prompt p are p * n .. p * n + n - 1. `stop_reason` is the stop string or id."""
 
     index: int
@@ -64,7 +64,7 @@ class CompletionChoice(Answer):
     stop_reason: str | int | None = None
 
 
-class CompletionAnswer(Answer):
+class CompletionResponse(ResponseModel):
     """The answer of `/v1/completions`, and each chunk of its stream."""
 
     id: str
@@ -72,10 +72,10 @@ class CompletionAnswer(Answer):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: UsageInfo | None = None
 
 
-class TopLogprob(Answer):
+class TopLogprob(ResponseModel):
     """An alternative at one position."""
 
     token: str
@@ -89,38 +89,38 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(ResponseModel):
     """One entry per token of the answer."""
 
     content: list[TokenLogprob] | None
     refusal: list[TokenLogprob] | None = None
 
 
-class CalledFunctionAnswer(Answer):
+class ResponseFunctionCall(ResponseModel):
     """`arguments` is JSON as text."""
 
     name: str
     arguments: str
 
 
-class CalledToolAnswer(Answer):
+class ResponseToolCall(ResponseModel):
     """One call that the model makes."""
 
     id: str
     type: Literal["function"]
-    function: CalledFunctionAnswer
+    function: ResponseFunctionCall
 
 
-class ChatMessage(Answer):
+class ChatMessage(ResponseModel):
     """What the model said."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
-    tool_calls: list[CalledToolAnswer] | None = None
+    tool_calls: list[ResponseToolCall] | None = None
 
 
-class ChatChoice(Answer):
+class ChatChoice(ResponseModel):
     """One of n answers. `stop_reason` is the stop string or id."""
 
     index: int
@@ -130,7 +130,7 @@ class ChatChoice(Answer):
     stop_reason: str | int | None = None
 
 
-class ChatAnswer(Answer):
+class ChatCompletionResponse(ResponseModel):
     """The answer of `/v1/chat/completions`."""
 
     id: str
@@ -138,17 +138,17 @@ class ChatAnswer(Answer):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageInfo
 
 
-class FunctionDelta(Answer):
+class FunctionDelta(ResponseModel):
     """`name` comes once, `arguments` in pieces."""
 
     name: str | None = None
     arguments: str | None = None
 
 
-class ToolDelta(Answer):
+class ToolDelta(ResponseModel):
     """A piece of the call number `index`; its first piece has the id and the name."""
 
     index: int
@@ -157,7 +157,7 @@ class ToolDelta(Answer):
     function: FunctionDelta
 
 
-class ChatDelta(Answer):
+class ChatDelta(ResponseModel):
     """A piece of a message."""
 
     role: Literal["assistant"] | None = None
@@ -165,7 +165,7 @@ class ChatDelta(Answer):
     tool_calls: list[ToolDelta] | None = None
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(ResponseModel):
     """A piece of one of n answers."""
 
     index: int
@@ -175,7 +175,7 @@ class ChatChunkChoice(Answer):
     stop_reason: str | int | None = None
 
 
-class ChatChunk(Answer):
+class ChatCompletionChunk(ResponseModel):
     """A chunk of a chat stream. With `include_usage`, the last chunk has no choices and the usage of the whole request."""
 
     id: str
@@ -183,10 +183,10 @@ class ChatChunk(Answer):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: UsageInfo | None = None
 
 
-class ModelCard(Answer):
+class ModelCard(ResponseModel):
     """The model that is served. `max_model_len`: prompt and output, in tokens."""
 
     id: str
@@ -197,14 +197,14 @@ class ModelCard(Answer):
     max_model_len: int
 
 
-class ModelList(Answer):
+class ModelList(ResponseModel):
     """The answer of `/v1/models`."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class TokenizeAnswer(Answer):
+class TokenizeResponse(ResponseModel):
     """`tokens` are ids, `token_strs` what each of them reads."""
 
     count: int
@@ -213,19 +213,19 @@ class TokenizeAnswer(Answer):
     token_strs: list[str]
 
 
-class DetokenizeAnswer(Answer):
+class DetokenizeResponse(ResponseModel):
     """The text of the tokens."""
 
     prompt: str
 
 
-class VersionAnswer(Answer):
+class VersionResponse(ResponseModel):
     """The version of Phalanx."""
 
     version: str
 
 
-class StatusAnswer(Answer):
+class StatusResponse(ResponseModel):
     """How the server is: "live" (for `/live`), else "starting", "ready", "draining" or "failed", and why."""
 
     status: Literal["live", "starting", "ready", "draining", "failed"]

@@ -68,7 +68,7 @@ def detect(tokenizer: Tokenizer) -> ToolFormat | None:
     return LLAMA if _LLAMA_SAYS.search(said) else None
 
 
-def forced_guide(how: ToolFormat, tools: Sequence[Tool], choice: Literal["required"] | NamedTool, *, parallel: bool) -> str:
+def forced_call_tag(how: ToolFormat, tools: Sequence[Tool], choice: Literal["required"] | NamedTool, *, parallel: bool) -> str:
     """The structural tag (JSON) under which a model writes one or more calls and nothing else."""
     named = choice.function.name if isinstance(choice, NamedTool) else None
     tags = [_tag(how, tool.function) for tool in tools if named in (None, tool.function.name)]
@@ -82,7 +82,7 @@ def forced_guide(how: ToolFormat, tools: Sequence[Tool], choice: Literal["requir
     return _structural(layout)
 
 
-def strict_guide(how: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> str:
+def strict_call_tag(how: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> str:
     """The structural tag (JSON) under which a model writes what it likes, but once it begins a call, a valid one; without
     `parallel` the first call ends the answer."""
     layout = {
