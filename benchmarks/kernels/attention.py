@@ -39,7 +39,7 @@ from benchmarks.kernels.attention_launches import (
     tell_best,
 )  # fmt: skip
 from benchmarks.kernels.attention_prefill import prefill
-from phalanx.kernels.attention import reference
+from phalanx.kernels import reference
 from phalanx.kernels.attention.decode import decode_attention
 from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, PROGRAMS_PER_PROCESSOR, SHORT, Split, Workspace, chosen
 from phalanx.kernels.attention.split_kv import cut
@@ -195,11 +195,11 @@ def measure(job: Job, workspace: Workspace, asked: argparse.Namespace) -> dict[s
     ).float()  # fmt: skip
     facts = (job.tables, job.slots, job.lengths)
     short = int(job.lengths.max()) <= SHORT
-    usual = chosen(rows, kv_heads, q_heads // kv_heads, HEAD_DIM, itemsize, workspace.processors, short=short)
+    usual = chosen(rows, kv_heads, q_heads // kv_heads, HEAD_DIM, itemsize, workspace.num_sms, short=short)
     candidates: dict[str, Candidate] = {}
     for label, split in [
         ("chosen", usual),
-        *((named(each), each) for each in variants(rows, kv_heads, workspace.processors) if asked.variants == "all"),
+        *((named(each), each) for each in variants(rows, kv_heads, workspace.num_sms) if asked.variants == "all"),
     ]:
         pieces = cut(job.lengths, job.slots, split, window=None, block_size=BLOCK) if split.shares else None  # once for all layers
         candidates[label] = lambda key, value, split=split, pieces=pieces: decode_attention(  # type: ignore[misc]

@@ -168,12 +168,12 @@ def candidates(p: Product) -> Iterator[tuple[str, Candidate]]:
 def row(p: Product, tiling: GemvTiling, apart: bool, weight: Tensor) -> Tensor:
     """apart: a kernel before it quantizes x."""
     values, x_scale = block_gemm.per_token_group_quant_fp8(p.x) if apart else (p.x, None)
-    return block_scaled_row(values, x_scale, weight, p.scale, dtype=BF16, begin=0, quantize=True, tiling=tiling)
+    return block_scaled_gemv(values, x_scale, weight, p.scale, dtype=BF16, begin=0, quantize=True, tiling=tiling)
 
 
 def cut(p: Product, tiling: BlockTiling, weight: Tensor) -> Tensor:
     values, x_scale = block_gemm.per_token_group_quant_fp8(p.x)
-    return block_scaled(values, x_scale, weight, p.scale, dtype=BF16, begin=0, tiling=tiling)
+    return block_scaled_gemm(values, x_scale, weight, p.scale, dtype=BF16, begin=0, tiling=tiling)
 
 
 def widened(p: Product, weight: Tensor) -> Tensor:

@@ -35,10 +35,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from benchmarks import harness
 from benchmarks.kernels.gemm import UNIT, off, seconds
-from phalanx.kernels.gemm import heuristics
-from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm, processors
-from phalanx.kernels.gemm.heuristics import SkinnyTiling
 from phalanx.kernels import silu_mul_quant_fp8
+from phalanx.kernels.gemm import heuristics
+from phalanx.kernels.capabilities import gpu as gpu_of
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm
+from phalanx.kernels.gemm.heuristics import SkinnyTiling
 from phalanx.kernels.ops.quantize_fp8 import quantize_fp8
 from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm
 from phalanx.kernels.scaled_tensors import Unscaled
@@ -121,7 +123,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that compile")
     asked = parser.parse_args()
     gpu = torch.device("cuda", 0)
-    if processors(gpu) == 0:
+    if sm_arch(gpu) != 90:
         print(f"not run: this kernel is for Hopper, and here is {torch.cuda.get_device_name(gpu)}")
         return 1
     plan = [(shape, int(count)) for shape in asked.shapes.split(",") for count in asked.tokens.split(",")]
@@ -129,7 +131,7 @@ def main() -> int:
         Job(tokens, *size, tiling)
         for shape, tokens in plan
         for size in SHAPES[shape].values()
-        for tiling in tilings(tokens, *size, processors(gpu))
+        for tiling in tilings(tokens, *size, gpu_of(gpu).num_sms)
     ]
     compile_ahead(jobs, asked.workers)
     memory, figures = Memory(), dict[str, Any](cells={}, chains={})
@@ -195,7 +197,7 @@ def run_once(job: Job) -> str:
     """What went wrong."""
     try:
         x, weight = (torch.empty(rows, job.inputs, dtype=FP8, device="cuda") for rows in (job.tokens, job.outputs))
-        few_rows(x, weight, job.tiling)
+        fp8_skinny_gemm(x, weight, job.tiling)
         torch.cuda.synchronize()
     except Exception as fault:
         return f"{type(fault).__name__}: {fault}"
@@ -235,11 +237,11 @@ def measured(memory: Memory, tokens: int, outputs: int, inputs: int) -> Cell:
     weights, x = memory.copies(outputs, inputs), torch.randn(tokens, inputs, device="cuda").to(FP8)
     exact = x.float() @ weights[0].float().t()
     error = steps_off(torchs(x, weights[0]), exact)
-    count = processors(x.device)
+    count = gpu_of(x.device).num_sms
     chosen = heuristics.select_fp8_skinny(tokens, outputs, inputs, count)
     cell = Cell(seconds(partial(torchs, x), weights) * 1e6, error, chosen, {}, {}, {})
     for tiling in tilings(tokens, outputs, inputs, count):
-        act = partial(few_rows, x, tiling=tiling)
+        act = partial(fp8_skinny_gemm, x, tiling=tiling)
         try:
             first, *_ = [act(weight) for weight in weights]  # all: a graph is captured only when each has its counters
             found = steps_off(first, exact)
@@ -312,7 +314,7 @@ class Chain:
 
 def _product(name: str, layer: Mapping[str, Tensor], x: Tensor, tilings: Mapping[str, SkinnyTiling]) -> Tensor:
     tiling = tilings.get(name)
-    return torchs(x, layer[name]) if tiling is None else few_rows(x, layer[name], tiling)
+    return torchs(x, layer[name]) if tiling is None else fp8_skinny_gemm(x, layer[name], tiling)
 
 
 def chained(chain: Chain, cells: Mapping[str, Cell]) -> dict[str, Any]:

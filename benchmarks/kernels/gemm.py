@@ -123,7 +123,7 @@ def of_one_row(p: Product) -> Iterator[tuple[str, Candidate]]:
     if p.x.dtype == BF16:
         yield "torch", Candidate(lambda w: F.linear(p.x, w), p.wanted)
         for tiling in ONE_ROW:
-            yield f"{tuple(tiling)}", Candidate(partial(one_row, p.x, **tiling._asdict()), p.wanted)
+            yield f"{tuple(tiling)}", Candidate(partial(gemv, p.x, **tiling._asdict()), p.wanted)
         return
     yield "torch", Candidate(partial(row_wise, p), p.wanted)
     x16 = (p.x.float() * p.rows).to(BF16)

@@ -29,11 +29,11 @@ from benchmarks import harness
 from benchmarks.kernels.gemm import BF16, COLD, FP8, HEAD_DIM, SHAPES, WRONG, WRONG_FP8, Candidate, Case, measure
 from phalanx.kernels import reference
 from phalanx.kernels.gemm import gemv_fused_kernels, heuristics
-from phalanx.kernels.scaled_tensors import GemvArgs
 from phalanx.kernels.gemm.gemv import gemv
 from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
 from phalanx.kernels.gemm.heuristics import FusedGemvTiling, GemvTiling
 from phalanx.kernels.ops import quantize_fp8, rope_kv_cache, silu_and_mul
+from phalanx.kernels.scaled_tensors import GemvArgs
 
 DEVICE = "cuda"
 PAIRS_FP8 = [
@@ -78,7 +78,7 @@ class Layer(NamedTuple):
         tiling = heuristics.select_16bit(1, weight.shape[1]) if scale is None else heuristics.select_fp8(1, *weight.shape)
         assert isinstance(tiling, GemvTiling)
         if scale is None:
-            return one_row(x, weight, **tiling._asdict())
+            return gemv(x, weight, **tiling._asdict())
         return gemv_fp8(x, x_scale, weight, scale, dtype=BF16, tiling=tiling)
 
     def exact(self, x: Tensor, copy: Tensor, at: int) -> Tensor:

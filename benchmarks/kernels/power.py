@@ -22,9 +22,9 @@ import torch
 
 from benchmarks import harness
 from benchmarks.kernels.fp8_skinny import SHAPES
+from phalanx.kernels import quantize_fp8
 from phalanx.kernels.gemm.scaled_mm import scaled_mm
 from phalanx.kernels.scaled_tensors import Quantized
-from phalanx.kernels import quantize_fp8
 
 TOKENS = 8192
 SECONDS = 1.2

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
+from phalanx.kernels import reference
 from phalanx.kernels.sampling import sampling
 
 VOCABULARY, LARGER = 128_256, 151_936
@@ -119,8 +120,8 @@ def measure(step: Step, time_plain: bool) -> dict[str, Any]:
 
 def by_kernels(step: Step) -> Tensor:
     if step.kind.temperature == 0.0:
-        return sampling.likeliest(step.logits)
-    return sampling.drawn(step.logits, step.temperature, step.noise, step.filters)
+        return sampling.argmax(step.logits)
+    return sampling.sample(step.logits, step.temperature, step.noise, step.filters)
 
 
 def by_torch(step: Step) -> Tensor:
@@ -131,14 +132,14 @@ def by_torch(step: Step) -> Tensor:
     parts = []
     some = max(1, AT_ONCE // width)
     for rows in (slice(at, at + some) for at in range(0, len(step.logits), some)):
-        scaled = sampling.scale(step.logits[rows].float(), step.temperature[rows])
+        scaled = reference.scale_logits(step.logits[rows].float(), step.temperature[rows])
         if step.filters is not None:
             top_k, top_p, min_p = step.filters[:, rows]
-            scaled = sampling.keep_likely(
+            scaled = reference.keep_filtered(
                 scaled, kind.top_k or width, None if kind.top_k is None else top_k.long(),
                 None if kind.top_p is None else top_p, None if kind.min_p is None else min_p.float(),
             )  # fmt: skip
-        parts.append(sampling.draw(scaled, step.noise[:, rows]))
+        parts.append(reference.draw(scaled, step.noise[:, rows]))
     return torch.cat(parts)
 
 

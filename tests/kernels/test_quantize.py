@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 tl = triton.language

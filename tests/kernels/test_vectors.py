@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.kernels.reference import Unscaled
-from tests.kernels.compiled import compiled
-from tests.kernels.interpreted import interpreted
+from phalanx.kernels.scaled_tensors import Unscaled
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 (where there is a Triton)
@@ -20,26 +20,26 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @triton.jit
-def flat(x, rows, columns, out, vectors, pitch, KIND: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def flat(x, rows, columns, out, vectors, pitch, KIND: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
     """Stores what it loads: vectors wherever they lie."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_wait()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < vectors
-    store(out, index, load_product(x, rows, columns, index, pitch, mask, KIND, PTX), mask, PTX)
+    store(out, index, load_product(x, rows, columns, index, pitch, mask, KIND, SM), mask, SM)
 
 
 @triton.jit
-def by_row(x, rows, columns, out, pitch, KIND: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def by_row(x, rows, columns, out, pitch, KIND: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
     """Stores what it loads: a row by each program."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < pitch
-    column_scales = load_scales(columns, column, mask, KIND, PTX)
-    if PTX >= 90:
+    column_scales = load_scales(columns, column, mask, KIND, SM)
+    if SM >= 90:
         gdc_wait()
     index = row * pitch + column
-    store(out, index, load_row(x, rows, column_scales, row, index, mask, KIND, PTX), mask, PTX)
+    store(out, index, load_row(x, rows, column_scales, row, index, mask, KIND, SM), mask, SM)
 
 
 def check() -> None:
@@ -48,7 +48,7 @@ def check() -> None:
             sums = Unscaled((torch.randn(tokens, width) * 1e3).to(dtype), torch.rand(tokens, 1), torch.rand(width))
             pitch = width * dtype.itemsize // 16
             fixed = {"KIND": kind, "PTX": 0}
-            for rows, columns, wanted in ((*sums[1:], sums.wide().to(dtype)), (None, None, sums.values)):
+            for rows, columns, wanted in ((*sums[1:], sums.to_fp32().to(dtype)), (None, None, sums.values)):
                 x, out = sums.values.view(torch.int32), torch.zeros_like(sums.values)
                 flat[(-(-tokens * pitch // 32),)](x, rows, columns, out.view(torch.int32), tokens * pitch, pitch, BLOCK=32, **fixed)
                 assert torch.equal(out, wanted), (kind, tokens, width, "flat")

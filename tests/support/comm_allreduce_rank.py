@@ -22,9 +22,8 @@ from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import quantize_fp8, reference, residual_rms_norm_quant
 from phalanx.kernels.gemm.apply_scales import apply_scales
-from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.gemm.scaled_mm import unscaled_mm
-from phalanx.kernels.scaled_tensors import Quantized
+from phalanx.kernels.scaled_tensors import Quantized, Unscaled
 from tests.support.comm_gpu_ranks import replayed
 
 STRATEGIES = {"ONESHOT": oneshot, "TWOSHOT": twoshot}

@@ -21,18 +21,13 @@ from torch import Tensor
 
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm, finish
-from phalanx.comm.sequence_parallel import ShardedResidual, rank_rows, same_sharding, whole
-from phalanx.comm.sequence_parallel import gemm_rs
-from phalanx.comm.sequence_parallel import rs_norm_ag
+from phalanx.comm.sequence_parallel import ShardedResidual, gemm_rs, rank_rows, rs_norm_ag, same_sharding, whole
 from phalanx.comm.symmetric import ReduceScatterBuffer, SymmetricWorkspace, form_reduce_scatter_buffer, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
-from phalanx.kernels import reference
-from phalanx.kernels import linear
-from phalanx.kernels.scaled_tensors import Unscaled
+from phalanx.kernels import linear, quantize_fp8, reference
 from phalanx.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_into
-from phalanx.kernels.scaled_tensors import Quantized
-from phalanx.kernels import quantize_fp8
+from phalanx.kernels.scaled_tensors import Quantized, Unscaled
 from tests.support.comm_allreduce_rank import same, tensor_of
 from tests.support.comm_gpu_ranks import replayed
 

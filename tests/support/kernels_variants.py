@@ -63,9 +63,9 @@ def _seems_on_gpu(tensor: torch.Tensor) -> bool:
 def noted() -> Iterator[set[Variant]]:
     """Inside, kernels take CPU tensors, and the variants that launches ask for are in the set."""
     from phalanx import kernels
-    from phalanx.kernels.sampling import sampling
     from phalanx.kernels.capabilities import has_gluon
     from phalanx.kernels.gemm import block_gemm
+    from phalanx.kernels.sampling import sampling
     from phalanx.models.layers import embedding
 
     for found in pkgutil.walk_packages(kernels.__path__, "phalanx.kernels."):

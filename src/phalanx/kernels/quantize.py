@@ -32,18 +32,18 @@ def e4m3_bits(value):
 
 
 @triton.jit
-def clipped(value, PTX: tl.constexpr):
+def clipped(value, SM: tl.constexpr):
     """What `e4m3_byte` takes, of any fp32: clipped to +-448 unless that does so. NaN stays NaN. A row times the inverse of its
     `scale_of` needs none of it: what is beyond 448 is so by its rounding, which e4m3's own takes back."""
-    if PTX >= 89:
+    if SM >= 89:
         value = tl.clamp(value, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return value
 
 
 @triton.jit
-def e4m3_byte(value, PTX: tl.constexpr):
+def e4m3_byte(value, SM: tl.constexpr):
     """fp32 rounded to nearest even e4m3, by the processor where it can, in uint8; NaN stays NaN. See `clipped`."""
-    if PTX >= 89:
+    if SM >= 89:
         byte = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         byte = e4m3_bits(value).to(tl.uint8)
@@ -58,9 +58,9 @@ def e4m3_value(code):
 
 
 @triton.jit
-def widened(code, like, PTX: tl.constexpr):
+def widened(code, like, SM: tl.constexpr):
     """e4m3 bytes (uint8) in the dtype of `like`, exactly; NaN stays NaN."""
-    if PTX >= 89:
+    if SM >= 89:
         value = code.to(tl.float8e4nv, bitcast=True).to(like.dtype)
     else:
         bits = code.to(tl.int32)
@@ -82,9 +82,9 @@ def e2m1_bits(value):
 
 
 @triton.jit
-def _e4m3_pair(low, high, PTX: tl.constexpr):
+def _e4m3_pair(low, high, SM: tl.constexpr):
     """Two lanes as two bytes, in an int32."""
-    if PTX >= 89:
+    if SM >= 89:
         both = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], tl.int16, is_pure=True, pack=1
         )
@@ -95,12 +95,12 @@ def _e4m3_pair(low, high, PTX: tl.constexpr):
 
 
 @triton.jit
-def fp8_vector(lanes, inverse, PTX: tl.constexpr):
+def fp8_vector(lanes, inverse, SM: tl.constexpr):
     """A vector's lanes times `inverse` as e4m3 bytes: int64 for 8 lanes, int32 for 4."""
     scaled = multiply(lanes, inverse)
-    first = _e4m3_pair(scaled[0], scaled[1], PTX) | (_e4m3_pair(scaled[2], scaled[3], PTX) << 16)
+    first = _e4m3_pair(scaled[0], scaled[1], SM) | (_e4m3_pair(scaled[2], scaled[3], SM) << 16)
     if len(lanes) == 8:
-        second = _e4m3_pair(scaled[4], scaled[5], PTX) | (_e4m3_pair(scaled[6], scaled[7], PTX) << 16)
+        second = _e4m3_pair(scaled[4], scaled[5], SM) | (_e4m3_pair(scaled[6], scaled[7], SM) << 16)
         packed = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
     else:
         packed = first

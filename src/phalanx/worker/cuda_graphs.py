@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS
-from phalanx.kernels import ops
+from phalanx import kernels
 from phalanx.kernels.sampling import sampling
-from phalanx.models.batch import Batch, KvCache, leading_ones
+from phalanx.models.batch import Batch, KvCache, count_leading_decodes
 from phalanx.models.layers.attention.backend import AttentionBackend
 from phalanx.models.registry import Model
 from phalanx.worker.graph_buffers import (
@@ -144,7 +144,7 @@ class StepGraphs:
         self._last_tokens, self._both = last_tokens, first and last
         device = last_tokens.device
         self.decodes = DecodeGraphBuffers(max_rows, model, first=first, last=last, dtype=dtype, device=device)
-        decodes, mixed = sizes(max_rows, min(max_num_tokens, worth_padding(model)) if backend.captures_prompts else 0)
+        decodes, mixed = sizes(max_rows, min(max_num_tokens, worth_padding(model)) if backend.captures_prefill else 0)
         self.sizes = [*decodes, *mixed]
         self.largest = [*decodes[-1:], *mixed[-1:]]
         self.mixed = MixedGraphBuffers(mixed[-1], model, first=first, dtype=dtype, device=device) if mixed else None
@@ -197,14 +197,14 @@ class StepGraphs:
     def _forward(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> None:
         tokens, places, head = size.tokens, self.places(size), self._model.head
         batch.attention = self._backend.plan(batch)  # first: what it finds out is read early by others
-        ops.index_put_(self._tables.device.view(-1), places.facts[5], places.facts[6])
+        kernels.index_put_(self._tables.device.view(-1), places.facts[5], places.facts[6])
         stream = self._model.stream(batch, caches, None if places.hidden is None else places.hidden[:tokens])
         batch.attention = None  # a plan holds its batch: both, and what it found out, would wait for Python to look for cycles
         if places.out is not None:
             places.out[:tokens].copy_(stream)
         if isinstance(places, DecodeGraphBuffers) and places.logits is not None and head is not None:
             keys = head.keys(head.local(stream, out=places.logits[:tokens]))
-            sampling.settle(keys, places.tokens[:tokens], (self._last_tokens, places.slots[:tokens], batch.kv_slots))
+            sampling.decode_keys(keys, places.tokens[:tokens], (self._last_tokens, places.slots[:tokens], batch.kv_slots))
 
     def places(self, size: GraphSize) -> GraphBuffers:
         """Where the graph of a size reads and writes."""
@@ -221,7 +221,7 @@ class StepGraphs:
             at = bisect_left(self._ready, (rows,))
             if at < len(self._ready):
                 return self._ready[at]
-        ones = leading_ones(arranged.query_starts) if self._ready_mixed else 0
+        ones = count_leading_decodes(arranged.query_starts) if self._ready_mixed else 0
         for size in self._ready_mixed:
             if tokens <= size.tokens and ones <= size.decodes and rows - ones <= size.prompts:
                 return size

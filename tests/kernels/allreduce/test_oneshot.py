@@ -15,11 +15,11 @@ import torch
 
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm, finish
-from phalanx.comm.symmetric import BOARD_PLACES, Workspace
+from phalanx.comm.symmetric import BOARD_PLACES, SymmetricWorkspace
 from phalanx.kernels import reference
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 from tests.kernels.attention.test_decode import let_loops_begin_anywhere
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 (where there is a Triton)
@@ -29,12 +29,12 @@ HALF = 1 << 11
 
 
 @triton.jit
-def dependents(PTX: tl.constexpr):
+def dependents(SM: tl.constexpr):
     pass
 
 
 @triton.jit
-def enter(turn, PTX: tl.constexpr):
+def enter(turn, SM: tl.constexpr):
     return tl.load(turn)
 
 
@@ -81,29 +81,29 @@ def hear(board, places, mask, number):
 
 
 def without_waiting() -> None:
-    from phalanx.kernels import allreduce_oneshot, allreduce_twoshot
+    from phalanx.kernels.allreduce import oneshot, twoshot
 
-    plain = allreduce_oneshot.finish_row
+    plain = oneshot.finish_row
 
     def finish_row(total: Any, residual: Any, weight: Any, row: Any, *rest: Any) -> None:
         plain(total, residual, weight, tl.full((), row, tl.int32), *rest)  # in a loop the interpreter's row is an int of Python
 
-    allreduce_oneshot.finish_row = finish_row
+    oneshot.finish_row = finish_row
 
-    for module in (allreduce_oneshot, allreduce_twoshot):
+    for module in (oneshot, twoshot):
         for act in (dependents, enter, draw_ticket, leave, clear, push, poll, tell, hear):
             if hasattr(module, act.__name__):
                 setattr(module, act.__name__, act)
 
 
-def ranks(world: int, sms: int) -> list[Workspace]:
+def ranks(world: int, num_sms: int) -> list[SymmetricWorkspace]:
     memory = [torch.full((2 * HALF * 4,), -1, dtype=torch.int32) for _ in range(world)]
     board = [torch.zeros(BOARD_PLACES, 2, dtype=torch.int64) for _ in range(world)]
     addresses, turn = tuple(part.data_ptr() for part in memory), torch.zeros(2, dtype=torch.int32)
-    return [Workspace(rank, world, addresses, HALF, turn, board[rank], sms, 0, tuple(memory)) for rank in range(world)]
+    return [SymmetricWorkspace(rank, world, addresses, HALF, turn, board[rank], num_sms, 0, tuple(memory)) for rank in range(world)]
 
 
-def in_turn(act: Any, spaces: list[Workspace]) -> list[Any]:
+def in_turn(act: Any, spaces: list[SymmetricWorkspace]) -> list[Any]:
     """What each rank's last run gives. Among two ranks the second run finds all: sums that a rank sent after it had all parts."""
     for _ in range(len(spaces) - 1):
         for space in spaces:
@@ -117,13 +117,13 @@ def contributions(world: int, tokens: int, hidden: int, dtype: torch.dtype, scal
     if not scales:
         return list(values), values
     products = [Unscaled(part, torch.rand(tokens, 1), torch.rand(hidden)) for part in values]
-    return list(products), [product.wide().to(dtype) for product in products]
+    return list(products), [product.to_fp32().to(dtype) for product in products]
 
 
-def check(world: int, tokens: int, hidden: int, dtype: torch.dtype, sms: int, *, scales: bool) -> None:
+def check(world: int, tokens: int, hidden: int, dtype: torch.dtype, num_sms: int, *, scales: bool) -> None:
     given, parts = contributions(world, tokens, hidden, dtype, scales)
-    wanted, spaces = reference.all_reduce(parts), ranks(world, sms)
-    what = f"{world} ranks {tokens}x{hidden} {dtype} {sms} processors, scales {scales}"
+    wanted, spaces = reference.all_reduce(parts), ranks(world, num_sms)
+    what = f"{world} ranks {tokens}x{hidden} {dtype} {num_sms} processors, scales {scales}"
     fusion = ResidualRmsNorm(torch.randn(tokens, hidden).to(dtype), torch.rand(hidden).to(dtype), 1e-5)
     for strategy in (oneshot, twoshot):
         for found in in_turn(lambda space: strategy.all_reduce(given[space.rank], space), spaces):  # noqa: B023 (called here)

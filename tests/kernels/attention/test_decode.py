@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import Split
-from tests.kernels.interpreted import interpreted
+from phalanx.kernels.attention.heuristics import Split
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -81,9 +81,9 @@ def made(case: Case, seed: int = 0) -> Inputs:
 
 
 def check(case: Case, workspace: object = None, seed: int = 0) -> None:
-    from phalanx.kernels.attention import reference
+    from phalanx.kernels import reference
     from phalanx.kernels.attention.decode import decode_attention
-    from phalanx.kernels.attention.split import Split, Workspace
+    from phalanx.kernels.attention.heuristics import Split, Workspace
 
     inputs = made(case, seed)
     rest = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
@@ -165,7 +165,7 @@ def check_one_long_row_among_short_ones() -> None:
 
 def check_launches_share_a_workspace() -> None:
     """As replays of captured launches do, with other lengths each time; and a larger launch that makes it grow."""
-    from phalanx.kernels.attention.split import Workspace
+    from phalanx.kernels.attention.heuristics import Workspace
 
     workspace = Workspace(CPU)
     for seed, lengths in enumerate(([200, 3], [1, 1], [90, 201], [41, 700], [200] * 7, [3, 200])):
@@ -175,9 +175,9 @@ def check_launches_share_a_workspace() -> None:
 
 def check_queries_of_any_size_meet_a_quantized_cache() -> None:
     """bf16 reaches further than fp16, which products with e4m3 are made in."""
-    from phalanx.kernels.attention import reference
+    from phalanx.kernels import reference
     from phalanx.kernels.attention.decode import decode_attention
-    from phalanx.kernels.attention.split import Split, Workspace
+    from phalanx.kernels.attention.heuristics import Split, Workspace
 
     query, *rest = made(Case([60, 60], 1, 4, 32, fp8=True))
     for factor, scale in ((1e30, 1e-30), (1e-30, 1e30), (0.0, 1.0)):
@@ -216,17 +216,17 @@ SIGNATURE = {
 )  # fmt: skip
 def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, arch: int) -> None:
     """Down to machine code, as it is launched for so many rows: on tensor cores, with reads of 16 bytes under way."""
-    from phalanx.kernels.attention.split import chosen
+    from phalanx.kernels.attention.heuristics import chosen
 
     split = chosen(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
     compiled = compiled_as(split, dtype, fp8=fp8, group=4, head_dim=head_dim, early=fp8 or short, arch=arch)
     assert len(compiled.asm["cubin"]) > 0
-    ptx = compiled.asm["ptx"]
-    assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
-    assert "mma.sync" in ptx
+    sm = compiled.asm["ptx"]
+    assert ("griddepcontrol.wait" in sm) == (arch >= 90)
+    assert "mma.sync" in sm
     vectors = 2 * split.tile * head_dim * (1 if fp8 else 2) // 16 // (32 * split.warps)
-    assert ptx.count("cp.async.cg.shared.global") >= vectors * (split.stages - 1), "keys or values are read in small pieces"
-    assert ("atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx) == (split.shares > 0)
+    assert sm.count("cp.async.cg.shared.global") >= vectors * (split.stages - 1), "keys or values are read in small pieces"
+    assert ("atom.gpu.global.acq_rel" in sm or "atom.global.gpu.acq_rel" in sm) == (split.shares > 0)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_short_rows_program_fits_a_processor(
     arch: int, held: int, dtype: str, fp8: bool, group: int, head_dim: int
 ) -> None:  # fmt: skip
     """Of so many KiB of shared memory; else short rows have the program of all others."""
-    from phalanx.kernels.attention.split import chosen
+    from phalanx.kernels.attention.heuristics import chosen
 
     itemsize = 1 if fp8 else {"*fp32": 4}.get(dtype, 2)
     split = chosen(1, 2, group, head_dim, itemsize, 132, short=True, shared=held << 10)
@@ -256,12 +256,12 @@ def compiled_as(split: Split, dtype: str, *, fp8: bool, group: int, head_dim: in
     from triton.compiler import ASTSource
 
     from phalanx.kernels.attention import decode
-    from phalanx.kernels.attention.split import MOST_PIECES
+    from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW
 
     heads, lanes = 8 if group <= 8 else 16, triton.next_power_of_2(group)
     constants = {
         "GROUP": group, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "HEADS": heads, "LANES": lanes,
-        "BLOCK_SIZE": 16, "MOST": MOST_PIECES, "AT_ONCE": min(MOST_PIECES, 16 * split.warps // lanes),
+        "BLOCK_SIZE": 16, "MOST": MAX_SPLITS_PER_ROW, "AT_ONCE": min(MAX_SPLITS_PER_ROW, 16 * split.warps // lanes),
         "TILE": split.tile,
         "APART": 1 if split.together else split.warps, "STAGES": split.stages, "INDIRECT": not split.shares,
         "WINDOWED": False, "EARLY": early, "PTX": arch, **({} if split.shares else {"pieces_of": None}),
@@ -279,14 +279,14 @@ def compiled_as(split: Split, dtype: str, *, fp8: bool, group: int, head_dim: in
 def test_how_rows_are_split() -> None:
     """No further than into what the GPU runs at once, or than each row in two on average; and every piece is a multiple of what
     tensor cores take."""
-    from phalanx.kernels.attention.split import MOST_PIECES, ROWS_CLASSES, chosen
+    from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, ROWS_CLASSES, chosen
 
     shapes = ((8, 4, 128, 2), (1, 32, 64, 1), (2, 1, 256, 4))
     for rows, shape, short in itertools.product((1, 2, 8, 34, 64, 512), shapes, (False, True)):
         split, kv_heads = chosen(rows, *shape, 132, short=short), shape[0]
         assert split.tile // split.warps >= 16
         assert split.shares % rows == 0
-        assert split.shares <= MOST_PIECES * rows
+        assert split.shares <= MAX_SPLITS_PER_ROW * rows
         assert split.shares <= rows or split.shares * kv_heads <= 8 * 132
         assert (split.shares == 0) == split.together
     assert chosen(1, 8, 4, 128, 2, 132).shares > 8
@@ -301,17 +301,17 @@ def test_how_rows_are_split() -> None:
 
 def test_few_short_rows_have_a_program_each() -> None:
     """Which reads all at once; for many rows, and for what it does not know, shortness makes no difference."""
-    from phalanx.kernels.attention import Heads, short_up_to
-    from phalanx.kernels.attention.split import SHORT, chosen
+    from phalanx.kernels.attention import Heads, short_kv_limit
+    from phalanx.kernels.attention.heuristics import SHORT, chosen
 
     few = Heads(8, 4, 128, 2)
     split = chosen(8, *few, 132, short=True)
     assert (split.shares, split.together) == (0, True)
     assert split.tile >= SHORT
     assert not chosen(8, *few, 132).together
-    assert [short_up_to(rows, few, 132) for rows in (1, 8, 9, 512)] == [SHORT, SHORT, 0, 0]
-    assert short_up_to(1, few._replace(head_dim=256), 132) == 0
-    assert [short_up_to(1, few, 132, held << 10) for held in (163, 99)] == [SHORT, 0]
+    assert [short_kv_limit(rows, few, 132) for rows in (1, 8, 9, 512)] == [SHORT, SHORT, 0, 0]
+    assert short_kv_limit(1, few._replace(head_dim=256), 132) == 0
+    assert [short_kv_limit(1, few, 132, held << 10) for held in (163, 99)] == [SHORT, 0]
 
 
 @pytest.mark.gpu1
@@ -325,7 +325,7 @@ def test_few_short_rows_have_a_program_each() -> None:
 def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool, short: bool) -> None:
     """Captured once with rows of one token, replayed with those of the case, longest first and last; each time the same bits.
     What is made for short rows is right for the others too. early: programs are shared out first, as an engine's graphs do."""
-    from phalanx.kernels.attention import Kind, Workspace, cut_rows, decode_attention, reference
+    from phalanx.kernels.attention import Kind, Workspace, decode_attention, plan_splits, reference
 
     inputs = Inputs(*(None if each is None else each.cuda() for each in made(case)))  # type: ignore[arg-type]
     options = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
@@ -335,7 +335,7 @@ def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool, short: bo
     def act() -> Tensor:
         pieces = None
         if early:
-            pieces = cut_rows(lengths, held.rows, Kind.of(held.query, held.key, case.window), workspace, short=short)
+            pieces = plan_splits(lengths, held.rows, Kind.of(held.query, held.key, case.window), workspace, short=short)
             lengths.clone()  # a launch without programmatic dependence
         return decode_attention(*held, **options, workspace=workspace, short=short, pieces=pieces, early_lengths=early)
 

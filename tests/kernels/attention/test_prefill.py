@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import PrefillChoice, most_prefill_tiles, prefill_choice, prefill_tiles, tile_tokens
+from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, max_prefill_tiles, select_prefill, tile_tokens
 from tests.kernels.attention.test_decode import SCALES, let_loops_begin_anywhere
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     before: int = 2
     after: int = 3
     padding: int = 3
-    choice: PrefillChoice = PrefillChoice(64, 32, 4, 2)
+    choice: PrefillTiling = PrefillTiling(64, 32, 4, 2)
 
 
 class Inputs(NamedTuple):
@@ -100,7 +100,7 @@ def assert_near(case: Case, out: Tensor, wanted: Tensor) -> None:
 
 
 def check(case: Case, seed: int = 0, tiles: int | None = None) -> None:
-    from phalanx.kernels.attention import reference
+    from phalanx.kernels import reference
     from phalanx.kernels.attention.prefill import prefill_attention
 
     inputs = made(case, seed)
@@ -125,7 +125,7 @@ def check_head_dims_dtypes_and_quantized_caches() -> None:
 def check_rows_about_the_edges_of_tiles() -> None:
     """Of tiles of 32 tokens, whose halves are programs, and of 32 keys; rows without tokens between."""
     rows = [(0, 9), (1, 33), (31, 31), (0, 1), (32, 32), (33, 64), (16, 65), (17, 96), (64, 97), (65, 65)]
-    for choice in (PrefillChoice(64, 32, 4, 2), PrefillChoice(128, 64, 8, 3), PrefillChoice(64, 16, 4, 2)):
+    for choice in (PrefillTiling(64, 32, 4, 2), PrefillTiling(128, 64, 8, 3), PrefillTiling(64, 16, 4, 2)):
         check(Case(rows, 1, 4, 16, choice=choice))
     check(Case(rows, 1, 4, 16, indirect=False, before=0, after=0, padding=0))
     check(Case(rows, 1, 4, 16, padding=40))  # more than there is room for in the smallest kernel
@@ -139,7 +139,7 @@ def check_block_sizes_and_windows() -> None:
 
 def check_as_many_programs_as_tiles_or_more() -> None:
     case = Case([(40, 50), (0, 3), (9, 9)], 2, 4, 16)
-    exact = prefill_tiles(made(case).starts.tolist(), 4)
+    exact = count_prefill_tiles(made(case).starts.tolist(), 4)
     assert exact == 3
     for tiles in (exact, exact + 5):
         check(case, tiles=tiles)
@@ -148,7 +148,7 @@ def check_as_many_programs_as_tiles_or_more() -> None:
 
 def check_queries_of_any_size_meet_a_quantized_cache() -> None:
     """bf16 reaches further than fp16, which products with e4m3 are made in; and a scale's product with it further than fp32."""
-    from phalanx.kernels.attention import reference
+    from phalanx.kernels import reference
     from phalanx.kernels.attention.prefill import prefill_attention
 
     case = Case([(30, 60)], 1, 4, 32, fp8=True, before=0, after=0)
@@ -174,14 +174,14 @@ def test_in_the_interpreter() -> None:
 
 def test_tiles_are_counted_by_row() -> None:
     """And from shapes alone never too few."""
-    assert prefill_tiles([3, 3, 4, 20, 37, 37], 8) == 1 + 1 + 2
+    assert count_prefill_tiles([3, 3, 4, 20, 37, 37], 8) == 1 + 1 + 2
     assert [tile_tokens(group) for group in (1, 3, 8, 128, 200)] == [128, 42, 16, 1, 1]
     drawn = random.Random(0)
     for _ in range(200):
         group, starts = drawn.choice((1, 3, 8, 64)), [drawn.randrange(4)]
         for _ in range(drawn.randrange(9)):
             starts.append(starts[-1] + drawn.choice((0, 1, 15, 16, 17, 130)))
-        assert prefill_tiles(starts, group) <= most_prefill_tiles(starts[-1], len(starts) - 1, group)
+        assert count_prefill_tiles(starts, group) <= max_prefill_tiles(starts[-1], len(starts) - 1, group)
 
 
 SIGNATURE = {
@@ -199,27 +199,27 @@ HELD = {80: 163, 89: 99, 90: 227, 100: 227}
 )
 def test_compiles(head_dim: int, dtype: str, fp8: bool, window: bool, arch: int) -> None:
     """Down to machine code that a processor has room for: on tensor cores, with reads of 16 bytes under way."""
-    choice = prefill_choice(head_dim, 2)
+    choice = select_prefill(head_dim, 2)
     compiled = compiled_as(choice, dtype, fp8=fp8, head_dim=head_dim, window=window, arch=arch)
-    ptx = compiled.asm["ptx"]
+    sm = compiled.asm["ptx"]
     assert compiled.metadata.shared <= HELD[arch] << 10
-    assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
+    assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in sm
     vectors = 2 * choice.keys * head_dim * (1 if fp8 else 2) // 16 // (32 * choice.warps)
     if arch >= 90:
-        assert ptx.count("cp.async.cg.shared.global") >= vectors * (choice.stages - 1), "keys or values are read in small pieces"
-    assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
+        assert sm.count("cp.async.cg.shared.global") >= vectors * (choice.stages - 1), "keys or values are read in small pieces"
+    assert ("griddepcontrol.wait" in sm) == (arch >= 90)
     if arch == 90 and head_dim == 128:
         assert spilled(compiled) == 0
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "fp8"), [(89, 128, False), (89, 128, True), (90, 80, True), (90, 128, False)])
 def test_fp32_fits_a_processor_too(arch: int, head_dim: int, fp8: bool) -> None:
-    choice = prefill_choice(head_dim, 4)
+    choice = select_prefill(head_dim, 4)
     compiled = compiled_as(choice, "*fp32", fp8=fp8, head_dim=head_dim, window=False, arch=arch)
     assert compiled.metadata.shared <= HELD[arch] << 10
 
 
-def compiled_as(choice: PrefillChoice, dtype: str, *, fp8: bool, head_dim: int, window: bool, arch: int) -> Any:
+def compiled_as(choice: PrefillTiling, dtype: str, *, fp8: bool, head_dim: int, window: bool, arch: int) -> Any:
     """The kernel as Triton compiles it for 16 query and 2 KV heads."""
     import triton
     from triton.backends.compiler import GPUTarget

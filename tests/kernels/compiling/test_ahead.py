@@ -20,8 +20,8 @@ from phalanx.kernels.compiling.ahead import ahead, can_compile_ahead, launches_l
 
 triton = pytest.importorskip("triton")
 
-from tests.comm.compiled import only  # noqa: E402 (needs triton)
-from tests.kernels.doubling import double  # noqa: E402 (needs triton)
+from tests.support.comm_compiled import only  # noqa: E402 (needs triton)
+from tests.support.kernels_doubling import double  # noqa: E402 (needs triton)
 
 if not can_compile_ahead():
     pytest.skip("this Triton cannot be asked to compile later", allow_module_level=True)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from benchmarks import harness
 from phalanx.kernels import reference
-from phalanx.kernels.gemm import block_gemm
-from phalanx.kernels.gemm import block_heuristics
+from phalanx.kernels.gemm import block_gemm, block_heuristics
+from phalanx.kernels.gemm.block_heuristics import BlockTiling
 from phalanx.kernels.gemm.heuristics import GemvTiling
-from phalanx.kernels.gemm.block_heuristics import Blocks
 from tests.kernels.attention.test_prefill import spilled
 from tests.support.kernels_compiled import compiled
 from tests.support.kernels_interpreted import interpreted
@@ -62,11 +61,11 @@ def check_groups() -> None:
 
     for dtype, tokens, (_, inputs, begin) in itertools.product(DTYPES, (0, 3), SIZES):
         x = activations(tokens, inputs, dtype)
-        values, scales = per_token_group_quant(x, begin)
+        values, scales = per_token_group_quant_fp8(x, begin)
         wanted, wanted_scales = reference.per_token_group_quant_fp8(x, 128, begin)
         assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
         assert torch.equal(scales, wanted_scales)
-        values, scales = per_token_group_quant(x, begin, rows=8)
+        values, scales = per_token_group_quant_fp8(x, begin, rows=8)
         assert values.shape == (8, inputs)
         assert (scales.shape, scales.stride()) == ((8, wanted_scales.shape[1]), (1, 8))
         assert torch.equal(values[:tokens].view(torch.uint8), wanted.view(torch.uint8))
@@ -76,7 +75,7 @@ def check_groups() -> None:
 def check_rows() -> None:
     from phalanx.kernels.gemm.block_scaled_gemm import block_scaled_gemm
 
-    tilings = [Blocks(64, 16, 4, 4), Blocks(64, 64, 4, 4, parts=3), Blocks(128, 128, 8, 3)]
+    tilings = [BlockTiling(64, 16, 4, 4), BlockTiling(64, 64, 4, 4, parts=3), BlockTiling(128, 128, 8, 3)]
     for number, (tokens, (outputs, inputs, begin)) in enumerate(itertools.product((1, 3, 17, 70), SIZES)):
         tiling, dtype = tilings[number % len(tilings)], DTYPES[number % 3]
         weight, scale = weight_of(outputs, inputs, begin)
@@ -131,7 +130,7 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.gemm.test_block_scaled").split() == [check.__name__ for check in CHECKS]
 
 
-def made(tiling: Blocks, arch: int, *, quantized: bool, whole: bool = True, parts: bool = False) -> Any:
+def made(tiling: BlockTiling, arch: int, *, quantized: bool, whole: bool = True, parts: bool = False) -> Any:
     """The product compiled, with tensors that begin where vectors may and sizes that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -167,7 +166,7 @@ SHAPES = [  # tokens, outputs, blocks: one of each case
 @pytest.mark.parametrize("arch", [89, 90, 100])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiles_in_e4m3(arch: int, shape: tuple[int, int, int]) -> None:
-    tiling = block_heuristics.rows(*shape, shared=ROOM[arch], large=arch < 100)
+    tiling = block_heuristics.block_tiling(*shape, shared=ROOM[arch], large=arch < 100)
     kernel = made(tiling, arch, quantized=True, parts=tiling.parts > 1)
     fits(kernel, arch)
     sm = kernel.asm["ptx"]
@@ -182,12 +181,12 @@ def test_compiles_in_e4m3(arch: int, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_compiles_for_a_weight_widened_in_registers(arch: int, shape: tuple[int, int, int]) -> None:
-    tiling = block_heuristics.rows(*shape, shared=ROOM[arch], width=2)
+    tiling = block_heuristics.block_tiling(*shape, shared=ROOM[arch], width=2)
     fits(made(tiling, arch, quantized=False, whole=shape[0] > 8), arch)
 
 
 def test_compiles_where_blocks_are_cut() -> None:
-    kernel = made(block_heuristics.rows(*SHAPES[0]), 90, quantized=True, whole=False, parts=True)
+    kernel = made(block_heuristics.block_tiling(*SHAPES[0]), 90, quantized=True, whole=False, parts=True)
     fits(kernel, 90)
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # 16 bytes at once
 
@@ -213,8 +212,7 @@ def test_one_row_compiles(arch: int, x: str) -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_what_is_beside_compiles(arch: int) -> None:
-    from phalanx.kernels.gemm import per_token_group_quant
-    from phalanx.kernels.gemm import block_scaled_gemm
+    from phalanx.kernels.gemm import block_scaled_gemm, per_token_group_quant
 
     kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "pitch": "i32", "columns": "i32", "groups": "i32"}
     compiled(per_token_group_quant._quantize_groups, kinds, {"SKIP": 0, "GROUPS": 32}, arch)
@@ -225,12 +223,12 @@ def test_what_is_beside_compiles(arch: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 65, 256, 2048, 8192])
 def test_tilings(tokens: int) -> None:
     for outputs, groups, room in itertools.product((16, 2560, 28672), (1, 2, 32, 112), (99 * 1024, block_heuristics.SHARED_MEMORY)):
-        tiling = block_heuristics.rows(tokens, outputs, groups, shared=room)
+        tiling = block_heuristics.block_tiling(tokens, outputs, groups, shared=room)
         assert tiling.parts <= max(1, groups // 4)
         assert tiling.stages >= 2
         assert tiling.stages * 128 * (tiling.rows + tiling.tokens) < room
-    assert block_heuristics.rows(tokens, 16, 112).parts > 1
-    assert block_heuristics.rows(8192, 28672, 112).parts == 1
+    assert block_heuristics.block_tiling(tokens, 16, 112).parts > 1
+    assert block_heuristics.block_tiling(8192, 28672, 112).parts == 1
 
 
 def test_the_cuts_are_the_fastest_on_record() -> None:
@@ -251,31 +249,31 @@ def test_the_cuts_are_the_fastest_on_record() -> None:
         behind.append(timed[benchmark.chosen(tokens, (outputs, inputs))] / min(timed.values()))
         if tokens > 1:
             torchs = found["torch"][0]
-            assert (torchs if block_heuristics.torchs(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(torchs, *timed.values())
+            assert (torchs if block_heuristics.prefers_cublas(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(torchs, *timed.values())
     assert len(behind) == 40
     assert max(behind) < 1.08
     assert sum(behind) / len(behind) < 1.01
 
 
 def test_one_token_is_quantized_by_each_program_of_a_small_weight() -> None:
-    assert block_heuristics.quantizes(4096, 4096)
-    assert not block_heuristics.quantizes(28672, 4096)
-    assert not block_heuristics.quantizes(64, 14336)
-    assert block_heuristics.one_row(4096, quantizes=True).rows > block_heuristics.one_row(4096).rows
+    assert block_heuristics.gemv_quantizes(4096, 4096)
+    assert not block_heuristics.gemv_quantizes(28672, 4096)
+    assert not block_heuristics.gemv_quantizes(64, 14336)
+    assert block_heuristics.gemv_tiling(4096, quantizes=True).rows > block_heuristics.gemv_tiling(4096).rows
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(2560, 8192), (4096, 14336), (28672, 4096)])
 def test_kernels_change_with_the_magnitude_of_tokens_alone(outputs: int, inputs: int) -> None:
     for tokens in range(2, 1025):
-        tiling, magnitude = block_heuristics.rows(tokens, outputs, inputs // 128), 1 << (tokens - 1).bit_length()
-        assert tiling == block_heuristics.rows(magnitude, outputs, inputs // 128)
+        tiling, magnitude = block_heuristics.block_tiling(tokens, outputs, inputs // 128), 1 << (tokens - 1).bit_length()
+        assert tiling == block_heuristics.block_tiling(magnitude, outputs, inputs // 128)
 
 
 def test_what_is_taken() -> None:
-    assert block_gemm.takes(16, 4096, 128, 48)
-    assert block_gemm.takes(16, 4096, 128, 0)
+    assert block_gemm.supports(16, 4096, 128, 48)
+    assert block_gemm.supports(16, 4096, 128, 0)
     for outputs, inputs, block, begin in ((8, 128, 128, 0), (16, 40, 128, 0), (16, 128, 128, 8), (16, 128, 20, 0)):
-        assert not block_gemm.takes(outputs, inputs, block, begin)
+        assert not block_gemm.supports(outputs, inputs, block, begin)
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "begin"), SIZES)
@@ -327,13 +325,13 @@ def test_torchs_on_gpu(tokens: int, outputs: int, inputs: int, monkeypatch: pyte
     scale = torch.logspace(-3, -1, outputs // 128 * (inputs // 128)).view(outputs // 128, -1).repeat_interleave(128, 0)
     values, x_scale = reference.per_token_group_quant_fp8(x, 128)
     wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32)
-    asked, ran = block_gemm._torchs, []
+    asked, ran = block_gemm._cublas, []
     monkeypatch.setattr(block_gemm, "_torchs", lambda *given: ran.append(1) or asked(*given))
     found = block_gemm.block_scaled_mm(
         x.to(device), weight.to(device), scale.to(device), dtype=torch.bfloat16,
         by_block=block_gemm.one_scale_per_block(scale.to(device)),
     )  # fmt: skip
-    assert bool(ran) == block_heuristics.torchs(tokens, outputs, inputs)
+    assert bool(ran) == block_heuristics.prefers_cublas(tokens, outputs, inputs)
     assert found.shape == (tokens, outputs)
     assert found.is_contiguous()
     terms = magnitudes(reference.dequantize(values, x_scale, torch.float32, block=128), weight, scale, 0)
@@ -375,7 +373,7 @@ def test_on_gpu(tokens: int, outputs: int, inputs: int, begin: int, dtype: torch
         wide = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
         found = block_gemm.w8a16_gemm(x.to(device), weight.to(device), scale.to(device), block=128, begin=begin)
         # Many tokens round the widened weight to 16 bit: half an eps of each term.
-        slack = torch.finfo(dtype).eps * 2**18 if tokens > block_heuristics.FEW else 0
+        slack = torch.finfo(dtype).eps * 2**18 if tokens > block_heuristics.FEW_TOKENS else 0
         near(found.cpu(), wide, magnitudes(x, weight, scale, begin) * (8 + slack))
 
 

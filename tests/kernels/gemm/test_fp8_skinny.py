@@ -38,7 +38,7 @@ def made(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> A
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     kinds = {"x": f"tensordesc<fp8e4nv[{tokens},128],{swizzled!r}>", "weight": f"tensordesc<fp8e4nv[{rows},128],{swizzled!r}>"}
     kinds |= {name: "*" + kind for name, kind in pointers.items()} | dict.fromkeys(("tokens", "outputs", "units"), "i32")
-    kernel = fp8_skinny._few_rows
+    kernel = fp8_skinny._fp8_skinny
     aligned = [name for name in kernel.arg_names if name in (*pointers, "outputs") and name not in constants]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = GluonASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, attributes)
@@ -73,7 +73,7 @@ def test_shares_of_a_row_of_tiles_are_found_from_both_sides(along: int, deep: in
     from phalanx.kernels.gemm import fp8_skinny
 
     units = along * deep
-    run = said(fp8_skinny._few_rows.fn, "first, last =")
+    run = said(fp8_skinny._fp8_skinny.fn, "first, last =")
     runs = [eval(run, {"program": p, "programs": programs, "units": units}) for p in range(programs)]
     sharers = said(fp8_skinny._hand_over.fn, "owner, behind =")
     slots: set[int] = set()
@@ -101,7 +101,8 @@ def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
     they add 32 products in e4m3 to a sum: each time up to 2^-13 of it is lost, which is 1/32 of a step of bf16."""
     import torch
 
-    from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm, processors, takes
+    from phalanx.kernels.capabilities import gpu
+    from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm, supports
 
     needs_hopper()
     torch.manual_seed(0)
@@ -110,17 +111,17 @@ def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
     columns = torch.rand(outputs, device="cuda") + 0.1
     for tokens in (1, 5, 16, 33, 64):
         x, rows = torch.randn(tokens, inputs, device="cuda").to(e4m3), torch.rand(tokens, 1, device="cuda") + 0.1
-        tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, processors(x.device))
-        assert takes(x, weight)
+        tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, gpu(x.device).num_sms)
+        assert supports(x, weight)
         if tiling is None:
             continue
         sums = x.float() @ weight.float().t()
         for scales, wanted in ((None, sums), ((rows, columns), sums * rows * columns)):
-            first = fp8_skinny(x, weight, tiling, scales)
+            first = fp8_skinny_gemm(x, weight, tiling, scales)
             assert steps(first, wanted) <= bound, (tokens, tiling)
             for _ in range(3):
-                assert torch.equal(first, fp8_skinny(x, weight, tiling, scales)), (tokens, tiling)
-        scaled = fp8_skinny(x, weight, tiling, (rows, columns), dtype=torch.float16)
+                assert torch.equal(first, fp8_skinny_gemm(x, weight, tiling, scales)), (tokens, tiling)
+        scaled = fp8_skinny_gemm(x, weight, tiling, (rows, columns), dtype=torch.float16)
         assert steps(scaled, sums * rows * columns) <= bound
 
 
@@ -142,7 +143,8 @@ def test_replays_behind_kernels_that_start_it_early() -> None:
     """Products of one weight, split and whole, behind each other and behind a norm, in a graph: the bits of eager ones."""
     import torch
 
-    from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm, processors
+    from phalanx.kernels.capabilities import gpu
+    from phalanx.kernels.gemm.fp8_skinny import fp8_skinny_gemm
     from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm
 
     needs_hopper()
@@ -158,10 +160,10 @@ def test_replays_behind_kernels_that_start_it_early() -> None:
             for _ in range(4):
                 x, _, residual = residual_rms_norm(start, residual, norm, 1e-5, quant="fp8")
                 for weight in weights:
-                    tiling = heuristics.select_fp8_skinny(len(x), *weight.shape, processors(x.device))
+                    tiling = heuristics.select_fp8_skinny(len(x), *weight.shape, gpu(x.device).num_sms)
                     if tiling is None:
                         tiling = heuristics.SkinnyTiling(64, heuristics.num_stages(64, len(x)), -(-weight.shape[0] // 64), 4)
-                    sums = fp8_skinny(x, weight, tiling)
+                    sums = fp8_skinny_gemm(x, weight, tiling)
                     made.append(sums)
                     x = (sums / 256).to(e4m3)
                 made.append(residual)

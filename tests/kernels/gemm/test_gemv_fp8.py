@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 
 def check() -> None:
     from phalanx.kernels import reference
-    from phalanx.kernels.gemm.heuristics import GemvTiling
     from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
+    from phalanx.kernels.gemm.heuristics import GemvTiling
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for outputs, inputs, block in ((1, 16, 64), (7, 208, 64), (33, 128, 64), (5, 1040, 1024)):
@@ -65,8 +65,7 @@ def instructions(inputs: int, quantize: bool) -> Counter[str]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from phalanx.kernels.gemm import gemv_fp8
-    from phalanx.kernels.gemm import heuristics
+    from phalanx.kernels.gemm import gemv_fp8, heuristics
 
     tiling = heuristics.select_fp8(1, 2048, inputs)
     assert isinstance(tiling, heuristics.GemvTiling)

@@ -17,7 +17,7 @@ from tests.support.kernels_interpreted import interpreted
 pytest.importorskip("triton")
 
 if TYPE_CHECKING:
-    from phalanx.kernels.gemm.factors import GemvArgs
+    from phalanx.kernels.scaled_tensors import GemvArgs
 
 FP8 = torch.float8_e4m3fn
 KINDS = ["16", "quantized", "quantizes", "static"]
@@ -26,7 +26,7 @@ KINDS = ["16", "quantized", "quantizes", "static"]
 
 def factors_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False, device: str = "cpu") -> GemvArgs:
     from phalanx.kernels import reference
-    from phalanx.kernels.gemm.factors import GemvArgs
+    from phalanx.kernels.scaled_tensors import GemvArgs
 
     x, wide = torch.randn(1, inputs, device=device).to(dtype), torch.randn(outputs, inputs, device=device)
     added = torch.randn(outputs, device=device).to(dtype) if bias else None
@@ -41,42 +41,42 @@ def factors_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias
 
 def product_of(factors: GemvArgs, tiling: tuple[int, int, int]) -> Tensor:
     """By one row's own kernel."""
-    from phalanx.kernels.gemm.heuristics import GemvTiling
     from phalanx.kernels.gemm.gemv import gemv
     from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
+    from phalanx.kernels.gemm.heuristics import GemvTiling
 
     x, x_scale, weight, scale, bias, dtype = factors
     assert bias is None
     if scale is None:
-        return one_row(x, weight, **GemvTiling(*tiling)._asdict())
+        return gemv(x, weight, **GemvTiling(*tiling)._asdict())
     return gemv_fp8(x, x_scale, weight, scale, dtype=dtype, tiling=GemvTiling(*tiling))
 
 
 def check_gate_up_silu() -> None:
-    from phalanx.kernels.ops.silu_and_mul import silu_mul
-    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
     from phalanx.kernels.gemm.gemv_fused_kernels import gate_up_silu
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
+    from phalanx.kernels.ops.silu_and_mul import silu_mul
 
     for kind in KINDS:
-        for dtype, inner, inputs, gemv_fused_kernels in ((torch.bfloat16, 3, 16, 1), (torch.float16, 7, 208, 2), (torch.bfloat16, 33, 1040, 8)):
+        for dtype, inner, inputs, pairs in ((torch.bfloat16, 3, 16, 1), (torch.float16, 7, 208, 2), (torch.bfloat16, 33, 1040, 8)):
             factors = factors_of(kind, 2 * inner, inputs, dtype)
             wanted = silu_mul(product_of(factors, (16, 256, 4)))
-            found = gate_up_silu(factors, FusedGemvTiling(gemv_fused_kernels, 256, 4))
+            found = gate_up_silu(factors, FusedGemvTiling(pairs, 256, 4))
             assert found.shape == (1, inner)
             assert torch.equal(found, wanted), (kind, dtype, inner)
 
 
 def check_qkv_rope_store() -> None:
-    from phalanx.kernels.ops.rope_kv_cache import rope_store
-    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
     from phalanx.kernels.gemm.gemv_fused_kernels import qkv_rope_store
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
+    from phalanx.kernels.ops.rope_kv_cache import rope_store
 
     cases = [
         (torch.bfloat16, (2, 1, 4, 1), False, 5), (torch.float16, (3, 1, 12, 4), True, 5),
         (torch.bfloat16, (6, 3, 16, 16), True, 0),
         (torch.bfloat16, (4, 2, 8, 8), False, -1),
     ]  # fmt: skip
-    for kind, (dtype, (q_heads, kv_heads, head_dim, gemv_fused_kernels), fp8, slot) in itertools.product(KINDS, cases):
+    for kind, (dtype, (q_heads, kv_heads, head_dim, pairs), fp8, slot) in itertools.product(KINDS, cases):
         heads = q_heads + 2 * kv_heads
         factors = factors_of(kind, heads * head_dim, 48, dtype)
         angles, slots = torch.rand(1, head_dim // 2) * 7, torch.tensor([slot])
@@ -85,7 +85,7 @@ def check_qkv_rope_store() -> None:
         scales = (0.25, 0.5) if fp8 else None
         product = product_of(factors, (32, 64, 4)).view(1, heads, head_dim)
         wanted = rope_store(product, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
-        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, q_heads, scales, FusedGemvTiling(gemv_fused_kernels, 64, 4))
+        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, q_heads, scales, FusedGemvTiling(pairs, 64, 4))
         for got, want in zip((query, *held), (wanted, *expected), strict=True):
             assert got.dtype == want.dtype
             assert torch.equal(got.float(), want.float()), (kind, dtype, head_dim, fp8, slot)
@@ -93,8 +93,8 @@ def check_qkv_rope_store() -> None:
 
 def check_a_bias_is_added_before_the_rounding() -> None:
     from phalanx.kernels import reference
-    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
     from phalanx.kernels.gemm.gemv_fused_kernels import qkv_rope_store
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
 
     for kind in ("16", "quantized"):
         factors = factors_of(kind, 8 * 8, 48, torch.bfloat16, bias=True)
@@ -115,7 +115,7 @@ CHECKS = [check_gate_up_silu, check_qkv_rope_store, check_a_bias_is_added_before
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.gemm.test_pairs").split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.gemm.test_gemv_fused").split() == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.parametrize("kernel", ["gate_up_silu", "qkv_rope_store", "qkv_rope_store in e4m3"])
@@ -165,15 +165,15 @@ def test_gate_up_silu_on_gpu(kind: str, inner: int, inputs: int) -> None:
     """The bits of two kernels."""
     from phalanx import kernels
     from phalanx.kernels.gemm import gemv_fused
-    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
     from phalanx.kernels.gemm.gemv_fused_kernels import gate_up_silu
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
 
     needs_fp8(kind)
     torch.manual_seed(inner)
     factors = factors_of(kind, 2 * inner, inputs, torch.bfloat16, device="cuda")
-    for gemv_fused_kernels, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
-        wanted = kernels.silu_mul(product_of(factors, (2 * gemv_fused_kernels, block, warps)))
-        found = gate_up_silu(factors, FusedGemvTiling(gemv_fused_kernels, block, warps))
+    for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
+        wanted = kernels.silu_mul(product_of(factors, (2 * pairs, block, warps)))
+        found = gate_up_silu(factors, FusedGemvTiling(pairs, block, warps))
         assert torch.equal(found, wanted), f"{(found != wanted).sum()} of {inner}, {(pairs, block, warps)}"
     chosen = gemv_fused.gate_up_silu(factors)
     assert chosen is not None
@@ -189,8 +189,8 @@ def test_qkv_rope_store_on_gpu(kind: str, cache: torch.dtype, slot: int) -> None
     """The bits of two kernels."""
     from phalanx import kernels
     from phalanx.kernels.gemm import gemv_fused
-    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
     from phalanx.kernels.gemm.gemv_fused_kernels import qkv_rope_store
+    from phalanx.kernels.gemm.heuristics import FusedGemvTiling
 
     needs_fp8(kind)
     torch.manual_seed(slot)
@@ -199,13 +199,13 @@ def test_qkv_rope_store_on_gpu(kind: str, cache: torch.dtype, slot: int) -> None
     angles, slots = torch.rand(1, head_dim // 2, device="cuda") * 7, torch.tensor([slot], device="cuda")
     turns, scales = (angles.cos(), angles.sin()), (0.25, 0.5) if cache == FP8 else None
     held = [torch.randn(4, 16, kv_heads, head_dim, device="cuda").to(cache) for _ in range(2)]
-    for gemv_fused_kernels, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
+    for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
         found, wanted = ([each.clone() for each in held] for _ in range(2))
-        product = product_of(factors, (2 * gemv_fused_kernels, block, warps)).view(1, -1, head_dim)
+        product = product_of(factors, (2 * pairs, block, warps)).view(1, -1, head_dim)
         wanted.append(kernels.rope_store(product, *turns, wanted[0], wanted[1], slots, q_heads, scales))
-        found.append(qkv_rope_store(factors, *turns, found[0], found[1], slots, q_heads, scales, FusedGemvTiling(gemv_fused_kernels, block, warps)))
+        found.append(qkv_rope_store(factors, *turns, found[0], found[1], slots, q_heads, scales, FusedGemvTiling(pairs, block, warps)))
         for got, want in zip(found, wanted, strict=True):
-            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (gemv_fused_kernels, block, warps)
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (pairs, block, warps)
     if slot < 0:
         assert torch.equal(found[0].view(torch.uint8), held[0].view(torch.uint8))
     chosen = gemv_fused.qkv_rope_store(factors, *turns, held[0], held[1], slots, q_heads, scales)

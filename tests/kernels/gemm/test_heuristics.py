@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.kernels.gemm import heuristics
-from phalanx.kernels.gemm.heuristics import GemvTiling, Cublas
+from phalanx.kernels.gemm.heuristics import Cublas, GemvTiling
 
 
 @pytest.mark.parametrize("inputs", [16, 128, 2048, 3584, 4096, 7168, 8192, 11008, 14336, 16384, 28672, 53248])

@@ -10,10 +10,9 @@ import torch
 
 from phalanx import kernels
 from phalanx.kernels import reference
-from phalanx.kernels.scaled_tensors import Unscaled
+from phalanx.kernels.capabilities import has_fp8_gemm, has_fp8_kernels
 from phalanx.kernels.gemm.scaled_mm import quant_gemm, scaled_mm_into, unscaled_mm
-from phalanx.kernels.scaled_tensors import FP8, Quantized
-from phalanx.kernels.capabilities import has_fp8_kernels, has_fp8_gemm
+from phalanx.kernels.scaled_tensors import FP8, Quantized, Unscaled
 
 
 @pytest.mark.parametrize("static", [False, True])

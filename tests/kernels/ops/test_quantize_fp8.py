@@ -11,8 +11,8 @@ import itertools
 import pytest
 import torch
 
-from tests.kernels.compiled import compiled
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -20,22 +20,23 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_rows() -> None:
-    from phalanx.kernels import quantize_rows, reference
+    from phalanx.kernels import reference
+    from phalanx.kernels.ops import quantize_fp8
 
     for dtype, (tokens, width) in itertools.product(DTYPES, [(1, 16), (3, 100), (2, 2100), (0, 8)]):
         x = (torch.randn(tokens, width) * 3).to(dtype)
         x[:1, :4] = torch.tensor([0.0, -1e-4, 300.0, -300.0])
         for scale in (None, torch.tensor(0.02)):
-            got, scales = quantize_rows.quantize_fp8(x, scale)
+            got, scales = quantize_fp8.quantize_fp8(x, scale)
             wanted, wanted_scales = reference.quantize_fp8(x, scale)
             assert torch.equal(scales, wanted_scales)
             assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def check_a_row_of_zeros() -> None:
-    from phalanx.kernels import quantize_rows
+    from phalanx.kernels.ops import quantize_fp8
 
-    values, scales = quantize_rows.quantize_fp8(torch.zeros(2, 64))
+    values, scales = quantize_fp8.quantize_fp8(torch.zeros(2, 64))
     assert not values.float().any()
     assert (scales > 0).all()
 
@@ -49,10 +50,10 @@ def test_in_the_interpreter() -> None:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_compiles(arch: int) -> None:
-    from phalanx.kernels import quantize_rows
+    from phalanx.kernels.ops import quantize_fp8
 
     kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "width": "i32"}
-    compiled(quantize_rows._quantize_fp8, kinds, {"GIVEN": False, "BLOCK": 8192}, arch)
+    compiled(quantize_fp8._quantize_fp8, kinds, {"GIVEN": False, "BLOCK": 8192}, arch)
 
 
 @pytest.mark.gpu1

@@ -15,7 +15,7 @@ import torch
 from phalanx import kernels
 from phalanx.comm.group import ResidualRmsNorm, finish
 from phalanx.kernels import reference
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -34,7 +34,7 @@ def inputs(tokens: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 def differences() -> dict[str, list[int]]:
     """Bytes that differ from the oracle, by case and output; NaN counts as equal to NaN."""
-    from phalanx.kernels.residual_rms_norm import residual_rms_norm
+    from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm
 
     found = {}
     for (name, dtype), (tokens, hidden), (quant, scale, keep) in itertools.product(DTYPES.items(), SHAPES, QUANTS):

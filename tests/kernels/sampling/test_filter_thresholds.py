@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels import sampling
-from tests.kernels.compiled import compiled
-from tests.kernels.interpreted import interpreted
+from phalanx.kernels import reference
+from phalanx.kernels.sampling import sampling
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - after it is known to be there
@@ -31,10 +32,10 @@ TOO_CLOSE = 5e-6
 
 
 def found(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
-    from phalanx.kernels.between import floors, likeliest
+    from phalanx.kernels.sampling import filter_thresholds, gumbel_argmax
 
-    tops = likeliest.keys(logits, 0, logits.shape[1]).unsqueeze(0)
-    return floors.floors(sampling.widened(logits), tops, temperature, filters)
+    tops = gumbel_argmax.keys(logits, 0, logits.shape[1]).unsqueeze(0)
+    return filter_thresholds.floors(sampling.contiguous_fp32(logits), tops, temperature, filters)
 
 
 def check(logits: Tensor, temperature: Tensor, filters: Tensor) -> int:
@@ -44,13 +45,13 @@ def check(logits: Tensor, temperature: Tensor, filters: Tensor) -> int:
     drawn = (temperature > 0).nonzero()[:, 0]
     assert (floor[temperature == 0] == -math.inf).all()
     logits, temperature, filters, floor = logits[drawn], temperature[drawn], filters[:, drawn], floor[drawn]
-    scaled = sampling.scale(logits.float(), temperature)
+    scaled = reference.scale_logits(logits.float(), temperature)
     top_k, top_p, min_p = filters[0].long(), filters[1].where(filters[1] < 1.0, 2.0), filters[2].float()
-    wanted = sampling.keep_likely(scaled, width, top_k, top_p, min_p)
+    wanted = reference.keep_filtered(scaled, width, top_k, top_p, min_p)
     got = torch.where(scaled >= floor.unsqueeze(1), scaled, -math.inf)
     odd = (got != wanted).any(1).nonzero()[:, 0].tolist()
     for row in odd:
-        kept = sampling.keep_likely(scaled[row : row + 1], width, top_k[row : row + 1], None, None)[0].double()
+        kept = reference.keep_filtered(scaled[row : row + 1], width, top_k[row : row + 1], None, None)[0].double()
         mass = kept.exp()
         for value in kept[got[row] != wanted[row]].unique():
             before = mass[kept > value].sum() / mass.sum()
@@ -85,7 +86,7 @@ def check_filters() -> None:
 def check_edges() -> None:
     """Ties, NaN, infinities, equal masses, depths that division by a high temperature makes equal, and values that are no floats
     of full precision; with room to put few or many aside."""
-    from phalanx.kernels.between import floors
+    from phalanx.kernels.sampling import filter_thresholds
 
     width, inf = 70, math.inf
     logits = torch.randn(13, width)
@@ -104,7 +105,7 @@ def check_edges() -> None:
         (5, 1, 0), (11, 1, 0), (69, 0.5, 0), (70, 0.5, 0), (70, 2 / 3, 0), (70, 0.25, 0), (70, 1e-9, 0), (70, 1, 1), (1, 0.9, 0.1),
     ]  # fmt: skip
     for temperature, turn, aside in ((1e-30, 0, 1), (1.0, 1, 1), (1.0, 5, 16), (3.0, 0, 1), (3.0, 2, 16), (100.0, 0, 1)):
-        with mock.patch.object(floors, "ROOM", aside):
+        with mock.patch.object(filter_thresholds, "ROOM", aside):
             check(logits, *rows_of(*[(temperature, *asked[(row + turn) % len(asked)]) for row in range(13)]))
 
 
@@ -112,7 +113,7 @@ def check_near_edges() -> None:
     """p hardly more and hardly less than what lies above a token; and k in the midst of tokens that division makes equal, all of
     which then count for p."""
     logits, temperature = torch.randn(12, 301) * 4, torch.linspace(0.5, 2.0, 12)
-    order, _ = sampling.scale(logits, temperature).double().sort(descending=True)
+    order, _ = reference.scale_logits(logits, temperature).double().sort(descending=True)
     mass = order.exp() / order.exp().sum(1, keepdim=True)
     edges = (mass.cumsum(1) - mass)[torch.arange(12), torch.arange(12) * 3 + 1]
     for off in (-1.2 * TOO_CLOSE, 1.2 * TOO_CLOSE):
@@ -122,13 +123,13 @@ def check_near_edges() -> None:
         kept = (order >= floor[:, None]).sum(1)
         assert kept.tolist() == [row * 3 + 1 + (off > 0) for row in range(12)]
     alike = (-1.9 - torch.arange(70) * 2.0**-23).where(torch.arange(70) > 0, 0.0).expand(16, 70).contiguous()
-    assert len(sampling.scale(alike[:1], torch.full((1,), 1.5)).unique()) < 60
+    assert len(reference.scale_logits(alike[:1], torch.full((1,), 1.5)).unique()) < 60
     assert check(alike, *rows_of(*[(1.5, k, 0.5, 0) for k in range(20, 36)])) == 0
 
 
 def check_any() -> None:
     """Any few floats and filters; with room to put all aside, or so little that a lane often has more than its room."""
-    from phalanx.kernels.between import floors
+    from phalanx.kernels.sampling import filter_thresholds
 
     finite = st.floats(-(2.0**127), 2.0**127, width=32)
     near = st.integers(-40, 0).map(lambda steps: 1.0 + steps * 2.0**-22)
@@ -142,7 +143,7 @@ def check_any() -> None:
         st.integers(1, 45), st.one_of(st.floats(1e-12, 1.0), st.just(2.0)), st.one_of(st.just(0.0), st.floats(0.0, 1.0, width=32)),
     )  # fmt: skip
     def keeps(row: list[float], temperature: float, aside: int, k: int, p: float, m: float) -> None:
-        with mock.patch.object(floors, "ROOM", aside):
+        with mock.patch.object(filter_thresholds, "ROOM", aside):
             check(torch.tensor([row]), *rows_of((temperature, k, p, m)))
 
     keeps()
@@ -150,7 +151,7 @@ def check_any() -> None:
 
 def check_vocabulary() -> None:
     """Cut as on a GPU: some are put aside of many, and of so many in one lane that it has no room."""
-    from phalanx.kernels.between import floors
+    from phalanx.kernels.sampling import filter_thresholds
 
     width = 20_001
     logits = torch.randn(4, width) * 2
@@ -158,14 +159,14 @@ def check_vocabulary() -> None:
     logits[3], logits[3, :8] = -9.0, 1.0
     logits[3, 8192:8200], logits[3, 16384:16392] = torch.linspace(0, 1, 8), torch.linspace(-1, 0, 8)
     asked = rows_of((0.8, width, 0.95, 0), (0.8, 50, 1, 0), (1.0, 50, 0.95, 0.05), (1.0, 20, 0.9, 0))
-    with mock.patch.multiple(floors, LANES=1024, EACH=4):
+    with mock.patch.multiple(filter_thresholds, LANES=1024, EACH=4):
         check(logits.bfloat16(), *asked)
         check(logits, *asked)
 
 
 def check_draws() -> None:
     """Filtered draws are those of plain torch: the same noise runs among what is kept."""
-    from phalanx.kernels.between import floors, likeliest
+    from phalanx.kernels.sampling import filter_thresholds, gumbel_argmax
 
     logits = torch.randn(20, 500)
     temperature = torch.rand(20) + 0.3
@@ -176,13 +177,13 @@ def check_draws() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         rows = logits.to(dtype)
         tokens = torch.empty(20, dtype=torch.int64)
-        tops = likeliest.keys(rows, 0, 500).unsqueeze(0)
-        kept = floors.floors(sampling.widened(rows), tops, temperature, filters)
-        likeliest.settle(likeliest.race(rows, 0, 500, tops, temperature, noise, kept).unsqueeze(0), tokens, None)
+        tops = gumbel_argmax.keys(rows, 0, 500).unsqueeze(0)
+        kept = filter_thresholds.floors(sampling.contiguous_fp32(rows), tops, temperature, filters)
+        gumbel_argmax.settle(gumbel_argmax.race(rows, 0, 500, tops, temperature, noise, kept).unsqueeze(0), tokens, None)
         heat = torch.where(temperature > 0, temperature, 1.0)
-        scaled = sampling.scale(rows.float(), heat)
+        scaled = reference.scale_logits(rows.float(), heat)
         top_p = filters[1].where(filters[1] < 1.0, 2.0)
-        wanted = sampling.draw(sampling.keep_likely(scaled, 500, filters[0].long(), top_p, filters[2].float()), noise)
+        wanted = reference.draw(reference.keep_filtered(scaled, 500, filters[0].long(), top_p, filters[2].float()), noise)
         wanted = torch.where(temperature > 0, wanted, rows.argmax(-1))
         assert (tokens != wanted).sum() <= 1  # log may differ in its last bit
         assert (tokens != rows.argmax(-1)).sum() > 2  # and draws they are
@@ -192,7 +193,7 @@ CHECKS = [check_filters, check_edges, check_near_edges, check_any, check_vocabul
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.between.test_floors").split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.ops.test_floors").split() == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.gpu1
@@ -223,9 +224,9 @@ def test_a_step_of_mixed_rows_on_gpu(dtype: torch.dtype) -> None:
     noise = torch.randint(-(2**31), 2**31 - 1, (2, rows), device="cuda").to(torch.int32)
     heat = torch.where(temperature > 0, temperature, 1.0)
     top_p = filters[1].where(filters[1] < 1.0, 2.0)
-    kept = sampling.keep_likely(sampling.scale(logits.float(), heat), width, filters[0].long(), top_p, filters[2].float())
-    wanted = torch.where(temperature > 0, sampling.draw(kept, noise), logits.argmax(-1))
-    assert sampling.drawn(logits, temperature, noise, filters).tolist() == wanted.tolist()
+    kept = reference.keep_filtered(reference.scale_logits(logits.float(), heat), width, filters[0].long(), top_p, filters[2].float())
+    wanted = torch.where(temperature > 0, reference.draw(kept, noise), logits.argmax(-1))
+    assert sampling.sample(logits, temperature, noise, filters).tolist() == wanted.tolist()
     assert apart <= 24  # of nuclei of thousands, one more or less
 
 
@@ -233,7 +234,7 @@ def test_a_step_of_mixed_rows_on_gpu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kernel", ["floors", "race_above_floors"])
 def test_compiles(kernel: str, arch: int) -> None:
     """Down to machine code; a lane's logits stay its own, so that sums over them need no other lane."""
-    from phalanx.kernels.between import floors, likeliest
+    from phalanx.kernels.sampling import filter_thresholds, gumbel_argmax
 
     ids = "*i64"
     constants: dict[str, Any]
@@ -247,10 +248,10 @@ def test_compiles(kernel: str, arch: int) -> None:
             "few": "*fp32",
         }
         signature |= dict.fromkeys(("stride", "held", "rows", "parts"), "i32")
-        constants = {"PARTS": 64, "LANES": floors.LANES, "EACH": floors.EACH, "ROOM": floors.ROOM, "PTX": arch}
+        constants = {"PARTS": 64, "LANES": filter_thresholds.LANES, "EACH": filter_thresholds.EACH, "ROOM": filter_thresholds.ROOM, "PTX": arch}
         aligned = {(at,): [["tt.divisibility", 16]] for at in (0, 6)}  # logits and stride
-        source = ASTSource(floors._floors, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": floors.LANES // 32})
+        source = ASTSource(filter_thresholds._floors, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": filter_thresholds.LANES // 32})
         assert len(made.asm["cubin"]) > 0
         assert ("griddepcontrol.wait" in made.asm["ptx"]) == (arch >= 90)
         assert "set.le.f32.f32" in made.asm["ptx"]
@@ -259,14 +260,14 @@ def test_compiles(kernel: str, arch: int) -> None:
         return
     signature = {"logits": "*bf16", "keys": ids, "tops": ids, "temperature": "*fp32", "noise": "*i32", "floors": "*fp32"}
     signature |= dict.fromkeys(("stride", "held", "begin", "rows", "parts", "span"), "i32")
-    compiled(likeliest._race, signature, {"RANKS": 1, "PARTS": 64, "BLOCK": likeliest.BLOCK}, arch)
+    compiled(gumbel_argmax._race, signature, {"RANKS": 1, "PARTS": 64, "BLOCK": gumbel_argmax.BLOCK}, arch)
 
 
 if __name__ == "__main__":
-    from phalanx.kernels.between import floors
+    from phalanx.kernels.sampling import filter_thresholds
 
     torch.manual_seed(0)
-    floors.LANES, floors.EACH = 32, 2
+    filter_thresholds.LANES, filter_thresholds.EACH = 32, 2
     for check_one in CHECKS:
         check_one()
         print(check_one.__name__, flush=True)

@@ -18,7 +18,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from phalanx.kernels import sampling
+from phalanx.kernels import reference
+from phalanx.kernels.sampling import sampling
 
 
 def logits_of(rows, vocab, seed=0, spread=3.0):
@@ -42,10 +43,10 @@ def test_filters_keep_what_transformers_keeps(temperature, k, p, m):
     steps += [MinPLogitsWarper(m)] if m else []
     wanted = steps(None, logits).softmax(-1)
 
-    scaled = sampling.scale(logits, torch.full((16,), temperature))
+    scaled = reference.scale_logits(logits, torch.full((16,), temperature))
     top_k = torch.full((16,), k) if k else None
     top_p = torch.full((16,), p, dtype=torch.float64) if p < 1 else None
-    got = sampling.keep_likely(scaled, k or 97, top_k, top_p, torch.full((16,), m) if m else None).softmax(-1)
+    got = reference.keep_filtered(scaled, k or 97, top_k, top_p, torch.full((16,), m) if m else None).softmax(-1)
 
     assert torch.equal(got > 0, wanted > 0)
     torch.testing.assert_close(got, wanted)
@@ -53,14 +54,14 @@ def test_filters_keep_what_transformers_keeps(temperature, k, p, m):
 
 def test_rows_filter_alone_whatever_the_others_ask():
     logits = logits_of(3, 50, seed=1)
-    scaled = sampling.scale(logits, torch.tensor([1.0, 0.5, 2.0]))
+    scaled = reference.scale_logits(logits, torch.tensor([1.0, 0.5, 2.0]))
     top_k, top_p = torch.tensor([50, 7, 3]), torch.tensor([0.6, 2.0, 0.9], dtype=torch.float64)
-    together = sampling.keep_likely(scaled, 50, top_k, top_p, torch.tensor([0.0, 0.2, 0.0]))
+    together = reference.keep_filtered(scaled, 50, top_k, top_p, torch.tensor([0.0, 0.2, 0.0]))
     alone = torch.cat(
         [
-            sampling.keep_likely(scaled[:1], 50, None, top_p[:1], None),
-            sampling.keep_likely(scaled[1:2], 7, top_k[1:2], None, torch.tensor([0.2])),
-            sampling.keep_likely(scaled[2:], 3, top_k[2:], top_p[2:], None),
+            reference.keep_filtered(scaled[:1], 50, None, top_p[:1], None),
+            reference.keep_filtered(scaled[1:2], 7, top_k[1:2], None, torch.tensor([0.2])),
+            reference.keep_filtered(scaled[2:], 3, top_k[2:], top_p[2:], None),
         ]
     )
     assert torch.equal(together, alone)
@@ -75,13 +76,13 @@ def test_draws_of_a_step_are_those_of_each_row_alone(at_once, monkeypatch):
     filters = torch.tensor([[3, 50, 4, 50, 50, 9], [0.2, 0.8, 1, 1, 1, 0.9], [0.5, 0, 0, 0.2, 0, 0.01]], dtype=torch.float64)
     seen = set()
     for _ in range(40):
-        tokens = sampling.drawn(logits, temperature, noise, filters)
+        tokens = sampling.sample(logits, temperature, noise, filters)
         assert tokens[0] == logits[0].argmax()
         for row in range(1, 6):
             k, p, m = filters[:, row : row + 1]
-            scaled = sampling.scale(logits[row : row + 1], temperature[row : row + 1])
-            kept = sampling.keep_likely(scaled, 50, k.long(), p if p < 1 else None, m.float() if m > 0 else None)
-            assert tokens[row] == sampling.draw(kept, noise[:, row : row + 1])
+            scaled = reference.scale_logits(logits[row : row + 1], temperature[row : row + 1])
+            kept = reference.keep_filtered(scaled, 50, k.long(), p if p < 1 else None, m.float() if m > 0 else None)
+            assert tokens[row] == reference.draw(kept, noise[:, row : row + 1])
         seen.add(tuple(tokens.tolist()))
         noise = noise.roll(1, 1) + 77
     assert len(seen) > 20
@@ -89,11 +90,11 @@ def test_draws_of_a_step_are_those_of_each_row_alone(at_once, monkeypatch):
 
 def test_ties_at_the_edge_are_kept_in_every_path():
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0, -1.0]])
-    scaled = sampling.scale(logits, torch.ones(1))
+    scaled = reference.scale_logits(logits, torch.ones(1))
     for most in (2, 4, 6):  # how much was sorted does not matter
-        kept = sampling.keep_likely(scaled, most, torch.tensor([2]), None, None)
+        kept = reference.keep_filtered(scaled, most, torch.tensor([2]), None, None)
         assert torch.isfinite(kept).tolist() == [[True, True, True, True, False, False]]
-        kept = sampling.keep_likely(scaled, most, torch.tensor([2]), torch.tensor([0.5], dtype=torch.float64), None)
+        kept = reference.keep_filtered(scaled, most, torch.tensor([2]), torch.tensor([0.5], dtype=torch.float64), None)
         assert torch.isfinite(kept).sum() == 4
 
 
@@ -110,12 +111,12 @@ def test_ties_at_the_edge_are_kept_in_every_path():
 )
 @pytest.mark.parametrize("temperature", [1e-30, 1e-4, 1.0, 100.0])
 def test_odd_logits_give_no_nan_and_draw_what_is_allowed(row, temperature):
-    scaled = sampling.scale(torch.tensor([row]), torch.tensor([temperature]))
+    scaled = reference.scale_logits(torch.tensor([row]), torch.tensor([temperature]))
     assert not scaled.isnan().any()
     assert scaled.max() == 0
     top_p = torch.tensor([1e-300], dtype=torch.float64)
-    for kept in (scaled, sampling.keep_likely(scaled, 3, torch.tensor([3]), top_p, torch.tensor([1.0]))):
-        token = sampling.draw(kept, torch.tensor([[1], [2]], dtype=torch.int32)).item()
+    for kept in (scaled, reference.keep_filtered(scaled, 3, torch.tensor([3]), top_p, torch.tensor([1.0]))):
+        token = reference.draw(kept, torch.tensor([[1], [2]], dtype=torch.int32)).item()
         assert kept[0, token] > -math.inf
 
 
@@ -157,21 +158,21 @@ def test_keys_of_ranks_lead_to_argmax():
     logits[6], logits[6, 9:12] = -1.0, torch.tensor([-0.0, 0.0, -0.0])
     wanted = logits.argmax(-1)
     assert wanted.tolist()[3:7] == [0, 50, 63, 9]
-    assert torch.equal(sampling.likeliest(logits), wanted)
+    assert torch.equal(sampling.argmax(logits), wanted)
     padded = torch.nn.functional.pad(logits, (0, 32), value=math.inf)
     for width in (64, 32, 24, 48):
         parts = [
-            sampling.keys(padded[:, begin : begin + width], begin, max(0, min(width, 64 - begin))) for begin in range(0, 96, width)
+            sampling.packed_argmax_keys(padded[:, begin : begin + width], begin, max(0, min(width, 64 - begin))) for begin in range(0, 96, width)
         ]
         slots, kv_slots = torch.arange(40).flip(0) + 2, torch.where(torch.arange(40) < 30, 5, -1)
         tokens, last_tokens = torch.empty(40, dtype=torch.int64), torch.full((42,), -9)
-        sampling.settle(torch.stack(parts), tokens, (last_tokens, slots, kv_slots))
+        sampling.decode_keys(torch.stack(parts), tokens, (last_tokens, slots, kv_slots))
         assert torch.equal(tokens, wanted)
         assert torch.equal(last_tokens, torch.cat([torch.full((12,), -9), wanted[:30].flip(0)]))
 
 
 def test_noise_is_uniform_and_tokens_keys_are_independent():
-    u = sampling.hashed_uniform(random_keys(256, seed=4), 4096)
+    u = reference.hashed_uniform(random_keys(256, seed=4), 4096)
     assert u.min() > 0
     assert u.max() < 1
     assert stats.kstest(u.flatten().numpy()[::7], "uniform").pvalue > 1e-3
@@ -188,7 +189,7 @@ def test_noise_is_uniform_and_tokens_keys_are_independent():
 
 def test_noise_near_zero_is_fine_grained():
     """The race is decided by small u: with 2**17 tokens the winner has u of about 2**-17."""
-    u = sampling.hashed_uniform(random_keys(64, seed=5), 2**17)
+    u = reference.hashed_uniform(random_keys(64, seed=5), 2**17)
     two = u.topk(2, largest=False, sorted=True).values
     assert (two[:, 0] < two[:, 1]).all()
     assert stats.kstest(two[:, 0].numpy() * 2**17, "expon").pvalue > 1e-3
@@ -197,8 +198,8 @@ def test_noise_near_zero_is_fine_grained():
 def test_draws_follow_the_distribution():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0, -math.inf])
     many = 60_000
-    scaled = sampling.scale(logits.expand(many, 6), torch.full((many,), 0.8))
-    drawn = torch.bincount(sampling.draw(scaled, random_keys(many, seed=6)), minlength=6)
+    scaled = reference.scale_logits(logits.expand(many, 6), torch.full((many,), 0.8))
+    drawn = torch.bincount(reference.draw(scaled, random_keys(many, seed=6)), minlength=6)
     assert drawn[5] == 0
     wanted = (logits[:5] / 0.8).softmax(-1) * many
     assert stats.chisquare(drawn[:5].numpy(), (wanted * (many / wanted.sum())).double().numpy(), sum_check=False).pvalue > 1e-3
@@ -221,8 +222,8 @@ def test_scores_are_of_the_softmax():
 def test_widened_rows_lie_alike(rows: int, dtype: torch.dtype) -> None:
     """However many there are, and whatever lies behind them: kernels are compiled for a stride, and add up by it."""
     held = torch.randn(rows, 128).to(dtype)
-    found = sampling.widened(held[:, :99])
+    found = sampling.contiguous_fp32(held[:, :99])
     assert found.stride() == (99, 1)
     assert torch.equal(found, held[:, :99].float())
-    assert sampling.widened(found) is found
-    assert sampling.widened(found, copy=True) is not found
+    assert sampling.contiguous_fp32(found) is found
+    assert sampling.contiguous_fp32(found, copy=True) is not found

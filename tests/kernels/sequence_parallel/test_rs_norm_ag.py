@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.attention.test_decode import let_loops_begin_anywhere
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
@@ -37,7 +37,7 @@ class Call:
     movers: int
     scaled: bool = False
     spoiled: bool = False
-    landed: bool = False
+    gemm_rs: bool = False
     late: bool = False
 
 
@@ -72,7 +72,7 @@ class Board:
     """What the programs of all ranks share in one run."""
 
     def __init__(self, world: int, programs: int) -> None:
-        from phalanx.kernels.residual_rms_norm import Sinks
+        from phalanx.kernels.ops.residual_rms_norm import Sinks
 
         self.world, self.programs = world, programs
         self.halves = [shared((2 * HALF * 4,), torch.int32, -1) for _ in range(world)]
@@ -96,7 +96,7 @@ class Board:
         self.scale = torch.tensor(0.02)
 
     def _part(self, call: Call, rank: int) -> Any:
-        from phalanx.kernels.reference import Unscaled
+        from phalanx.kernels.scaled_tensors import Unscaled
 
         x = torch.randn(call.rows, call.hidden).to(call.dtype)
         if call.spoiled:
@@ -110,8 +110,8 @@ def stand_in(number: list[int]) -> None:
     """Plain loads and stores for what speaks PTX; number: of the call."""
     import triton.language as tl
 
-    from phalanx.kernels import allreduce_oneshot, allreduce_twoshot
-    from phalanx.kernels.rows import landed, owned
+    from phalanx.kernels.allreduce import oneshot, twoshot
+    from phalanx.kernels.sequence_parallel import gemm_rs, rs_norm_ag
 
     word = tl.pointer_type(tl.int32)
 
@@ -142,7 +142,7 @@ def stand_in(number: list[int]) -> None:
     def clear_word(address: Any) -> None:
         tl.store(address.to(word), address * 0 - 1, address != 0)
 
-    def enter(turn: Any, ptx: Any) -> Any:
+    def enter(turn: Any, sm: Any) -> Any:
         return tl.full((), number[0], tl.int32)
 
     def raise_flag(address: Any, value: Any) -> None:
@@ -152,11 +152,11 @@ def stand_in(number: list[int]) -> None:
         while tl.load(address.to(word)).handle.data != (value + 1).handle.data:
             time.sleep(1e-3)
 
-    for module in (owned, allreduce_oneshot, allreduce_twoshot):
+    for module in (rs_norm_ag, oneshot, twoshot):
         module.push, module.clear, module.poll = push, clear, poll  # type: ignore[assignment]
-    owned.push_codes, owned.push_once, owned.poll_words, owned.clear_word = push_codes, push_once, poll_words, clear_word
-    landed.raise_flag, landed.await_flag = raise_flag, await_flag
-    for kernel in (owned, landed):
+    rs_norm_ag.push_codes, rs_norm_ag.push_once, rs_norm_ag.poll_words, rs_norm_ag.clear_word = push_codes, push_once, poll_words, clear_word
+    gemm_rs.raise_flag, gemm_rs.await_flag = raise_flag, await_flag
+    for kernel in (rs_norm_ag, gemm_rs):
         kernel.enter, kernel.draw_ticket, kernel.leave = enter, lambda turn, programs: 0, lambda turn, programs, ticket: None
 
 
@@ -182,10 +182,10 @@ def program(board: Board, rank: int, own: int) -> None:
     """All calls of one program of one rank."""
     from triton.runtime import interpreter
 
-    from phalanx.kernels.reference import Unscaled
-    from phalanx.kernels.rows.landed import landed_norm
-    from phalanx.kernels.rows.owned import owned_norm
-    from phalanx.kernels.vectors import KINDS
+    from phalanx.kernels.dtypes import DTYPE_NAMES
+    from phalanx.kernels.scaled_tensors import Unscaled
+    from phalanx.kernels.sequence_parallel.gemm_rs import landed_norm
+    from phalanx.kernels.sequence_parallel.rs_norm_ag import rs_norm_ag
 
     number = [0]
     stand_in(number)
@@ -208,14 +208,14 @@ def program(board: Board, rank: int, own: int) -> None:
             taken.view(torch.int32), board.scale, peers,
         )  # fmt: skip
         sizes = (HALF, call.rows, call.hidden, min(call.movers, board.programs), 1e-5)
-        constants = {"KIND": KINDS[call.dtype], "QUANT": call.quant, "RANK": rank, "WORLD": board.world, "BLOCK": 128, "TAKE": 64}
+        constants = {"KIND": DTYPE_NAMES[call.dtype], "QUANT": call.quant, "RANK": rank, "WORLD": board.world, "BLOCK": 128, "TAKE": 64}
         if call.landed:
             land(board, rank, own, turn)
             time.sleep(LATE * (call.late and own >= -(-call.rows // board.world)))
-            landed_norm[(1,)](board.landings[rank], *row, flags, board.scale, *sizes, **constants, WARPS=1, PTX=0)
+            landed_norm[(1,)](board.landings[rank], *row, flags, board.scale, *sizes, **constants, WARPS=1, SM=0)
         else:
-            owned_norm[(1,)](
-                values.view(torch.int32), rows, columns, *row, board.scale, *sizes, **constants, FLAT=32, WARPS=1, PTX=0
+            rs_norm_ag[(1,)](
+                values.view(torch.int32), rows, columns, *row, board.scale, *sizes, **constants, FLAT=32, WARPS=1, SM=0
             )
         board.done[rank, own] = turn + 1
         while int(board.done[rank].min()) <= turn:  # the next kernel of a rank begins when this one has ended
@@ -223,14 +223,14 @@ def program(board: Board, rank: int, own: int) -> None:
 
 
 def verify(board: Board) -> None:
-    from phalanx.comm.rows import own_rows
+    from phalanx.comm.sequence_parallel import rank_rows
     from phalanx.kernels import reference
-    from phalanx.kernels.reference import Unscaled
-    from phalanx.kernels.residual_rms_norm import residual_rms_norm
+    from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm
+    from phalanx.kernels.scaled_tensors import Unscaled
 
     assert all(bool((half == -1).all()) for half in board.halves), "a workspace is not clean"
     for turn, call in enumerate(CALLS):
-        parts = [part.wide().to(call.dtype) if isinstance(part, Unscaled) else part for part in board.parts[turn]]
+        parts = [part.to_fp32().to(call.dtype) if isinstance(part, Unscaled) else part for part in board.parts[turn]]
         quant, scale = ("none", None) if call.quant == "none" else ("fp8", board.scale if call.quant == "fp8" else None)
         wanted = residual_rms_norm(
             reference.all_reduce(parts), board.residuals[turn], board.weights[turn], 1e-5, quant=quant, scale=scale
@@ -241,7 +241,7 @@ def verify(board: Board) -> None:
             for found, right, theirs in zip(outputs, wanted[:-1], first[:-1], strict=True):
                 same(found, right, f"{call} on rank {rank}")
                 assert torch.equal(found.view(torch.uint8), theirs.view(torch.uint8)), f"{call}: rank {rank} differs from rank 0"
-            (mine,) = own_rows(call.rows, call.rows, rank, board.world)
+            (mine,) = rank_rows(call.rows, call.rows, rank, board.world)
             same(residual[mine.start : mine.stop], wanted[-1][mine.start : mine.stop], f"{call}: residual of rank {rank}")
             others = torch.cat((residual[: mine.start], residual[mine.stop :]))
             assert others.isnan().all(), "a rank wrote rows that it does not own"
@@ -279,7 +279,7 @@ def check(world: int, programs: int) -> None:
 
 
 def test_between_processes() -> None:
-    assert interpreted("tests.kernels.rows.test_owned", "3", "2").strip() == "checked"
+    assert interpreted("tests.kernels.sequence_parallel.test_owned", "3", "2").strip() == "checked"
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.kernels.residual_rms_norm import add_residual, finish_row, normalize, square_sum
-from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, hear, leave, poll, push, seal, slot, tell
+from phalanx.kernels.allreduce.signals import at, clear, dependents, draw_ticket, enter, hear, leave, poll, push, seal, slot, tell
+from phalanx.kernels.ops.residual_rms_norm import add_residual, finish_row, normalize, square_sum
 from phalanx.kernels.vectors import (
     add,
     load,
@@ -77,15 +77,15 @@ def gather_sum(
 def oneshot(
     x, out, peers, turn, half, vectors, row_scales, column_scales, pitch,
     KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr,
-    PTX: tl.constexpr,
+    SM: tl.constexpr,
 ):  # fmt: skip
     """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
 
     peers: the address of each rank's workspace; half: vectors in one of its halves; pitch: vectors of a row, None without
     scales; LOOP: there are more blocks than programs.
     """
-    dependents(PTX)
-    number = enter(turn, PTX)
+    dependents(SM)
+    number = enter(turn, SM)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     first = tl.program_id(0)
@@ -96,39 +96,39 @@ def oneshot(
         for block in range(first, blocks, programs):
             index = block * BLOCK + lane
             mask = index < vectors
-            own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, PTX)
+            own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, SM)
             spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
         for block in range(first, blocks, programs):
             index = block * BLOCK + lane
             mask = index < vectors
-            own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, PTX)
+            own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, SM)
             total = gather_sum(own, mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS)
-            store(out, index, pack(total, KIND, PTX), mask, PTX)
+            store(out, index, pack(total, KIND, SM), mask, SM)
         leave(turn, programs, ticket)
     else:
         index = first * BLOCK + lane
         mask = index < vectors
-        own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, PTX)
+        own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, SM)
         spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
         total = gather_sum(own, mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS)
-        store(out, index, pack(total, KIND, PTX), mask, PTX)
+        store(out, index, pack(total, KIND, SM), mask, SM)
         leave(turn, programs, ticket)
 
 
 @triton.jit
-def _load_row(x, row_scales, column_scales, row, column, index, mask, KIND: tl.constexpr, PTX: tl.constexpr):
+def _load_row(x, row_scales, column_scales, row, column, index, mask, KIND: tl.constexpr, SM: tl.constexpr):
     """One of many rows. Its columns' scales are loaded again, rather than held in registers while the row waits for peers."""
-    lanes = load_scales(column_scales, column, mask, KIND, PTX)
-    return load_row(x, row_scales, lanes, row, index, mask, KIND, PTX)
+    lanes = load_scales(column_scales, column, mask, KIND, SM)
+    return load_row(x, row_scales, lanes, row, index, mask, KIND, SM)
 
 
 @triton.jit
 def _finish_rows(
     x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, first, step, rows, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Wait for the parts of rows first, first + step, ..., and finish them."""
     pitch = hidden // (4 if KIND == "fp32" else 8)
@@ -136,12 +136,12 @@ def _finish_rows(
     mask = column < pitch
     for row in range(first, rows, step):
         index = row * pitch + column
-        own = _load_row(x, row_scales, column_scales, row, column, index, mask, KIND, PTX)
-        old = load(residual, index, mask, PTX)
+        own = _load_row(x, row_scales, column_scales, row, column, index, mask, KIND, SM)
+        old = load(residual, index, mask, SM)
         total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
         finish_row(
-            rounded(total, KIND, PTX), old, factors, row, column, mask, sinks, scale, hidden, eps,
-            KIND, QUANT, KEEP_NORM, BLOCK, PTX,
+            rounded(total, KIND, SM), old, factors, row, column, mask, sinks, scale, hidden, eps,
+            KIND, QUANT, KEEP_NORM, BLOCK, SM,
         )  # fmt: skip
 
 
@@ -149,51 +149,51 @@ def _finish_rows(
 def oneshot_norm(
     x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of x [rows, hidden], its residual, norm and quantization, one program a row (LOOP: some rows)."""
-    dependents(PTX)
+    dependents(SM)
     pitch = hidden // (4 if KIND == "fp32" else 8)
     column = tl.arange(0, BLOCK)
     mask = column < pitch
-    factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
+    factors = load(weight, column, mask, SM)  # no kernel before this one writes weights
     if not LOOP:
-        lanes = load_scales(column_scales, column, mask, KIND, PTX)
-    number = enter(turn, PTX)
+        lanes = load_scales(column_scales, column, mask, KIND, SM)
+    number = enter(turn, SM)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     first = tl.program_id(0)
     if LOOP:
         for row in range(first, rows, programs):
             index = row * pitch + column
-            own = _load_row(x, row_scales, column_scales, row, column, index, mask, KIND, PTX)
+            own = _load_row(x, row_scales, column_scales, row, column, index, mask, KIND, SM)
             spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
         _finish_rows(
             x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, first, programs, rows, hidden, eps,
-            KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, WARPS, PTX,
+            KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, WARPS, SM,
         )  # fmt: skip
     else:
         index = first * pitch + column
-        own = load(x, index, mask, PTX)
+        own = load(x, index, mask, SM)
         unit = load_row_scale(row_scales, first)
-        old = load(residual, index, mask, PTX)
-        own = scaled(own, unit, lanes, KIND, PTX)
+        old = load(residual, index, mask, SM)
+        own = scaled(own, unit, lanes, KIND, SM)
         spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
         ticket = draw_ticket(turn, programs)
         total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
         finish_row(
-            rounded(total, KIND, PTX), old, factors, first, column, mask, sinks, scale, hidden, eps,
-            KIND, QUANT, KEEP_NORM, BLOCK, PTX,
+            rounded(total, KIND, SM), old, factors, first, column, mask, sinks, scale, hidden, eps,
+            KIND, QUANT, KEEP_NORM, BLOCK, SM,
         )  # fmt: skip
     leave(turn, programs, ticket)
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "row_scales"])
-def oneshot_norm_pieces(
+def oneshot_norm_split(
     x, residual, weight, sinks, scale, peers, turn, board, half, rows, hidden, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    PIECE: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """As oneshot_norm, for few rows: a row lies on several programs, of PIECE vectors each, which tell each other their sums of
     squares on the board. One multiprocessor would take longer to read a row from every peer than all of them take to talk.
@@ -201,30 +201,30 @@ def oneshot_norm_pieces(
     The grid is rows x ceil(vectors of a row / PIECE), all of which must run at once; PIECES is a power of two, at least that many.
     QUANT is not "fp8_token", which would ask for a second talk.
     """
-    dependents(PTX)
+    dependents(SM)
     pitch = hidden // (4 if KIND == "fp32" else 8)
     pieces = tl.cdiv(pitch, PIECE)
     row = tl.program_id(0) // pieces
     column = tl.program_id(0) % pieces * PIECE + tl.arange(0, PIECE)
     mask = column < pitch
-    factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
-    lanes = load_scales(column_scales, column, mask, KIND, PTX)
-    number = enter(turn, PTX)
+    factors = load(weight, column, mask, SM)  # no kernel before this one writes weights
+    lanes = load_scales(column_scales, column, mask, KIND, SM)
+    number = enter(turn, SM)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     index = row * pitch + column
-    own = load(x, index, mask, PTX)
+    own = load(x, index, mask, SM)
     unit = load_row_scale(row_scales, row)
-    old = load(residual, index, mask, PTX)
-    own = scaled(own, unit, lanes, KIND, PTX)
+    old = load(residual, index, mask, SM)
+    own = scaled(own, unit, lanes, KIND, SM)
     spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
     ticket = draw_ticket(turn, programs)
     total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, PIECE, WARPS)
-    new = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
+    new = add_residual(rounded(total, KIND, SM), old, index, mask, sinks[1], KIND, SM)
     tell(board, tl.program_id(0), square_sum(new), number)
     each = tl.arange(0, PIECES)
     squares = tl.sum(hear(board, row * pieces + each, each < pieces, number), 0)
     normalize(
-        new, squares, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, PIECE, PTX
+        new, squares, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, PIECE, SM
     )  # fmt: skip
     leave(turn, programs, ticket)

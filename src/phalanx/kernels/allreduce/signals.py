@@ -156,16 +156,16 @@ def slot(rank, source, world):
 
 
 @triton.jit
-def dependents(PTX: tl.constexpr):
+def dependents(SM: tl.constexpr):
     """Let the next kernel start early, if it was launched so; it waits before it reads what this one writes."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
 
 
 @triton.jit
-def enter(turn, PTX: tl.constexpr):
+def enter(turn, SM: tl.constexpr):
     """Wait for the kernels before this one; then the number of this call, from turn (two int32: number, tickets drawn)."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_wait()
     return tl.inline_asm_elementwise(_NUMBER, "=r,l", [turn], dtype=tl.int32, is_pure=False, pack=1)
 

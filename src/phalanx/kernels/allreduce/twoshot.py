@@ -22,16 +22,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.kernels.allreduce_oneshot import gather_sum
-from phalanx.kernels.residual_rms_norm import finish_row
-from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
+from phalanx.kernels.allreduce.oneshot import gather_sum
+from phalanx.kernels.allreduce.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal, slot
+from phalanx.kernels.ops.residual_rms_norm import finish_row
 from phalanx.kernels.vectors import load, load_product, pack, store, unpack
 
 
 @triton.jit
 def scatter(
     x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers,
-    PTX: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
+    SM: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Push each peer's share of my tensor to it."""
     for block in range(tl.program_id(0), tl.cdiv(share, BLOCK), movers):
@@ -41,13 +41,13 @@ def scatter(
             mask = (index < share) & (source < vectors)
             place = slot((RANK + step) % WORLD, RANK, WORLD) * share.to(tl.int64) * 16
             address = at(peers[(RANK + step) % WORLD] + offset + place, index, mask)
-            push(address, seal(load_product(x, row_scales, column_scales, source, pitch, mask, KIND, PTX)))
+            push(address, seal(load_product(x, row_scales, column_scales, source, pitch, mask, KIND, SM)))
 
 
 @triton.jit
 def _sum_and_push(
     x, row_scales, column_scales, pitch, out, peers, offset, vectors, share, movers,
-    PTX: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    SM: tl.constexpr, KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
     """Add up my share and push it to all: with NORM into my own half too, else into out."""
@@ -56,16 +56,16 @@ def _sum_and_push(
         index = block * BLOCK + tl.arange(0, BLOCK)
         place = RANK * share + index
         mask = (index < share) & (place < vectors)
-        own = load_product(x, row_scales, column_scales, place, pitch, mask, KIND, PTX)
+        own = load_product(x, row_scales, column_scales, place, pitch, mask, KIND, SM)
         total = gather_sum(own, peers[RANK] + offset, index, mask, share, KIND, RANK, WORLD, BLOCK, WARPS)
-        words = pack(total, KIND, PTX)
+        words = pack(total, KIND, SM)
         sealed = seal(words)
         for step in tl.static_range(1, WORLD):
             push(at(peers[(RANK + step) % WORLD] + sums, place, mask), sealed)
         if NORM:
             push(at(peers[RANK] + sums, place, mask), sealed)
         else:
-            store(out, place, words, mask, PTX)
+            store(out, place, words, mask, SM)
 
 
 @triton.jit
@@ -80,25 +80,25 @@ def _collector(movers, programs):
 def twoshot(
     x, out, peers, turn, half, vectors, share, movers, row_scales, column_scales, pitch,
     KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
-    PTX: tl.constexpr,
+    SM: tl.constexpr,
 ):  # fmt: skip
     """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
 
     share: vectors that each rank adds up, world x share >= vectors; peers: the address of each rank's workspace; half: vectors in
     one of its halves; pitch: vectors of a row, None without scales.
     """
-    dependents(PTX)
-    number = enter(turn, PTX)
+    dependents(SM)
+    number = enter(turn, SM)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     moves = tl.program_id(0) < movers
     if moves:
-        scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, BLOCK)
+        scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, SM, KIND, RANK, WORLD, BLOCK)
     ticket = draw_ticket(turn, programs)
     if moves:
         _sum_and_push(
             x, row_scales, column_scales, pitch, out, peers, offset, vectors, share, movers,
-            PTX, KIND, RANK, WORLD, BLOCK, WARPS, False,
+            SM, KIND, RANK, WORLD, BLOCK, WARPS, False,
         )  # fmt: skip
     mine = peers[RANK] + offset + (WORLD - 1) * share.to(tl.int64) * 16
     first, hop = _collector(movers, programs)
@@ -112,7 +112,7 @@ def twoshot(
         for step in tl.static_range(1, WORLD):
             clear(addresses[step - 1])
             place = (RANK + step) % WORLD * share + index
-            store(out, place, words[4 * step - 4 : 4 * step], (index < share) & (place < vectors), PTX)
+            store(out, place, words[4 * step - 4 : 4 * step], (index < share) & (place < vectors), SM)
     leave(turn, programs, ticket)
 
 
@@ -120,27 +120,27 @@ def twoshot(
 def twoshot_norm(
     x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, share, movers, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of x [rows, hidden], its residual, norm and quantization. BLOCK: vectors that hold a row; FLAT: vectors
     that a program moves at once."""
-    dependents(PTX)
+    dependents(SM)
     pitch = hidden // (4 if KIND == "fp32" else 8)
     vectors = rows * pitch
     column = tl.arange(0, BLOCK)
     mask = column < pitch
-    factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
-    number = enter(turn, PTX)
+    factors = load(weight, column, mask, SM)  # no kernel before this one writes weights
+    number = enter(turn, SM)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     moves = tl.program_id(0) < movers
     if moves:
-        scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, PTX, KIND, RANK, WORLD, FLAT)
+        scatter(x, row_scales, column_scales, pitch, peers, offset, vectors, share, movers, SM, KIND, RANK, WORLD, FLAT)
     ticket = draw_ticket(turn, programs)
     if moves:
         _sum_and_push(
             x, row_scales, column_scales, pitch, x, peers, offset, vectors, share, movers,
-            PTX, KIND, RANK, WORLD, FLAT, WARPS, True,
+            SM, KIND, RANK, WORLD, FLAT, WARPS, True,
         )  # fmt: skip
     mine = peers[RANK] + offset + (WORLD - 1) * share.to(tl.int64) * 16
     first, hop = _collector(movers, programs)
@@ -150,12 +150,12 @@ def twoshot_norm(
         row = turn_of % WORLD * depth + turn_of // WORLD
         if row < rows:
             index = row * pitch + column
-            old = load(residual, index, mask, PTX)
+            old = load(residual, index, mask, SM)
             address = at(mine, index, mask)
             words = poll((address,), BLOCK, WARPS)
             clear(address)
             finish_row(
                 unpack(words, KIND), old, factors, row, column, mask, sinks, scale, hidden, eps,
-                KIND, QUANT, KEEP_NORM, BLOCK, PTX,
+                KIND, QUANT, KEEP_NORM, BLOCK, SM,
             )  # fmt: skip
     leave(turn, programs, ticket)

@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.shares import cut, piece_at, seen_of
-from phalanx.kernels.attention.split import MOST_PIECES, Split, Workspace
+from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, DecodeTiling, SplitKvWorkspace
+from phalanx.kernels.attention.split_kv import load_split, plan, visible_range
+from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
-from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
 LOG2_E = 1.4426950408889634
@@ -40,9 +40,9 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _half(pairs, like, ODD: tl.constexpr, PTX: tl.constexpr):
+def _half(pairs, like, ODD: tl.constexpr, SM: tl.constexpr):
     """Of two e4m3 bytes in each element of 16 bits, the first or the second, in the dtype of `like`, exactly."""
-    if PTX >= 89:
+    if SM >= 89:
         if ODD:
             value = tl.inline_asm_elementwise(
                 "{ .reg .b32 two; .reg .b16 low, high; prmt.b32 two, $1, 0, 0x4431; mov.b32 {low, high}, two;"
@@ -56,14 +56,14 @@ def _half(pairs, like, ODD: tl.constexpr, PTX: tl.constexpr):
                 "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
             )  # fmt: skip
     else:
-        value = widened((pairs >> (8 if ODD else 0)).to(tl.uint8), like, PTX)
+        value = widened((pairs >> (8 if ODD else 0)).to(tl.uint8), like, SM)
     return value
 
 
 @triton.jit
-def _product(left, right, total, PTX: tl.constexpr):
+def _product(left, right, total, SM: tl.constexpr):
     """left @ right + total in fp32. Triton's interpreter multiplies no bf16."""
-    if PTX == 0:
+    if SM == 0:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
 
@@ -121,7 +121,7 @@ def _joined(top, total, out, odd, APART: tl.constexpr, PAIRS: tl.constexpr):
 def _part(
     query, scales, key_cache, value_cache, table, block, begin, low, end, head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr,
-    TILE: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    TILE: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, PAIRS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """query [HEADS, WIDTH] over tokens low .. end - 1 of a row, begin <= low a multiple of RUN -> (maximum [HEADS], sum [HEADS],
     output [WIDTH, HEADS], yet to be divided by the sum). scales [HEADS]: of the scores, log2(e) among them; block: of tile one.
@@ -153,8 +153,8 @@ def _part(
         there = tl.expand_dims(place, AXIS + 1) + key_dim
         key = tl.load(key_cache + there) if DIM == WIDTH else tl.load(key_cache + there, key_dim < DIM, 0)
         if FP8:
-            key = widened(key, query, PTX)
-        score = _product(key, queries, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), PTX) * scales
+            key = widened(key, query, SM)
+        score = _product(key, queries, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), SM) * scales
         score = tl.where(tl.expand_dims(seen, AXIS + 1), score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, AXIS))
         weight = tl.exp2(score - tl.expand_dims(higher, AXIS))
@@ -162,18 +162,18 @@ def _part(
         total = total * fade + tl.sum(weight, AXIS)
         # What is not seen is not read: stale memory may hold NaN, which no factor 0 removes.
         read = tl.expand_dims(seen, AXIS) & (value_dim < DIM // EACH)
-        narrow, fade = nearest(weight, query, PTX), tl.expand_dims(fade, AXIS)
+        narrow, fade = nearest(weight, query, SM), tl.expand_dims(fade, AXIS)
         if PAIRS:
             place = _places(block, at, head, APART, TILE, RUN, BLOCK_SIZE, DIM // 2, KV_HEADS * DIM // 2)
             there = tl.expand_dims(place, AXIS) + value_dim
             pair = tl.load(value_cache.to(tl.pointer_type(tl.uint16)) + there, read, 0)
-            out = _product(_half(pair, query, False, PTX), narrow, out * fade, PTX)
-            odd = _product(_half(pair, query, True, PTX), narrow, odd * fade, PTX)
+            out = _product(_half(pair, query, False, SM), narrow, out * fade, SM)
+            odd = _product(_half(pair, query, True, SM), narrow, odd * fade, SM)
         else:
             value = tl.load(value_cache + tl.expand_dims(place, AXIS) + value_dim, read, 0)
             if FP8:
-                value = widened(value, query, PTX)
-            out = _product(value, narrow, out * fade, PTX)
+                value = widened(value, query, SM)
+            out = _product(value, narrow, out * fade, SM)
         top, block = higher, coming
     return _joined(top, total, out, odd, APART, PAIRS)
 
@@ -203,12 +203,12 @@ def _added_up(
 
 
 @triton.jit
-def _store(out, row, first_head, members, total, mixed, like, value_scale, q_heads, DIM: tl.constexpr, PTX: tl.constexpr):
+def _store(out, row, first_head, members, total, mixed, like, value_scale, q_heads, DIM: tl.constexpr, SM: tl.constexpr):
     """mixed [lanes, WIDTH] / total [lanes] as the output of the `members` heads from first_head on."""
     lane, dim = tl.arange(0, mixed.shape[0])[:, None], tl.arange(0, mixed.shape[1])[None, :]
     place = (row.to(tl.int64) * q_heads + first_head + lane) * DIM + dim
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
-    tl.store(out + place, nearest(result, like, PTX), (lane < members) & (dim < DIM))
+    tl.store(out + place, nearest(result, like, SM), (lane < members) & (dim < DIM))
 
 
 @triton.jit(
@@ -216,16 +216,16 @@ def _store(out, row, first_head, members, total, mixed, like, value_scale, q_hea
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
 )
 def _decode(
-    query, key_cache, value_cache, tables, table_rows, lengths, pieces_of, out, tops, totals, outs, arrivals,
+    query, key_cache, value_cache, tables, table_rows, lengths, splits, out, tops, totals, outs, arrivals,
     table_stride, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
     APART: tl.constexpr, STAGES: tl.constexpr, INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
-    PTX: tl.constexpr,
+    SM: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head and band of HEADS of its query heads, piece, or row where pieces_of is None). MOST: pieces of a row, at
+    """Program (KV head and band of HEADS of its query heads, piece, or row where splits is None). MOST: pieces of a row, at
     most. EARLY: see early_lengths."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()  # lengths, tables, queries and the newest keys and values: all may be what the kernel before has written
@@ -233,19 +233,19 @@ def _decode(
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
     RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1  # tokens that are sure to lie in one block, from a multiple of it on
     item, kv_head, band = tl.program_id(1), tl.program_id(0) // BANDS, tl.program_id(0) % BANDS
-    if pieces_of is not None:
-        row, first, pieces, begin, end, low, held = piece_at(pieces_of, item)
+    if splits is not None:
+        row, first, count, begin, end, low, table_row = load_split(splits, item)
     else:
-        row, first, pieces, held = item, item, 1, item
-        low, begin, end = seen_of(tl.load(lengths + row, cache_modifier=".cg"), window, RUN, WINDOWED)
+        row, first, count, table_row = item, item, 1, item
+        low, begin, end = visible_range(tl.load(lengths + row, cache_modifier=".cg"), window, RUN, WINDOWED)
         if INDIRECT:
-            held = tl.load(table_rows + row, cache_modifier=".cg")
-    if held < 0:  # no slot is less than 0
+            table_row = tl.load(table_rows + row, cache_modifier=".cg")
+    if table_row < 0:  # no split
         return
     # Every row has a first piece, which waits: so what waits for this kernel has waited for those before it too.
-    if PTX >= 90 and EARLY:
+    if SM >= 90 and EARLY:
         gdc_wait()
-    table = tables + held.to(tl.int64) * table_stride
+    table = tables + table_row.to(tl.int64) * table_stride
     block = _blocks(table, begin, end, TILE, RUN, BLOCK_SIZE)
 
     first_head, members = kv_head * GROUP + band * HEADS, GROUP - band * HEADS
@@ -258,11 +258,11 @@ def _decode(
         scales *= powers
     top, total, turned = _part(
         narrow, scales, key_cache, value_cache, table, block, begin, low, end, kv_head,
-        DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, FP8 and narrow.dtype == tl.float16, PTX,
+        DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, FP8 and narrow.dtype == tl.float16, SM,
     )  # fmt: skip
     mixed = tl.trans(turned)
-    if pieces == 1:
-        _store(out, row, first_head, members, total, mixed, own, value_scale, KV_HEADS * GROUP, DIM, PTX)
+    if count == 1:
+        _store(out, row, first_head, members, total, mixed, own, value_scale, KV_HEADS * GROUP, DIM, SM)
     else:
         counted = row * tl.num_programs(0) + tl.program_id(0)
         group = tl.program_id(0) * tl.num_programs(1) + first
@@ -271,16 +271,16 @@ def _decode(
         tl.store(totals + left, total)
         tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed, (lane < members)[:, None])
         tl.debug_barrier()  # all warps have stored before one of them releases what they stored
-        if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == pieces - 1:
+        if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
             tl.store(arrivals + counted, 0)
-            whole, added = _added_up(tops, totals, outs, group, pieces, MOST, WIDTH, HEADS, LANES, AT_ONCE)
-            _store(out, row, first_head, members, whole, added, own, value_scale, KV_HEADS * GROUP, DIM, PTX)
+            whole, added = _added_up(tops, totals, outs, group, count, MOST, WIDTH, HEADS, LANES, AT_ONCE)
+            _store(out, row, first_head, members, whole, added, own, value_scale, KV_HEADS * GROUP, DIM, SM)
 
 
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
-    *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: Workspace, split: Split,
-    pieces: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
+    *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: SplitKvWorkspace, tiling: DecodeTiling,
+    splits: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone. pieces:
     what `shares.cut` says of these rows and this split; None: it is asked here, where the split has shares."""
@@ -289,21 +289,21 @@ def decode_attention(
     out = torch.empty_like(query) if out is None else out
     if not rows:
         return out
-    if pieces is None and split.shares:
-        pieces, early_lengths = cut(kv_lengths, table_rows, split, window=window, block_size=block_size), False
-    ptx, fp8, group = capability(query.device), key_cache.dtype == torch.float8_e4m3fn, q_heads // kv_heads
+    if splits is None and tiling.extra_splits:
+        splits, early_lengths = plan(kv_lengths, table_rows, tiling, window=window, block_size=block_size), False
+    sm, fp8, group = sm_arch(query.device), key_cache.dtype == torch.float8_e4m3fn, q_heads // kv_heads
     width, heads = max(16, triton.next_power_of_2(head_dim)), 8 if group <= 8 else MOST_HEADS
     programs, lanes = kv_heads * triton.cdiv(group, heads), min(heads, triton.next_power_of_2(group))
-    tops, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(split.shares, rows), heads, width)
+    tops, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
-    _decode[(programs, rows if pieces is None else len(pieces))](
-        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, pieces, out,
+    _decode[(programs, rows if splits is None else len(splits))](
+        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out,
         tops, totals, outs, arrivals, block_tables.stride(0), window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
-        MOST=MOST_PIECES, AT_ONCE=min(MOST_PIECES, 16 * split.warps // lanes), TILE=split.tile,
-        APART=1 if split.together else split.warps, STAGES=split.stages, INDIRECT=pieces is None and table_rows is not None,
-        WINDOWED=window is not None, EARLY=early_lengths, PTX=ptx, num_warps=split.warps, maxnreg=split.registers,
-        launch_pdl=ptx >= 90,
+        MOST=MAX_SPLITS_PER_ROW, AT_ONCE=min(MAX_SPLITS_PER_ROW, 16 * tiling.warps // lanes), TILE=tiling.tile,
+        APART=1 if tiling.cooperative else tiling.warps, STAGES=tiling.stages, INDIRECT=splits is None and table_rows is not None,
+        WINDOWED=window is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, maxnreg=tiling.registers,
+        launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

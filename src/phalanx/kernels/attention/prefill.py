@@ -22,9 +22,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.attention.decode import LOG2_E, LOWEST, _blocks, _in_fp16, _places, _product
-from phalanx.kernels.attention.split import PrefillChoice, most_prefill_tiles, tile_tokens
+from phalanx.kernels.attention.heuristics import PrefillTiling, max_prefill_tiles, tile_tokens
+from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
-from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
 
@@ -53,7 +53,7 @@ def _tile(starts, lengths, table_rows, rows, back, TOKENS: tl.constexpr, MOST: t
 def _attended(
     query, scales, last, key_cache, value_cache, table, block, begin, low, full, end, head, window,
     DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, WINDOWED: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, WINDOWED: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """query [ROWS, WIDTH] over keys low .. end - 1 of a row, begin <= low a multiple of RUN -> (sum [ROWS], output [ROWS, WIDTH],
     yet to be divided by the sum). scales [ROWS]: of the scores, above 0, log2(e) among them; last [ROWS]: key that each sees; all
@@ -72,8 +72,8 @@ def _attended(
         # Keys that are not seen may be read, from whatever block, as their scores are replaced.
         key = tl.load(key_cache + place) if DIM == WIDTH else tl.load(key_cache + place, dim < DIM, 0)
         if FP8:
-            key = widened(key, query, PTX)
-        score = _product(query, tl.trans(key), tl.zeros([ROWS, KEYS], tl.float32), PTX)
+            key = widened(key, query, SM)
+        score = _product(query, tl.trans(key), tl.zeros([ROWS, KEYS], tl.float32), SM)
         if WINDOWED:
             seen = (token[None, :] <= last[:, None]) & (token[None, :] > last[:, None] - window)
             score = tl.where(seen, score, float("-inf"))
@@ -89,8 +89,8 @@ def _attended(
             read = read & (dim < DIM)
         value = tl.load(value_cache + place, read, 0)
         if FP8:
-            value = widened(value, query, PTX)
-        out = _product(nearest(weight, query, PTX), value, out * fade[:, None], PTX)
+            value = widened(value, query, SM)
+        out = _product(nearest(weight, query, SM), value, out * fade[:, None], SM)
         top, block = higher, coming
     return total, out
 
@@ -104,10 +104,10 @@ def _prefill(
     table_stride, rows, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MOST: tl.constexpr,
-    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, PTX: tl.constexpr,
+    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Programs count tiles from the last, parts of a tile from the last, and KV heads. EARLY: see early_lengths."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
             gdc_wait()  # starts, lengths, tables, queries and the newest keys and values: all may be what the kernel before wrote
@@ -115,7 +115,7 @@ def _prefill(
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
     kv_head, back = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     first, row_begin, count, length, held = _tile(starts, lengths, table_rows, rows, back // PARTS, TOKENS, MOST, INDIRECT)
-    if PTX >= 90 and EARLY:
+    if SM >= 90 and EARLY:
         gdc_wait()  # also where there is nothing to do: so what waits for this kernel has waited for those before it too
     lead = (PARTS - 1 - back % PARTS) * ROWS  # the part's first (token, head) among the tile's
     if (first < 0) | (first + lead // GROUP >= count):
@@ -141,15 +141,15 @@ def _prefill(
         scales *= powers
     total, mixed = _attended(
         narrow, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, table, block, begin, low, full, end,
-        kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, PTX,
+        kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, SM,
     )  # fmt: skip
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
-    tl.store(out + place, nearest(result, own, PTX), valid)
+    tl.store(out + place, nearest(result, own, SM), valid)
 
 
 def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
-    kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, choice: PrefillChoice,
+    kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, tiling: PrefillTiling,
     tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.prefill_attention`, for contiguous queries and caches; `out`'s tokens of no row are not set."""
@@ -157,19 +157,19 @@ def prefill_attention(
     block_size, kv_heads = key_cache.shape[1:3]
     rows, group = len(kv_lengths), q_heads // kv_heads
     out = torch.empty_like(query) if out is None else out
-    tiles = most_prefill_tiles(tokens, rows, group) if tiles is None else tiles
+    tiles = max_prefill_tiles(tokens, rows, group) if tiles is None else tiles
     if not tiles:
         return out
-    ptx, fp8, each = capability(query.device), key_cache.dtype == torch.float8_e4m3fn, tile_tokens(group)
+    sm, fp8, each = sm_arch(query.device), key_cache.dtype == torch.float8_e4m3fn, tile_tokens(group)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
-    _prefill[(tiles * triton.cdiv(each * group, choice.rows) * kv_heads,)](
+    _prefill[(tiles * triton.cdiv(each * group, tiling.rows) * kv_heads,)](
         query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, query_starts, kv_lengths, out,
         block_tables.stride(0), rows, window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-        TOKENS=each, ROWS=choice.rows, KEYS=choice.keys, STAGES=choice.stages, MOST=_room(rows), INDIRECT=table_rows is not None,
-        WINDOWED=window is not None, EARLY=early_lengths, PTX=ptx, num_warps=choice.warps, maxnreg=choice.registers,
-        launch_pdl=ptx >= 90,
+        TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_room(rows), INDIRECT=table_rows is not None,
+        WINDOWED=window is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, maxnreg=tiling.registers,
+        launch_pdl=sm >= 90,
     )  # fmt: skip
     return out
 

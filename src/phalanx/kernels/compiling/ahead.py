@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from phalanx.kernels.norms import triton_is_here
+from phalanx.kernels.capabilities import has_triton
 from phalanx.log import get_logger
 
 _log = get_logger(__name__)
@@ -61,7 +61,7 @@ def launches_left_out() -> Iterator[None]:
 
 def can_compile_ahead() -> bool:
     """Whether this Triton can be asked to compile later (from 3.5 on), and this system copies processes."""
-    if not triton_is_here() or sys.platform != "linux":
+    if not has_triton() or sys.platform != "linux":
         return False
     import triton
 

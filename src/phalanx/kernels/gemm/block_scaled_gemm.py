@@ -22,13 +22,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.products.cuts import WIDTH, Blocks
-from phalanx.kernels.products.quantize_groups import PITCH, empty_scales
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.gemm.block_heuristics import BLOCK_K, BlockTiling
+from phalanx.kernels.gemm.per_token_group_quant import PITCH, empty_scales
 from phalanx.kernels.quantize import widened
-from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
-DEPTH = tl.constexpr(WIDTH)
+DEPTH = tl.constexpr(BLOCK_K)
 """Columns of a block."""
 TOGETHER = tl.constexpr(16)
 """Tiles of tokens that go through the weight side by side: what they read stays in the second cache."""
@@ -57,13 +57,13 @@ def _tile_of(tiles_n, tiles_t):
 
 
 @triton.jit(do_not_specialize=["tokens", "blocks", "tiles_n", "tiles_t", "share"])
-def _block_scaled(
+def _block_scaled_gemm(
     x, x_scale, weight, scale, out, tokens, pitch, outputs, inputs, blocks, tiles_n, tiles_t, share, SKIP: tl.constexpr,
-    WHOLE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr, PTX: tl.constexpr,
+    WHOLE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, AHEAD: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """x_scale [blocks, pitch], pitch a multiple of TOKENS; or None, for x in 16 bit and a weight in uint8. WHOLE: no block is cut.
     share: blocks of one part. out: [tokens, outputs], or fp32 [parts, tokens, outputs]."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
     tile_n, tile_t, part = _tile_of(tiles_n, tiles_t)
     row, token = tile_n * ROWS + tl.arange(0, ROWS), tile_t * TOKENS + tl.arange(0, TOKENS)
@@ -71,7 +71,7 @@ def _block_scaled(
     real_row, real_token = tl.minimum(row, outputs - 1), tl.minimum(token, tokens - 1)
     first = part * share
     last = tl.minimum(first + share, blocks)
-    if PTX >= 90:
+    if SM >= 90:
         for ahead in tl.static_range(AHEAD):
             _ask_ahead(weight, real_row, inputs, tl.minimum(first + ahead, blocks - 1), SKIP)
         gdc_wait()
@@ -92,8 +92,8 @@ def _block_scaled(
             sums = tl.dot(w, tl.trans(v))
             total += sums * tl.load(x_scale + block * pitch + token)[None, :] * factor
         else:
-            wide = widened(w, total, PTX)
-            if PTX == 0:  # the interpreter does not multiply bf16
+            wide = widened(w, total, SM)
+            if SM == 0:  # the interpreter does not multiply bf16
                 total += tl.dot(wide, tl.trans(v.to(tl.float32)), input_precision="ieee") * factor
             else:
                 total += tl.dot(wide.to(v.dtype), tl.trans(v)) * factor
@@ -102,13 +102,13 @@ def _block_scaled(
     if PARTS:
         tl.store(place + part.to(tl.int64) * tokens * outputs, total, inside)
     else:
-        tl.store(place, nearest(total, tl.zeros([ROWS, TOKENS], out.dtype.element_ty), PTX), inside)
+        tl.store(place, nearest(total, tl.zeros([ROWS, TOKENS], out.dtype.element_ty), SM), inside)
 
 
 @triton.jit(do_not_specialize=["size", "count"])
-def _add_parts(parts, out, size, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def _add_parts(parts, out, size, count, BLOCK: tl.constexpr, SM: tl.constexpr):
     """parts [count, size] -> out [size]."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -116,19 +116,19 @@ def _add_parts(parts, out, size, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
     total = tl.load(parts + at, inside, 0.0)
     for part in range(1, count):
         total += tl.load(parts + at + size.to(tl.int64) * part, inside, 0.0)
-    tl.store(out + at, nearest(total, tl.zeros([BLOCK], out.dtype.element_ty), PTX), inside)
+    tl.store(out + at, nearest(total, tl.zeros([BLOCK], out.dtype.element_ty), SM), inside)
 
 
-def block_scaled(
-    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, begin: int, tiling: Blocks
+def block_scaled_gemm(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, begin: int, tiling: BlockTiling
 ) -> Tensor:  # fmt: skip
     """x [T, in] times weight [out, in] e4m3 with scale [out, blocks] fp32, contiguous -> [T, out] in `dtype`.
 
-    x in e4m3 with x_scale [T, blocks], as `quantize_groups` gives them; or in bf16 or fp16 and x_scale None. begin: which column of
+    x in e4m3 with x_scale [T, blocks], as `per_token_group_quant_fp8` gives them; or in bf16 or fp16 and x_scale None. begin: which column of
     its block of 128 the first one is. `in`, out and begin are multiples of 16.
     """
     (tokens, inputs), outputs = x.shape, weight.shape[0]
-    blocks, ptx = scale.shape[1], capability(x.device)
+    blocks, sm = scale.shape[1], sm_arch(x.device)
     tiles_n, tiles_t = triton.cdiv(outputs, tiling.rows), triton.cdiv(tokens, tiling.tokens)
     share = triton.cdiv(blocks, tiling.parts)
     parts = triton.cdiv(blocks, share)
@@ -138,14 +138,14 @@ def block_scaled(
         return out
     if x_scale is not None and (x_scale.stride(0) != 1 or x_scale.stride(1) % PITCH):
         x_scale = empty_scales(tokens + 1, blocks, x.device)[:tokens].copy_(x_scale)
-    _block_scaled[(tiles_n * tiles_t, parts)](
+    _block_scaled_gemm[(tiles_n * tiles_t, parts)](
         x, x_scale, weight if x_scale is not None else weight.view(torch.uint8), scale, sums, tokens,
         0 if x_scale is None else x_scale.stride(1), outputs, inputs, blocks, tiles_n, tiles_t, share,
         SKIP=begin, WHOLE=begin == 0 and inputs % DEPTH.value == 0, PARTS=parts > 1, ROWS=tiling.rows, TOKENS=tiling.tokens,
-        AHEAD=min(tiling.stages, 4), PTX=ptx, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=ptx >= 90,
+        AHEAD=min(tiling.stages, 4), SM=sm, num_warps=tiling.warps, num_stages=tiling.stages, launch_pdl=sm >= 90,
     )  # fmt: skip
     if parts > 1:
         _add_parts[(triton.cdiv(out.numel(), PIECE),)](
-            sums, out, out.numel(), parts, BLOCK=PIECE, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90
+            sums, out, out.numel(), parts, BLOCK=PIECE, SM=sm, num_warps=4, launch_pdl=sm >= 90
         )
     return out

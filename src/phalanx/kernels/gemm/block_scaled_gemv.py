@@ -5,8 +5,8 @@
 
     out[0, n] = round(sum over blocks b of (sum over k in b of x[0, k] * weight[n, k]) * x_scale[0, b] * scale[n, b])
 
-x comes in e4m3 with a scale per block; or in 16 or 32 bit: then each program quantizes it itself, as `reference.quantize_groups`
-does, or multiplies it as it is. Loads are arranged as in `one_row_fp8`.
+x comes in e4m3 with a scale per block; or in 16 or 32 bit: then each program quantizes it itself, as `reference.per_token_group_quant_fp8`
+does, or multiplies it as it is. Loads are arranged as in `gemv_fp8`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.products.block_scaled import DEPTH
-from phalanx.kernels.products.choice import OneRow
-from phalanx.kernels.products.one_row_fp8 import HALF, LANE, _halves
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.gemm.block_scaled_gemm import DEPTH
+from phalanx.kernels.gemm.gemv_fp8 import HALF, LANE, _halves
+from phalanx.kernels.gemm.heuristics import GemvTiling
 from phalanx.kernels.quantize import e4m3_byte, scale_of, widened
-from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import largest_along, nearest
 
 LANES = tl.constexpr(8)
@@ -39,18 +39,18 @@ def _scale_of_lanes(low, high, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _as_e4m3(value, inverse, PTX: tl.constexpr):
-    return widened(e4m3_byte(value * inverse[:, :, None], PTX), value, PTX)
+def _as_e4m3(value, inverse, SM: tl.constexpr):
+    return widened(e4m3_byte(value * inverse[:, :, None], SM), value, SM)
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
-def _block_scaled_row(
+def _block_scaled_gemv(
     x, x_scale, weight, scale, out, rows, blocks, COLUMNS: tl.constexpr, SKIP: tl.constexpr, QUANTIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """x_scale [blocks] for x in e4m3, which comes as uint8 as the weight does, else None; then it is quantized here, or (QUANTIZE
     is off) not at all."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = (row < rows)[:, None]
@@ -60,7 +60,7 @@ def _block_scaled_row(
     scale_place = scale + row[:, None].to(tl.int64) * blocks + block
     coming = tl.load(place, there & (column >= 0) & (column < COLUMNS), 0)
     factor = tl.load(scale_place, there & (block < blocks), 0.0)
-    if PTX >= 90:
+    if SM >= 90:
         gdc_wait()
     lane = tl.arange(0, BLOCK // LANE)[None, :, None] * LANE + tl.arange(0, HALF)[None, None, :] - SKIP
     total = tl.zeros([ROWS, BLOCK // LANE], tl.float32)
@@ -73,23 +73,23 @@ def _block_scaled_row(
         low = tl.load(x + below, (below >= 0) & (below < COLUMNS), 0)
         high = tl.load(x + above, (above >= 0) & (above < COLUMNS), 0)
         if x_scale is not None:
-            low, high = widened(low, total, PTX), widened(high, total, PTX)
+            low, high = widened(low, total, SM), widened(high, total, SM)
             unit *= tl.load(x_scale + begin // DEPTH + block, begin // DEPTH + block < blocks, 0.0)
         else:
             low, high = low.to(tl.float32), high.to(tl.float32)
             if QUANTIZE:
                 own = _scale_of_lanes(low, high, BLOCK)
                 inverse = tl.div_rn(1.0, own)
-                low, high = _as_e4m3(low, inverse, PTX), _as_e4m3(high, inverse, PTX)
+                low, high = _as_e4m3(low, inverse, SM), _as_e4m3(high, inverse, SM)
                 unit *= own
         first, second = _halves(here, ROWS, BLOCK)
-        total += (tl.sum(widened(first, total, PTX) * low, 2) + tl.sum(widened(second, total, PTX) * high, 2)) * unit
-    tl.store(out + row, nearest(tl.sum(total, 1), tl.zeros([ROWS], out.dtype.element_ty), PTX), row < rows)
+        total += (tl.sum(widened(first, total, SM) * low, 2) + tl.sum(widened(second, total, SM) * high, 2)) * unit
+    tl.store(out + row, nearest(tl.sum(total, 1), tl.zeros([ROWS], out.dtype.element_ty), SM), row < rows)
 
 
-def block_scaled_row(
+def block_scaled_gemv(
     x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, begin: int, quantize: bool,
-    tiling: OneRow,
+    tiling: GemvTiling,
 ) -> Tensor:  # fmt: skip
     """x [1, in] times weight [out, in] e4m3 with scale [out, blocks] fp32, contiguous -> [1, out] in `dtype`.
 
@@ -98,10 +98,10 @@ def block_scaled_row(
     """
     outputs, inputs = weight.shape
     out = torch.empty((1, outputs), dtype=dtype, device=x.device)
-    ptx = capability(x.device)
-    _block_scaled_row[(triton.cdiv(outputs, tiling.rows),)](
+    sm = sm_arch(x.device)
+    _block_scaled_gemv[(triton.cdiv(outputs, tiling.rows),)](
         x if x_scale is None else x.view(torch.uint8), x_scale, weight.view(torch.uint8), scale, out, outputs, scale.shape[1],
-        COLUMNS=inputs, SKIP=begin, QUANTIZE=quantize, ROWS=tiling.rows, BLOCK=tiling.block, PTX=ptx, num_warps=tiling.warps,
-        launch_pdl=ptx >= 90,
+        COLUMNS=inputs, SKIP=begin, QUANTIZE=quantize, ROWS=tiling.rows, BLOCK=tiling.block, SM=sm, num_warps=tiling.warps,
+        launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

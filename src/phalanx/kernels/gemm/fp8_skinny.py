@@ -35,8 +35,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.errors import EngineError
-from phalanx.kernels.products import choice
-from phalanx.kernels.products.choice import FewRows
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.gemm import heuristics
+from phalanx.kernels.gemm.heuristics import SkinnyTiling
 
 ALIGNMENT = 16
 """Rows that the tensor memory accelerator reads begin on multiples of this many bytes."""
@@ -117,7 +118,7 @@ def _hand_over(
 
 
 @gluon.jit(do_not_specialize=["tokens", "units"])
-def _few_rows(
+def _fp8_skinny(
     x, weight, out, row_scale, column_scale, parts, arrived, tokens, outputs, units, KT: gl.constexpr, STAGES: gl.constexpr,
     SUMS: gl.constexpr, STORED: gl.constexpr, AT_ONCE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
@@ -193,7 +194,7 @@ def layouts(rows: int, tokens: int, warps: int) -> tuple[gl.NVMMADistributedLayo
     return sums, gl.DistributedLinearLayout(registers, lanes, [[r, 0] for r in _powers(16, 16 * warps)], [], [rows, tokens])
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
+def supports(x: Tensor, weight: Tensor) -> bool:
     """Whether `few_rows` multiplies these: on Hopper, in e4m3, contiguous, up to `MOST` tokens, rows of whole `ALIGNMENT`s."""
     return (
         x.is_cuda
@@ -205,12 +206,12 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         and weight.shape[1] > 0
         and weight.shape[0] > 0
         and x.data_ptr() % ALIGNMENT == weight.data_ptr() % ALIGNMENT == 0
-        and processors(x.device) > 0
+        and sm_arch(x.device) == 90
     )
 
 
-def few_rows(
-    x: Tensor, weight: Tensor, tiling: FewRows, scales: tuple[Tensor, Tensor] | None = None, *, dtype: torch.dtype = torch.bfloat16
+def fp8_skinny_gemm(
+    x: Tensor, weight: Tensor, tiling: SkinnyTiling, scales: tuple[Tensor, Tensor] | None = None, *, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """x [T, in] times weight [out, in], for what it `takes` -> the sums [T, out] in `dtype`.
 
@@ -218,8 +219,8 @@ def few_rows(
     Two products with one weight must not run at the same time: they count what has arrived in the same place.
     """
     tokens, (outputs, inputs) = x.shape[0], weight.shape
-    columns = choice.columns_for(tokens)
-    depth = choice.DEPTH
+    columns = heuristics.tile_tokens(tokens)
+    depth = heuristics.TILE_K
     along, deep = triton.cdiv(outputs, tiling.rows), triton.cdiv(inputs, depth)
     sums, stored = layouts(tiling.rows, columns, tiling.warps)
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=depth, element_bitwidth=8, rank=2)
@@ -231,20 +232,13 @@ def few_rows(
         arrived = _arrived(x.device, weight.data_ptr(), along)
     by_token, by_row = scales or (None, None)
     each = tiling.rows * columns // (32 * tiling.warps)
-    _few_rows[(tiling.programs,)](
+    _fp8_skinny[(tiling.programs,)](
         TensorDescriptor(x, [tokens, inputs], [inputs, 1], [columns, depth], swizzled),
         TensorDescriptor(weight, [outputs, inputs], [inputs, 1], [tiling.rows, depth], swizzled),
         out, by_token, by_row, parts, arrived, tokens, outputs, along * deep, KT=deep, STAGES=tiling.stages, SUMS=sums,
         STORED=stored, AT_ONCE=max(1, min(4, 128 // each)), SHARED=shared, num_warps=tiling.warps, launch_pdl=True,
     )  # fmt: skip
     return out
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a Hopper GPU; 0 for others."""
-    found = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count if (found.major, found.minor) == (9, 0) else 0
 
 
 @cache

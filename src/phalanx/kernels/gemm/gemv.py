@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.vectors import nearest
 
 
@@ -44,26 +44,26 @@ def row_sums(x, column, inside, place, coming, COLUMNS: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
-def _one_row(x, weight, out, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    if PTX >= 90:
+def _gemv(x, weight, out, rows, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
+    if SM >= 90:
         gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, inside, place, coming = tile(weight, row, row < rows, COLUMNS, BLOCK)
-    if PTX >= 90:
+    if SM >= 90:
         gdc_wait()
     total = row_sums(x, column, inside, place, coming, COLUMNS, ROWS, BLOCK)
-    tl.store(out + row, nearest(total, coming, PTX), row < rows)
+    tl.store(out + row, nearest(total, coming, SM), row < rows)
 
 
-def one_row(x: Tensor, weight: Tensor, out: Tensor | None = None, *, rows: int, block: int, warps: int) -> Tensor:
+def gemv(x: Tensor, weight: Tensor, out: Tensor | None = None, *, rows: int, block: int, warps: int) -> Tensor:
     """x [1, in] times weight [out, in], both contiguous in bf16, fp16 or fp32 -> [1, out], in `out` where one is given.
 
     rows, block: rows of the weight and columns of each that a program reads at a time.
     """
     outputs, inputs = weight.shape
     out = torch.empty((1, outputs), dtype=x.dtype, device=x.device) if out is None else out
-    ptx = capability(x.device)
-    _one_row[(triton.cdiv(outputs, rows),)](
-        x, weight, out, outputs, COLUMNS=inputs, ROWS=rows, BLOCK=block, PTX=ptx, num_warps=warps, launch_pdl=ptx >= 90
+    sm = sm_arch(x.device)
+    _gemv[(triton.cdiv(outputs, rows),)](
+        x, weight, out, outputs, COLUMNS=inputs, ROWS=rows, BLOCK=block, SM=sm, num_warps=warps, launch_pdl=sm >= 90
     )
     return out

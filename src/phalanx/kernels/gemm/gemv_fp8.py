@@ -18,10 +18,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.products.choice import OneRow
-from phalanx.kernels.products.one_row import tile
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.gemm.gemv import tile
+from phalanx.kernels.gemm.heuristics import GemvTiling
 from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
-from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
 LANE, HALF = tl.constexpr(16), tl.constexpr(8)
@@ -35,15 +35,15 @@ def _halves(values, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _quantized(values, inverse, PTX: tl.constexpr):
+def _quantized(values, inverse, SM: tl.constexpr):
     """As e4m3 holds them, in fp32."""
-    return e4m3_byte(clipped(values.to(tl.float32) * inverse, PTX), PTX).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    return e4m3_byte(clipped(values.to(tl.float32) * inverse, SM), SM).to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def row_sums_fp8(
     x, x_scale, column, inside, place, coming, COLUMNS: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr,
-    GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """x [COLUMNS] times each row of a `tile`, summed in fp32, times x's scale -> [ROWS].
 
@@ -65,8 +65,8 @@ def row_sums_fp8(
         here = coming
         coming = tl.load(place + begin + BLOCK, inside & (begin + BLOCK + column < COLUMNS), 0.0)
         if QUANTIZE:
-            low = _quantized(tl.load(x + begin + lane, begin + lane < COLUMNS, 0.0), inverse, PTX)
-            high = _quantized(tl.load(x + begin + lane + HALF, begin + lane + HALF < COLUMNS, 0.0), inverse, PTX)
+            low = _quantized(tl.load(x + begin + lane, begin + lane < COLUMNS, 0.0), inverse, SM)
+            high = _quantized(tl.load(x + begin + lane + HALF, begin + lane + HALF < COLUMNS, 0.0), inverse, SM)
         else:
             low, high = _halves(tl.load(x + begin + column, begin + column < COLUMNS, 0.0), 1, BLOCK)
         first, second = _halves(here, ROWS, BLOCK)
@@ -75,23 +75,23 @@ def row_sums_fp8(
 
 
 @triton.jit
-def _one_row_fp8(
+def _gemv_fp8(
     x, x_scale, weight, scale, out, rows, COLUMNS: tl.constexpr, WIDE: tl.constexpr, QUANTIZE: tl.constexpr, GIVEN: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, inside, place, coming = tile(weight, row, row < rows, COLUMNS, BLOCK)
     row_scale = tl.load(scale + row, row < rows, 0.0)
-    if PTX >= 90:
+    if SM >= 90:
         gdc_wait()
-    total = row_sums_fp8(x, x_scale, column, inside, place, coming, COLUMNS, WIDE, QUANTIZE, GIVEN, ROWS, BLOCK, PTX)
-    tl.store(out + row, nearest(total * row_scale, tl.zeros([ROWS], out.dtype.element_ty), PTX), row < rows)
+    total = row_sums_fp8(x, x_scale, column, inside, place, coming, COLUMNS, WIDE, QUANTIZE, GIVEN, ROWS, BLOCK, SM)
+    tl.store(out + row, nearest(total * row_scale, tl.zeros([ROWS], out.dtype.element_ty), SM), row < rows)
 
 
-def one_row_fp8(
-    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, tiling: OneRow
+def gemv_fp8(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor, *, dtype: torch.dtype, tiling: GemvTiling
 ) -> Tensor:  # fmt: skip
     """x [1, in] times weight [out, in] e4m3 with scale [out] fp32, all contiguous, `in` a multiple of 16 -> [1, out] in `dtype`.
 
@@ -100,11 +100,11 @@ def one_row_fp8(
     """
     outputs, inputs = weight.shape
     out = torch.empty((1, outputs), dtype=dtype, device=x.device)
-    ptx = capability(x.device)
+    sm = sm_arch(x.device)
     quantize = x.dtype != torch.float8_e4m3fn
-    _one_row_fp8[(triton.cdiv(outputs, tiling.rows),)](
+    _gemv_fp8[(triton.cdiv(outputs, tiling.rows),)](
         x, scale if x_scale is None else x_scale, weight, scale, out, outputs,
         COLUMNS=inputs, WIDE=triton.next_power_of_2(inputs), QUANTIZE=quantize, GIVEN=x_scale is not None, ROWS=tiling.rows,
-        BLOCK=tiling.block, PTX=ptx, num_warps=tiling.warps, launch_pdl=ptx >= 90,
+        BLOCK=tiling.block, SM=sm, num_warps=tiling.warps, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel multiplies, and how it cuts the weight: pure functions of the sizes, with thresholds measured on H200.
+"""Which kernel runs a GEMM, and how it tiles the weight: pure functions of the sizes, with thresholds measured on H200.
 
-Up to 64 tokens are faster here than in torch: by themselves only in some shapes from two tokens on, but behind a kernel that still
-runs while the weight is on its way. In 16 bit, torch has all but one token.
+In e4m3 our kernels beat torch up to 64 tokens: by themselves only in some shapes from two tokens on, but also behind a kernel that
+still runs while they load the weight. In 16 bit torch is faster for all but one token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 
-class OneRow(NamedTuple):
+class GemvTiling(NamedTuple):
     """One token. rows, block: rows of the weight and columns of each that a program reads at a time."""
 
     rows: int
@@ -19,19 +19,19 @@ class OneRow(NamedTuple):
     warps: int
 
 
-class Pairs(NamedTuple):
-    """One token, by a kernel that also does what follows the product to pairs of its elements. pairs, block: pairs of rows of the
-    weight and columns of each row that a program reads at a time."""
+class FusedGemvTiling(NamedTuple):
+    """One token, by a kernel that also runs the op behind the GEMV on pairs of its outputs. pairs, block: pairs of rows of the weight
+    and columns of each row that a program reads at a time."""
 
     pairs: int
     block: int
     warps: int
 
 
-class FewRows(NamedTuple):
-    """A few tokens in e4m3, on Hopper. rows: of a tile of the weight, 64, 128 or 256; stages: tiles that shared memory
-    holds; programs: how many share the weight; warps: 4 for every 64 rows, at most. More programs than multiprocessors need tiles
-    for which two have room on one."""
+class SkinnyTiling(NamedTuple):
+    """A few tokens in e4m3, on Hopper (`fp8_skinny`). rows: of a tile of the weight, 64, 128 or 256; stages: tiles that shared memory
+    holds; programs: how many share the weight; warps: 4 for every 64 rows, at most. More programs than multiprocessors need tiles of
+    which one multiprocessor has room for two programs'."""
 
     rows: int
     stages: int
@@ -39,107 +39,123 @@ class FewRows(NamedTuple):
     warps: int
 
 
-class Torchs(Enum):
-    """Torch's product in e4m3."""
+class Cublas(Enum):
+    """Torch's GEMM in e4m3."""
 
     SCALED = "with scales by row and column"
-    SUMS = "the bare sums, faster for few tokens; scales come after"
+    UNSCALED = "without scales, which is faster for few tokens; they are applied after it"
 
 
-WIDEST_TO_QUANTIZE = 8192
-"""Inputs up to which every program of one row quantizes it again, rather than one kernel before it."""
-WIDE = 8192
-"""Outputs above which sums alone gain little, and the weight's scales are much to read again for each token: `FEW_WIDE`."""
-FEW_WIDE, FEW_READ, FEW = 64, 1024, 255
-"""The most tokens for which torch's sums alone are faster than its scaled ones: of wide products, of those whose reader applies the
-scales, and of others."""
-SHALLOW = 2048
-"""Inputs up to which what sums alone gain is less than a kernel that scales them takes."""
+GEMV_QUANT_MAX_INPUTS = 8192
+"""Inputs up to which every program of a GEMV quantizes the token again, rather than one kernel before it."""
+WIDE_OUTPUTS = 8192
+"""Outputs above which leaving out the scales gains little, and the weight's scales are much to read again for each token."""
+UNSCALED_MAX_TOKENS_WIDE, UNSCALED_MAX_TOKENS_READER_SCALES, UNSCALED_MAX_TOKENS = 64, 1024, 255
+"""The most tokens for which cuBLAS without scales is faster than with them: for more than WIDE_OUTPUTS outputs, where the reader
+applies the scales, and else."""
+SHALLOW_INPUTS = 2048
+"""Inputs up to which leaving out the scales gains less than a kernel that applies them costs."""
 
 
-DEPTH = 128
-"""Inputs of a tile of `FewRows`: as many bytes as Hopper's shared memory is swizzled over."""
-ROOM = 220 * 1024
-"""Bytes of a multiprocessor's shared memory for such tiles: 7 KiB less than a program may have, for barriers and what moves between
-threads."""
-MOST_FEW = 64
-"""Tokens for which `FewRows` gains: more of them would read as much of x as of the weight."""
-LARGE = 50_000_000
-"""Bytes of a weight from which on `FewRows` gains for one token, too, unless its input is so wide that one token has it from a
-kernel that quantizes nothing (`gates`); and parts of any number of tokens are worth adding up."""
-SPLIT_IN_FOUR, SPLIT_IN_TWO = 16, 48
-"""The most tokens for which a weight of few outputs is cut along its inputs, in so many parts. Sums of parts take longer to add
-up, the more tokens there are."""
+TILE_K = 128
+"""Inputs of a tile of `SkinnyTiling`: as many bytes as Hopper's shared memory is swizzled over."""
+TILE_BYTES = 220 * 1024
+"""Bytes of a multiprocessor's shared memory for such tiles: 7 KiB less than a program may have, for barriers and for data that
+threads exchange."""
+SKINNY_MAX_TOKENS = 64
+"""Tokens for which `SkinnyTiling` gains: more of them would read as much of x as of the weight."""
+LARGE_WEIGHT = 50_000_000
+"""Bytes of a weight from which on `SkinnyTiling` gains for one token, too, unless one token with so many inputs comes unquantized from
+the kernel before (`fuses_silu`); and from which on split-K is worth adding up for any number of tokens."""
+SPLIT_K_4_MAX_TOKENS, SPLIT_K_2_MAX_TOKENS = 16, 48
+"""The most tokens for which a weight of few outputs is split along its inputs (split-K) in 4 and in 2 parts. The more tokens there
+are, the longer it takes to add up the parts."""
 
 
-def columns_for(tokens: int) -> int:
-    """Of the tensor cores' product of `FewRows`: tokens in a tile of x."""
+def tile_tokens(tokens: int) -> int:
+    """Tokens in a tile of x of `SkinnyTiling`, which are the columns of the tensor cores' instruction."""
     return max(8, 1 << (tokens - 1).bit_length())
 
 
-def stages_for(rows: int, tokens: int) -> int:
-    """As many as shared memory holds of tiles of so many rows of the weight and so many tokens."""
-    return ROOM // ((rows + columns_for(tokens)) * DEPTH)
+def num_stages(rows: int, tokens: int) -> int:
+    """How many tiles of so many rows of the weight, each with its tile of x, fit shared memory."""
+    return TILE_BYTES // ((rows + tile_tokens(tokens)) * TILE_K)
 
 
-def few_rows(tokens: int, outputs: int, inputs: int, processors: int) -> FewRows | None:
-    """For x [tokens, inputs] and weight [outputs, inputs], both in e4m3; None: `fp8` says. processors: the GPU's.
+def select_fp8_skinny(tokens: int, outputs: int, inputs: int, num_sms: int) -> SkinnyTiling | None:
+    """For x [tokens, inputs] and weight [outputs, inputs], both in e4m3; None: `select_fp8` decides. num_sms: the GPU's.
 
-    Programs have whole rows of tiles, in the smallest tiles of which there are no more than processors; or nearly whole ones, where
-    rows do not divide evenly, as all have as many tiles. Where half of the processors would have none, rows are cut throughout.
+    Programs have whole rows of tiles, in the smallest tiles of which there are no more than multiprocessors; or nearly whole ones,
+    where rows do not divide evenly, as all have as many tiles. Where half of the multiprocessors would have none, rows of tiles are
+    cut anywhere.
     """
-    large = outputs * inputs >= LARGE
-    if not 0 < tokens <= MOST_FEW or (tokens == 1 and (not large or inputs > WIDEST_TO_QUANTIZE)):
+    large = outputs * inputs >= LARGE_WEIGHT
+    if not 0 < tokens <= SKINNY_MAX_TOKENS or (tokens == 1 and (not large or inputs > GEMV_QUANT_MAX_INPUTS)):
         return None
-    if -(-outputs // 64) <= processors // 2:
-        rows, parts = (128, 4) if tokens <= SPLIT_IN_FOUR else (64, 2)
-        along = -(-outputs // rows)
-        parts = min(parts, processors // along, -(-inputs // DEPTH))
-        return FewRows(rows, stages_for(rows, tokens), along * parts, 4) if tokens <= SPLIT_IN_TWO or large else None
-    rows = 64 if -(-outputs // 64) <= processors else 128
-    along = -(-outputs // rows)
-    return FewRows(rows, stages_for(rows, tokens), -(-along // -(-along // processors)), 4)
+    if -(-outputs // 64) <= num_sms // 2:
+        rows, parts = (128, 4) if tokens <= SPLIT_K_4_MAX_TOKENS else (64, 2)
+        tile_rows = -(-outputs // rows)
+        parts = min(parts, num_sms // tile_rows, -(-inputs // TILE_K))
+        if tokens > SPLIT_K_2_MAX_TOKENS and not large:
+            return None
+        return SkinnyTiling(rows, num_stages(rows, tokens), tile_rows * parts, 4)
+    rows = 64 if -(-outputs // 64) <= num_sms else 128
+    tile_rows = -(-outputs // rows)
+    return SkinnyTiling(rows, num_stages(rows, tokens), -(-tile_rows // -(-tile_rows // num_sms)), 4)
 
 
-def fp8(tokens: int, outputs: int, inputs: int, *, reader_scales: bool = False) -> OneRow | Torchs:
-    """For x [tokens, inputs] and weight [outputs, inputs] in e4m3. reader_scales: what reads the product can apply the scales."""
+def select_fp8(tokens: int, outputs: int, inputs: int, *, reader_scales: bool = False) -> GemvTiling | Cublas:
+    """For x [tokens, inputs] and weight [outputs, inputs] in e4m3, where `select_fp8_skinny` gives None. reader_scales: the kernel
+    that reads the output can apply the scales."""
     if tokens == 1:
-        return _one_row_fp8(inputs)
-    few = FEW_WIDE if outputs > WIDE else FEW_READ if reader_scales else FEW
-    return Torchs.SUMS if 1 < tokens <= few and (reader_scales or inputs > SHALLOW) else Torchs.SCALED
+        return gemv_fp8_tiling(inputs)
+    if outputs > WIDE_OUTPUTS:
+        most = UNSCALED_MAX_TOKENS_WIDE
+    else:
+        most = UNSCALED_MAX_TOKENS_READER_SCALES if reader_scales else UNSCALED_MAX_TOKENS
+    unscaled = 1 < tokens <= most and (reader_scales or inputs > SHALLOW_INPUTS)
+    return Cublas.UNSCALED if unscaled else Cublas.SCALED
 
 
-def _one_row_fp8(inputs: int) -> OneRow:
-    """A program that holds its rows whole asks for all of them at once; wider ones than registers hold come in turns."""
+def gemv_fp8_tiling(inputs: int) -> GemvTiling:
+    """A program that holds its rows entirely loads all of them at once; rows wider than registers hold are read in several blocks."""
     if inputs <= 2048:
-        return OneRow(rows=4, block=2048, warps=2)
+        return GemvTiling(rows=4, block=2048, warps=2)
     if inputs <= 4096 or inputs > 16384:
-        return OneRow(rows=2, block=4096, warps=4)
-    return OneRow(rows=2, block=8192, warps=4) if inputs <= 8192 else OneRow(rows=2, block=16384, warps=8)
+        return GemvTiling(rows=2, block=4096, warps=4)
+    return GemvTiling(rows=2, block=8192, warps=4) if inputs <= 8192 else GemvTiling(rows=2, block=16384, warps=8)
 
 
-def sixteen(tokens: int, inputs: int) -> OneRow | None:
+def select_16bit(tokens: int, inputs: int) -> GemvTiling | None:
     """For x [tokens, inputs] and weight [out, inputs] in bf16 or fp16; None: torch."""
     if tokens != 1:
         return None
-    return OneRow(rows=2, block=16384, warps=16) if 8192 < inputs <= 16384 else OneRow(rows=1, block=2048, warps=4)
+    return GemvTiling(rows=2, block=16384, warps=16) if 8192 < inputs <= 16384 else GemvTiling(rows=1, block=2048, warps=4)
 
 
-def pairs(tokens: int, inputs: int, *, fp8: bool, quantized: bool = True) -> Pairs | None:
+def select_fused_gemv(tokens: int, inputs: int, *, fp8: bool, quantized: bool = True) -> FusedGemvTiling | None:
     """For x [tokens, inputs] and a weight [2 * any, inputs] in 16 bit, or in e4m3 (fp8). quantized: x is in e4m3, too. None: the
-    product and what follows it are two kernels.
+    GEMM and the op behind it are two kernels.
 
     A pair is two rows, so that of the tilings for one row it is the one of as many bytes for each thread.
     """
-    if tokens != 1 or (fp8 and not quantized and inputs > WIDEST_TO_QUANTIZE):
+    if tokens != 1 or (fp8 and not quantized and inputs > GEMV_QUANT_MAX_INPUTS):
         return None
     if fp8:
-        rows, block, warps = _one_row_fp8(inputs)
-        return Pairs(rows // 2, block, warps)
-    return Pairs(pairs=1, block=2048, warps=4)
+        rows, block, warps = gemv_fp8_tiling(inputs)
+        return FusedGemvTiling(rows // 2, block, warps)
+    return FusedGemvTiling(pairs=1, block=2048, warps=4)
 
 
-def gates(inner: int, *, down_is_fp8: bool) -> bool:
-    """Whether one token's gate_up product should give silu(gate) * up [1, inner] itself. Not where the kernel apart quantizes it on
-    the way: each program of the down product would do so again, which costs more than that kernel."""
-    return not down_is_fp8 or inner > WIDEST_TO_QUANTIZE
+def fuses_silu(inner: int, *, down_is_fp8: bool) -> bool:
+    """Whether one token's gate_up_proj should give silu(gate) * up [1, inner] itself. Not where the separate SiLU kernel also
+    quantizes: each program of down_proj would quantize again, which costs more than that kernel."""
+    return not down_is_fp8 or inner > GEMV_QUANT_MAX_INPUTS
+
+
+def warmup_token_counts(max_tokens: int) -> list[int]:
+    """Token counts up to max_tokens that between them launch every variant of these kernels that any count does: GEMV and its fusions
+    for one token; `fp8_skinny` for each tile of tokens and on both sides of each split-K threshold; none of ours beyond."""
+    tiles = {tile_tokens(tokens) for tokens in range(2, SKINNY_MAX_TOKENS + 1)}
+    counts = {1, 2, SPLIT_K_4_MAX_TOKENS, SPLIT_K_2_MAX_TOKENS, SKINNY_MAX_TOKENS, SKINNY_MAX_TOKENS + 1} | tiles
+    return sorted(count for count in counts if count <= max_tokens)

@@ -3,7 +3,7 @@
 # Kernels are written in Triton's language: its types are not Python's.
 """Rows in e4m3 with a scale for each 128 columns, for products with weights that are scaled by block.
 
-    quantized: e4m3(x / scale), scale = largest |x| of the group / 448                   see `reference.quantize_groups`
+    quantized: e4m3(x / scale), scale = largest |x| of the group / 448                   see `reference.per_token_group_quant_fp8`
 
 A program has some groups of one row.
 """
@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.products import cuts
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.gemm import block_heuristics
 from phalanx.kernels.quantize import e4m3_byte, scale_of
-from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import largest_along
 
-GROUP = tl.constexpr(cuts.WIDTH)
+GROUP = tl.constexpr(block_heuristics.BLOCK_K)
 PITCH = 128
 """Tokens, in multiples of which groups follow each other: a tile's scales begin where vectors may, and its last tokens, which may
 not be there, have memory."""
@@ -30,9 +30,9 @@ MANY, FEW = 32, 8
 
 
 @triton.jit(do_not_specialize=["pitch", "groups"])
-def _quantize_groups(x, out, scales, pitch, columns, groups, SKIP: tl.constexpr, GROUPS: tl.constexpr, PTX: tl.constexpr):
+def _quantize_groups(x, out, scales, pitch, columns, groups, SKIP: tl.constexpr, GROUPS: tl.constexpr, SM: tl.constexpr):
     """scales [groups, pitch]: products read those of neighbouring tokens together."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
@@ -43,7 +43,7 @@ def _quantize_groups(x, out, scales, pitch, columns, groups, SKIP: tl.constexpr,
     value = tl.load(x + begin + column, mask, 0.0).to(tl.float32)
     scale = scale_of(largest_along(tl.abs(value), 1))
     tl.store(scales + group * pitch + row, scale, group < groups)
-    tl.store(out + begin + column, e4m3_byte(value * tl.div_rn(1.0, scale), PTX), mask)
+    tl.store(out + begin + column, e4m3_byte(value * tl.div_rn(1.0, scale), SM), mask)
 
 
 def empty_scales(tokens: int, groups: int, device: torch.device) -> Tensor:
@@ -52,8 +52,8 @@ def empty_scales(tokens: int, groups: int, device: torch.device) -> Tensor:
     return torch.empty((groups, pitch), dtype=torch.float32, device=device)[:, :tokens].t()
 
 
-def quantize_groups(x: Tensor, begin: int = 0, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """The kernel of `reference.quantize_groups` for groups of 128; x [T, in] contiguous in bf16, fp16 or fp32, `in` and begin
+def per_token_group_quant_fp8(x: Tensor, begin: int = 0, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """The kernel of `reference.per_token_group_quant_fp8` for groups of 128; x [T, in] contiguous in bf16, fp16 or fp32, `in` and begin
     multiples of 16. The scales [T, groups] lie with tokens side by side, a group's `PITCH`ed: as `block_scaled` reads them.
 
     rows: of both results instead of T; those beyond hold anything, and a group's scales follow the last one's, as torch reads them.
@@ -66,10 +66,10 @@ def quantize_groups(x: Tensor, begin: int = 0, *, rows: int | None = None) -> tu
     else:
         scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device).t()
     if tokens:
-        ptx = capability(x.device)
-        at_once = MANY if tokens > cuts.FEW else FEW
+        sm = sm_arch(x.device)
+        at_once = MANY if tokens > block_heuristics.FEW_TOKENS else FEW
         _quantize_groups[(tokens, triton.cdiv(groups, at_once))](
-            x, out.view(torch.uint8), scales, scales.stride(1), columns, groups, SKIP=begin, GROUPS=at_once, PTX=ptx,
-            num_warps=4 if at_once == MANY else 2, launch_pdl=ptx >= 90,
+            x, out.view(torch.uint8), scales, scales.stride(1), columns, groups, SKIP=begin, GROUPS=at_once, SM=sm,
+            num_warps=4 if at_once == MANY else 2, launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales

@@ -20,15 +20,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.residual_rms_norm import Sinks, capability, normalize, quant_mode, row_warps, square_sum
-from phalanx.kernels.vectors import KINDS, load, store, unpack
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.dtypes import DTYPE_NAMES
+from phalanx.kernels.ops.residual_rms_norm import Sinks, normalize, quant_mode, row_warps, square_sum
+from phalanx.kernels.vectors import load, store, unpack
 
 Last = tuple[Tensor, Tensor]
 
 
 @triton.jit
 def _gather(
-    ids, last_tokens, slots, table, out, row, column, mask, begin, held, vectors, LAST: tl.constexpr, PTX: tl.constexpr
+    ids, last_tokens, slots, table, out, row, column, mask, begin, held, vectors, LAST: tl.constexpr, SM: tl.constexpr
 ):  # fmt: skip
     """Store the row's vectors of the table, and return them; zeros where it is not there."""
     token = tl.load(ids + row)
@@ -36,25 +38,25 @@ def _gather(
         token = tl.where(token < 0, tl.load(last_tokens + tl.load(slots + row)), token)
     source = token - begin
     here = (source >= 0) & (source < held)
-    words = load(table, source * vectors + column, mask & here, PTX)
-    store(out, row.to(tl.int64) * vectors + column, words, mask, PTX)
+    words = load(table, source * vectors + column, mask & here, SM)
+    store(out, row.to(tl.int64) * vectors + column, words, mask, SM)
     return words
 
 
 @triton.jit(do_not_specialize=["begin", "held"], do_not_specialize_on_alignment=["ids", "last_tokens", "slots"])
 def _embed(
     ids, last_tokens, slots, table, found, zeros, begin, held, vectors,
-    LAST: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    LAST: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < vectors
-    _gather(ids, last_tokens, slots, table, found, row, column, mask, begin, held, vectors, LAST, PTX)
+    _gather(ids, last_tokens, slots, table, found, row, column, mask, begin, held, vectors, LAST, SM)
     nothing = tl.zeros([BLOCK], tl.int32)
-    store(zeros, row.to(tl.int64) * vectors + column, (nothing, nothing, nothing, nothing), mask, PTX)
+    store(zeros, row.to(tl.int64) * vectors + column, (nothing, nothing, nothing, nothing), mask, SM)
 
 
 @triton.jit(
@@ -63,7 +65,7 @@ def _embed(
 )
 def _embed_norm(
     ids, last_tokens, slots, table, weight, sinks, scale, begin, held, inner, outer, hidden, eps,
-    IDS: tl.constexpr, LAST: tl.constexpr, KIND: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    IDS: tl.constexpr, LAST: tl.constexpr, KIND: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Without IDS, row r of what is normed is row r // inner * outer + r % inner of the table, and no residual is stored."""
     LANES: tl.constexpr = 4 if KIND == "fp32" else 8
@@ -71,18 +73,18 @@ def _embed_norm(
     vectors = hidden // LANES
     mask = column < vectors
     row = tl.program_id(0)
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
-    factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
-    if PTX >= 90:
+    factors = load(weight, column, mask, SM)  # no kernel before this one writes weights
+    if SM >= 90:
         gdc_wait()
     if IDS:
-        words = _gather(ids, last_tokens, slots, table, sinks[1], row, column, mask, begin, held, vectors, LAST, PTX)
+        words = _gather(ids, last_tokens, slots, table, sinks[1], row, column, mask, begin, held, vectors, LAST, SM)
     else:
         source = (row // inner).to(tl.int64) * outer + row % inner
-        words = load(table, source * vectors + column, mask, PTX)
+        words = load(table, source * vectors + column, mask, SM)
     lanes = unpack(words, KIND)
-    normalize(lanes, square_sum(lanes), factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, False, BLOCK, PTX)
+    normalize(lanes, square_sum(lanes), factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, False, BLOCK, SM)
 
 
 def embed(ids: Tensor, table: Tensor, begin: int, last: Last | None) -> tuple[Tensor, Tensor]:
@@ -91,11 +93,11 @@ def embed(ids: Tensor, table: Tensor, begin: int, last: Last | None) -> tuple[Te
     zeros = torch.empty_like(found)
     if len(ids):
         words = table.view(torch.int32)
-        block, ptx = triton.next_power_of_2(words.shape[1] // 4), capability(table.device)
+        block, sm = triton.next_power_of_2(words.shape[1] // 4), sm_arch(table.device)
         _embed[(len(ids),)](
             ids, *(last or (ids, ids)), words, found.view(torch.int32), zeros.view(torch.int32), begin, len(table),
-            words.shape[1] // 4, LAST=last is not None, BLOCK=block, PTX=ptx, num_warps=row_warps(block, len(ids)),
-            launch_pdl=ptx >= 90,
+            words.shape[1] // 4, LAST=last is not None, BLOCK=block, SM=sm, num_warps=row_warps(block, len(ids)),
+            launch_pdl=sm >= 90,
         )  # fmt: skip
     return found, zeros
 
@@ -109,32 +111,32 @@ def embed_norm(
     tokens, hidden = len(ids), table.shape[1]
     sinks = Sinks(table[:1].expand(tokens, hidden), mode, False)
     if tokens:
-        block, ptx = triton.next_power_of_2(hidden * table.element_size() // 16), capability(table.device)
+        block, sm = triton.next_power_of_2(hidden * table.element_size() // 16), sm_arch(table.device)
         _embed_norm[(tokens,)](
             ids, *(last or (ids, ids)), table.view(torch.int32), weight.view(torch.int32), sinks.pointers(0, tokens),
             sinks.residual if scale is None else scale, 0, len(table), 1, 1, hidden, eps, IDS=True, LAST=last is not None,
-            KIND=KINDS[table.dtype], QUANT=mode, BLOCK=block, PTX=ptx, num_warps=row_warps(block, tokens), launch_pdl=ptx >= 90,
+            KIND=DTYPE_NAMES[table.dtype], QUANT=mode, BLOCK=block, SM=sm, num_warps=row_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
     return sinks.outputs()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The kernel of `reference.rms_norm`, for x [T, H] or [T, heads, H] whose rows are whole vectors (see `rows_of`)."""
+    """The kernel of `reference.rms_norm`, for x [T, H] or [T, heads, H] whose rows are whole vectors (see `runs_of_rows`)."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x.numel() // x.shape[-1]
     if rows:
-        inner, outer = rows_of(x)
-        block, ptx = triton.next_power_of_2(x.shape[-1] * x.element_size() // 16), capability(x.device)
+        inner, outer = runs_of_rows(x)
+        block, sm = triton.next_power_of_2(x.shape[-1] * x.element_size() // 16), sm_arch(x.device)
         words, into = x.view(torch.int32), out.view(torch.int32)
         _embed_norm[(rows,)](
             words, words, words, words, weight.view(torch.int32), (into, into, into, into), words, 0, 0, inner, outer,
-            x.shape[-1], eps, IDS=False, LAST=False, KIND=KINDS[x.dtype], QUANT="none", BLOCK=block, PTX=ptx,
-            num_warps=row_warps(block, rows), launch_pdl=ptx >= 90,
+            x.shape[-1], eps, IDS=False, LAST=False, KIND=DTYPE_NAMES[x.dtype], QUANT="none", BLOCK=block, SM=sm,
+            num_warps=row_warps(block, rows), launch_pdl=sm >= 90,
         )  # fmt: skip
     return out
 
 
-def rows_of(x: Tensor) -> tuple[int, int]:
+def runs_of_rows(x: Tensor) -> tuple[int, int]:
     """(rows side by side in each run, rows from one run's begin to the next's) of x [T, H] or [T, heads, H]; (0, 0) if its rows
     do not lie so."""
     hidden = x.shape[-1]

@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.capabilities import sm_arch
 
 BLOCK = 256
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["places", "values"])
-def _store_words(table, places, values, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    if PTX >= 90:
+def _store_words(table, places, values, count, BLOCK: tl.constexpr, SM: tl.constexpr):
+    if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -29,10 +29,10 @@ def _store_words(table, places, values, count, BLOCK: tl.constexpr, PTX: tl.cons
     tl.store(table + place, tl.load(values + index, there, 0).to(table.dtype.element_ty), there)
 
 
-def store_words(table: Tensor, places: Tensor, values: Tensor) -> None:
-    """The kernel of `reference.store_words`."""
+def index_put_(table: Tensor, places: Tensor, values: Tensor) -> None:
+    """The kernel of `reference.index_put_`."""
     if len(places):
         # Not early itself: whatever comes behind it may read early what those before it have written.
         _store_words[(triton.cdiv(len(places), BLOCK),)](
-            table, places, values, len(places), BLOCK=BLOCK, PTX=capability(table.device), num_warps=4
+            table, places, values, len(places), BLOCK=BLOCK, SM=sm_arch(table.device), num_warps=4
         )

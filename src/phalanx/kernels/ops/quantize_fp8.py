@@ -16,14 +16,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.ops.residual_rms_norm import warps_of_row
 from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
-from phalanx.kernels.residual_rms_norm import capability, warps_of_row
 
 
 @triton.jit
-def _quantize_fp8(x, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def _quantize_fp8(x, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
     """scales: read where it is GIVEN, one for all; else written, one per row."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
@@ -38,8 +39,8 @@ def _quantize_fp8(x, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexp
         tl.store(scales + row, scale)
     scaled = value * tl.div_rn(1.0, scale)
     if GIVEN:
-        scaled = clipped(scaled, PTX)
-    tl.store(out + begin + column, e4m3_byte(scaled, PTX), mask)
+        scaled = clipped(scaled, SM)
+    tl.store(out + begin + column, e4m3_byte(scaled, SM), mask)
 
 
 def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -49,10 +50,10 @@ def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device) if scale is None else scale
     if tokens:
-        ptx = capability(x.device)
+        sm = sm_arch(x.device)
         block = triton.next_power_of_2(width)
         _quantize_fp8[(tokens,)](
-            x, out.view(torch.uint8), scales, width, GIVEN=scale is not None, BLOCK=block, PTX=ptx,
-            num_warps=warps_of_row(tokens, block), launch_pdl=ptx >= 90,
+            x, out.view(torch.uint8), scales, width, GIVEN=scale is not None, BLOCK=block, SM=sm,
+            num_warps=warps_of_row(tokens, block), launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales

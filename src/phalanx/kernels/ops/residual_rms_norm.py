@@ -22,17 +22,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.quantize import fp4_vector, fp8_vector, token_scale
-from phalanx.kernels.vectors import KINDS, add, load, multiply, pack, rounded, store, unpack
+from phalanx.kernels.vectors import add, load, multiply, pack, rounded, store, unpack
 
 Quant = Literal["none", "fp8", "fp8_token", "nvfp4"]
 
 
 @triton.jit
-def add_residual(total, residual, place, mask, residual_out, KIND: tl.constexpr, PTX: tl.constexpr):
+def add_residual(total, residual, place, mask, residual_out, KIND: tl.constexpr, SM: tl.constexpr):
     """Store total (lanes, as KIND holds them) + residual (words); return its lanes."""
-    new = pack(add(total, unpack(residual, KIND)), KIND, PTX)
-    store(residual_out, place, new, mask, PTX)
+    new = pack(add(total, unpack(residual, KIND)), KIND, SM)
+    store(residual_out, place, new, mask, SM)
     return unpack(new, KIND)
 
 
@@ -46,21 +48,21 @@ def square_sum(lanes):
 
 
 @triton.jit
-def normed(lanes, squares, weight, hidden, eps, KIND: tl.constexpr, PTX: tl.constexpr):
+def normed(lanes, squares, weight, hidden, eps, KIND: tl.constexpr, SM: tl.constexpr):
     """The norm of a row, or of a part of one, in words [BLOCK]; arguments as in `normalize`."""
     mean = tl.div_rn(squares.to(tl.float32), hidden.to(tl.float32))
-    scaled = rounded(multiply(lanes, tl.div_rn(1.0, tl.sqrt_rn(mean + eps))), KIND, PTX)
+    scaled = rounded(multiply(lanes, tl.div_rn(1.0, tl.sqrt_rn(mean + eps))), KIND, SM)
     factors = unpack(weight, KIND)
     product = ()
     for k in tl.static_range(len(scaled)):
         product = product + (scaled[k] * factors[k],)
-    return pack(product, KIND, PTX)
+    return pack(product, KIND, SM)
 
 
 @triton.jit
 def normalize(
     lanes, squares, weight, row, column, mask, sinks, scale, hidden, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Norm and quantization of a row, or of a part of one that is whole blocks of 16 elements ("fp8_token": of a whole row).
 
@@ -69,15 +71,15 @@ def normalize(
     """
     norm_out, _, quantized, scales = sinks
     place = row.to(tl.int64) * (hidden // len(lanes)) + column
-    norm = normed(lanes, squares, weight, hidden, eps, KIND, PTX)
+    norm = normed(lanes, squares, weight, hidden, eps, KIND, SM)
     if KEEP_NORM or QUANT == "none":
-        store(norm_out, place, norm, mask, PTX)
+        store(norm_out, place, norm, mask, SM)
     if QUANT == "fp8":
-        tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, tl.load(scale)), PTX), mask)
+        tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, tl.load(scale)), SM), mask)
     elif QUANT == "fp8_token":
         found = token_scale(unpack(norm, KIND))
         tl.store(scales + row, found)
-        tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, found), PTX), mask)
+        tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, found), SM), mask)
     elif QUANT == "nvfp4":
         SHARED: tl.constexpr = 16 // len(lanes)
         packed, code = fp4_vector(unpack(norm, KIND), tl.load(scale), BLOCK)
@@ -88,34 +90,34 @@ def normalize(
 @triton.jit
 def finish_row(
     total, residual, weight, row, column, mask, sinks, scale, hidden, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Residual, norm and quantization of one row. total: lanes [BLOCK] of the sum, as KIND holds them; residual: words [BLOCK];
     the rest as in `normalize`."""
     place = row.to(tl.int64) * (hidden // len(total)) + column
-    lanes = add_residual(total, residual, place, mask, sinks[1], KIND, PTX)
-    normalize(lanes, square_sum(lanes), weight, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, PTX)
+    lanes = add_residual(total, residual, place, mask, sinks[1], KIND, SM)
+    normalize(lanes, square_sum(lanes), weight, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM)
 
 
 @triton.jit(do_not_specialize=["hidden"])
 def _residual_rms_norm(
     x, residual, weight, sinks, scale, hidden, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     LANES: tl.constexpr = 4 if KIND == "fp32" else 8
     column = tl.arange(0, BLOCK)
     mask = column < hidden // LANES
     row = tl.program_id(0)
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
-    factors = load(weight, column, mask, PTX)  # no kernel before this one writes weights
-    if PTX >= 90:
+    factors = load(weight, column, mask, SM)  # no kernel before this one writes weights
+    if SM >= 90:
         gdc_wait()
     place = row.to(tl.int64) * (hidden // LANES) + column
-    words = load(x, place, mask, PTX)
-    old = load(residual, place, mask, PTX)
-    finish_row(unpack(words, KIND), old, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, PTX)
+    words = load(x, place, mask, SM)
+    old = load(residual, place, mask, SM)
+    finish_row(unpack(words, KIND), old, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM)
 
 
 class Sinks:
@@ -162,14 +164,6 @@ def quant_mode(quant: Literal["none", "fp8", "nvfp4"], scale: Tensor | None) -> 
     return "fp8_token" if quant == "fp8" and scale is None else quant
 
 
-def capability(device: torch.device) -> int:
-    """90 for Hopper; 0 where there is no GPU (Triton's interpreter)."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def row_warps(block: int, rows: int) -> int:
     """Warps for one row of `block` vectors: all the threads it can use while rows are few, else enough to fill the GPU by rows."""
     widest = max(1, min(32, block // 32))
@@ -200,11 +194,11 @@ def residual_rms_norm(
     tokens, hidden = x.shape
     if tokens:
         block = triton.next_power_of_2(hidden * x.element_size() // 16)
-        ptx = capability(x.device)
+        sm = sm_arch(x.device)
         _residual_rms_norm[(tokens,)](
             x.view(torch.int32), residual.view(torch.int32), weight.view(torch.int32), sinks.pointers(0, tokens),
             sinks.residual if scale is None else scale, hidden, eps,
-            KIND=KINDS[x.dtype], QUANT=mode, KEEP_NORM=keep_norm, BLOCK=block, PTX=ptx,
-            num_warps=row_warps(block, tokens), launch_pdl=ptx >= 90,
+            KIND=DTYPE_NAMES[x.dtype], QUANT=mode, KEEP_NORM=keep_norm, BLOCK=block, SM=sm,
+            num_warps=row_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
     return sinks.outputs()

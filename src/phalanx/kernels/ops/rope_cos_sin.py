@@ -17,21 +17,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
-from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.capabilities import sm_arch
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
-def _turns(positions, wavelengths, cosines, sines, half, factor, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    if PTX >= 90:
+def _rope_cos_sin(positions, wavelengths, cosines, sines, half, factor, BLOCK: tl.constexpr, SM: tl.constexpr):
+    if SM >= 90:
         gdc_launch_dependents()
     pair = tl.arange(0, BLOCK)
     mask = pair < half
     rate = tl.load(wavelengths + pair, mask, 0.0)  # no kernel writes them
-    if PTX >= 90:
+    if SM >= 90:
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     angle = tl.load(positions + token).to(tl.float32) * rate
-    if PTX > 0:
+    if SM > 0:
         cosine, sine = libdevice.cos(angle), libdevice.sin(angle)
     else:
         cosine, sine = tl.cos(angle), tl.sin(angle)
@@ -39,14 +39,14 @@ def _turns(positions, wavelengths, cosines, sines, half, factor, BLOCK: tl.const
     tl.store(sines + token * half + pair, sine * factor, mask)
 
 
-def turns(positions: Tensor, inverse_wavelengths: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """The kernel of `reference.turns`."""
-    tokens, half = len(positions), len(inverse_wavelengths)
+def rope_cos_sin(positions: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """The kernel of `reference.rope_cos_sin`."""
+    tokens, half = len(positions), len(inv_freq)
     cosines, sines = (torch.empty((tokens, half), dtype=torch.float32, device=positions.device) for _ in range(2))
     if tokens:
-        ptx = capability(positions.device)
-        _turns[(tokens,)](
-            positions, inverse_wavelengths, cosines, sines, half, factor, BLOCK=triton.next_power_of_2(half), PTX=ptx,
-            num_warps=2, launch_pdl=ptx >= 90,
+        sm = sm_arch(positions.device)
+        _rope_cos_sin[(tokens,)](
+            positions, inv_freq, cosines, sines, half, factor, BLOCK=triton.next_power_of_2(half), SM=sm,
+            num_warps=2, launch_pdl=sm >= 90,
         )  # fmt: skip
     return cosines, sines

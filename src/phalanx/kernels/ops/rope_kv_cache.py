@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import clipped, e4m3_byte
-from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.vectors import nearest
 
 HEADS, FEW, HEADS_OF_FEW = 16, 128, 8
@@ -29,29 +29,29 @@ HEADS, FEW, HEADS_OF_FEW = 16, 128, 8
 
 
 @triton.jit
-def _kept(values, inverse, FP8: tl.constexpr, PTX: tl.constexpr):
+def _kept(values, inverse, FP8: tl.constexpr, SM: tl.constexpr):
     """As the cache holds them: e4m3 bytes of values * inverse, or the values."""
     if FP8:
-        kept = e4m3_byte(clipped(values.to(tl.float32) * inverse, PTX), PTX)
+        kept = e4m3_byte(clipped(values.to(tl.float32) * inverse, SM), SM)
     else:
         kept = values
     return kept
 
 
 @triton.jit
-def _store(cache, place, mask, first, second, half, FP8: tl.constexpr, PTX: tl.constexpr, inverse):
-    tl.store(cache + place, _kept(first, inverse, FP8, PTX), mask)
-    tl.store(cache + place + half, _kept(second, inverse, FP8, PTX), mask)
+def _store(cache, place, mask, first, second, half, FP8: tl.constexpr, SM: tl.constexpr, inverse):
+    tl.store(cache + place, _kept(first, inverse, FP8, SM), mask)
+    tl.store(cache + place + half, _kept(second, inverse, FP8, SM), mask)
 
 
 @triton.jit
-def turn_and_store(
+def rotate_and_store(
     first, second, wide_first, wide_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
-    q_heads, kv_heads, half, key_inverse, value_inverse, FP8: tl.constexpr, PTX: tl.constexpr,
+    q_heads, kv_heads, half, key_inverse, value_inverse, FP8: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Elements pair and pair + half of a token's heads, as values are stored, and wide, to be turned by cosines c and sines s."""
-    turned_first = nearest(wide_first * c - wide_second * s, first, PTX)
-    turned_second = nearest(wide_second * c + wide_first * s, first, PTX)
+    turned_first = nearest(wide_first * c - wide_second * s, first, SM)
+    turned_second = nearest(wide_second * c + wide_first * s, first, SM)
 
     is_query = inside & (head < q_heads)
     place = (token * q_heads + head) * (2 * half) + pair
@@ -62,19 +62,19 @@ def turn_and_store(
     stored = inside & (slot >= 0)
     is_key = stored & (head >= q_heads) & (head < q_heads + kv_heads)
     place = (slot * kv_heads + head - q_heads) * (2 * half) + pair
-    _store(key_cache, place, is_key, turned_first, turned_second, half, FP8, PTX, key_inverse)
+    _store(key_cache, place, is_key, turned_first, turned_second, half, FP8, SM, key_inverse)
     is_value = stored & (head >= q_heads + kv_heads)
     place = (slot * kv_heads + head - q_heads - kv_heads) * (2 * half) + pair
-    _store(value_cache, place, is_value, first, second, half, FP8, PTX, value_inverse)
+    _store(value_cache, place, is_value, first, second, half, FP8, SM, value_inverse)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_store(
     qkv, rows, columns, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, key_inverse, value_inverse,
-    BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """rows, columns: the scales of an unscaled product, or None."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -84,7 +84,7 @@ def _rope_store(
     column = head * (2 * half) + pair
     if columns is not None:  # which no kernel writes
         first_scale, second_scale = tl.load(columns + column, inside, 0.0), tl.load(columns + column + half, inside, 0.0)
-    if PTX >= 90:
+    if SM >= 90:
         gdc_wait()
     place = token * (heads * 2 * half) + column
     first = tl.load(qkv + place, inside, 0.0)
@@ -96,10 +96,10 @@ def _rope_store(
         unit = tl.load(rows + token)
         wide_first = wide_first * unit * first_scale
         wide_second = wide_second * unit * second_scale
-        first, second = nearest(wide_first, first, PTX), nearest(wide_second, second, PTX)
-    turn_and_store(
+        first, second = nearest(wide_first, first, SM), nearest(wide_second, second, SM)
+    rotate_and_store(
         first, second, wide_first, wide_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
-        q_heads, kv_heads, half, key_inverse, value_inverse, FP8, PTX,
+        q_heads, kv_heads, half, key_inverse, value_inverse, FP8, SM,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def rope_store(
     tokens, heads, head_dim = values.shape
     query = torch.empty((tokens, q_heads, head_dim), dtype=values.dtype, device=values.device)
     if tokens:
-        ptx = capability(values.device)
+        sm = sm_arch(values.device)
         fp8 = key_cache.dtype == torch.float8_e4m3fn
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
@@ -120,6 +120,6 @@ def rope_store(
         _rope_store[(tokens, triton.cdiv(heads, block))](
             values, rows, columns, cos, sin, query, *caches, slots, q_heads, (heads - q_heads) // 2, head_dim // 2,
             1.0 / key_scale, 1.0 / value_scale,
-            BLOCK=block, HALF=triton.next_power_of_2(head_dim // 2), FP8=fp8, PTX=ptx, num_warps=4, launch_pdl=ptx >= 90,
+            BLOCK=block, HALF=triton.next_power_of_2(head_dim // 2), FP8=fp8, SM=sm, num_warps=4, launch_pdl=sm >= 90,
         )  # fmt: skip
     return query

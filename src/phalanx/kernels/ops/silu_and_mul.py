@@ -19,9 +19,10 @@ from torch import Tensor
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.ops.residual_rms_norm import warps_of_row
 from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
-from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.residual_rms_norm import capability, warps_of_row
+from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.vectors import nearest
 
 PIECE = 2048
@@ -29,11 +30,11 @@ PIECE = 2048
 
 
 @triton.jit
-def _silu(value, PTX: tl.constexpr):
+def _silu(value, SM: tl.constexpr):
     """In fp32. With the quotient exact in all bits, this and not memory would be what a long row takes; the fast one is off by the
     last two of 24. Where exp() is beyond fp32 it gives the limit, 0."""
     one_more = 1.0 + tl.exp2(value * -1.4426950408889634)
-    if PTX == 0:
+    if SM == 0:
         turned = value / one_more
     else:
         turned = libdevice.fast_dividef(value, one_more)
@@ -51,56 +52,56 @@ def _column_scales(columns, column, mask, width):
 
 
 @triton.jit
-def gate_of(gate, up, PTX: tl.constexpr):
+def gate_of(gate, up, SM: tl.constexpr):
     """Of a finished product, in its dtype."""
-    turned = nearest(_silu(gate.to(tl.float32), PTX), gate, PTX)
-    return nearest(turned.to(tl.float32) * up.to(tl.float32), gate, PTX)
+    turned = nearest(_silu(gate.to(tl.float32), SM), gate, SM)
+    return nearest(turned.to(tl.float32) * up.to(tl.float32), gate, SM)
 
 
 @triton.jit
-def _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, PTX: tl.constexpr):
+def _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM: tl.constexpr):
     """A piece of one row, in its dtype."""
     first = gate_up + row.to(tl.int64) * (2 * width) + column
     gate = tl.load(first, mask, 0.0)
     up = tl.load(first + width, mask, 0.0)
     if rows is not None:
         unit = tl.load(rows + row)
-        turned = _silu(gate.to(tl.float32) * unit * gate_scale, PTX)
-        out = nearest(turned * (up.to(tl.float32) * unit * up_scale), gate, PTX)
+        turned = _silu(gate.to(tl.float32) * unit * gate_scale, SM)
+        out = nearest(turned * (up.to(tl.float32) * unit * up_scale), gate, SM)
     else:
-        out = gate_of(gate, up, PTX)
+        out = gate_of(gate, up, SM)
     return out
 
 
 @triton.jit
-def _silu_mul(gate_up, rows, columns, out, width, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def _silu_mul(gate_up, rows, columns, out, width, BLOCK: tl.constexpr, SM: tl.constexpr):
     """rows, columns: the scales of an unscaled product, or None."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     gate_scale, up_scale = _column_scales(columns, column, mask, width)
-    if PTX >= 90:
+    if SM >= 90:
         gdc_wait()
-    value = _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, PTX)
+    value = _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM)
     tl.store(out + row.to(tl.int64) * width + column, value, mask)
 
 
 @triton.jit
 def _silu_mul_quant_fp8(
-    gate_up, rows, columns, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr
+    gate_up, rows, columns, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr
 ):  # fmt: skip
     """scales: read where it is GIVEN, one for all; else written, one per token. rows, columns: as for `_silu_mul`."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     mask = column < width
     gate_scale, up_scale = _column_scales(columns, column, mask, width)
-    if PTX >= 90:
+    if SM >= 90:
         gdc_wait()
-    value = _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, PTX).to(tl.float32)
+    value = _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM).to(tl.float32)
     if GIVEN:
         scale = tl.load(scales)
     else:
@@ -109,8 +110,8 @@ def _silu_mul_quant_fp8(
     scaled = value * tl.div_rn(1.0, scale)
     place = out + row.to(tl.int64) * width + column
     if GIVEN:
-        scaled = clipped(scaled, PTX)
-    tl.store(place, e4m3_byte(scaled, PTX), mask)
+        scaled = clipped(scaled, SM)
+    tl.store(place, e4m3_byte(scaled, SM), mask)
 
 
 def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
@@ -120,10 +121,10 @@ def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
     width = doubled // 2
     out = torch.empty((tokens, width), dtype=values.dtype, device=values.device)
     if tokens:
-        ptx = capability(values.device)
+        sm = sm_arch(values.device)
         block = min(PIECE, triton.next_power_of_2(width))
         _silu_mul[(tokens, triton.cdiv(width, block))](
-            values, rows, columns, out, width, BLOCK=block, PTX=ptx, num_warps=8 if block >= 2048 else 4, launch_pdl=ptx >= 90
+            values, rows, columns, out, width, BLOCK=block, SM=sm, num_warps=8 if block >= 2048 else 4, launch_pdl=sm >= 90
         )
     return out
 
@@ -136,10 +137,10 @@ def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) 
     out = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=values.device)
     scales = torch.empty((tokens, 1), dtype=torch.float32, device=values.device) if scale is None else scale
     if tokens:
-        ptx = capability(values.device)
+        sm = sm_arch(values.device)
         block = triton.next_power_of_2(width)
         _silu_mul_quant_fp8[(tokens,)](
-            values, rows, columns, out.view(torch.uint8), scales, width, GIVEN=scale is not None, BLOCK=block, PTX=ptx,
-            num_warps=warps_of_row(tokens, block), launch_pdl=ptx >= 90,
+            values, rows, columns, out.view(torch.uint8), scales, width, GIVEN=scale is not None, BLOCK=block, SM=sm,
+            num_warps=warps_of_row(tokens, block), launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales

@@ -12,7 +12,7 @@ alone: of logits as models have, a search reads the row twice, and at worst a do
 were too uneven to be put aside. One program has a row.
 
 Mass is exp2 in fp32, summed by each lane in fp32 and over lanes in integers, in an order that hangs on the stride alone
-(`sampling.floors` sees to it): a row's floor does not depend on others, the sums never fall from depth to depth, and are right to
+(`sampling.filter_thresholds` sees to it): a row's threshold does not depend on others, the sums never fall from depth to depth, and are right to
 about 1e-6 of the whole.
 """
 
@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
-from phalanx.kernels.between.likeliest import BLOCK, _largest, _room
-from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.sampling.gumbel_argmax import BLOCK, _largest, _padded_parts
 
 LANES = 1024
 EACH = 4
@@ -46,9 +46,9 @@ def _value(bits):
 
 
 @triton.jit
-def _reaches(depth, pivot, PTX: tl.constexpr):
+def _reaches(depth, pivot, SM: tl.constexpr):
     """1.0 where the depth is at most the pivot, else 0.0: by one instruction, where a comparison and a choice would be two."""
-    if PTX > 0:
+    if SM > 0:
         flag = tl.inline_asm_elementwise("set.le.f32.f32 $0, $1, $2;", "=f,f,f", [depth, pivot], tl.float32, True, 1)
     else:
         flag = (depth <= pivot).to(tl.float32)
@@ -56,9 +56,9 @@ def _reaches(depth, pivot, PTX: tl.constexpr):
 
 
 @triton.jit
-def _more(total, depth, weight, pivot, PTX: tl.constexpr):
+def _more(total, depth, weight, pivot, SM: tl.constexpr):
     """The sum of each lane [LANES] with the weights [LANES, EACH] of what lies no deeper than the pivot."""
-    return total + tl.sum(_reaches(depth, pivot, PTX) * weight, 1)
+    return total + tl.sum(_reaches(depth, pivot, SM) * weight, 1)
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _depth(values, top):
 
 
 @triton.jit
-def _look(seen, depth, inside, rate, above, pivots, PTX: tl.constexpr):
+def _look(seen, depth, inside, rate, above, pivots, SM: tl.constexpr):
     """A tile of depths [LANES, ..] more in what was `seen`: the sums at eight pivots, the least depth below `above`, and the
     greatest down to the last pivot. inside: which of the tile count; None where all do."""
     s0, s1, s2, s3, s4, s5, s6, s7, least, most = seen
@@ -81,33 +81,33 @@ def _look(seen, depth, inside, rate, above, pivots, PTX: tl.constexpr):
     weight = tl.exp2(depth * rate)
     if inside is not None:
         depth, weight = tl.where(inside, depth, LARGEST), tl.where(inside, weight, 0.0)
-    s0, s1 = _more(s0, depth, weight, p0, PTX), _more(s1, depth, weight, p1, PTX)
-    s2, s3 = _more(s2, depth, weight, p2, PTX), _more(s3, depth, weight, p3, PTX)
-    s4, s5 = _more(s4, depth, weight, p4, PTX), _more(s5, depth, weight, p5, PTX)
-    s6, s7 = _more(s6, depth, weight, p6, PTX), _more(s7, depth, weight, p7, PTX)
-    least = tl.minimum(least, tl.min(depth + _reaches(depth, above, PTX) * LARGEST, 1))
-    most = tl.maximum(most, tl.max(depth * _reaches(depth, p7, PTX), 1))
+    s0, s1 = _more(s0, depth, weight, p0, SM), _more(s1, depth, weight, p1, SM)
+    s2, s3 = _more(s2, depth, weight, p2, SM), _more(s3, depth, weight, p3, SM)
+    s4, s5 = _more(s4, depth, weight, p4, SM), _more(s5, depth, weight, p5, SM)
+    s6, s7 = _more(s6, depth, weight, p6, SM), _more(s7, depth, weight, p7, SM)
+    least = tl.minimum(least, tl.min(depth + _reaches(depth, above, SM) * LARGEST, 1))
+    most = tl.maximum(most, tl.max(depth * _reaches(depth, p7, SM), 1))
     return s0, s1, s2, s3, s4, s5, s6, s7, least, most
 
 
 @triton.jit
-def _pass(start, held, top, rate, above, pivots, LANES: tl.constexpr, EACH: tl.constexpr, PTX: tl.constexpr):
+def _pass(start, width, top, rate, above, pivots, LANES: tl.constexpr, EACH: tl.constexpr, SM: tl.constexpr):
     """`_look` at the whole row."""
     column = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     none = tl.zeros([LANES], tl.float32)
     seen = (none, none, none, none, none, none, none, none, none + LARGEST, none)
     at = 0
-    while at + LANES * EACH <= held:  # without a mask, so that a lane reads all its logits at once
-        seen = _look(seen, _depth(tl.load(start + at + column), top), None, rate, above, pivots, PTX)
+    while at + LANES * EACH <= width:  # without a mask, so that a lane reads all its logits at once
+        seen = _look(seen, _depth(tl.load(start + at + column), top), None, rate, above, pivots, SM)
         at += LANES * EACH
-    if at < held:
-        depth = _depth(tl.load(start + at + column, at + column < held, 0.0), top)
-        seen = _look(seen, depth, at + column < held, rate, above, pivots, PTX)
+    if at < width:
+        depth = _depth(tl.load(start + at + column, at + column < width, 0.0), top)
+        seen = _look(seen, depth, at + column < width, rate, above, pivots, SM)
     return _summed(seen)
 
 
 @triton.jit
-def _pass_few(few, counts, rounds, rate, above, pivots, LANES: tl.constexpr, PTX: tl.constexpr):
+def _pass_few(few, counts, rounds, rate, above, pivots, LANES: tl.constexpr, SM: tl.constexpr):
     """`_look` at what `_gather` has put aside: `counts` [LANES] of each lane, `rounds` at most."""
     lane = tl.arange(0, LANES)[:, None]
     none = tl.zeros([LANES], tl.float32)
@@ -115,7 +115,7 @@ def _pass_few(few, counts, rounds, rate, above, pivots, LANES: tl.constexpr, PTX
     at = 0
     while at < rounds:
         inside = at < counts[:, None]
-        seen = _look(seen, tl.load(few + at * LANES + lane, inside, 0.0), inside, rate, above, pivots, PTX)
+        seen = _look(seen, tl.load(few + at * LANES + lane, inside, 0.0), inside, rate, above, pivots, SM)
         at += 1
     return _summed(seen)
 
@@ -137,22 +137,22 @@ def _put(few, counts, depth, inside, lane, LANES: tl.constexpr, ROOM: tl.constex
 
 
 @triton.jit
-def _gather(few, start, held, top, low, high, LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr):
+def _gather(few, start, width, top, low, high, LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr):
     """Put aside the depths of the row in (low, high]: how many are each lane's [LANES], of which it has put ROOM aside."""
     lane = tl.arange(0, LANES)[:, None]
     column = lane * EACH + tl.arange(0, EACH)[None, :]
     counts = tl.zeros([LANES], tl.int32)
     at = 0
     tl.debug_barrier()  # nobody reads what was put aside before
-    while at + LANES * EACH <= held:
+    while at + LANES * EACH <= width:
         depth = _depth(tl.load(start + at + column), top)
         bits = depth.to(tl.int32, bitcast=True)
         counts = _put(few, counts, depth, (bits > low) & (bits <= high), lane, LANES, ROOM)
         at += LANES * EACH
-    if at < held:
-        depth = _depth(tl.load(start + at + column, at + column < held, 0.0), top)
+    if at < width:
+        depth = _depth(tl.load(start + at + column, at + column < width, 0.0), top)
         bits = depth.to(tl.int32, bitcast=True)
-        counts = _put(few, counts, depth, (bits > low) & (bits <= high) & (at + column < held), lane, LANES, ROOM)
+        counts = _put(few, counts, depth, (bits > low) & (bits <= high) & (at + column < width), lane, LANES, ROOM)
     tl.debug_barrier()
     return counts
 
@@ -170,19 +170,19 @@ def _narrow(low, high, under, over, total, pivot, target):
 
 @triton.jit
 def _search(
-    start, held, top, heat, rate, limit, target, share, crowd, few,
-    LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr, PTX: tl.constexpr,
+    start, width, top, temperature_of_row, rate, limit, target, share, crowd, few,
+    LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Bits of the least depth, at most `limit`, down to which the weights exp2(depth * rate) reach the target, in units of 2^-40;
     where this is 0, so much of their sum down to the limit as `share` says, which is found on the way. crowd: no more tokens than
     this are so deep at most, but for ties. few: room for ROOM * LANES depths."""
     low, high = tl.full((), -1, tl.int32), limit
-    first, step = (heat * 0.25).to(tl.int32, bitcast=True), BINADE + 0  # a quarter to 16 nats
+    first, step = (temperature_of_row * 0.25).to(tl.int32, bitcast=True), BINADE + 0  # a quarter to 16 nats
     under, over, aside = target * 0, target * 0, target * 0
     counts, rounds, few_enough = tl.zeros([LANES], tl.int32), 0, LANES * ROOM / 4.0
     while high - low > 1:
         if (rounds == 0) & (crowd <= few_enough):
-            counts = _gather(few, start, held, top, low, high, LANES, EACH, ROOM)
+            counts = _gather(few, start, width, top, low, high, LANES, EACH, ROOM)
             rounds, aside = tl.max(counts, 0), under
             if rounds > ROOM:
                 rounds, few_enough = 0, few_enough / 4
@@ -193,10 +193,10 @@ def _search(
         pivots = (_value(b0), _value(b1), _value(b2), _value(b3), _value(b4), _value(b5), _value(b6), _value(high))
         above = tl.where(low < 0, -1.0, _value(low))
         if rounds > 0:
-            sums, least, most = _pass_few(few, counts, rounds, rate, above, pivots, LANES, PTX)
+            sums, least, most = _pass_few(few, counts, rounds, rate, above, pivots, LANES, SM)
             base = aside
         else:
-            sums, least, most = _pass(start, held, top, rate, above, pivots, LANES, EACH, PTX)
+            sums, least, most = _pass(start, width, top, rate, above, pivots, LANES, EACH, SM)
             base = aside * 0
         s0, s1, s2, s3, s4, s5, s6, s7 = sums
         over = base + s7
@@ -219,19 +219,19 @@ def _search(
 
 
 @triton.jit
-def _scaled(bits, heat):
-    """A depth as what `sampling.scale` makes of its logit."""
-    return tl.where(bits < DEEPEST, -tl.div_rn(_value(bits), heat), float("-inf"))
+def _scaled(bits, temperature_of_row):
+    """A depth as what `reference.scale_logits` makes of its logit."""
+    return tl.where(bits < DEEPEST, -tl.div_rn(_value(bits), temperature_of_row), float("-inf"))
 
 
 @triton.jit
-def _alike(bits, heat):
+def _alike(bits, temperature_of_row):
     """The greatest depth whose scaled logit is that of this depth, in bits: division makes equals of neighbours."""
-    wanted = tl.div_rn(_value(bits), heat)
+    wanted = tl.div_rn(_value(bits), temperature_of_row)
     low, high = bits, tl.full((), DEEPEST, tl.int32)
     while high > low:
         middle = low + ((high - low + 1) >> 1)
-        if tl.div_rn(_value(middle), heat) == wanted:
+        if tl.div_rn(_value(middle), temperature_of_row) == wanted:
             low = middle
         else:
             high = middle - 1
@@ -239,57 +239,57 @@ def _alike(bits, heat):
 
 
 @triton.jit(
-    do_not_specialize=["held", "rows", "parts"],
-    do_not_specialize_on_alignment=["floors", "tops", "temperature", "filters"],
+    do_not_specialize=["width", "rows", "parts"],
+    do_not_specialize_on_alignment=["thresholds", "max_keys", "temperature", "filters"],
 )
-def _floors(
-    logits, floors, tops, temperature, filters, few, stride, held, rows, parts,
-    PARTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr, PTX: tl.constexpr,
+def _filter_thresholds(
+    logits, thresholds, max_keys, temperature, filters, few, stride, width, rows, parts,
+    PARTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    heat = tl.load(temperature + row)
+    temperature_of_row = tl.load(temperature + row)
     k = tl.load(filters + row).to(tl.int32)
     p = tl.load(filters + rows + row)
     m = tl.load(filters + 2 * rows + row).to(tl.float32)
-    floor = float("-inf")
-    order = (_largest(tops, row, rows, parts, 1, PARTS) >> 32).to(tl.int32)
+    threshold = float("-inf")
+    order = (_largest(max_keys, row, rows, parts, 1, PARTS) >> 32).to(tl.int32)
     top = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
-    if (heat > 0.0) & (top > float("-inf")):
+    if (temperature_of_row > 0.0) & (top > float("-inf")):
         start = logits + row.to(tl.int64) * stride
         top = tl.minimum(top, LARGEST)  # so that no depth is NaN
         few += row.to(tl.int64) * (ROOM * LANES)
-        limit, crowd = tl.full((), DEEPEST, tl.int32), held.to(tl.float32)
+        limit, crowd = tl.full((), DEEPEST, tl.int32), width.to(tl.float32)
         by_mass = 0
         while by_mass < 2:  # top-k, then top-p of what it leaves: two turns, so that the search is there once
-            if tl.where(by_mass > 0, p < 1.0, k < held):
-                limit = _alike(limit, heat)
-                rate = by_mass * (-LOG2_E / heat)
+            if tl.where(by_mass > 0, p < 1.0, k < width):
+                limit = _alike(limit, temperature_of_row)
+                rate = by_mass * (-LOG2_E / temperature_of_row)
                 target = tl.where(by_mass > 0, 0, k).to(tl.int64) << 40
-                limit = _search(start, held, top, heat, rate, limit, target, p, crowd, few, LANES, EACH, ROOM, PTX)
-                floor = tl.maximum(floor, _scaled(limit, heat))
+                limit = _search(start, width, top, temperature_of_row, rate, limit, target, p, crowd, few, LANES, EACH, ROOM, SM)
+                threshold = tl.maximum(threshold, _scaled(limit, temperature_of_row))
                 crowd = k.to(tl.float32)
             by_mass += 1
         if m > 0.0:
-            if PTX > 0:
-                floor = tl.maximum(floor, libdevice.log(m))
+            if SM > 0:
+                threshold = tl.maximum(threshold, libdevice.log(m))
             else:
-                floor = tl.maximum(floor, tl.log(m))
-    tl.store(floors + row, floor)
+                threshold = tl.maximum(threshold, tl.log(m))
+    tl.store(thresholds + row, threshold)
 
 
-def floors(logits: Tensor, tops: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
-    """The kernel of `sampling.floors`: [S] for logits [S, V] in fp32 whose rows are contiguous."""
+def filter_thresholds(logits: Tensor, max_keys: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    """The kernel of `sampling.filter_thresholds`: [S] for logits [S, V] in fp32 whose rows are contiguous."""
     rows, width = logits.shape
     found = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
-        ptx, parts = capability(logits.device), tops.shape[2]
+        sm, parts = sm_arch(logits.device), max_keys.shape[2]
         few = torch.empty(rows, ROOM * LANES, dtype=torch.float32, device=logits.device)
-        _floors[(rows,)](
-            logits, found, tops, temperature, filters, few, logits.stride(0), width, rows, parts,
-            PARTS=_room(triton.cdiv(width, BLOCK)), LANES=LANES, EACH=EACH, ROOM=ROOM, PTX=ptx,
-            num_warps=LANES // 32, launch_pdl=ptx >= 90,
+        _filter_thresholds[(rows,)](
+            logits, found, max_keys, temperature, filters, few, logits.stride(0), width, rows, parts,
+            PARTS=_padded_parts(triton.cdiv(width, BLOCK)), LANES=LANES, EACH=EACH, ROOM=ROOM, SM=sm,
+            num_warps=LANES // 32, launch_pdl=sm >= 90,
         )  # fmt: skip
     return found

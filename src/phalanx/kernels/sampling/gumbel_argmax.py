@@ -4,7 +4,7 @@
 """One token of each row of logits, whose vocabulary may be split over ranks, the likeliest or a drawn one: keys of parts, then the
 largest of these.
 
-A key holds a logit and its token so that a larger key is a larger logit, or of equal ones the lower token (see `sampling.keys`).
+A key holds a logit and its token so that a larger key is a larger logit, or of equal ones the lower token (see `reference.packed_argmax_keys`).
 Every program has a part of one row and writes its key; whoever merges them reads a few words per row. That needs no atomics and
 no memory of its own, and gives the same whatever the order.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevice
 
-from phalanx.kernels.residual_rms_norm import capability
+from phalanx.kernels.capabilities import sm_arch
 
 BLOCK = 2048
 """Logits that a program looks at at a time."""
@@ -28,13 +28,13 @@ LOWEST = tl.constexpr(-(2**63))
 
 
 @triton.jit
-def _better(value, column, held, best, place):
+def _better(value, column, width, best, place):
     """The higher values of each lane so far, as integers in the order of floats, and the columns where they stood first."""
     value = tl.where(value == 0.0, 0.0, value)  # -0 is no less than 0
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(value == value, order, 0x7FFFFFFF)
-    order = tl.where(column < held, order, -(2**31))
+    order = tl.where(column < width, order, -(2**31))
     better = order > best
     return tl.where(better, order, best), tl.where(better, column, place)
 
@@ -47,45 +47,45 @@ def _key(best, place, begin):
 
 
 @triton.jit
-def _best_of_part(start, lane, part, held, begin, span, race, floor, BLOCK: tl.constexpr, PTX: tl.constexpr):
+def _best_of_part(start, lane, part, width, begin, span, race, threshold, BLOCK: tl.constexpr, SM: tl.constexpr):
     """`_better` over the `span` columns of a part of the row that begins at `start`. lane: 0 .. BLOCK - 1; race: the row's (top,
-    heat, first, second), or None where the logits themselves are looked at; floor: of what runs, scaled; None: all do."""
+    temperature_of_row, first, second), or None where the logits themselves are looked at; threshold: of what runs, scaled; None: all do."""
     best = tl.full([BLOCK], -(2**31), tl.int32)
     place = tl.zeros([BLOCK], tl.int32)
     at = part * span
-    end = tl.minimum(at + span, held)
+    end = tl.minimum(at + span, width)
     while at < end:
         column = at + lane
-        if at + BLOCK <= held:  # without a mask, so that a thread reads neighbours at once
+        if at + BLOCK <= width:  # without a mask, so that a thread reads neighbours at once
             value = tl.load(start + column).to(tl.float32)
         else:
-            value = tl.load(start + column, column < held, float("-inf")).to(tl.float32)
+            value = tl.load(start + column, column < width, float("-inf")).to(tl.float32)
         if race is not None:
-            top, heat, first, second = race
-            if heat > 0.0:
-                value = tl.div_rn(value - top, heat)
+            top, temperature_of_row, first, second = race
+            if temperature_of_row > 0.0:
+                value = tl.div_rn(value - top, temperature_of_row)
                 value = tl.where(value == value, value, 0.0)
-                if floor is None:
-                    value -= _noise(begin + column, first, second, PTX)
+                if threshold is None:
+                    value -= _noise(begin + column, first, second, SM)
                 else:
-                    value = tl.where(value >= floor, value, float("-inf"))
+                    value = tl.where(value >= threshold, value, float("-inf"))
                     if tl.max(value, 0) > float("-inf"):  # mostly nothing here is kept, and noise is what takes time
-                        value -= _noise(begin + column, first, second, PTX)
-        best, place = _better(value, column, held, best, place)
+                        value -= _noise(begin + column, first, second, SM)
+        best, place = _better(value, column, width, best, place)
         at += BLOCK
     return best, place
 
 
-@triton.jit(do_not_specialize=["held", "begin", "parts"], do_not_specialize_on_alignment=["keys"])
-def _keys(logits, keys, stride, held, begin, parts, span, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    """keys [rows, parts]; columns 0 .. held - 1 of a row of logits are tokens begin, begin + 1, ..."""
-    if PTX >= 90:
+@triton.jit(do_not_specialize=["width", "begin", "parts"], do_not_specialize_on_alignment=["keys"])
+def _packed_argmax_keys(logits, keys, stride, width, begin, parts, span, BLOCK: tl.constexpr, SM: tl.constexpr):
+    """keys [rows, parts]; columns 0 .. width - 1 of a row of logits are tokens begin, begin + 1, ..."""
+    if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     start = logits + row.to(tl.int64) * stride
-    best, place = _best_of_part(start, lane, part, held, begin, span, None, None, BLOCK, PTX)
+    best, place = _best_of_part(start, lane, part, width, begin, span, None, None, BLOCK, SM)
     tl.store(keys + row * parts + part, _key(best, place, begin))
 
 
@@ -108,14 +108,14 @@ def _shifts(h, LOW: tl.constexpr):
 
 
 @triton.jit
-def _noise(token, first, second, PTX: tl.constexpr):
-    """log of an exponential variate: as `sampling.hashed_uniform` and `sampling.draw` say."""
+def _noise(token, first, second, SM: tl.constexpr):
+    """log of an exponential variate: as `reference.hashed_uniform` and `reference.draw` say."""
     h = _shifts(token + (0x9E3779B9 - 2**32), False) * 0x7FEB352D
     h = _shifts(_shifts(h, True) * (0x846CA68B - 2**32), False) ^ first
     h = _shifts(_shifts(h, False) * 0x7FEB352D, True) + second
     h = _shifts(h * (0x846CA68B - 2**32), False) & 0x7FFFFFFF
     u = tl.minimum((h.to(tl.float32) + 0.5) * 4.656612873077393e-10, 1.0 - 5.960464477539063e-08)
-    if PTX > 0:
+    if SM > 0:
         noise = libdevice.log(-libdevice.log1p(-u))
     else:
         noise = tl.log(-tl.log(1.0 - u.to(tl.float64))).to(tl.float32)
@@ -123,30 +123,30 @@ def _noise(token, first, second, PTX: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["held", "begin", "rows", "parts"],
-    do_not_specialize_on_alignment=["keys", "tops", "temperature", "noise", "floors"],
+    do_not_specialize=["width", "begin", "rows", "parts"],
+    do_not_specialize_on_alignment=["keys", "max_keys", "temperature", "noise", "thresholds"],
 )
-def _race(
-    logits, keys, tops, temperature, noise, floors, stride, held, begin, rows, parts, span,
-    RANKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+def _gumbel_max(
+    logits, keys, max_keys, temperature, noise, thresholds, stride, width, begin, rows, parts, span,
+    RANKS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """keys [rows, parts] of what runs the race; tops: the keys [RANKS, rows, parts] of the logits themselves. floors: None where
+    """keys [rows, parts] of what runs the race; max_keys: the keys [RANKS, rows, parts] of the logits themselves. thresholds: None where
     all run."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     lane = tl.arange(0, BLOCK)
     start = logits + row.to(tl.int64) * stride
-    order = (_largest(tops, row, rows, parts, RANKS, PARTS) >> 32).to(tl.int32)
+    order = (_largest(max_keys, row, rows, parts, RANKS, PARTS) >> 32).to(tl.int32)
     top = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
     top = tl.where(top == float("-inf"), 0.0, top)
-    heat = tl.load(temperature + row)
-    race = (top, heat, tl.load(noise + row), tl.load(noise + rows + row))
-    if floors is None:
-        best, place = _best_of_part(start, lane, part, held, begin, span, race, None, BLOCK, PTX)
+    temperature_of_row = tl.load(temperature + row)
+    race = (top, temperature_of_row, tl.load(noise + row), tl.load(noise + rows + row))
+    if thresholds is None:
+        best, place = _best_of_part(start, lane, part, width, begin, span, race, None, BLOCK, SM)
     else:
-        best, place = _best_of_part(start, lane, part, held, begin, span, race, tl.load(floors + row), BLOCK, PTX)
+        best, place = _best_of_part(start, lane, part, width, begin, span, race, tl.load(thresholds + row), BLOCK, SM)
     tl.store(keys + row * parts + part, _key(best, place, begin))
 
 
@@ -154,12 +154,12 @@ def _race(
     do_not_specialize=["rows", "parts"],
     do_not_specialize_on_alignment=["keys", "tokens", "last_tokens", "slots", "kv_slots"],
 )
-def _settle(
+def _decode_keys(
     keys, tokens, last_tokens, slots, kv_slots, rows, parts,
-    RANKS: tl.constexpr, REMEMBER: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    RANKS: tl.constexpr, REMEMBER: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """A program has a row of keys [ranks, rows, parts]."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
@@ -174,7 +174,7 @@ def parts_of(rows: int, width: int) -> int:
     return max(1, min(-(-PROGRAMS // max(rows, 1)), -(-width // BLOCK)))
 
 
-def _room(parts: int) -> int:
+def _padded_parts(parts: int) -> int:
     """A power of two that holds so many; mostly the same, so that few kernels are compiled."""
     return max(64, int(triton.next_power_of_2(parts)))
 
@@ -185,39 +185,39 @@ def _cut(logits: Tensor) -> tuple[int, int]:
     return parts, triton.cdiv(triton.cdiv(logits.shape[1], parts), BLOCK) * BLOCK
 
 
-def keys(logits: Tensor, begin: int, held: int) -> Tensor:
-    """The kernel of `sampling.keys`: [S, parts] for logits [S, W] whose rows are contiguous."""
+def packed_argmax_keys(logits: Tensor, begin: int, width: int) -> Tensor:
+    """The kernel of `reference.packed_argmax_keys`: [S, parts] for logits [S, W] whose rows are contiguous."""
     rows, (parts, span) = len(logits), _cut(logits)
     found = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     if rows:
-        ptx = capability(logits.device)
-        _keys[(rows, parts)](
-            logits, found, logits.stride(0), held, begin, parts, span, BLOCK=BLOCK, PTX=ptx, num_warps=8, launch_pdl=ptx >= 90
+        sm = sm_arch(logits.device)
+        _packed_argmax_keys[(rows, parts)](
+            logits, found, logits.stride(0), width, begin, parts, span, BLOCK=BLOCK, SM=sm, num_warps=8, launch_pdl=sm >= 90
         )
     return found
 
 
-def race(
-    logits: Tensor, begin: int, held: int, tops: Tensor, temperature: Tensor, noise: Tensor, floors: Tensor | None = None
+def gumbel_max(
+    logits: Tensor, begin: int, width: int, max_keys: Tensor, temperature: Tensor, noise: Tensor, thresholds: Tensor | None = None
 ) -> Tensor:
-    """The kernel of `sampling.race`: [S, parts] for logits [S, W] whose rows are contiguous."""
+    """The kernel of `reference.gumbel_max`: [S, parts] for logits [S, W] whose rows are contiguous."""
     rows, (parts, span) = len(logits), _cut(logits)
     found = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     if rows:
-        ptx = capability(logits.device)
-        _race[(rows, parts)](
-            logits, found, tops, temperature, noise, floors, logits.stride(0), held, begin, rows, parts, span, RANKS=len(tops),
-            PARTS=_room(parts), BLOCK=BLOCK, PTX=ptx, num_warps=8, launch_pdl=ptx >= 90,
+        sm = sm_arch(logits.device)
+        _gumbel_max[(rows, parts)](
+            logits, found, max_keys, temperature, noise, thresholds, logits.stride(0), width, begin, rows, parts, span, RANKS=len(max_keys),
+            PARTS=_padded_parts(parts), BLOCK=BLOCK, SM=sm, num_warps=8, launch_pdl=sm >= 90,
         )  # fmt: skip
     return found
 
 
-def settle(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Tensor] | None) -> None:
-    """The kernel of `sampling.settle`."""
+def decode_keys(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Tensor] | None) -> None:
+    """The kernel of `reference.decode_keys`."""
     ranks, rows, parts = keys.shape
     if rows:
-        ptx = capability(keys.device)
-        _settle[(rows,)](
+        sm = sm_arch(keys.device)
+        _decode_keys[(rows,)](
             keys, tokens, *(remember or (tokens, tokens, tokens)), rows, parts, RANKS=ranks, REMEMBER=remember is not None,
-            BLOCK=_room(parts), PTX=ptx, num_warps=1, launch_pdl=ptx >= 90,
+            BLOCK=_padded_parts(parts), SM=sm, num_warps=1, launch_pdl=sm >= 90,
         )  # fmt: skip

@@ -16,16 +16,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.kernels.rows.owned import collect, finish_row
-from phalanx.kernels.signals import await_flag, dependents, draw_ticket, enter, leave, raise_flag
+from phalanx.kernels.allreduce.signals import await_flag, dependents, draw_ticket, enter, leave, raise_flag
+from phalanx.kernels.sequence_parallel.rs_norm_ag import collect, finish_row
 from phalanx.kernels.vectors import add, load, unpack
 
 
 @triton.jit
-def _sum_of_parts(landed, index, share, mask, KIND: tl.constexpr, WORLD: tl.constexpr, PTX: tl.constexpr):
+def _sum_of_parts(landed, index, share, mask, KIND: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr):
     """Lanes (fp32) of the vectors `index` of all parts, `share` vectors each, added up in rank order."""
     for source in tl.static_range(WORLD):
-        part = unpack(load(landed + source * share.to(tl.int64) * 4, index, mask, PTX), KIND)
+        part = unpack(load(landed + source * share.to(tl.int64) * 4, index, mask, SM), KIND)
         if source == 0:
             total = part
         else:
@@ -36,7 +36,7 @@ def _sum_of_parts(landed, index, share, mask, KIND: tl.constexpr, WORLD: tl.cons
 @triton.jit
 def _finish_landed(
     landed, residual, factors, sinks, scale, peers, outs, words_at, rows, depth, pitch, hidden, movers, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Add up my rows, one program a row at a time, and hand out what they become."""
     column = tl.arange(0, BLOCK)
@@ -45,31 +45,31 @@ def _finish_landed(
         row = RANK * depth + local
         if row < rows:
             index = row * pitch + column
-            old = load(residual, index, mask, PTX)
-            total = _sum_of_parts(landed, local * pitch + column, depth * pitch, mask, KIND, WORLD, PTX)
+            old = load(residual, index, mask, SM)
+            total = _sum_of_parts(landed, local * pitch + column, depth * pitch, mask, KIND, WORLD, SM)
             finish_row(
                 total, old, row, index, mask, factors, sinks, scale, peers, outs, words_at, hidden, eps,
-                KIND, QUANT, RANK, WORLD, PTX,
+                KIND, QUANT, RANK, WORLD, SM,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "movers"])
-def landed_norm(
+def gemm_rs_norm_ag(
     landed, residual, weight, sinks, taken, scale, peers, flags, turn, half, rows, hidden, movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """As `owned.owned_norm`, of parts that have landed, or will, in `landed` (int32 pointer, 16-byte aligned) of each rank.
+    """As `owned.rs_norm_ag`, of parts that have landed, or will, in `landed` (int32 pointer, 16-byte aligned) of each rank.
 
     flags: the address of each rank's flags, one for each rank, 16 bytes apart; the rest as there. A call's half holds what is
     handed out, from its beginning.
     """
-    dependents(PTX)
+    dependents(SM)
     pitch = hidden // (4 if KIND == "fp32" else 8)
     depth = tl.cdiv(rows, WORLD)
     column = tl.arange(0, BLOCK)
-    factors = load(weight, column, column < pitch, PTX)  # no kernel before this one writes weights
-    number = enter(turn, PTX)
+    factors = load(weight, column, column < pitch, SM)  # no kernel before this one writes weights
+    number = enter(turn, SM)
     outs = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     out_pitch = pitch if QUANT == "none" else hidden // 16
@@ -85,7 +85,7 @@ def landed_norm(
             await_flag(flags[RANK] + ((RANK + step) % WORLD) * 16, number)
         _finish_landed(
             landed, residual, factors, sinks, scale, peers, outs, words_at, rows, depth, pitch, hidden, movers, eps,
-            KIND, QUANT, RANK, WORLD, BLOCK, PTX,
+            KIND, QUANT, RANK, WORLD, BLOCK, SM,
         )  # fmt: skip
-    collect(taken, sinks[3], peers[RANK], outs, words_at, rows, depth, out_pitch, movers, QUANT, RANK, WORLD, TAKE, WARPS, PTX)
+    collect(taken, sinks[3], peers[RANK], outs, words_at, rows, depth, out_pitch, movers, QUANT, RANK, WORLD, TAKE, WARPS, SM)
     leave(turn, programs, ticket)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.kernels.signals import SENTINEL
+from phalanx.kernels.allreduce.signals import SENTINEL
 
 _SENT_INSTEAD = tl.constexpr(0x7FFF7FFF)  # four e4m3 that are NaN, as the sentinel's are; as fp32 it is a NaN too
 

@@ -26,19 +26,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.kernels.allreduce_oneshot import gather_sum
-from phalanx.kernels.allreduce_twoshot import scatter
+from phalanx.kernels.allreduce.oneshot import gather_sum
+from phalanx.kernels.allreduce.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal
+from phalanx.kernels.allreduce.twoshot import scatter
+from phalanx.kernels.ops.residual_rms_norm import add_residual, normed, square_sum
 from phalanx.kernels.quantize import fp8_vector, token_scale
-from phalanx.kernels.residual_rms_norm import add_residual, normed, square_sum
-from phalanx.kernels.rows.narrow import clear_word, poll_words, push_codes, push_once, sealed_codes, sealed_word
-from phalanx.kernels.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal
+from phalanx.kernels.sequence_parallel.narrow_signals import (
+    clear_word,
+    poll_words,
+    push_codes,
+    push_once,
+    sealed_codes,
+    sealed_word,
+)
 from phalanx.kernels.vectors import load, load_row, load_scales, rounded, store, unpack
 
 
 @triton.jit
 def _hand_out(
     norm, row, index, mask, sinks, scale, peers, outs, words_at,
-    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PTX: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Quantize a row's norm, keep what comes of it, and push it to all. index: of the row's vectors in the message; outs, words_at:
     where rows, and their scales, begin in everybody's workspace."""
@@ -46,7 +53,7 @@ def _hand_out(
         sealed = seal(norm)
         for step in tl.static_range(1, WORLD):
             push(at(peers[(RANK + step) % WORLD] + outs, index, mask), sealed)
-        store(sinks[0], index, sealed, mask, PTX)
+        store(sinks[0], index, sealed, mask, SM)
     else:
         lanes = unpack(norm, KIND)
         if QUANT == "fp8_token":
@@ -58,7 +65,7 @@ def _hand_out(
             tl.store(sinks[3] + row, word.to(tl.float32, bitcast=True))
         else:
             inverse = tl.div_rn(1.0, tl.load(scale))
-        codes = sealed_codes(fp8_vector(lanes, inverse, PTX))
+        codes = sealed_codes(fp8_vector(lanes, inverse, SM))
         for step in tl.static_range(1, WORLD):
             push_codes(peers[(RANK + step) % WORLD] + outs, index, mask, codes)
         tl.store(sinks[2] + index, codes, mask)
@@ -67,12 +74,12 @@ def _hand_out(
 @triton.jit
 def finish_row(
     total, old, row, index, mask, factors, sinks, scale, peers, outs, words_at, hidden, eps,
-    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, PTX: tl.constexpr,
+    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Add the residual (words) to a row's sum (lanes, fp32), norm it, and hand it out as `_hand_out` says."""
-    lanes = add_residual(rounded(total, KIND, PTX), old, index, mask, sinks[1], KIND, PTX)
-    norm = normed(lanes, square_sum(lanes), factors, hidden, eps, KIND, PTX)
-    _hand_out(norm, row, index, mask, sinks, scale, peers, outs, words_at, KIND, QUANT, RANK, WORLD, PTX)
+    lanes = add_residual(rounded(total, KIND, SM), old, index, mask, sinks[1], KIND, SM)
+    norm = normed(lanes, square_sum(lanes), factors, hidden, eps, KIND, SM)
+    _hand_out(norm, row, index, mask, sinks, scale, peers, outs, words_at, KIND, QUANT, RANK, WORLD, SM)
 
 
 @triton.jit
@@ -80,7 +87,7 @@ def _finish_own(
     x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, outs, words_at, rows, depth, pitch, hidden,
     movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Add up my rows, one program a row at a time, and hand out what they become."""
     column = tl.arange(0, BLOCK)
@@ -89,21 +96,21 @@ def _finish_own(
         row = RANK * depth + local
         if row < rows:
             index = row * pitch + column
-            old = load(residual, index, mask, PTX)
-            own = load_row(x, row_scales, load_scales(column_scales, column, mask, KIND, PTX), row, index, mask, KIND, PTX)
+            old = load(residual, index, mask, SM)
+            own = load_row(x, row_scales, load_scales(column_scales, column, mask, KIND, SM), row, index, mask, KIND, SM)
             total = gather_sum(
                 own, peers[RANK] + offset, local * pitch + column, mask, depth * pitch, KIND, RANK, WORLD, BLOCK, WARPS
             )  # fmt: skip
             finish_row(
                 total, old, row, index, mask, factors, sinks, scale, peers, outs, words_at, hidden, eps,
-                KIND, QUANT, RANK, WORLD, PTX,
+                KIND, QUANT, RANK, WORLD, SM,
             )  # fmt: skip
 
 
 @triton.jit
 def _collect(
     target, mine, rows, depth, pitch, first, hop,
-    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Take the others' rows, `pitch` vectors each, as they come: owners work side by side, so rows are taken from each in turn."""
     column = tl.arange(0, BLOCK)
@@ -115,7 +122,7 @@ def _collect(
             address = at(mine, index, mask)
             words = poll((address,), BLOCK, WARPS)
             clear(address)
-            store(target, index, words, mask, PTX)
+            store(target, index, words, mask, SM)
 
 
 @triton.jit
@@ -134,7 +141,7 @@ def _collect_scales(scales, mine, rows, depth, first, hop, RANK: tl.constexpr, W
 @triton.jit
 def collect(
     taken, scales, mine, outs, words_at, rows, depth, pitch, movers,
-    QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+    QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Take what the others hand out, into taken and scales: by the programs that are no movers; where all are, by all, once they
     have finished their rows. mine: the address of my workspace; pitch: vectors of a row there."""
@@ -143,16 +150,16 @@ def collect(
         # Where all are movers, the last ones have finished first, if they had a row at all.
         first = tl.where(movers == programs, programs - 1 - own, own - movers)
         hop = tl.where(movers == programs, programs, programs - movers)
-        _collect(taken, mine + outs, rows, depth, pitch, first, hop, RANK, WORLD, TAKE, WARPS, PTX)
+        _collect(taken, mine + outs, rows, depth, pitch, first, hop, RANK, WORLD, TAKE, WARPS, SM)
         if QUANT == "fp8_token":
             _collect_scales(scales, mine + words_at, rows, depth, first, hop, RANK, WARPS)
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "movers", "row_scales"])
-def owned_norm(
+def rs_norm_ag(
     x, row_scales, column_scales, residual, weight, sinks, taken, scale, peers, turn, half, rows, hidden, movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    BLOCK: tl.constexpr, FLAT: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, PTX: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of x [rows, hidden], its residual, norm and quantization, each row by its owner.
 
@@ -162,13 +169,13 @@ def owned_norm(
     vectors that a program moves at once; TAKE: vectors that hold a row of what is handed out. Each is at least 32 x WARPS, since a
     vector must belong to one thread. hidden is a multiple of 16.
     """
-    dependents(PTX)
+    dependents(SM)
     pitch = hidden // (4 if KIND == "fp32" else 8)
     depth = tl.cdiv(rows, WORLD)
     share = depth * pitch
     column = tl.arange(0, BLOCK)
-    factors = load(weight, column, column < pitch, PTX)  # no kernel before this one writes weights
-    number = enter(turn, PTX)
+    factors = load(weight, column, column < pitch, SM)  # no kernel before this one writes weights
+    number = enter(turn, SM)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     outs = offset + (WORLD - 1) * share.to(tl.int64) * 16
@@ -176,12 +183,12 @@ def owned_norm(
     words_at = outs + rows.to(tl.int64) * out_pitch * 16
     moves = tl.program_id(0) < movers
     if moves:
-        scatter(x, row_scales, column_scales, pitch, peers, offset, rows * pitch, share, movers, PTX, KIND, RANK, WORLD, FLAT)
+        scatter(x, row_scales, column_scales, pitch, peers, offset, rows * pitch, share, movers, SM, KIND, RANK, WORLD, FLAT)
     ticket = draw_ticket(turn, programs)
     if moves:
         _finish_own(
             x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, outs, words_at, rows, depth, pitch,
-            hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, WARPS, PTX,
+            hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, WARPS, SM,
         )  # fmt: skip
-    collect(taken, sinks[3], peers[RANK], outs, words_at, rows, depth, out_pitch, movers, QUANT, RANK, WORLD, TAKE, WARPS, PTX)
+    collect(taken, sinks[3], peers[RANK], outs, words_at, rows, depth, out_pitch, movers, QUANT, RANK, WORLD, TAKE, WARPS, SM)
     leave(turn, programs, ticket)

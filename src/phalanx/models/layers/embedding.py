@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from phalanx import kernels
-from phalanx.kernels import between, sampling
+from phalanx.kernels.sampling import sampling
 from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import Seat, Slice, Sliced
+from phalanx.models.slices import LayerContext, Slice, Sliced
 from phalanx.plan import shard
 
 
@@ -22,11 +22,11 @@ class VocabParallelEmbedding(Sliced):
     weight [local_vocab, hidden]; rows at or beyond the vocabulary's size are padding and zero.
     """
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, seat: Seat) -> None:
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
-        self.name, self.vocab_size, self.seat = name, vocab_size, seat
-        self.local = shard.vocabulary(vocab_size, seat.group.size, seat.group.rank)
-        self.weight = seat.weight(len(self.local), hidden_size)
+        self.name, self.vocab_size, self.context = name, vocab_size, context
+        self.local = shard.vocabulary(vocab_size, context.group.size, context.group.rank)
+        self.weight = context.weight(len(self.local), hidden_size)
         self.weight[self.held :].zero_()
 
     @property
@@ -38,13 +38,13 @@ class VocabParallelEmbedding(Sliced):
         self, token_ids: Tensor, norm: RmsNorm, last: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Activation, Tensor]:  # fmt: skip
         """token_ids [T] int64 -> (norm(vectors), vectors), of [T, hidden]. last: see `Batch.last`."""
-        group = self.seat.group
+        group = self.context.group
         if group.size == 1:
             asked = norm.after(self.weight)  # without a residual: only what is asked of the norm counts
             return norm.taken(
-                between.embed_norm(token_ids, self.weight, last, asked.weight, asked.eps, asked.quant, asked.scale)
+                kernels.embed_norm(token_ids, self.weight, last, asked.weight, asked.eps, asked.quant, asked.scale)
             )  # fmt: skip
-        found, zeros = between.embed(token_ids, self.weight, self.local.start, last)
+        found, zeros = kernels.embed(token_ids, self.weight, self.local.start, last)
         return norm.taken(group.all_reduce(found, norm.after(zeros)))
 
     def slices(self) -> Iterator[Slice]:
@@ -52,7 +52,7 @@ class VocabParallelEmbedding(Sliced):
             yield Slice(f"{self.name}.weight", (self.vocab_size, self.weight.shape[1]), self.weight[: self.held], self.local.start)
 
 
-class ParallelHead(Sliced):
+class ParallelLMHead(Sliced):
     """Logits: each rank computes those of its rows of the vocabulary, [S, local_vocab]. To get all of them they are gathered; for
     the likeliest tokens a few words per row do.
 
@@ -60,10 +60,10 @@ class ParallelHead(Sliced):
     embedding holds a copy: `name` is then the embedding's.
     """
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, tied: VocabParallelEmbedding | None, seat: Seat) -> None:
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, tied: VocabParallelEmbedding | None, context: LayerContext) -> None:
         super().__init__()
-        self.vocab_size, self.group = vocab_size, seat.group
-        self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, seat=seat) if tied is None else tied
+        self.vocab_size, self.group = vocab_size, context.group
+        self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, context=context) if tied is None else tied
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32."""
@@ -86,8 +86,8 @@ class ParallelHead(Sliced):
         return self.group.all_gather(local, dim=-1)[:, : self.vocab_size]
 
     def keys(self, local: Tensor) -> Tensor:
-        """This rank's logits [S, width] -> all ranks' keys [ranks, S, parts] int64: see `kernels.sampling.keys`. Collective."""
-        mine = sampling.keys(local, self.table.local.start, self.table.held)
+        """This rank's logits [S, width] -> all ranks' keys [ranks, S, parts] int64: see `sampling.packed_argmax_keys`. Collective."""
+        mine = sampling.packed_argmax_keys(local, self.table.local.start, self.table.held)
         return self.group.all_gather(mine.unsqueeze(0), dim=0)
 
     def likeliest(self, local: Tensor) -> Tensor:
@@ -95,15 +95,15 @@ class ParallelHead(Sliced):
         return self._settled(self.keys(local))
 
     def drawn(self, local: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-        """This rank's logits [S, width] -> a token for each row [S] int64, as `kernels.sampling.drawn` draws them from those of
+        """This rank's logits [S, width] -> a token for each row [S] int64, as `sampling.sample` draws them from those of
         the whole vocabulary. Collective."""
         table = self.table
-        mine = sampling.race(local, table.local.start, table.held, self.keys(local), temperature, noise)
+        mine = sampling.gumbel_max(local, table.local.start, table.held, self.keys(local), temperature, noise)
         return self._settled(self.group.all_gather(mine.unsqueeze(0), dim=0))
 
     def _settled(self, keys: Tensor) -> Tensor:
         tokens = torch.empty(keys.shape[1], dtype=torch.int64, device=keys.device)
-        sampling.settle(keys, tokens)
+        sampling.decode_keys(keys, tokens)
         return tokens
 
     def slices(self) -> Iterator[Slice]:

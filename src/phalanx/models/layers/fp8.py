@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from phalanx import kernels
 from phalanx.config.quantization import Quantization, require_whole
-from phalanx.kernels.norms import triton_is_here
-from phalanx.kernels.products import blocks
-from phalanx.kernels.products.cuts import FEW, WIDTH
-from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.scaled_mm import ALIGNMENT, FP8, Quantized, quantizing_mm, scaled_mm_into, unscaled_mm
+from phalanx.kernels.capabilities import has_triton
+from phalanx.kernels.gemm import block_gemm
+from phalanx.kernels.gemm.block_heuristics import BLOCK_K, FEW_TOKENS
+from phalanx.kernels.gemm.scaled_mm import ALIGNMENT, quant_gemm, scaled_mm_into, unscaled_mm
+from phalanx.kernels.scaled_tensors import FP8, Quantized, Unscaled
 from phalanx.log import get_logger
-from phalanx.models.slices import Scale, Seat, Sliced
+from phalanx.models.slices import LayerContext, Scale, Sliced
 
 logger = get_logger(__name__)
 
@@ -79,7 +79,7 @@ class Fp8:
         if not isinstance(x, Quantized) and not self.products:
             return self._of_tensor(x, weight, bias)
         if not isinstance(x, Quantized) and x.shape[0] == 1:  # one row is quantized by its product, in one launch
-            product = quantizing_mm(x, self.input_scale, weight, self.weight_scale, dtype=self.dtype)
+            product = quant_gemm(x, self.input_scale, weight, self.weight_scale, dtype=self.dtype)
         else:
             product = kernels.scaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype)
         return product if bias is None else product + bias
@@ -91,15 +91,15 @@ class Fp8:
         columns = self.quantization.block[1]
         begin = self.begin % columns
         if not self.by_group:
-            return blocks.widening_mm(x, weight, self.weight_scale, bias, block=columns, begin=begin)
+            return block_gemm.w8a16_gemm(x, weight, self.weight_scale, bias, block=columns, begin=begin)
         by_block = self._once_a_block() if self.whole_blocks else None
-        product = blocks.block_scaled_mm(x, weight, self.weight_scale, dtype=self.dtype, begin=begin, by_block=by_block)
+        product = block_gemm.block_scaled_mm(x, weight, self.weight_scale, dtype=self.dtype, begin=begin, by_block=by_block)
         return product if bias is None else product + bias
 
     def _once_a_block(self) -> Tensor:
         """Made when a weight that has been read is used first: before graphs are captured, as all that runs in them has run."""
         if not self._by_block:
-            self._by_block.append(blocks.once_a_block(self.weight_scale))
+            self._by_block.append(block_gemm.one_scale_per_block(self.weight_scale))
         return self._by_block[0]
 
     def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
@@ -160,37 +160,37 @@ class Fp8:
 
 
 def hold(
-    layer: Sliced, names: Sequence[str], out: int, inputs: int, *, seat: Seat, begin: int = 0, runs: Sequence[tuple[int, int]] = ()
+    layer: Sliced, names: Sequence[str], out: int, inputs: int, *, context: LayerContext, begin: int = 0, runs: Sequence[tuple[int, int]] = ()
 ) -> Fp8 | None:  # fmt: skip
     """Give `layer` its uninitialized weight [out, inputs], and its scales if the checkpoint layers `names`, which it merges, are
     in FP8 (None if not). begin: the whole weight's column that is its first; runs: which rows it has of each of the checkpoint's
     weights, one behind another, as (first, count); none: all rows of one."""
-    quantization = seat.quantization
+    quantization = context.quantization
     if quantization is None or not require_whole(quantization, names):
-        layer.weight = seat.weight(out, inputs)
+        layer.weight = context.weight(out, inputs)
         return None
-    layer.weight = seat.weight(out, inputs, dtype=FP8)
+    layer.weight = context.weight(out, inputs, dtype=FP8)
     along: tuple[int, ...] = ()
     if quantization.block is not None:
         columns = quantization.block[1]
         along = (-(-(begin % columns + inputs) // columns),)
-    layer.weight_scale = seat.weight(out, *along, dtype=torch.float32)
-    products = _why_widened(quantization, seat.fp8_products, seat.device) is None
+    layer.weight_scale = context.weight(out, *along, dtype=torch.float32)
+    products = _why_widened(quantization, context.fp8_products, context.device) is None
     if products and (out % ALIGNMENT or inputs % ALIGNMENT or (along and begin % ALIGNMENT)):
         logger.info(
             "%s runs in %s: its weight is %d x %d on this rank, from column %d on, and FP8 products need multiples of %d", names[0],
-            seat.dtype, out, inputs, begin, ALIGNMENT,
+            context.dtype, out, inputs, begin, ALIGNMENT,
         )  # fmt: skip
         products = False
     if quantization.activations == "static":
-        layer.input_scale = nn.Parameter(torch.zeros((), dtype=torch.float32, device=seat.device), requires_grad=False)
+        layer.input_scale = nn.Parameter(torch.zeros((), dtype=torch.float32, device=context.device), requires_grad=False)
     by_group, input_scale = products and bool(along), getattr(layer, "input_scale", None)
-    whole = quantization.block == (WIDTH, WIDTH) and not any(size % WIDTH for run in runs for size in run)
-    whole_blocks = by_group and whole and blocks.torch_takes(out, inputs, begin, seat.device)
-    return Fp8(quantization, layer.weight_scale, input_scale, products and not along, seat.dtype, begin, by_group, whole_blocks)
+    whole = quantization.block == (BLOCK_K, BLOCK_K) and not any(size % BLOCK_K for run in runs for size in run)
+    whole_blocks = by_group and whole and block_gemm.cublas_supports(out, inputs, begin, context.device)
+    return Fp8(quantization, layer.weight_scale, input_scale, products and not along, context.dtype, begin, by_group, whole_blocks)
 
 
-def how_multiplied(quantization: Quantization, fp8_products: bool, device: torch.device, dtype: torch.dtype) -> str | None:
+def describe_gemm(quantization: Quantization, fp8_products: bool, device: torch.device, dtype: torch.dtype) -> str | None:
     """A line for the log on weights that are widened, or scaled by block; None for others. fp8_products: as a seat has it."""
     why, block = _why_widened(quantization, fp8_products, device), quantization.block
     if why is None:
@@ -201,8 +201,8 @@ def how_multiplied(quantization: Quantization, fp8_products: bool, device: torch
             f"{block[1]} columns, and each block's sum its scales"
         )
     line = f"weights are in FP8, and products run in {str(dtype).removeprefix('torch.')}: {why}"
-    if block is not None and block[1] == WIDTH and device.type == "cuda" and triton_is_here():
-        line += f"; up to {FEW} tokens, weights are widened in registers"
+    if block is not None and block[1] == BLOCK_K and device.type == "cuda" and has_triton():
+        line += f"; up to {FEW_TOKENS} tokens, weights are widened in registers"
     return line
 
 
@@ -212,8 +212,8 @@ def _why_widened(quantization: Quantization, fp8_products: bool, device: torch.d
         return f"this {device.type} has no FP8 products"
     if quantization.activations == "none":
         return "the checkpoint does not quantize activations"
-    if quantization.block is not None and device.type == "cuda" and not triton_is_here():
+    if quantization.block is not None and device.type == "cuda" and not has_triton():
         return "products by block need Triton"
-    if quantization.block is not None and quantization.block[1] != WIDTH:
-        return f"its blocks have {quantization.block[1]} columns, and FP8 products need {WIDTH}"
+    if quantization.block is not None and quantization.block[1] != BLOCK_K:
+        return f"its blocks have {quantization.block[1]} columns, and FP8 products need {BLOCK_K}"
     return None

@@ -8,26 +8,26 @@ import math
 import torch
 from torch import Tensor, nn
 
+from phalanx import kernels
 from phalanx.config.rope import Rope
-from phalanx.kernels import between
 
 
 class Rotary(nn.Module):
     """Cosines and sines of a batch's positions, computed once per forward and used by each layer."""
 
-    inverse_wavelengths: Tensor
+    inv_freq: Tensor
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         super().__init__()
         self.attention_factor = rope.attention_factor
-        self.register_buffer("inverse_wavelengths", inverse_wavelengths(rope, head_dim).to(device), persistent=False)
+        self.register_buffer("inverse_wavelengths", inv_freq(rope, head_dim).to(device), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64 -> cos and sin, both [T, head_dim / 2] fp32."""
-        return between.turns(positions, self.inverse_wavelengths, self.attention_factor)
+        return ops.cos_sin(positions, self.inv_freq, self.attention_factor)
 
 
-def inverse_wavelengths(rope: Rope, head_dim: int) -> Tensor:
+def inv_freq(rope: Rope, head_dim: int) -> Tensor:
     """Radians per token for each pair of a head, [head_dim / 2] fp32 on CPU: theta^(-2i / head_dim), stretched as `rope` says."""
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim)
     stretched = plain / rope.factor
