@@ -14,12 +14,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.tables.message import Fusion, dtype_named
+from phalanx.config.dtypes import parse_dtype
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
 from phalanx.tables.table import Table
 from phalanx.tune import records
-from phalanx.tune.codegen import decided
-from phalanx.tune.records import Bench
+from phalanx.tune.codegen import decide_benchmarks
+from phalanx.tune.records import Benchmark
 from phalanx.tune.sweep import Task
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -62,9 +63,9 @@ def read_peers(paths: list[Path]) -> dict[Cell, dict[str, tuple[float, str]]]:
     return found
 
 
-def rows(bench: Bench, table: Table, peers: dict[Cell, dict[str, tuple[float, str]]], fusion: Fusion, hidden: int) -> list[Row]:
+def rows(bench: Benchmark, table: Table, peers: dict[Cell, dict[str, tuple[float, str]]], fusion: Fusion, hidden: int) -> list[Row]:
     """Every cell of a fusion that was measured here, by rising tokens."""
-    dtype = dtype_named("bf16")
+    dtype = parse_dtype("bf16")
     found = []
     for tokens in sorted({task.tokens for task in bench.times if task.cell == (dtype, fusion, task.tokens, hidden)}):
         entry = table.lookup(dtype, fusion, tokens, hidden)
@@ -102,7 +103,7 @@ def compare(folder: Path, peers_paths: list[Path], hidden: int) -> str:
     peers = read_peers(peers_paths)
     lines = [f"Microseconds, bf16, hidden {hidden}. A peer's column is the fastest of its kinds.", ""]
     misses, cells = [], 0
-    for one in decided([bench for bench in records.read_folder(folder) if bench.sm > 0]):
+    for one in decide_benchmarks([bench for bench in records.read_folder(folder) if bench.sm > 0]):
         for fusion in Fusion:
             found = rows(one.bench, one.table, peers, fusion, hidden)
             if not found:

@@ -24,7 +24,7 @@ from phalanx import log
 from phalanx.bench.cli import register as register_bench
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import ALIASES, RawOptions, build, gather
+from phalanx.config.sources import ALIASES, RawOptions, build_options, read_sources
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.tune.cli import app as allreduce
 from phalanx.version import __version__
@@ -45,12 +45,12 @@ Verb = Callable[..., None]
 def takes(*models: type[BaseModel], model_argument: bool = True) -> Callable[[Verb], Verb]:
     """Give a verb the flags of option models, the argument MODEL and `--config FILE`.
 
-    It is called with what was `asked` in file, environment and flags. Values stay text here: the option models say what is taken,
+    It is called with what was `raw_options` in file, environment and flags. Values stay text here: the option models say what is taken,
     whichever source it came from.
     """
 
     def with_flags(verb: Verb) -> Verb:
-        own = [parameter for name, parameter in inspect.signature(verb, eval_str=True).parameters.items() if name != "asked"]
+        own = [parameter for name, parameter in inspect.signature(verb, eval_str=True).parameters.items() if name != "raw_options"]
         fields = {name: field for model in models for name, field in model.model_fields.items() if name != "model"}
         parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         parameters = [*([_none("model", _MODEL)] if model_argument else []), *parameters, _none("config", _CONFIG)]
@@ -59,7 +59,7 @@ def takes(*models: type[BaseModel], model_argument: bool = True) -> Callable[[Ve
         def run(**given: Any) -> None:
             mine = {parameter.name: given.pop(parameter.name) for parameter in own}
             file = given.pop("config")
-            verb(asked=gather(given, file=file), **mine)
+            verb(raw_options=read_sources(given, file=file), **mine)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -97,9 +97,9 @@ def _kind(annotation: Any) -> str:
 
 @app.command()
 @takes(EngineOptions, ServeOptions)
-def serve(asked: RawOptions) -> None:
+def serve(raw_options: RawOptions) -> None:
     """Serve a model over the OpenAI API."""
-    engine, serving = build(EngineOptions, asked), build(ServeOptions, asked)
+    engine, serving = build_options(EngineOptions, raw_options), build_options(ServeOptions, raw_options)
     from phalanx.serve.app import run
 
     raise typer.Exit(run(engine, serving))
@@ -108,7 +108,7 @@ def serve(asked: RawOptions) -> None:
 @app.command()
 @takes(EngineOptions)
 def generate(
-    asked: RawOptions,
+    raw_options: RawOptions,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="May be given again; - reads one from stdin.")] = None,
     max_tokens: Annotated[int, typer.Option("--max_tokens", help="New tokens at most.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.")] = 0.0,
@@ -120,13 +120,13 @@ def generate(
     from phalanx.serve.cli_chat import complete
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop=stop)
-    complete(build(EngineOptions, asked), [sys.stdin.read() if text == "-" else text for text in prompt or ["-"]], params)
+    complete(build_options(EngineOptions, raw_options), [sys.stdin.read() if text == "-" else text for text in prompt or ["-"]], params)
 
 
 @app.command()
 @takes(EngineOptions, ServeOptions, model_argument=False)
 def chat(
-    asked: RawOptions,
+    raw_options: RawOptions,
     target: Annotated[str, typer.Argument(metavar="[URL|MODEL]", help="A server's URL, or a model to load here.")] = (
         "http://localhost:8000"
     ),
@@ -137,7 +137,7 @@ def chat(
     """Talk to a server, or to a model loaded here. End with Ctrl-D."""
     from phalanx.serve.cli_chat import talk
 
-    raise typer.Exit(talk(target, asked, system=system, max_tokens=max_tokens, temperature=temperature))
+    raise typer.Exit(talk(target, raw_options, system=system, max_tokens=max_tokens, temperature=temperature))
 
 
 @app.command()

@@ -8,7 +8,7 @@ import pytest
 from phalanx.config import EngineOptions
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
-from phalanx.config.resolve import arithmetic, resolve
+from phalanx.config.resolve import compute_dtype, resolve
 from phalanx.errors import LayoutError, OptionError
 
 SHAPE = ModelShape(
@@ -62,12 +62,12 @@ def test_nothing_is_left_open():
 
 def test_fp8_stays_fp8_and_leaves_the_rest_in_16_bit():
     assert resolve(options(dtype="fp8"), SHAPE, gpus=1).options.dtype == "fp8"
-    assert arithmetic("fp8", SHAPE, "cuda") == "bf16"
-    assert arithmetic("fp8", replace(SHAPE, dtype="fp16"), "cuda") == "fp16"
-    assert arithmetic("fp8", replace(SHAPE, dtype="fp32"), "cuda") == "bf16"
-    assert arithmetic("fp8", SHAPE, "cpu") == arithmetic("auto", SHAPE, "cpu") == "fp32"
-    assert arithmetic("auto", replace(SHAPE, dtype="fp32"), "cuda") == "fp32"
-    assert arithmetic("auto", replace(SHAPE, dtype="fp32", quantization=ON_LOAD), "cuda") == "bf16"
+    assert compute_dtype("fp8", SHAPE, "cuda") == "bf16"
+    assert compute_dtype("fp8", replace(SHAPE, dtype="fp16"), "cuda") == "fp16"
+    assert compute_dtype("fp8", replace(SHAPE, dtype="fp32"), "cuda") == "bf16"
+    assert compute_dtype("fp8", SHAPE, "cpu") == compute_dtype("auto", SHAPE, "cpu") == "fp32"
+    assert compute_dtype("auto", replace(SHAPE, dtype="fp32"), "cuda") == "fp32"
+    assert compute_dtype("auto", replace(SHAPE, dtype="fp32", quantization=ON_LOAD), "cuda") == "bf16"
 
 
 @pytest.mark.parametrize("kv", [False, True])

@@ -95,7 +95,7 @@ def engine_options(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def truth_of(job: Mapping[str, Any], folder: Path, rows: Sequence[Sequence[int]], spoil: Change | None = None) -> Truth:
     """On CPU, quantized as the job's engines are. spoil: done to the yardstick, to see that what is wrong is found."""
-    from phalanx.worker.worker import torch_dtype
+    from phalanx.kernels.dtypes import TORCH_DTYPES
 
     dtype, _, kv = job["dtype"].partition("+")
     on_gpu = job["device"] == "cuda"
@@ -103,7 +103,7 @@ def truth_of(job: Mapping[str, Any], folder: Path, rows: Sequence[Sequence[int]]
     if kv == "fp8":
         options["fp8_cache"] = True
     name = arithmetic(dtype, ModelShape.from_folder(folder), job["device"])
-    rounded = torch.bfloat16 if name == "fp32" else torch_dtype(name)
+    rounded = torch.bfloat16 if name == "fp32" else TORCH_DTYPES[name]
     whole = torch.cat(log_probabilities(folder, rows, tp=job["tp"], dtype=torch.float32, **options))
     near = torch.cat(log_probabilities(folder, rows, tp=job["tp"], dtype=rounded, change=spoil, **options))
     exact = log_probabilities(folder, rows, tp=1, dtype=torch.float32)

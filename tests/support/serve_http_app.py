@@ -20,7 +20,7 @@ from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.serve.app import bind, make_app, make_service
 from phalanx.serve.fake_client import FakeEngineClient, fake_facts
-from phalanx.serve.openai.service import Ready, Service
+from phalanx.serve.openai.service import Service, ServingEngine
 from phalanx.serve.openai.tools import detect
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_small_tokenizers import byte_level, write
@@ -110,7 +110,7 @@ def live(engine: FakeEngineClient, *, template: str | None = None, ready: bool =
     tokenizer = tokenizer_of(template)
     if ready:
         service.admission.begin(batch=engine.facts.max_batch_size, max_reqs=options.max_num_queued_reqs)
-        service.up = Ready(engine, tokenizer, detect(tokenizer))
+        service.engine = ServingEngine(engine, tokenizer, detect(tokenizer))
         engine.on_failure(service.admission.fail)
     sockets = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none"))

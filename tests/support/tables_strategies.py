@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.hardware.fingerprint import LINKS, Fingerprint
-from phalanx.tables.message import DTYPE_BYTES, Fusion
+from phalanx.tables.message import Fusion
 from phalanx.tables.seed import MAX_A, MAX_B, MAX_C, Latency, Seed
 from phalanx.tables.strategy import Choice, choices
 from phalanx.tables.table import MAX_SIZE, HiddenRange, Section, Span, Table
@@ -43,7 +44,7 @@ def tables(draw, fingerprint: Fingerprint | None = None) -> Table:
         fingerprint = Fingerprint(
             draw(st.sampled_from([0, 80, 90, 100])), draw(st.sampled_from(sorted(LINKS))), draw(st.integers(2, 8))
         )
-    keys = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPE_BYTES)), st.sampled_from(list(Fusion))), unique=True, max_size=4))
+    keys = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.sampled_from(list(Fusion))), unique=True, max_size=4))
     sections = []
     for dtype, fusion in keys:
         rows = []
@@ -60,7 +61,7 @@ def tables(draw, fingerprint: Fingerprint | None = None) -> Table:
 def edges(table: Table) -> list[tuple[str, Fusion, int, int]]:
     """(dtype, fusion, tokens, hidden) on and beside every edge of the table, and far beyond."""
     far = [1, 7, 128, 16384, 2**28, 2**31 - 1, 2**31, 2**40, 2**62]
-    found = [(dtype, fusion, value, 1 + value // 3) for dtype in DTYPE_BYTES for fusion in Fusion for value in far]
+    found = [(dtype, fusion, value, 1 + value // 3) for dtype in DTYPES for fusion in Fusion for value in far]
     for section in table.sections:
         for row in section.hidden_ranges:
             for hidden in {row.first - 1, row.first, row.last, row.last + 1}:

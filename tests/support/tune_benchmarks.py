@@ -11,18 +11,18 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import default
 from phalanx.tune import records
-from phalanx.tune.records import Bench
+from phalanx.tune.records import Benchmark
 from phalanx.tune.sweep import Sweep
 
 NVLINK2 = Fingerprint(90, "nvlink", 2)
 
 
-def bench(fingerprint: Fingerprint = NVLINK2, *, noise: float = 0.005, **sweep) -> Bench:
+def bench(fingerprint: Fingerprint = NVLINK2, *, noise: float = 0.005, **sweep) -> Benchmark:
     dice = random.Random(str(fingerprint))
     sweep.setdefault("fusions", "NONE,RESIDUAL_RMS_NORM")
     plan = Sweep.of(fingerprint, **sweep)
     seed = default(fingerprint)
-    found = Bench(fingerprint.sm, fingerprint.world, {}, grid=plan.grid(), link=fingerprint.link, facts={"gpu": "made up"})
+    found = Benchmark(fingerprint.sm, fingerprint.world, {}, grid=plan.grid(), link=fingerprint.link, facts={"gpu": "made up"})
     for task in plan.plan()[0]:
         us = seed.models[task.fusion][task.choice].us(task.tokens, task.bytes)
         found.samples[task] = [round(us * (1 + dice.gauss(0, noise)), 3) for _ in range(9)]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from phalanx.comm.detect import detect_fingerprint
+from phalanx.comm.strategies import AllReduce, Strategies
 from phalanx.tables.strategy import Strategy
 from phalanx.tune.ranks import candidates, measure, rank_process
 from phalanx.tune.sweep import Task
@@ -21,8 +23,7 @@ running: list[str | None] = [None]
 
 
 def open_group(group, device, max_bytes):
-    built = candidates.Built(candidates.fingerprint_here(group.size, device))
-    built.add(Strategy.NCCL, group.all_reduce, None)
+    strategies = Strategies(detect_fingerprint(device, group.size), {Strategy.NCCL: AllReduce(group.all_reduce)})
 
     def total(x):
         if running[0] == "raise":
@@ -33,7 +34,8 @@ def open_group(group, device, max_bytes):
         return torch.empty_like(out) if running[0] == "unwritten" else out
 
     for strategy in (Strategy.ONESHOT, Strategy.TWOSHOT):
-        built.add(strategy, total, None)
+        strategies.runs[strategy] = AllReduce(total)
+    built = candidates.StrategyCandidates(strategies)
     plain_get = built.get
 
     def get(choice):

@@ -50,7 +50,7 @@ def _help(context: typer.Context) -> None:
 
 
 def run_all(
-    asked: RawOptions,
+    raw_options: RawOptions,
     workload: Workloads = None,
     strategies: Annotated[
         str | None, typer.Option("--strategies", help="All-reduce strategies to set side by side, as AUTO,NCCL: an engine each.")
@@ -67,17 +67,17 @@ def run_all(
     from phalanx.bench import all_workloads as bench
     from phalanx.bench import offline, report, workloads
 
-    if strategies is not None and "allreduce_strategy" in asked.values:
+    if strategies is not None and "allreduce_strategy" in raw_options.values:
         raise OptionError(f"--strategies {strategies} was asked for", held="so was --allreduce_strategy", next="give one of them")
     wanted = [workloads.parse(name) for name in workload or workloads.KNOWN]
     file = report.json_path(json, extends=True)
-    with offline.target(asked, commit) as target:
+    with offline.target(raw_options, commit) as target:
         chosen = bench.parse_strategies(strategies or target.options.allreduce_strategy)
         document = bench.run(target, wanted, chosen, json_file=file)
     report.give(document, bench.tables(document), json)
 
 
-def latency(asked: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
+def latency(raw_options: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
     """Time per token while a fixed number of requests decode: decode-1 and decode-64, or others by --workload.
 
     MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
@@ -87,12 +87,12 @@ def latency(asked: RawOptions, workload: Workloads = None, json: Json = None, co
 
     wanted = [workloads.parse(name, "decode") for name in workload or _DECODES]
     report.json_path(json)
-    with offline.target(asked, commit) as target:
+    with offline.target(raw_options, commit) as target:
         document = bench.run(target, wanted)
     report.give(document, [bench.table(document)], json)
 
 
-def throughput(asked: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
+def throughput(raw_options: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
     """Tokens per second with all requests queued at once: batch-512x1000x1000, or others by --workload.
 
     MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
@@ -102,13 +102,13 @@ def throughput(asked: RawOptions, workload: Workloads = None, json: Json = None,
 
     wanted = [workloads.parse(name, "batch") for name in workload or [_BATCH]]
     report.json_path(json)
-    with offline.target(asked, commit) as target:
+    with offline.target(raw_options, commit) as target:
         document = bench.run(target, wanted)
     report.give(document, [bench.table(document)], json)
 
 
 def scaling(
-    asked: RawOptions,
+    raw_options: RawOptions,
     sizes: Annotated[str, typer.Option(help="TP or TPxPP, separated by commas.")] = "1,2,4,8,1x2,2x2,4x2",
     workload: Annotated[str, typer.Option("--workload", "-w", help="The throughput's.")] = _BATCH,
     decode: Annotated[
@@ -129,15 +129,15 @@ def scaling(
     from phalanx.bench import scaling as bench
 
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if name in asked.values:
+        if name in raw_options.values:
             raise OptionError(
-                f"{name}={asked.values[name]} was asked for", held=f"by {asked.origins[name]}", next="give --sizes instead"
+                f"{name}={raw_options.values[name]} was asked for", held=f"by {raw_options.origins[name]}", next="give --sizes instead"
             )
     batch, decodes = workloads.parse(workload, "batch"), [workloads.parse(name, "decode") for name in decode or ["decode-1"]]
     wanted = bench.parse_sizes(sizes)
     file = report.json_path(json, extends=True)
     picture = plots.picture_path(plot, file)
-    with offline.target(asked, commit) as target:
+    with offline.target(raw_options, commit) as target:
         document = bench.run(target, wanted, batch, *decodes, json_file=file)
     report.give(document, bench.tables(document), json)
     if picture is not None:

@@ -16,7 +16,7 @@ from phalanx.config import EngineOptions
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.resolve import resolve
-from phalanx.config.sources import RawOptions, build
+from phalanx.config.sources import RawOptions, build_options
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import EngineError, OptionError
 from phalanx.hardware import probe, provenance
@@ -48,16 +48,16 @@ class BenchmarkTarget:
 def target(asked: RawOptions, commit: str | None = None) -> Iterator[BenchmarkTarget]:
     """Settle what was asked for. A shape's name stands for dummy weights of that shape. Nothing is started.
 
-    Raises what `build`, `locate` and `ModelShape.from_folder` raise.
+    Raises what `build_options`, `locate` and `ModelShape.from_folder` raise.
     """
-    first = build(EngineOptions, asked)
+    first = build_options(EngineOptions, asked)
     with shapes.folder_of(first.model) as folder:
         shape = ModelShape.from_folder(locate(folder, first.revision))
         method = {**METHOD, "max_seq_len": min(METHOD["max_seq_len"], shape.max_positions)}
         if folder != first.model:
             method["load_format"] = "dummy"
         values = {**method, **asked.values, "model": folder}
-        options = build(EngineOptions, RawOptions(values, {**dict.fromkeys(values, "the method of the bench"), **asked.origins}))
+        options = build_options(EngineOptions, RawOptions(values, {**dict.fromkeys(values, "the method of the bench"), **asked.origins}))
         gpus = len(probe.detect_machine().gpus)
         device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
         yield BenchmarkTarget(first.model, options, shape, device, gpus, commit)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import ResidualRmsNorm
-from phalanx.comm.symmetric import Workspace
-from phalanx.kernels.reference import Unscaled
+from phalanx.comm.symmetric import SymmetricWorkspace
+from phalanx.kernels.scaled_tensors import Unscaled
 
 Sum = Callable[[Tensor, Tensor, int, dict[str, Any]], None]
 """Launch one chunk: (source and target as int32, vectors of 16 bytes, the kernel's scales and constants)."""
 SumNorm = Callable[[tuple[Any, ...], int, dict[str, Any]], None]
-"""Launch one chunk: (the kernel's arguments up to `turn`, rows, the kernel's scales and constants)."""
+"""Launch one chunk: (the kernel's arguments up to `epoch`, rows, the kernel's scales and constants)."""
 
 
-def all_reduce(x: Tensor | Unscaled, workspace: Workspace, at_once: int, launch: Sum) -> Tensor:
+def all_reduce(x: Tensor | Unscaled, workspace: SymmetricWorkspace, at_once: int, launch: Sum) -> Tensor:
     """x (contiguous, a multiple of 16 bytes, 16-byte aligned) summed into a new tensor, `at_once` vectors at a time; of a product
     with scales, whose rows are such multiples, as many rows as they hold (a workspace holds more than one)."""
     values, rows, columns = Unscaled.parts(x)
@@ -37,11 +37,11 @@ def all_reduce(x: Tensor | Unscaled, workspace: Workspace, at_once: int, launch:
 
 
 def all_reduce_norm(
-    x: Tensor | Unscaled, fusion: ResidualRmsNorm, workspace: Workspace, at_once: int, launch: SumNorm
+    x: Tensor | Unscaled, fusion: ResidualRmsNorm, workspace: SymmetricWorkspace, at_once: int, launch: SumNorm
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """x [T, H] (as above; H a multiple of 8, for nvfp4 of 16) summed, and its fusion, in new tensors: as many rows at a time as
     `at_once` vectors hold."""
-    from phalanx.kernels.residual_rms_norm import Sinks, quant_mode
+    from phalanx.kernels.ops.residual_rms_norm import Sinks, quant_mode
 
     values, row_scales, column_scales = Unscaled.parts(x)
     mode = quant_mode(fusion.quant, fusion.scale)
@@ -55,7 +55,7 @@ def all_reduce_norm(
         arguments = (
             values[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
             sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
-            workspace.turn,
+            workspace.epoch,
         )  # fmt: skip
         launch(arguments, last - first, {**constants, **_scales(row_scales, column_scales, first)})
     return sinks.outputs()
@@ -78,10 +78,10 @@ def pitch_of(x: Tensor) -> int:
     return x.shape[1] * x.element_size() // 16
 
 
-def _constants(x: Tensor, workspace: Workspace) -> dict[str, Any]:
-    from phalanx.kernels.vectors import KINDS
+def _constants(x: Tensor, workspace: SymmetricWorkspace) -> dict[str, Any]:
+    from phalanx.kernels.dtypes import DTYPE_NAMES
 
     return {
-        "KIND": KINDS[x.dtype], "RANK": workspace.rank, "WORLD": workspace.world, "PTX": workspace.ptx,
-        "launch_pdl": workspace.ptx >= 90,
+        "KIND": DTYPE_NAMES[x.dtype], "RANK": workspace.rank, "WORLD": workspace.world, "PTX": workspace.sm,
+        "launch_pdl": workspace.sm >= 90,
     }  # fmt: skip

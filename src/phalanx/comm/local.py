@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 
 T = TypeVar("T")
 
@@ -181,7 +181,7 @@ class LocalGroup:
         """As Group."""
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
+    def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
         """As Group."""
 
     def _require_rank(self, rank: int) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
 from phalanx.errors import RankStalled
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 
 FOLDER = Path("/dev/shm")
 CHUNK_BYTES = 2 << 20

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has 
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo, finish, with_scales
 from phalanx.errors import EngineError, LayoutError
 from phalanx.hardware.probe import address_towards
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.plan.layout import Layout
 
 ONE_SHOT_BYTES = 256 << 10
@@ -132,7 +132,7 @@ class TorchGroup:
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
+    def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
         return None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.config.json_fields import Fields
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import Rope, read_rope
@@ -16,7 +17,7 @@ from phalanx.errors import ModelError, UnsupportedArchitecture
 
 CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
 
-_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_DTYPES = {dtype.long_name: dtype.name for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)

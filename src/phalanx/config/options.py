@@ -9,15 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from phalanx.config.dtypes import DTYPE_NAMES
 from phalanx.errors import OptionError, UnknownOption
-
-_DTYPE_SPELLINGS = {
-    "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16",
-}  # fmt: skip
 
 
 def _dtype_name(value: Any) -> Any:
-    return _DTYPE_SPELLINGS.get(value, value) if isinstance(value, str) else value
+    return DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
 
 
 Dtype = Annotated[Literal["auto", "fp32", "fp16", "bf16", "fp8"], BeforeValidator(_dtype_name)]
@@ -57,6 +54,11 @@ class EngineOptions(BaseModel):
     node_rank: int = Field(0, ge=0, description="This host's number, 0 .. nnodes-1; 0 holds the engine.")
     master_addr: str = Field("127.0.0.1", description="Address of host 0, as every host reaches it.")
     master_port: int = Field(29400, ge=1, le=65535, description="First of the two ports that host 0 listens on for ranks.")
+
+    launcher: str = Field(
+        "phalanx.executor.launcher:LocalLauncher", min_length=1,
+        description="What starts the processes of ranks, as a dotted path (package.module:Name). The default starts them on this host.",
+    )  # fmt: skip
 
     max_batch_size: int = Field(256, ge=1, le=1 << 16, description="Requests that run at once, at most.")
     max_num_tokens: int | None = Field(None, ge=1, description="Tokens of one step, at most; None: 8192 on GPU, 2048 on CPU.")

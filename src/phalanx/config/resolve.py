@@ -37,7 +37,7 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
     _check_layout(options, shape, gpus if device == "cuda" else None)
     if options.dtype == "auto":
         why = "the checkpoint's own" if device == "cuda" else "CPUs compute fastest and most exactly in it"
-        chosen["dtype"] = arithmetic("auto", shape, device), why
+        chosen["dtype"] = compute_dtype("auto", shape, device), why
     if options.kv_cache_dtype == "auto":
         made_for_it = shape.quantization is not None and shape.quantization.kv
         why = "the checkpoint was made for it" if made_for_it else "nothing says that the model bears less"
@@ -55,7 +55,7 @@ def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
     )
 
 
-def arithmetic(dtype: str, shape: ModelShape, device: str) -> str:
+def compute_dtype(dtype: str, shape: ModelShape, device: str) -> str:
     """What `dtype` means for everything but products in FP8, and for those where the device has none: "fp32", "fp16" or "bf16".
 
     With "auto" and "fp8" the checkpoint's own, but fp32 on CPU, and 16 bit for products in FP8 on GPU.

@@ -49,7 +49,7 @@ class RawOptions:
     origins: dict[str, str]
 
 
-def gather(flags: Mapping[str, Any], *, file: str | Path | None = None, environ: Mapping[str, str] | None = None) -> RawOptions:
+def read_sources(flags: Mapping[str, Any], *, file: str | Path | None = None, environ: Mapping[str, str] | None = None) -> RawOptions:
     """Everything that was asked for, the strongest source winning. `flags` that are None were not given.
 
     Raises UnknownOption or OptionError naming the source.
@@ -69,9 +69,9 @@ def gather(flags: Mapping[str, Any], *, file: str | Path | None = None, environ:
     return RawOptions(values, origins)
 
 
-def build(options: type[Options], asked: RawOptions) -> Options:
+def build_options(options: type[Options], raw_options: RawOptions) -> Options:
     """The options of one model out of everything that was asked. Raises OptionError naming option, value and source."""
-    mine = {name: value for name, value in asked.values.items() if name in options.model_fields}
+    mine = {name: value for name, value in raw_options.values.items() if name in options.model_fields}
     try:
         return options(**mine)
     except ValidationError as error:
@@ -79,14 +79,14 @@ def build(options: type[Options], asked: RawOptions) -> Options:
         name = str(error.errors(include_url=False)[0]["loc"][0])
         if name in _SECRET:
             complaint = OptionError(f"this {name} cannot be used", why="a key is a text of at least one character")
-        if name not in asked.origins:
+        if name not in raw_options.origins:
             raise OptionError(
                 f"{name} was not given", why="it has no default", next=f"give one: {options.model_fields[name].description}"
             ) from None
-        raise OptionError(complaint.failure, held=f"by {asked.origins[name]}", why=complaint.why, next=complaint.next) from None
+        raise OptionError(complaint.failure, held=f"by {raw_options.origins[name]}", why=complaint.why, next=complaint.next) from None
 
 
-def nearest_by_alias(name: str) -> str | None:
+def long_option_name(name: str) -> str | None:
     """The option that a short name stands for, for errors where only long names are taken."""
     return ALIASES.get(name.replace("-", "_"))
 
@@ -118,7 +118,7 @@ def torchrun(environ: Mapping[str, str] | None = None) -> Torchrun | None:
     return Torchrun(rank, world, local, found["MASTER_ADDR"], port)
 
 
-def placed(options: EngineOptions, environ: Mapping[str, str] | None = None) -> tuple[EngineOptions, int]:
+def place_process(options: EngineOptions, environ: Mapping[str, str] | None = None) -> tuple[EngineOptions, int]:
     """The options of this process, and the first GPU that it may use.
 
     Under torchrun each process is a node of one rank; otherwise the options stand, and the GPU is 0. Raises LayoutError when
@@ -137,7 +137,7 @@ def placed(options: EngineOptions, environ: Mapping[str, str] | None = None) -> 
     return options.model_copy(update={"nnodes": run.world_size, **where}), run.local_rank
 
 
-def otherwise(wanted: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def differing_variables(wanted: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Of these variables, those that the environment sets to something else, and to what."""
     found = os.environ if environ is None else environ
     return {name: found[name] for name, value in wanted.items() if found.get(name, value) != value}

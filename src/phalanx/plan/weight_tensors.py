@@ -7,11 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
-
-ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
-"""Bytes of one value, by the dtype that was asked for; "fp8" says what is left beside the products in FP8."""
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -38,11 +36,16 @@ def layer_bytes(shape: ModelShape, dtype: str) -> WeightBytes:
     A rank that holds a slice of a product's columns has scales of its own for it; they are counted once here. Static scales of
     activations, 4 bytes each, are not counted.
     """
-    size = ITEMSIZE[dtype]
+    size = _itemsize(dtype)
     vocabulary = shape.vocab_size * shape.hidden_size * size
     layers = [sum(_bytes(shape, name, dims, dtype) for name, dims in layer_tensors(shape, i).items()) for i in _kinds(shape)]
     per_layer = layers if len(layers) > 1 else layers * shape.num_layers
     return WeightBytes(per_layer, vocabulary, vocabulary + shape.hidden_size * size)
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of one value that is not an FP8 weight. With "fp8", these values have 16 bits."""
+    return 2 if dtype == "fp8" else DTYPES[dtype].itemsize
 
 
 def _kinds(shape: ModelShape) -> range:
@@ -54,7 +57,7 @@ def _kinds(shape: ModelShape) -> range:
 def _bytes(shape: ModelShape, name: str, dims: tuple[int, ...], dtype: str) -> int:
     quantization = shape.quantization or (ON_LOAD if dtype == "fp8" else None)
     if quantization is None or len(dims) == 1 or not quantization.covers(name.removesuffix(".weight")):
-        return math.prod(dims) * ITEMSIZE[dtype]
+        return math.prod(dims) * _itemsize(dtype)
     by_row = 1 if quantization.block is None else -(-dims[1] // quantization.block[1])
     return math.prod(dims) + 4 * dims[0] * by_row
 

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import placed
+from phalanx.config.sources import place_process
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import configure, get_logger
 from phalanx.metrics import Metrics
@@ -53,7 +53,7 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = En
     """
     configure("phalanx server")
     try:
-        engine, local_rank = placed(engine)
+        engine, local_rank = place_process(engine)
         if engine.node_rank > 0:
             from phalanx.engine.executor import join
 

@@ -12,7 +12,7 @@ import httpx
 
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import RawOptions, build
+from phalanx.config.sources import RawOptions, build_options
 from phalanx.errors import EngineError, PhalanxError, RequestError
 from phalanx.serve.llm import LLM
 from phalanx.serve.outputs import RequestOutput
@@ -31,14 +31,14 @@ def complete(options: EngineOptions, prompts: Sequence[str], params: SamplingPar
         asyncio.run(_print(_growth(llm.generate_async(prompts[0], params))))
 
 
-def talk(target: str, asked: RawOptions, *, system: str | None, max_tokens: int, temperature: float) -> int:
+def talk(target: str, raw_options: RawOptions, *, system: str | None, max_tokens: int, temperature: float) -> int:
     """Ask for lines on stdin and print the answers, until the input ends. Returns the exit status."""
     begin: Messages = [{"role": "system", "content": system}] if system else []
     if target.startswith(("http://", "https://")):
-        key = build(ServeOptions, asked).api_key
+        key = build_options(ServeOptions, raw_options).api_key
         return _talk(begin, _over_http(target, key, max_tokens=max_tokens, temperature=temperature))
-    asked = RawOptions({**asked.values, "model": target}, {**asked.origins, "model": "MODEL"})
-    with LLM(**build(EngineOptions, asked).model_dump()) as llm:
+    raw_options = RawOptions({**raw_options.values, "model": target}, {**raw_options.origins, "model": "MODEL"})
+    with LLM(**build_options(EngineOptions, raw_options).model_dump()) as llm:
         return _talk(begin, _of_llm(llm, SamplingParams(max_tokens=max_tokens, temperature=temperature)))
 
 

@@ -22,7 +22,7 @@ from phalanx.config.serving import ServeOptions
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.serve.client import Engine
-from phalanx.serve.openai.service import Ready, Service
+from phalanx.serve.openai.service import Service, ServingEngine
 from phalanx.serve.openai.tools import detect
 from phalanx.serve.tokenizer import Tokenizer
 
@@ -122,9 +122,9 @@ class Lifecycle:
         metrics.queue_limits = {"requests": service.admission.max_reqs}
         if service.admission.max_tokens is not None:
             metrics.queue_limits["tokens"] = service.admission.max_tokens
-        service.up = Ready(client, tokenizer, tool_format)
+        service.engine = ServingEngine(client, tokenizer, tool_format)
         if facts.device != "cpu":
-            self._warming = asyncio.create_task(service.warm(service.up))
+            self._warming = asyncio.create_task(service.warm(service.engine))
         else:  # a CPU has no cores to spare for it, and its server may never be asked
             logger.info("structured output: its compiler starts with the first request for it, which then waits some seconds")
         client.on_failure(self._engine_lost)

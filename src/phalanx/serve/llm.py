@@ -18,7 +18,7 @@ import msgspec
 
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.locate import locate_tokenizer
-from phalanx.config.sources import nearest_by_alias, placed
+from phalanx.config.sources import long_option_name, place_process
 from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import EngineClosed, RequestError, UnknownOption
 from phalanx.serve.chat_template import Message
@@ -54,9 +54,9 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         for name in options:
-            if long := nearest_by_alias(name):
+            if long := long_option_name(name):
                 raise UnknownOption(f"LLM option {name!r} is unknown", next=f"did you mean {long!r}?")
-        self.options, local_rank = placed(EngineOptions.of(model=model, **options))
+        self.options, local_rank = place_process(EngineOptions.of(model=model, **options))
         if self.options.node_rank > 0:
             from phalanx.engine.executor import join
 

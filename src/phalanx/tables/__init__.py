@@ -2,7 +2,7 @@
 """What was measured: messages, strategies, tables by ranges, and the seed where nothing was. No torch here."""
 
 from phalanx.tables.admit import admit
-from phalanx.tables.message import Fusion, Message, dtype_named
+from phalanx.tables.message import Fusion, Message
 from phalanx.tables.seed import Seed
 from phalanx.tables.shipped import advice, find, table_for
 from phalanx.tables.strategy import Choice, Strategy
@@ -18,7 +18,6 @@ __all__ = [
     "Table",
     "admit",
     "advice",
-    "dtype_named",
     "find",
     "table_for",
 ]

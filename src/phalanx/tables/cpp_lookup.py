@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import seed as seeds
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS, TP_SIZES
-from phalanx.tables.message import DTYPE_BYTES, Fusion
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
 from phalanx.tables.table import HiddenRange, Section, Span, Table
 
@@ -76,7 +77,7 @@ def _value(table: Table, plainer: Table | None, dtype: str, fusion: Fusion, toke
         return int(entry.strategy)
     if plainer is not None:
         return int(plainer.lookup(dtype, fusion, tokens, hidden).strategy)
-    nbytes = tokens * hidden * DTYPE_BYTES[dtype]
+    nbytes = tokens * hidden * DTYPES[dtype].itemsize
     models = {choice: model for choice, model in table.seed.models[fusion].items() if not choice.unfused}
     return int(min(models, key=lambda choice: models[choice].fs(tokens, nbytes), default=INCUMBENT).strategy)
 

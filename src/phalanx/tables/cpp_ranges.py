@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
-from phalanx.tables.message import DTYPE_BYTES, Fusion
+from phalanx.tables.message import Fusion
 from phalanx.tables.seed import MAX_BYTES, MAX_TOKENS
 from phalanx.tables.table import Section, Table
 
@@ -103,15 +104,15 @@ def emit(tables: Sequence[Table]) -> str:
     lines += ["static constexpr Table kTables[] = {", *places, "};"]
     head = _HEAD.format(
         digests="\n".join(f"// {table.fingerprint} sha256:{table.digest}" for table in ordered),
-        dtypes=", ".join(DTYPE_BYTES),
-        dtype_count=len(DTYPE_BYTES),
+        dtypes=", ".join(DTYPES),
+        dtype_count=len(DTYPES),
         fusion_count=len(Fusion),
     )
     tail = _TAIL.format(
         places="\n".join(f"        case {int(fusion)}: return {place};  // {fusion.name}" for place, fusion in enumerate(Fusion)),
         max_bytes=MAX_BYTES,
         max_tokens=MAX_TOKENS,
-        items=", ".join(map(str, DTYPE_BYTES.values())),
+        items=", ".join(map(str, (dtype.itemsize for dtype in DTYPES.values()))),
     )
     return head + "\n".join(lines) + tail
 
@@ -120,7 +121,7 @@ def _table(table: Table, number: int, lines: list[str]) -> str:
     """Write the arrays of one table to `lines`; gives its place in the array of tables."""
     written: dict[tuple[str, Fusion], str] = {}
     sections = []
-    for dtype in DTYPE_BYTES:
+    for dtype in DTYPES:
         for fusion in Fusion:
             section = table.section_for(dtype, fusion)
             if section is None:

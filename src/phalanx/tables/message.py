@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import OptionError
 
 
@@ -69,21 +70,6 @@ STANDS_IN = {
     ),
 }
 
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-LONG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_DTYPES = (
-    {name: name for name in DTYPE_BYTES} | {long: short for short, long in LONG_DTYPES.items()} | {"half": "fp16", "float": "fp32"}
-)
-
-
-def dtype_named(name: str) -> str:
-    """ "bf16", "fp16" or "fp32" for any of their spellings (also "bfloat16", "torch.bfloat16"). Raises OptionError."""
-    try:
-        return _DTYPES[name.removeprefix("torch.")]
-    except KeyError:
-        raise OptionError(f"dtype {name!r} is unknown", next=f"known: {', '.join(_DTYPES)}") from None
-
-
 @dataclass(frozen=True, slots=True)
 class Message:
     """One call: op ("all_reduce"), fusion, dtype (bf16, fp16, fp32), a tensor [tokens, hidden] per rank, and the ranks."""
@@ -98,4 +84,4 @@ class Message:
     @property
     def bytes(self) -> int:
         """Of one rank's tensor."""
-        return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
+        return self.tokens * self.hidden * DTYPES[self.dtype].itemsize

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.message import DTYPE_BYTES, Fusion
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy, choices
 
 # Beyond these sizes the model stops growing, so that the sum fits 64 unsigned bits:
@@ -62,7 +63,7 @@ class Seed:
 
     def choose(self, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> tuple[Choice, float]:
         """The choice whose model is lowest, and its estimate in microseconds."""
-        nbytes = tokens * hidden * DTYPE_BYTES[dtype]
+        nbytes = tokens * hidden * DTYPES[dtype].itemsize
         models = self.models[fusion]
         best = min(models, key=lambda choice: models[choice].fs(tokens, nbytes))
         return best, models[best].us(tokens, nbytes)

@@ -12,9 +12,10 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.message import DTYPE_BYTES, STANDS_IN, Fusion
+from phalanx.tables.message import STANDS_IN, Fusion
 from phalanx.tables.seed import Seed
 from phalanx.tables.strategy import Choice, Strategy
 
@@ -82,8 +83,8 @@ class Table:
             raise TableError(f"the table of {self.fingerprint} holds a dtype and fusion twice")
         for section in self.sections:
             where = f"{self.fingerprint} {section.dtype} {section.fusion.name}"
-            if section.dtype not in DTYPE_BYTES:
-                raise TableError(f"{where}: unknown dtype", next=f"known: {', '.join(DTYPE_BYTES)}")
+            if section.dtype not in DTYPES:
+                raise TableError(f"{where}: unknown dtype", next=f"known: {', '.join(DTYPES)}")
             _check_ranges([(row.first, row.last) for row in section.hidden_ranges], f"{where}: hidden sizes")
             for row in section.hidden_ranges:
                 _check_ranges([(span.first, span.last) for span in row.spans], f"{where} hidden {row.first}: tokens")
@@ -144,7 +145,7 @@ class Table:
     def _answer(self, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> Entry:
         if tokens < 1 or hidden < 1:
             raise ValueError(f"no message has {tokens} tokens of hidden size {hidden}")
-        if dtype not in DTYPE_BYTES:
+        if dtype not in DTYPES:
             raise KeyError(dtype)
         if (dtype, fusion) not in self._found:
             section = self.section_for(dtype, fusion)

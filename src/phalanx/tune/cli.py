@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of `phalanx allreduce`: bench, tune, codegen, plot, explain, import. `python -m phalanx.tune.cli` is the same.
+"""The command line of `phalanx allreduce`: bench, tune, codegen, plot, explain, import. `python -m phalanx.tune.cli` is the same.
 
-Each stage reads the files of the one before: bench writes CSVs, codegen and plot read them, import reads other people's.
+Each command reads the files of the one before: bench writes CSVs, codegen and plot read them, import reads other people's files.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -16,47 +15,27 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic.fields import FieldInfo
 
 from phalanx.errors import OptionError, PhalanxError
+from phalanx.tune.options import TuneOptions
 
 app = typer.Typer(
     name="allreduce",
-    help="Measure the all-reduce on this machine, decide what runs where, and show it.",
+    help="Measure the all-reduce strategies on this machine, decide which runs at which size, and show the result.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_"), "help_option_names": ["-h", "--help"]},
 )
 
-TpSize = Annotated[str, typer.Option("--tp_size", help="Ranks; several separated by commas. all: each size this machine can form.")]
-Tokens = Annotated[str | None, typer.Option("--tokens", help="Such as 1,16,256; the guide's 1..16384 otherwise.")]
-Hidden = Annotated[str | None, typer.Option("--hidden", help="Such as 4096,8192; the guide's 128..8192 otherwise.")]
-Fusions = Annotated[str | None, typer.Option("--fusions", help="By name, separated by commas; all otherwise.")]
-Strategies = Annotated[
-    str | None, typer.Option("--strategies", help="NCCL (or GLOO), ONESHOT, TWOSHOT, AUTO; the first three otherwise.")
+TpSize = Annotated[
+    str, typer.Option("--tp_size", help="Number of ranks; several separated by commas. all: every size this machine can form.")
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="bf16, fp16 or fp32.")]
-Auto = Annotated[bool, typer.Option("--enable_auto", help="Measure what the machine's table would choose, too.")]
-Folder = Annotated[Path, typer.Option("--save_csv_dir", help="Where CSVs and all that comes of them go.")]
-DataDir = Annotated[Path, typer.Option("--data_dir", help="The folder with the CSVs.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cuda or cpu.")]
-MaxMib = Annotated[float | None, typer.Option("--max_mib", help="Leave out larger tensors (MiB per rank); 4 on CPU otherwise.")]
-Calls = Annotated[int, typer.Option("--calls", min=1, help="Calls in one sample.")]
-Replays = Annotated[int, typer.Option("--replays", min=1, help="Samples of a candidate.")]
-Deadline = Annotated[
-    float, typer.Option("--deadline", min=0.1, help="Seconds for one candidate, compiling included; then it is skipped.")
-]
-StartTimeout = Annotated[float, typer.Option("--start_timeout", min=1, help="Seconds for the ranks to meet.")]
-TimeLimit = Annotated[float | None, typer.Option("--time_limit", help="Seconds per TP size, after which what there is is written.")]
-Restart = Annotated[
-    bool, typer.Option("--restart", help="Begin anew: drop what a broken run has measured, and replace the CSV there.")
-]
-Extend = Annotated[bool, typer.Option("--extend", help="Measure only what the CSV there lacks, and keep the rest of it.")]
-Remeasure = Annotated[
-    str | None,
-    typer.Option("--remeasure", help="Measure these again, such as NCCL, within what is named; the rest of the CSV stays."),
-]
-Commit = Annotated[str | None, typer.Option("--commit", help="What this is, for the sidecar, where git cannot say.")]
+Fusions = Annotated[str | None, typer.Option("--fusions", help=TuneOptions.model_fields["fusions"].description)]
+Dtype = Annotated[str, typer.Option("--dtype", help=TuneOptions.model_fields["dtype"].description)]
+Device = Annotated[str, typer.Option("--device", help=TuneOptions.model_fields["device"].description)]
+DataDir = Annotated[Path, typer.Option("--data_dir", help="Folder that holds the CSVs.")]
 Launched = Annotated[str | None, typer.Option(hidden=True, envvar="TORCHELASTIC_RUN_ID")]
 MpiRank = Annotated[int | None, typer.Option(hidden=True, envvar=["OMPI_COMM_WORLD_RANK", "PMI_RANK"])]
 MpiWorld = Annotated[int | None, typer.Option(hidden=True, envvar=["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])]
@@ -65,58 +44,38 @@ EnvRank = Annotated[int | None, typer.Option(hidden=True, envvar="RANK")]
 EnvWorld = Annotated[int | None, typer.Option(hidden=True, envvar="WORLD_SIZE")]
 EnvLocal = Annotated[int | None, typer.Option(hidden=True, envvar="LOCAL_RANK")]
 Restarts = Annotated[int, typer.Option(hidden=True, envvar="TORCHELASTIC_RESTART_COUNT")]
-Address = Annotated[str, typer.Option("--master_addr", help="Under mpirun: the host of rank 0, as every host reaches it.")]
-Port = Annotated[int, typer.Option("--master_port", help="Under mpirun: a free port there.")]
+Address = Annotated[str, typer.Option("--master_addr", help="Under mpirun: address of the host of rank 0, as every host reaches it.")]
+Port = Annotated[int, typer.Option("--master_port", help="Under mpirun: a free port on the host of rank 0.")]
 
 
-def _sweep(
-    tokens: Tokens = None,
-    hidden: Hidden = None,
-    fusions: Fusions = None,
-    strategies: Strategies = None,
-    dtype: Dtype = "bf16",
-    enable_auto: Auto = False,
-    save_csv_dir: Folder = Path("data"),
-    device: Device = "auto",
-    max_mib: MaxMib = None,
-    calls: Calls = 50,
-    replays: Replays = 9,
-    deadline: Deadline = 60.0,
-    start_timeout: StartTimeout = 180.0,
-    time_limit: TimeLimit = None,
-    restart: Restart = False,
-    extend: Extend = False,
-    remeasure: Remeasure = None,
-    commit: Commit = None,
-) -> Any:
-    """What is to be measured, and how: a `stages.Asked`."""
-    from phalanx.tune import commands
+def _takes_tune_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flags of `TuneOptions` behind its first option; it is called with `options`."""
+    own = [one for name, one in inspect.signature(command, eval_str=True).parameters.items() if name != "options"]
+    shared = [_flag(name, field) for name, field in TuneOptions.model_fields.items()]
 
-    return commands.Asked(
-        tokens=tokens, hidden=hidden, fusions=fusions, strategies=strategies, dtype=dtype, auto=enable_auto, folder=save_csv_dir,
-        device=device, max_mib=max_mib, calls=calls, replays=replays, deadline=deadline, start_timeout=start_timeout,
-        time_limit=time_limit, restart=restart, extend=extend, remeasure=remeasure, commit=commit,
+    @functools.wraps(command)
+    def with_flags(**values: Any) -> None:
+        options = TuneOptions(**{flag.name: values.pop(flag.name) for flag in shared})
+        command(options=options, **values)
+
+    parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
+    with_flags.__signature__ = inspect.Signature([parameters[0], *shared, *parameters[1:]])  # type: ignore[attr-defined]
+    return with_flags
+
+
+def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
+    """An option of the model as typer reads it: default, bound and help come from the field."""
+    least = next((constraint.ge for constraint in field.metadata if hasattr(constraint, "ge")), None)
+    option = typer.Option(f"--{name}", help=field.description, min=least)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[field.annotation, option]
     )  # fmt: skip
 
 
-def _measuring(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb with the options of `_sweep` behind --tp_size; it takes what they ask for as `asked`."""
-    shared = inspect.signature(_sweep, eval_str=True).parameters
-    own = [one for name, one in inspect.signature(verb, eval_str=True).parameters.items() if name != "asked"]
-
-    @functools.wraps(verb)
-    def with_options(**given: Any) -> None:
-        asked = _sweep(**{name: given.pop(name) for name in shared})
-        verb(asked=asked, **given)
-
-    with_options.__signature__ = inspect.Signature([own[0], *shared.values(), *own[1:]])  # type: ignore[attr-defined]
-    return with_options
-
-
 @app.command()
-@_measuring
+@_takes_tune_options
 def bench(
-    asked: Any,
+    options: TuneOptions,
     tp_size: TpSize = "all",
     master_addr: Address = "127.0.0.1",
     master_port: Port = 29544,
@@ -129,52 +88,54 @@ def bench(
     env_local: EnvLocal = None,
     restarts: Restarts = 0,
 ) -> None:
-    """Measure: verified, then timed, into benchmark.tp{N}.sm{V}.csv. A broken run resumes; a hang is a recorded skip.
+    """Verify, then time every candidate, and write benchmark.tp{N}.sm{V}.csv. An interrupted run resumes; a hang is recorded as a
+    skip.
 
-    Starts its own ranks; under torchrun and mpirun the processes there are the ranks.
+    Starts its own ranks. Under torchrun and mpirun, the processes that they started are the ranks.
     """
     from phalanx.tune import commands
 
-    place = commands.place(
+    rank = commands.launched_rank(
         elastic, (env_rank, env_world, env_local), (mpi_rank, mpi_world, mpi_local), f"{master_addr}:{master_port}"
     )
-    if restarts:  # torchrun has started the ranks again behind a hang: the journal there is this run's own
-        asked = dataclasses.replace(asked, restart=False)
-    for path in commands.bench(tp_size, asked, place):
+    if restarts:  # torchrun has started the ranks again after a hang: the journal in the folder is this run's own
+        options = options.model_copy(update={"restart": False})
+    for path in commands.measure(tp_size, options, rank):
         print(path)
 
 
 @app.command()
-@_measuring
+@_takes_tune_options
 def tune(
-    asked: Any,
+    options: TuneOptions,
     tp_size: TpSize = "all",
     install: Annotated[
-        bool, typer.Option("--install/--no_install", help="Put the tables where engines on this host find them.")
+        bool, typer.Option("--install/--no_install", help="Copy the tables to the folder where engines on this host look for them.")
     ] = True,
 ) -> None:
-    """Measure, decide, generate and draw, in one go; engines on this host then run by the tables."""
+    """Measure, decide, generate and plot in one command. Engines on this host then use the tables."""
     from phalanx.tune import commands
 
-    for path in [*commands.bench(tp_size, asked, None), *commands.codegen(asked.folder), *commands.plot(asked.folder)]:
+    folder = options.save_csv_dir
+    for path in [*commands.measure(tp_size, options, None), *commands.codegen(folder), *commands.plot(folder)]:
         print(path)
     if install:
-        for path in commands.install(asked.folder):
+        for path in commands.install(folder):
             print(f"installed {path}")
 
 
 @app.command()
 def codegen(
     data_dir: DataDir = Path("data"),
-    sm_version: Annotated[int | None, typer.Option("--sm_version", help="Only this SM version's CSVs.")] = None,
+    sm_version: Annotated[int | None, typer.Option("--sm_version", help="Read only the CSVs of this SM version.")] = None,
     link: Annotated[
-        str | None, typer.Option("--link", help="Link class of CSVs without a sidecar; nvlink on GPUs otherwise.")
+        str | None, typer.Option("--link", help="Link class of CSVs that have no sidecar. Default: nvlink on GPUs.")
     ] = None,
     table: Annotated[
-        list[Path] | None, typer.Option("--table", help="From these tables instead of CSVs; may be given again.")
+        list[Path] | None, typer.Option("--table", help="Read this table instead of CSVs; repeat for several tables.")
     ] = None,
 ) -> None:
-    """Decide from CSVs, and write tables/*.json, TensorRT-LLM's C++ table and our header."""
+    """Decide from CSVs; write tables/*.json, the C++ table of TensorRT-LLM and the C++ header of Phalanx."""
     from phalanx.tune import commands
 
     for path in commands.codegen(data_dir, sm_version=sm_version, link=link, tables=table):
@@ -183,7 +144,7 @@ def codegen(
 
 @app.command()
 def plot(data_dir: DataDir = Path("data")) -> None:
-    """Draw three pictures for every CSV and fusion into viz/, and one HTML report."""
+    """Draw three plots for every CSV and fusion into viz/, and one HTML report."""
     from phalanx.tune import commands
 
     for path in commands.plot(data_dir):
@@ -192,15 +153,19 @@ def plot(data_dir: DataDir = Path("data")) -> None:
 
 @app.command()
 def explain(
-    tp_size: Annotated[int | None, typer.Option("--tp_size", min=2, help="Ranks; --machine and --table say it, too.")] = None,
+    tp_size: Annotated[
+        int | None, typer.Option("--tp_size", min=2, help="Number of ranks. Not needed with --machine or --table.")
+    ] = None,
     hidden: Annotated[int, typer.Option("--hidden", min=1, help="Hidden size.")] = 8192,
     dtype: Dtype = "bf16",
     fusions: Fusions = None,
-    machine: Annotated[str | None, typer.Option("--machine", help="Another one, such as sm90.nvlink.tp4.")] = None,
-    table: Annotated[Path | None, typer.Option("--table", help="A table's file instead of the installed or shipped one.")] = None,
+    machine: Annotated[str | None, typer.Option("--machine", help="Another machine, such as sm90.nvlink.tp4.")] = None,
+    table: Annotated[
+        Path | None, typer.Option("--table", help="File of a table to use instead of the installed or shipped one.")
+    ] = None,
     device: Device = "auto",
 ) -> None:
-    """Print what runs at which size, and why."""
+    """Print which strategy runs at which size, and why."""
     from phalanx.tune import commands
 
     for line in commands.explain(tp_size, hidden, dtype, fusions, machine, table, device):
@@ -209,11 +174,13 @@ def explain(
 
 @app.command(name="import")
 def import_(
-    files: Annotated[list[Path], typer.Argument(help="TensorRT-LLM's CSVs (benchmark.tp*.sm*.csv) or C++ tables.")],
-    link: Annotated[str, typer.Option("--link", help="The link class that they were measured on.")] = "nvlink",
-    folder: Annotated[Path | None, typer.Option("--folder", help="Instead of where engines on this host find tables.")] = None,
+    files: Annotated[list[Path], typer.Argument(help="CSVs (benchmark.tp*.sm*.csv) or C++ tables of TensorRT-LLM.")],
+    link: Annotated[str, typer.Option("--link", help="Link class of the machine that they were measured on.")] = "nvlink",
+    folder: Annotated[
+        Path | None, typer.Option("--folder", help="Write here instead of where engines on this host look for tables.")
+    ] = None,
 ) -> None:
-    """Make tables of ours from TensorRT-LLM's CSVs and C++ tables, and install them."""
+    """Convert CSVs and C++ tables of TensorRT-LLM to tables of Phalanx, and install them."""
     from phalanx.tune import commands
 
     for line in commands.import_(files, link, folder):

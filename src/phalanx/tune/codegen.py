@@ -7,15 +7,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.tables import cpp_lookup, cpp_ranges
-from phalanx.tables.message import DTYPE_BYTES
 from phalanx.tables.shipped import file_name
 from phalanx.tables.table import Table
 from phalanx.tables.table_file import dumps, write_whole
 from phalanx.tune.decide import decide
 from phalanx.tune.fit import fit_seed, regret
-from phalanx.tune.records import Bench
+from phalanx.tune.records import Benchmark
 
 LOOKUP = Path("gen_heuristic_code") / "generated_lookup_table.cpp"
 HEADER = Path("gen_heuristic_code") / "allreduce_tables.hpp"
@@ -23,15 +23,15 @@ TABLES = Path("tables")
 
 
 @dataclass(frozen=True)
-class Decided:
+class DecidedBenchmark:
     """One benchmark and what came of it. expressible: the table among choices that TensorRT-LLM's C++ can say."""
 
-    bench: Bench
+    bench: Benchmark
     table: Table
     expressible: Table
 
 
-def decided(benches: list[Bench], link: str | None = None) -> list[Decided]:
+def decide_benchmarks(benches: list[Benchmark], link: str | None = None) -> list[DecidedBenchmark]:
     """Decide each benchmark. link: of CSVs that do not say. Raises TableError for one with nothing to decide by."""
     found = []
     for bench in benches:
@@ -44,11 +44,11 @@ def decided(benches: list[Bench], link: str | None = None) -> list[Decided]:
                 provenance[name] = str(held)
         table = Table(fingerprint, table.sections, seed, provenance)
         plain = decide(bench.times, fingerprint, samples=bench.samples, seed=seed, expressible=True)
-        found.append(Decided(bench, table, plain))
+        found.append(DecidedBenchmark(bench, table, plain))
     return found
 
 
-def write_tables(found: list[Decided], folder: Path) -> list[Path]:
+def write_tables(found: list[DecidedBenchmark], folder: Path) -> list[Path]:
     """`tables/{fingerprint}.json` for each."""
     texts = {folder / TABLES / file_name(one.table.fingerprint): dumps(one.table) for one in found}
     for path, text in texts.items():
@@ -87,12 +87,12 @@ def write_code(tables: list[Table], folder: Path, expressible: list[Table] | Non
 def _dtype(tables: dict[int, Table]) -> str:
     """The look-up table has no dtype: bf16 where it was measured, else what was."""
     measured = {section.dtype for table in tables.values() for section in table.sections}
-    return next((name for name in DTYPE_BYTES if name in measured), "bf16")
+    return next((name for name in DTYPES if name in measured), "bf16")
 
 
-def generate(benches: list[Bench], folder: Path, link: str | None = None) -> tuple[list[Decided], list[Path]]:
+def generate(benches: list[Benchmark], folder: Path, link: str | None = None) -> tuple[list[DecidedBenchmark], list[Path]]:
     """Tables and C++ of a folder's benchmarks, written below it."""
-    found = decided(benches, link)
+    found = decide_benchmarks(benches, link)
     paths = write_tables(found, folder)
     paths += write_code([one.table for one in found], folder, [one.expressible for one in found])
     return found, paths

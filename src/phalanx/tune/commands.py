@@ -1,143 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages behind the verbs: from options to files, and what a person sees while they run."""
+"""What the commands of `phalanx allreduce` do: from options to files, and the progress that a person sees."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.config.dtypes import parse_dtype
 from phalanx.errors import OptionError, TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.log import get_logger
 from phalanx.tables import cpp_lookup, shipped
 from phalanx.tables.grid import TP_SIZES
-from phalanx.tables.message import Fusion, dtype_named
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import INCUMBENT, SUPPORTED, Strategy
 from phalanx.tables.table import HiddenRange, Section, Span, Table
 from phalanx.tables.table_file import load, save
 from phalanx.tune import preflight
-from phalanx.tune.ranks.external_launcher import Place
-from phalanx.tune.records import Bench, csv_path, read, read_folder
-from phalanx.tune.runner import Progress, Run, check
-from phalanx.tune.sweep import Sweep, named
+from phalanx.tune.options import TuneOptions
+from phalanx.tune.ranks.external_launcher import LaunchedRank
+from phalanx.tune.records import Benchmark, csv_path, read, read_folder
+from phalanx.tune.runner import BenchmarkRun, OnProgress, require_no_lost_times
+from phalanx.tune.sweep import Sweep, parse_strategies
 
 _log = get_logger(__name__)
-_MIB = 2**20
-_CPU_MAX_MIB = 4.0
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A benchmark as the command line asks for it. Lists are comma-separated text; None is the guide's grid, and everything."""
+def benchmark_run(options: TuneOptions, world: int, device: str) -> BenchmarkRun:
+    """The run of one TP size. Raises OptionError, before any rank starts, for a list that cannot be honoured, or for one that leaves
+    nothing to measure even where the ranks reach each other's memory."""
+    max_bytes = options.max_bytes(device)
 
-    tokens: str | None = None
-    hidden: str | None = None
-    fusions: str | None = None
-    strategies: str | None = None
-    dtype: str = "bf16"
-    auto: bool = False
-    folder: Path = Path("data")
-    device: str = "auto"
-    max_mib: float | None = None
-    calls: int = 50
-    replays: int = 9
-    deadline: float = 60.0
-    start_timeout: float = 180.0
-    time_limit: float | None = None
-    restart: bool = False
-    extend: bool = False
-    remeasure: str | None = None
-    commit: str | None = None
-
-    def run(self, world: int, device: str) -> Run:
-        """What `tune.bench` takes. Raises OptionError before any rank starts for a list that nobody can honour, or that leaves
-        nothing to measure even where ranks reach each other's memory."""
-        mib = _CPU_MAX_MIB if self.max_mib is None and device == "cpu" else self.max_mib
-        if mib is not None and not 0 < mib < math.inf:
-            raise OptionError(f"--max_mib {mib:g} is no size", next="give a number of MiB above 0, or leave it out")
-
-        def sweep(fingerprint: Fingerprint) -> Sweep:
-            return Sweep.of(
-                fingerprint, dtype=self.dtype, tokens=self.tokens, hidden=self.hidden, fusions=self.fusions,
-                strategies=self.strategies, auto=self.auto, max_bytes=None if mib is None else int(mib * _MIB),
-            )  # fmt: skip
-
-        planned = sweep(Fingerprint(0, "shm", world))
-        again = () if self.remeasure is None else named(self.remeasure, "--remeasure")
-        for strategy in again:
-            if strategy not in planned.strategies and not (planned.auto and strategy is Strategy.AUTO):
-                raise OptionError(
-                    f"--remeasure {strategy.name} was asked for",
-                    held="it is not among those to be measured",
-                    next="name it in --strategies (AUTO: or give --enable_auto)",
-                )
-        preflight.empty_plan(world, *planned.plan())
-        return Run(
-            world, device, self.folder, sweep, self.deadline, self.start_timeout, self.time_limit, self.restart, self.extend,
-            frozenset(again), {"calls": self.calls, "replays": self.replays}, commit=self.commit,
+    def sweep(fingerprint: Fingerprint) -> Sweep:
+        return Sweep.from_text(
+            fingerprint, dtype=options.dtype, tokens=options.tokens, hidden=options.hidden, fusions=options.fusions,
+            strategies=options.strategies, auto=options.enable_auto, max_bytes=max_bytes,
         )  # fmt: skip
 
+    planned = sweep(Fingerprint(0, "shm", world))
+    remeasured = () if options.remeasure is None else parse_strategies(options.remeasure, "--remeasure")
+    for strategy in remeasured:
+        if strategy not in planned.strategies and not (planned.auto and strategy is Strategy.AUTO):
+            raise OptionError(
+                f"--remeasure {strategy.name} is not among the strategies to be measured",
+                next="name it in --strategies (AUTO: or give --enable_auto)",
+            )
+    preflight.require_tasks(world, *planned.plan())
+    return BenchmarkRun(world, device, sweep, options, frozenset(remeasured))
 
-def place(elastic: str | None, env: tuple[int | None, ...], mpi: tuple[int | None, ...], address: str) -> Place | None:
-    """Where this process stands under torchrun (`elastic` is set) or mpirun, from their (rank, world, local rank); else None."""
+
+def launched_rank(
+    elastic: str | None, env: tuple[int | None, ...], mpi: tuple[int | None, ...], address: str
+) -> LaunchedRank | None:  # fmt: skip
+    """This process as a rank of torchrun (`elastic` is set) or mpirun, from their (rank, world, local rank); else None."""
     rank, world, local = env if elastic is not None else mpi
     if rank is None or world is None or world < 2:
         return None
-    return Place(rank, world, rank if local is None else local, None if elastic is not None else address)
+    return LaunchedRank(rank, world, rank if local is None else local, None if elastic is not None else address)
 
 
-def bench(tp_size: str, asked: Asked, outside: Place | None) -> list[Path]:
+def measure(tp_size: str, options: TuneOptions, launched: LaunchedRank | None) -> list[Path]:
     """Measure each TP size; the CSVs written. Raises OptionError before anything starts where an option cannot be honoured."""
-    device, count = _device(asked.device)
-    if outside is not None:
-        return _bench_outside(tp_size, asked, device, outside)
-    from phalanx.tune import runner as bench_
+    device, count = _device(options.device)
+    if launched is not None:
+        return _measure_as_rank(tp_size, options, device, launched)
+    from phalanx.tune import runner
 
-    runs = [asked.run(world, device) for world in _tp_sizes(tp_size, device, count)]
-    _can_write(runs)
+    runs = [benchmark_run(options, world, device) for world in _tp_sizes(tp_size, device, count)]
+    _require_writable(runs)
     paths = []
     for run in runs:
         with _progress(f"tp {run.world}") as progress:
-            paths.append(_told(bench_.bench(run, progress), asked.folder))
+            paths.append(_log_summary(runner.run_benchmark(run, progress), options.save_csv_dir))
     return paths
 
 
-def _can_write(runs: list[Run]) -> None:
+def _require_writable(runs: list[BenchmarkRun]) -> None:
     """Refuse a folder that takes no results, and runs that would drop what it holds, before any rank starts."""
-    preflight.unwritable_folder(runs[0].folder)
+    preflight.require_writable_folder(runs[0].options.save_csv_dir)
     for run in runs:
         sm = 0 if run.device == "cpu" else _sm()
         if sm is not None:
-            check(run, sm)
+            require_no_lost_times(run, sm)
 
 
-def _told(found: Bench, folder: Path) -> Path:
-    """The CSV that a benchmark has written, after its summary."""
-    path, complete = csv_path(folder, found.world, found.sm), found.facts["complete"]
-    _log.info("tp %d: %d times, %d candidates left out, complete: %s", found.world, len(found.times), len(found.skips), complete)
-    for reason in preflight.left_out(found.skips):
-        _log.info("tp %d: left out: %s", found.world, reason)
+def _log_summary(bench: Benchmark, folder: Path) -> Path:
+    """Log what a benchmark gave; the path of its CSV."""
+    path, complete = csv_path(folder, bench.world, bench.sm), bench.facts["complete"]
+    _log.info("tp %d: %d times, %d candidates skipped, complete: %s", bench.world, len(bench.times), len(bench.skips), complete)
+    for reason in preflight.summarize_skips(bench.skips):
+        _log.info("tp %d: skipped: %s", bench.world, reason)
     return path
 
 
-def _bench_outside(tp_size: str, asked: Asked, device: str, outside: Place) -> list[Path]:
-    from phalanx.tune.ranks import external_launcher as outside_
+def _measure_as_rank(tp_size: str, options: TuneOptions, device: str, launched: LaunchedRank) -> list[Path]:
+    from phalanx.tune.ranks import external_launcher
 
-    if tp_size not in ("all", str(outside.world)):
+    if tp_size not in ("all", str(launched.world)):
         raise OptionError(
-            f"--tp_size {tp_size} was asked for", held=f"the launcher started {outside.world} ranks", next="leave it out"
+            f"--tp_size {tp_size} is not the launcher's number of ranks", held=f"it started {launched.world}", next="leave it out"
         )
-    if asked.time_limit is not None:
-        raise OptionError("--time_limit was asked for", why="a launcher's ranks are not ours to end", next="leave it out")
-    run = asked.run(outside.world, device)
-    if outside.rank == 0:  # who writes; the folders of other hosts are nobody's business
-        _can_write([run])
-    return [_told(outside_.bench(run, outside), asked.folder)]
+    if options.time_limit is not None:
+        raise OptionError(
+            "--time_limit does not work under a launcher", why="its ranks cannot be ended from within", next="leave it out"
+        )
+    run = benchmark_run(options, launched.world, device)
+    if launched.rank == 0:  # only rank 0 writes
+        _require_writable([run])
+    return [_log_summary(external_launcher.run_benchmark(run, launched), options.save_csv_dir)]
 
 
 def codegen(
@@ -160,7 +133,7 @@ def plot(folder: Path) -> list[Path]:
 
 
 def install(folder: Path, into: Path | None = None) -> list[Path]:
-    """Put a folder's tables where engines on this host find them."""
+    """Copy a folder's tables to where engines on this host look for them; the paths written."""
     paths = []
     for path in sorted((folder / "tables").glob("*.json")):
         table = load(path)
@@ -172,56 +145,58 @@ def install(folder: Path, into: Path | None = None) -> list[Path]:
 def explain(
     tp_size: int | None, hidden: int, dtype: str, fusions: str | None, machine: str | None, table: Path | None, device: str
 ) -> Iterator[str]:
-    """The lines of `explain`. tp_size: may be None where machine or table says it."""
+    """The lines of `explain`. tp_size: None where machine or table gives it."""
     from phalanx.tune.explain import lines
 
     if table is not None:
-        held = load(table)
-        _same_machine(held.fingerprint, tp_size, f"--table {table}")
-        if machine and Fingerprint.parse(machine) != held.fingerprint:
+        loaded = load(table)
+        _require_same_world(loaded.fingerprint, tp_size, f"--table {table}")
+        if machine and Fingerprint.parse(machine) != loaded.fingerprint:
             raise OptionError(
-                f"--machine {machine} of --table {table}", held=f"the table is of {held.fingerprint}", next="leave --machine out"
-            )
+                f"--machine {machine} differs from --table {table}", held=f"the table is of {loaded.fingerprint}",
+                next="leave --machine out",
+            )  # fmt: skip
     else:
         fingerprint = _machine(tp_size, machine, device)
-        held = shipped.table_for(fingerprint)
+        loaded = shipped.table_for(fingerprint)
         advice = shipped.advice(fingerprint)
         if advice:
             yield advice
     chosen = tuple(Fusion.named(name.strip()) for name in fusions.split(",")) if fusions else tuple(Fusion)
-    yield from lines(held, dtype_named(dtype), hidden, chosen)
+    yield from lines(loaded, parse_dtype(dtype), hidden, chosen)
 
 
 def _machine(tp_size: int | None, machine: str | None, device: str) -> Fingerprint:
     if machine:
-        named_ = Fingerprint.parse(machine)
-        _same_machine(named_, tp_size, f"--machine {machine}")
-        return named_
+        fingerprint = Fingerprint.parse(machine)
+        _require_same_world(fingerprint, tp_size, f"--machine {machine}")
+        return fingerprint
     if tp_size is None:
         raise OptionError(
-            "--tp_size is missing", why="nothing else says how many ranks are meant", next="give it, or --machine, or --table"
+            "--tp_size is missing", why="nothing else gives the number of ranks", next="give it, or --machine, or --table"
         )
     return _here(tp_size, device)
 
 
-def _same_machine(found: Fingerprint, tp_size: int | None, by: str) -> None:
-    if tp_size not in (None, found.world):
+def _require_same_world(fingerprint: Fingerprint, tp_size: int | None, flag: str) -> None:
+    if tp_size not in (None, fingerprint.world):
         raise OptionError(
-            f"--tp_size {tp_size} of {by}",
-            held=f"that is of {found.world} ranks",
+            f"--tp_size {tp_size} differs from {flag}",
+            held=f"that is of {fingerprint.world} ranks",
             next="give the same number of ranks in both, or leave --tp_size out",
         )
 
 
 def import_(files: list[Path], link: str, folder: Path | None) -> Iterator[str]:
-    """Read every file, then install every table; a line for each, and for what cannot run here and becomes NCCL."""
-    from phalanx.tune.codegen import decided
+    """Read every file, then install every table. Yields a line for each, with the number of ranges whose strategy does not run here
+    and became NCCL."""
+    from phalanx.tune.codegen import decide_benchmarks
 
     tables: list[Table] = []
     for path in files:
         if path.suffix == ".csv":
             with _extra():
-                tables += [one.table for one in decided([read(path)], link)]
+                tables += [one.table for one in decide_benchmarks([read(path)], link)]
             continue
         try:
             text = path.read_text(encoding="utf-8")
@@ -255,45 +230,46 @@ def _runnable(table: Table) -> tuple[Table, int]:
         )
         for s in table.sections
     )
-    models = {f: {c: m for c, m in held.items() if c.strategy in SUPPORTED} for f, held in table.seed.models.items()}
+    models = {f: {c: m for c, m in by_choice.items() if c.strategy in SUPPORTED} for f, by_choice in table.seed.models.items()}
     default = shipped.seed_for(table.fingerprint)
-    seed = type(table.seed)(table.seed.origin, {f: held or default.models[f] for f, held in models.items()})
+    seed = type(table.seed)(table.seed.origin, {f: by_choice or default.models[f] for f, by_choice in models.items()})
     return Table(table.fingerprint, sections, seed, table.provenance), replaced
 
 
-def _device(asked: str) -> tuple[str, int]:
-    """("cuda" or "cpu", how many ranks of it this machine can form)."""
-    if asked not in ("auto", "cuda", "cpu"):
-        raise OptionError(f"--device {asked!r} is unknown", next="auto, cuda or cpu")
-    gpus = 0 if asked == "cpu" else _gpu_count()
-    if asked == "cuda" and not gpus:
-        raise OptionError("--device cuda was asked for", held="no GPU is to be seen here", next="give --device cpu")
+def _device(name: str) -> tuple[str, int]:
+    """("cuda" or "cpu", how many ranks on it this machine can form)."""
+    if name not in ("auto", "cuda", "cpu"):
+        raise OptionError(f"--device {name!r} is unknown", next="use auto, cuda or cpu")
+    gpus = 0 if name == "cpu" else _gpu_count()
+    if name == "cuda" and not gpus:
+        raise OptionError("--device cuda needs a GPU", held="no GPU is visible here", next="use --device cpu")
     if gpus:
         return "cuda", gpus
     return "cpu", max(TP_SIZES)
 
 
 def _gpu_count() -> int:
-    """GPUs that ranks would see, without a CUDA context here."""
+    """The number of GPUs that ranks would see. Makes no CUDA context here."""
     try:
         from phalanx.hardware.probe import detect_machine
 
         return len(detect_machine().gpus)
-    except ImportError:  # without NVML's bindings, as on a machine that has torch only
+    except ImportError:  # no bindings of NVML, as on a machine that has torch only
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
             return sum(line.startswith("GPU ") for line in ran.stdout.splitlines())
         return 0
 
 
-def _tp_sizes(asked: str, device: str, count: int) -> list[int]:
-    """The sizes to measure. On CPU "all" is those of the guide that have a core for each rank, and at least 2."""
+def _tp_sizes(text: str, device: str, count: int) -> list[int]:
+    """The sizes to measure. On CPU "all" is the default sizes for which each rank has a core of its own, and at least 2."""
     if count < 2:
         raise OptionError(
-            "a benchmark was asked for", held=f"{count} GPU here", why="one rank has nothing to reduce", next="--device cpu"
-        )
-    if asked != "all":
-        return _named_sizes(asked, device, count)
+            "an all-reduce needs at least two ranks", held=f"{count} GPU here", why="one rank has nothing to reduce",
+            next="use --device cpu",
+        )  # fmt: skip
+    if text != "all":
+        return _parse_tp_sizes(text, device, count)
     if device == "cpu":
         from phalanx.hardware.probe import cores
 
@@ -301,25 +277,25 @@ def _tp_sizes(asked: str, device: str, count: int) -> list[int]:
     return [size for size in TP_SIZES if size <= count]
 
 
-def _named_sizes(asked: str, device: str, count: int) -> list[int]:
+def _parse_tp_sizes(text: str, device: str, count: int) -> list[int]:
     """The sizes of a comma-separated list."""
-    parts = [part.strip() for part in asked.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     sizes = [int(part) if part.isdecimal() and len(part) < 10 else 0 for part in parts]
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         if not part.isdecimal():
-            held, cure = f"{part!r} is no number of ranks", "give whole numbers separated by commas, or all"
+            defect, cure = f"{part!r} is not a number of ranks", "give whole numbers separated by commas, or all"
         elif not 2 <= size <= count:
-            held, cure = f"this machine can form 2 to {count} ranks on {device}, not {part}", f"give 2 to {count}"
+            defect, cure = f"this machine can form 2 to {count} ranks on {device}, not {part}", f"give 2 to {count}"
         elif size in sizes[:number]:
-            held, cure = f"{part} stands there twice", "give each size once"
+            defect, cure = f"{part} is given twice", "give each size once"
         else:
             continue
-        raise OptionError(f"--tp_size {asked} was asked for", held=held, next=cure)
+        raise OptionError(f"--tp_size {text}: {defect}", next=cure)
     return sizes
 
 
 def _sm() -> int | None:
-    """The SM version of this machine's GPUs, where it can be had without a CUDA context."""
+    """The SM version of this machine's GPUs by NVML, which makes no CUDA context; None where unknown."""
     try:
         from phalanx.hardware.probe import detect_machine
 
@@ -335,14 +311,14 @@ def _here(tp_size: int, device: str) -> Fingerprint:
         return Fingerprint(0, "shm", tp_size)
     import torch
 
-    from phalanx.tune.ranks.candidates import fingerprint_here
+    from phalanx.comm.detect import detect_fingerprint
 
-    return fingerprint_here(tp_size, torch.device(kind, 0))
+    return detect_fingerprint(torch.device(kind, 0), tp_size)
 
 
 @contextlib.contextmanager
 def _extra() -> Iterator[None]:
-    """Names the extra that holds what is not installed."""
+    """Inside, a missing package raises an OptionError that names the extra which holds it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -352,8 +328,8 @@ def _extra() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(title: str) -> Iterator[Progress | None]:
-    """A bar on a terminal; elsewhere a line at every twentieth."""
+def _progress(title: str) -> Iterator[OnProgress | None]:
+    """A progress bar on a terminal; elsewhere a log line at every twentieth."""
     if not sys.stderr.isatty():
         yield _lines(title)
         return
@@ -367,13 +343,13 @@ def _progress(title: str) -> Iterator[Progress | None]:
 
 
 def _lines(title: str) -> Callable[[int, int, str], None]:
-    told = -1
+    logged = -1
 
     def line(done: int, of: int, what: str) -> None:
-        nonlocal told
+        nonlocal logged
         step = done * 20 // of if of else 20
-        if step != told:
-            told = step
+        if step != logged:
+            logged = step
             _log.info("%s: %d of %d %s", title, done, of, what)
 
     return line

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from phalanx.comm.choose import LANDED_FROM_BYTES, Decision, Rules, choose, owned, owned_from
+from phalanx.comm.choose import GEMM_RS_MIN_BYTES, Decision, Rules, choose, owned, sp_min_tokens
+from phalanx.config.dtypes import DTYPES
 from phalanx.hardware.fingerprint import LINKS
-from phalanx.tables.message import DTYPE_BYTES, Fusion, Message
+from phalanx.tables.message import Fusion, Message
 from phalanx.tables.shipped import mean_gain
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tables.table import Table
@@ -18,7 +19,7 @@ MAX_TOKENS = 32_768
 
 def rules(table: Table) -> Rules:
     """As a group decides that runs by this table, with nothing forced."""
-    return Rules(table.fingerprint, {}, table.lookup, owned_from=owned_from(table.fingerprint))
+    return Rules(table.fingerprint, {}, table.lookup, sp_min_tokens=sp_min_tokens(table.fingerprint))
 
 
 def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = tuple(Fusion)) -> Iterator[str]:
@@ -46,8 +47,8 @@ def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = t
 
 def _owners(decide: Rules, dtype: str, hidden: int, fusions: tuple[Fusion, ...]) -> Iterator[str]:
     """From where on rows have owners, if anywhere."""
-    first, world = decide.owned_from, decide.fingerprint.world
-    landed = -(-LANDED_FROM_BYTES // (hidden * DTYPE_BYTES[dtype]))
+    first, world = decide.sp_min_tokens, decide.fingerprint.world
+    landed = -(-GEMM_RS_MIN_BYTES // (hidden * DTYPES[dtype].itemsize))
     if first is not None and any(owned(Message("all_reduce", fusion, dtype, first, hidden, world), decide) for fusion in fusions):
         yield (
             f"where a model's layers hand the residual on, without or with FP8: TWOSHOT+OWNED from {first} tokens on, whatever is "

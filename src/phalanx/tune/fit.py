@@ -100,7 +100,7 @@ def regret(times: Mapping[Task, float], decide: Table | Seed) -> Regret | None:
             choice = plain if entry.fused or not plain.fuses(fusion) else Choice(entry.strategy, unfused=True)
         if choice in measured:
             slower = measured[choice] / min(measured.values()) - 1
-            found.append((slower, f"{fusion.name} {tokens} x {hidden} {dtype}, {choice.name(decide_sm(decide))}"))
+            found.append((slower, f"{fusion.name} {tokens} x {hidden} {dtype}, {choice.name(sm_of(decide))}"))
     if not found:
         return None
     ordered = sorted(slower for slower, _ in found)
@@ -108,6 +108,6 @@ def regret(times: Mapping[Task, float], decide: Table | Seed) -> Regret | None:
     return Regret(len(found), statistics.fmean(ordered), ordered[int(0.95 * (len(ordered) - 1))], worst, where)
 
 
-def decide_sm(decide: Table | Seed) -> int:
+def sm_of(decide: Table | Seed) -> int:
     """For the names of strategies: a seed does not say."""
     return decide.fingerprint.sm if isinstance(decide, Table) else 90

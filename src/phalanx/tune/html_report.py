@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
-from phalanx.tables.message import LONG_DTYPES, Fusion
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice
 from phalanx.tables.table_file import write_whole
 from phalanx.tune import plots, records
-from phalanx.tune.codegen import Decided, decided
+from phalanx.tune.codegen import DecidedBenchmark, decide_benchmarks
 from phalanx.tune.fit import regret, relative_error
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ PICTURES: dict[str, Callable[..., Any]] = {
     "strategy_difference_heatmap": plots.visualize_strategy_difference_heatmaps,
 }
 REPORT = Path("viz") / "report.html"
-Told = Callable[[str], None]
+OnFile = Callable[[str], None]
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1f2933;max-width:1180px;margin:2rem auto;padding:0 1rem}
@@ -39,23 +40,22 @@ th{background:#f0f4f8}td:first-child,th:first-child{text-align:left}img{max-widt
 """
 
 
-def draw(folder: Path, told: Told | None = None) -> list[Path]:
+def draw(folder: Path, told: OnFile | None = None) -> list[Path]:
     """For every CSV and fusion `viz/{FUSION}/{stem}_{picture}.png`, and `viz/report.html`; the paths written.
 
     A CSV of several dtypes gives one picture for each, with the dtype in its name after the first. Raises TableError for a folder
     without CSVs, or a faulty one, before anything is written.
     """
     benches = records.read_folder(folder)
-    found = decided(benches)
+    found = decide_benchmarks(benches)
     paths: list[Path] = []
     pictures: dict[tuple[int, int], list[tuple[str, bytes]]] = defaultdict(list)
     for bench in benches:
         path = records.csv_path(folder, bench.world, bench.sm)
         frame = plots.read_frame(path)
         for fusion in Fusion:
-            for dtype in [
-                name for name in LONG_DTYPES.values() if ((frame["fusion"] == fusion.name) & (frame["dtype"] == name)).any()
-            ]:
+            names = (dtype.long_name for dtype in DTYPES.values())
+            for dtype in [name for name in names if ((frame["fusion"] == fusion.name) & (frame["dtype"] == name)).any()]:
                 first = not any(p.parent.name == fusion.name and p.name.startswith(f"{path.stem}_") for p in paths)
                 stem = path.stem if first else f"{path.stem}.{dtype}"
                 for name, picture in PICTURES.items():
@@ -78,7 +78,7 @@ def _picture(picture: Callable[..., Any], frame: DataFrame, fusion: Fusion, targ
     return target.read_bytes()
 
 
-def page(found: list[Decided], pictures: dict[tuple[int, int], list[tuple[str, bytes]]]) -> str:
+def page(found: list[DecidedBenchmark], pictures: dict[tuple[int, int], list[tuple[str, bytes]]]) -> str:
     """The report's text. Raises TableError for no benchmarks."""
     if not found:
         raise TableError("no benchmark to report on", next="measure with `phalanx allreduce bench`")
@@ -92,7 +92,7 @@ def page(found: list[Decided], pictures: dict[tuple[int, int], list[tuple[str, b
     return out.getvalue() + "</html>\n"
 
 
-def _section(out: io.StringIO, one: Decided, pictures: list[tuple[str, bytes]]) -> None:
+def _section(out: io.StringIO, one: DecidedBenchmark, pictures: list[tuple[str, bytes]]) -> None:
     bench, table = one.bench, one.table
     out.write(f"<h2>{html.escape(str(table.fingerprint))}</h2>\n<p>Table digest <code>{table.digest}</code></p>\n")
     _table(out, ["fact", "value"], [[name, text] for name, text in bench.facts.items()])
@@ -113,7 +113,7 @@ def _section(out: io.StringIO, one: Decided, pictures: list[tuple[str, bytes]]) 
         out.write("</details>\n")
 
 
-def _verdicts(one: Decided) -> list[list[str]]:
+def _verdicts(one: DecidedBenchmark) -> list[list[str]]:
     rows = []
     for fusion in Fusion:
         times = {task: us for task, us in one.bench.times.items() if task.fusion is fusion}
@@ -131,7 +131,7 @@ def _verdicts(one: Decided) -> list[list[str]]:
     return rows
 
 
-def _models(one: Decided) -> list[list[str]]:
+def _models(one: DecidedBenchmark) -> list[list[str]]:
     rows = []
     for fusion, models in one.table.seed.models.items():
         for choice, model in models.items():

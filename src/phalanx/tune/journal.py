@@ -39,9 +39,9 @@ class Journal:
         self.samples: dict[Task, list[float]] = {}
         self.skips: dict[Task, str] = {}
         self.pending: set[Task] = set()
-        self.sittings: list[dict[str, str]] = []
-        self.anew = False
-        self._asked_again: set[Task] = set()
+        self.sessions: list[dict[str, str]] = []
+        self.replaces_csv = False
+        self._remeasured: set[Task] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if restart:
             path.unlink(missing_ok=True)
@@ -56,28 +56,28 @@ class Journal:
     def resumed(self) -> int:
         return len(self.samples) + len(self.skips)
 
-    def begin_anew(self) -> None:
+    def mark_csv_replaced(self) -> None:
         """Note that the CSV is to be replaced, so that a broken run may go on without being told again."""
-        self.anew = True
+        self.replaces_csv = True
         self._write({"anew": True})
 
     def keep_csv(self) -> None:
         """Note that the CSV is to be kept, whatever was asked for before."""
-        if self.anew:
-            self.anew = False
+        if self.replaces_csv:
+            self.replaces_csv = False
             self._write({"anew": False})
 
-    def sit_down(self, facts: dict[str, str]) -> None:
+    def begin_session(self, facts: dict[str, str]) -> None:
         """Note who measures what comes now."""
-        self.sittings.append(facts)
+        self.sessions.append(facts)
         self._write({"sitting": facts})
 
     def again(self, tasks: Iterable[Task]) -> int:
         """Have these measured again; what is known of them stands until then. How many are new to that: a task is measured again
         once in the life of a journal, so that a broken run goes on instead of beginning anew."""
-        new = [task for task in tasks if task not in self._asked_again]
+        new = [task for task in tasks if task not in self._remeasured]
         if new:
-            self._ask_again(new)
+            self._add_pending(new)
             self._write({"again": [str(task) for task in new]})
         return len(new)
 
@@ -89,8 +89,8 @@ class Journal:
         self._take(task, reason)
         self._write({"task": str(task), "skip": reason})
 
-    def _ask_again(self, tasks: list[Task]) -> None:
-        self._asked_again.update(tasks)
+    def _add_pending(self, tasks: list[Task]) -> None:
+        self._remeasured.update(tasks)
         self.pending.update(tasks)
 
     def _take(self, task: Task, result: list[float] | str) -> None:
@@ -130,11 +130,11 @@ class Journal:
                 elif "samples" in line:
                     self._take(Task.parse(line["task"]), [float(us) for us in line["samples"]])
                 elif "again" in line:
-                    self._ask_again([Task.parse(task) for task in line["again"]])
+                    self._add_pending([Task.parse(task) for task in line["again"]])
                 elif "anew" in line:
-                    self.anew = bool(line["anew"])
+                    self.replaces_csv = bool(line["anew"])
                 elif "sitting" in line:
-                    self.sittings.append({str(key): str(value) for key, value in line["sitting"].items()})
+                    self.sessions.append({str(key): str(value) for key, value in line["sitting"].items()})
                 else:
                     self._take(Task.parse(line["task"]), str(line["skip"]))
             except (ValueError, KeyError, TypeError, AttributeError, OptionError) as error:

@@ -127,13 +127,13 @@ def read_frame(path: Path) -> DataFrame:
     """A benchmark's CSV, checked row by row as `records.read` does, as a frame."""
     import pandas
 
-    from phalanx.tables.message import LONG_DTYPES
+    from phalanx.config.dtypes import DTYPES
     from phalanx.tune import records
 
     bench = records.read(path)
     rows = [
         (
-            bench.world, LONG_DTYPES[task.dtype], task.bytes, task.tokens, task.hidden, task.choice.name(bench.sm),
+            bench.world, DTYPES[task.dtype].long_name, task.bytes, task.tokens, task.hidden, task.choice.name(bench.sm),
             task.fusion.name, "all_reduce", us,
         )
         for task, us in bench.times.items()

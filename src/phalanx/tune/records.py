@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.dtypes import DTYPES, parse_dtype
 from phalanx.errors import OptionError, TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.grid import WIDE_HIDDEN, WIDE_TOKENS
-from phalanx.tables.message import DTYPE_BYTES, LONG_DTYPES, Fusion, dtype_named
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice
 from phalanx.tables.table_file import write_whole
 from phalanx.tune.sweep import Task
@@ -33,7 +34,7 @@ _FORMAT, _VERSION = "phalanx-allreduce-bench", 1
 
 
 @dataclass
-class Bench:
+class Benchmark:
     """What was measured at one TP size of one SM version.
 
     times: microseconds, the slowest rank's median; samples: that rank's replays; skips: what was not measured, and why; facts:
@@ -58,14 +59,14 @@ def csv_path(folder: Path, world: int, sm: int) -> Path:
     return folder / f"benchmark.tp{world}.sm{sm}.csv"
 
 
-def write(bench: Bench, folder: Path) -> Path:
+def write(bench: Benchmark, folder: Path) -> Path:
     """The CSV and its sidecar, each whole or not at all; the sidecar first, so that a CSV never stands beside another's."""
     path = csv_path(folder, bench.world, bench.sm)
     rows = io.StringIO()
     out = csv.writer(rows, lineterminator="\n")
     out.writerow(COLUMNS)
     for task, us in sorted(bench.times.items(), key=_order):
-        dtype, name = LONG_DTYPES[task.dtype], task.choice.name(bench.sm)
+        dtype, name = DTYPES[task.dtype].long_name, task.choice.name(bench.sm)
         out.writerow(
             [bench.world, dtype, task.bytes, task.tokens, task.hidden, name, task.fusion.name, "all_reduce", f"{us:.3f}"]
         )  # fmt: skip
@@ -79,7 +80,7 @@ def _order(item: tuple[Task, float]) -> tuple[Any, ...]:
     return task.dtype, list(Fusion).index(task.fusion), task.hidden, task.tokens, task.choice
 
 
-def _sidecar_text(bench: Bench) -> str:
+def _sidecar_text(bench: Benchmark) -> str:
     head = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -97,7 +98,7 @@ def _sidecar_text(bench: Bench) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def read_folder(folder: Path, sm: int | None = None) -> list[Bench]:
+def read_folder(folder: Path, sm: int | None = None) -> list[Benchmark]:
     """Every benchmark.tp*.sm*.csv of a folder (of one SM version if given), by SM version and TP size.
 
     Raises TableError: no folder, none in it, or a faulty one.
@@ -113,7 +114,7 @@ def read_folder(folder: Path, sm: int | None = None) -> list[Bench]:
     return sorted(found, key=lambda bench: (bench.sm, bench.world))
 
 
-def read(path: Path) -> Bench:
+def read(path: Path) -> Benchmark:
     """One CSV, with its sidecar where there is one. Raises TableError that names file, row and cure; no row is lost in silence."""
     name = _NAME.fullmatch(path.name)
     if name is None:
@@ -122,7 +123,7 @@ def read(path: Path) -> Bench:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TableError(f"{path} cannot be read", why=str(error), next="check the path, or measure again") from None
-    bench = Bench(int(name[2]), int(name[1]), {})
+    bench = Benchmark(int(name[2]), int(name[1]), {})
     if path.with_suffix(".json").is_file():
         _read_sidecar(path.with_suffix(".json"), bench)
     lines = csv.reader(io.StringIO(text), strict=True)
@@ -159,21 +160,21 @@ def _columns(header: list[str], path: Path) -> dict[str, int]:
     return found
 
 
-def _take(row: list[str], columns: dict[str, int], header: list[str], bench: Bench, where: str) -> None:
+def _take(row: list[str], columns: dict[str, int], header: list[str], bench: Benchmark, where: str) -> None:
     """Check one row and put it into `bench`."""
     if len(row) != len(header):
         raise TableError(f"{where}: {len(row)} fields under {len(header)} columns", next="restore the row, or remove it")
     text = {name: row[place].strip() for name, place in columns.items()}
-    world, size, tokens, hidden = (_whole(text[name], name, where) for name in ("world_size", "size", "num_tokens", "hidden_size"))
+    world, size, tokens, hidden = (_positive_int(text[name], name, where) for name in ("world_size", "size", "num_tokens", "hidden_size"))
     try:
-        task = Task(dtype_named(text["dtype"]), Fusion.named(text["fusion"]), tokens, hidden, Choice.parse(text["strategy"]))
+        task = Task(parse_dtype(text["dtype"]), Fusion.named(text["fusion"]), tokens, hidden, Choice.parse(text["strategy"]))
     except OptionError as error:
         raise TableError(f"{where}: {error.failure}", next=f"{error.next}; correct the row, or remove it") from None
     if world != bench.world:
         raise TableError(f"{where}: world_size {world} in a file of tp{bench.world}", next="move the row to its own file")
     if size != task.bytes:
         raise TableError(
-            f"{where}: size {size}, but {tokens} x {hidden} x {DTYPE_BYTES[task.dtype]} is {task.bytes} bytes",
+            f"{where}: size {size}, but {tokens} x {hidden} x {DTYPES[task.dtype].itemsize} is {task.bytes} bytes",
             next="correct size, num_tokens, hidden_size or dtype",
         )
     _on_grid(task, bench, where)
@@ -183,7 +184,7 @@ def _take(row: list[str], columns: dict[str, int], header: list[str], bench: Ben
     bench.times[task] = us
 
 
-def _on_grid(task: Task, bench: Bench, where: str) -> None:
+def _on_grid(task: Task, bench: Benchmark, where: str) -> None:
     grid = bench.grid or {"tokens": WIDE_TOKENS, "hidden": WIDE_HIDDEN}
     for axis, value in (("tokens", task.tokens), ("hidden", task.hidden)):
         if value not in grid[axis]:
@@ -194,7 +195,7 @@ def _on_grid(task: Task, bench: Bench, where: str) -> None:
             )
 
 
-def _whole(text: str, name: str, where: str) -> int:
+def _positive_int(text: str, name: str, where: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) < 2**63:
         raise TableError(f"{where}: {name} is {text!r}, no whole number from 1", next="correct the row, or remove it")
     return int(text)
@@ -210,7 +211,7 @@ def _microseconds(text: str, where: str) -> float:
     return us
 
 
-def _read_sidecar(path: Path, bench: Bench) -> None:
+def _read_sidecar(path: Path, bench: Benchmark) -> None:
     """Grid, facts, samples and skips into `bench`."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -230,6 +231,6 @@ def _read_sidecar(path: Path, bench: Bench) -> None:
         ) from None
 
 
-def merged(benches: Iterable[Bench]) -> dict[Task, float]:
+def merged(benches: Iterable[Benchmark]) -> dict[Task, float]:
     """All times of benches of one machine and TP size."""
     return {task: us for bench in benches for task, us in bench.times.items()}

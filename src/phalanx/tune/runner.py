@@ -25,7 +25,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
 from phalanx.tune import preflight, records
 from phalanx.tune.journal import Journal, differences, journal_path
-from phalanx.tune.records import Bench
+from phalanx.tune.records import Benchmark
 from phalanx.tune.sweep import Sweep, Task
 
 _log = get_logger(__name__)
@@ -76,7 +76,7 @@ def check(run: Run, sm: int) -> None:
         preflight.lost_times(records.csv_path(run.folder, run.world, sm))
 
 
-def bench(run: Run, progress: Progress | None = None) -> Bench:
+def bench(run: Run, progress: Progress | None = None) -> Benchmark:
     """Measure all that `run` plans, and write CSV and sidecar. What a broken run has measured already is taken from its journal.
 
     A run that its time limit ends writes what it has, keeps the journal and says so in facts["complete"].
@@ -144,7 +144,7 @@ class State:
         self.tasks, self.refused = self.sweep.plan()
         preflight.empty_plan(run.world, self.tasks, self.refused)
         self.once_more = "run the same command again" + (", without --restart" if run.restart else "")
-        self.before: Bench | None = None
+        self.before: Benchmark | None = None
         path = records.csv_path(run.folder, fingerprint.world, fingerprint.sm)
         same = {key: facts[key] for key in _VERSIONS if key in facts}
         if run.keeps and path.exists():
@@ -153,9 +153,9 @@ class State:
         self.journal = _journal(run, fingerprint, head)
         if self.journal.resumed:
             _log.info("%d results of a broken run are taken from %s", self.journal.resumed, self.journal.path)
-            if not self.journal.sittings and path.exists():  # an older journal: what it has measured, the sidecar tells of
-                self.journal.sit_down(_sitting(records.read(path).facts))
-        self.journal.sit_down(_sitting(self.facts))
+            if not self.journal.sessions and path.exists():  # an older journal: what it has measured, the sidecar tells of
+                self.journal.begin_session(_session_facts(records.read(path).facts))
+        self.journal.begin_session(_session_facts(self.facts))
         known = self._known()
         again = self.journal.again(task for task in self.tasks if task.choice.strategy in run.again and task in known)
         if run.again:
@@ -192,7 +192,7 @@ class State:
                 if (other.choice, other.fusion) == kind:
                     self.journal.skip(other, f"not tried after {self.hangs[kind]} faults of its kind, the last: {why}")
 
-    def write(self, *, complete: bool) -> Bench:
+    def write(self, *, complete: bool) -> Benchmark:
         """CSV and sidecar of all that is known; the journal goes when the run is complete, and no wider one has left it."""
         left, old = len(self.left()), len(self.journal.pending)
         wider = {*self.journal.samples, *self.journal.skips, *self.journal.pending}.difference(self.tasks)
@@ -203,10 +203,10 @@ class State:
         else:
             stand = f", {old} of them with their old times until then" if old else ""
             self.facts["complete"] = f"no: {left} of {len(self.tasks)} are left{stand}; {self.once_more}"
-        earlier = [" at ".join(sitting.values()) for sitting in self.journal.sittings[:-1]]
+        earlier = [" at ".join(sitting.values()) for sitting in self.journal.sessions[:-1]]
         if earlier:
             self.facts["earlier"] = "; ".join(dict.fromkeys(earlier))
-        found = Bench(
+        found = Benchmark(
             self.fingerprint.sm,
             self.fingerprint.world,
             times={task: statistics.median(samples) for task, samples in self.journal.samples.items()},
@@ -238,10 +238,10 @@ def _journal(run: Run, fingerprint: Fingerprint, head: dict[str, Any]) -> Journa
     journal = Journal(journal_path(run.folder, fingerprint.world, fingerprint.sm), head, restart=run.restart)
     try:
         if run.restart and not run.keeps:
-            journal.begin_anew()
+            journal.mark_csv_replaced()
         elif run.keeps:
             journal.keep_csv()
-        elif not journal.anew:
+        elif not journal.replaces_csv:
             known = {*journal.samples, *journal.skips}
             preflight.lost_times(records.csv_path(run.folder, fingerprint.world, fingerprint.sm), known)
     except BaseException:
@@ -254,11 +254,11 @@ _VERSIONS = ("torch", "triton", "nccl", "gpu", "driver", "cpu", "phalanx")
 """Facts in which results that stand beside each other must agree."""
 
 
-def _sitting(facts: dict[str, str]) -> dict[str, str]:
+def _session_facts(facts: dict[str, str]) -> dict[str, str]:
     return {key: facts[key] for key in ("date", "commit") if key in facts}
 
 
-def _of_the_same(old: Bench, versions: dict[str, str], path: Path) -> Bench:
+def _of_the_same(old: Benchmark, versions: dict[str, str], path: Path) -> Benchmark:
     """A CSV that is to be extended, if it was measured with the same versions as far as it tells."""
     differs = differences(old.facts, versions)
     if differs:
@@ -270,14 +270,14 @@ def _of_the_same(old: Bench, versions: dict[str, str], path: Path) -> Bench:
     return old
 
 
-def _joined(old: Bench, new: Bench) -> Bench:
+def _joined(old: Benchmark, new: Benchmark) -> Benchmark:
     """Both; where both have a cell, the new one."""
     times = {task: us for task, us in old.times.items() if task not in new.skips} | new.times
     samples = {task: held for task, held in (old.samples | new.samples).items() if task in times}
     skips = {task: why for task, why in (old.skips | new.skips).items() if task not in times}
     facts = new.facts | ({"extends": old.facts["date"]} if "date" in old.facts else {})
     grid = _widened(new.grid or {}, old.times, old.grid)
-    return Bench(new.sm, new.world, times, samples, skips, facts, grid, new.link)
+    return Benchmark(new.sm, new.world, times, samples, skips, facts, grid, new.link)
 
 
 def _widened(grid: dict[str, Any], tasks: Iterable[Task], other: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from phalanx.config.dtypes import DTYPES, parse_dtype
 from phalanx.errors import OptionError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.admit import admit
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS
-from phalanx.tables.message import DTYPE_BYTES, Fusion, Message, dtype_named
+from phalanx.tables.message import Fusion, Message
 from phalanx.tables.strategy import SUPPORTED, Choice, Strategy, choices
 
 _Item = TypeVar("_Item")
@@ -40,7 +41,7 @@ class Task:
     @property
     def bytes(self) -> int:
         """Of one rank's tensor."""
-        return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
+        return self.tokens * self.hidden * DTYPES[self.dtype].itemsize
 
     @property
     def cell(self) -> tuple[str, Fusion, int, int]:
@@ -77,7 +78,7 @@ class Sweep:
 
         Raises OptionError for a name nobody knows, a strategy that does not run here, a size below 1, or one given twice.
         """
-        asked = cls(fingerprint, dtype_named(dtype), auto=auto, max_bytes=max_bytes)
+        asked = cls(fingerprint, parse_dtype(dtype), auto=auto, max_bytes=max_bytes)
         if tokens is not None:
             asked = replace(asked, tokens=_sizes(tokens, "--tokens"))
         if hidden is not None:

@@ -25,7 +25,7 @@ def test_warm(server, caplog):
     """What compiles guides can be started early; that it cannot be is no reason to fail."""
     import asyncio
 
-    ready = server.service.up
+    ready = server.service.engine
     asyncio.run_coroutine_threadsafe(server.service.warm(ready), server.loop).result(120)
     assert "not at hand" not in caplog.text
 

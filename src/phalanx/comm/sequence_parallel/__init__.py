@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that have an owner among the ranks of a group: who owns which, and the all-reduce that leaves them so."""
+"""Sequence parallelism inside an all-reduce: reduce-scatter, norm on each rank's own rows, all-gather; the residual stays sharded."""
 
-from phalanx.comm.rows.ownership import OwnedRows, gathered, own_rows, same_owners, whole
+from phalanx.comm.sequence_parallel.rs_norm_ag import ShardedResidual, gather_rows, rank_rows, same_sharding, unshard
 
-__all__ = ["OwnedRows", "gathered", "own_rows", "same_owners", "whole"]
+__all__ = ["ShardedResidual", "gather_rows", "rank_rows", "same_sharding", "unshard"]

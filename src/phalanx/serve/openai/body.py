@@ -27,7 +27,7 @@ MAX_GRAMMAR_DEPTH = 100
 Model = TypeVar("Model", bound=BaseModel)
 
 
-async def read(request: Request, model: type[Model]) -> Model:
+async def read_body(request: Request, model: type[Model]) -> Model:
     """The body of `request` as a `model`. Raises ApiError 400 or 413."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):

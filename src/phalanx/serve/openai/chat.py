@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.serve.openai import body
+from phalanx.serve.openai.body import read_body
 from phalanx.serve.openai.generate import UsageCounter, generate
 from phalanx.serve.openai.logprobs import chat_logprobs
 from phalanx.serve.openai.prompts import encode_chat, renders_quickly
@@ -21,7 +21,7 @@ from phalanx.serve.openai.sampling import chat_params, structured_output_of
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
-from phalanx.serve.openai.service import Ready, Service, service_of
+from phalanx.serve.openai.service import Service, ServingEngine, service_of
 from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, event
 from phalanx.serve.openai.tools.calls import Argued, Called, CallReader, Event, Said
 from phalanx.serve.outputs import CompletionDelta
@@ -34,13 +34,13 @@ router = APIRouter()
     responses=responses_of(ChatCompletionResponse, streams=ChatCompletionChunk),
     openapi_extra=request_body(ChatRequest),
 )
-async def create_chat_completion(request: Request) -> Response:
+async def create_chat_completion(http_request: Request) -> Response:
     """Answer a conversation."""
-    service = service_of(request)
+    service = service_of(http_request)
     service.admission.require_capacity_for_one()
-    asked = await body.read(request, ChatRequest)
-    work = ChatHandler(service, service.ready(asked.model), asked)
-    if asked.stream:
+    request = await read_body(http_request, ChatRequest)
+    work = ChatHandler(service, service.require_engine(request.model), request)
+    if request.stream:
         return EventStream(work.events(), service.answer)
     return CancellableResponse(work.whole(), service.answer)
 
@@ -48,11 +48,11 @@ async def create_chat_completion(request: Request) -> Response:
 class ChatHandler:
     """One request on its way: validated, not yet admitted."""
 
-    def __init__(self, service: Service, ready: Ready, asked: ChatRequest) -> None:
-        self._service, self._ready, self._asked = service, ready, asked
+    def __init__(self, service: Service, engine: ServingEngine, request: ChatRequest) -> None:
+        self._service, self._engine, self._request = service, engine, request
         self._accepted = time.monotonic()
-        self._params = chat_params(asked, ready.facts)
-        self._structured_output = structured_output_of(asked, ready.tool_format)
+        self._params = chat_params(request, engine.facts)
+        self._structured_output = structured_output_of(request, engine.tool_format)
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._usage: UsageCounter | None = None
 
@@ -70,7 +70,7 @@ class ChatHandler:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer's chunks as server-sent events."""
-        with_usage = bool(self._asked.stream_options and self._asked.stream_options.include_usage)
+        with_usage = bool(self._request.stream_options and self._request.stream_options.include_usage)
         head = self._head("chat.completion.chunk")
         as_event = chunks({**head, "usage": None} if with_usage else head)
         async with aclosing(self._deltas()) as deltas:
@@ -82,15 +82,15 @@ class ChatHandler:
 
     async def _deltas(self) -> AsyncGenerator[dict[str, Any], None]:
         """Pieces of the choices, as they are made."""
-        service, ready = self._service, self._ready
+        service, engine = self._service, self._engine
         with service.admission.enter(self._params.n) as ticket:
-            tokens = await service.run_on_thread(encode_chat, self._asked, ready, inline=renders_quickly(self._asked))
-            params = await service.compiled_params(ready, self._params, self._structured_output)
-            ready.client.check(tokens, params)
+            tokens = await service.run_on_thread(encode_chat, self._request, engine, inline=renders_quickly(self._request))
+            params = await service.compiled_params(engine, self._params, self._structured_output)
+            engine.client.check(tokens, params)
             ticket.prompt([len(tokens)] * params.n)
             usage = self._usage = UsageCounter([tokens], params.n)
-            writers = [Writer(ready, self._asked, i) for i in range(params.n)]
-            running = generate(ready, [tokens], params, ticket, service.metrics, accepted=self._accepted)
+            writers = [Writer(engine, self._request, i) for i in range(params.n)]
+            running = generate(engine, [tokens], params, ticket, service.metrics, accepted=self._accepted)
             async with aclosing(running) as pieces:
                 async for piece in pieces:
                     usage.add(piece)
@@ -104,14 +104,14 @@ class ChatHandler:
 class Writer:
     """Turns one completion's pieces into deltas of its message: the role first, then text and calls, then how it ended."""
 
-    def __init__(self, ready: Ready, asked: ChatRequest, index: int) -> None:
-        self._index, self._text_of = index, ready.tokenizer.token_text
-        self._with_logprobs = bool(asked.logprobs)
-        self._one_call = asked.parallel_tool_calls is False
+    def __init__(self, engine: ServingEngine, request: ChatRequest, index: int) -> None:
+        self._index, self._text_of = index, engine.tokenizer.token_text
+        self._with_logprobs = bool(request.logprobs)
+        self._one_call = request.parallel_tool_calls is False
         self._began = False
         self._reader = None
-        if asked.tools and asked.tool_choice != "none" and ready.tool_format is not None:
-            self._reader = CallReader(ready.tool_format, {tool.function.name for tool in asked.tools})
+        if request.tools and request.tool_choice != "none" and engine.tool_format is not None:
+            self._reader = CallReader(engine.tool_format, {tool.function.name for tool in request.tools})
 
     def push(self, piece: CompletionDelta) -> list[dict[str, Any]]:
         """The choice's next pieces."""

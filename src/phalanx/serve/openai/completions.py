@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import TokenLogprobs
-from phalanx.serve.openai import body
+from phalanx.serve.openai.body import read_body
 from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
 from phalanx.serve.openai.logprobs import CompletionLogprobsWriter
 from phalanx.serve.openai.prompts import encode_prompts, encodes_quickly, prompts_of
@@ -25,7 +25,7 @@ from phalanx.serve.openai.sampling import completion_params, structured_output_o
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import CompletionResponse
-from phalanx.serve.openai.service import Ready, Service, service_of
+from phalanx.serve.openai.service import Service, ServingEngine, service_of
 from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, event
 from phalanx.serve.outputs import CompletionDelta
 
@@ -37,13 +37,13 @@ router = APIRouter()
     responses=responses_of(CompletionResponse, streams=CompletionResponse),
     openapi_extra=request_body(CompletionRequest),
 )
-async def create_completion(request: Request) -> Response:
+async def create_completion(http_request: Request) -> Response:
     """Continue a prompt, or several."""
-    service = service_of(request)
+    service = service_of(http_request)
     service.admission.require_capacity_for_one()
-    asked = await body.read(request, CompletionRequest)
-    work = CompletionHandler(service, service.ready(asked.model), asked)
-    if asked.stream:
+    request = await read_body(http_request, CompletionRequest)
+    work = CompletionHandler(service, service.require_engine(request.model), request)
+    if request.stream:
         return EventStream(work.events(), service.answer)
     return CancellableResponse(work.whole(), service.answer)
 
@@ -51,12 +51,12 @@ async def create_completion(request: Request) -> Response:
 class CompletionHandler:
     """One request on its way: validated, not yet admitted."""
 
-    def __init__(self, service: Service, ready: Ready, asked: CompletionRequest) -> None:
-        self._service, self._ready, self._asked = service, ready, asked
+    def __init__(self, service: Service, engine: ServingEngine, request: CompletionRequest) -> None:
+        self._service, self._engine, self._request = service, engine, request
         self._accepted = time.monotonic()
-        self._prompts = prompts_of(asked)
-        self._params = completion_params(asked, ready.facts)
-        self._structured_output = structured_output_of(asked, None)
+        self._prompts = prompts_of(request)
+        self._params = completion_params(request, engine.facts)
+        self._structured_output = structured_output_of(request, None)
         self._usage: UsageCounter | None = None
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
@@ -73,7 +73,7 @@ class CompletionHandler:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer's chunks as server-sent events."""
-        with_usage = bool(self._asked.stream_options and self._asked.stream_options.include_usage)
+        with_usage = bool(self._request.stream_options and self._request.stream_options.include_usage)
         as_event = chunks({**self._head, "usage": None} if with_usage else self._head)
         async with aclosing(self._choices()) as pieces:
             async for piece in pieces:
@@ -85,21 +85,21 @@ class CompletionHandler:
     def _spent(self) -> dict[str, Any] | None:
         if self._usage is None:
             return None
-        return self._usage.shown(made=0 if self._asked.max_tokens == 0 else None)
+        return self._usage.shown(made=0 if self._request.max_tokens == 0 else None)
 
     async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
         """Pieces of the choices, as they are made."""
-        service, ready, params = self._service, self._ready, self._params
+        service, engine, params = self._service, self._engine, self._params
         with service.admission.enter(len(self._prompts) * params.n) as ticket:
-            prompts = await service.run_on_thread(encode_prompts, self._prompts, ready, inline=encodes_quickly(self._prompts))
-            params = await service.compiled_params(ready, params, self._structured_output)
+            prompts = await service.run_on_thread(encode_prompts, self._prompts, engine, inline=encodes_quickly(self._prompts))
+            params = await service.compiled_params(engine, params, self._structured_output)
             for tokens in prompts:
-                ready.client.check(tokens, params)
+                engine.client.check(tokens, params)
             ticket.prompt([len(tokens) for tokens in prompts for _ in range(params.n)])
             usage = self._usage = UsageCounter(prompts, params.n)
-            echoes = [Echo(asked, tokens) for asked, tokens in zip(self._prompts, prompts, strict=True)]
-            writers = [Writer(ready, self._asked, echo) for echo in echoes for _ in range(params.n)]
-            running = generate(ready, prompts, params, ticket, service.metrics, accepted=self._accepted)
+            echoes = [Echo(prompt, tokens) for prompt, tokens in zip(self._prompts, prompts, strict=True)]
+            writers = [Writer(engine, self._request, echo) for echo in echoes for _ in range(params.n)]
+            running = generate(engine, prompts, params, ticket, service.metrics, accepted=self._accepted)
             async with aclosing(_prompts_first(running, params)) as pieces:
                 async for piece in pieces:
                     usage.add(piece)
@@ -134,29 +134,29 @@ async def _scores_first(running: Deltas, params: SamplingParams) -> Deltas:
 class Echo:
     """A prompt as it came, and its token ids."""
 
-    asked: Any  # a text, or token ids
+    prompt: Any  # a text, or token ids
     token_ids: list[int]
 
 
 class Writer:
     """Turns one completion's pieces into pieces of its choice: the prompt first, where it is to be echoed."""
 
-    def __init__(self, ready: Ready, asked: CompletionRequest, prompt: Echo) -> None:
-        self._tokenizer, self._prompt = ready.tokenizer, prompt
-        self._echo = bool(asked.echo)
-        self._silent = asked.max_tokens == 0
+    def __init__(self, engine: ServingEngine, request: CompletionRequest, prompt: Echo) -> None:
+        self._tokenizer, self._prompt = engine.tokenizer, prompt
+        self._echo = bool(request.echo)
+        self._silent = request.max_tokens == 0
         self._logprobs = None
-        if asked.logprobs is not None:
-            hidden = () if asked.skip_special_tokens is False else ready.tokenizer.special_ids
-            self._logprobs = CompletionLogprobsWriter(ready.tokenizer.token_text, hidden=hidden, top=asked.logprobs > 0)
+        if request.logprobs is not None:
+            hidden = () if request.skip_special_tokens is False else engine.tokenizer.special_ids
+            self._logprobs = CompletionLogprobsWriter(engine.tokenizer.token_text, hidden=hidden, top=request.logprobs > 0)
 
     def push(self, piece: CompletionDelta) -> dict[str, Any] | None:
         """The choice's next piece; None while there is nothing to show."""
         text, logprobs = "", None
         if self._echo:
             self._echo = False
-            asked = self._prompt.asked
-            text = asked if isinstance(asked, str) else self._tokenizer.decode(asked)
+            prompt = self._prompt.prompt
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
             if self._logprobs is not None:
                 logprobs = self._logprobs.push(piece.prompt_logprobs or [], self._prompt.token_ids)
         finish, stop = piece.finish_reason, piece.stop_reason

@@ -18,14 +18,20 @@ from phalanx.errors import EngineClosed, EngineError
 from phalanx.metrics import Metrics
 from phalanx.serve.admission import Ticket
 from phalanx.serve.completions import stream_completions
-from phalanx.serve.openai.service import Ready
+from phalanx.serve.openai.service import ServingEngine
 from phalanx.serve.outputs import CompletionDelta
 
 Deltas = AsyncGenerator[CompletionDelta, None]
 
 
 async def generate(
-    ready: Ready, prompts: Sequence[list[int]], params: SamplingParams, ticket: Ticket, metrics: Metrics, *, accepted: float
+    engine: ServingEngine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    ticket: Ticket,
+    metrics: Metrics,
+    *,
+    accepted: float,
 ) -> Deltas:
     """n completions of each prompt; those of prompt p have the indices p * n .. p * n + n - 1.
 
@@ -33,7 +39,7 @@ async def generate(
     """
     clocks = [Clock(metrics, ticket, index, accepted) for index in range(len(prompts) * params.n)]
     try:
-        running = _every(ready, prompts, params) if len(prompts) > 1 else _one(ready, prompts[0], params, 0)
+        running = _every(engine, prompts, params) if len(prompts) > 1 else _one(engine, prompts[0], params, 0)
         async with aclosing(running) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
@@ -49,8 +55,8 @@ async def generate(
             clock.stop("abort")
 
 
-def _one(ready: Ready, tokens: list[int], params: SamplingParams, prompt: int) -> Deltas:
-    deltas = stream_completions(ready.client, ready.tokenizer, uuid.uuid4().hex, tokens, params)
+def _one(engine: ServingEngine, tokens: list[int], params: SamplingParams, prompt: int) -> Deltas:
+    deltas = stream_completions(engine.client, engine.tokenizer, uuid.uuid4().hex, tokens, params)
     return deltas if prompt == 0 else _renumbered(deltas, prompt * params.n)
 
 
@@ -61,7 +67,7 @@ async def _renumbered(deltas: Deltas, first: int) -> Deltas:
             yield delta
 
 
-async def _every(ready: Ready, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
+async def _every(engine: ServingEngine, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
     arrived: asyncio.Queue[CompletionDelta | Exception | None] = asyncio.Queue()
 
     async def pump(deltas: Deltas) -> None:
@@ -73,7 +79,7 @@ async def _every(ready: Ready, prompts: Sequence[list[int]], params: SamplingPar
         except Exception as error:
             arrived.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(_one(ready, tokens, params, i))) for i, tokens in enumerate(prompts)]
+    tasks = [asyncio.create_task(pump(_one(engine, tokens, params, i))) for i, tokens in enumerate(prompts)]
     try:
         left = len(tasks)
         while left:

@@ -12,7 +12,7 @@ from phalanx.serve.openai.body import json_object
 from phalanx.serve.openai.sampling import check_token
 from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Content, Message
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.service import Ready
+from phalanx.serve.openai.service import ServingEngine
 
 MAX_INLINE_CHARACTERS = 512
 """A text of this length is tokenized sooner than a thread begins while others stream."""
@@ -20,9 +20,9 @@ TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_gener
 """What a chat template gets from the server itself."""
 
 
-def prompts_of(asked: CompletionRequest) -> list[str] | list[list[int]]:
+def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
     """The prompts as a list, whatever shape they came in."""
-    prompt: Any = asked.prompt
+    prompt: Any = request.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     prompts: list[str] | list[list[int]] = prompt
@@ -34,38 +34,38 @@ def encodes_quickly(prompts: Sequence[str] | Sequence[list[int]]) -> bool:
     return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= MAX_INLINE_CHARACTERS
 
 
-def renders_quickly(asked: ChatRequest) -> bool:
+def renders_quickly(request: ChatRequest) -> bool:
     """The same of a conversation. Tools may be large, and templates write them out."""
-    if asked.tools:
+    if request.tools:
         return False
-    return sum(len(_text(message.content) or "") for message in asked.messages) <= MAX_INLINE_CHARACTERS
+    return sum(len(_text(message.content) or "") for message in request.messages) <= MAX_INLINE_CHARACTERS
 
 
-def encode_prompts(prompts: Sequence[str] | Sequence[list[int]], ready: Ready) -> list[list[int]]:
+def encode_prompts(prompts: Sequence[str] | Sequence[list[int]], engine: ServingEngine) -> list[list[int]]:
     """Token ids of each prompt. Raises ApiError or RequestError for one that is empty, or no prompt of this model."""
     encoded = []
     for prompt in prompts:
-        tokens = ready.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = engine.encode(prompt) if isinstance(prompt, str) else prompt
         if not isinstance(prompt, str):
-            check_token(max(tokens), ready.facts, "prompt")
+            check_token(max(tokens), engine.facts, "prompt")
         encoded.append(_not_empty(tokens))
     return encoded
 
 
-def encode_chat(asked: ChatRequest, ready: Ready) -> list[int]:
+def encode_chat(request: ChatRequest, engine: ServingEngine) -> list[int]:
     """Token ids of a conversation, by the model's chat template. Raises as `encode_prompts`, and for messages it refuses."""
-    if taken := TEMPLATE_NAMES & set(asked.chat_template_kwargs or ()):
+    if taken := TEMPLATE_NAMES & set(request.chat_template_kwargs or ()):
         name = sorted(taken)[0]
         raise bad_request(f"chat_template_kwargs: {name!r} comes from the request itself", param="chat_template_kwargs")
     tools = None
-    if asked.tools and asked.tool_choice != "none":
-        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
-    messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
+    if request.tools and request.tool_choice != "none":
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
     try:
-        text = ready.tokenizer.apply_chat_template(messages, tools=tools, **(asked.chat_template_kwargs or {}))
+        text = engine.tokenizer.apply_chat_template(messages, tools=tools, **(request.chat_template_kwargs or {}))
     except RequestError as error:
         raise bad_request(str(error), param="messages", code="invalid_messages") from None
-    return _not_empty(ready.encode(text, add_special_tokens=False))
+    return _not_empty(engine.encode(text, add_special_tokens=False))
 
 
 def _not_empty(tokens: list[int]) -> list[int]:

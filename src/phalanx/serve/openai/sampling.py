@@ -32,42 +32,42 @@ class StructuredOutputField:
     param: str
 
 
-def completion_params(asked: CompletionRequest, facts: EngineFacts) -> SamplingParams:
+def completion_params(request: CompletionRequest, facts: EngineFacts) -> SamplingParams:
     """Raises ApiError 400 naming the field."""
-    n = asked.n or 1
-    if asked.best_of is not None and asked.best_of != n:
+    n = request.n or 1
+    if request.best_of is not None and request.best_of != n:
         raise bad_request(
-            f"best_of={asked.best_of} cannot be honoured: completions are not ranked; leave it out, or set it to n={n}",
+            f"best_of={request.best_of} cannot be honoured: completions are not ranked; leave it out, or set it to n={n}",
             param="best_of", code="unsupported_parameter",
         )  # fmt: skip
-    limit = COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+    limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     return _params(
-        asked,
+        request,
         facts,
         max_tokens=max(1, limit),  # a score of the prompt alone costs one token, which is then left out
-        logprobs=asked.logprobs,
-        prompt_logprobs=asked.logprobs if asked.echo else None,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.logprobs if request.echo else None,
     )
 
 
-def chat_params(asked: ChatRequest, facts: EngineFacts) -> SamplingParams:
+def chat_params(request: ChatRequest, facts: EngineFacts) -> SamplingParams:
     """Raises ApiError 400 naming the field."""
-    limit, older = asked.max_completion_tokens, asked.max_tokens
+    limit, older = request.max_completion_tokens, request.max_tokens
     if limit is not None and older is not None and limit != older:
         raise bad_request(
             f"max_completion_tokens={limit} and max_tokens={older} contradict each other; give one", param="max_tokens"
         )
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if request.top_logprobs is not None and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
-    wanted = (asked.top_logprobs or 0) if asked.logprobs else None
-    return _params(asked, facts, max_tokens=limit if limit is not None else older, logprobs=wanted)
+    wanted = (request.top_logprobs or 0) if request.logprobs else None
+    return _params(request, facts, max_tokens=limit if limit is not None else older, logprobs=wanted)
 
 
-def _params(asked: SampledRequest, facts: EngineFacts, *, max_tokens: int | None, **more: Any) -> SamplingParams:
-    if asked.stream_options is not None and not asked.stream:
+def _params(request: SampledRequest, facts: EngineFacts, *, max_tokens: int | None, **more: Any) -> SamplingParams:
+    if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream: true", param="stream_options")
-    bias = {int(token): value for token, value in (asked.logit_bias or {}).items()}
-    for param, tokens in (("logit_bias", bias), ("stop_token_ids", asked.stop_token_ids or [])):
+    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    for param, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids or [])):
         for token in tokens:
             check_token(token, facts, param)
     plain: Mapping[str, Any] = {
@@ -76,13 +76,13 @@ def _params(asked: SampledRequest, facts: EngineFacts, *, max_tokens: int | None
             "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
             "stop", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output", "skip_special_tokens",
         )
-        if (value := getattr(asked, name)) is not None
+        if (value := getattr(request, name)) is not None
     }  # fmt: skip
     try:
         return SamplingParams(**plain, max_tokens=max_tokens, logit_bias=bias or None, **more)
     except OptionError as error:
         name = str(error).partition("=")[0].partition("[")[0]
-        raise bad_request(str(error), param=name if name in type(asked).model_fields else None, code="invalid_value") from None
+        raise bad_request(str(error), param=name if name in type(request).model_fields else None, code="invalid_value") from None
 
 
 def check_token(token: int, facts: EngineFacts, param: str) -> None:
@@ -94,13 +94,13 @@ def check_token(token: int, facts: EngineFacts, param: str) -> None:
         )  # fmt: skip
 
 
-def structured_output_of(asked: SampledRequest, how: ToolFormat | None) -> StructuredOutputField | None:
+def structured_output_of(request: SampledRequest, how: ToolFormat | None) -> StructuredOutputField | None:
     """The one guide that the request's fields ask for, if any. Raises ApiError 400 for two that contradict each other."""
-    found = [*_from_guided_fields(asked)]
-    if isinstance(asked, ChatRequest):
+    found = [*_from_guided_fields(request)]
+    if isinstance(request, ChatRequest):
         found += [
             structured_output
-            for structured_output in (_from_response_format(asked), _from_tools(asked, how))
+            for structured_output in (_from_response_format(request), _from_tools(request, how))
             if structured_output is not None
         ]
     if len(found) > 1:
@@ -113,23 +113,23 @@ def with_structured_output(params: SamplingParams, compiled: StructuredOutputPar
     return msgspec.structs.replace(params, structured_output=compiled)
 
 
-def _from_guided_fields(asked: SampledRequest) -> list[StructuredOutputField]:
+def _from_guided_fields(request: SampledRequest) -> list[StructuredOutputField]:
     found = []
-    if asked.guided_json is not None:
-        schema = asked.guided_json
+    if request.guided_json is not None:
+        schema = request.guided_json
         text = schema if isinstance(schema, str) else json.dumps(schema)
         found.append(StructuredOutputField(StructuredOutputParams(json_schema=text), "guided_json"))
-    if asked.guided_regex is not None:
-        check_grammar(asked.guided_regex, "guided_regex")
-        found.append(StructuredOutputField(StructuredOutputParams(regex=asked.guided_regex), "guided_regex"))
-    if asked.guided_grammar is not None:
-        check_grammar(asked.guided_grammar, "guided_grammar")
-        found.append(StructuredOutputField(StructuredOutputParams(grammar=asked.guided_grammar), "guided_grammar"))
+    if request.guided_regex is not None:
+        check_grammar(request.guided_regex, "guided_regex")
+        found.append(StructuredOutputField(StructuredOutputParams(regex=request.guided_regex), "guided_regex"))
+    if request.guided_grammar is not None:
+        check_grammar(request.guided_grammar, "guided_grammar")
+        found.append(StructuredOutputField(StructuredOutputParams(grammar=request.guided_grammar), "guided_grammar"))
     return found
 
 
-def _from_response_format(asked: ChatRequest) -> StructuredOutputField | None:
-    how = asked.response_format
+def _from_response_format(request: ChatRequest) -> StructuredOutputField | None:
+    how = request.response_format
     if isinstance(how, JsonSchemaFormat) and how.json_schema.schema_ is not None:
         return StructuredOutputField(StructuredOutputParams(json_schema=json.dumps(how.json_schema.schema_)), "response_format")
     if isinstance(how, (JsonObjectFormat, JsonSchemaFormat)):
@@ -137,10 +137,10 @@ def _from_response_format(asked: ChatRequest) -> StructuredOutputField | None:
     return None
 
 
-def _from_tools(asked: ChatRequest, how: ToolFormat | None) -> StructuredOutputField | None:
+def _from_tools(request: ChatRequest, how: ToolFormat | None) -> StructuredOutputField | None:
     """Forced calls, calls of a strict function, and the one call of a request that wants no more, are held to their form."""
-    tools, choice = asked.tools or [], asked.tool_choice
-    parallel = asked.parallel_tool_calls is not False
+    tools, choice = request.tools or [], request.tool_choice
+    parallel = request.parallel_tool_calls is not False
     if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
         raise bad_request(f"tool_choice names {choice.function.name!r}, which is none of the tools", param="tool_choice")
     if choice == "required" and not tools:

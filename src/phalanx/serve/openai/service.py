@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ready:
+class ServingEngine:
     """An engine that takes requests, and what its prompts are made with."""
 
     client: Engine
@@ -97,21 +97,21 @@ class Service:
 
     def __init__(self, *, model_name: str, admission: AdmissionControl, metrics: Metrics) -> None:
         self.model_name, self.admission, self.metrics = model_name, admission, metrics
-        self.up: Ready | None = None
+        self.engine: ServingEngine | None = None
         self._texts = Threads("tokenizer", TOKENIZER_THREADS, most=MAX_TEXTS, refused=metrics.refused)
         # Apart from texts: a guide may take seconds, and only those who brought one should wait for it.
         self._compilations = Threads("guides", 1, most=MAX_WAITING_COMPILATIONS, refused=metrics.refused)
 
-    def ready(self, model: str | None = None) -> Ready:
+    def require_engine(self, model: str | None = None) -> ServingEngine:
         """The engine. Raises ApiError 404 for a model that is not served, EngineClosed while there is no engine."""
         if model is not None and model != self.model_name:
             message = f"the model {model[:200]!r} is not served here; {self.model_name!r} is"
             raise ApiError(404, message, param="model", code="model_not_found")
-        if self.up is None or self.admission.phase is Phase.FAILED:
+        if self.engine is None or self.admission.phase is Phase.FAILED:
             self.metrics.refused("not_ready")
             why = str(self.admission.failure) if self.admission.failure else "the server is still starting"
             raise EngineClosed("the engine does not take requests", why=why, next="ask /ready, and try again")
-        return self.up
+        return self.engine
 
     async def run_on_thread(self, act: Callable[..., T], *args: Any, inline: bool = False) -> T:
         """Run what reads texts beside the event loop, or here where it takes no time. Raises Overloaded when too much waits."""
@@ -119,24 +119,26 @@ class Service:
             return act(*args)
         return await self._texts.run(partial(act, *args))
 
-    async def compiled_params(self, ready: Ready, params: SamplingParams, asked: StructuredOutputField | None) -> SamplingParams:
+    async def compiled_params(
+        self, engine: ServingEngine, params: SamplingParams, requested: StructuredOutputField | None
+    ) -> SamplingParams:
         """The params with their guide compiled. Raises ApiError 400 naming the field whose guide cannot be used."""
-        if asked is None:
+        if requested is None:
             return params
-        width, eos = ready.facts.vocab_size, ready.client.eos_token_ids
+        width, eos = engine.facts.vocab_size, engine.client.eos_token_ids
         try:
             made = await self._compilations.run(
-                partial(compile_structured_output, asked.structured_output, ready.tokenizer, vocab_size=width, eos_token_ids=eos)
+                partial(compile_structured_output, requested.structured_output, engine.tokenizer, vocab_size=width, eos_token_ids=eos)
             )
         except OptionError as error:
-            raise bad_request(f"{asked.param}: {error}", param=asked.param, code="invalid_value") from None
+            raise bad_request(f"{requested.param}: {error}", param=requested.param, code="invalid_value") from None
         return with_structured_output(params, made)
 
-    async def warm(self, ready: Ready) -> None:
+    async def warm(self, engine: ServingEngine) -> None:
         """Start what compiles guides, which takes seconds, before a guide comes."""
         try:
             await self.compiled_params(
-                ready, SamplingParams(), StructuredOutputField(StructuredOutputParams(json_object=True), "response_format")
+                engine, SamplingParams(), StructuredOutputField(StructuredOutputParams(json_object=True), "response_format")
             )
         except (ApiError, PhalanxError) as error:
             logger.warning("structured output is not at hand: %s", error)
@@ -147,10 +149,10 @@ class Service:
 
     async def refresh(self) -> None:
         """Ask the engine for its counters, for a scrape; without an answer in time the last ones stand."""
-        if self.up is None or self.admission.phase is Phase.FAILED:
+        if self.engine is None or self.admission.phase is Phase.FAILED:
             return
         try:
-            self.metrics.engine = await asyncio.wait_for(self.up.client.stats(), STATS_SECONDS)
+            self.metrics.engine = await asyncio.wait_for(self.engine.client.stats(), STATS_SECONDS)
         except (TimeoutError, PhalanxError) as error:
             logger.warning("/metrics shows the engine's last counters: %s", error or "no answer in time")
 

@@ -29,7 +29,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request, model: str) -> Response:
     """One model by its name."""
     service = service_of(request)
-    service.ready(model)
+    service.require_engine(model)
     return JSONResponse(_card(service))
 
 
@@ -67,10 +67,10 @@ async def metrics(request: Request) -> Response:
 
 
 def _card(service: Service) -> dict[str, Any]:
-    ready = service.ready()
+    engine = service.require_engine()
     return {
-        "id": service.model_name, "object": "model", "created": ready.created, "owned_by": "phalanx",
-        "root": ready.facts.model, "max_model_len": ready.facts.max_seq_len,
+        "id": service.model_name, "object": "model", "created": engine.created, "owned_by": "phalanx",
+        "root": engine.facts.model, "max_model_len": engine.facts.max_seq_len,
     }  # fmt: skip
 
 

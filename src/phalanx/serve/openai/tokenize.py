@@ -9,41 +9,41 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.serve.openai import body
+from phalanx.serve.openai.body import read_body
 from phalanx.serve.openai.sampling import check_token
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import DetokenizeResponse, TokenizeResponse
 from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
-from phalanx.serve.openai.service import Ready, service_of
+from phalanx.serve.openai.service import ServingEngine, service_of
 from phalanx.serve.openai.stream import CancellableResponse
 
 router = APIRouter()
 
 
 @router.post("/tokenize", responses=responses_of(TokenizeResponse), openapi_extra=request_body(TokenizeRequest))
-async def tokenize(request: Request) -> Response:
+async def tokenize(http_request: Request) -> Response:
     """Cut a text into the model's tokens."""
-    service = service_of(request)
-    asked = await body.read(request, TokenizeRequest)
-    return CancellableResponse(service.run_on_thread(_tokenize, asked, service.ready(asked.model)), service.answer)
+    service = service_of(http_request)
+    request = await read_body(http_request, TokenizeRequest)
+    return CancellableResponse(service.run_on_thread(_tokenize, request, service.require_engine(request.model)), service.answer)
 
 
 @router.post("/detokenize", responses=responses_of(DetokenizeResponse), openapi_extra=request_body(DetokenizeRequest))
-async def detokenize(request: Request) -> Response:
+async def detokenize(http_request: Request) -> Response:
     """Put the model's tokens together."""
-    service = service_of(request)
-    asked = await body.read(request, DetokenizeRequest)
-    ready = service.ready(asked.model)
-    for token in asked.tokens:
-        check_token(token, ready.facts, "tokens")
-    return CancellableResponse(service.run_on_thread(_detokenize, asked, ready), service.answer)
+    service = service_of(http_request)
+    request = await read_body(http_request, DetokenizeRequest)
+    engine = service.require_engine(request.model)
+    for token in request.tokens:
+        check_token(token, engine.facts, "tokens")
+    return CancellableResponse(service.run_on_thread(_detokenize, request, engine), service.answer)
 
 
-def _tokenize(asked: TokenizeRequest, ready: Ready) -> dict[str, Any]:
-    tokens = ready.tokenizer.encode(asked.prompt, add_special_tokens=asked.add_special_tokens is not False)
-    texts = [ready.tokenizer.token_text(token) for token in tokens]
-    return {"count": len(tokens), "max_model_len": ready.facts.max_seq_len, "tokens": tokens, "token_strs": texts}
+def _tokenize(request: TokenizeRequest, engine: ServingEngine) -> dict[str, Any]:
+    tokens = engine.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    texts = [engine.tokenizer.token_text(token) for token in tokens]
+    return {"count": len(tokens), "max_model_len": engine.facts.max_seq_len, "tokens": tokens, "token_strs": texts}
 
 
-def _detokenize(asked: DetokenizeRequest, ready: Ready) -> dict[str, Any]:
-    return {"prompt": ready.tokenizer.decode(asked.tokens, skip_special_tokens=bool(asked.skip_special_tokens))}
+def _detokenize(request: DetokenizeRequest, engine: ServingEngine) -> dict[str, Any]:
+    return {"prompt": engine.tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from phalanx.log import get_logger
-from phalanx.tune.records import Bench
+from phalanx.tune.records import Benchmark
 from phalanx.tune.runner import Progress, Run, State
 from phalanx.tune.sweep import Task
 
@@ -35,7 +35,7 @@ class Place:
     address: str | None
 
 
-def bench(run: Run, place: Place, progress: Progress | None = None) -> Bench:
+def bench(run: Run, place: Place, progress: Progress | None = None) -> Benchmark:
     """This rank's part of the benchmark; rank 0 writes CSV and sidecar and returns what they hold, the others end here."""
     import torch
     from torch.distributed.rendezvous import rendezvous

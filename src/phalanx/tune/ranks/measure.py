@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm
+from phalanx.kernels.dtypes import TORCH_DTYPES
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice
 from phalanx.tune.ranks import verify
 from phalanx.tune.sweep import Task
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Candidate(Protocol):
@@ -87,7 +86,7 @@ class Rank:
         """The cell's tensors, made once for all its choices."""
         if self._cell is None or self._key != task.cell:
             self._cell = None  # free the last cell's memory first
-            self._key, dtype = task.cell, DTYPES[task.dtype]
+            self._key, dtype = task.cell, TORCH_DTYPES[task.dtype]
             self._cell = verify.cell(
                 task.fusion, task.tokens, task.hidden, dtype, self.device, rank=self.group.rank, world=self.group.size
             )  # fmt: skip

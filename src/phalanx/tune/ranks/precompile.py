@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from phalanx.comm import launch
-from phalanx.comm.group import ResidualRmsNorm
+from phalanx.comm.group import ResidualRmsNorm, with_scales
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.compiling.ahead import launches_left_out
+from phalanx.kernels.dtypes import TORCH_DTYPES
 from phalanx.log import get_logger
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
-from phalanx.tune.ranks.candidates import Built, add_symmetric
-from phalanx.tune.ranks.measure import DTYPES
+from phalanx.comm.strategies import AllReduce, Strategies, symmetric_strategies
+from phalanx.tune.ranks.candidates import StrategyCandidates
 from phalanx.tune.sweep import Task
 
 _log = get_logger(__name__)
@@ -39,7 +40,7 @@ def helpers(world: int) -> int:
     return max(cores // world - 1, 0)
 
 
-def run(tasks: list[Task], built: Built, device: torch.device, count: int, alive: Callable[[], None], limit: float = 150.0) -> None:
+def run(tasks: list[Task], built: StrategyCandidates, device: torch.device, count: int, alive: Callable[[], None], limit: float = 150.0) -> None:
     """Have up to `count` helpers compile what `tasks` need; returns when they are done, or after `limit` seconds. alive: called
     often."""
     config = {"workspace": _plain(built.workspace), "machine": str(built.fingerprint), "device": device.index}
@@ -57,7 +58,7 @@ def run(tasks: list[Task], built: Built, device: torch.device, count: int, alive
         _log.warning("%d of %d helpers have not compiled their part; the ranks do it as they go", len(failed), count)
 
 
-def distinct(tasks: list[Task], built: Built, device: torch.device) -> list[Task]:
+def distinct(tasks: list[Task], built: StrategyCandidates, device: torch.device) -> list[Task]:
     """Those of `tasks` that ask for a kernel, compiled in some way, that none before them asks for. Nothing is compiled or run."""
     kind, asked, found = _kernel_type(), set[Any](), []
     plain = kind.run
@@ -101,7 +102,7 @@ def _plain(workspace: Any) -> dict[str, Any]:
 
 def _likeness(plain: dict[str, Any], device: torch.device) -> Any:
     """A workspace that compiles like the one that `plain` describes; nothing may be launched on it."""
-    from phalanx.comm.symmetric import Workspace
+    from phalanx.comm.symmetric import SymmetricWorkspace
 
     fields: dict[str, Any] = {}
     for name, value in plain.items():
@@ -109,7 +110,7 @@ def _likeness(plain: dict[str, Any], device: torch.device) -> Any:
             fields[name] = torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device=device)
         else:
             fields[name] = tuple(value) if isinstance(value, list) else value
-    return Workspace(**fields)
+    return SymmetricWorkspace(**fields)
 
 
 def main() -> None:
@@ -123,17 +124,15 @@ def main() -> None:
             built.get(task.choice)(*_tensors(task, device))
 
 
-def _stand_in(fingerprint: Fingerprint, workspace: Any) -> Built:
+def _stand_in(fingerprint: Fingerprint, workspace: Any) -> StrategyCandidates:
     """The candidates of a rank that has no group."""
-    built = Built(fingerprint)
-    built.add(Strategy.NCCL, lambda x: x, None)
-    add_symmetric(built, workspace)
-    return built
+    runs = {Strategy.NCCL: AllReduce(with_scales)} | symmetric_strategies(workspace)
+    return StrategyCandidates(Strategies(fingerprint, runs))
 
 
 def _tensors(task: Task, device: torch.device) -> tuple[torch.Tensor, ResidualRmsNorm | None]:
     """The task's arguments, of any content."""
-    shape, dtype = (task.tokens, task.hidden), DTYPES[task.dtype]
+    shape, dtype = (task.tokens, task.hidden), TORCH_DTYPES[task.dtype]
     x = torch.empty(shape, dtype=dtype, device=device)
     if task.fusion is Fusion.NONE:
         return x, None
