@@ -63,7 +63,9 @@ def only(capability: int) -> Iterator[list[Launched]]:
 def workspace(world: int, capability: int, message_bytes: int = 64 << 20) -> SymmetricWorkspace:
     addresses = tuple(0x7F00_0000_0000 + rank * (1 << 32) for rank in range(world))
     epoch, board = torch.zeros(2, dtype=torch.int32), torch.zeros(BOARD_PLACES, 2, dtype=torch.int64)
-    return SymmetricWorkspace(world - 1, world, addresses, half_bytes(world, message_bytes) // 16, epoch, board, NUM_SMS, capability)
+    return SymmetricWorkspace(
+        world - 1, world, addresses, half_bytes(world, message_bytes) // 16, epoch, board, NUM_SMS, capability
+    )
 
 
 def fused(launch: Launched) -> int:

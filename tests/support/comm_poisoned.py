@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group whose rows have owners, over any other group, and with NaN in what a rank does not own: whoever reads it is found out."""
+"""A group that leaves the residual sharded, over any other group, with NaN in the rows of other ranks: a reader of those shows."""
 
 from __future__ import annotations
 
@@ -9,62 +9,81 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import nccl
-from phalanx.comm.choose import Chooser, Rules
+from phalanx.comm.choose import Rules
 from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
-from phalanx.comm.sequence_parallel import ShardedResidual, gathered, rank_rows, same_sharding
-from phalanx.comm.tuned_group import Runner, TunedGroup
+from phalanx.comm.sequence_parallel import ShardedResidual, gather_rows, rank_rows, same_sharding
+from phalanx.comm.strategies import AllReduce
+from phalanx.comm.tuned_group import TunedGroup
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.tables.strategy import Strategy
 
 
-class Poisoned:
-    """`Owners` over any group. at_once: rows of a chunk, by which rows have owners; lands_from: tokens from which products are
-    asked for in pieces."""
+class _Sharding:
+    """What both stand-ins share. base: the group that sums."""
 
-    def __init__(self, base: Group, at_once: int, lands_from: int) -> None:
-        self.base, self._at_once, self._lands_from = base, at_once, lands_from
-        self._landed: Tensor | None = None
+    def __init__(self, base: Group) -> None:
+        self.base = base
 
-    def at_once(self, x: Tensor) -> int:
-        return self._at_once
-
-    def all_reduce_norm(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
-        return self._own(nccl.all_reduce(with_scales(x), self.base), fusion, self._at_once)
-
-    def pieces(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> list[tuple[slice, Tensor]] | None:
-        if tokens < self._lands_from:
-            return None
-        assert self._landed is None, "the last product was not finished"
-        self._landed = torch.full((tokens, hidden), float("nan"), dtype=fusion.residual.dtype)
-        depth = -(-tokens // self.base.size)
-        cuts = [slice(first, min(first + depth, tokens)) for first in range(0, tokens, depth)]
-        return [(cut, self._landed[cut]) for cut in reversed(cuts)]
-
-    def landed_norm(self, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
-        landed, self._landed = self._landed, None
-        assert landed is not None
-        return self._own(nccl.all_reduce(landed, self.base), fusion, len(landed))
-
-    def _own(self, sums: Tensor, fusion: ResidualRmsNorm, at_once: int) -> tuple[Tensor, ...]:
+    def _finish_own(self, sums: Tensor, fusion: ResidualRmsNorm, chunk_rows: int) -> tuple[Tensor, ...]:
         base, residual, tokens = self.base, fusion.residual, len(sums)
         if isinstance(residual, ShardedResidual):
-            assert same_sharding(tokens, residual.at_once, at_once)
-            residual = residual.held
-        mine = torch.tensor([row for rows in rank_rows(tokens, at_once, base.rank, base.size) for row in rows], dtype=torch.int64)
-        *outputs, new = finish(sums[mine], replace(fusion, residual=residual[mine]))
+            assert same_sharding(tokens, residual.chunk_rows, chunk_rows)
+            residual = residual.local
+        own = torch.tensor([row for rows in rank_rows(tokens, chunk_rows, base.rank, base.size) for row in rows], dtype=torch.int64)
+        *outputs, new = finish(sums[own], replace(fusion, residual=residual[own]))
         codes = [out.view(torch.uint8) if out.dtype.itemsize == 1 else out for out in outputs]  # which any group gathers
-        spread = [gathered(_spread(each, mine, tokens), at_once, base) for each in codes]
-        whole = [each.view(out.dtype) for each, out in zip(spread, outputs, strict=True)]
+        gathered = [gather_rows(_placed(each, own, tokens), chunk_rows, base) for each in codes]
+        complete = [each.view(out.dtype) for each, out in zip(gathered, outputs, strict=True)]
         foreign = torch.full_like(sums, float("nan"))
-        foreign[mine] = new
-        return (*whole, ShardedResidual.of(foreign, at_once))
+        foreign[own] = new
+        return (*complete, ShardedResidual.of(foreign, chunk_rows))
+
+
+class PoisonedRsNormAg(_Sharding):
+    """RS_NORM_AG over any group, which shards by `chunk_rows` rows."""
+
+    def __init__(self, base: Group, chunk_rows: int) -> None:
+        super().__init__(base)
+        self._chunk_rows = chunk_rows
+
+    def chunk_rows(self, hidden: int, dtype: torch.dtype) -> int:
+        return self._chunk_rows
+
+    def all_reduce_norm(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        return self._finish_own(nccl.all_reduce(with_scales(x), self.base), fusion, self._chunk_rows)
+
+
+class PoisonedGemmRs(_Sharding):
+    """GEMM_RS over any group, from `min_tokens` tokens on."""
+
+    min_bytes = 0
+
+    def __init__(self, base: Group, min_tokens: int) -> None:
+        super().__init__(base)
+        self._min_tokens = min_tokens
+        self._buffer: Tensor | None = None
+
+    def targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> list[tuple[slice, Tensor]] | None:
+        if tokens < self._min_tokens:
+            return None
+        assert self._buffer is None, "the last GEMM output was not finished"
+        self._buffer = torch.full((tokens, hidden), float("nan"), dtype=fusion.residual.dtype)
+        depth = -(-tokens // self.base.size)
+        chunks = [slice(first, min(first + depth, tokens)) for first in range(0, tokens, depth)]
+        return [(chunk, self._buffer[chunk]) for chunk in reversed(chunks)]
+
+    def all_reduce_norm(self, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        buffer, self._buffer = self._buffer, None
+        assert buffer is not None
+        return self._finish_own(nccl.all_reduce(buffer, self.base), fusion, len(buffer))
 
 
 def poisoned(
-    base: Group, *, at_once: int = 5, sp_min_tokens: int = 1, lands_from: int = 1 << 30, forced: Strategy | None = Strategy.TWOSHOT
-) -> TunedGroup:
-    """See `Poisoned`."""
+    base: Group, *, chunk_rows: int = 5, sp_min_tokens: int = 1, gemm_rs_min_tokens: int = 1 << 30,
+    forced: Strategy | None = Strategy.TWOSHOT,
+) -> TunedGroup:  # fmt: skip
+    """A group that shards the residual from `sp_min_tokens` tokens on."""
 
     def total(x: Tensor | Unscaled) -> Tensor:
         return nccl.all_reduce(with_scales(x), base)
@@ -72,12 +91,15 @@ def poisoned(
     def norm(x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
         return finish(total(x), fusion)
 
-    runners = {Strategy.NCCL: Runner(total, norm), Strategy.TWOSHOT: Runner(total, norm, Poisoned(base, at_once, lands_from))}
+    strategies = {
+        Strategy.NCCL: AllReduce(total, norm),
+        Strategy.TWOSHOT: AllReduce(total, norm, PoisonedRsNormAg(base, chunk_rows), PoisonedGemmRs(base, gemm_rs_min_tokens)),
+    }
     rules = Rules(Fingerprint(0, "shm", base.size), {}, None, forced, sp_min_tokens=sp_min_tokens)
-    return TunedGroup(base, Chooser(rules), runners, "seed")
+    return TunedGroup(base, rules, strategies, "seed")
 
 
-def _spread(rows: Tensor, mine: Tensor, tokens: int) -> Tensor:
-    made = rows.new_zeros(tokens, rows.shape[1])
-    made[mine] = rows
-    return made
+def _placed(rows: Tensor, own: Tensor, tokens: int) -> Tensor:
+    placed = rows.new_zeros(tokens, rows.shape[1])
+    placed[own] = rows
+    return placed

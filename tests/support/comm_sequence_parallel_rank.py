@@ -53,7 +53,9 @@ def agrees(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], workspace: Sym
         same(new.held[rows.start : rows.stop], wanted[-1][rows.start : rows.stop], f"{what}: residual of {rows}")
 
 
-def case(workspace: SymmetricWorkspace, tokens: int, hidden: int, dtype: torch.dtype, mode: tuple[str, float | None]) -> tuple[Any, ...]:
+def case(
+    workspace: SymmetricWorkspace, tokens: int, hidden: int, dtype: torch.dtype, mode: tuple[str, float | None]
+) -> tuple[Any, ...]:
     """(this rank's part, the same without its scales, the sum, a fusion)."""
     parts, bare = [], []
     for rank in range(workspace.world):
@@ -91,7 +93,9 @@ def handed_over(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype
             what = f"{dtype} {tokens}x{hidden} {mode} {form}"
             found = rs_norm_ag.all_reduce_norm(x, fusion, workspace)
             agrees(found, once, workspace, what)
-            agrees(rs_norm_ag.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace), twice, workspace, f"{what}, again")
+            agrees(
+                rs_norm_ag.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace), twice, workspace, f"{what}, again"
+            )
             held = twoshot.all_reduce_norm(x, fusion, workspace)
             agrees(found, held, workspace, f"{what}, against two-shot")
 
@@ -226,7 +230,7 @@ def picked(workspace: SymmetricWorkspace) -> None:
             if owns:  # below, NCCL may sum, in an order of its own
                 same(left, right, f"{tokens}x{hidden}: output {index}")
                 same(later, right, f"{tokens}x{hidden}: output {index}, replayed")
-        if any("OWNED" in name for name in group.calls) != owns:
+        if any("RS_NORM_AG" in name for name in group.calls) != owns:
             raise AssertionError(f"{tokens}x{hidden}: {group.calls}")
 
 

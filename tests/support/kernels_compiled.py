@@ -16,7 +16,7 @@ def compiled(kernel: Any, kinds: dict[str, Any], constants: dict[str, Any], arch
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    known = constants | {"PTX": arch}
+    known = constants | {"SM": arch}
     source = ASTSource(kernel, kinds | dict.fromkeys(known, "constexpr"), known)
     made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
     assert len(made.asm["cubin"]) > 0

@@ -15,7 +15,7 @@ from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention.backend import backend
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.plan.layout import stages
 from phalanx.plan.weight_tensors import layer_bytes
 
@@ -90,7 +90,7 @@ class Formation:
                 torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), tables, torch.arange(count),
                 starts, lengths,
             )  # fmt: skip
-            batch.attention = backend(CPU, torch.float32, self.shape.head_dim).plan(batch)
+            batch.attention = select_backend(CPU, torch.float32, self.shape.head_dim).plan(batch)
             made.append(batch)
         return made
 

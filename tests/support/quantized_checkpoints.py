@@ -84,7 +84,7 @@ def _compressed(*, kv: bool = False, **group: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.1.mlp.down*"]}
+_MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "model.layers.1.mlp.down_proj*"]}
 _BLOCKS = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK),
     "modules_to_not_convert": [IGNORED],

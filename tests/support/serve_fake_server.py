@@ -14,6 +14,7 @@ import sys
 from phalanx.comm import launch
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
+from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.serve.app import run
 from phalanx.serve.client import EngineClient
 
@@ -29,7 +30,7 @@ def main() -> int:
 
     launch.start = start
     engine, serving = EngineOptions.of(**asked["engine"]), ServeOptions.of(**asked["serving"])
-    return run(engine, serving, start=functools.partial(EngineClient.start, executor="fake"))
+    return run(engine, serving, start=functools.partial(EngineClient.start, executor=FAKE_EXECUTOR))
 
 
 if __name__ == "__main__":

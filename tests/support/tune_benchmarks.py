@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up benchmarks for the tests of this room: times from a latency model, with repeatable noise."""
+"""Synthetic benchmarks: times from a latency model, with repeatable noise."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NVLINK2 = Fingerprint(90, "nvlink", 2)
 
 
 def bench(fingerprint: Fingerprint = NVLINK2, *, noise: float = 0.005, **sweep) -> Benchmark:
-    dice = random.Random(str(fingerprint))
+    rng = random.Random(str(fingerprint))
     sweep.setdefault("fusions", "NONE,RESIDUAL_RMS_NORM")
-    plan = Sweep.of(fingerprint, **sweep)
+    plan = Sweep.from_text(fingerprint, **sweep)
     seed = default(fingerprint)
-    found = Benchmark(fingerprint.sm, fingerprint.world, {}, grid=plan.grid(), link=fingerprint.link, facts={"gpu": "made up"})
+    result = Benchmark(fingerprint.sm, fingerprint.world, {}, grid=plan.grid(), link=fingerprint.link, facts={"gpu": "synthetic"})
     for task in plan.plan()[0]:
         us = seed.models[task.fusion][task.choice].us(task.tokens, task.bytes)
-        found.samples[task] = [round(us * (1 + dice.gauss(0, noise)), 3) for _ in range(9)]
-        found.times[task] = round(statistics.median(found.samples[task]), 3)
-    return found
+        result.samples[task] = [round(us * (1 + rng.gauss(0, noise)), 3) for _ in range(9)]
+        result.times[task] = round(statistics.median(result.samples[task]), 3)
+    return result
 
 
 def folder_of(path: Path, *fingerprints: Fingerprint, **sweep) -> Path:

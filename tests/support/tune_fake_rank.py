@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of a benchmark that only plays: no torch, the samples of PHALANX_TEST_SAMPLES, and the faults that
+"""A fake rank of a benchmark: no torch. It reports the samples of PHALANX_TEST_SAMPLES, and has the faults that
 PHALANX_TEST_FAULTS names.
 
 {task: "hang" | "die" | "raise"}; a rank other than 0 does nothing but wait for the end.
@@ -26,18 +26,18 @@ def main() -> None:
         return
     faults = json.loads(Path(os.environ["PHALANX_TEST_FAULTS"]).read_text())
     events = Events(folder, rank)
-    events.tell(hello=f"sm0.shm.tp{config['world']}", facts={"cpu": "a played one"})
+    events.send(hello=f"sm0.shm.tp{config['world']}", facts={"cpu": "a fake one"})
     for task in json.loads(_await(folder / "work")):
-        events.tell(begin=task)
+        events.send(begin=task)
         if faults.get(task) == "hang":
             time.sleep(600)
         elif faults.get(task) == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         elif faults.get(task) == "raise":
-            events.tell(error="ArithmeticError: a kernel said no", lost_peer=False)
+            events.send(error="ArithmeticError: a kernel said no", lost_peer=False)
             os._exit(1)
-        events.tell(task=task, samples=json.loads(os.environ["PHALANX_TEST_SAMPLES"])[: config["method"]["replays"]])
-    events.tell(end=True)
+        events.send(task=task, samples=json.loads(os.environ["PHALANX_TEST_SAMPLES"])[: config["method"]["replays"]])
+    events.send(end=True)
 
 
 if __name__ == "__main__":

@@ -81,13 +81,13 @@ def test_a_folder_with_a_finished_csv(tmp_path, home, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "phalanx"):
         printed, error = verb("bench", *size)
     assert (error, printed) == (None, f"{tmp_path}/made/benchmark.tp2.sm0.csv\n")
-    assert "tp 2: left out: bf16 NONE 16384x128 NCCL and 2 more like it: 4.0 MiB is more than --max_mib 1" in caplog.text
+    assert "tp 2: skipped: bf16 NONE 16384x128 NCCL and 2 more like it: 4.0 MiB is more than --max_mib 1" in caplog.text
     before = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
     monkeypatch.setattr("phalanx.comm.launch.start", lambda *_: pytest.fail("a rank starts"))
     for name, more, says in (
         ("bench", [], "holds 3 times (bf16, tokens 1, hidden 128, NONE, GLOO, ONESHOT, TWOSHOT) of "),
-        ("tune", [], "--restart to begin anew"),
-        ("bench", ["--tp_size", "4,2"], "--restart to begin anew"),
+        ("tune", [], "--restart to drop and replace them"),
+        ("bench", ["--tp_size", "4,2"], "--restart to drop and replace them"),
         ("tune", ["--tokens", 16384], "give a larger --max_mib"),
         ("tune", ["--tokens", 16384, "--restart"], "give a larger --max_mib"),
     ):
@@ -97,7 +97,7 @@ def test_a_folder_with_a_finished_csv(tmp_path, home, monkeypatch, caplog):
         assert not printed
         assert {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()} == before
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # started again behind a hang: what is there is this run's own
-    assert "--restart to begin anew" in str(verb("bench", *size, "--restart")[1])
+    assert "--restart to drop and replace them" in str(verb("bench", *size, "--restart")[1])
 
 
 def test_a_failure_of_the_system_is_one_line(tmp_path, capfd):
@@ -176,7 +176,7 @@ def test_import_of_csvs_and_code(tmp_path, home):
 def test_one_gpu_has_nothing_to_reduce(asked, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("phalanx.tune.commands._gpu_count", lambda: 1)
-    assert "1 GPU here; one rank has nothing to reduce; --device cpu" in str(verb("bench", "--tp_size", asked)[1])
+    assert "1 GPU here; one rank has nothing to reduce; use --device cpu" in str(verb("bench", "--tp_size", asked)[1])
 
 
 NOTHING = ["--tp_size", "2", "--device", "cpu", "--tokens", "16384", "--hidden", "8192"]
@@ -186,28 +186,34 @@ NOTHING = ["--tp_size", "2", "--device", "cpu", "--tokens", "16384", "--hidden",
     ("arguments", "says"),
     [
         (["bench", "--tp_size", "1", "--device", "cpu"], "can form 2 to 8 ranks on cpu, not 1; give 2 to 8"),
-        (["bench", "--tp_size", "2,2", "--device", "cpu"], "--tp_size 2,2 was asked for; 2 stands there twice"),
-        (["bench", "--tp_size", "2,x", "--device", "cpu"], "'x' is no number of ranks"),
-        (["bench", "--tp_size", "2,", "--device", "cpu"], "'' is no number of ranks"),
+        (["bench", "--tp_size", "2,2", "--device", "cpu"], "--tp_size 2,2: 2 is given twice; give each size once"),
+        (["bench", "--tp_size", "2,x", "--device", "cpu"], "'x' is not a number of ranks"),
+        (["bench", "--tp_size", "2,", "--device", "cpu"], "'' is not a number of ranks"),
         (["bench", "--tp_size", "2,9", "--device", "cpu"], "can form 2 to 8 ranks on cpu, not 9"),
-        (["bench", *NOTHING, "--max_mib", "nan"], "--max_mib nan is no size"),
+        (["bench", *NOTHING, "--max_mib", "nan"], "--max_mib nan is not a size"),
         (["bench", *NOTHING], "256.0 MiB is more than --max_mib 4; give a larger --max_mib"),
         (["tune", *NOTHING], "256.0 MiB is more than --max_mib 4; give a larger --max_mib"),
         (["bench", "--tp_size", "2", "--device", "cpu", "--strategies", "LOWPRECISION"], "choose among NCCL, ONESHOT, TWOSHOT"),
         (["tune", "--tp_size", "2", "--device", "cpu", "--strategies", "NCCL,MNNVL"], "choose among NCCL, ONESHOT, TWOSHOT"),
-        (["bench", "--tp_size", "2", "--device", "cpu", "--save_csv_dir", "/dev/null"], "/dev/null was asked for; nothing can be"),
-        (["tune", "--tp_size", "2", "--device", "cpu", "--save_csv_dir", "/proc/d"], "/proc/d was asked for; nothing can be"),
-        (["bench", "--tp_size", "2", "--device", "tpu"], "auto, cuda or cpu"),
+        (
+            ["bench", "--tp_size", "2", "--device", "cpu", "--save_csv_dir", "/dev/null"],
+            "--save_csv_dir /dev/null cannot be written; ",
+        ),
+        (["tune", "--tp_size", "2", "--device", "cpu", "--save_csv_dir", "/proc/d"], "--save_csv_dir /proc/d cannot be written; "),
+        (["bench", "--tp_size", "2", "--device", "tpu"], "use auto, cuda or cpu"),
         (["bench", "--tp_size", "2", "--device", "cpu", "--fusions", "RMS"], "fusion 'RMS' is unknown"),
-        (["bench", "--tp_size", "2", "--device", "cpu", "--tokens", "0"], "'0' is no size"),
+        (["bench", "--tp_size", "2", "--device", "cpu", "--tokens", "0"], "--tokens '0' is not a size"),
         (["bench", "--tp_size", "2", "--device", "cpu", "--remeasure", "RING"], "strategy 'RING' is unknown"),
-        (["bench", "--tp_size", "2", "--device", "cpu", "--remeasure", "AUTO"], "not among those to be measured"),
+        (
+            ["bench", "--tp_size", "2", "--device", "cpu", "--remeasure", "AUTO"],
+            "--remeasure AUTO is not among the strategies to be measured",
+        ),
         (["codegen", "--data_dir", "nowhere"], "nowhere holds no benchmark"),
         (["plot", "--data_dir", "nowhere"], "nowhere holds no benchmark"),
         (["import", "nowhere.cpp"], "cannot be read"),
         (["explain", "--tp_size", "4", "--machine", "sm90.nvlink.tp2"], "the same number of ranks"),
         (["explain", "--tp_size", "2", "--table", "nowhere.json"], "cannot be read"),
-        (["explain"], "--tp_size is missing; nothing else says how many ranks are meant; give it, or --machine, or --table"),
+        (["explain"], "--tp_size is missing; nothing else gives the number of ranks; give it, or --machine, or --table"),
     ],
 )
 def test_bad_options_start_nothing(arguments, says, tmp_path, monkeypatch, home):

@@ -33,7 +33,7 @@ def test_pictures_and_report(tmp_path):
     embedded = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', page)]
     assert embedded == [path.read_bytes() for path in paths[:-1]]
     assert not re.search(r'(src|href)="(?!data:)', page)
-    for words in ("sm90.nvlink.tp2", "sm0.shm.tp4", "GLOO", "regret of the seed", "us per MiB", "&lt;it hangs&gt;", "made up"):
+    for words in ("sm90.nvlink.tp2", "sm0.shm.tp4", "GLOO", "regret of the seed", "us per MiB", "&lt;it hangs&gt;", "synthetic"):
         assert words in page
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever one candidate does, the others get their times, and nothing is measured twice. Processes are real; some only play."""
+"""Whatever one candidate does, the others get their times, and nothing is measured twice. Processes are real; some are fakes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from phalanx.errors import EngineError, OptionError
 from phalanx.tables.strategy import Strategy
 from phalanx.tune import records
-from phalanx.tune.runner import Run, bench
+from phalanx.tune.options import TuneOptions
+from phalanx.tune.runner import BenchmarkRun, run_benchmark
 from phalanx.tune.sweep import Sweep, Task
 from tests.architecture.sources import ROOT
 
@@ -19,26 +20,28 @@ ONESHOT, TWOSHOT = "bf16 NONE {}x128 ONESHOT", "bf16 NONE {}x128 TWOSHOT"
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """run(faults, **fields of Run) -> (Bench, tasks that were measured now)."""
+    """run(faults, **fields of TuneOptions or BenchmarkRun) -> (Benchmark, tasks that were measured now)."""
     monkeypatch.setenv("PHALANX_TEST_FAULTS", str(tmp_path / "faults.json"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def go(faults=None, *, tokens="1,16", hidden="128", strategies="GLOO,ONESHOT", stop_after=None, samples=None, **fields):
         monkeypatch.setenv("PHALANX_TEST_SAMPLES", json.dumps(samples or [5.0, 6.0, 7.0]))
         (tmp_path / "faults.json").write_text(json.dumps(faults or {}), encoding="utf-8")
-        fields = {"method": {"calls": 2, "replays": 3}, "module": "tests.support.tune_fake_rank"} | fields
-        told: list[str] = []
+        own = {"module": "tests.support.tune_fake_rank"}
+        own |= {name: fields.pop(name) for name in ("module", "remeasured") if name in fields}
+        options = TuneOptions(**{"save_csv_dir": tmp_path / "data", "calls": 2, "replays": 3} | fields)
+        reported: list[str] = []
 
-        def progress(done, of, what):
-            told.append(what)
-            if stop_after is not None and len(told) > stop_after:
+        def on_progress(done, of, what):
+            reported.append(what)
+            if stop_after is not None and len(reported) > stop_after:
                 raise KeyboardInterrupt
 
         def sweep(fingerprint):
-            return Sweep.of(fingerprint, tokens=tokens, hidden=hidden, fusions="NONE", strategies=strategies)
+            return Sweep.from_text(fingerprint, tokens=tokens, hidden=hidden, fusions="NONE", strategies=strategies)
 
-        found = bench(Run(2, "cpu", tmp_path / "data", sweep, **fields), progress)
-        return found, [Task.parse(what) for what in told if what]
+        bench = run_benchmark(BenchmarkRun(2, "cpu", sweep, options, **own), on_progress)
+        return bench, [Task.parse(what) for what in reported if what]
 
     go.folder = tmp_path / "data"
     return go
@@ -90,7 +93,7 @@ def test_a_broken_run_resumes_and_a_finished_one_extends(run):
         run(stop_after=2)
     assert files(run.folder) == ["benchmark.tp2.sm0.journal"]
     with pytest.raises(OptionError, match="differs in method"):
-        run(method={"calls": 1, "replays": 3})
+        run(calls=1)
     part, measured = run({ONESHOT.format(16): "hang"}, time_limit=1.5)
     assert len(measured) == 1
     assert part.facts["complete"].startswith("no: 1 of 4 are left")
@@ -185,7 +188,9 @@ def test_no_time_is_no_success(run):
 
 
 def test_a_plan_with_nothing_in_it_is_refused(run):
-    with pytest.raises(OptionError, match=r"all of its 1 candidates .*1x12 ONESHOT: ONESHOT moves 8 .*; name other --strategies"):
+    with pytest.raises(
+        OptionError, match=r"all 1 candidates are skipped; .*1x12 ONESHOT: ONESHOT moves 8 .*; give other --strategies"
+    ):
         run(hidden="12", tokens="1", strategies="ONESHOT")
     assert not run.folder.exists()
 
@@ -208,20 +213,20 @@ def test_one_strategy_is_measured_again(run):
     whole, _ = run()
     old = {task: us for task, us in whole.times.items() if task.choice.strategy is Strategy.NCCL}
     with pytest.raises(KeyboardInterrupt):
-        run(again=frozenset({Strategy.NCCL}), stop_after=1, samples=[8.0, 9.0, 10.0])
+        run(remeasured=frozenset({Strategy.NCCL}), stop_after=1, samples=[8.0, 9.0, 10.0])
     assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == whole.times
-    part, measured = run({"bf16 NONE 16x128 NCCL": "hang"}, again=frozenset({Strategy.NCCL}), time_limit=1.5)
+    part, measured = run({"bf16 NONE 16x128 NCCL": "hang"}, remeasured=frozenset({Strategy.NCCL}), time_limit=1.5)
     assert measured == []
     assert part.times.keys() == whole.times.keys()
     assert sorted(part.times[task] for task in old) == [6.0, 9.0]
     assert part.facts["complete"].startswith("no: 1 of 4 are left, 1 of them with their old times until then")
-    found, measured = run(again=frozenset({Strategy.NCCL}), samples=[8.0, 9.0, 10.0])
+    found, measured = run(remeasured=frozenset({Strategy.NCCL}), samples=[8.0, 9.0, 10.0])
     assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
     assert found.times == whole.times | dict.fromkeys(old, 9.0)
     assert found.facts["complete"] == "yes"
     assert found.facts["extends"]
     assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
-    _, measured = run(again=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="16")
+    _, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="16")
     assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
     assert records.read(run.folder / "benchmark.tp2.sm0.csv").times.keys() == whole.times.keys()
 
@@ -229,7 +234,7 @@ def test_one_strategy_is_measured_again(run):
 def test_a_narrow_run_leaves_the_journal_of_a_wider_one(run):
     with pytest.raises(KeyboardInterrupt):
         run(stop_after=3)
-    found, measured = run(again=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="1")
+    found, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="1")
     assert [str(task) for task in measured] == ["bf16 NONE 1x128 NCCL"]
     assert found.facts["complete"].startswith("no: a wider run, with 2 more results here, has not ended")
     assert "benchmark.tp2.sm0.journal" in files(run.folder)
@@ -243,13 +248,13 @@ def test_a_narrow_run_leaves_the_journal_of_a_wider_one(run):
 def test_a_narrow_run_leaves_what_a_wider_one_still_has_to_measure_again(run):
     run()
     with pytest.raises(KeyboardInterrupt):
-        run(again=frozenset({Strategy.NCCL}), stop_after=1)
+        run(remeasured=frozenset({Strategy.NCCL}), stop_after=1)
     lines = [json.loads(line) for line in (run.folder / "benchmark.tp2.sm0.journal").read_text().splitlines()]
     (done,) = [Task.parse(line["task"]).tokens for line in lines if "samples" in line]
-    found, measured = run(again=frozenset({Strategy.NCCL}), strategies="GLOO", tokens=str(done))
+    found, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens=str(done))
     assert measured == []
     assert found.facts["complete"].startswith("no: a wider run, with 1 more results here, has not ended")
-    whole, measured = run(again=frozenset({Strategy.NCCL}))
+    whole, measured = run(remeasured=frozenset({Strategy.NCCL}))
     assert [task.tokens for task in measured] == [17 - done]
     assert whole.facts["complete"] == "yes"
 
@@ -257,7 +262,7 @@ def test_a_narrow_run_leaves_what_a_wider_one_still_has_to_measure_again(run):
 def test_other_versions_do_not_extend(run):
     run()
     path = run.folder / "benchmark.tp2.sm0.json"
-    path.write_text(path.read_text().replace("a played one", "another one"))
-    for fields in ({"extend": True}, {"again": frozenset({Strategy.NCCL})}):
-        with pytest.raises(OptionError, match=r"measured with another cpu \(another one, not a played one\)"):
+    path.write_text(path.read_text().replace("a fake one", "another one"))
+    for fields in ({"extend": True}, {"remeasured": frozenset({Strategy.NCCL})}):
+        with pytest.raises(OptionError, match=r"measured with another cpu \(another one, not a fake one\)"):
             run(**fields)

@@ -44,7 +44,9 @@ EnvRank = Annotated[int | None, typer.Option(hidden=True, envvar="RANK")]
 EnvWorld = Annotated[int | None, typer.Option(hidden=True, envvar="WORLD_SIZE")]
 EnvLocal = Annotated[int | None, typer.Option(hidden=True, envvar="LOCAL_RANK")]
 Restarts = Annotated[int, typer.Option(hidden=True, envvar="TORCHELASTIC_RESTART_COUNT")]
-Address = Annotated[str, typer.Option("--master_addr", help="Under mpirun: address of the host of rank 0, as every host reaches it.")]
+Address = Annotated[
+    str, typer.Option("--master_addr", help="Under mpirun: address of the host of rank 0, as every host reaches it.")
+]
 Port = Annotated[int, typer.Option("--master_port", help="Under mpirun: a free port on the host of rank 0.")]
 
 

@@ -30,8 +30,8 @@ _log = get_logger(__name__)
 
 
 def benchmark_run(options: TuneOptions, world: int, device: str) -> BenchmarkRun:
-    """The run of one TP size. Raises OptionError, before any rank starts, for a list that cannot be honoured, or for one that leaves
-    nothing to measure even where the ranks reach each other's memory."""
+    """The run of one TP size. Raises OptionError, before any rank starts, for a list that cannot be honoured, and for one that
+    leaves nothing to measure even where the ranks reach each other's memory."""
     max_bytes = options.max_bytes(device)
 
     def sweep(fingerprint: Fingerprint) -> Sweep:

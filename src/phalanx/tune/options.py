@@ -47,11 +47,6 @@ class TuneOptions(BaseModel):
     )
     commit: str | None = Field(None, description="Commit id to record when the sources are not a git checkout.")
 
-    @property
-    def keeps_csv(self) -> bool:
-        """Whether what the CSV in the folder holds stays in it."""
-        return self.extend or self.remeasure is not None
-
     def max_bytes(self, device: str) -> int | None:
         """The largest tensor per rank in bytes; None: no limit. Raises OptionError for a limit that is not a positive number."""
         mib = _CPU_MAX_MIB if self.max_mib is None and device == "cpu" else self.max_mib

@@ -165,7 +165,9 @@ def _take(row: list[str], columns: dict[str, int], header: list[str], bench: Ben
     if len(row) != len(header):
         raise TableError(f"{where}: {len(row)} fields under {len(header)} columns", next="restore the row, or remove it")
     text = {name: row[place].strip() for name, place in columns.items()}
-    world, size, tokens, hidden = (_positive_int(text[name], name, where) for name in ("world_size", "size", "num_tokens", "hidden_size"))
+    world, size, tokens, hidden = (
+        _positive_int(text[name], name, where) for name in ("world_size", "size", "num_tokens", "hidden_size")
+    )
     try:
         task = Task(parse_dtype(text["dtype"]), Fusion.named(text["fusion"]), tokens, hidden, Choice.parse(text["strategy"]))
     except OptionError as error:

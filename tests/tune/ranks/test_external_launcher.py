@@ -9,26 +9,26 @@ import subprocess
 import sys
 
 from phalanx.tune import records
-from phalanx.tune.commands import place
+from phalanx.tune.commands import launched_rank
 
 BENCH = ["bench", "--device", "cpu", "--tokens", "1,16", "--hidden", "128", "--fusions", "NONE", "--calls", "2", "--replays", "3"]
 
 
-def test_where_a_process_stands():
+def test_the_rank_of_a_process():
     nothing = (None, None, None)
-    assert place(None, nothing, nothing, "h:1") is None
-    assert place(None, (1, 4, 1), nothing, "h:1") is None  # RANK and its like are set by other tools, too
-    assert place("run", (1, 4, 1), nothing, "h:1").address is None
-    there = place(None, nothing, (5, 8, 1), "h:1")
-    assert (there.rank, there.world, there.local_rank, there.address) == (5, 8, 1, "h:1")
-    assert place(None, nothing, (0, 1, 0), "h:1") is None
-    assert place(None, nothing, (3, 4, None), "h:1").local_rank == 3
+    assert launched_rank(None, nothing, nothing, "h:1") is None
+    assert launched_rank(None, (1, 4, 1), nothing, "h:1") is None  # RANK and its like are set by other tools, too
+    assert launched_rank("run", (1, 4, 1), nothing, "h:1").address is None
+    rank = launched_rank(None, nothing, (5, 8, 1), "h:1")
+    assert (rank.rank, rank.world, rank.local_rank, rank.address) == (5, 8, 1, "h:1")
+    assert launched_rank(None, nothing, (0, 1, 0), "h:1") is None
+    assert launched_rank(None, nothing, (3, 4, None), "h:1").local_rank == 3
 
 
 def check(folder):
-    found = records.read(folder / "benchmark.tp2.sm0.csv")
-    assert len(found.times) + len(found.skips) == 2 * 3
-    assert found.facts["complete"] == "yes"
+    bench = records.read(folder / "benchmark.tp2.sm0.csv")
+    assert len(bench.times) + len(bench.skips) == 2 * 3
+    assert bench.facts["complete"] == "yes"
     assert sorted(path.name for path in folder.iterdir()) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
 
 

@@ -12,7 +12,9 @@ from phalanx.comm.choose import DecideCall, Rules, decider
 from phalanx.comm.detect import detect_fingerprint
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
 from phalanx.comm.strategies import Strategies, available
-from phalanx.tables.message import Fusion, dtype_named
+from phalanx.config.dtypes import parse_dtype
+from phalanx.kernels.dtypes import DTYPE_NAMES
+from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import table_for
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tune.ranks.measure import Candidate
@@ -47,7 +49,7 @@ class StrategyCandidates:
         kind = Fusion.NONE
         if fusion is not None:
             kind = Fusion.of(fusion.quant, token_scale=fusion.scale is None, keep_norm=fusion.keep_norm)
-        chosen = self._chooser(x.shape[0], x.shape[1], parse_dtype(str(x.dtype)), kind)
+        chosen = self._decide(x.shape[0], x.shape[1], parse_dtype(str(x.dtype)), kind)
         return self.get(Choice(chosen.strategy, unfused=not chosen.fused))(x, fusion)
 
     @cached_property

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A benchmark whose ranks were started by torchrun or mpirun: each process is a rank, and rank 0 keeps the journal.
 
-Nobody can restart the group from within. A candidate that hangs is recorded as a skip and ends all ranks with status 3; the same
-command goes on behind it (`torchrun --max-restarts` runs it again by itself).
+The group cannot be restarted from within. A candidate that hangs is recorded as a skip and ends all ranks with status 3; the same
+command then continues behind it (`torchrun --max-restarts` runs it again by itself).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from phalanx.log import get_logger
 from phalanx.tune.records import Benchmark
-from phalanx.tune.runner import Progress, Run, State
+from phalanx.tune.runner import BenchmarkRun, OnProgress, RunState
 from phalanx.tune.sweep import Task
 
 _log = get_logger(__name__)
@@ -26,8 +26,8 @@ HUNG = 3
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this process stands. address: "host:port" where rank 0 is to listen; None: torchrun's own store is there."""
+class LaunchedRank:
+    """This process as the launcher numbers it. address: "host:port" where rank 0 listens; None: torchrun's own store is used."""
 
     rank: int
     world: int
@@ -35,61 +35,56 @@ class Place:
     address: str | None
 
 
-def bench(run: Run, place: Place, progress: Progress | None = None) -> Benchmark:
-    """This rank's part of the benchmark; rank 0 writes CSV and sidecar and returns what they hold, the others end here."""
+def run_benchmark(run: BenchmarkRun, launched: LaunchedRank, on_progress: OnProgress | None = None) -> Benchmark:
+    """This rank's part of the benchmark. Rank 0 writes CSV and sidecar and returns what they hold; the other ranks end here."""
     import torch
     from torch.distributed.rendezvous import rendezvous
 
-    from phalanx.comm.torch_group import connect, form, listen
-    from phalanx.plan.layout import Layout
-    from phalanx.tune.ranks import candidates, machine
+    from phalanx.comm.torch_group import connect, listen
+    from phalanx.tune.ranks import candidates, setup
     from phalanx.tune.ranks.measure import Method, Rank
 
-    if run.device == "cuda":
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
+    timeout = run.options.start_timeout
+    if launched.address is None:
+        store = next(rendezvous("env://", launched.rank, launched.world))[0]
+    elif launched.rank == 0:
+        host, _, port = launched.address.rpartition(":")
+        store = listen(host, int(port), launched.world, timeout=timeout)[0]
     else:
-        device = torch.device("cpu")
-        torch.set_num_threads(1)
-    if place.address is None:
-        store = next(rendezvous("env://", place.rank, place.world))[0]
-    elif place.rank == 0:
-        host, _, port = place.address.rpartition(":")
-        store = listen(host, int(port), place.world, timeout=run.start_timeout)[0]
-    else:
-        store = connect(place.address, place.world, timeout=run.start_timeout)
-    group = form(place.rank, place.world, Layout(tp=place.world), store, device, timeout=run.start_timeout).tp
-    found = candidates.open_group(group, device, run.max_bytes)
-    state = State(run, found.fingerprint, machine.facts(device), progress) if place.rank == 0 else None
-    if state is not None:
-        store.set("phalanx/work", json.dumps([str(task) for task in state.left()]))
-    work = [Task.parse(text) for text in json.loads(store.get("phalanx/work"))]
-    one = Rank(group, device, found, Method(**run.method))
-    watch = _Watch(run.deadline, state)
-    for task in work:
-        watch.begin(task)
-        result = one.measure(task)
+        store = connect(launched.address, launched.world, timeout=timeout)
+    group, device = setup.join_group(launched.rank, launched.world, run.device, launched.local_rank, store, timeout)
+    available = candidates.open_group(group, device, run.max_bytes)
+    state = None
+    if launched.rank == 0:
+        state = RunState(run, available.fingerprint, setup.machine_facts(device), on_progress)
+        store.set("phalanx/work", json.dumps([str(task) for task in state.remaining()]))
+    tasks = [Task.parse(text) for text in json.loads(store.get("phalanx/work"))]
+    rank = Rank(group, device, available, Method(**run.method))
+    watchdog = _Watchdog(run.options.deadline, state)
+    for task in tasks:
+        watchdog.begin(task)
+        result = rank.measure(task)
         if state is not None:
-            state.result({"task": str(task)} | ({"skip": result} if isinstance(result, str) else {"samples": result}))
-    watch.end()
+            state.record_result({"task": str(task)} | ({"skip": result} if isinstance(result, str) else {"samples": result}))
+    watchdog.end()
     group.barrier()
     torch.distributed.destroy_process_group()
     if state is None:
-        # This rank is done. An interpreter that winds down under torch's threads now and then aborts, and fails the launcher.
+        # An interpreter that shuts down while torch's threads run aborts now and then, and the launcher then reports a failure.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
     return state.write(complete=True)
 
 
-class _Watch:
-    """Ends this process when a task takes longer than the deadline; rank 0 records it first."""
+class _Watchdog:
+    """Ends this process when a task takes longer than the deadline; rank 0 records the task first."""
 
-    def __init__(self, deadline: float, state: State | None) -> None:
+    def __init__(self, deadline: float, state: RunState | None) -> None:
         self._deadline, self._state = deadline, state
         self._task: Task | None = None
         self._since = time.monotonic()
-        threading.Thread(target=self._look, name="deadline", daemon=True).start()
+        threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def begin(self, task: Task) -> None:
         self._task, self._since = task, time.monotonic()
@@ -97,7 +92,7 @@ class _Watch:
     def end(self) -> None:
         self._task = None
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while True:
             time.sleep(min(self._deadline / 4, 1.0))
             task = self._task
@@ -106,6 +101,6 @@ class _Watch:
 
     def _give_up(self, task: Task) -> NoReturn:
         if self._state is not None:
-            self._state.fault(task, f"no answer within the deadline of {self._deadline:g} s")
-            _log.error("%s hangs and is recorded as a skip; run the same command again to go on behind it", task)
+            self._state.record_fault(task, f"no answer within the deadline of {self._deadline:g} s")
+            _log.error("%s hangs and is recorded as a skip; run the same command again to continue behind it", task)
         os._exit(HUNG)
