@@ -78,31 +78,35 @@ def test_the_cache_is_fp8_where_the_checkpoint_was_made_for_it(kv):
 
 
 def test_longer_than_the_model_names_both_numbers():
-    with pytest.raises(OptionError, match=r"max_seq_len=16385 .*16384"):
+    with pytest.raises(OptionError, match=r"^max_seq_len=16385 exceeds the model's limit of 16384"):
         resolve(options(max_seq_len=16385), SHAPE, gpus=0)
 
 
 def test_whole_prompts_fit_a_step():
     assert resolve(options(enable_chunked_prefill=False), SHAPE, gpus=0).options.max_num_tokens == 16384
-    with pytest.raises(OptionError, match=r"max_num_tokens=512 .*16384"):
+    with pytest.raises(OptionError, match=r"^max_num_tokens=512 is below max_seq_len=16384"):
         resolve(options(enable_chunked_prefill=False, max_num_tokens=512), SHAPE, gpus=0)
 
 
 @pytest.mark.parametrize(
     ("asked", "gpus", "message"),
     [
-        ({"device": "cuda"}, 0, "no GPU"),
-        ({"tensor_parallel_size": 4}, 2, "4 ranks on this host .*2 GPUs"),
+        ({"device": "cuda"}, 0, "^device='cuda' needs a GPU; .*no GPU"),
+        (
+            {"tensor_parallel_size": 4},
+            2,
+            "^tensor_parallel_size=4 x pipeline_parallel_size=1 needs 4 GPUs on this host; it has 2 GPUs",
+        ),
         (
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 2, "device": "cuda"},
             1,
-            "= 2 ranks on this host .*1 GPU;",
+            "needs 2 GPUs on this host; it has 1 GPU;",
         ),
-        ({"expert_parallel_size": 2}, 0, "has no experts"),
+        ({"expert_parallel_size": 2}, 0, "^expert_parallel_size=2 needs a model with experts; .*has no experts"),
         ({"moe_expert_parallel_size": 2}, 0, "has no experts"),
         ({"expert_parallel_size": 2, "moe_expert_parallel_size": 2}, 0, "give one of them"),
-        ({"nnodes": 2, "node_rank": 2}, 0, r"use 0\.\.1"),
-        ({"nnodes": 2, "tensor_parallel_size": 3}, 0, "nnodes is 2"),
+        ({"nnodes": 2, "node_rank": 2}, 0, r"^node_rank=2 is not below nnodes=2; .*use 0\.\.1"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, 0, "^nnodes=2 does not divide"),
     ],
 )
 def test_what_cannot_be(asked, gpus, message):

@@ -56,9 +56,9 @@ def test_unknown_or_double_variables(environ, message):
     ("text", "message"),
     [
         ("tensor_paralel_size: 2", "did you mean 'tensor_parallel_size'"),
-        ("seed: 1\nseed: 2", "'seed' stands twice"),
+        ("seed: 1\nseed: 2", "'seed' is given twice"),
         ("tp_size: 1\ntensor_parallel_size: 2", "both are one option"),
-        ("- a\n- b", "option: value"),
+        ("- a\n- b", "is not a mapping; .*option: value"),
         ("3: 4", "option: value"),
         ("a: [", "while parsing"),
         ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
@@ -74,7 +74,7 @@ def test_an_empty_file_asks_for_nothing(tmp_path):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(OptionError, match=r"none\.yaml.*No such file"):
+    with pytest.raises(OptionError, match=r"^the options file .*none\.yaml cannot be read; .*No such file"):
         read_sources({}, file=tmp_path / "none.yaml", environ={})
 
 
@@ -84,9 +84,9 @@ def test_unknown_flag():
 
 
 def test_a_bad_value_names_its_source():
-    with pytest.raises(OptionError, match=r"port='abc' was asked for; by PHALANX_PORT"):
+    with pytest.raises(OptionError, match=r"^port='abc' is not valid; it comes from PHALANX_PORT; it must be a valid integer"):
         build_options(ServeOptions, read_sources({}, environ={"PHALANX_PORT": "abc"}))
-    with pytest.raises(OptionError, match="model was not given"):
+    with pytest.raises(OptionError, match=r"^option model is missing"):
         build_options(EngineOptions, read_sources({}, environ={}))
 
 
@@ -97,7 +97,8 @@ def test_a_key_is_never_shown():
 
 
 def test_truth_values_of_the_environment():
-    raw_options = read_sources({}, environ={"PHALANX_MODEL": "m", "PHALANX_SKIP_TOKENIZER_INIT": "true", "PHALANX_CUDA_GRAPHS": "0"})
+    environ = {"PHALANX_MODEL": "m", "PHALANX_SKIP_TOKENIZER_INIT": "true", "PHALANX_CUDA_GRAPHS": "0"}
+    raw_options = read_sources({}, environ=environ)
     engine = build_options(EngineOptions, raw_options)
     assert (engine.skip_tokenizer_init, engine.cuda_graphs) == (True, False)
 
@@ -116,7 +117,7 @@ def test_torchrun():
     environ |= {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
     assert torchrun(environ) == Torchrun(3, 4, 1, "host0", 29500)
     assert torchrun({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    with pytest.raises(OptionError, match="torchrun"):
+    with pytest.raises(OptionError, match="torchrun is not a number"):
         torchrun(environ | {"RANK": "first"})
     options, gpu = place_process(EngineOptions.of(model="m", tensor_parallel_size=2, pipeline_parallel_size=2), environ)
     assert (options.nnodes, options.node_rank, options.master_addr, options.master_port, gpu) == (4, 3, "host0", 29501, 1)

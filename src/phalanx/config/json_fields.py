@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a JSON file, read with a check each: a missing or nonsensical one is a ModelError naming file and field."""
+"""Fields of a JSON file, each checked as it is read: a missing or impossible one is a ModelError naming file and field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object of `file`; `prefix` leads to it, for messages. A field that is null counts as missing."""
+    """A JSON object in `file`. prefix: its path in the file, for messages. A field that is null counts as missing."""
 
     values: Mapping[str, Any]
     file: str
@@ -26,7 +26,7 @@ class Fields:
         if value is not None:
             return value
         if default is _REQUIRED:
-            raise ModelError(f"{self.file} has no field {self.prefix}{name}", why="a model cannot be built without it")
+            raise ModelError(f"{self.file} has no field {self.prefix}{name}", why="the field is required")
         return default
 
     def _refuse(self, name: str, why: str) -> ModelError:
@@ -77,9 +77,9 @@ class Fields:
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Token ids given as one integer, a list of them, or not at all."""
+        """Token ids, given as one integer, as a list of integers, or not at all."""
         value = self._get(name, [])
-        found = value if isinstance(value, list) else [value]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in found):
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
             raise self._refuse(name, "it must be a token id or a list of token ids")
-        return tuple(found)
+        return tuple(ids)
