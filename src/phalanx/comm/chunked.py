@@ -82,6 +82,6 @@ def _constants(x: Tensor, workspace: SymmetricWorkspace) -> dict[str, Any]:
     from phalanx.kernels.dtypes import DTYPE_NAMES
 
     return {
-        "KIND": DTYPE_NAMES[x.dtype], "RANK": workspace.rank, "WORLD": workspace.world, "PTX": workspace.sm,
+        "KIND": DTYPE_NAMES[x.dtype], "RANK": workspace.rank, "WORLD": workspace.world, "SM": workspace.sm,
         "launch_pdl": workspace.sm >= 90,
     }  # fmt: skip

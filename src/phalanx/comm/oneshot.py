@@ -89,7 +89,7 @@ def all_reduce_norm(
         if run.pieces > 1:
             oneshot_norm_split[(run.programs,)](
                 *arguments, workspace.board, workspace.half, rows, hidden, fusion.eps,
-                PIECE=run.block, PIECES=1 << (run.pieces - 1).bit_length(), WARPS=run.warps, num_warps=run.warps, **constants,
+                SPLIT=run.block, SPLITS=1 << (run.pieces - 1).bit_length(), WARPS=run.warps, num_warps=run.warps, **constants,
             )  # fmt: skip
         else:
             oneshot_norm[(run.programs,)](

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process and its GPUs can do, as far as kernels depend on it: Triton, the architecture, multiprocessors, shared memory."""
+"""What this process and its GPUs can do, as far as kernels depend on it: Triton, the architecture, multiprocessors, shared
+memory."""
 
 from __future__ import annotations
 

@@ -263,8 +263,8 @@ def prefill_attention(
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each prefill row's n tokens, the newest in the cache: token i of n attends to the row's keys 0 .. kv_length - n + i, or to the
-    last `window` of them.
+    """Each prefill row's n tokens, the newest in the cache: token i of n attends to the row's keys 0 .. kv_length - n + i, or to
+    the last `window` of them.
 
     query [T, q_heads, head_dim]; query_starts [P + 1] int32: row r's tokens are query[query_starts[r]:query_starts[r + 1]], none or
     more; tokens of no row keep what `out` holds. kv_lengths [P] int32: at least the row's tokens; of a row without, anything. All
@@ -328,7 +328,8 @@ def packed_argmax_keys(logits: Tensor, begin: int, width: int) -> Tensor:
 
 
 def decode_keys(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
-    """From keys [ranks, S, parts] (see `packed_argmax_keys`) to tokens [S] int64, written there: the largest key's token of each row.
+    """From keys [ranks, S, parts] (see `packed_argmax_keys`) to tokens [S] int64, written there: the largest key's token of each
+    row.
 
     remember: (last_tokens [slots], slots [S], kv_slots [S]), all int64: the token is also written to last_tokens[slots[s]], except
     for padding, whose KV slot is negative.
@@ -343,8 +344,8 @@ def decode_keys(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Te
 def gumbel_max(
     logits: Tensor, begin: int, width: int, max_keys: Tensor, temperature: Tensor, noise: Tensor, thresholds: Tensor | None = None
 ) -> Tensor:
-    """As `packed_argmax_keys`, of a sample: the largest key's token has probability softmax(logits / temperature), as `scale_logits`
-    and `draw` give it for the whole vocabulary, to the bit where exp and log are the same.
+    """As `packed_argmax_keys`, of a sample: the largest key's token has probability softmax(logits / temperature), as
+    `scale_logits` and `draw` give it for the whole vocabulary, to the bit where exp and log are the same.
 
     max_keys [ranks, S, parts]: the keys of the logits, of all ranks. temperature [S] fp32: 0 takes the argmax. noise [2, S] int32:
     the rows' keys, as in `draw`. thresholds [S] fp32: tokens whose scaled logit is lower are dropped (see `filter_thresholds`);
@@ -365,12 +366,12 @@ def gumbel_max(
     return torch.cat(keys) if keys else torch.empty(0, 1, dtype=torch.int64, device=logits.device)
 
 
-def filter_thresholds(logits: Tensor, max_keys: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
-    """What top-k, top-p and min-p keep of each row of logits [S, V], as the least logit, scaled as `scale_logits` does, that is kept:
-    [S] fp32, -inf where all are, and in rows of temperature 0.
+def filter_thresholds(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    """What top-k, top-p and min-p keep of each row of logits [S, V], as the least logit, scaled as `scale_logits` does, that is
+    kept: [S] fp32, -inf where all are, and in rows of temperature 0.
 
-    max_keys [1, S, parts]: the keys of the logits. temperature: up to 100. filters [3, S] fp64: top_k, top_p and min_p of each row
-    as in `keep_filtered`, whose threshold this is; off are V, 1 or more, and 0. Reads from the device which filters rows have.
+    temperature: up to 100. filters [3, S] fp64: top_k, top_p and min_p of each row as in `keep_filtered`, whose threshold this is;
+    off are V, 1 or more, and 0. Reads from the device which filters rows have.
     """
     thresholds, width = torch.full_like(temperature, _NEVER), logits.shape[1]
     top_k, top_p, min_p = filters
@@ -444,8 +445,8 @@ def _nucleus_threshold(scaled: Tensor, highest: Tensor, threshold: Tensor, top_p
 
 
 def draw(scaled: Tensor, keys: Tensor) -> Tensor:
-    """What `gumbel_max` samples, by definition: one token per row [R] int64 with probability softmax(scaled) [R, V], decided by keys
-    [2, R] int32 alone.
+    """What `gumbel_max` samples, by definition: one token per row [R] int64 with probability softmax(scaled) [R, V], decided by
+    keys [2, R] int32 alone.
 
     Gumbel-max: argmax(scaled - log(E)), E = -log(1 - u), u = hash(key, token). A token at -inf never wins while another is finite.
     """

@@ -46,9 +46,9 @@ class Unscaled(NamedTuple):
 
 
 class GemvArgs(NamedTuple):
-    """The operands of a GEMV: x [T, in] and weight [out, in], in the same 16 or 32 bit; or the weight in e4m3, times scale [out] fp32,
-    and x in e4m3, times x_scale, or to be quantized with x_scale, or with scales of its own where that is None. x_scale: one fp32
-    number, of any shape, where T is 1. bias [out] is added before the output is rounded, to `dtype`."""
+    """The operands of a GEMV: x [T, in] and weight [out, in], in the same 16 or 32 bit; or the weight in e4m3, times scale [out]
+    fp32, and x in e4m3, times x_scale, or to be quantized with x_scale, or with scales of its own where that is None. x_scale: one
+    fp32 number, of any shape, where T is 1. bias [out] is added before the output is rounded, to `dtype`."""
 
     x: Tensor
     x_scale: Tensor | None

@@ -6,10 +6,10 @@
 
     out = round(x[0] + x[1] + ... + x[world - 1])           in fp32, in rank order, rounded once
     oneshot_norm: then what `residual_rms_norm` does with it
-    with scales (fp32 pointers; None without): x[r] stands for round(x[r] * row_scales[:, None] * column_scales)
+    with scales (fp32 pointers; None without): x[r] means round(x[r] * row_scales[:, None] * column_scales)
 
-One hop over the wire, (world - 1) tensors out and in per rank: for small messages. `signals` says how ranks wait for each other.
-A call's half holds [world - 1][vectors], by `slot`.
+One hop over the links, (world - 1) tensors out and in per rank: for small messages. `signals` explains how ranks wait for each
+other. A call's half of the workspace holds [world - 1][vectors], by `slot`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phalanx.kernels.allreduce.signals import at, clear, dependents, draw_ticket, enter, hear, leave, poll, push, seal, slot, tell
+from phalanx.kernels.allreduce.signals import (
+    at,
+    clear,
+    dependents,
+    draw_ticket,
+    enter,
+    leave,
+    poll,
+    push,
+    read_board,
+    seal,
+    slot,
+    write_board,
+)
 from phalanx.kernels.ops.residual_rms_norm import add_residual, finish_row, normalize, square_sum
 from phalanx.kernels.vectors import (
     add,
     load,
-    load_product,
+    load_output,
     load_row,
     load_row_scale,
     load_scales,
@@ -35,8 +48,8 @@ from phalanx.kernels.vectors import (
 
 
 @triton.jit
-def spread(words, peers, offset, index, mask, pitch, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Push one's words to every peer, into one's slot of `pitch` vectors there."""
+def push_to_peers(words, peers, offset, index, mask, pitch, RANK: tl.constexpr, WORLD: tl.constexpr):
+    """Push this rank's words to every peer, into this rank's slot of `pitch` vectors there."""
     sealed = seal(words)
     for step in tl.static_range(1, WORLD):
         place = slot((RANK + step) % WORLD, RANK, WORLD) * pitch.to(tl.int64) * 16
@@ -60,13 +73,14 @@ def sum_in_rank_order(own, words, KIND: tl.constexpr, RANK: tl.constexpr, WORLD:
 
 @triton.jit
 def gather_sum(
-    own, mine, index, mask, pitch,
+    own, inbox, index, mask, pitch,
     KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the peers' vectors in my half (address `mine`), clear them, and add them to my own words: lanes, fp32."""
+    """Wait for the peers' vectors in this rank's half of the workspace (address `inbox`), clear them, and add them to this rank's
+    own words: lanes, fp32."""
     addresses = ()
     for place in tl.static_range(WORLD - 1):
-        addresses = addresses + (at(mine + place * pitch.to(tl.int64) * 16, index, mask),)
+        addresses = addresses + (at(inbox + place * pitch.to(tl.int64) * 16, index, mask),)
     words = poll(addresses, BLOCK, WARPS)
     for place in tl.static_range(WORLD - 1):
         clear(addresses[place])
@@ -75,62 +89,61 @@ def gather_sum(
 
 @triton.jit(do_not_specialize=["vectors", "half", "row_scales", "pitch"])
 def oneshot(
-    x, out, peers, turn, half, vectors, row_scales, column_scales, pitch,
+    x, out, peers, epoch, half, vectors, row_scales, column_scales, pitch,
     KIND: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr,
     SM: tl.constexpr,
 ):  # fmt: skip
     """out = the sum over ranks of x, `vectors` vectors of 16 bytes.
 
-    peers: the address of each rank's workspace; half: vectors in one of its halves; pitch: vectors of a row, None without
-    scales; LOOP: there are more blocks than programs.
-    """
+    peers: the address of each rank's workspace; epoch: see `signals.enter`; half: vectors in one half of a workspace; pitch:
+    vectors of a row, None without scales; LOOP: there are more blocks than programs."""
     dependents(SM)
-    number = enter(turn, SM)
+    number = enter(epoch, SM)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     first = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    mine = peers[RANK] + offset
+    inbox = peers[RANK] + offset
     if LOOP:
         blocks = tl.cdiv(vectors, BLOCK)
         for block in range(first, blocks, programs):
             index = block * BLOCK + lane
             mask = index < vectors
-            own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, SM)
-            spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
-        ticket = draw_ticket(turn, programs)
+            own = load_output(x, row_scales, column_scales, index, pitch, mask, KIND, SM)
+            push_to_peers(own, peers, offset, index, mask, vectors, RANK, WORLD)
+        ticket = draw_ticket(epoch, programs)
         for block in range(first, blocks, programs):
             index = block * BLOCK + lane
             mask = index < vectors
-            own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, SM)
-            total = gather_sum(own, mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS)
+            own = load_output(x, row_scales, column_scales, index, pitch, mask, KIND, SM)
+            total = gather_sum(own, inbox, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS)
             store(out, index, pack(total, KIND, SM), mask, SM)
-        leave(turn, programs, ticket)
+        leave(epoch, programs, ticket)
     else:
         index = first * BLOCK + lane
         mask = index < vectors
-        own = load_product(x, row_scales, column_scales, index, pitch, mask, KIND, SM)
-        spread(own, peers, offset, index, mask, vectors, RANK, WORLD)
-        ticket = draw_ticket(turn, programs)
-        total = gather_sum(own, mine, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS)
+        own = load_output(x, row_scales, column_scales, index, pitch, mask, KIND, SM)
+        push_to_peers(own, peers, offset, index, mask, vectors, RANK, WORLD)
+        ticket = draw_ticket(epoch, programs)
+        total = gather_sum(own, inbox, index, mask, vectors, KIND, RANK, WORLD, BLOCK, WARPS)
         store(out, index, pack(total, KIND, SM), mask, SM)
-        leave(turn, programs, ticket)
+        leave(epoch, programs, ticket)
 
 
 @triton.jit
 def _load_row(x, row_scales, column_scales, row, column, index, mask, KIND: tl.constexpr, SM: tl.constexpr):
-    """One of many rows. Its columns' scales are loaded again, rather than held in registers while the row waits for peers."""
+    """One of many rows. Its column scales are loaded again, rather than kept in registers while the row waits for peers."""
     lanes = load_scales(column_scales, column, mask, KIND, SM)
     return load_row(x, row_scales, lanes, row, index, mask, KIND, SM)
 
 
 @triton.jit
 def _finish_rows(
-    x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, first, step, rows, hidden, eps,
+    x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, first, step, rows, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Wait for the parts of rows first, first + step, ..., and finish them."""
+    """Wait for the peers' parts of rows first, first + step, ..., and finish these rows."""
     pitch = hidden // (4 if KIND == "fp32" else 8)
     column = tl.arange(0, BLOCK)
     mask = column < pitch
@@ -140,26 +153,26 @@ def _finish_rows(
         old = load(residual, index, mask, SM)
         total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
         finish_row(
-            rounded(total, KIND, SM), old, factors, row, column, mask, sinks, scale, hidden, eps,
+            rounded(total, KIND, SM), old, weight_words, row, column, mask, sinks, scale, hidden, eps,
             KIND, QUANT, KEEP_NORM, BLOCK, SM,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "row_scales"])
 def oneshot_norm(
-    x, residual, weight, sinks, scale, peers, turn, half, rows, hidden, eps, row_scales, column_scales,
+    x, residual, weight, sinks, scale, peers, epoch, half, rows, hidden, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks of x [rows, hidden], its residual, norm and quantization, one program a row (LOOP: some rows)."""
+    """The sum over ranks of x [rows, hidden], its residual, norm and quantization, one program per row (LOOP: per several rows)."""
     dependents(SM)
     pitch = hidden // (4 if KIND == "fp32" else 8)
     column = tl.arange(0, BLOCK)
     mask = column < pitch
-    factors = load(weight, column, mask, SM)  # no kernel before this one writes weights
+    weight_words = load(weight, column, mask, SM)  # no kernel before this one writes weights
     if not LOOP:
         lanes = load_scales(column_scales, column, mask, KIND, SM)
-    number = enter(turn, SM)
+    number = enter(epoch, SM)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     first = tl.program_id(0)
@@ -167,10 +180,10 @@ def oneshot_norm(
         for row in range(first, rows, programs):
             index = row * pitch + column
             own = _load_row(x, row_scales, column_scales, row, column, index, mask, KIND, SM)
-            spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
-        ticket = draw_ticket(turn, programs)
+            push_to_peers(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
+        ticket = draw_ticket(epoch, programs)
         _finish_rows(
-            x, row_scales, column_scales, residual, factors, sinks, scale, peers, offset, first, programs, rows, hidden, eps,
+            x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, first, programs, rows, hidden, eps,
             KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, WARPS, SM,
         )  # fmt: skip
     else:
@@ -179,37 +192,37 @@ def oneshot_norm(
         unit = load_row_scale(row_scales, first)
         old = load(residual, index, mask, SM)
         own = scaled(own, unit, lanes, KIND, SM)
-        spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
-        ticket = draw_ticket(turn, programs)
+        push_to_peers(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
+        ticket = draw_ticket(epoch, programs)
         total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
         finish_row(
-            rounded(total, KIND, SM), old, factors, first, column, mask, sinks, scale, hidden, eps,
+            rounded(total, KIND, SM), old, weight_words, first, column, mask, sinks, scale, hidden, eps,
             KIND, QUANT, KEEP_NORM, BLOCK, SM,
         )  # fmt: skip
-    leave(turn, programs, ticket)
+    leave(epoch, programs, ticket)
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "row_scales"])
 def oneshot_norm_split(
-    x, residual, weight, sinks, scale, peers, turn, board, half, rows, hidden, eps, row_scales, column_scales,
+    x, residual, weight, sinks, scale, peers, epoch, board, half, rows, hidden, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
-    PIECE: tl.constexpr, PIECES: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """As oneshot_norm, for few rows: a row lies on several programs, of PIECE vectors each, which tell each other their sums of
-    squares on the board. One multiprocessor would take longer to read a row from every peer than all of them take to talk.
+    """As oneshot_norm, for few rows: a row is split over several programs, of SPLIT vectors each, which exchange their sums of
+    squares through the board. One multiprocessor would take longer to read a row from every peer than that exchange takes.
 
-    The grid is rows x ceil(vectors of a row / PIECE), all of which must run at once; PIECES is a power of two, at least that many.
-    QUANT is not "fp8_token", which would ask for a second talk.
+    The grid is rows x ceil(vectors of a row / SPLIT), all of which must run at once; SPLITS is a power of two, at least that many.
+    QUANT is not "fp8_token", which would need a second exchange.
     """
     dependents(SM)
     pitch = hidden // (4 if KIND == "fp32" else 8)
-    pieces = tl.cdiv(pitch, PIECE)
-    row = tl.program_id(0) // pieces
-    column = tl.program_id(0) % pieces * PIECE + tl.arange(0, PIECE)
+    splits = tl.cdiv(pitch, SPLIT)
+    row = tl.program_id(0) // splits
+    column = tl.program_id(0) % splits * SPLIT + tl.arange(0, SPLIT)
     mask = column < pitch
-    factors = load(weight, column, mask, SM)  # no kernel before this one writes weights
+    weight_words = load(weight, column, mask, SM)  # no kernel before this one writes weights
     lanes = load_scales(column_scales, column, mask, KIND, SM)
-    number = enter(turn, SM)
+    number = enter(epoch, SM)
     offset = (number & 1) * half.to(tl.int64) * 16
     programs = tl.num_programs(0)
     index = row * pitch + column
@@ -217,14 +230,14 @@ def oneshot_norm_split(
     unit = load_row_scale(row_scales, row)
     old = load(residual, index, mask, SM)
     own = scaled(own, unit, lanes, KIND, SM)
-    spread(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
-    ticket = draw_ticket(turn, programs)
-    total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, PIECE, WARPS)
+    push_to_peers(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
+    ticket = draw_ticket(epoch, programs)
+    total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, SPLIT, WARPS)
     new = add_residual(rounded(total, KIND, SM), old, index, mask, sinks[1], KIND, SM)
-    tell(board, tl.program_id(0), square_sum(new), number)
-    each = tl.arange(0, PIECES)
-    squares = tl.sum(hear(board, row * pieces + each, each < pieces, number), 0)
+    write_board(board, tl.program_id(0), square_sum(new), number)
+    split = tl.arange(0, SPLITS)
+    squares = tl.sum(read_board(board, row * splits + split, split < splits, number), 0)
     normalize(
-        new, squares, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, PIECE, SM
+        new, squares, weight_words, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, SPLIT, SM
     )  # fmt: skip
-    leave(turn, programs, ticket)
+    leave(epoch, programs, ticket)

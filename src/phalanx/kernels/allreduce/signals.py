@@ -2,21 +2,21 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
 # ruff: noqa: RUF005 (Triton's tuples grow by +)
-"""How kernels of one group speak to each other: data that is its own signal, in two halves of a workspace.
+"""How kernels of one group exchange data: the data is its own signal, in two halves of a workspace.
 
-Every rank maps every other rank's workspace. A word that holds SENTINEL has not arrived; whoever writes to a peer (`push`) never
-sends that word, and whoever waits (`poll`) reads until every word of its vectors has changed, then puts the sentinel back
+Every rank maps every other rank's workspace. A word that holds SENTINEL has not arrived. A kernel that writes to a peer (`push`)
+never sends that word. A kernel that waits (`poll`) reads until every word of its vectors has changed, then puts the sentinel back
 (`clear`). So there is no flag and no barrier: the data's arrival is the signal.
 
-SENTINEL is all ones: in bf16, fp16 and fp32 alike a NaN that no arithmetic produces. A payload that holds it is sent as
+SENTINEL is all ones: in bf16, fp16 and fp32 alike a NaN that no arithmetic produces. A payload that contains it is sent as
 0x7FFF7FFF, which is a NaN in each of the three as well; every other value, -0.0 and infinities among them, travels bit for bit.
 
 Call number n of a group, counted on the device, uses half n % 2. Two halves are enough: a peer that runs call n + 2 has finished
-call n + 1, for which it needed data of mine (directly or through a sum), which I sent after my call n had ended, with its half
-cleared. This asks that all calls of a group run in one order on every rank, each after the one before it (one stream, or streams
-joined by events), and that each rank of a call needs data of every other, as an all-reduce does.
+call n + 1, for which it needed data of this rank (directly or through a sum), which this rank sent after its call n had ended, with
+that half cleared. This requires that all calls of a group run in one order on every rank, each after the one before it (one stream,
+or streams joined by events), and that each rank of a call needs data of every other, as an all-reduce does.
 
-What other kernels wrote into a peer's memory has no such words. There a flag says that it has arrived (`raise_flag`,
+Data that other kernels wrote into a peer's memory has no such words. There a flag tells that it has arrived (`raise_flag`,
 `await_flag`): the number of the call that reads it.
 """
 
@@ -45,8 +45,8 @@ _CLEAR = tl.constexpr("""{
   mov.b32 $0, 0;
 }""")
 _NUMBER = tl.constexpr("ld.volatile.global.b32 $0, [$1];")
-# The first thread of each program draws a ticket; the last ticket of the grid turns the number. `inc` wraps to zero by itself.
-# The two steps stand apart, so that the wait for the data hides the ticket's way to memory and back.
+# The first thread of each program draws a ticket; the last ticket of the grid advances the call number. `inc` wraps to zero by
+# itself. The two steps are separate, so that the wait for the data hides the ticket's latency.
 _TICKET = tl.constexpr("""{
   .reg .pred %first;
   .reg .b32 %thread;
@@ -55,7 +55,7 @@ _TICKET = tl.constexpr("""{
   mov.b32 $0, -1;
   @%first atom.relaxed.gpu.global.inc.u32 $0, [$1 + 4], $2;
 }""")
-_TURN = tl.constexpr("""{
+_ADVANCE = tl.constexpr("""{
   .reg .pred %last;
   setp.eq.u32 %last, $2, $3;
   @%last red.relaxed.gpu.global.add.u32 [$1], 1;
@@ -63,8 +63,8 @@ _TURN = tl.constexpr("""{
 }""")
 
 
-# Programs of one kernel tell each other an fp64, each half of it beside the call's number, which makes it new.
-_TELL = tl.constexpr("""{
+# Programs of one kernel exchange an fp64 on a board: each half of it lies beside the call's number, which marks it as new.
+_WRITE_BOARD = tl.constexpr("""{
   .reg .pred %first;
   .reg .b32 %thread;
   .reg .b64 %one, %two;
@@ -75,7 +75,7 @@ _TELL = tl.constexpr("""{
   @%first st.relaxed.gpu.global.v2.b64 [$1], {%one, %two};
   mov.b32 $0, 0;
 }""")
-_HEAR = tl.constexpr("""{
+_READ_BOARD = tl.constexpr("""{
   .reg .pred %go, %again;
   .reg .b32 %first, %second;
   .reg .b64 %one, %two;
@@ -92,7 +92,7 @@ HEAR:
   setp.ne.or.b32 %again, %second, $3, %again;
   @%again bra HEAR;
 }""")
-# What this rank's kernels wrote before, to whatever memory, is there for who has read the flag.
+# All that this rank's kernels wrote before, to any memory, is visible to the one that has read the flag.
 _RAISE = tl.constexpr("""{
   .reg .pred %first;
   .reg .b32 %thread;
@@ -145,42 +145,42 @@ def _poll_types(sources):
 
 @triton.constexpr_function
 def _pack_of(sources, block, warps):
-    """Vectors of one thread that are read together: two, where it has them and the registers are not too many."""
+    """Vectors of one thread that are read together: two, where it has so many and enough registers."""
     return 2 if block % (64 * warps) == 0 and sources <= 3 else 1
 
 
 @triton.constexpr_function
 def slot(rank, source, world):
-    """Where rank keeps what `source` pushes: 0 .. world - 2."""
+    """The slot of `source` in the workspace of `rank`: 0 .. world - 2."""
     return (source - rank + world - 1) % world
 
 
 @triton.jit
 def dependents(SM: tl.constexpr):
-    """Let the next kernel start early, if it was launched so; it waits before it reads what this one writes."""
+    """Let the next kernel start early, if it was launched so (PDL); it waits before it reads what this one writes."""
     if SM >= 90:
         gdc_launch_dependents()
 
 
 @triton.jit
-def enter(turn, SM: tl.constexpr):
-    """Wait for the kernels before this one; then the number of this call, from turn (two int32: number, tickets drawn)."""
+def enter(epoch, SM: tl.constexpr):
+    """Wait for the kernels before this one; then return the number of this call, from epoch (two int32: number, tickets drawn)."""
     if SM >= 90:
         gdc_wait()
-    return tl.inline_asm_elementwise(_NUMBER, "=r,l", [turn], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(_NUMBER, "=r,l", [epoch], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def draw_ticket(turn, programs):
+def draw_ticket(epoch, programs):
     """Once per program, after all of its threads have used the number."""
     tl.debug_barrier()
-    return tl.inline_asm_elementwise(_TICKET, "=&r,l,r", [turn, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.inline_asm_elementwise(_TICKET, "=&r,l,r", [epoch, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def leave(turn, programs, ticket):
-    """Once per program, later: whoever drew the last ticket makes the number the next call's."""
-    tl.inline_asm_elementwise(_TURN, "=r,l,r,r", [turn, ticket, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
+def leave(epoch, programs, ticket):
+    """Once per program, later: the program with the last ticket advances the number to the next call's."""
+    tl.inline_asm_elementwise(_ADVANCE, "=r,l,r,r", [epoch, ticket, programs - 1], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def at(base, index, mask):
 
 @triton.jit
 def seal(words):
-    """The vector as it may be sent: without the sentinel."""
+    """The vector as it may be sent: with no word that is the sentinel."""
     sealed = ()
     for k in tl.static_range(4):
         sealed = sealed + (tl.where(words[k] == SENTINEL, _SENT_INSTEAD, words[k]),)
@@ -200,7 +200,7 @@ def seal(words):
 
 @triton.jit
 def push(address, sealed):
-    """Write sealed vectors into a peer's (or one's own) workspace."""
+    """Write sealed vectors into a workspace, a peer's or this rank's own."""
     tl.inline_asm_elementwise(
         _PUSH, "=r,l,r,r,r,r", [address, sealed[0], sealed[1], sealed[2], sealed[3]], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -226,31 +226,37 @@ def poll(addresses, BLOCK: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def tell(board, place, value, number):
-    """Put an fp64 scalar on the board (a pointer, 16 bytes a place), for `hear` in other programs of call `number`."""
+def write_board(board, place, value, number):
+    """Put an fp64 scalar on the board (a pointer, 16 bytes per place), for `read_board` in other programs of call `number`."""
     bits = value.to(tl.int64, bitcast=True)
     address = board.to(tl.int64) + place.to(tl.int64) * 16
     halves = [address, bits.to(tl.int32), (bits >> 32).to(tl.int32), number + 1]
-    tl.inline_asm_elementwise(_TELL, "=r,l,r,r,r", halves, dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_WRITE_BOARD, "=r,l,r,r,r", halves, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def hear(board, places, mask, number):
-    """Wait for what was told at these places in call `number`: fp64; zero where the mask is off. Reading twice does no harm."""
+def read_board(board, places, mask, number):
+    """Wait for what `write_board` put at these places in call `number`: fp64; zero where the mask is off. Reading twice is
+    harmless."""
     low, high = tl.inline_asm_elementwise(
-        _HEAR, "=&r,=&r,l,r", [at(board.to(tl.int64), places, mask), number + 1], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        _READ_BOARD,
+        "=&r,=&r,l,r",
+        [at(board.to(tl.int64), places, mask), number + 1],
+        dtype=(tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
     )
     return ((low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def raise_flag(address, number):
-    """Tell who awaits the flag at this integer address of a peer's memory that all kernels before this one have written what call
-    `number` reads there. Once per call, behind `enter`."""
+    """Set the flag at this integer address of a peer's memory: all kernels before this one have written what call `number` reads
+    there. Once per call, behind `enter`."""
     tl.inline_asm_elementwise(_RAISE, "=r,l,r", [address, number + 1], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def await_flag(address, number):
-    """Wait for the flag of call `number`, in every thread: so each may read what came before it."""
+    """Wait for the flag of call `number`, in every thread, so that each may read what was written before it."""
     tl.inline_asm_elementwise(_AWAIT, "=r,l,r", [address, number + 1], dtype=tl.int32, is_pure=False, pack=1)

@@ -56,11 +56,10 @@ def decode_attention(
     """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
     block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
 
-    workspace: of this stream, kept over calls. short: no row has more than SHORT_KV tokens; the result is right for longer rows too,
-    but slow. splits: what `plan_splits` gives for these rows; None: it is computed for this call. early_lengths: splits, or kv_lengths
-    and table_rows, are read while kernels before may still run: they must be complete before the first of this chain of kernels
-    begins, written by copies, or by kernels that a launch without programmatic dependence came behind.
-    """
+    workspace: of this stream, kept over calls. short: no row has more than SHORT_KV tokens; the result is right for longer rows
+    too, but slow. splits: what `plan_splits` gives for these rows; None: it is computed for this call. early_lengths: splits, or
+    kv_lengths and table_rows, are read while kernels before may still run: they must be complete before the first of this chain of
+    kernels begins, written by copies, or by kernels that a launch without programmatic dependence came behind."""
     from phalanx.kernels.attention.decode import decode_attention as kernel
 
     return kernel(
@@ -108,10 +107,9 @@ def prefill_attention(
     have no output. All tensors contiguous but block_tables, whose rows are. Nothing is read by the host: the launch may be
     captured, and replayed with other starts and lengths.
 
-    tiles: exactly what `count_prefill_tiles` gives for these rows, or more; with fewer, the rows behind the last tile have no output.
-    None: as many as so many rows of so many tokens may have, at worst; a program beyond the last tile returns at once.
-    early_lengths: as of `decode_attention`; query_starts are read then, too.
-    """
+    tiles: exactly what `count_prefill_tiles` gives for these rows, or more; with fewer, the rows behind the last tile have no
+    output. None: as many as so many rows of so many tokens may have, at worst; a program beyond the last tile returns at once.
+    early_lengths: as of `decode_attention`; query_starts are read then, too."""
     from phalanx.kernels.attention.prefill import prefill_attention as kernel
 
     tiling = select_prefill(query.shape[2], query.element_size())
@@ -119,11 +117,3 @@ def prefill_attention(
         query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths, scale=scale, window=window,
         kv_scales=kv_scales, tiling=tiling, tiles=tiles, early_lengths=early_lengths, out=out,
     )  # fmt: skip
-
-
-def warmup_token_counts(max_tokens: int) -> list[int]:
-    """Numbers of decode rows, up to max_tokens, that between them launch every variant of these kernels that any number does: tilings
-    change at most once more between a power of two and its half, so that both ends and the middle have them all."""
-    powers = [1 << power for power in range(max_tokens.bit_length())]
-    counts = {*powers, *(3 * power // 2 for power in powers if power > 1), max_tokens}
-    return sorted(count for count in counts if 0 < count <= max_tokens)

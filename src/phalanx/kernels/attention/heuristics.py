@@ -50,11 +50,11 @@ def select_decode(
     rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, num_sms: int, *,
     short: bool = False, shared_memory: int = HOPPER_SHARED_MEMORY,
 ) -> DecodeTiling:  # fmt: skip
-    """For `rows` decode rows of any length, or (short) of up to SHORT_KV tokens each. group: query heads per KV head; itemsize: bytes
-    of a cached element; num_sms: the GPU's; shared_memory: bytes that a program may use. As measured on H200."""
+    """For `rows` decode rows of any length, or (short) of up to SHORT_KV tokens each. group: query heads per KV head; itemsize:
+    bytes of a cached element; num_sms: the GPU's; shared_memory: bytes that a program may use. As measured on H200."""
     programs, concurrent = rows * kv_heads * -(-group // 16), PROGRAMS_PER_SM * num_sms
-    # Splits per row where all rows are equally long. With one, such rows are not split, but one that is longer than the others is: no
-    # finer than that needs, as merging splits costs more than it gains where all are short.
+    # Splits per row where all rows are equally long. With one, such rows are not split, but one that is longer than the others is:
+    # no finer than that needs, as merging splits costs more than it gains where all are short.
     per_row = min(max(concurrent // (2 * programs), 1), MAX_SPLITS_PER_ROW) if rows <= ROW_CLASSES[-1] else 0
     if head_dim * itemsize > 256:  # also in fp32, whose GEMMs do not run on tensor cores
         return DecodeTiling(per_row * rows, 128, tile=32, warps=2, stages=2, registers=255)
@@ -99,8 +99,8 @@ class SplitKvWorkspace:
         self._buffers: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def take(self, groups: int, splits: int, heads: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """For so many groups of programs: (maxima, sums, each groups * splits * heads fp32; outputs, those times width; counts, groups
-        int32), or larger. Nothing is shared where splits is 1."""
+        """For so many groups of programs: (maxima, sums, each groups * splits * heads fp32; outputs, those times width; counts,
+        groups int32), or larger. Nothing is shared where splits is 1."""
         if splits == 1:
             groups = 1
         heads *= groups * splits
@@ -121,8 +121,8 @@ TILE_ROWS = 128
 
 class PrefillTiling(NamedTuple):
     """rows: (token, head) pairs that a program has, TILE_ROWS or a half of it. keys: that it computes at a time, a power of two.
-    stages: as Triton's num_stages. registers: of a thread, at most, where the compiler is not to choose, so that as many programs fit
-    on a multiprocessor as it allows."""
+    stages: as Triton's num_stages. registers: of a thread, at most, where the compiler is not to choose, so that as many programs
+    fit on a multiprocessor as it allows."""
 
     rows: int
     keys: int
@@ -155,3 +155,11 @@ def select_prefill(head_dim: int, itemsize: int) -> PrefillTiling:
         return PrefillTiling(64, 32, warps=4, stages=2)
     # Several programs on a multiprocessor: one's GEMMs go on while others take exponentials.
     return PrefillTiling(64, 64, warps=4, stages=3)
+
+
+def warmup_token_counts(max_tokens: int) -> list[int]:
+    """Numbers of decode rows, up to max_tokens, that between them launch every variant of these kernels that any number does:
+    tilings change at most once more between a power of two and its half, so that both ends and the middle have them all."""
+    powers = [1 << power for power in range(max_tokens.bit_length())]
+    counts = {*powers, *(3 * power // 2 for power in powers if power > 1), max_tokens}
+    return sorted(count for count in counts if 0 < count <= max_tokens)

@@ -3,10 +3,9 @@
 # Kernels are written in Triton's language: its types are not Python's.
 """Split-KV planning on the device: which programs of decode attention share which row, for lengths that only the device knows.
 
-There are as many programs beyond one per row as the GPU runs at once (`DecodeTiling.extra_splits`). They go to the longest rows: all
-rows are divided into splits of about as many tokens, so that one long row among short ones does not delay the batch. A plan serves
-all layers of a forward that have the same window.
-"""
+There are as many programs beyond one per row as the GPU runs at once (`DecodeTiling.extra_splits`). They go to the longest rows:
+all rows are divided into splits of about as many tokens, so that one long row among short ones does not delay the batch. A plan
+serves all layers of a forward that have the same window."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from torch import Tensor
 from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, DecodeTiling, row_class
 
 FIELDS = tl.constexpr(8)
-"""Of a split, int32: its row; the index of the row's first split; the row's number of splits; its first token, and the one behind its
-last; the row's first visible token; the row of its block table, or -1 where there is no split; and an unused one, so that a split
-lies within 32 bytes."""
+"""Of a split, int32: its row; the index of the row's first split; the row's number of splits; its first token, and the one behind
+its last; the row's first visible token; the row of its block table, or -1 where there is no split; and an unused one, so that a
+split lies within 32 bytes."""
 SPLITS_PER_PROGRAM = 32
 """Splits that one program of the planning kernel writes."""
 
@@ -89,8 +88,8 @@ def _plan(
 
 
 def plan(kv_lengths: Tensor, table_rows: Tensor | None, tiling: DecodeTiling, *, window: int | None, block_size: int) -> Tensor:
-    """kv_lengths [R] int32, table_rows [R] -> the splits of the rows, int32 [R + tiling.extra_splits, FIELDS]; by a kernel that lets
-    none behind it begin early."""
+    """kv_lengths [R] int32, table_rows [R] -> the splits of the rows, int32 [R + tiling.extra_splits, FIELDS]; by a kernel that
+    lets none behind it begin early."""
     rows = len(kv_lengths)
     splits = torch.empty(rows + tiling.extra_splits, FIELDS.value, dtype=torch.int32, device=kv_lengths.device)
     _plan[(triton.cdiv(len(splits), SPLITS_PER_PROGRAM),)](

@@ -164,13 +164,13 @@ def _by_copies(works: Sequence[Work], count: int) -> Iterator[int]:
         news = select.poll()  # not select.select, which takes no descriptor from 1024 on
         news.register(reading, select.POLLIN)
         while news.poll(_PATIENCE * 1000):
-            said = os.read(reading, 4096)
-            if not said:
+            received = os.read(reading, 4096)
+            if not received:
                 codes, copies = [_end_of(copy) for copy in copies], []
                 if any(codes):
                     _log.warning("processes that compile kernels ended with %s: this one does what they left", codes)
                 return
-            *lines, left = (left + said).split(b"\n")
+            *lines, left = (left + received).split(b"\n")
             yield from map(int, lines)
         _log.warning("processes that compile kernels have said nothing for %.0f s: this one does it", _PATIENCE)
     finally:
@@ -228,7 +228,7 @@ class _Zeros(TorchFunctionMode):
     """New memory holds zeros: what reads it may take it for an index."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in _UNWRITTEN:
-            made.zero_()
-        return made
+            result.zero_()
+        return result

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""The scales of a product in e4m3 whose reader does not apply them: sums * rows * columns, in fp32, rounded once, in place.
+"""Apply the scales to the unscaled output of an FP8 GEMM whose reader does not: values * rows * columns, in fp32, rounded once, in
+place.
 
-The weight's scales are asked for before the kernel waits for the one before it, since no kernel writes them.
+The weight's scales are loaded before the kernel waits for the one before it, since no kernel writes them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.vectors import nearest
 
-PIECE = 1024
+MAX_BLOCK = 1024
 """Columns of one program."""
 
 
 @triton.jit
-def _scale_sums(sums, rows, columns, width, BLOCK: tl.constexpr, SM: tl.constexpr):
+def _apply_scales(values, rows, columns, width, BLOCK: tl.constexpr, SM: tl.constexpr):
     if SM >= 90:
         gdc_launch_dependents()
     row = tl.program_id(0)
@@ -31,19 +32,19 @@ def _scale_sums(sums, rows, columns, width, BLOCK: tl.constexpr, SM: tl.constexp
     column_scale = tl.load(columns + column, mask, 0.0)
     if SM >= 90:
         gdc_wait()
-    place = sums + row.to(tl.int64) * width + column
+    place = values + row.to(tl.int64) * width + column
     value = tl.load(place, mask, 0.0)
     tl.store(place, nearest(value.to(tl.float32) * tl.load(rows + row) * column_scale, value, SM), mask)
 
 
-def apply_scales(product: Unscaled) -> Tensor:
-    """product: values [T, N] in bf16, fp16 or fp32, all contiguous -> its values, which are the finished product now."""
-    values, rows, columns = product
+def apply_scales(output: Unscaled) -> Tensor:
+    """output: values [T, N] in bf16, fp16 or fp32, all contiguous -> the same tensor, which is the finished output now."""
+    values, rows, columns = output
     tokens, width = values.shape
     if tokens:
         sm = sm_arch(values.device)
-        block = min(PIECE, triton.next_power_of_2(width))
-        _scale_sums[(tokens, triton.cdiv(width, block))](
+        block = min(MAX_BLOCK, triton.next_power_of_2(width))
+        _apply_scales[(tokens, triton.cdiv(width, block))](
             values, rows, columns, width, BLOCK=block, SM=sm, num_warps=4, launch_pdl=sm >= 90
         )
     return values

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How GEMMs with weights scaled by block tile the weight: pure functions of the sizes, as `heuristics` has them for other weights.
 
-Measured on H200: benchmarks/results/kernels_block_scaled.json has every tiling of the shapes of 8B and of 70B on four ranks, at 1, 8,
-64, 256 and 2048 tokens, beside cuBLAS. 17 to 32 tokens were not measured: they have what their neighbours have.
+Measured on H200: benchmarks/results/kernels_block_scaled.json has every tiling of the shapes of 8B and of 70B on four ranks, at 1,
+8, 64, 256 and 2048 tokens, beside cuBLAS. 17 to 32 tokens were not measured: they have what their neighbours have.
 
 For one token, activations that stay in 16 bit would be up to 9 percent faster. They are quantized all the same, so that a token's
 result depends on how many tokens there are beside it by the order of sums alone.
@@ -21,7 +21,8 @@ BLOCK_K = 128
 
 class BlockTiling(NamedTuple):
     """Several tokens and a weight scaled by block. rows, tokens: of the weight and of x in a program's tile; stages: blocks of
-    columns that are under way at once; parts: programs that share a tile's columns (split-K), whose sums a second kernel adds up."""
+    columns that are under way at once; parts: programs that share a tile's columns (split-K), whose sums a second kernel adds
+    up."""
 
     rows: int
     tokens: int
@@ -32,7 +33,8 @@ class BlockTiling(NamedTuple):
 
 class _Case(NamedTuple):
     """rows, tokens, warps: of `BlockTiling`. stages: the most where a multiprocessor has one program, two, and so on, the last for
-    more. programs: tiles are split along K until a multiprocessor has so many; least: blocks of columns that a part has at least."""
+    more. programs: tiles are split along K until a multiprocessor has so many; least: blocks of columns that a part has at
+    least."""
 
     rows: int
     tokens: int
@@ -48,7 +50,8 @@ by a kernel that widens e4m3 in registers."""
 SHARED_MEMORY = 227 * 1024
 """Bytes of one program on Hopper; less elsewhere."""
 QUANTIZED_APART = 24_000_000
-"""Bytes of a weight from which on one token is quantized by a kernel of its own: with fewer, it is faster that each program does."""
+"""Bytes of a weight from which on one token is quantized by a kernel of its own: with fewer, it is faster that each program
+does."""
 _MAX_PARTS = 8
 
 _NARROW = {
@@ -74,8 +77,8 @@ def block_tiling(
     tokens: int, outputs: int, blocks: int, *, num_sms: int = 132, shared_memory: int = SHARED_MEMORY, itemsize: int = 1,
     large: bool = True,
 ) -> BlockTiling:  # fmt: skip
-    """For x [tokens, in], of `itemsize` bytes each, and weight [outputs, in] in e4m3 that spans `blocks` blocks of 128 columns. large:
-    the device has registers for tiles of 128 rows and 128 tokens, as Blackwell, whose sums come by another way, does not.
+    """For x [tokens, in], of `itemsize` bytes each, and weight [outputs, in] in e4m3 that spans `blocks` blocks of 128 columns.
+    large: the device has registers for tiles of 128 rows and 128 tokens, as Blackwell, whose sums come by another way, does not.
 
     The tiling depends on the magnitude of `tokens` alone: see `warmup_token_counts`.
     """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""One row times a matrix in e4m3 that has a scale per row and 128 columns, as fast as the matrix can be read.
+"""GEMV with a weight in e4m3 that has a scale per row and 128 columns, as fast as the weight can be read.
 
     out[0, n] = round(sum over blocks b of (sum over k in b of x[0, k] * weight[n, k]) * x_scale[0, b] * scale[n, b])
 
-x comes in e4m3 with a scale per block; or in 16 or 32 bit: then each program quantizes it itself, as `reference.per_token_group_quant_fp8`
-does, or multiplies it as it is. Loads are arranged as in `gemv_fp8`.
+x is in e4m3 with a scale per block; or in 16 or 32 bit: then each program quantizes it, as `reference.per_token_group_quant_fp8`
+does, or multiplies it unquantized. Loads are arranged as in `gemv_fp8`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.gemm.block_scaled_gemm import DEPTH
+from phalanx.kernels.gemm.block_scaled_gemm import BLOCK_COLUMNS
 from phalanx.kernels.gemm.gemv_fp8 import HALF, LANE, _halves
 from phalanx.kernels.gemm.heuristics import GemvTiling
 from phalanx.kernels.quantize import e4m3_byte, scale_of, widened
 from phalanx.kernels.vectors import largest_along, nearest
 
 LANES = tl.constexpr(8)
-"""Of LANE columns each in a block."""
+"""Runs of LANE columns in a block."""
 
 
 @triton.jit
@@ -34,8 +34,8 @@ def _scale_of_lanes(low, high, BLOCK: tl.constexpr):
     top = tl.maximum(
         largest_along(tl.abs(low), 2), largest_along(tl.abs(high), 2), propagate_nan=tl.PropagateNan.ALL
     )  # fmt: skip
-    top = largest_along(tl.reshape(top, [1, BLOCK // DEPTH, LANES]), 2)
-    return tl.reshape(tl.broadcast_to(scale_of(top), [1, BLOCK // DEPTH, LANES]), [1, BLOCK // LANE])
+    top = largest_along(tl.reshape(top, [1, BLOCK // BLOCK_COLUMNS, LANES]), 2)
+    return tl.reshape(tl.broadcast_to(scale_of(top), [1, BLOCK // BLOCK_COLUMNS, LANES]), [1, BLOCK // LANE])
 
 
 @triton.jit
@@ -48,33 +48,33 @@ def _block_scaled_gemv(
     x, x_scale, weight, scale, out, rows, blocks, COLUMNS: tl.constexpr, SKIP: tl.constexpr, QUANTIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """x_scale [blocks] for x in e4m3, which comes as uint8 as the weight does, else None; then it is quantized here, or (QUANTIZE
-    is off) not at all."""
+    """x_scale [blocks] for x in e4m3, which comes as uint8 as the weight does, else None; then it is quantized here, or (with
+    QUANTIZE off) not at all."""
     if SM >= 90:
         gdc_launch_dependents()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = (row < rows)[:, None]
+    valid = (row < rows)[:, None]
     column = tl.arange(0, BLOCK)[None, :] - SKIP
     place = weight + row[:, None].to(tl.int64) * COLUMNS + column
     block = (tl.arange(0, BLOCK // LANE) // LANES)[None, :]
     scale_place = scale + row[:, None].to(tl.int64) * blocks + block
-    coming = tl.load(place, there & (column >= 0) & (column < COLUMNS), 0)
-    factor = tl.load(scale_place, there & (block < blocks), 0.0)
+    next_values = tl.load(place, valid & (column >= 0) & (column < COLUMNS), 0)
+    factor = tl.load(scale_place, valid & (block < blocks), 0.0)
     if SM >= 90:
         gdc_wait()
     lane = tl.arange(0, BLOCK // LANE)[None, :, None] * LANE + tl.arange(0, HALF)[None, None, :] - SKIP
     total = tl.zeros([ROWS, BLOCK // LANE], tl.float32)
     for begin in range(0, SKIP + COLUMNS, BLOCK):
-        here, unit = coming, factor
+        values, unit = next_values, factor
         after = begin + BLOCK
-        coming = tl.load(place + after, there & (after + column < COLUMNS), 0)
-        factor = tl.load(scale_place + after // DEPTH, there & (after // DEPTH + block < blocks), 0.0)
+        next_values = tl.load(place + after, valid & (after + column < COLUMNS), 0)
+        factor = tl.load(scale_place + after // BLOCK_COLUMNS, valid & (after // BLOCK_COLUMNS + block < blocks), 0.0)
         below, above = begin + lane, begin + lane + HALF
         low = tl.load(x + below, (below >= 0) & (below < COLUMNS), 0)
         high = tl.load(x + above, (above >= 0) & (above < COLUMNS), 0)
         if x_scale is not None:
             low, high = widened(low, total, SM), widened(high, total, SM)
-            unit *= tl.load(x_scale + begin // DEPTH + block, begin // DEPTH + block < blocks, 0.0)
+            unit *= tl.load(x_scale + begin // BLOCK_COLUMNS + block, begin // BLOCK_COLUMNS + block < blocks, 0.0)
         else:
             low, high = low.to(tl.float32), high.to(tl.float32)
             if QUANTIZE:
@@ -82,7 +82,7 @@ def _block_scaled_gemv(
                 inverse = tl.div_rn(1.0, own)
                 low, high = _as_e4m3(low, inverse, SM), _as_e4m3(high, inverse, SM)
                 unit *= own
-        first, second = _halves(here, ROWS, BLOCK)
+        first, second = _halves(values, ROWS, BLOCK)
         total += (tl.sum(widened(first, total, SM) * low, 2) + tl.sum(widened(second, total, SM) * high, 2)) * unit
     tl.store(out + row, nearest(tl.sum(total, 1), tl.zeros([ROWS], out.dtype.element_ty), SM), row < rows)
 

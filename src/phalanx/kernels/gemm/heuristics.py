@@ -20,8 +20,8 @@ class GemvTiling(NamedTuple):
 
 
 class FusedGemvTiling(NamedTuple):
-    """One token, by a kernel that also runs the op behind the GEMV on pairs of its outputs. pairs, block: pairs of rows of the weight
-    and columns of each row that a program reads at a time."""
+    """One token, by a kernel that also runs the op behind the GEMV on pairs of its outputs. pairs, block: pairs of rows of the
+    weight and columns of each row that a program reads at a time."""
 
     pairs: int
     block: int
@@ -29,9 +29,9 @@ class FusedGemvTiling(NamedTuple):
 
 
 class SkinnyTiling(NamedTuple):
-    """A few tokens in e4m3, on Hopper (`fp8_skinny`). rows: of a tile of the weight, 64, 128 or 256; stages: tiles that shared memory
-    holds; programs: how many share the weight; warps: 4 for every 64 rows, at most. More programs than multiprocessors need tiles of
-    which one multiprocessor has room for two programs'."""
+    """A few tokens in e4m3, on Hopper (`fp8_skinny`). rows: of a tile of the weight, 64, 128 or 256; stages: tiles that shared
+    memory holds; programs: how many share the weight; warps: 4 for every 64 rows, at most. More programs than multiprocessors need
+    tiles of which one multiprocessor has room for two programs'."""
 
     rows: int
     stages: int
@@ -65,8 +65,8 @@ threads exchange."""
 SKINNY_MAX_TOKENS = 64
 """Tokens for which `SkinnyTiling` gains: more of them would read as much of x as of the weight."""
 LARGE_WEIGHT = 50_000_000
-"""Bytes of a weight from which on `SkinnyTiling` gains for one token, too, unless one token with so many inputs comes unquantized from
-the kernel before (`fuses_silu`); and from which on split-K is worth adding up for any number of tokens."""
+"""Bytes of a weight from which on `SkinnyTiling` gains for one token, too, unless one token with so many inputs comes unquantized
+from the kernel before (`fuses_silu`); and from which on split-K is worth adding up for any number of tokens."""
 SPLIT_K_4_MAX_TOKENS, SPLIT_K_2_MAX_TOKENS = 16, 48
 """The most tokens for which a weight of few outputs is split along its inputs (split-K) in 4 and in 2 parts. The more tokens there
 are, the longer it takes to add up the parts."""
@@ -118,7 +118,8 @@ def select_fp8(tokens: int, outputs: int, inputs: int, *, reader_scales: bool = 
 
 
 def gemv_fp8_tiling(inputs: int) -> GemvTiling:
-    """A program that holds its rows entirely loads all of them at once; rows wider than registers hold are read in several blocks."""
+    """A program that holds its rows entirely loads all of them at once; rows wider than registers hold are read in several
+    blocks."""
     if inputs <= 2048:
         return GemvTiling(rows=4, block=2048, warps=2)
     if inputs <= 4096 or inputs > 16384:
@@ -154,8 +155,8 @@ def fuses_silu(inner: int, *, down_is_fp8: bool) -> bool:
 
 
 def warmup_token_counts(max_tokens: int) -> list[int]:
-    """Token counts up to max_tokens that between them launch every variant of these kernels that any count does: GEMV and its fusions
-    for one token; `fp8_skinny` for each tile of tokens and on both sides of each split-K threshold; none of ours beyond."""
+    """Token counts up to max_tokens that between them launch every variant of these kernels that any count does: GEMV and its
+    fusions for one token; `fp8_skinny` for each tile of tokens and on both sides of each split-K threshold; none of ours beyond."""
     tiles = {tile_tokens(tokens) for tokens in range(2, SKINNY_MAX_TOKENS + 1)}
     counts = {1, 2, SPLIT_K_4_MAX_TOKENS, SPLIT_K_2_MAX_TOKENS, SKINNY_MAX_TOKENS, SKINNY_MAX_TOKENS + 1} | tiles
     return sorted(count for count in counts if count <= max_tokens)

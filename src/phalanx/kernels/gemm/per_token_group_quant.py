@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""Rows in e4m3 with a scale for each 128 columns, for products with weights that are scaled by block.
+"""Quantization to e4m3 with a scale per token and 128 columns, for GEMMs with weights that are scaled by block.
 
     quantized: e4m3(x / scale), scale = largest |x| of the group / 448                   see `reference.per_token_group_quant_fp8`
 
@@ -23,15 +23,15 @@ from phalanx.kernels.vectors import largest_along
 
 GROUP = tl.constexpr(block_heuristics.BLOCK_K)
 PITCH = 128
-"""Tokens, in multiples of which groups follow each other: a tile's scales begin where vectors may, and its last tokens, which may
-not be there, have memory."""
-MANY, FEW = 32, 8
-"""Groups of one program: where rows are many, and where they are few."""
+"""The scales of a group take a multiple of so many tokens: a tile's scales then begin on 16 bytes, and tokens that a tile has
+beyond the last have memory."""
+MANY_GROUPS, FEW_GROUPS = 32, 8
+"""Groups of one program: where tokens are many, and where they are few."""
 
 
 @triton.jit(do_not_specialize=["pitch", "groups"])
-def _quantize_groups(x, out, scales, pitch, columns, groups, SKIP: tl.constexpr, GROUPS: tl.constexpr, SM: tl.constexpr):
-    """scales [groups, pitch]: products read those of neighbouring tokens together."""
+def _per_token_group_quant(x, out, scales, pitch, columns, groups, SKIP: tl.constexpr, GROUPS: tl.constexpr, SM: tl.constexpr):
+    """scales [groups, pitch]: GEMMs read those of adjacent tokens together."""
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
@@ -47,17 +47,18 @@ def _quantize_groups(x, out, scales, pitch, columns, groups, SKIP: tl.constexpr,
 
 
 def empty_scales(tokens: int, groups: int, device: torch.device) -> Tensor:
-    """[tokens, groups] fp32, tokens side by side; those of one token are contiguous."""
+    """[tokens, groups] fp32, adjacent tokens adjacent in memory; the scales of a single token are contiguous."""
     pitch = 1 if tokens == 1 else triton.cdiv(tokens, PITCH) * PITCH
     return torch.empty((groups, pitch), dtype=torch.float32, device=device)[:, :tokens].t()
 
 
 def per_token_group_quant_fp8(x: Tensor, begin: int = 0, *, rows: int | None = None) -> tuple[Tensor, Tensor]:
-    """The kernel of `reference.per_token_group_quant_fp8` for groups of 128; x [T, in] contiguous in bf16, fp16 or fp32, `in` and begin
-    multiples of 16. The scales [T, groups] lie with tokens side by side, a group's `PITCH`ed: as `block_scaled` reads them.
+    """The kernel of `reference.per_token_group_quant_fp8` for groups of 128; x [T, in] contiguous in bf16, fp16 or fp32, `in` and
+    begin multiples of 16. The scales [T, groups] lie with tokens side by side, a group's padded to a multiple of `PITCH`: as
+    `block_scaled_gemm` reads them.
 
-    rows: of both results instead of T; those beyond hold anything, and a group's scales follow the last one's, as torch reads them.
-    """
+    rows: of both results instead of T; rows beyond T are not set, and a group's scales follow those of the group before without a
+    gap, as torch reads them."""
     tokens, columns = x.shape
     groups = triton.cdiv(begin + columns, GROUP.value)
     out = torch.empty((rows or tokens, columns), dtype=torch.float8_e4m3fn, device=x.device)
@@ -67,9 +68,9 @@ def per_token_group_quant_fp8(x: Tensor, begin: int = 0, *, rows: int | None = N
         scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device).t()
     if tokens:
         sm = sm_arch(x.device)
-        at_once = MANY if tokens > block_heuristics.FEW_TOKENS else FEW
-        _quantize_groups[(tokens, triton.cdiv(groups, at_once))](
-            x, out.view(torch.uint8), scales, scales.stride(1), columns, groups, SKIP=begin, GROUPS=at_once, SM=sm,
-            num_warps=4 if at_once == MANY else 2, launch_pdl=sm >= 90,
+        groups_per_program = MANY_GROUPS if tokens > block_heuristics.FEW_TOKENS else FEW_GROUPS
+        _per_token_group_quant[(tokens, triton.cdiv(groups, groups_per_program))](
+            x, out.view(torch.uint8), scales, scales.stride(1), columns, groups, SKIP=begin, GROUPS=groups_per_program, SM=sm,
+            num_warps=4 if groups_per_program == MANY_GROUPS else 2, launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales

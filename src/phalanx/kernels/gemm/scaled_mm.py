@@ -68,8 +68,8 @@ def unscaled_mm(x: Quantized, weight: Tensor, scale: Tensor, *, dtype: torch.dty
 
 
 def scaled_mm_into(x: Quantized, weight: Tensor, scale: Tensor, chunks: Sequence[tuple[slice, Tensor]]) -> None:
-    """`scaled_mm` in bf16, each of these rows of x into the tensor [rows, out] beside it. For many rows, for which cuBLAS with scales
-    is the fastest."""
+    """`scaled_mm` in bf16, each of these rows of x into the tensor [rows, out] beside it. For many rows, for which cuBLAS with
+    scales is the fastest."""
     by_row, columns, transposed = _scale_by_row(x), scale.view(1, -1), weight.t()
     for rows, out in chunks:
         scales = by_row[rows]

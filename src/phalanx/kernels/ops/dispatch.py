@@ -10,12 +10,8 @@ from torch import Tensor
 
 from phalanx.kernels import reference
 from phalanx.kernels.capabilities import has_triton
+from phalanx.kernels.ops.heuristics import MAX_QUANTIZED_COLUMNS
 from phalanx.kernels.scaled_tensors import Quantized, Unscaled
-
-MAX_QUANTIZED_COLUMNS = 65536
-"""Columns of a row that `quantize_fp8`'s kernel takes: what the threads of one program hold in registers."""
-FEW_TOKENS = 128
-"""Tokens up to which these kernels use more threads for each row, since programs are few."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -140,8 +136,3 @@ def rope_store(
 
         return kernel(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales)
     return reference.rope_store(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales)
-
-
-def warmup_token_counts(max_tokens: int) -> list[int]:
-    """Token counts up to max_tokens that between them launch every variant of these kernels that any count does."""
-    return [tokens for tokens in (1, FEW_TOKENS + 1) if tokens <= max_tokens]

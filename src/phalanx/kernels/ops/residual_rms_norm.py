@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
 # ruff: noqa: RUF005 (Triton's tuples grow by +)
-"""residual + x, RMSNorm of that, and its quantization, in one kernel; and the same for a row as other kernels' last act.
+"""Residual add, RMSNorm and quantization in one kernel; and the same for one row, as the epilogue of other kernels.
 
     new = x + residual                                     rounded to the dtype
     norm = round(new * (1 / sqrt(mean(new^2) + eps))) * weight          rounded again
@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.dtypes import DTYPE_NAMES
+from phalanx.kernels.ops.heuristics import row_warps
 from phalanx.kernels.quantize import fp4_vector, fp8_vector, token_scale
 from phalanx.kernels.vectors import add, load, multiply, pack, rounded, store, unpack
 
@@ -32,7 +33,7 @@ Quant = Literal["none", "fp8", "fp8_token", "nvfp4"]
 
 @triton.jit
 def add_residual(total, residual, place, mask, residual_out, KIND: tl.constexpr, SM: tl.constexpr):
-    """Store total (lanes, as KIND holds them) + residual (words); return its lanes."""
+    """Store total (lanes, rounded to KIND) + residual (words); return the sum's lanes."""
     new = pack(add(total, unpack(residual, KIND)), KIND, SM)
     store(residual_out, place, new, mask, SM)
     return unpack(new, KIND)
@@ -53,10 +54,10 @@ def normed(lanes, squares, weight, hidden, eps, KIND: tl.constexpr, SM: tl.const
     mean = tl.div_rn(squares.to(tl.float32), hidden.to(tl.float32))
     scaled = rounded(multiply(lanes, tl.div_rn(1.0, tl.sqrt_rn(mean + eps))), KIND, SM)
     factors = unpack(weight, KIND)
-    product = ()
+    weighted = ()
     for k in tl.static_range(len(scaled)):
-        product = product + (scaled[k] * factors[k],)
-    return pack(product, KIND, SM)
+        weighted = weighted + (scaled[k] * factors[k],)
+    return pack(weighted, KIND, SM)
 
 
 @triton.jit
@@ -77,9 +78,9 @@ def normalize(
     if QUANT == "fp8":
         tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, tl.load(scale)), SM), mask)
     elif QUANT == "fp8_token":
-        found = token_scale(unpack(norm, KIND))
-        tl.store(scales + row, found)
-        tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, found), SM), mask)
+        row_scale = token_scale(unpack(norm, KIND))
+        tl.store(scales + row, row_scale)
+        tl.store(quantized + place, fp8_vector(unpack(norm, KIND), tl.div_rn(1.0, row_scale), SM), mask)
     elif QUANT == "nvfp4":
         SHARED: tl.constexpr = 16 // len(lanes)
         packed, code = fp4_vector(unpack(norm, KIND), tl.load(scale), BLOCK)
@@ -92,7 +93,7 @@ def finish_row(
     total, residual, weight, row, column, mask, sinks, scale, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Residual, norm and quantization of one row. total: lanes [BLOCK] of the sum, as KIND holds them; residual: words [BLOCK];
+    """Residual, norm and quantization of one row. total: lanes [BLOCK] of the sum, rounded to KIND; residual: words [BLOCK];
     the rest as in `normalize`."""
     place = row.to(tl.int64) * (hidden // len(total)) + column
     lanes = add_residual(total, residual, place, mask, sinks[1], KIND, SM)
@@ -104,24 +105,26 @@ def _residual_rms_norm(
     x, residual, weight, sinks, scale, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program per row."""
     LANES: tl.constexpr = 4 if KIND == "fp32" else 8
     column = tl.arange(0, BLOCK)
     mask = column < hidden // LANES
     row = tl.program_id(0)
     if SM >= 90:
         gdc_launch_dependents()
-    factors = load(weight, column, mask, SM)  # no kernel before this one writes weights
+    weight_words = load(weight, column, mask, SM)  # no kernel before this one writes weights
     if SM >= 90:
         gdc_wait()
     place = row.to(tl.int64) * (hidden // LANES) + column
     words = load(x, place, mask, SM)
     old = load(residual, place, mask, SM)
-    finish_row(unpack(words, KIND), old, factors, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM)
+    finish_row(
+        unpack(words, KIND), old, weight_words, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM
+    )  # fmt: skip
 
 
 class Sinks:
-    """The tensors that a residual-norm-quantize writes, made for a sum [T, H], and their pointers as kernels take them."""
+    """The outputs of residual add, norm and quantization for a sum [T, H], and their pointers as kernels take them."""
 
     def __init__(self, like: Tensor, quant: Quant, keep_norm: bool) -> None:
         tokens, hidden = like.shape
@@ -139,7 +142,7 @@ class Sinks:
             self.scales = torch.empty(tokens, hidden // 16, dtype=torch.float8_e4m3fn, device=device)
 
     def pointers(self, first: int, last: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of rows first .. last - 1, viewed as the kernels write them; what is not written is stood in for by the residual."""
+        """Of rows first .. last - 1, viewed as the kernels write them; the residual stands in for outputs that are not written."""
         lanes = 16 // self.residual.element_size()
         plain = self.residual[first:last].view(torch.int32)
         norm = plain if self.norm is None else self.norm[first:last].view(torch.int32)
@@ -153,7 +156,7 @@ class Sinks:
         return norm, plain, quantized, scales
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """(norm, quantized, scales, residual), those that there are."""
+        """(norm, quantized, scales, residual), without those that are not written."""
         return tuple(t for t in (self.norm, self.quantized, self.scales, self.residual) if t is not None)
 
 
@@ -162,18 +165,6 @@ def quant_mode(quant: Literal["none", "fp8", "nvfp4"], scale: Tensor | None) -> 
     if quant == "nvfp4" and scale is None:
         raise ValueError("nvfp4 needs its global scale: a fp32 scalar tensor")
     return "fp8_token" if quant == "fp8" and scale is None else quant
-
-
-def row_warps(block: int, rows: int) -> int:
-    """Warps for one row of `block` vectors: all the threads it can use while rows are few, else enough to fill the GPU by rows."""
-    widest = max(1, min(32, block // 32))
-    return widest if rows <= 128 else min(widest, 8)
-
-
-def warps_of_row(tokens: int, block: int) -> int:
-    """Warps for one row of `block` columns in a kernel that moves no vectors: few rows are done fast by many threads, of many rows
-    more are under way when each thread has more of one."""
-    return max(1, min(32, block // (256 if tokens <= 128 else 1024)))
 
 
 def residual_rms_norm(
@@ -187,7 +178,7 @@ def residual_rms_norm(
     keep_norm: bool = False,
 ) -> tuple[Tensor, ...]:
     """The kernel of `reference.residual_rms_norm`, for x and residual [T, H] (bf16, fp16, fp32; H a multiple of 8, for nvfp4 of
-    16), weight [H]. Results are new tensors."""
+    16), weight [H]. Returns new tensors."""
     mode = quant_mode(quant, scale)
     x, residual = x.contiguous(), residual.contiguous()
     sinks = Sinks(x, mode, keep_norm)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""By what each position turns queries and keys, in one kernel.
+"""Cosines and sines of the angles by which RoPE rotates queries and keys, in one kernel.
 
     angle = position * inverse_wavelengths                in fp32
     cos(angle) * factor, sin(angle) * factor
 
-A program has a token. Angles reach thousands of turns, so it is the library's cosine, not the processor's quick one.
+A program has one token. Angles reach thousands of full rotations, so this takes the library's cosine, and not the fast hardware
+instruction.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from phalanx.kernels.capabilities import sm_arch
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
-def _rope_cos_sin(positions, wavelengths, cosines, sines, half, factor, BLOCK: tl.constexpr, SM: tl.constexpr):
+def _rope_cos_sin(positions, inv_freq, cosines, sines, half, factor, BLOCK: tl.constexpr, SM: tl.constexpr):
     if SM >= 90:
         gdc_launch_dependents()
     pair = tl.arange(0, BLOCK)
     mask = pair < half
-    rate = tl.load(wavelengths + pair, mask, 0.0)  # no kernel writes them
+    frequency = tl.load(inv_freq + pair, mask, 0.0)  # no kernel writes them
     if SM >= 90:
         gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    angle = tl.load(positions + token).to(tl.float32) * rate
+    angle = tl.load(positions + token).to(tl.float32) * frequency
     if SM > 0:
         cosine, sine = libdevice.cos(angle), libdevice.sin(angle)
     else:

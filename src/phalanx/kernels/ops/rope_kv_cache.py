@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""What lies between the QKV product and attention, in one kernel: turn queries and keys, store keys and values.
+"""Between the QKV GEMM and attention, in one kernel: apply RoPE to queries and keys, store keys and values in the cache.
 
     query = rope(qkv[:, :q_heads])
     key_cache[slot], value_cache[slot] = rope(qkv[:, q_heads : q_heads + kv_heads]), qkv[:, q_heads + kv_heads :]    unless slot < 0
 
-An unscaled product's scales are applied first, in fp32; what is turned and stored is rounded once.
+An unscaled GEMM output gets its scales first, in fp32; results are rounded once.
 
-A program has some heads of one token.
+A program has some heads of one token: see `heuristics.rope_heads`.
 """
 
 from __future__ import annotations
@@ -20,49 +20,48 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.ops.heuristics import rope_heads
 from phalanx.kernels.quantize import clipped, e4m3_byte
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.vectors import nearest
 
-HEADS, FEW, HEADS_OF_FEW = 16, 128, 8
-"""Heads that one program works on, and for how few tokens it has fewer, since there would be too few programs."""
-
 
 @triton.jit
-def _kept(values, inverse, FP8: tl.constexpr, SM: tl.constexpr):
-    """As the cache holds them: e4m3 bytes of values * inverse, or the values."""
+def _cached(values, inverse, FP8: tl.constexpr, SM: tl.constexpr):
+    """The values as the cache stores them: e4m3 bytes of values * inverse, or unchanged."""
     if FP8:
-        kept = e4m3_byte(clipped(values.to(tl.float32) * inverse, SM), SM)
+        stored = e4m3_byte(clipped(values.to(tl.float32) * inverse, SM), SM)
     else:
-        kept = values
-    return kept
+        stored = values
+    return stored
 
 
 @triton.jit
 def _store(cache, place, mask, first, second, half, FP8: tl.constexpr, SM: tl.constexpr, inverse):
-    tl.store(cache + place, _kept(first, inverse, FP8, SM), mask)
-    tl.store(cache + place + half, _kept(second, inverse, FP8, SM), mask)
+    tl.store(cache + place, _cached(first, inverse, FP8, SM), mask)
+    tl.store(cache + place + half, _cached(second, inverse, FP8, SM), mask)
 
 
 @triton.jit
 def rotate_and_store(
-    first, second, wide_first, wide_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
+    first, second, fp32_first, fp32_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
     q_heads, kv_heads, half, key_inverse, value_inverse, FP8: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Elements pair and pair + half of a token's heads, as values are stored, and wide, to be turned by cosines c and sines s."""
-    turned_first = nearest(wide_first * c - wide_second * s, first, SM)
-    turned_second = nearest(wide_second * c + wide_first * s, first, SM)
+    """Rotate elements pair and pair + half of a token's heads by cosines c and sines s, and store them. first, second: as values
+    are stored; fp32_first, fp32_second: the same before rounding, which are rotated."""
+    rotated_first = nearest(fp32_first * c - fp32_second * s, first, SM)
+    rotated_second = nearest(fp32_second * c + fp32_first * s, first, SM)
 
     is_query = inside & (head < q_heads)
     place = (token * q_heads + head) * (2 * half) + pair
-    tl.store(query + place, turned_first, is_query)
-    tl.store(query + place + half, turned_second, is_query)
+    tl.store(query + place, rotated_first, is_query)
+    tl.store(query + place + half, rotated_second, is_query)
 
     slot = tl.load(slots + token)
     stored = inside & (slot >= 0)
     is_key = stored & (head >= q_heads) & (head < q_heads + kv_heads)
     place = (slot * kv_heads + head - q_heads) * (2 * half) + pair
-    _store(key_cache, place, is_key, turned_first, turned_second, half, FP8, SM, key_inverse)
+    _store(key_cache, place, is_key, rotated_first, rotated_second, half, FP8, SM, key_inverse)
     is_value = stored & (head >= q_heads + kv_heads)
     place = (slot * kv_heads + head - q_heads - kv_heads) * (2 * half) + pair
     _store(value_cache, place, is_value, first, second, half, FP8, SM, value_inverse)
@@ -73,7 +72,7 @@ def _rope_store(
     qkv, rows, columns, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, key_inverse, value_inverse,
     BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """rows, columns: the scales of an unscaled product, or None."""
+    """rows, columns: the scales of an unscaled GEMM output, or None."""
     if SM >= 90:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -82,7 +81,7 @@ def _rope_store(
     heads = q_heads + 2 * kv_heads
     inside = (head < heads) & (pair < half)
     column = head * (2 * half) + pair
-    if columns is not None:  # which no kernel writes
+    if columns is not None:  # no kernel writes these scales
         first_scale, second_scale = tl.load(columns + column, inside, 0.0), tl.load(columns + column + half, inside, 0.0)
     if SM >= 90:
         gdc_wait()
@@ -91,14 +90,14 @@ def _rope_store(
     second = tl.load(qkv + place + half, inside, 0.0)
     c = tl.load(cos + token * half + pair, pair < half, 0.0)
     s = tl.load(sin + token * half + pair, pair < half, 0.0)
-    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    fp32_first, fp32_second = first.to(tl.float32), second.to(tl.float32)
     if rows is not None:
         unit = tl.load(rows + token)
-        wide_first = wide_first * unit * first_scale
-        wide_second = wide_second * unit * second_scale
-        first, second = nearest(wide_first, first, SM), nearest(wide_second, second, SM)
+        fp32_first = fp32_first * unit * first_scale
+        fp32_second = fp32_second * unit * second_scale
+        first, second = nearest(fp32_first, first, SM), nearest(fp32_second, second, SM)
     rotate_and_store(
-        first, second, wide_first, wide_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
+        first, second, fp32_first, fp32_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
         q_heads, kv_heads, half, key_inverse, value_inverse, FP8, SM,
     )  # fmt: skip
 
@@ -116,7 +115,7 @@ def rope_store(
         fp8 = key_cache.dtype == torch.float8_e4m3fn
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
-        block = HEADS_OF_FEW if tokens <= FEW else HEADS
+        block = rope_heads(tokens)
         _rope_store[(tokens, triton.cdiv(heads, block))](
             values, rows, columns, cos, sin, query, *caches, slots, q_heads, (heads - q_heads) // 2, head_dim // 2,
             1.0 / key_scale, 1.0 / value_scale,

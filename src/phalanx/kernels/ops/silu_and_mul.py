@@ -4,10 +4,10 @@
 """silu(gate) * up in one pass, and the same in e4m3.
 
     out = round(round(silu(gate)) * up)                    rounded to the dtype twice, as plain torch does
-    out = round(silu(gate) * up)                           of an unscaled product: its scales are applied first, all in fp32
+    out = round(silu(gate) * up)                           of an unscaled GEMM output: its scales are applied first, all in fp32
     quantized: e4m3(out / scale), scale given, or largest |out| of the token / 448
 
-A program of `silu_mul` has a piece of a row; one of `silu_mul_quant_fp8` has a row, which it needs whole for the scale.
+A program of `silu_mul` has a block of a row; one of `silu_mul_quant_fp8` has one row, all of which it needs for the scale.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from phalanx.kernels.capabilities import sm_arch
-from phalanx.kernels.ops.residual_rms_norm import warps_of_row
+from phalanx.kernels.ops.heuristics import column_warps
 from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.vectors import nearest
 
-PIECE = 2048
+MAX_BLOCK = 2048
 """Columns that one program of `silu_mul` works on."""
 
 
 @triton.jit
 def _silu(value, SM: tl.constexpr):
-    """In fp32. With the quotient exact in all bits, this and not memory would be what a long row takes; the fast one is off by the
-    last two of 24. Where exp() is beyond fp32 it gives the limit, 0."""
+    """In fp32. With an exact quotient this, and not memory, would bound the time of a long row; the fast quotient is wrong in at
+    most the last two of 24 bits. Where exp() overflows fp32 it gives the limit, 0."""
     one_more = 1.0 + tl.exp2(value * -1.4426950408889634)
     if SM == 0:
-        turned = value / one_more
+        activated = value / one_more
     else:
-        turned = libdevice.fast_dividef(value, one_more)
-    return turned
+        activated = libdevice.fast_dividef(value, one_more)
+    return activated
 
 
 @triton.jit
 def _column_scales(columns, column, mask, width):
-    """Of gate and up. No kernel writes them, so that they are read before the wait."""
+    """The column scales of gate and up. No kernel writes them, so that they are loaded before the wait."""
     if columns is not None:
         gate, up = tl.load(columns + column, mask, 0.0), tl.load(columns + width + column, mask, 0.0)
     else:
@@ -52,30 +52,30 @@ def _column_scales(columns, column, mask, width):
 
 
 @triton.jit
-def gate_of(gate, up, SM: tl.constexpr):
-    """Of a finished product, in its dtype."""
-    turned = nearest(_silu(gate.to(tl.float32), SM), gate, SM)
-    return nearest(turned.to(tl.float32) * up.to(tl.float32), gate, SM)
+def silu_mul_rounded(gate, up, SM: tl.constexpr):
+    """silu(gate) * up of a finished GEMM output, in its dtype."""
+    activated = nearest(_silu(gate.to(tl.float32), SM), gate, SM)
+    return nearest(activated.to(tl.float32) * up.to(tl.float32), gate, SM)
 
 
 @triton.jit
-def _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM: tl.constexpr):
-    """A piece of one row, in its dtype."""
+def _silu_mul_block(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM: tl.constexpr):
+    """silu(gate) * up of a block of one row, in the dtype of gate_up."""
     first = gate_up + row.to(tl.int64) * (2 * width) + column
     gate = tl.load(first, mask, 0.0)
     up = tl.load(first + width, mask, 0.0)
     if rows is not None:
         unit = tl.load(rows + row)
-        turned = _silu(gate.to(tl.float32) * unit * gate_scale, SM)
-        out = nearest(turned * (up.to(tl.float32) * unit * up_scale), gate, SM)
+        activated = _silu(gate.to(tl.float32) * unit * gate_scale, SM)
+        out = nearest(activated * (up.to(tl.float32) * unit * up_scale), gate, SM)
     else:
-        out = gate_of(gate, up, SM)
+        out = silu_mul_rounded(gate, up, SM)
     return out
 
 
 @triton.jit
 def _silu_mul(gate_up, rows, columns, out, width, BLOCK: tl.constexpr, SM: tl.constexpr):
-    """rows, columns: the scales of an unscaled product, or None."""
+    """rows, columns: the scales of an unscaled GEMM output, or None."""
     if SM >= 90:
         gdc_launch_dependents()
     row = tl.program_id(0)
@@ -84,15 +84,16 @@ def _silu_mul(gate_up, rows, columns, out, width, BLOCK: tl.constexpr, SM: tl.co
     gate_scale, up_scale = _column_scales(columns, column, mask, width)
     if SM >= 90:
         gdc_wait()
-    value = _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM)
+    value = _silu_mul_block(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM)
     tl.store(out + row.to(tl.int64) * width + column, value, mask)
 
 
 @triton.jit
 def _silu_mul_quant_fp8(
-    gate_up, rows, columns, out, scales, width, GIVEN: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr
+    gate_up, rows, columns, out, scales, width, STATIC: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr
 ):  # fmt: skip
-    """scales: read where it is GIVEN, one for all; else written, one per token. rows, columns: as for `_silu_mul`."""
+    """scales: with STATIC one scale for all, which is read; else one per token, which is written. rows, columns: as for
+    `_silu_mul`."""
     if SM >= 90:
         gdc_launch_dependents()
     row = tl.program_id(0)
@@ -101,15 +102,15 @@ def _silu_mul_quant_fp8(
     gate_scale, up_scale = _column_scales(columns, column, mask, width)
     if SM >= 90:
         gdc_wait()
-    value = _gated(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM).to(tl.float32)
-    if GIVEN:
+    value = _silu_mul_block(gate_up, rows, gate_scale, up_scale, row, column, mask, width, SM).to(tl.float32)
+    if STATIC:
         scale = tl.load(scales)
     else:
         scale = scale_of(tl.max(tl.abs(value), 0))
         tl.store(scales + row, scale)
     scaled = value * tl.div_rn(1.0, scale)
     place = out + row.to(tl.int64) * width + column
-    if GIVEN:
+    if STATIC:
         scaled = clipped(scaled, SM)
     tl.store(place, e4m3_byte(scaled, SM), mask)
 
@@ -122,7 +123,7 @@ def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
     out = torch.empty((tokens, width), dtype=values.dtype, device=values.device)
     if tokens:
         sm = sm_arch(values.device)
-        block = min(PIECE, triton.next_power_of_2(width))
+        block = min(MAX_BLOCK, triton.next_power_of_2(width))
         _silu_mul[(tokens, triton.cdiv(width, block))](
             values, rows, columns, out, width, BLOCK=block, SM=sm, num_warps=8 if block >= 2048 else 4, launch_pdl=sm >= 90
         )
@@ -140,7 +141,7 @@ def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) 
         sm = sm_arch(values.device)
         block = triton.next_power_of_2(width)
         _silu_mul_quant_fp8[(tokens,)](
-            values, rows, columns, out.view(torch.uint8), scales, width, GIVEN=scale is not None, BLOCK=block, SM=sm,
-            num_warps=warps_of_row(tokens, block), launch_pdl=sm >= 90,
+            values, rows, columns, out.view(torch.uint8), scales, width, STATIC=scale is not None, BLOCK=block, SM=sm,
+            num_warps=column_warps(tokens, block), launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales

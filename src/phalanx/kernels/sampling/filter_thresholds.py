@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""What top-k, top-p and min-p leave of a row of logits, as one number: the least scaled logit that is kept. Nothing is sorted.
+"""The threshold that top-k, top-p and min-p give a row of logits: the least scaled logit that is kept. Nothing is sorted.
 
-A token's depth is how far its logit lies below the row's top, at least 0; what follows is in the bits of depths, which as integers
-have their order. Top-k and top-p ask the same: the least depth down to which enough is found, of tokens (k of them) or of mass (p
-of all). A search keeps two depths, the upper with too little above and at it, the lower with enough, and in each pass over the row
-sums at eight depths between them: so a pass leaves an eighth of the interval, and no more than what tokens lie at. The first pass
-looks where edges mostly are. As soon as few enough tokens are left between, they are put aside, and later passes look at those
-alone: of logits as models have, a search reads the row twice, and at worst a dozen times and once more for each time that tokens
-were too uneven to be put aside. One program has a row.
+A token's depth is how far its logit lies below the row's maximum, at least 0. The search works on the bits of depths, which as
+integers have their order. Top-k and top-p ask the same question: the least depth down to which the row has enough, of tokens (k of
+them) or of probability mass (p of all). A search keeps an interval of two depths, the upper with too little above and at it, the
+lower with enough, and in each pass over the row sums at eight pivots between them: so a pass leaves an eighth of the interval,
+narrowed to depths at which there are tokens. The first pass takes pivots where the threshold mostly is. As soon as few enough
+tokens are left in the interval, they are put aside, and later passes read those alone: of logits as models have them, a search
+reads the row twice, and at worst a dozen times and once more for each time that tokens were too unevenly spread over lanes to be
+put aside. One program has a row.
 
-Mass is exp2 in fp32, summed by each lane in fp32 and over lanes in integers, in an order that hangs on the stride alone
-(`sampling.filter_thresholds` sees to it): a row's threshold does not depend on others, the sums never fall from depth to depth, and are right to
-about 1e-6 of the whole.
-"""
+Mass is exp2 in fp32, summed by each lane in fp32 and over lanes in integers, in an order that depends on the stride alone
+(`sampling.filter_thresholds` fixes it): a row's threshold does not depend on other rows, the sums never fall from depth to depth,
+and are right to about 1e-6 of the total."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from phalanx.kernels.sampling.gumbel_argmax import BLOCK, _largest, _padded_part
 
 LANES = 1024
 EACH = 4
-"""Neighbouring logits that a lane reads at a time: 16 bytes, the most that no other lane has a share of when they are summed."""
-ROOM = 16
-"""Depths that a lane can put aside: where at most a quarter as many are left for each, it hardly ever happens that some lane has
-more, and then the search goes on in the whole row."""
+"""Adjacent logits that a lane reads at a time: 16 bytes, the most that one lane sums by itself."""
+CAPACITY = 16
+"""Depths that a lane can put aside: where at most a quarter as many are left per lane, it hardly ever happens that some lane has
+more, and then the search goes on in the entire row."""
 
-DEEPEST = tl.constexpr(0x7F7FFFFF)  # the largest of floats, which -inf is taken for
+DEEPEST = tl.constexpr(0x7F7FFFFF)  # the bits of the largest float, which stands for the depth of -inf
 BINADE = tl.constexpr(1 << 23)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -47,7 +47,7 @@ def _value(bits):
 
 @triton.jit
 def _reaches(depth, pivot, SM: tl.constexpr):
-    """1.0 where the depth is at most the pivot, else 0.0: by one instruction, where a comparison and a choice would be two."""
+    """1.0 where the depth is at most the pivot, else 0.0: in one instruction, where a comparison and a select would be two."""
     if SM > 0:
         flag = tl.inline_asm_elementwise("set.le.f32.f32 $0, $1, $2;", "=f,f,f", [depth, pivot], tl.float32, True, 1)
     else:
@@ -57,13 +57,13 @@ def _reaches(depth, pivot, SM: tl.constexpr):
 
 @triton.jit
 def _more(total, depth, weight, pivot, SM: tl.constexpr):
-    """The sum of each lane [LANES] with the weights [LANES, EACH] of what lies no deeper than the pivot."""
+    """Each lane's sum [LANES] plus the weights [LANES, EACH] of depths that are no more than the pivot."""
     return total + tl.sum(_reaches(depth, pivot, SM) * weight, 1)
 
 
 @triton.jit
-def _whole(sums):
-    """Of all lanes, in units of 2^-40: exact, and so in any order."""
+def _sum_lanes(sums):
+    """The sum over all lanes, in units of 2^-40: exact in any order."""
     return tl.sum((sums * 1099511627776.0).to(tl.int64), 0)
 
 
@@ -73,10 +73,10 @@ def _depth(values, top):
 
 
 @triton.jit
-def _look(seen, depth, inside, rate, above, pivots, SM: tl.constexpr):
-    """A tile of depths [LANES, ..] more in what was `seen`: the sums at eight pivots, the least depth below `above`, and the
-    greatest down to the last pivot. inside: which of the tile count; None where all do."""
-    s0, s1, s2, s3, s4, s5, s6, s7, least, most = seen
+def _accumulate(state, depth, inside, rate, above, pivots, SM: tl.constexpr):
+    """Add a tile of depths [LANES, ..] to the state: the sums at eight pivots, the least depth that is more than `above`, and the
+    greatest that is at most the last pivot. inside: which of the tile count; None where all do."""
+    s0, s1, s2, s3, s4, s5, s6, s7, least, most = state
     p0, p1, p2, p3, p4, p5, p6, p7 = pivots
     weight = tl.exp2(depth * rate)
     if inside is not None:
@@ -92,74 +92,78 @@ def _look(seen, depth, inside, rate, above, pivots, SM: tl.constexpr):
 
 @triton.jit
 def _pass(start, width, top, rate, above, pivots, LANES: tl.constexpr, EACH: tl.constexpr, SM: tl.constexpr):
-    """`_look` at the whole row."""
+    """`_accumulate` over the entire row."""
     column = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     none = tl.zeros([LANES], tl.float32)
-    seen = (none, none, none, none, none, none, none, none, none + LARGEST, none)
+    state = (none, none, none, none, none, none, none, none, none + LARGEST, none)
     at = 0
     while at + LANES * EACH <= width:  # without a mask, so that a lane reads all its logits at once
-        seen = _look(seen, _depth(tl.load(start + at + column), top), None, rate, above, pivots, SM)
+        state = _accumulate(state, _depth(tl.load(start + at + column), top), None, rate, above, pivots, SM)
         at += LANES * EACH
     if at < width:
         depth = _depth(tl.load(start + at + column, at + column < width, 0.0), top)
-        seen = _look(seen, depth, at + column < width, rate, above, pivots, SM)
-    return _summed(seen)
+        state = _accumulate(state, depth, at + column < width, rate, above, pivots, SM)
+    return _summed(state)
 
 
 @triton.jit
 def _pass_few(few, counts, rounds, rate, above, pivots, LANES: tl.constexpr, SM: tl.constexpr):
-    """`_look` at what `_gather` has put aside: `counts` [LANES] of each lane, `rounds` at most."""
+    """`_accumulate` over the depths that `_gather` has put aside: `counts` [LANES] per lane, `rounds` at most."""
     lane = tl.arange(0, LANES)[:, None]
     none = tl.zeros([LANES], tl.float32)
-    seen = (none, none, none, none, none, none, none, none, none + LARGEST, none)
+    state = (none, none, none, none, none, none, none, none, none + LARGEST, none)
     at = 0
     while at < rounds:
         inside = at < counts[:, None]
-        seen = _look(seen, tl.load(few + at * LANES + lane, inside, 0.0), inside, rate, above, pivots, SM)
+        state = _accumulate(state, tl.load(few + at * LANES + lane, inside, 0.0), inside, rate, above, pivots, SM)
         at += 1
-    return _summed(seen)
+    return _summed(state)
 
 
 @triton.jit
-def _summed(seen):
-    s0, s1, s2, s3, s4, s5, s6, s7, least, most = seen
-    sums = (_whole(s0), _whole(s1), _whole(s2), _whole(s3), _whole(s4), _whole(s5), _whole(s6), _whole(s7))
+def _summed(state):
+    s0, s1, s2, s3, s4, s5, s6, s7, least, most = state
+    sums = (
+        _sum_lanes(s0), _sum_lanes(s1), _sum_lanes(s2), _sum_lanes(s3), _sum_lanes(s4), _sum_lanes(s5), _sum_lanes(s6), _sum_lanes(s7),
+    )  # fmt: skip
     return sums, tl.min(least, 0), tl.max(most, 0)
 
 
 @triton.jit
-def _put(few, counts, depth, inside, lane, LANES: tl.constexpr, ROOM: tl.constexpr):
-    """Those inside of a tile of depths [LANES, EACH], behind what each lane has put aside; the counts [LANES] then."""
+def _put(few, counts, depth, inside, lane, LANES: tl.constexpr, CAPACITY: tl.constexpr):
+    """Append the depths of a tile [LANES, EACH] that are inside to those that each lane has put aside; returns the new counts
+    [LANES]."""
     one = inside.to(tl.int32)
     place = counts[:, None] + tl.cumsum(one, 1) - one
-    tl.store(few + place * LANES + lane, depth, inside & (place < ROOM))
+    tl.store(few + place * LANES + lane, depth, inside & (place < CAPACITY))
     return counts + tl.sum(one, 1)
 
 
 @triton.jit
-def _gather(few, start, width, top, low, high, LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr):
-    """Put aside the depths of the row in (low, high]: how many are each lane's [LANES], of which it has put ROOM aside."""
+def _gather(few, start, width, top, low, high, LANES: tl.constexpr, EACH: tl.constexpr, CAPACITY: tl.constexpr):
+    """Put aside the depths of the row in (low, high]: returns how many each lane has [LANES], of which it has put CAPACITY
+    aside."""
     lane = tl.arange(0, LANES)[:, None]
     column = lane * EACH + tl.arange(0, EACH)[None, :]
     counts = tl.zeros([LANES], tl.int32)
     at = 0
-    tl.debug_barrier()  # nobody reads what was put aside before
+    tl.debug_barrier()  # no thread still reads what was put aside before
     while at + LANES * EACH <= width:
         depth = _depth(tl.load(start + at + column), top)
         bits = depth.to(tl.int32, bitcast=True)
-        counts = _put(few, counts, depth, (bits > low) & (bits <= high), lane, LANES, ROOM)
+        counts = _put(few, counts, depth, (bits > low) & (bits <= high), lane, LANES, CAPACITY)
         at += LANES * EACH
     if at < width:
         depth = _depth(tl.load(start + at + column, at + column < width, 0.0), top)
         bits = depth.to(tl.int32, bitcast=True)
-        counts = _put(few, counts, depth, (bits > low) & (bits <= high) & (at + column < width), lane, LANES, ROOM)
+        counts = _put(few, counts, depth, (bits > low) & (bits <= high) & (at + column < width), lane, LANES, CAPACITY)
     tl.debug_barrier()
     return counts
 
 
 @triton.jit
 def _narrow(low, high, under, over, total, pivot, target):
-    """The interval (low, high] and the sums at both, after a pivot and the sum there."""
+    """Narrow the interval (low, high], and the sums at both ends, by a pivot and the sum there."""
     if total >= target:
         if pivot < high:
             high, over = pivot, total
@@ -170,21 +174,21 @@ def _narrow(low, high, under, over, total, pivot, target):
 
 @triton.jit
 def _search(
-    start, width, top, temperature_of_row, rate, limit, target, share, crowd, few,
-    LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr, SM: tl.constexpr,
+    start, width, top, row_temperature, rate, limit, target, share, crowd, few,
+    LANES: tl.constexpr, EACH: tl.constexpr, CAPACITY: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the least depth, at most `limit`, down to which the weights exp2(depth * rate) reach the target, in units of 2^-40;
-    where this is 0, so much of their sum down to the limit as `share` says, which is found on the way. crowd: no more tokens than
-    this are so deep at most, but for ties. few: room for ROOM * LANES depths."""
+    """Bits of the least depth, at most `limit`, down to which the weights exp2(depth * rate) reach the target, in units of 2^-40; a
+    target of 0 stands for the fraction `share` of their sum down to the limit, which the first pass gives. crowd: at most so many
+    tokens have a depth of at most `limit`, but for ties. few: memory for CAPACITY * LANES depths."""
     low, high = tl.full((), -1, tl.int32), limit
-    first, step = (temperature_of_row * 0.25).to(tl.int32, bitcast=True), BINADE + 0  # a quarter to 16 nats
+    first, step = (row_temperature * 0.25).to(tl.int32, bitcast=True), BINADE + 0  # a quarter to 16 nats
     under, over, aside = target * 0, target * 0, target * 0
-    counts, rounds, few_enough = tl.zeros([LANES], tl.int32), 0, LANES * ROOM / 4.0
+    counts, rounds, few_enough = tl.zeros([LANES], tl.int32), 0, LANES * CAPACITY / 4.0
     while high - low > 1:
         if (rounds == 0) & (crowd <= few_enough):
-            counts = _gather(few, start, width, top, low, high, LANES, EACH, ROOM)
+            counts = _gather(few, start, width, top, low, high, LANES, EACH, CAPACITY)
             rounds, aside = tl.max(counts, 0), under
-            if rounds > ROOM:
+            if rounds > CAPACITY:
                 rounds, few_enough = 0, few_enough / 4
         b0, b1 = tl.minimum(first, high), tl.minimum(first + step, high)
         b2, b3 = tl.minimum(first + 2 * step, high), tl.minimum(first + 3 * step, high)
@@ -202,7 +206,7 @@ def _search(
         over = base + s7
         if target == 0:
             target = tl.maximum(tl.minimum(tl.ceil(share * over.to(tl.float64)).to(tl.int64), over), 1)
-        # Only what tokens lie at can be the edge.
+        # Only a depth that some token has can be the threshold.
         low = tl.maximum(low, tl.minimum(least.to(tl.int32, bitcast=True), high) - 1)
         high = tl.minimum(high, most.to(tl.int32, bitcast=True))
         low, high, under, over = _narrow(low, high, under, over, base + s0, b0, target)
@@ -219,19 +223,20 @@ def _search(
 
 
 @triton.jit
-def _scaled(bits, temperature_of_row):
+def _scaled(bits, row_temperature):
     """A depth as what `reference.scale_logits` makes of its logit."""
-    return tl.where(bits < DEEPEST, -tl.div_rn(_value(bits), temperature_of_row), float("-inf"))
+    return tl.where(bits < DEEPEST, -tl.div_rn(_value(bits), row_temperature), float("-inf"))
 
 
 @triton.jit
-def _alike(bits, temperature_of_row):
-    """The greatest depth whose scaled logit is that of this depth, in bits: division makes equals of neighbours."""
-    wanted = tl.div_rn(_value(bits), temperature_of_row)
+def _deepest_equal(bits, row_temperature):
+    """The greatest depth whose scaled logit equals that of this depth, in bits: division may round neighbours to the same
+    number."""
+    target = tl.div_rn(_value(bits), row_temperature)
     low, high = bits, tl.full((), DEEPEST, tl.int32)
     while high > low:
         middle = low + ((high - low + 1) >> 1)
-        if tl.div_rn(_value(middle), temperature_of_row) == wanted:
+        if tl.div_rn(_value(middle), row_temperature) == target:
             low = middle
         else:
             high = middle - 1
@@ -244,32 +249,32 @@ def _alike(bits, temperature_of_row):
 )
 def _filter_thresholds(
     logits, thresholds, max_keys, temperature, filters, few, stride, width, rows, parts,
-    PARTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr, SM: tl.constexpr,
+    PARTS: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr, CAPACITY: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     if SM >= 90:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    temperature_of_row = tl.load(temperature + row)
+    row_temperature = tl.load(temperature + row)
     k = tl.load(filters + row).to(tl.int32)
     p = tl.load(filters + rows + row)
     m = tl.load(filters + 2 * rows + row).to(tl.float32)
     threshold = float("-inf")
     order = (_largest(max_keys, row, rows, parts, 1, PARTS) >> 32).to(tl.int32)
     top = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
-    if (temperature_of_row > 0.0) & (top > float("-inf")):
+    if (row_temperature > 0.0) & (top > float("-inf")):
         start = logits + row.to(tl.int64) * stride
         top = tl.minimum(top, LARGEST)  # so that no depth is NaN
-        few += row.to(tl.int64) * (ROOM * LANES)
+        few += row.to(tl.int64) * (CAPACITY * LANES)
         limit, crowd = tl.full((), DEEPEST, tl.int32), width.to(tl.float32)
         by_mass = 0
-        while by_mass < 2:  # top-k, then top-p of what it leaves: two turns, so that the search is there once
+        while by_mass < 2:  # top-k, then top-p of what it leaves: one loop, so that the search is compiled once
             if tl.where(by_mass > 0, p < 1.0, k < width):
-                limit = _alike(limit, temperature_of_row)
-                rate = by_mass * (-LOG2_E / temperature_of_row)
+                limit = _deepest_equal(limit, row_temperature)
+                rate = by_mass * (-LOG2_E / row_temperature)
                 target = tl.where(by_mass > 0, 0, k).to(tl.int64) << 40
-                limit = _search(start, width, top, temperature_of_row, rate, limit, target, p, crowd, few, LANES, EACH, ROOM, SM)
-                threshold = tl.maximum(threshold, _scaled(limit, temperature_of_row))
+                limit = _search(start, width, top, row_temperature, rate, limit, target, p, crowd, few, LANES, EACH, CAPACITY, SM)
+                threshold = tl.maximum(threshold, _scaled(limit, row_temperature))
                 crowd = k.to(tl.float32)
             by_mass += 1
         if m > 0.0:
@@ -283,13 +288,13 @@ def _filter_thresholds(
 def filter_thresholds(logits: Tensor, max_keys: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
     """The kernel of `sampling.filter_thresholds`: [S] for logits [S, V] in fp32 whose rows are contiguous."""
     rows, width = logits.shape
-    found = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    thresholds = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         sm, parts = sm_arch(logits.device), max_keys.shape[2]
-        few = torch.empty(rows, ROOM * LANES, dtype=torch.float32, device=logits.device)
+        few = torch.empty(rows, CAPACITY * LANES, dtype=torch.float32, device=logits.device)
         _filter_thresholds[(rows,)](
-            logits, found, max_keys, temperature, filters, few, logits.stride(0), width, rows, parts,
-            PARTS=_padded_parts(triton.cdiv(width, BLOCK)), LANES=LANES, EACH=EACH, ROOM=ROOM, SM=sm,
+            logits, thresholds, max_keys, temperature, filters, few, logits.stride(0), width, rows, parts,
+            PARTS=_padded_parts(triton.cdiv(width, BLOCK)), LANES=LANES, EACH=EACH, CAPACITY=CAPACITY, SM=sm,
             num_warps=LANES // 32, launch_pdl=sm >= 90,
         )  # fmt: skip
-    return found
+    return thresholds

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops that turn logits into tokens, the same on CPU and GPU, and on every rank.
 
-`argmax` and `sample` (filtered or not) are all that most steps need: they have Triton kernels. The rest is plain torch. On a GPU the
-mass above the last token of a nucleus is right to about 1e-6 of the total.
+`argmax` and `sample` (filtered or not) are all that most steps need: they have Triton kernels. The rest is plain torch. On a GPU
+the mass above the last token of a nucleus is right to about 1e-6 of the total.
 
 No op looks from one row into another, so that a request's tokens do not depend on what else is in the batch. Filters are
 thresholds on values (tokens that tie with the last one kept are kept), so that no result depends on how a sort orders ties.
@@ -59,8 +59,8 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def packed_argmax_keys(logits: Tensor, begin: int, width: int) -> Tensor:
-    """The argmax of each row of logits [S, W], of which columns 0 .. width - 1 are tokens begin, begin + 1, ... of a vocabulary that
-    is split over ranks: [S, parts] int64, a key for each part of a row. `parts` depends on S and W alone.
+    """The argmax of each row of logits [S, W], of which columns 0 .. width - 1 are tokens begin, begin + 1, ... of a vocabulary
+    that is split over ranks: [S, parts] int64, a key for each part of a row. `parts` depends on S and W alone.
 
     The largest of the keys of all parts and ranks is the argmax's: see `reference.packed_argmax_keys`.
     """
@@ -83,13 +83,13 @@ def gumbel_max(
 
 
 def filter_thresholds(logits: Tensor, max_keys: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
-    """See `reference.filter_thresholds`. The kernel reads nothing back to the host."""
+    """See `reference.filter_thresholds`. max_keys [1, S, parts]: the keys of the logits. The kernel reads nothing back to the host."""
     if _kernel_takes(logits):
         from phalanx.kernels.sampling.filter_thresholds import filter_thresholds as kernel
 
         # Lanes add up as dtype and stride have it, and a neighbour with a bias makes all rows fp32.
         return kernel(contiguous_fp32(logits), max_keys, temperature, filters)
-    return reference.filter_thresholds(logits, max_keys, temperature, filters)
+    return reference.filter_thresholds(logits, temperature, filters)
 
 
 def sample(logits: Tensor, temperature: Tensor, noise: Tensor, filters: Tensor | None = None) -> Tensor:
@@ -122,9 +122,8 @@ def contiguous_fp32(logits: Tensor, *, copy: bool = False) -> Tensor:
 def score(logits: Tensor, targets: Tensor, most: int) -> Tensor:
     """What is reported of targets [M] int64 under softmax(logits) [M, V], as one fp64 tensor [M, 2 + 2 * most].
 
-    Columns: natural-log probability, rank (1 is the most likely; ties share the better rank), then the ids of the `most` most likely
-    tokens, then their log probabilities. fp64 holds each of these exactly, so that one copy to the host carries all.
-    """
+    Columns: natural-log probability, rank (1 is the most likely; ties share the better rank), then the ids of the `most` most
+    likely tokens, then their log probabilities. fp64 holds each of these exactly, so that one copy to the host carries all."""
     own = logits.gather(1, targets.unsqueeze(1))
     norm = logits.logsumexp(-1, keepdim=True)
     rank = (logits > own).sum(-1, keepdim=True) + 1

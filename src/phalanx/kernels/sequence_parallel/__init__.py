@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a group in which each row belongs to one rank."""
+"""Sequence-parallel collectives in Triton: reduce-scatter, residual add, RMSNorm and quantization on each rank's own rows,
+all-gather."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""`signals` for what is narrower than 16 bytes: vectors that became e4m3, and words. The protocol is the same: the sentinel is a
-word of 4 bytes, so that pieces of any number of words may be sent alone, and read together with others."""
+"""`signals` for data narrower than 16 bytes: vectors in e4m3, and single words. The protocol is the same: the sentinel is a word of
+4 bytes, so that any number of words may be sent alone, and read together with others."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def push_codes(base, index, mask, codes):
 
 @triton.jit
 def push_once(address, word):
-    """Write one sealed word (scalars) into a peer's workspace: by the first thread alone, since a word that came a second time
-    might come after its reader has cleared the first."""
+    """Write one sealed word (scalars) into a peer's workspace: by the first thread alone, since a word that arrived twice might
+    arrive after its reader has cleared the first."""
     tl.inline_asm_elementwise(_PUSH_ONCE, "=r,l,r", [address, word], tl.int32, is_pure=False, pack=1)
 
 
