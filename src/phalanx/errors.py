@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception tree.
+"""The exception tree: all errors that Phalanx raises on purpose.
 
     PhalanxError
-    +-- OptionError (ValueError)          an option, environment value or API field cannot be honoured
-    |   +-- UnknownOption (TypeError)     nobody knows this name; the nearest known one is named
+    +-- OptionError (ValueError)          an option, environment value or API field is not valid
+    |   +-- UnknownOption (TypeError)     the name is unknown; names the nearest known one
     |   +-- LayoutError                   the layout does not fit the model or the machine
     +-- ModelError                        the checkpoint cannot be used
     |   +-- ModelNotFound                 no such folder, no such Hub id, or the Hub cannot be reached
-    |   +-- UnsupportedArchitecture       lists those that are
+    |   +-- UnsupportedArchitecture       lists the supported ones
     |   +-- WeightError                   a tensor or file is missing, truncated or contradicts config.json
-    +-- CapacityError                     the memory budget does not hold what was asked for
-    +-- RequestError (ValueError)         one request is refused; the engine goes on
-    |   +-- PromptTooLong                 both numbers
-    |   +-- Overloaded                    a queue is at its cap
-    +-- TableError                        a tuning table, CSV or C++ file is faulty: file, row and cure
+    +-- CapacityError                     the memory budget is too small
+    +-- RequestError (ValueError)         one request is rejected; the engine goes on
+    |   +-- PromptTooLong                 the prompt exceeds max_seq_len; has both numbers
+    |   +-- Overloaded                    a queue is full
+    +-- TableError                        a tuning table, CSV or C++ file is faulty; names file, row and remedy
     +-- EngineError                       the engine cannot go on
         +-- RankDied                      names the rank and the signal or exit status
-        +-- RankStalled                   names the rank and how long it has stood still
+        +-- RankStalled                   names the rank and for how long it has been silent
         +-- NodeLost                      names the node
-        +-- StepDiverged                  ranks no longer agree on the step
+        +-- StepDiverged                  the ranks disagree about the step
         +-- EngineClosed                  shut down, or never started
 
 Every message leads with the failure, then says what there is, why, and what to do next. `to_wire` and `from_wire` carry an error
@@ -55,11 +55,11 @@ class PhalanxError(Exception):
 
 
 class OptionError(PhalanxError, ValueError):
-    """An option, environment value or API field cannot be honoured."""
+    """An option, environment value or API field is not valid."""
 
 
 class UnknownOption(OptionError, TypeError):
-    """Nobody knows this name; the nearest known one is named."""
+    """The name is unknown; the message names the nearest known one."""
 
 
 class LayoutError(OptionError):
@@ -75,7 +75,7 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedArchitecture(ModelError):
-    """Lists the architectures that are supported."""
+    """The architecture is not supported; the message lists those that are."""
 
 
 class WeightError(ModelError):
@@ -83,23 +83,23 @@ class WeightError(ModelError):
 
 
 class CapacityError(PhalanxError):
-    """The memory budget does not hold what was asked for; says what would fit."""
+    """The memory budget is too small; the message says what would fit."""
 
 
 class RequestError(PhalanxError, ValueError):
-    """One request is refused; the engine goes on."""
+    """One request is rejected; the engine goes on."""
 
 
 class PromptTooLong(RequestError):
-    """The prompt leaves no room in max_seq_len; both numbers are in the message."""
+    """The prompt is too long for max_seq_len; the message has both numbers."""
 
 
 class Overloaded(RequestError):
-    """A queue is at its cap; try again later."""
+    """A queue is full; try again later."""
 
 
 class TableError(PhalanxError):
-    """A tuning table, CSV or C++ file is faulty; names file, row and cure."""
+    """A tuning table, CSV or C++ file is faulty; the message names file, row and remedy."""
 
 
 class EngineError(PhalanxError):
@@ -107,19 +107,19 @@ class EngineError(PhalanxError):
 
 
 class RankDied(EngineError):
-    """A rank ended: its number, and the signal or exit status."""
+    """A rank ended; the message has its number, and the signal or exit status."""
 
 
 class RankStalled(EngineError):
-    """A rank stands still: its number, and for how long."""
+    """A rank stalled; the message has its number, and for how long it has been silent."""
 
 
 class NodeLost(EngineError):
-    """A node no longer answers: its number and address."""
+    """A node no longer answers; the message has its number and address."""
 
 
 class StepDiverged(EngineError):
-    """Ranks no longer agree on what step they run."""
+    """The ranks disagree about the step that they run."""
 
 
 class EngineClosed(EngineError):
@@ -127,10 +127,10 @@ class EngineClosed(EngineError):
 
 
 def _tree(kind: type[PhalanxError]) -> dict[str, type[PhalanxError]]:
-    found = {kind.__name__: kind}
+    tree = {kind.__name__: kind}
     for sub in kind.__subclasses__():
-        found |= _tree(sub)
-    return found
+        tree |= _tree(sub)
+    return tree
 
 
 _KINDS = _tree(PhalanxError)

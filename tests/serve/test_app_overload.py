@@ -147,6 +147,6 @@ def test_queued_tokens(tmp_path, tiny_model, tokens):
         answers = asyncio.run(crowd())
         assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429]
         refused = next(answer for answer in answers if answer.status_code == 429)
-        assert "60 tokens are waiting, and 100 may" in refused.json()["error"]["message"]
+        assert "60 tokens wait, and 100 may" in refused.json()["error"]["message"]
         assert refused.json()["error"]["code"] == "overloaded"
         assert served.metric("request_refused_total") == 2

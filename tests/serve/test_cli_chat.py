@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from phalanx import LLM, SamplingParams, cli
+from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.serve.client import EngineClient
 from tests.support.checkpoints import write_checkpoint
 
@@ -28,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fake_ranks(monkeypatch):
-    monkeypatch.setattr(EngineClient, "start", functools.partial(EngineClient.start, executor="fake"))
+    monkeypatch.setattr(EngineClient, "start", functools.partial(EngineClient.start, executor=FAKE_EXECUTOR))
 
 
 def typed(monkeypatch, text):

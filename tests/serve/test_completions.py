@@ -106,7 +106,7 @@ def test_no_tokenizer_or_no_detokenization(engine, tokenizer):
 def test_refusals_and_failures_are_raised(engine, tokenizer):
     with pytest.raises(PromptTooLong, match=r"1024 tokens .*max_seq_len is 1024"):
         ask(engine, tokenizer, SamplingParams(), [1] * 1024)
-    with pytest.raises(RequestError, match=r"token 1000 was given in prompt.*0\.\.999"):
+    with pytest.raises(RequestError, match=r"token 1000 in prompt is unknown.*0\.\.999"):
         ask(engine, tokenizer, SamplingParams(n=2), [1000])
     engine.delay = 0.05
     error = RankDied("rank 3 ran a step", held="it was killed by SIGKILL")

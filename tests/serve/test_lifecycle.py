@@ -193,7 +193,7 @@ def test_what_cannot_start(tmp_path, tiny_model, model, serving, status, says):
 def test_a_tokenizer_that_is_not_there_is_named_as_one(tmp_path, tiny_model):
     with fake_server(tmp_path, tiny_model, engine={"tokenizer": "/nofile"}) as served:
         assert served.process.wait(60) == 1
-        assert "tokenizer '/nofile' was asked for; there is no folder /nofile" in served.log
+        assert "tokenizer '/nofile' was not found; there is no folder /nofile" in served.log
 
 
 def test_on_cpu_the_first_request_for_structured_output_waits_and_the_log_says_why(tmp_path, tiny_model):

@@ -24,6 +24,7 @@ import torch
 
 from phalanx import LLM, SamplingParams
 from phalanx.config import StructuredOutputParams
+from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, RequestError, UnknownOption
 from phalanx.serve.client import EngineClient
 from tests.support.checkpoints import write_checkpoint
@@ -253,7 +254,7 @@ def test_many_threads_share_the_engine(llm):
         (3.5, "a prompt is a text or a list of token ids, not float"),
         ({"text": "a"}, "give either 'prompt' or 'prompt_token_ids'"),
         (["a", 3], "a prompt is a text or a list of token ids, not int"),
-        ("\ud800", "not a Unicode text"),
+        ("\ud800", "not valid Unicode"),
     ],
 )
 def test_bad_prompts_lose_nothing(llm, prompt, message):
@@ -278,7 +279,7 @@ def test_bad_params(llm):
         llm.generate(["a"], [SamplingParams()] * 2)
     with pytest.raises(RequestError, match="SamplingParams, not dict"):
         llm.generate("a", {"n": 1})
-    with pytest.raises(RequestError, match="token 9999 was given in stop_token_ids"):
+    with pytest.raises(RequestError, match="token 9999 in stop_token_ids is unknown"):
         llm.generate("a", SamplingParams(stop_token_ids=[9999]))
     with pytest.raises(OptionError, match="temperature=nan"):
         SamplingParams(temperature=math.nan)
@@ -291,7 +292,7 @@ def test_unknown_and_bad_options():
         LLM("demo", tp_size=2)
     with pytest.raises(ModelError, match="no folder /none"):
         LLM("/none")
-    with pytest.raises(ModelError, match="tokenizer '/nofile' was asked for; there is no folder /nofile"):
+    with pytest.raises(ModelError, match="tokenizer '/nofile' was not found; there is no folder /nofile"):
         LLM("demo", tokenizer="/nofile")
 
 
@@ -303,7 +304,7 @@ def test_the_engine_refuses_what_it_cannot_do(folder):
 @pytest.fixture
 def fake_ranks(monkeypatch):
     """LLMs over the real engine process with the fake executor: no model is computed."""
-    monkeypatch.setattr(EngineClient, "start", functools.partial(EngineClient.start, executor="fake"))
+    monkeypatch.setattr(EngineClient, "start", functools.partial(EngineClient.start, executor=FAKE_EXECUTOR))
 
 
 def test_token_ids_only(folder, fake_ranks):

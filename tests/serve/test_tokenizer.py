@@ -88,12 +88,12 @@ def test_chat_content_in_parts(pairs):
     ("messages", "message"),
     [
         ([{"role": "alien", "content": "x"}], "Unknown role: alien"),
-        ([{"content": "x"}], "a message is a dict with a role"),
-        (["x"], "a message is a dict with a role"),
-        ([{"role": "user", "content": 3}], "a text or a list of text parts"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only parts of type 'text'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "only parts of type 'text'"),
-        ([{"role": "user", "content": "x", "more": object()}], "JSON values only"),
+        ([{"content": "x"}], "^a message must be a dict with a role"),
+        (["x"], "^a message must be a dict with a role"),
+        ([{"role": "user", "content": 3}], "^the content of a message must be a string or a list of text parts"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "a part that is not of type 'text'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "a part that is not of type 'text'"),
+        ([{"role": "user", "content": "x", "more": object()}], "^messages and tools must be JSON values"),
     ],
 )
 def test_bad_messages(pairs, messages, message):
@@ -155,7 +155,7 @@ def test_broken_and_missing_files(tmp_path):
 
 
 def test_text_that_is_not_unicode(pairs):
-    with pytest.raises(RequestError, match="not a Unicode text"):
+    with pytest.raises(RequestError, match="not valid Unicode"):
         pairs["byte_level"][0].encode("\ud800")
 
 

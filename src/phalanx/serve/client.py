@@ -25,6 +25,7 @@ import zmq.asyncio
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
+from phalanx.engine.executor import RANK_EXECUTOR
 from phalanx.engine.messages import (
     Abort,
     AddRequest,
@@ -117,8 +118,8 @@ class EngineClient:
         self._decode = msgspec.msgpack.Decoder(EngineToClient).decode
 
     @classmethod
-    async def start(cls, options: EngineOptions, *, executor: str = "ranks") -> EngineClient:
-        """Start an engine process and wait until it takes requests. executor: "ranks", or "fake" for tests of what lies above.
+    async def start(cls, options: EngineOptions, *, executor: str = RANK_EXECUTOR) -> EngineClient:
+        """Start an engine process and wait until it takes requests. executor: the dotted path of the engine's `Executor`.
 
         Raises what the engine could not start with (ModelError, LayoutError, CapacityError, EngineError, ...). When it raises, or
         is cancelled, no process is left.

@@ -58,7 +58,7 @@ class LLM:
                 raise UnknownOption(f"LLM option {name!r} is unknown", next=f"did you mean {long!r}?")
         self.options, local_rank = place_process(EngineOptions.of(model=model, **options))
         if self.options.node_rank > 0:
-            from phalanx.engine.executor import join
+            from phalanx.executor.node import join
 
             raise SystemExit(join(self.options, local_rank=local_rank))
         self.tokenizer: Tokenizer | None = None

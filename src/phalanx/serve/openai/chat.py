@@ -41,8 +41,8 @@ async def create_chat_completion(http_request: Request) -> Response:
     request = await read_body(http_request, ChatRequest)
     work = ChatHandler(service, service.require_engine(request.model), request)
     if request.stream:
-        return EventStream(work.events(), service.answer)
-    return CancellableResponse(work.whole(), service.answer)
+        return EventStream(work.events(), service.api_error)
+    return CancellableResponse(work.whole(), service.api_error)
 
 
 class ChatHandler:

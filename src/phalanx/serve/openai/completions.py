@@ -44,8 +44,8 @@ async def create_completion(http_request: Request) -> Response:
     request = await read_body(http_request, CompletionRequest)
     work = CompletionHandler(service, service.require_engine(request.model), request)
     if request.stream:
-        return EventStream(work.events(), service.answer)
-    return CancellableResponse(work.whole(), service.answer)
+        return EventStream(work.events(), service.api_error)
+    return CancellableResponse(work.whole(), service.api_error)
 
 
 class CompletionHandler:

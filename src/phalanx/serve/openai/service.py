@@ -128,7 +128,9 @@ class Service:
         width, eos = engine.facts.vocab_size, engine.client.eos_token_ids
         try:
             made = await self._compilations.run(
-                partial(compile_structured_output, requested.structured_output, engine.tokenizer, vocab_size=width, eos_token_ids=eos)
+                partial(
+                    compile_structured_output, requested.structured_output, engine.tokenizer, vocab_size=width, eos_token_ids=eos
+                )
             )
         except OptionError as error:
             raise bad_request(f"{requested.param}: {error}", param=requested.param, code="invalid_value") from None
@@ -143,7 +145,7 @@ class Service:
         except (ApiError, PhalanxError) as error:
             logger.warning("structured output is not at hand: %s", error)
 
-    def answer(self, error: BaseException) -> ApiError:
+    def api_error(self, error: BaseException) -> ApiError:
         """The answer to an exception."""
         return api_error_of(error, retry_after=self.admission.retry_after())
 

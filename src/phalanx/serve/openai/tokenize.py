@@ -25,7 +25,7 @@ async def tokenize(http_request: Request) -> Response:
     """Cut a text into the model's tokens."""
     service = service_of(http_request)
     request = await read_body(http_request, TokenizeRequest)
-    return CancellableResponse(service.run_on_thread(_tokenize, request, service.require_engine(request.model)), service.answer)
+    return CancellableResponse(service.run_on_thread(_tokenize, request, service.require_engine(request.model)), service.api_error)
 
 
 @router.post("/detokenize", responses=responses_of(DetokenizeResponse), openapi_extra=request_body(DetokenizeRequest))
@@ -36,7 +36,7 @@ async def detokenize(http_request: Request) -> Response:
     engine = service.require_engine(request.model)
     for token in request.tokens:
         check_token(token, engine.facts, "tokens")
-    return CancellableResponse(service.run_on_thread(_detokenize, request, engine), service.answer)
+    return CancellableResponse(service.run_on_thread(_detokenize, request, engine), service.api_error)
 
 
 def _tokenize(request: TokenizeRequest, engine: ServingEngine) -> dict[str, Any]:
