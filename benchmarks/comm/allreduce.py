@@ -90,7 +90,9 @@ def launches_norm(rows: int, pitch: int, world: int, num_sms: int, sweep: bool) 
         yield f"TWOSHOT {movers} of {programs}, {warps}w", twoshot, launch
 
 
-def cases(x: torch.Tensor, workspace: SymmetricWorkspace, group: dist.ProcessGroup, buffer: torch.Tensor, options: Any) -> Iterator[Case]:
+def cases(
+    x: torch.Tensor, workspace: SymmetricWorkspace, group: dist.ProcessGroup, buffer: torch.Tensor, options: Any
+) -> Iterator[Case]:
     """(implementation, fusion, call), each of ours checked before it is handed out."""
     rows, hidden = x.shape
     pitch = hidden * x.element_size() // 16

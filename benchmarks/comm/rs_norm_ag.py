@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time all-reduces whose rows have owners: `torchrun --nproc-per-node N -m benchmarks.comm.rs_norm_ag --csv OUT.csv --json OUT.json`.
+"""Time sequence parallelism in all-reduces: `torchrun --nproc-per-node N -m benchmarks.comm.rs_norm_ag --csv OUT.csv --json
+OUT.json`.
 
 The sum over ranks of [tokens, 8192] bf16, residual, norm and e4m3 with a scale per token, as between the layers of a model in FP8:
-by owners of rows, by what AUTO picks for whole rows, by NCCL and a kernel. Each is verified first, against the unfused kernels;
-a figure is 50 calls in one CUDA graph, the median of 9 replays, the maximum over ranks, as in allreduce.py. At some sizes
-other launches run too: warps of a program, programs on a multiprocessor, movers among these.
+by RS_NORM_AG, by what AUTO picks for a residual that is not sharded, by NCCL and a kernel. Each is verified first, against the
+unfused kernels; a figure is 50 calls in one CUDA graph, the median of 9 replays, the maximum over ranks, as in allreduce.py. At
+some sizes other launches run too: warps of a program, programs on a multiprocessor, movers among these.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import torch.distributed as dist
 from benchmarks import harness
 from benchmarks.comm.allreduce import measure, verdict
 from phalanx.comm.group import ResidualRmsNorm, finish
-from phalanx.comm.sequence_parallel import ShardedResidual, rank_rows, rs_norm_ag
+from phalanx.comm.sequence_parallel import ShardedResidual, rank_rows
+from phalanx.comm.sequence_parallel.rs_norm_ag import RsNormAg
 from phalanx.comm.symmetric import SymmetricWorkspace, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import tuned
@@ -50,15 +52,15 @@ def cases(tokens: int, workspace: SymmetricWorkspace, base: TorchGroup, picked: 
     wanted = finish(reference.all_reduce(parts), fusion)
     del parts
     for shape in (None, *(LAUNCHES if tokens in SWEPT else ())):
-        *found, new = rs_norm_ag.all_reduce_norm(x, fusion, workspace, shape)
+        *found, new = RsNormAg(workspace).all_reduce_norm(x, fusion, shape)
         assert isinstance(new, ShardedResidual)
         good = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=False))
-        for rows in rank_rows(tokens, new.at_once, base.rank, base.size):
-            good = good and torch.equal(new.held[rows.start : rows.stop], wanted[-1][rows.start : rows.stop])
-        name = "OWNED" if shape is None else "OWNED {}w {} per sm, {} move".format(*shape)
+        for rows in rank_rows(tokens, new.chunk_rows, base.rank, base.size):
+            good = good and torch.equal(new.local[rows.start : rows.stop], wanted[-1][rows.start : rows.stop])
+        name = "RS_NORM_AG" if shape is None else "RS_NORM_AG {}w {} per sm, {} move".format(*shape)
         verdict(good, f"{name}, {tokens} tokens", base.process_group)
         again = replace(fusion, residual=new)  # as behind the second layer
-        yield name, lambda s=shape, f=again: rs_norm_ag.all_reduce_norm(x, f, workspace, s)
+        yield name, lambda s=shape, f=again: RsNormAg(workspace).all_reduce_norm(x, f, s)
     yield "AUTO, whole rows", lambda: picked.all_reduce(x, fusion)
     zeros = torch.zeros_like(x)  # summed in place
     yield "NCCL + ours", lambda: finish(base.all_reduce(zeros), fusion)
@@ -74,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
     for tokens in TOKENS:
         for name, call in cases(tokens, workspace, base, picked):
             us = measure(call, world)
-            decision = picked.chooser(tokens, HIDDEN, "bf16", FUSION).name if name.startswith("AUTO") else ""
+            decision = picked.decide(tokens, HIDDEN, "bf16", FUSION, False).name if name.startswith("AUTO") else ""
             rows.append({"world": base.size, "tokens": tokens, "hidden": HIDDEN, "what": name, "ran": decision, "us": round(us, 2)})
     if base.rank == 0:
         show(rows)
@@ -92,11 +94,11 @@ def show(rows: list[dict[str, Any]]) -> None:
     for tokens in TOKENS:
         held = {row["what"]: row for row in rows if row["tokens"] == tokens}
         auto = held["AUTO, whole rows"]
-        mine, theirs, ran = held["OWNED"]["us"], held["NCCL + ours"]["us"], auto["ran"].split("/")[0]
-        print(f"tp{auto['world']} {tokens:>5} tokens: OWNED {mine:>7} us, {ran} {auto['us']:>7}, NCCL {theirs:>7}")
-        launches = sorted((row["us"], name) for name, row in held.items() if name.startswith("OWNED "))
+        mine, theirs, ran = held["RS_NORM_AG"]["us"], held["NCCL + ours"]["us"], auto["ran"].split("/")[0]
+        print(f"tp{auto['world']} {tokens:>5} tokens: RS_NORM_AG {mine:>7} us, {ran} {auto['us']:>7}, NCCL {theirs:>7}")
+        launches = sorted((row["us"], name) for name, row in held.items() if name.startswith("RS_NORM_AG "))
         if launches:
-            print("    " + "; ".join(f"{name.removeprefix('OWNED ')} {us}" for us, name in launches), flush=True)
+            print("    " + "; ".join(f"{name.removeprefix('RS_NORM_AG ')} {us}" for us, name in launches), flush=True)
 
 
 def main() -> None:

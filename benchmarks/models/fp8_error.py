@@ -8,7 +8,7 @@ Kullback-Leibler divergence KL(bf16 || other) in nats, its mean and its 99th per
 Activations are quantized per token; "static" has one scale for each layer's input instead, from the largest value in these very
 texts, which is the best that such scales can be here.
 
-Runs on CPU too: there `fp8_products` quantizes activations and multiplies them as a GPU does, but sums in fp32.
+Runs on CPU too: there `fp8_gemm` quantizes activations and multiplies them as a GPU does, but sums in fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention.backend import backend
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.serve.tokenizer import Tokenizer
 
 BLOCK = 16
@@ -37,11 +37,11 @@ ROWS = 16  # texts of one forward
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
-    "fp8 weights": {"fp8": True, "fp8_products": False},
-    "fp8 weights and activations": {"fp8": True, "fp8_products": True},
-    "fp8 weights and static activations": {"fp8": True, "fp8_products": True, "static": True},
+    "fp8 weights": {"fp8": True, "fp8_gemm": False},
+    "fp8 weights and activations": {"fp8": True, "fp8_gemm": True},
+    "fp8 weights and static activations": {"fp8": True, "fp8_gemm": True, "static": True},
     "fp8 cache": {"fp8_cache": True},
-    "fp8 weights, activations and cache": {"fp8": True, "fp8_products": True, "fp8_cache": True},
+    "fp8 weights, activations and cache": {"fp8": True, "fp8_gemm": True, "fp8_cache": True},
 }
 
 
@@ -145,7 +145,7 @@ def loaded(device: torch.device, dtype: torch.dtype, **options: Any) -> registry
 
 def largest_inputs(read: list[Text], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Of each linear layer with weights in FP8, fp32 (), by its name."""
-    model, found = loaded(device, dtype, fp8=True, fp8_products=False), dict[str, Tensor]()
+    model, found = loaded(device, dtype, fp8=True, fp8_gemm=False), dict[str, Tensor]()
     for name, module in model.named_modules():
         if getattr(module, "fp8", None) is not None:
 
@@ -162,9 +162,10 @@ def run(model: registry.Model, read: list[Text], device: torch.device, dtype: to
     shape, found = model.shape, list[Tensor]()
     for at in range(0, len(read), ROWS):
         batch, blocks = prefill([text.tokens for text in read[at : at + ROWS]], device)
-        batch.attention = backend(device, dtype, shape.head_dim).plan(batch)
+        batch.attention = select_backend(device, dtype, shape.head_dim).plan(batch)
         caches = [
-            LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, model.context.cache_dtype, device) for spec in model.kv_specs()
+            LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, model.context.cache_dtype, device)
+            for spec in model.kv_specs()
         ]
         found += torch.split(model(batch, caches), [len(text.tokens) for text in read[at : at + ROWS]])
     return found

@@ -42,7 +42,7 @@ from phalanx.kernels.gemm.fp8_skinny import processors
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention.backend import backend
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.models.layers.fp8 import Activation
 from phalanx.worker.cuda_graphs import CudaGraphCapturer
 
@@ -111,7 +111,7 @@ def group_of(device: torch.device, message_bytes: int) -> Group:
 def jobs(model: registry.Model, counts: Sequence[int]) -> list[Job]:
     """The kernels that the layers' products will run."""
     layer, found = model.layers[0], []
-    for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+    for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
         outputs, inputs = linear.weight.shape
         for tokens in counts:
             tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, processors(linear.weight.device))
@@ -136,11 +136,11 @@ class Layers:
         device, shape = model.context.device, model.shape
         drawn = torch.randn(batch.decodes, shape.hidden_size, generator=torch.Generator().manual_seed(5))
         self._hidden = drawn.to(device, BF16)
-        planner = backend(device, BF16, shape.head_dim)
+        planner = select_backend(device, BF16, shape.head_dim)
         self._batch = batch
         self._batch.attention = planner.plan(self._batch)
         self.run()  # the planner meets the kinds of layers
-        self._batch = replace(self._batch, short=planner.short_kv_limit(batch.decodes) >= max(batch.kv_lengths_cpu))
+        self._batch = replace(self._batch, short=planner.graphs.short_kv_limit(batch.decodes) >= max(batch.kv_lengths_cpu))
         self._batch.attention = planner.plan(self._batch)
 
     def run(self) -> Activation:
@@ -155,9 +155,9 @@ class Layers:
 def through(model: registry.Model, batch: Batch, caches: Sequence[LayerCache], hidden: Tensor) -> Activation:
     """The layers as `Llama.stream` runs them. Returns the first one's norm of what the last one gives."""
     layers = model.layers
-    norms = [layer.norm for layer in layers]
+    norms = [layer.input_layernorm for layer in layers]
     x, residual = norms[0](hidden), hidden
-    cos_sin = model.rotary(batch.positions)
+    cos_sin = model.rotary_emb(batch.positions)
     for layer, cache, next_norm in zip(layers, caches, [*norms[1:], norms[0]], strict=True):
         x, residual = layer(x, cos_sin, batch, cache, residual, next_norm)
     out: Activation = x

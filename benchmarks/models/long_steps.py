@@ -33,11 +33,11 @@ from benchmarks import harness
 from benchmarks.kernels.gemm import off
 from benchmarks.models.layers import BF16, BLOCK, Layers, batch_of, filled, group_of, through
 from phalanx.bench import shapes
-from phalanx.comm.sequence_parallel.collectives import OnGpus
+from phalanx.comm.sequence_parallel.gemm_rs import GemmRs
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention.backend import backend
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.models.layers.fp8 import Activation
 
 SHAPE = "llama-3-70b"
@@ -102,7 +102,7 @@ class Step:
         drawn = torch.randn(tokens, shape.hidden_size, generator=torch.Generator().manual_seed(5))
         self._hidden = drawn.to(device, BF16)
         self._batch = prompts_of(tokens, prompt, device)
-        self._planner = backend(device, BF16, shape.head_dim)
+        self._planner = select_backend(device, BF16, shape.head_dim)
         self._batch.attention = self._planner.plan(self._batch)
         self.run()
 
@@ -129,7 +129,7 @@ def prompts_of(tokens: int, prompt: int, device: torch.device) -> Batch:
 
 def compared(step: Step, layers: int) -> dict[str, float]:
     wide, found = [], {}
-    with mock.patch.object(OnGpus, "pieces", return_value=None):  # all are handed over whole
+    with mock.patch.object(GemmRs, "targets", return_value=None):  # all run RS_NORM_AG
         found["whole_us"], found["whole_host_us"], out = timed(step, layers)
         wide.append(of(out))
     found["landed_us"], found["landed_host_us"], out = timed(step, layers)

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.symmetric import LIMIT_BYTES, SHARE_ALIGNMENT, Workspace, half_bytes, share_of, workspace_bytes
+from phalanx.comm.symmetric import LIMIT_BYTES, SHARE_ALIGNMENT, SymmetricWorkspace, half_bytes, share_of, workspace_bytes
 
 worlds, sizes = st.integers(2, 8), st.integers(16, 1 << 31)
 
 
-def made(world: int, message_bytes: int) -> Workspace:
+def made(world: int, message_bytes: int) -> SymmetricWorkspace:
     nothing = torch.zeros(2)
-    return Workspace(0, world, (0,) * world, half_bytes(world, message_bytes) // 16, nothing, nothing, 132, 90)
+    return SymmetricWorkspace(0, world, (0,) * world, half_bytes(world, message_bytes) // 16, nothing, nothing, 132, 90)
 
 
 @given(worlds, sizes)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from phalanx.errors import WeightError
 from phalanx.models.kv_scales import Pair
-from tests.support.models_formation import Formation
 from tests.support.checkpoints import write_checkpoint
+from tests.support.models_formation import Formation
 from tests.support.quantized_checkpoints import FORMS, declare, rewrite
 
 FOUND: Sequence[Pair] = ((0.003, 0.0005), (0.0011, 0.002))
@@ -63,7 +63,7 @@ def logits(folder: Path, pairs: Sequence[Pair | None] = (), **options: Any) -> T
     formation = Formation(folder, fp8_cache=True, **options)
     for model in [model for stage in formation.models for model in stage]:
         for layer, pair in zip(model.layers, pairs, strict=False):
-            layer.attention.store.read_scales = pair
+            layer.self_attn.kv_store.read_scales = pair
     first = formation.step([(0, ids[:20])], padding=1)[0]
     return torch.cat([first, *(formation.step([(0, ids[at : at + 1])])[0] for at in range(20, 24))])
 

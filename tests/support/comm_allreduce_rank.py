@@ -227,7 +227,7 @@ def picked(workspace: SymmetricWorkspace) -> None:
     for strategy in ("ONESHOT", "TWOSHOT", "AUTO", "NCCL"):
         group = tuned(base, message_bytes=1 << 20, strategy=strategy)
         assert isinstance(group, TunedGroup)
-        assert group.chooser.rules.fingerprint.peers_reach, group.chooser.rules.fingerprint
+        assert group.rules.fingerprint.peers_reach, group.rules.fingerprint
         fusion = ResidualRmsNorm(residual, weight, 1e-5)
         group.all_reduce(parts[workspace.rank].clone(), fusion)
         captured = torch.cuda.CUDAGraph()

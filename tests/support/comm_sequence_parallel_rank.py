@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GPU rank of the checks of rows with owners: `torchrun --nproc-per-node N -m tests.support.comm_sequence_parallel_rank CHECK ...`.
+"""One GPU rank of the checks of sequence parallelism:
 
-What every rank gets equals the unfused kernels' and two-shot's, bit for bit; so do the rows of the residual that it owns.
-`test_owned_gpu` starts this; it also runs alone.
+    torchrun --nproc-per-node N -m tests.support.comm_sequence_parallel_rank CHECK ...
+
+What every rank gets equals the unfused kernels' and two-shot's, bit for bit; so do its own rows of the residual.
+`test_rs_norm_ag_gpu` starts this; it also runs alone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from torch import Tensor
 
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm, finish
-from phalanx.comm.sequence_parallel import ShardedResidual, gemm_rs, rank_rows, rs_norm_ag, same_sharding, whole
+from phalanx.comm.sequence_parallel import ShardedResidual, rank_rows, same_sharding, unshard
+from phalanx.comm.sequence_parallel.gemm_rs import GemmRs, scatter_targets
+from phalanx.comm.sequence_parallel.rs_norm_ag import RsNormAg
 from phalanx.comm.symmetric import ReduceScatterBuffer, SymmetricWorkspace, form_reduce_scatter_buffer, form_workspace
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import TunedGroup, tuned
@@ -49,8 +53,8 @@ def agrees(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], workspace: Sym
         same(left, right, f"{what}: output {index}")
     new = found[-1]
     assert isinstance(new, ShardedResidual), what
-    for rows in rank_rows(len(wanted[-1]), new.at_once, workspace.rank, workspace.world):
-        same(new.held[rows.start : rows.stop], wanted[-1][rows.start : rows.stop], f"{what}: residual of {rows}")
+    for rows in rank_rows(len(wanted[-1]), new.chunk_rows, workspace.rank, workspace.world):
+        same(new.local[rows.start : rows.stop], wanted[-1][rows.start : rows.stop], f"{what}: residual of {rows}")
 
 
 def case(
@@ -72,17 +76,17 @@ def case(
 def shapes(workspace: SymmetricWorkspace) -> None:
     """Every mode and dtype at odd sizes; a call whose residual is whole, then one whose residual has owners."""
     cases = [(torch.bfloat16, *shape, mode) for shape in SHAPES for mode in MODES]
-    handed_over(workspace, [*cases, *((dtype, 33, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
+    rs_norm_ag_with(workspace, [*cases, *((dtype, 33, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
 
 
 def wide(workspace: SymmetricWorkspace) -> None:
     """`shapes` and `lands` at the hidden size of a model of 405 billion weights."""
     cases = [(torch.bfloat16, *shape, mode) for shape in WIDE for mode in MODES]
-    handed_over(workspace, cases)
-    landed_with(workspace, cases)
+    rs_norm_ag_with(workspace, cases)
+    gemm_rs_with(workspace, cases)
 
 
-def handed_over(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
+def rs_norm_ag_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
     for dtype, tokens, hidden, mode in cases:
         part, bare, total, fusion = case(workspace, tokens, hidden, dtype, mode)
         once = finish(total, fusion)
@@ -91,11 +95,9 @@ def handed_over(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype
             if form == "bare sums" and mode == MODES[1]:
                 continue
             what = f"{dtype} {tokens}x{hidden} {mode} {form}"
-            found = rs_norm_ag.all_reduce_norm(x, fusion, workspace)
+            found = RsNormAg(workspace).all_reduce_norm(x, fusion)
             agrees(found, once, workspace, what)
-            agrees(
-                rs_norm_ag.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace), twice, workspace, f"{what}, again"
-            )
+            agrees(RsNormAg(workspace).all_reduce_norm(x, replace(fusion, residual=found[-1])), twice, workspace, f"{what}, again")
             held = twoshot.all_reduce_norm(x, fusion, workspace)
             agrees(found, held, workspace, f"{what}, against two-shot")
 
@@ -107,7 +109,7 @@ def launches(workspace: SymmetricWorkspace) -> None:
             part, _, total, fusion = case(workspace, tokens, 8192, torch.bfloat16, mode)
             for shape in VARIANTS:
                 for time_of in range(3):
-                    found = rs_norm_ag.all_reduce_norm(part, fusion, workspace, shape)
+                    found = RsNormAg(workspace).all_reduce_norm(part, fusion, shape)
                     agrees(found, finish(total, fusion), workspace, f"{tokens} {mode} {shape}, time {time_of}")
 
 
@@ -119,10 +121,10 @@ def chunks(workspace: SymmetricWorkspace) -> None:
         for mode in MODES:
             part, _, total, fusion = case(workspace, tokens, 8192, torch.bfloat16, mode)
             wanted = finish(total, fusion)
-            found = rs_norm_ag.all_reduce_norm(part, fusion, small)
-            assert found[-1].at_once < tokens  # type: ignore[attr-defined]
+            found = RsNormAg(small).all_reduce_norm(part, fusion)
+            assert found[-1].chunk_rows < tokens  # type: ignore[attr-defined]
             agrees(found, wanted, small, f"{tokens} in chunks {mode}")
-            same(whole(found[-1], group), wanted[-1], f"{tokens} in chunks {mode}: made whole")
+            same(unshard(found[-1], group), wanted[-1], f"{tokens} in chunks {mode}: made whole")
 
 
 def strange_values(workspace: SymmetricWorkspace) -> None:
@@ -146,12 +148,12 @@ def strange_values(workspace: SymmetricWorkspace) -> None:
             scale = None if given is None else torch.tensor(given, device="cuda")
             fusion = ResidualRmsNorm(torch.zeros_like(total), weight, 1e-5, quant, scale)  # type: ignore[arg-type]
             for _ in range(3):
-                *found, new = rs_norm_ag.all_reduce_norm(parts[workspace.rank], fusion, workspace)
+                *found, new = RsNormAg(workspace).all_reduce_norm(parts[workspace.rank], fusion)
                 *wanted, residual = finish(total, fusion)
                 for left, right in zip(found, wanted, strict=True):
                     alike(left, right, f"{dtype} {quant} {given}")
-                (mine,) = rank_rows(11, new.at_once, workspace.rank, workspace.world)  # type: ignore[attr-defined]
-                alike(new.held[mine.start : mine.stop], residual[mine.start : mine.stop], f"{dtype} {quant}: residual")  # type: ignore[attr-defined]
+                (mine,) = rank_rows(11, new.chunk_rows, workspace.rank, workspace.world)  # type: ignore[attr-defined]
+                alike(new.local[mine.start : mine.stop], residual[mine.start : mine.stop], f"{dtype} {quant}: residual")  # type: ignore[attr-defined]
 
 
 def alike(left: Tensor, right: Tensor, what: str) -> None:
@@ -182,8 +184,8 @@ def repeated(
             found = act(x, fusion)
             for left, right in zip(found[:-1], wanted[:-1], strict=True):
                 wrong.add_((left.view(torch.uint8) != right.view(torch.uint8)).sum())
-            (mine,) = rank_rows(size[0], found[-1].at_once, workspace.rank, workspace.world)  # type: ignore[attr-defined]
-            wrong.add_((found[-1].held[mine.start : mine.stop] != wanted[-1][mine.start : mine.stop]).sum())  # type: ignore[attr-defined]
+            (mine,) = rank_rows(size[0], found[-1].chunk_rows, workspace.rank, workspace.world)  # type: ignore[attr-defined]
+            wrong.add_((found[-1].local[mine.start : mine.stop] != wanted[-1][mine.start : mine.stop]).sum())  # type: ignore[attr-defined]
 
     replayed(body, workspace.rank, lambda _: body())  # eager calls in between take part in the same count of calls
     if wrong.item():
@@ -194,8 +196,8 @@ def graph(workspace: SymmetricWorkspace) -> None:
     """See `repeated`; each call is followed by one whose residual has owners."""
 
     def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
-        found = rs_norm_ag.all_reduce_norm(x, fusion, workspace)
-        rs_norm_ag.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
+        found = RsNormAg(workspace).all_reduce_norm(x, fusion)
+        RsNormAg(workspace).all_reduce_norm(x, replace(fusion, residual=found[-1]))
         return found
 
     repeated(workspace, ((1, 16), (300, 4096), (17, 5120), (64, 8192), (2, 8192), (700, 1024)), act)
@@ -205,7 +207,7 @@ def picked(workspace: SymmetricWorkspace) -> None:
     """The group that picks: a chain of norms, as of a model, owns rows from its number of tokens on; eager and captured."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=8 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
     assert isinstance(group, TunedGroup)
-    first = group.chooser.rules.sp_min_tokens
+    first = group.rules.sp_min_tokens
     assert first is not None, "rows have owners on GPUs that reach each other"
     for tokens, hidden in ((first, 8192), (first - 1, 8192), (first + 3, 1000)):
         part, _, _, fusion = case(workspace, tokens, hidden, torch.bfloat16, MODES[2])
@@ -216,7 +218,7 @@ def picked(workspace: SymmetricWorkspace) -> None:
                 asked = replace(fusion, residual=residual, quant=quant, accepts_sharded=own)  # type: ignore[arg-type]
                 *made, residual = through.all_reduce(part.clone(), asked)
                 outputs += made
-            return (*outputs, whole(residual, through))
+            return (*outputs, unshard(residual, through))
 
         owns = tokens >= first and hidden % 16 == 0
         group.calls.clear()
@@ -234,57 +236,57 @@ def picked(workspace: SymmetricWorkspace) -> None:
             raise AssertionError(f"{tokens}x{hidden}: {group.calls}")
 
 
-def landing_of(workspace: SymmetricWorkspace) -> ReduceScatterBuffer:
+def buffer_of(workspace: SymmetricWorkspace) -> ReduceScatterBuffer:
     found = form_reduce_scatter_buffer(dist.group.WORLD, device(), 64 << 20)
     assert found is not None
     return found
 
 
-def put(part: Tensor, landing: ReduceScatterBuffer, late: random.Random | None = None) -> None:
+def put(part: Tensor, buffer: ReduceScatterBuffer, late: random.Random | None = None) -> None:
     """Where the owners of its rows read it; late: with pauses."""
-    pieces = gemm_rs.pieces_of(*part.shape, part.dtype, landing, least=0)
-    assert pieces is not None
-    for rows, out in pieces:
+    targets = scatter_targets(*part.shape, part.dtype, buffer, min_bytes=0)
+    assert targets is not None
+    for rows, out in targets:
         if late is not None and late.random() < 0.3:
             torch.cuda._sleep(late.randrange(2_000_000))
         out.copy_(part[rows])
 
 
-def lands(workspace: SymmetricWorkspace) -> None:
+def gemm_rs(workspace: SymmetricWorkspace) -> None:
     """Every mode and dtype, ranks that are late at any piece; then again, with a residual that has owners."""
     cases = [(torch.bfloat16, *shape, mode) for shape in ((64, 16), (101, 1008), (1000, 8192), (4000, 8192)) for mode in MODES]
-    landed_with(workspace, [*cases, *((dtype, 333, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
+    gemm_rs_with(workspace, [*cases, *((dtype, 333, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
 
 
-def landed_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
-    landing, late = landing_of(workspace), random.Random(workspace.rank)
+def gemm_rs_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtype, int, int, tuple[str, float | None]]]) -> None:
+    buffer, late = buffer_of(workspace), random.Random(workspace.rank)
     for dtype, tokens, hidden, mode in cases:
         part, _, total, fusion = case(workspace, tokens, hidden, dtype, mode)
         wanted, asked = finish(total, fusion), fusion
         for turn in range(6):
-            put(part, landing, late)
-            found = gemm_rs.all_reduce_norm(asked, workspace, landing)
+            put(part, buffer, late)
+            found = GemmRs(workspace, buffer).all_reduce_norm(asked)
             agrees(found, wanted, workspace, f"{dtype} {tokens}x{hidden} {mode}, landed, turn {turn}")
             asked = replace(fusion, residual=found[-1])
             wanted = finish(total, replace(fusion, residual=wanted[-1]))
 
 
-def lands_in_a_graph(workspace: SymmetricWorkspace) -> None:
+def gemm_rs_in_a_graph(workspace: SymmetricWorkspace) -> None:
     """See `repeated`; each call is followed by one that is handed over whole, and by one that lands behind that."""
-    landing = landing_of(workspace)
+    buffer = buffer_of(workspace)
 
     def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
-        put(x, landing)
-        found = gemm_rs.all_reduce_norm(fusion, workspace, landing)
-        again = rs_norm_ag.all_reduce_norm(x, replace(fusion, residual=found[-1]), workspace)
-        put(x, landing)
-        gemm_rs.all_reduce_norm(replace(fusion, residual=again[-1]), workspace, landing)
+        put(x, buffer)
+        found = GemmRs(workspace, buffer).all_reduce_norm(fusion)
+        again = RsNormAg(workspace).all_reduce_norm(x, replace(fusion, residual=found[-1]))
+        put(x, buffer)
+        GemmRs(workspace, buffer).all_reduce_norm(replace(fusion, residual=again[-1]))
         return found
 
     repeated(workspace, ((64, 4096), (700, 1024), (300, 8192)), act)
 
 
-def spread(workspace: SymmetricWorkspace) -> None:
+def gemm_rs_in_fp8(workspace: SymmetricWorkspace) -> None:
     """The group that asks for products in pieces, from some size on, if owners stay as they are: real products, some in pieces and
     some handed over whole."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=64 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
@@ -297,35 +299,35 @@ def spread(workspace: SymmetricWorkspace) -> None:
             residual: Tensor = fusion.residual
             for fp8 in (True, False, True):
                 asked = replace(fusion, residual=residual, accepts_sharded=through is group)
-                pieces = through.spread(tokens, 8192, asked) if fp8 else None
-                stays = not isinstance(residual, ShardedResidual) or same_sharding(tokens, residual.at_once, tokens)
-                assert (pieces is not None) == (fp8 and through is group and tokens >= 2048 and stays)
-                if pieces is None:
+                scatter = through.gemm_reduce_scatter_targets(tokens, 8192, asked) if fp8 else None
+                stays = not isinstance(residual, ShardedResidual) or same_sharding(tokens, residual.chunk_rows, tokens)
+                assert (scatter is not None) == (fp8 and through is group and tokens >= 2048 and stays)
+                if scatter is None:
                     product = scaled_mm(quantized, held[0], held[1].view(-1), dtype=torch.bfloat16)
                     *made, residual = through.all_reduce(product, asked)
                 else:
-                    scaled_mm_into(quantized, held[0], held[1].view(-1), pieces.pieces)
-                    *made, residual = pieces.finish()
+                    scaled_mm_into(quantized, held[0], held[1].view(-1), scatter.targets)
+                    *made, residual = scatter.finish()
                 kept += made
-            kept.append(whole(residual, through))
+            kept.append(unshard(residual, through))
         for index, (left, right) in enumerate(zip(*outputs, strict=True)):
             same(left, right, f"{tokens} tokens: output {index}")
 
 
-def spread_in_16_bit(workspace: SymmetricWorkspace) -> None:
+def gemm_rs_in_16_bit(workspace: SymmetricWorkspace) -> None:
     """Products in bf16, which may add up in another order where they have fewer rows."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=64 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
     for tokens in (4096, 2501):
         _, _, _, fusion = case(workspace, tokens, 8192, torch.bfloat16, MODES[0])
         x, weight = (tensor_of(workspace.rank, size, 1024, torch.bfloat16, 28) for size in (tokens, 8192))
         asked = replace(fusion, accepts_sharded=True)
-        pieces = group.spread(tokens, 8192, asked)
-        assert pieces is not None
-        for rows, out in pieces.pieces:
+        scatter = group.gemm_reduce_scatter_targets(tokens, 8192, asked)
+        assert scatter is not None
+        for rows, out in scatter.targets:
             linear(x[rows], weight, out=out)
-        norm, residual = pieces.finish()
+        norm, residual = scatter.finish()
         wanted = plain.all_reduce(linear(x, weight), fusion)
-        for left, right in zip((norm, whole(residual, group)), wanted, strict=True):
+        for left, right in zip((norm, unshard(residual, group)), wanted, strict=True):
             torch.testing.assert_close(left, right, rtol=2e-2, atol=2e-2 * right.float().abs().mean().item())
 
 
@@ -339,10 +341,10 @@ CHECKS = {
         strange_values,
         graph,
         picked,
-        lands,
-        lands_in_a_graph,
-        spread,
-        spread_in_16_bit,
+        gemm_rs,
+        gemm_rs_in_a_graph,
+        gemm_rs_in_fp8,
+        gemm_rs_in_16_bit,
     )
 }
 

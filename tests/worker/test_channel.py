@@ -16,14 +16,14 @@ from phalanx.worker.channel import EngineChannel
 
 
 @pytest.fixture
-def link(router: zmq.Socket[bytes], tmp_path: Path) -> Iterator[EngineChannel]:
+def channel(router: zmq.Socket[bytes], tmp_path: Path) -> Iterator[EngineChannel]:
     """Connected: the engine's end has its first word."""
-    link = EngineChannel(3, f"ipc://{tmp_path}/s")
-    link.send(Hello(3, 0, 1))
+    channel = EngineChannel(3, f"ipc://{tmp_path}/s")
+    channel.send(Hello(3, 0, 1))
     name, frame = router.recv_multipart()
     assert (name, decode_to_engine(frame)) == (b"rank-3", Hello(3, 0, 1))
-    yield link
-    link.close()
+    yield channel
+    channel.close()
 
 
 @pytest.fixture
@@ -36,41 +36,41 @@ def router(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
     context.term()
 
 
-def test_a_link_takes_words_and_steps_and_gives_a_pulse(router: zmq.Socket[bytes], link: EngineChannel) -> None:
+def test_a_channel_receives_messages_and_steps_and_sends_heartbeats(router: zmq.Socket[bytes], channel: EngineChannel) -> None:
     name = b"rank-3"
-    assert link.receive(0.01) is None
+    assert channel.receive(0.01) is None
     chain = Chain()
     router.send_multipart([name, encode(Allocate(5))])
     router.send_multipart([name, *chain.seal(Step(1, []))])
-    assert link.receive() == Allocate(5)
-    assert link.receive() == Step(1, [])
-    assert link.digest == chain.digest
+    assert channel.receive() == Allocate(5)
+    assert channel.receive() == Step(1, [])
+    assert channel.digest == chain.digest
     chain.seal(Step(2, []))
     router.send_multipart([name, *chain.seal(Step(3, []))])
-    with pytest.raises(StepDiverged, match="rank 3 was given step 3"):
-        link.receive()
-    link.begun, link.finished = 2, 1
-    link.start_pulse(lambda: {"total": 9}, lambda: ({"A/B": 4}, {"eager/steps": 5}))
+    with pytest.raises(StepDiverged, match="rank 3 received step 3"):
+        channel.receive()
+    channel.begun, channel.finished = 2, 1
+    channel.start_heartbeat(lambda: {"total": 9}, lambda: ({"A/B": 4}, {"eager/steps": 5}))
     name, frame = router.recv_multipart()
     assert (name, decode_to_engine(frame)) == (
-        b"pulse-rank-3",
+        b"heartbeat-rank-3",
         RankHeartbeat(3, 2, 1, {"total": 9}, {"A/B": 4}, {"eager/steps": 5}),
     )
 
 
 def test_a_wait_of_less_than_a_millisecond_ends_and_a_message_ends_it_sooner(
-    router: zmq.Socket[bytes], link: EngineChannel
+    router: zmq.Socket[bytes], channel: EngineChannel
 ) -> None:
     name = b"rank-3"
     begin = time.perf_counter()
-    assert [link.receive(100e-6) for _ in range(20)] == [None] * 20
+    assert [channel.receive(100e-6) for _ in range(20)] == [None] * 20
     assert time.perf_counter() - begin < 5.0
     later = threading.Timer(0.1, lambda: router.send_multipart([name, encode(Allocate(5))]))
     later.start()
     begin = time.perf_counter()
-    assert link.receive(60.0) == Allocate(5)
+    assert channel.receive(60.0) == Allocate(5)
     assert time.perf_counter() - begin < 30.0
     later.join()
     for blocks in range(3):  # several that came together are all taken
         router.send_multipart([name, encode(Allocate(blocks))])
-    assert [link.receive(60.0) for _ in range(3)] == [Allocate(blocks) for blocks in range(3)]
+    assert [channel.receive(60.0) for _ in range(3)] == [Allocate(blocks) for blocks in range(3)]

@@ -24,7 +24,7 @@ from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, KvCache, LayerCache
 from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
 from phalanx.models.layers.attention.sdpa import SdpaBackend
-from phalanx.models.layers.embedding import ParallelHead
+from phalanx.models.layers.embedding import ParallelLMHead
 from phalanx.worker import cuda_graphs
 from phalanx.worker.cuda_graphs import EagerCapturer, GraphCapturer, Replay
 from phalanx.worker.graph_buffers import sizes
@@ -46,9 +46,9 @@ class Counting(EagerCapturer):
         self.recorded = 0
         self.replays: Counter[int] = Counter()
 
-    def record(self, work: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None]) -> Replay:
         number, self.recorded = self.recorded, self.recorded + 1
-        again = super().record(work)
+        again = super().capture(work)
 
         def replay() -> None:
             self.replays[number] += 1
@@ -60,8 +60,15 @@ class Counting(EagerCapturer):
 class Fixed(SdpaBackend):
     """Knows the rows of fixed batches by what lies on the device alone, as a kernel in a graph does. planned: such batches."""
 
-    captures = True
+    captures_prefill = False
     planned = 0
+
+    @property
+    def graphs(self) -> Fixed:  # type: ignore[override]
+        return self
+
+    def short_kv_limit(self, rows: int) -> int:
+        return 0
 
     def plan(self, batch: Batch) -> AttentionPlan:  # type: ignore[override]
         if not batch.fixed:
@@ -85,7 +92,7 @@ class Late:
 
 
 def make_runner(
-    folder: Path, tape: GraphCapturer | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
+    folder: Path, capturer: GraphCapturer | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
     attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
 ) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
@@ -94,7 +101,7 @@ def make_runner(
     caches = [LayerCache.zeros(BLOCKS, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
     runner = ModelRunner(
         model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
-        max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, tape=tape,
+        max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, capturer=capturer,
         max_num_tokens=tokens,
     )  # fmt: skip
     list(runner.capture())
@@ -126,23 +133,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_tokens_equal_the_eager_path_and_transformers(folder: Path, count: int, ahead: bool) -> None:
-    asked, tape = prompts(count, seed=count), Counting()
-    got = drive(make_runner(folder, tape)).generate(asked, 7, ahead=ahead)
+    asked, capturer = prompts(count, seed=count), Counting()
+    got = drive(make_runner(folder, capturer)).generate(asked, 7, ahead=ahead)
     assert got == drive(make_runner(folder, None)).generate(asked, 7, ahead=ahead)
     assert got[0] == expected(folder, asked[0], 7)
     used = len(ROWS) - 1 - next(at for at, size in enumerate(ROWS) if size >= count)
-    assert tape.replays == {used: 6}
+    assert capturer.replays == {used: 6}
 
 
 def test_a_forward_is_planned_as_a_part_of_itself(folder: Path) -> None:
-    """So that a graph has in it what the device finds out for all layers: once at each capture, and at each replay of this tape."""
-    asked, tape = prompts(5, seed=1), Counting()
-    runner = make_runner(folder, tape)
+    """So that a graph has in it what the device finds out for all layers: once at each capture, and at each replay of this capturer."""
+    asked, capturer = prompts(5, seed=1), Counting()
+    runner = make_runner(folder, capturer)
     attention = runner._backend
     assert isinstance(attention, Fixed)
     assert attention.planned == len(ROWS)
     assert drive(runner).generate(asked, 7, ahead=True) == [expected(folder, prompt, 7) for prompt in asked]
-    assert attention.planned == len(ROWS) + sum(tape.replays.values())
+    assert attention.planned == len(ROWS) + sum(capturer.replays.values())
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -151,19 +158,19 @@ def test_ranks_agree_on_tokens_without_the_logits(
 ) -> None:  # fmt: skip
     """A step in which a row filters, or wants logprobs, gathers the logits; the others gather keys, eagerly as in graphs."""
     asked, gathers = prompts(3, seed=6), Counter[str]()
-    gather = ParallelHead.gather
+    gather = ParallelLMHead.gather
     gathered = [SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=0.0, logprobs=1)]
 
-    def counted(self: ParallelHead, local: Tensor) -> Tensor:
+    def counted(self: ParallelLMHead, local: Tensor) -> Tensor:
         gathers["logits"] += 1
         return gather(self, local)
 
-    monkeypatch.setattr(ParallelHead, "gather", counted)
+    monkeypatch.setattr(ParallelLMHead, "gather", counted)
     for params in (GREEDY, SamplingParams(temperature=0.9), *gathered):
-        for tape in (Counting, lambda: None):
+        for capturer in (Counting, lambda: None):
             gathers.clear()
             runs = LocalWorld(2).run(
-                lambda group, tape=tape, params=params: drive(make_runner(folder, tape(), group=group)).generate(
+                lambda group, capturer=capturer, params=params: drive(make_runner(folder, capturer(), group=group)).generate(
                     asked, 6, ahead=ahead, params=params
                 )
             )
@@ -174,8 +181,8 @@ def test_ranks_agree_on_tokens_without_the_logits(
 
 def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> None:
     """Everything that no row owns is poison or must stay as it is, block 0 among them, which padding points at."""
-    tape = Counting()
-    runner, plain = make_runner(folder, tape), make_runner(folder, None)
+    capturer = Counting()
+    runner, plain = make_runner(folder, capturer), make_runner(folder, None)
     prompt, used = prompts(1, seed=5)[0][:6], {7: [1, 2], 2: [3, 4], 4: [5, 6]}
     steps = [
         StepBatch(
@@ -199,19 +206,19 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> 
             changed = ((part != old) & ~(part.isnan() & old.isnan())).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(changed) == written
     assert tokens[0] == tokens[1]
-    assert tape.replays == {ROWS[::-1].index(4): 1}
+    assert capturer.replays == {ROWS[::-1].index(4): 1}
 
 
 def test_draws_do_not_depend_on_padding(folder: Path) -> None:
     asked, params = prompts(3, seed=9), SamplingParams(temperature=0.9, top_p=0.8, logprobs=2)
-    runs = [drive(make_runner(folder, tape)).generate(asked, 6, params=params) for tape in (Counting(), None)]
+    runs = [drive(make_runner(folder, capturer)).generate(asked, 6, params=params) for capturer in (Counting(), None)]
     assert runs[0] == runs[1]
 
 
 def test_steps_that_no_graph_fits_run_eagerly(folder: Path) -> None:
     """A prompt, a chunk of one token that does not sample, and a reported prompt token beside a decode."""
-    tape = Counting()
-    runner = make_runner(folder, tape)
+    capturer = Counting()
+    runner = make_runner(folder, capturer)
     batches, prompt = drive(runner), prompts(1, seed=3)[0]
     reporting = SamplingParams(temperature=0.0, prompt_logprobs=1)
     batches.run(
@@ -222,22 +229,22 @@ def test_steps_that_no_graph_fits_run_eagerly(folder: Path) -> None:
         rows=[StepRow(0, 5, 1, [], [], samples=True), StepRow(1, 0, 1, prompt[:1], [3])],
     ))  # fmt: skip
     batches.run(StepBatch(rows=[StepRow(0, 6, 1, [], [], samples=True), StepRow(1, 1, 1, prompt[1:2], [])]))
-    assert not tape.replays
+    assert not capturer.replays
     batches.run(StepBatch(rows=[StepRow(0, 7, 1, [], [], samples=True), StepRow(1, 2, 1, prompt[2:3], [], samples=True)]))
-    assert sum(tape.replays.values()) == 1
+    assert sum(capturer.replays.values()) == 1
 
 
 def test_stages_hand_on_the_residual_stream_of_real_rows_only(folder: Path) -> None:
     lane: deque[Tensor] = deque()
-    tapes = Counting(), Counting()
+    capturers = Counting(), Counting()
     stages = [
-        make_runner(folder, tape, layers, Pipe(i, lane))
-        for i, (tape, layers) in enumerate(zip(tapes, (range(2), range(2, 3)), strict=True))
+        make_runner(folder, capturer, layers, Pipe(i, lane))
+        for i, (capturer, layers) in enumerate(zip(capturers, (range(2), range(2, 3)), strict=True))
     ]
     asked = prompts(3, seed=2)
     assert drive(*stages).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
-    assert tapes[0].replays == tapes[1].replays
-    assert sum(tapes[0].replays.values()) == 5
+    assert capturers[0].replays == capturers[1].replays
+    assert sum(capturers[0].replays.values()) == 5
     with pytest.raises(EngineError, match="before their last token is known"):
         stages[0].run(StepBatch(admitted=[SlotAssignment(0, [5], 1, GREEDY, 1)], rows=[StepRow(0, 0, 1, [], [1], samples=True)]))
 
@@ -250,7 +257,7 @@ def test_a_back_end_that_cannot_be_captured_has_no_graphs(folder: Path) -> None:
     model = registry.build(shape, group=Solo(), layers=range(shape.num_layers), dtype=torch.float32, device=CPU)
     plain = ModelRunner(
         model, [], SdpaBackend(), None, Solo(), max_batch_size=2, max_seq_len=8, block_size=4, dtype=torch.float32, device=CPU,
-        tape=EagerCapturer(),
+        capturer=EagerCapturer(),
     )  # fmt: skip
     assert plain.graphs is None
 
@@ -287,28 +294,28 @@ class _Cuda:
 def test_a_replay_counts_the_collectives_that_were_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, calls = _Cuda(), {"NCCL/NONE": 5}
     monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
-    tape = cuda_graphs.CudaGraphCapturer(CPU, calls)
+    capturer = cuda_graphs.CudaGraphCapturer(CPU, calls)
 
     def work() -> None:
         calls["NCCL/NONE"] += 2
         calls["ONESHOT/NONE"] = calls.get("ONESHOT/NONE", 0) + 1
 
-    replay = tape.record(work)
+    replay = capturer.capture(work)
     before = dict(calls)
     replay()
     assert calls == {"NCCL/NONE": before["NCCL/NONE"] + 2, "ONESHOT/NONE": before["ONESHOT/NONE"] + 1}
     assert cuda.replayed == 1
-    tape.record(work)
-    tape.rewind()
-    tape.record(work)
+    capturer.capture(work)
+    capturer.reset()
+    capturer.capture(work)
     assert cuda.pools == [None, "shared", None]
 
 
 def test_forgotten_graphs_are_not_used(folder: Path) -> None:
-    tape = Counting()
-    runner = make_runner(folder, tape)
+    capturer = Counting()
+    runner = make_runner(folder, capturer)
     assert runner.graphs is not None
     runner.graphs.forget()
     asked = prompts(2, seed=4)
     assert drive(runner).generate(asked, 4) == [expected(folder, prompt, 4) for prompt in asked]
-    assert not tape.replays
+    assert not capturer.replays

@@ -17,7 +17,8 @@ from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan, backend
+from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.worker import memory_profile
 from phalanx.worker.cuda_graphs import CudaGraphCapturer, EagerCapturer, GraphCapturer
 from phalanx.worker.model_runner import ModelRunner, StepOutput
@@ -41,15 +42,15 @@ def made_runner(
     )  # fmt: skip
     weights.load(model, folder)
     on_gpu = device.type == "cuda"
-    attention = attention or (backend(device, dtype, shape.head_dim) if on_gpu else Fixed())
-    tape: GraphCapturer = CudaGraphCapturer(device) if on_gpu else EagerCapturer()
+    attention = attention or (select_backend(device, dtype, shape.head_dim) if on_gpu else Fixed())
+    capturer: GraphCapturer = CudaGraphCapturer(device) if on_gpu else EagerCapturer()
 
     def caches(blocks: int) -> list[LayerCache]:
-        return [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in model.kv_specs()]
+        return [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, model.context.cache_dtype, device) for s in model.kv_specs()]
 
     runner = ModelRunner(
         model, caches(1), attention, Sampler(SLOTS, shape.vocab_size, device), Solo(), max_batch_size=SLOTS, max_seq_len=LONGEST,
-        block_size=BLOCK, dtype=dtype, device=device, tape=tape if graphs else None, max_num_tokens=tokens,
+        block_size=BLOCK, dtype=dtype, device=device, capturer=capturer if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip
     for step in memory_profile.profiling_steps(max_num_tokens=64, max_seq_len=64, max_batch_size=SLOTS, block_size=BLOCK):
         runner.run(step).results()

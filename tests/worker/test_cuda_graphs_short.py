@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import SHORT, reference
+from phalanx.kernels import reference
+from phalanx.kernels.attention.heuristics import SHORT_KV
 from phalanx.models.batch import Batch, KvCache
 from phalanx.models.layers.attention import triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
-from phalanx.models.layers.attention.triton import DecodeBackend
+from phalanx.models.layers.attention.triton import TritonBackend
 from phalanx.worker.cuda_graphs import StepGraphs
 from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner
@@ -32,7 +33,7 @@ LONG, SHORTER = {11: 0, 8: 1, 4: 2, 2: 4, 1: 6}, {4: 3, 2: 5, 1: 7}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("short") / "llama", "llama", max_position_embeddings=2 * SHORT)
+    return write_checkpoint(tmp_path_factory.mktemp("short") / "llama", "llama", max_position_embeddings=2 * SHORT_KV)
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +51,14 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     return heard
 
 
-def kernels_backend() -> DecodeBackend:
-    made = DecodeBackend(SdpaBackend(), CPU)
-    made.workspace.processors = PROCESSORS
+def kernels_backend() -> TritonBackend:
+    made = TritonBackend(SdpaBackend(), CPU)
+    made.workspace.num_sms = PROCESSORS
     return made
 
 
-def short_runner(folder: Path, tape: Counting) -> ModelRunner:
-    return make_runner(folder, tape, attention=kernels_backend, longest=2 * SHORT)
+def short_runner(folder: Path, capturer: Counting) -> ModelRunner:
+    return make_runner(folder, capturer, attention=kernels_backend, longest=2 * SHORT_KV)
 
 
 def about(length: int, seed: int = 0) -> list[int]:
@@ -70,41 +71,41 @@ def test_rows_that_outgrow_the_short_graph_go_on_in_the_other(
     folder: Path, ahead: bool, said: list[tuple[bool, int]]
 ) -> None:  # fmt: skip
     """The longest has 251 .. 261 tokens: those of 256 are still short, those of 257 no more."""
-    assert SHORT == 256
-    asked, tape = [about(250), about(9, seed=1)], Counting()
-    runner = short_runner(folder, tape)
+    assert SHORT_KV == 256
+    asked, capturer = [about(250), about(9, seed=1)], Counting()
+    runner = short_runner(folder, capturer)
     said.clear()
     got = drive(runner).generate(asked, 12, ahead=ahead)
-    assert tape.replays == {SHORTER[2]: 6, LONG[2]: 5}
+    assert capturer.replays == {SHORTER[2]: 6, LONG[2]: 5}
     assert {length for short, length in said if short} == set(range(251, 257))
     assert {length for short, length in said if not short} == set(range(257, 262))
-    assert got == drive(make_runner(folder, None, longest=2 * SHORT)).generate(asked, 12)
+    assert got == drive(make_runner(folder, None, longest=2 * SHORT_KV)).generate(asked, 12)
     assert got == [expected(folder, prompt, 12) for prompt in asked]
 
 
 @pytest.mark.parametrize(("count", "used"), [(1, SHORTER[1]), (3, SHORTER[4]), (5, LONG[8])])
 def test_many_rows_have_one_graph(folder: Path, count: int, used: int) -> None:
-    asked, tape = prompts(count, seed=count), Counting()
-    got = drive(short_runner(folder, tape)).generate(asked, 4)
+    asked, capturer = prompts(count, seed=count), Counting()
+    got = drive(short_runner(folder, capturer)).generate(asked, 4)
     assert got == drive(make_runner(folder, None)).generate(asked, 4)
-    assert tape.replays == {used: 3}
+    assert capturer.replays == {used: 3}
 
 
 def test_each_size_is_told_of_once_and_all_graphs_are_counted(folder: Path) -> None:
-    tape = Counting()
-    runner = short_runner(folder, tape)
+    capturer = Counting()
+    runner = short_runner(folder, capturer)
     graphs = runner.graphs
     assert graphs is not None
-    assert tape.recorded == graphs.count == len(LONG) + len(SHORTER)
+    assert capturer.recorded == graphs.count == len(LONG) + len(SHORTER)
     graphs.forget()
     assert [size.tokens for size in runner.capture()] == ROWS[::-1]
-    assert tape.recorded == 2 * graphs.count
+    assert capturer.recorded == 2 * graphs.count
     graphs.forget()
     assert list(runner.capture([GraphSize(2, 2)])) == [GraphSize(2, 2)]
-    tape.replays.clear()
+    capturer.replays.clear()
     assert drive(runner).generate([about(7)], 3) == [expected(folder, about(7), 3)]
-    assert tape.replays == {2 * graphs.count + 1: 2}
-    plain = make_runner(folder, tape)
+    assert capturer.replays == {2 * graphs.count + 1: 2}
+    plain = make_runner(folder, capturer)
     assert plain.graphs is not None
     assert plain.graphs.count == len(LONG)
 

@@ -45,26 +45,26 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     put_references(monkeypatch)
 
 
-def pipeline(folder: Path, tapes: Sequence[Counting | None]) -> list[ModelRunner]:
-    lanes: list[deque[Tensor]] = [deque() for _ in tapes]
-    cuts = [LAYERS * at // len(tapes) for at in range(len(tapes) + 1)]
+def pipeline(folder: Path, capturers: Sequence[Counting | None]) -> list[ModelRunner]:
+    lanes: list[deque[Tensor]] = [deque() for _ in capturers]
+    cuts = [LAYERS * at // len(capturers) for at in range(len(capturers) + 1)]
     return [
-        step_runner(folder, tape, range(cuts[at], cuts[at + 1]), Stage(at, lanes) if len(tapes) > 1 else None)
-        for at, tape in enumerate(tapes)
+        step_runner(folder, capturer, range(cuts[at], cuts[at + 1]), Stage(at, lanes) if len(capturers) > 1 else None)
+        for at, capturer in enumerate(capturers)
     ]
 
 
 @pytest.mark.parametrize(("stages", "most"), [(1, 11), (2, 6), (3, 4)])
 def test_every_stage_captures_what_a_step_may_have_and_no_more(folder: Path, stages: int, most: int) -> None:
-    tapes = [Counting() for _ in range(stages)]
-    runners = pipeline(folder, tapes)
+    capturers = [Counting() for _ in range(stages)]
+    runners = pipeline(folder, capturers)
     decodes, mixed = sizes(most, TOKENS)
-    for runner, tape in zip(runners, tapes, strict=True):
-        assert runner.most_rows == decodes[-1].tokens == most
+    for runner, capturer in zip(runners, capturers, strict=True):
+        assert runner.max_rows == decodes[-1].tokens == most
         assert runner.graphs is not None
         assert runner.graphs.sizes == [*decodes, *mixed]
         assert runner.graphs.largest == [decodes[-1], mixed[-1]]
-        assert tape.recorded == runner.graphs.count == len(decodes) + len(mixed)
+        assert capturer.recorded == runner.graphs.count == len(decodes) + len(mixed)
         assert runner.graphs.decodes.facts.shape[1] == most
         assert len(runner._last_tokens) == len(runner._tables.host) == SLOTS
 
@@ -74,14 +74,14 @@ def test_every_stage_captures_what_a_step_may_have_and_no_more(folder: Path, sta
 def test_no_step_of_a_scheduler_is_too_large_for_them(folder: Path, stages: int, options: dict[str, Any]) -> None:
     """Of more requests than slots or blocks, which come and go: all steps of few tokens are replayed, the largest among them."""
     options = {"num_blocks": BLOCKS, **options}
-    tapes, asked = [Counting() for _ in range(stages)], requests(9, count=24)
-    runners, ran = pipeline(folder, tapes), list[StepBatch]()
+    capturers, asked = [Counting() for _ in range(stages)], requests(9, count=24)
+    runners, ran = pipeline(folder, capturers), list[StepBatch]()
     run = runners[0].run
     runners[0].run = lambda step: (ran.append(step), run(step))[1]  # type: ignore[method-assign]
     got, scheduler = serve(runners, asked, **options)
     assert max(len(step.rows) for step in ran) == -(-SLOTS // stages) or scheduler.counters.preemptions
     small = [step for step in ran if sum(row.count for row in step.rows) <= TOKENS]
-    assert all(sum(tape.replays.values()) == len(small) for tape in tapes)
+    assert all(sum(capturer.replays.values()) == len(small) for capturer in capturers)
     assert len(small) > len(ran) * 0.9
     assert scheduler.counters.steps == len(ran)
     alike(got, serve(pipeline(folder, [None]), asked, pipeline_stages=stages, **options)[0])
@@ -89,9 +89,9 @@ def test_no_step_of_a_scheduler_is_too_large_for_them(folder: Path, stages: int,
 
 def test_a_step_of_more_rows_runs_eagerly(folder: Path) -> None:
     """Rows of one token, alone and before a prompt, of which there are more than any size has; and more prompts than that."""
-    tapes = Counting(), Counting()
+    capturers = Counting(), Counting()
     count, told = 9, []
-    for runners in (pipeline(folder, tapes), pipeline(folder, [None, None])):
+    for runners in (pipeline(folder, capturers), pipeline(folder, [None, None])):
         prompts = [[5 + slot, 6, 7 + slot] for slot in range(count + 1)]
         admitted = [SlotAssignment(slot, prompt, 3, GREEDY, 1) for slot, prompt in enumerate(prompts)]
         steps = [
@@ -112,5 +112,5 @@ def test_a_step_of_more_rows_runs_eagerly(folder: Path) -> None:
     assert BLOCK >= 4
     assert told[:3] == told[3:]
     assert None not in told[1] + told[2]
-    assert not tapes[0].replays
-    assert not tapes[1].replays
+    assert not capturers[0].replays
+    assert not capturers[1].replays

@@ -19,11 +19,11 @@ from phalanx.comm.local import LocalWorld
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import AddRequest, RequestUpdate, SlotAssignment, StepBatch, StepResult, StepRow
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
-from phalanx.kernels.attention import reference
+from phalanx.kernels import reference
 from phalanx.models.batch import Batch
 from phalanx.models.layers.attention import triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
-from phalanx.models.layers.attention.triton import DecodeBackend, DecodePlan
+from phalanx.models.layers.attention.triton import TritonBackend, TritonPlan
 from phalanx.worker import graph_buffers, memory_profile
 from phalanx.worker.cuda_graphs import StepGraphs
 from phalanx.worker.graph_buffers import GraphSize, sizes
@@ -82,14 +82,14 @@ class Steps(Counting):
         return {size.tokens: count for size, count in self.sized.items() if size.prompts}
 
 
-def kernels_backend() -> DecodeBackend:
-    return DecodeBackend(SdpaBackend(), CPU, "e4m3")
+def kernels_backend() -> TritonBackend:
+    return TritonBackend(SdpaBackend(), CPU, "e4m3")
 
 
 def step_runner(
-    folder: Path, tape: Counting | None, layers: range | None = None, pipe: object = None, **options: Any
+    folder: Path, capturer: Counting | None, layers: range | None = None, pipe: object = None, **options: Any
 ) -> ModelRunner:
-    return make_runner(folder, tape, layers, pipe, attention=kernels_backend, **{"tokens": TOKENS, **options})
+    return make_runner(folder, capturer, layers, pipe, attention=kernels_backend, **{"tokens": TOKENS, **options})
 
 
 def requests(seed: int, count: int = 16) -> list[tuple[int, AddRequest]]:
@@ -129,7 +129,7 @@ def serve(
                 rows, _ = stage.run(step.batches[0]).results()
             assert rows is not None
             results.append(StepResult(step.number, [rows]))
-        for said in scheduler.settle(results.popleft()) if results else []:
+        for said in scheduler.process_result(results.popleft()) if results else []:
             assert isinstance(said, RequestUpdate)
             told[said.request_id].append(said)
         turn += 1
@@ -151,14 +151,14 @@ def alike(got: dict[str, list[RequestUpdate]], wanted: dict[str, list[RequestUpd
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("mistral", 2), ("mistral", 3)])
 def test_what_a_scheduler_asks_gives_the_tokens_of_eager_steps(folders: dict[str, Path], family: str, seed: int) -> None:
-    tape, asked = Steps(), requests(seed)
+    capturer, asked = Steps(), requests(seed)
     window = {"window": 8} if family == "mistral" else {}
-    got, scheduler = serve([step_runner(folders[family], tape)], asked, **window)
+    got, scheduler = serve([step_runner(folders[family], capturer)], asked, **window)
     counted = scheduler.counters
     assert counted.prefix_hits
     assert counted.preemptions or family == "mistral"
     assert any(update.prompt_logprobs for updates in got.values() for update in updates)
-    replayed, mixed = sum(tape.replays.values()), tape.mixed
+    replayed, mixed = sum(capturer.replays.values()), capturer.mixed
     assert replayed == counted.steps  # none was eager
     assert sum(mixed.values()) >= 5
     assert len(mixed) >= 2
@@ -171,15 +171,15 @@ def test_what_a_scheduler_asks_gives_the_tokens_of_eager_steps(folders: dict[str
 
 
 def test_stages_hand_on_what_graphs_forwarded(folders: dict[str, Path]) -> None:
-    lane, tapes, asked = deque[Tensor](), (Steps(rows=6), Steps(rows=6)), requests(5)
+    lane, capturers, asked = deque[Tensor](), (Steps(rows=6), Steps(rows=6)), requests(5)
     stages = [
-        step_runner(folders["llama"], tape, layers, Pipe(at, lane))
-        for at, (tape, layers) in enumerate(zip(tapes, (range(2), range(2, 3)), strict=True))
+        step_runner(folders["llama"], capturer, layers, Pipe(at, lane))
+        for at, (capturer, layers) in enumerate(zip(capturers, (range(2), range(2, 3)), strict=True))
     ]
     got, scheduler = serve(stages, asked)
-    assert tapes[0].replays == tapes[1].replays
-    assert sum(tapes[0].replays.values()) == scheduler.counters.steps
-    assert len(tapes[0].mixed) >= 2
+    assert capturers[0].replays == capturers[1].replays
+    assert sum(capturers[0].replays.values()) == scheduler.counters.steps
+    assert len(capturers[0].mixed) >= 2
     assert not lane
     alike(got, serve([step_runner(folders["llama"], None)], asked, pipeline_stages=2)[0])
 
@@ -188,8 +188,8 @@ def test_ranks_agree(folders: dict[str, Path]) -> None:
     asked = requests(6, count=8)
 
     def run(group: Group) -> tuple[dict[str, list[RequestUpdate]], dict[int, int]]:
-        tape = Steps()
-        return serve([step_runner(folders["llama"], tape, group=group)], asked)[0], tape.mixed
+        capturer = Steps()
+        return serve([step_runner(folders["llama"], capturer, group=group)], asked)[0], capturer.mixed
 
     (first, mixed), (second, _) = LocalWorld(2).run(run)
     assert len(mixed) >= 2
@@ -203,8 +203,8 @@ def admitted(slot: int, prompt: list[int], params: SamplingParams = GREEDY) -> S
 
 def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str, Path]) -> None:
     """All blocks that no row owns are poison, block 0 among them, which padding points at; and no graph writes its facts."""
-    tape, prompt = Steps(), prompts(1, seed=5)[0][:6]
-    runner, plain = step_runner(folders["mistral"], tape), step_runner(folders["mistral"], None)
+    capturer, prompt = Steps(), prompts(1, seed=5)[0][:6]
+    runner, plain = step_runner(folders["mistral"], capturer), step_runner(folders["mistral"], None)
     first = StepBatch(
         admitted=[admitted(7, prompt), admitted(2, prompt)],
         rows=[StepRow(7, 0, 6, prompt, [1, 2], samples=True), StepRow(2, 0, 6, prompt, [3, 4], samples=True)],
@@ -233,7 +233,7 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str
         assert set((each._last_tokens != last).nonzero().flatten().tolist()) <= {7, 2, 0}
     assert tokens[0] == tokens[1]
     assert tokens[0][3] is None
-    assert tape.mixed == {32: 2}
+    assert capturer.mixed == {32: 2}
 
 
 def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,8 +246,8 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
         assert torch.equal(graphs.places(size).facts, before)
         done.append(size)
 
-    class Plan(DecodePlan):
-        def __init__(self, backend: DecodeBackend, batch: Batch) -> None:
+    class Plan(TritonPlan):
+        def __init__(self, backend: TritonBackend, batch: Batch) -> None:
             super().__init__(backend, batch)
             planned.append(batch)
 
@@ -263,33 +263,33 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
 def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """By tokens, and by rows of several; a step that none holds is eager, as is any once graphs are dropped."""
     monkeypatch.setattr(graph_buffers, "MOST_PROMPTS", 2)
-    tape = Steps(tokens=100)
-    runner = step_runner(folders["llama"], tape, tokens=100)
-    assert [size.tokens for size in tape.of.values() if size.prompts] == [100, 64, 32]
+    capturer = Steps(tokens=100)
+    runner = step_runner(folders["llama"], capturer, tokens=100)
+    assert [size.tokens for size in capturer.of.values() if size.prompts] == [100, 64, 32]
     graphs = runner.graphs
     assert graphs is not None
     asked = {5: 32, 32: 32, 33: 64, 65: 100, 100: 100, 101: None}
     for count, size in asked.items():
-        tape.replays.clear()
+        capturer.replays.clear()
         prompt = [3 + at % 300 for at in range(count)]
         runner.run(StepBatch(admitted=[admitted(0, prompt)], rows=[StepRow(0, 0, count, prompt, list(range(26)), True)])).results()
-        assert tape.mixed == ({} if size is None else {size: 1})
+        assert capturer.mixed == ({} if size is None else {size: 1})
         runner.run(StepBatch(released=[0]))
     for rows, size in ((1, 32), (2, 32), (3, None)):
-        tape.replays.clear()
+        capturer.replays.clear()
         step = [StepRow(slot, 0, 2, [5, 6], [slot], samples=True) for slot in range(rows)]
         runner.run(StepBatch(admitted=[admitted(slot, [5, 6]) for slot in range(rows)], rows=step)).results()
-        assert tape.mixed == ({} if size is None else {size: 1})
+        assert capturer.mixed == ({} if size is None else {size: 1})
         runner.run(StepBatch(released=list(range(rows))))
     graphs.forget()
-    tape.replays.clear()
+    capturer.replays.clear()
     assert drive(runner).generate([prompts(1)[0]], 3) == [expected(folders["llama"], prompts(1)[0], 3)]
-    assert not tape.replays
+    assert not capturer.replays
 
 
 def test_steps_are_counted_by_how_they_ran(folders: dict[str, Path]) -> None:
-    tape = Steps(tokens=40)
-    runner = step_runner(folders["llama"], tape, tokens=40)
+    capturer = Steps(tokens=40)
+    runner = step_runner(folders["llama"], capturer, tokens=40)
     assert not any(runner.ran.by_name.values()), "capturing runs no step"
     long, short = [3 + at for at in range(41)], [5, 6, 7]
 
@@ -304,7 +304,7 @@ def test_steps_are_counted_by_how_they_ran(folders: dict[str, Path]) -> None:
         run(StepRow(slot, 0, 3, short, [slot * 20], True), admitted=[admitted(slot, short)])
     run(*(StepRow(slot, start, 1, [], [60 + slot], True) for slot, start in enumerate((44, 4, 3))))
     run(released=[*range(4)])  # without rows there is nothing to forward
-    assert tape.sized == {GraphSize(1, 1): 1, GraphSize(2, 2): 1, GraphSize(4, 4): 1, GraphSize(32, 11, 8): 3}
+    assert capturer.sized == {GraphSize(1, 1): 1, GraphSize(2, 2): 1, GraphSize(4, 4): 1, GraphSize(32, 11, 8): 3}
     assert runner.ran.by_name == {
         "decode graph/steps": 3, "decode graph/tokens": 6, "decode graph/padding": 1,
         "prompt graph/steps": 3, "prompt graph/tokens": 10, "prompt graph/padding": 86,
@@ -314,8 +314,8 @@ def test_steps_are_counted_by_how_they_ran(folders: dict[str, Path]) -> None:
 
 def test_more_new_blocks_than_a_graph_takes_go_before_it(folders: dict[str, Path]) -> None:
     """A row whose beginning the prefix cache holds brings all its blocks at once."""
-    prompt, tape = [3 + at % 300 for at in range(125)], Steps(tokens=16)
-    runner, plain = step_runner(folders["llama"], tape, tokens=16), step_runner(folders["llama"], None)
+    prompt, capturer = [3 + at % 300 for at in range(125)], Steps(tokens=16)
+    runner, plain = step_runner(folders["llama"], capturer, tokens=16), step_runner(folders["llama"], None)
     said = []
     for each in (runner, plain):
         stored: list[int] = []
@@ -329,35 +329,35 @@ def test_more_new_blocks_than_a_graph_takes_go_before_it(folders: dict[str, Path
         assert rows is not None
         assert stored == [31, 32]
         said.append(rows[0].token)
-    assert tape.mixed == {16: 1}
+    assert capturer.mixed == {16: 1}
     assert said == [expected(folders["llama"], prompt, 1)[0]] * 2
 
 
 def test_memory_is_measured_by_the_largest_of_each_kind(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter((1000, 900, 650))
     monkeypatch.setattr(memory_profile, "free_bytes", lambda device: next(free))
-    tape = Steps()
-    runner = step_runner(folders["llama"], tape)
+    capturer = Steps()
+    runner = step_runner(folders["llama"], capturer)
     graphs = runner.graphs
     assert graphs is not None
     graphs.forget()
-    recorded = tape.recorded
+    recorded = capturer.recorded
     assert recorded == graphs.count == len(graphs.sizes) == len(ROWS) + 3
     told: list[int] = []
-    found = memory_profile.measure_graphs(runner, CPU, lambda: told.append(tape.recorded))
+    found = memory_profile.measure_graphs(runner, CPU, lambda: told.append(capturer.recorded))
     assert found == 350 + memory_profile.GRAPH_BYTES * graphs.count
     assert told == [recorded + 1, recorded + 2]
-    assert tape.recorded == recorded + 2
+    assert capturer.recorded == recorded + 2
     assert not graphs._captured
-    assert [*runner.capture()] == [*tape.of.values()]  # of each kind the largest first
+    assert [*runner.capture()] == [*capturer.of.values()]  # of each kind the largest first
 
 
 @pytest.mark.parametrize(("own", "tokens"), [("none", TOKENS), ("e4m3", 0), ("e4m3", 1)])
 def test_only_rows_of_one_token_have_graphs(folders: dict[str, Path], own: Any, tokens: int) -> None:
     """Where there is no kernel for the others, or nobody asked."""
-    tape = Steps(tokens=0)
-    runner = make_runner(folders["llama"], tape, attention=lambda: DecodeBackend(SdpaBackend(), CPU, own), tokens=tokens)
-    assert tape.recorded == len(ROWS)
+    capturer = Steps(tokens=0)
+    runner = make_runner(folders["llama"], capturer, attention=lambda: TritonBackend(SdpaBackend(), CPU, own), tokens=tokens)
+    assert capturer.recorded == len(ROWS)
     prompt = prompts(1)[0]
     assert drive(runner).generate([prompt], 4) == [expected(folders["llama"], prompt, 4)]
-    assert tape.sized == {GraphSize(1, 1): 3}
+    assert capturer.sized == {GraphSize(1, 1): 3}

@@ -59,9 +59,9 @@ def test_large_steps_of_large_layers_are_not_worth_padding(
     tmp_path: Path, name: str, held: torch.dtype, ranks: int, tokens: int
 ) -> None:
     """Ranks come to the same whatever each holds of a layer."""
-    seat = SimpleNamespace(dtype=torch.bfloat16, group=SimpleNamespace(size=ranks))
+    context = SimpleNamespace(dtype=torch.bfloat16, group=SimpleNamespace(size=ranks))
     layer = SimpleNamespace(parameters=lambda: [torch.empty(1, dtype=held, device="meta")])
-    model: Any = SimpleNamespace(layers=[layer], seat=seat, shape=ModelShape.from_folder(shapes.write(name, tmp_path / name)))
+    model: Any = SimpleNamespace(layers=[layer], context=context, shape=ModelShape.from_folder(shapes.write(name, tmp_path / name)))
     assert worth_padding(model) == tokens
 
 

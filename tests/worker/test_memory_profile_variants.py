@@ -13,22 +13,23 @@ import pytest
 import torch
 
 from phalanx.comm import oneshot, twoshot
-from phalanx.comm.choose import Chooser, Rules, owned_from
+from phalanx.comm.choose import Rules, sp_min_tokens
 from phalanx.comm.group import Group, Solo
-from phalanx.comm.sequence_parallel.collectives import OnGpus
-from phalanx.comm.symmetric import Landing
-from phalanx.comm.tuned_group import ModelRunner as Strategies
+from phalanx.comm.sequence_parallel.gemm_rs import GemmRs
+from phalanx.comm.sequence_parallel.rs_norm_ag import RsNormAg
+from phalanx.comm.strategies import AllReduce
+from phalanx.comm.symmetric import ReduceScatterBuffer
 from phalanx.comm.tuned_group import TunedGroup
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import Quantization
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.kernels.gemm import has_gluon
+from phalanx.kernels.capabilities import has_gluon
 from phalanx.models import registry
 from phalanx.models.batch import LayerCache
 from phalanx.models.layers.attention.sdpa import SdpaBackend
-from phalanx.models.layers.attention.triton import DecodeBackend
+from phalanx.models.layers.attention.triton import TritonBackend
 from phalanx.tables.shipped import table_for
 from phalanx.tables.strategy import Strategy
 from phalanx.worker import memory_profile
@@ -51,13 +52,13 @@ ASKED: list[list[dict[str, Any]]] = [
 
 
 class Recorded:
-    """A tape whose replays launch nothing: on a GPU a graph's replay needs no kernel that its capture did not."""
+    """A capturer whose replays launch nothing: on a GPU a graph's replay needs no kernel that its capture did not."""
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         work()
         return lambda: None
 
-    def rewind(self) -> None:
+    def reset(self) -> None:
         return
 
 
@@ -72,25 +73,27 @@ class Alike(Solo):
 
 
 def group_of(size: int) -> Group:
-    """A rank's group on NVLink, over a workspace that nobody maps; products of half the longest step's tokens land."""
+    """A rank's group on NVLink, over a workspace that nobody maps; GEMM_RS runs from half the longest step's tokens on."""
     if size == 1:
         return Solo()
 
-    def there(rank: int, rows: int, columns: int, dtype: torch.dtype, before: int) -> torch.Tensor:
+    def peer_tensor(rank: int, rows: int, columns: int, dtype: torch.dtype, before: int) -> torch.Tensor:
         return torch.empty(rows, columns, dtype=dtype)
 
     longest = TOKENS * 4096 * 2
-    landing = Landing(0, size, longest + size * 8192, longest, torch.zeros(4, dtype=torch.int32), (0,) * size, there)
+    buffer = ReduceScatterBuffer(
+        0, size, longest + size * 8192, longest, torch.zeros(4, dtype=torch.int32), (0,) * size, peer_tensor
+    )
     space, machine = workspace(size, SM, TOKENS * 4096 * 2), Fingerprint(SM, "nvlink", size)
     runners = {
-        strategy: Strategies(
+        strategy: AllReduce(
             partial(module.all_reduce, workspace=space), partial(module.all_reduce_norm, workspace=space),
-            OnGpus(space, landing, least=(TOKENS // 2) * 4096 * 2),
+            RsNormAg(space), GemmRs(space, buffer, min_bytes=(TOKENS // 2) * 4096 * 2),
         )
         for strategy, module in ((Strategy.ONESHOT, oneshot), (Strategy.TWOSHOT, twoshot))
     }  # fmt: skip
-    rules = Rules(machine, {Strategy.NCCL: "there is none"}, table_for(machine).lookup, None, True, owned_from(machine))
-    return TunedGroup(Alike(size), Chooser(rules), runners, "")
+    rules = Rules(machine, {Strategy.NCCL: "there is none"}, table_for(machine).lookup, None, True, sp_min_tokens(machine))
+    return TunedGroup(Alike(size), rules, runners, "")
 
 
 @dataclass(frozen=True)
@@ -141,22 +144,22 @@ def made_runner(case: Case) -> ModelRunner:
     shape = ModelShape(**(sizes | case.shape))
     model = registry.build(
         shape, group=group_of(case.ranks), layers=range(0 if case.stages == 1 else 1, 2), dtype=BF16, device=CPU, fp8=case.fp8,
-        fp8_cache=case.fp8, fp8_products=case.fp8,
+        fp8_cache=case.fp8, fp8_gemm=case.fp8,
     )  # fmt: skip
-    attention = DecodeBackend(SdpaBackend(), CPU, "all")
-    attention.workspace.processors = NUM_SMS
-    caches = [LayerCache.zeros(1, BLOCK, s.heads, s.head_dim, model.seat.cache_dtype, CPU) for s in model.kv_specs()]
+    attention = TritonBackend(SdpaBackend(), CPU, "all")
+    attention.workspace.num_sms = NUM_SMS
+    caches = [LayerCache.zeros(1, BLOCK, s.heads, s.head_dim, model.context.cache_dtype, CPU) for s in model.kv_specs()]
     sampler, pipeline = Sampler(case.slots, shape.vocab_size, CPU), Solo() if case.stages == 1 else Last(case.stages)
     return ModelRunner(
         model, caches, attention, sampler, pipeline, max_batch_size=case.slots, max_seq_len=LONGEST, block_size=BLOCK, dtype=BF16,
-        device=CPU, tape=Recorded() if case.graphs else None, max_num_tokens=TOKENS,
+        device=CPU, capturer=Recorded() if case.graphs else None, max_num_tokens=TOKENS,
     )  # fmt: skip
 
 
 def started(case: Case) -> ModelRunner:
     """As a rank starts."""
     runner = made_runner(case)
-    sizes = {"max_num_tokens": TOKENS, "max_seq_len": LONGEST, "max_batch_size": runner.most_rows, "block_size": BLOCK}
+    sizes = {"max_num_tokens": TOKENS, "max_seq_len": LONGEST, "max_batch_size": runner.max_rows, "block_size": BLOCK}
     for step in memory_profile.profiling_steps(**sizes):
         runner.run(step).results()
     list(runner.capture())
@@ -188,7 +191,7 @@ def later(case: Case, steps: int) -> tuple[set[Variant], set[Variant]]:
         runner = started(case)
         first = set(variants)
         for _ in range(steps):
-            runner.run(any_step(rng, case.slots, runner.most_rows)).results()
+            runner.run(any_step(rng, case.slots, runner.max_rows)).results()
     return first, variants - first
 
 

@@ -17,7 +17,7 @@ from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult,
 from phalanx.errors import EngineError
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
-from phalanx.models.layers.attention.backend import backend
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.worker import memory_profile
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.sampler import Sampler
@@ -46,7 +46,7 @@ def make_runner(folder: Path, layers: range | None = None, pipe: object = None) 
     weights.load(model, folder)
     caches = [LayerCache.zeros(100, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
     return ModelRunner(
-        model, caches, backend(CPU, torch.float32, shape.head_dim), Sampler(4, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
+        model, caches, select_backend(CPU, torch.float32, shape.head_dim), Sampler(4, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
         max_batch_size=4, max_seq_len=128, block_size=BLOCK, dtype=torch.float32, device=CPU,
     )  # fmt: skip
 

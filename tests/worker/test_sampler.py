@@ -118,7 +118,7 @@ def test_when_the_logits_need_not_be_gathered(asked, mask, alone):
     if draws is not None and asked.get("temperature"):
         assert draws.temperature.tolist() == [0.0, 0.5]
         logits = logits_of(2)
-        tokens = sampling.drawn(logits, draws.temperature, draws.noise)
+        tokens = sampling.sample(logits, draws.temperature, draws.noise)
         assert tokens.tolist() == sampler.sample(logits, [0, 2], [9, 6], [None, None]).tokens.tolist()
         assert tokens[0] == logits[0].argmax()
     elif draws is not None:

@@ -82,7 +82,7 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch, kept: bool) -> Kernels:
 
 
 def steps_of(runner: ModelRunner) -> list[Any]:
-    return memory_profile.profiling_steps(max_num_tokens=64, max_seq_len=128, max_batch_size=runner.most_rows, block_size=BLOCK)
+    return memory_profile.profiling_steps(max_num_tokens=64, max_seq_len=128, max_batch_size=runner.max_rows, block_size=BLOCK)
 
 
 def test_every_step_goes_through_the_first_layer_and_the_last(
@@ -144,19 +144,19 @@ class AnotherLacksSome(Solo):
 def test_a_rank_goes_on_where_another_lacks_kernels_and_leaves_no_slot_and_no_recording(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tape = Counting()
-    runner = make_runner(folder, tape)
+    capturer = Counting()
+    runner = make_runner(folder, capturer)
     assert runner.graphs is not None
     runner.graphs.forget()
     for group, processes in ((AnotherLacksSome(), 12), (Solo(), 0)):
-        kernels, tape.recorded = with_kernels(monkeypatch, kept=True), 0
+        kernels, capturer.recorded = with_kernels(monkeypatch, kept=True), 0
         warm_up(runner, steps_of(runner), group, CPU, 12, lambda *_: None)
         assert kernels.processes == processes
         assert runner._sampler is not None
         assert not runner._sampler._book.held.any()  # every slot is free
-        assert tape.recorded == 0
+        assert capturer.recorded == 0
     list(runner.capture())
-    assert tape.recorded == runner.graphs.count
+    assert capturer.recorded == runner.graphs.count
 
 
 @pytest.mark.parametrize(("cores", "gib", "ranks", "processes"), [(64, 500, 4, 16), (64, 500, 8, 8), (64, 6, 4, 3), (2, 500, 4, 0)])
@@ -178,7 +178,7 @@ def test_layers_of_other_kinds_stay(tmp_path: Path) -> None:
         assert kept == [0, 3, 5]
         assert model.layers == [layers[index] for index in kept]
     assert model.layers is layers
-    layers[1].norm.half()  # such as a layer that a quantized checkpoint leaves alone
+    layers[1].input_layernorm.half()  # such as a layer that a quantized checkpoint leaves alone
     with model.distinct_layers() as kept:
         assert kept == [0, 1, 3, 5]
     with pytest.raises(ZeroDivisionError), model.distinct_layers():

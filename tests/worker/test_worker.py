@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from phalanx.config.locate import checkpoint_digest
-from phalanx.engine.executor import make
 from phalanx.engine.messages import DECODE_GRAPH, MIXED_GRAPH, RankFacts, RowResult, Step, StepBatch
 from phalanx.executor.protocol import Stop
 from phalanx.executor.rank_executor import RankExecutor
@@ -31,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: f"tp{layout[0]}-pp{layout[1]}")
 def pool(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[RankExecutor, list[RankFacts], int, Drive]]:
     tp, pp = request.param
-    executor = make(options(folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, kv_cache_bytes=300_000))
+    executor = RankExecutor(options(folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, kv_cache_bytes=300_000))
     assert isinstance(executor, RankExecutor)
     facts, blocks = executor.start()
     yield executor, facts, blocks, Drive(executor.submit, executor.collect, blocks=min(blocks, 100))

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, Protocol
 
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.admit import MAX_WORLD, admit
@@ -21,8 +21,8 @@ Lookup = Callable[[str, Fusion, int, int], Entry]
 _MAX_CACHED = 1 << 16
 
 SP_MIN_TOKENS = {2: 128} | dict.fromkeys(range(3, MAX_WORLD + 1), 64)
-"""By the size of a group of GPUs: the tokens from which on its layers run sequence parallel (RS_NORM_AG). Below, a message waits for
-its two hops longer than for what they carry. Measured on H200 at 2 and 4 ranks."""
+"""By the size of a group of GPUs: the tokens from which on its layers run sequence parallel (RS_NORM_AG). Below, a message waits
+for its two hops longer than for what they carry. Measured on H200 at 2 and 4 ranks."""
 
 GEMM_RS_MIN_BYTES = 32 << 20
 """Messages from which on the GEMM writes its output straight to the ranks that sum it (GEMM_RS). Below, the GEMM of one rank's rows
@@ -111,13 +111,16 @@ def choose(message: Message, rules: Rules) -> Decision:
     return decide(entry.strategy, entry.fused, entry.source, entry.reason)
 
 
-DecideCall = Callable[[int, int, str, Fusion, bool], Decision]
-"""(tokens, hidden, dtype, fusion, accepts_sharded) -> the decision for a tensor [tokens, hidden] per rank; dtype: bf16, fp16 or fp32;
-accepts_sharded: the caller accepts a sharded residual."""
+class Decider(Protocol):
+    """`choose_sharded` and `choose` by fixed rules, with their answers kept."""
+
+    def __call__(self, tokens: int, hidden: int, dtype: str, fusion: Fusion, accepts_sharded: bool = False) -> Decision:
+        """For a tensor [tokens, hidden] per rank. dtype: bf16, fp16 or fp32. accepts_sharded: the caller accepts a sharded
+        residual."""
 
 
-def decider(rules: Rules) -> DecideCall:
-    """`choose_sharded` and `choose` by these rules, which keep their answers."""
+def decider(rules: Rules) -> Decider:
+    """See `Decider`."""
 
     @lru_cache(maxsize=_MAX_CACHED)
     def decide(tokens: int, hidden: int, dtype: str, fusion: Fusion, accepts_sharded: bool = False) -> Decision:

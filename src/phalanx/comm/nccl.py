@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NCCL between GPUs, gloo between CPU ranks (GLOO, in NCCL's place): torch.distributed's own sum; a fusion runs as a kernel after it.
+"""NCCL between GPUs, gloo between CPU ranks (GLOO, in NCCL's place): torch.distributed's own sum; a fusion runs as a kernel after
+it.
 
 out = all_reduce(x)
 """

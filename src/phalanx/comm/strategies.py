@@ -76,12 +76,18 @@ class Strategies:
 
 
 def available(
-    base: Group, device: torch.device, fingerprint: Fingerprint, message_bytes: int, *, timeout: float = 300.0, gemm_rs: bool = False
+    base: Group,
+    device: torch.device,
+    fingerprint: Fingerprint,
+    message_bytes: int,
+    *,
+    timeout: float = 300.0,
+    gemm_rs: bool = False,
 ) -> Strategies:
     """What the ranks of `base` can run on this machine; collective, and the same on every rank.
 
-    message_bytes: of one rank's longest message that a workspace holds without chunks. timeout: seconds that a CPU rank may keep the
-    others waiting. gemm_rs: allocate the buffer of GEMM_RS, too.
+    message_bytes: of one rank's longest message that a workspace holds without chunks. timeout: seconds that a CPU rank may keep
+    the others waiting. gemm_rs: allocate the buffer of GEMM_RS, too.
     """
     strategies = Strategies(fingerprint, {Strategy.NCCL: AllReduce(partial(nccl.all_reduce, group=base))})
     if not fingerprint.peers_reach:

@@ -23,8 +23,8 @@ from phalanx.comm.torch_group import TorchGroup
 LIMIT_BYTES = 192 << 20
 """The largest size of a workspace; longer messages run in chunks."""
 REDUCE_SCATTER_LIMIT_BYTES = 256 << 20
-"""The longest message for which there is a reduce-scatter buffer. A group with longer ones has no buffer: all its sizes then run the
-same kernels, and the warm-up of a start meets all of them."""
+"""The longest message for which there is a reduce-scatter buffer. A group with longer ones has no buffer: all its sizes then run
+the same kernels, and the warm-up of a start meets all of them."""
 _LONGEST_ROW = 64 << 10
 _LEAST_ONESHOT_BYTES = 1 << 20
 _VECTOR_BYTES = 16
@@ -40,8 +40,8 @@ def half_bytes(world: int, message_bytes: int) -> int:
 
 
 def workspace_bytes(world: int, message_bytes: int) -> int:
-    """GPU memory that the workspace of a group of `world` ranks takes per rank, for messages of up to `message_bytes`. The buffer of
-    `reduce_scatter_bytes` comes on top. Pure."""
+    """GPU memory that the workspace of a group of `world` ranks takes per rank, for messages of up to `message_bytes`. The buffer
+    of `reduce_scatter_bytes` comes on top. Pure."""
     return 0 if world == 1 else 2 * half_bytes(world, message_bytes)
 
 
@@ -85,10 +85,10 @@ def share_of(vectors: int, world: int) -> int:
 
 @dataclass(frozen=True)
 class ReduceScatterBuffer:
-    """Where the GEMMs of all ranks write this rank's rows. capacity: bytes of it; max_message_bytes: of the longest message that the
-    group may have; local: the buffer as int32, with the flags behind it; flags: the address of each rank's flags as this rank maps
-    them, 16 bytes a rank; peer_tensor: (rank, rows, columns, dtype, bytes before it) -> a tensor in that rank's buffer; memory: keeps
-    the mapping alive."""
+    """Where the GEMMs of all ranks write this rank's rows. capacity: bytes of it; max_message_bytes: of the longest message that
+    the group may have; local: the buffer as int32, with the flags behind it; flags: the address of each rank's flags as this rank
+    maps them, 16 bytes a rank; peer_tensor: (rank, rows, columns, dtype, bytes before it) -> a tensor in that rank's buffer;
+    memory: keeps the mapping alive."""
 
     rank: int
     world: int
@@ -101,8 +101,8 @@ class ReduceScatterBuffer:
 
 
 def reduce_scatter_bytes(world: int, message_bytes: int) -> int:
-    """GPU memory that `form_reduce_scatter_buffer` takes per rank, for messages of up to `message_bytes`; 0 where they are too short
-    to use it, or longer than the limit. Pure."""
+    """GPU memory that `form_reduce_scatter_buffer` takes per rank, for messages of up to `message_bytes`; 0 where they are too
+    short to use it, or longer than the limit. Pure."""
     capacity = reduce_scatter_capacity(world, message_bytes)
     return capacity + _ALIGNMENT if capacity else 0
 

@@ -20,6 +20,7 @@ from phalanx.comm.sequence_parallel import ShardedResidual, same_sharding, unsha
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.strategies import AllReduce, GemmReduceScatter, available
 from phalanx.comm.torch_group import TorchGroup
+from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.log import get_logger
 from phalanx.tables.message import Fusion
@@ -28,7 +29,6 @@ from phalanx.tables.strategy import Strategy
 from phalanx.tables.table import Table
 
 _log = get_logger(__name__)
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NONE = Fusion.NONE
 _fusion = cache(Fusion.of)
 
@@ -56,7 +56,7 @@ class TunedGroup:
     def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
         """As Group."""
         values = x.values if isinstance(x, Unscaled) else x
-        dtype = _DTYPES.get(values.dtype)
+        dtype = DTYPE_NAMES.get(values.dtype)
         if dtype is None or values.numel() == 0 or values.dim() == 0:
             return self.base.all_reduce(x) if fusion is None else self.base.all_reduce(x, self._unsharded(fusion))
         hidden = values.shape[-1]
@@ -86,7 +86,7 @@ class TunedGroup:
     def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> ScatterTargets | None:
         """As Group."""
         residual, gemm_rs = fusion.residual, self._gemm_rs
-        dtype = _DTYPES.get(residual.dtype)
+        dtype = DTYPE_NAMES.get(residual.dtype)
         if gemm_rs is None or dtype is None or tokens * hidden * residual.dtype.itemsize < gemm_rs.min_bytes:
             return None
         if not fusion.accepts_sharded or fusion.weight.dtype != residual.dtype:
@@ -158,8 +158,8 @@ def tuned(
 
     message_bytes: of one rank's longest message, max_num_tokens x hidden size x bytes of an element; it bounds the workspace (on a
     GPU `symmetric.workspace_bytes`, and `symmetric.reduce_scatter_bytes` unless another strategy than TWOSHOT is forced). strategy:
-    AUTO, NCCL, ONESHOT or TWOSHOT. timeout: seconds that a CPU rank may keep the others waiting. tables: the folder of tuned tables,
-    instead of the user's. Raises EngineError when ranks hold different tables.
+    AUTO, NCCL, ONESHOT or TWOSHOT. timeout: seconds that a CPU rank may keep the others waiting. tables: the folder of tuned
+    tables, instead of the user's. Raises EngineError when ranks hold different tables.
     """
     if base.size == 1 or not isinstance(base, TorchGroup):
         return base

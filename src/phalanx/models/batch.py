@@ -29,7 +29,7 @@ class Batch:
     token each, row r token r; the others any number, at query_starts. A row that is not there has slot 0, no token and a KV length
     of 0; or, where all rows are of one token, a token as well and a KV length of 1. Tokens that are not there come last, and have
     position 0 and KV slot -1.
-    short: of a fixed batch: no row gets longer than the back end's `short_up_to` says of so many rows.
+    short: of a fixed batch: no row gets longer than the back end's `short_kv_limit` says of so many rows.
     last: (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], what was sampled last.
     """
 
@@ -51,7 +51,7 @@ class Batch:
     last: tuple[Tensor, Tensor] | None = None
 
 
-def leading_ones(query_starts: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> int:
+def count_leading_decodes(query_starts: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> int:
     """How many rows, from the first on, have one token. query_starts [R + 1]: see `Batch`."""
     longer = np.diff(np.asarray(query_starts)) != 1
     return int(longer.argmax()) if longer.any() else len(longer)

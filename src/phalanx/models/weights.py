@@ -62,10 +62,10 @@ def load(model: Model, folder: Path, progress: Progress | None = None) -> None:
                 f"{part.name} is missing", held=f"{folder} holds {len(files)} tensors",
                 why="config.json implies it", next="check that config.json belongs to these weights",
             )  # fmt: skip
-    if model.seat.fp8_cache:
+    if model.context.fp8_cache:
         of_layers = kv_scales.read(files, shape.num_layers)
-        for index, layer in zip(model.held, model.layers, strict=True):
-            layer.attention.store.read_scales = of_layers.get(index)
+        for index, layer in zip(model.layer_range, model.layers, strict=True):
+            layer.self_attn.kv_store.read_scales = of_layers.get(index)
     total = sum(part.target.nbytes for parts in by_file.values() for part in parts if isinstance(part, Slice))
     done = 0
     for file, parts in sorted(by_file.items()):
@@ -89,10 +89,10 @@ def dummy(model: Model, seed: int, progress: Progress | None = None) -> None:
     for scale in scales(model):
         inputs = scale.inputs
         scale.store(torch.full(scale.shapes[0], _bound(inputs) / FP8_MAX if inputs else ACTIVATION_MAX / FP8_MAX))
-    quantization = model.seat.quantization
-    if model.seat.fp8_cache and quantization is not None and quantization.kv:
+    quantization = model.context.quantization
+    if model.context.fp8_cache and quantization is not None and quantization.kv:
         for layer in model.layers:
-            layer.attention.store.read_scales = ACTIVATION_MAX / FP8_MAX, ACTIVATION_MAX / FP8_MAX
+            layer.self_attn.kv_store.read_scales = ACTIVATION_MAX / FP8_MAX, ACTIVATION_MAX / FP8_MAX
     by_name: dict[str, list[Slice]] = defaultdict(list)
     for part in slices(model):
         by_name[part.name].append(part)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.comm.gpu_ranks import run
+from tests.support.comm_gpu_ranks import run
 
-RANK = "tests.comm.rows.owned_rank"
+RANK = "tests.support.comm_sequence_parallel_rank"
 
 CHECKS = (
     "shapes",
@@ -16,10 +16,10 @@ CHECKS = (
     "strange_values",
     "graph",
     "picked",
-    "lands",
-    "lands_in_a_graph",
-    "spread",
-    "spread_in_16_bit",
+    "gemm_rs",
+    "gemm_rs_in_a_graph",
+    "gemm_rs_in_fp8",
+    "gemm_rs_in_16_bit",
 )
 
 

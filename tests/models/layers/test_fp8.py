@@ -13,21 +13,20 @@ import torch
 from phalanx import kernels
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo
 from phalanx.comm.local import LocalWorld
-from phalanx.comm.sequence_parallel import whole
+from phalanx.comm.sequence_parallel import unshard
 from phalanx.config.quantization import ON_LOAD, Quantization
 from phalanx.kernels import reference
-from phalanx.kernels.gemm.scaled_mm import Quantized
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Quantized, Unscaled
 from phalanx.models.layers import fp8
 from phalanx.models.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, Rows
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import Seat, Sliced
+from phalanx.models.slices import LayerContext, Sliced
 from phalanx.plan import shard
+from tests.support.checkpoints import write_checkpoint
 from tests.support.comm_poisoned import poisoned
 from tests.support.models_formation import CPU, Formation
-from tests.support.checkpoints import write_checkpoint
 
-SEAT = Seat(Solo(), torch.float32, CPU, ON_LOAD, fp8_products=True)
+SEAT = LayerContext(Solo(), torch.float32, CPU, ON_LOAD, fp8_gemm=True)
 
 
 def fill(*layers: Sliced) -> None:
@@ -38,8 +37,8 @@ def fill(*layers: Sliced) -> None:
             part.store(whole.narrow(part.dim, part.begin, part.target.shape[part.dim]))
 
 
-def merged(seat: Seat) -> MergedColumnParallelLinear:
-    return MergedColumnParallelLinear(["gate_proj", "up_proj"], 32, 64, what="inner", bias=True, seat=seat)
+def merged(context: LayerContext) -> MergedColumnParallelLinear:
+    return MergedColumnParallelLinear(["gate_proj", "up_proj"], 32, 64, what="inner", bias=True, context=context)
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -51,10 +50,10 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
     quantization = replace(ON_LOAD, activations="static" if static else "token")
 
     def act(group: Group) -> None:
-        seat = replace(SEAT, group=group, quantization=quantization)
+        context = replace(SEAT, group=group, quantization=quantization)
         mine = shard.even("inputs", 64, tp, group.rank)
-        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=bias, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
-        after = merged(seat)
+        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=bias, context=context), RmsNorm("n", 32, 1e-5, context=context)
+        after = merged(context)
         fill(out, norm, after)
         for layer in (out, after):
             if static:
@@ -78,18 +77,18 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
 
 
 def test_what_the_norm_asks_of_the_all_reduce() -> None:
-    norm, layer = RmsNorm("n", 32, 1e-5, seat=SEAT), merged(SEAT)
+    norm, layer = RmsNorm("n", 32, 1e-5, context=SEAT), merged(SEAT)
     assert norm.after(torch.zeros(1, 32)).quant == "none"
     norm.feed(layer.fp8)
     asked: ResidualRmsNorm = norm.after(torch.zeros(1, 32))
     assert (asked.quant, asked.scale) == ("fp8", None)
-    norm.feed(merged(replace(SEAT, fp8_products=False)).fp8)
+    norm.feed(merged(replace(SEAT, fp8_gemm=False)).fp8)
     assert norm.after(torch.zeros(1, 32)).quant == "none"
 
 
 def test_sizes_that_fp8_products_cannot_have(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="phalanx"):
-        layer = MergedColumnParallelLinear(["gate_proj", "up_proj"], 40, 64, what="inner", bias=False, seat=SEAT)
+        layer = MergedColumnParallelLinear(["gate_proj", "up_proj"], 40, 64, what="inner", bias=False, context=SEAT)
     assert "128 x 40" in caplog.text
     assert "multiples of 16" in caplog.text
     assert not layer.fp8.products
@@ -104,14 +103,14 @@ def test_a_model_with_its_seams_is_the_model_without(tp: int, tmp_path: Path) ->
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "std": 0.15}
     folder = write_checkpoint(tmp_path / "m", "qwen3", **sizes)
     ids = torch.randint(0, 384, (9,))
-    fused = Formation(folder, tp=tp, fp8=True, fp8_products=True)
-    apart = Formation(folder, tp=tp, fp8=True, fp8_products=True)
+    fused = Formation(folder, tp=tp, fp8=True, fp8_gemm=True)
+    apart = Formation(folder, tp=tp, fp8=True, fp8_gemm=True)
     for model in apart.models[0]:
         for layer in model.layers:
-            layer.norm.feed(None)
-            layer.mlp_norm.feed(None)
+            layer.input_layernorm.feed(None)
+            layer.post_attention_layernorm.feed(None)
     assert torch.equal(fused.step([(0, ids)])[0], apart.step([(0, ids)])[0])
-    widened = Formation(folder, tp=tp, fp8=True, fp8_products=False)
+    widened = Formation(folder, tp=tp, fp8=True, fp8_gemm=False)
     assert not torch.equal(fused.step([(1, ids)])[0], widened.step([(1, ids)])[0])
 
 
@@ -122,7 +121,7 @@ def test_scales_are_left_to_what_reads_a_product(
     """To the SiLU of each layer, and to rope where neither a bias nor a norm of the heads stands between, and to the
     sums of several ranks; with the same logits."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "std": 0.15}
-    model = Formation(write_checkpoint(tmp_path / "m", family, **sizes), tp=tp, fp8=True, fp8_products=True)
+    model = Formation(write_checkpoint(tmp_path / "m", family, **sizes), tp=tp, fp8=True, fp8_gemm=True)
     ids = torch.randint(0, 384, (9,))
     finished = model.step([(0, ids)])[0]
     asked: list[int] = []
@@ -143,10 +142,10 @@ BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="wei
 def test_scales_once_a_block_where_rows_begin_with_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's product takes them: of merged layers, and of slices of layers, as they come from a checkpoint."""
     monkeypatch.setattr(fp8.blocks, "_torch_multiplies", lambda device: True)
-    seat = replace(SEAT, quantization=BLOCKS)
+    context = replace(SEAT, quantization=BLOCKS)
 
     def held(*runs: Rows) -> ColumnParallelLinear:
-        layer = ColumnParallelLinear(list(runs), 512, bias=False, seat=seat)
+        layer = ColumnParallelLinear(list(runs), 512, bias=False, context=context)
         for scale in layer.scales():  # of a checkpoint: block (r, c) of a layer has 10 r + c, and the second layer 100 more
             rows, columns = scale.shapes[0]
             scale.store(torch.arange(rows)[:, None] * 10.0 + torch.arange(columns) + 100 * ("b" in scale.name))
@@ -176,14 +175,14 @@ def test_products_that_cannot_come_in_pieces_are_handed_over_whole(kind: str) ->
     x, residual, scales = torch.randn(7, 64).to(dtype), torch.randn(7, 32).to(dtype), torch.rand(3, 3) + 0.1
 
     def act(base: Group) -> None:
-        group = poisoned(base, lands_from=1)
-        seat = replace(SEAT, group=group, quantization=quantization, dtype=dtype, fp8_products=kind != "widened")
+        group = poisoned(base, gemm_rs_min_tokens=1)
+        context = replace(SEAT, group=group, quantization=quantization, dtype=dtype, fp8_gemm=kind != "widened")
         mine = shard.even("inputs", 64, 2, group.rank)
-        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
+        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, context=context), RmsNorm("n", 32, 1e-5, context=context)
         (fill_blocks(out, scales) if kind == "blocks" else fill(out))
         fill(norm)
         out(x[:, mine.start : mine.stop].contiguous(), residual, norm)
-        assert group.calls == {"TWOSHOT+OWNED/RESIDUAL_RMS_NORM": 1}
+        assert group.calls == {"RS_NORM_AG/RESIDUAL_RMS_NORM": 1}
 
     with torch.inference_mode():
         LocalWorld(2).run(act)
@@ -198,18 +197,21 @@ def test_a_product_in_pieces_is_the_whole_one(static: bool) -> None:
 
     def act(base: Group) -> None:
         outputs = []
-        for group in (base, poisoned(base, lands_from=1)):
-            seat = replace(SEAT, group=group, quantization=quantization, dtype=torch.bfloat16)
+        for group in (base, poisoned(base, gemm_rs_min_tokens=1)):
+            context = replace(SEAT, group=group, quantization=quantization, dtype=torch.bfloat16)
             mine = shard.even("inputs", 64, 2, group.rank)
-            out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
+            out, norm = (
+                RowParallelLinear("o", 64, 32, local=mine, bias=False, context=context),
+                RmsNorm("n", 32, 1e-5, context=context),
+            )
             fill(out, norm)
             if static:
                 out.fp8.input_scale.fill_(0.5)
             norm.weight.fill_(1)
             found, new = out(x[:, mine.start : mine.stop].contiguous(), residual, norm)
-            outputs.append((found, whole(new, group)))
+            outputs.append((found, unshard(new, group)))
             if group is not base:
-                assert group.calls == {"TWOSHOT+LANDED/RESIDUAL_RMS_NORM": 1}
+                assert group.calls == {"GEMM_RS/RESIDUAL_RMS_NORM": 1}
         for left, right in zip(*outputs, strict=True):
             torch.testing.assert_close(left, right)
 
@@ -231,10 +233,13 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
     x, residual, scales = torch.randn(5, 320), torch.randn(5, 32), torch.rand(3, 3) + 0.1
 
     def act(group: Group) -> torch.Tensor:
-        seat = replace(SEAT, group=group, quantization=BLOCKS)
+        context = replace(SEAT, group=group, quantization=BLOCKS)
         mine = shard.even("inputs", 320, tp, group.rank)
-        out, norm = RowParallelLinear("o", 320, 32, local=mine, bias=False, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
-        after = merged(seat)
+        out, norm = (
+            RowParallelLinear("o", 320, 32, local=mine, bias=False, context=context),
+            RmsNorm("n", 32, 1e-5, context=context),
+        )
+        after = merged(context)
         fill_blocks(out, scales)
         fill_blocks(after, scales)
         fill(norm)
@@ -259,8 +264,8 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
 
     with torch.inference_mode():
         parts = LocalWorld(tp).run(act)
-        seat = replace(SEAT, quantization=BLOCKS, fp8_products=False)
-        plain = RowParallelLinear("o", 320, 32, local=range(320), bias=False, seat=seat)
+        context = replace(SEAT, quantization=BLOCKS, fp8_gemm=False)
+        plain = RowParallelLinear("o", 320, 32, local=range(320), bias=False, context=context)
         fill_blocks(plain, scales)
         assert not plain.fp8.by_group
         wanted = x @ plain.fp8.widened(plain.weight).t()
@@ -271,7 +276,7 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
 
 def test_what_the_log_says_of_blocks(caplog: pytest.LogCaptureFixture) -> None:
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
-    how = fp8.how_multiplied
+    how = fp8.describe_gemm
     assert "a scale per token and 128 columns" in (how(BLOCKS, True, cuda, bf16) or "")
     none = how(BLOCKS, False, cuda, bf16) or ""
     assert "run in bfloat16: this cuda has no FP8 products; up to 64 tokens" in none
@@ -280,7 +285,7 @@ def test_what_the_log_says_of_blocks(caplog: pytest.LogCaptureFixture) -> None:
     assert how(ON_LOAD, True, cuda, bf16) is None
     assert "does not quantize activations" in (how(replace(ON_LOAD, activations="none"), True, cuda, bf16) or "")
     with caplog.at_level(logging.INFO, logger="phalanx"):
-        seat = replace(SEAT, quantization=BLOCKS)
-        layer = RowParallelLinear("o", 64, 32, local=range(8, 56), bias=False, seat=seat)
+        context = replace(SEAT, quantization=BLOCKS)
+        layer = RowParallelLinear("o", 64, 32, local=range(8, 56), bias=False, context=context)
     assert "from column 8 on" in caplog.text
     assert not layer.fp8.by_group

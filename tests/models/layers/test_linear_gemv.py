@@ -15,53 +15,52 @@ import torch
 from phalanx.comm.group import Solo
 from phalanx.config.quantization import ON_LOAD
 from phalanx.kernels.gemm import gemv_fused, heuristics
-from phalanx.kernels.gemm.scaled_mm import FP8, Quantized
+from phalanx.kernels.scaled_tensors import FP8, Quantized
 from phalanx.models.layers.linear import MergedColumnParallelLinear
-from phalanx.models.layers.one_token import factors
-from phalanx.models.slices import Seat
-from tests.support.models_formation import CPU, Formation
+from phalanx.models.slices import LayerContext
 from tests.support.checkpoints import write_checkpoint
 from tests.support.kernels_interpreted import interpreted
+from tests.support.models_formation import CPU, Formation
 
 pytest.importorskip("triton")
 
-SEAT = Seat(Solo(), torch.bfloat16, CPU)
+SEAT = LayerContext(Solo(), torch.bfloat16, CPU)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "std": 0.15}
 
 
-def merged(seat: Seat, *, bias: bool = False) -> MergedColumnParallelLinear:
-    return MergedColumnParallelLinear(["gate_proj", "up_proj"], 32, 64, what="inner", bias=bias, seat=seat)
+def merged(context: LayerContext, *, bias: bool = False) -> MergedColumnParallelLinear:
+    return MergedColumnParallelLinear(["gate_proj", "up_proj"], 32, 64, what="inner", bias=bias, context=context)
 
 
 def test_what_a_layer_gives() -> None:
     x, layer = torch.randn(1, 32, dtype=torch.bfloat16), merged(SEAT, bias=True)
-    found = factors(x, layer)
+    found = layer.gemv_args(x)
     assert found is not None
     assert found.x is x
     assert found.weight is layer.weight
     assert found.bias is layer.bias
     assert (found.x_scale, found.scale, found.dtype) == (None, None, torch.bfloat16)
-    assert factors(torch.randn(2, 32), layer) is None
+    assert layer.gemv_args(torch.randn(2, 32)) is None
 
 
 @pytest.mark.parametrize("static", [False, True])
 def test_what_a_layer_in_fp8_gives(static: bool) -> None:
     quantization = replace(ON_LOAD, activations="static" if static else "token")
-    layer = merged(replace(SEAT, quantization=quantization, fp8_products=True))
+    layer = merged(replace(SEAT, quantization=quantization, fp8_gemm=True))
     quantized = Quantized(torch.zeros(1, 32, dtype=FP8), torch.ones(1, 1))
-    found = factors(quantized, layer)
+    found = layer.gemv_args(quantized)
     assert found is not None
     assert found.x is quantized.values
     assert found.x_scale is quantized.scale
     assert found.scale is layer.fp8.weight_scale
-    plain = factors(torch.zeros(1, 32, dtype=torch.bfloat16), layer)
+    plain = layer.gemv_args(torch.zeros(1, 32, dtype=torch.bfloat16))
     assert plain is not None
     assert plain.x_scale is layer.fp8.input_scale
-    assert factors(quantized, merged(replace(SEAT, quantization=quantization, fp8_products=False))) is None
+    assert merged(replace(SEAT, quantization=quantization, fp8_gemm=False)).gemv_args(quantized) is None
 
 
 def test_a_cpu_has_no_such_kernels() -> None:
-    found = factors(torch.zeros(1, 32, dtype=torch.bfloat16), merged(SEAT))
+    found = merged(SEAT).gemv_args(torch.zeros(1, 32, dtype=torch.bfloat16))
     assert found is not None
     assert gemv_fused.tiling_of(found) is None
     assert gemv_fused.gate_up_silu(found) is None
@@ -91,15 +90,15 @@ def check_all() -> None:
     check("llama", 4)
     check("qwen2", 4)  # has a bias
     check("qwen3", 2)  # norms its heads
-    check("llama", 2, fp8=True, fp8_products=True)
-    check("llama", 0, fp8=True, fp8_products=False)
+    check("llama", 2, fp8=True, fp8_gemm=True)
+    check("llama", 0, fp8=True, fp8_gemm=False)
     with mock.patch.object(heuristics, "WIDEST_TO_QUANTIZE", 100):  # which the intermediate size is beyond
-        check("llama", 4, fp8=True, fp8_products=True)
-        check("qwen2", 4, fp8=True, fp8_products=True, fp8_cache=True)
+        check("llama", 4, fp8=True, fp8_gemm=True)
+        check("qwen2", 4, fp8=True, fp8_gemm=True, fp8_cache=True)
 
 
 def test_models_in_the_interpreter() -> None:
-    assert interpreted("tests.models.layers.test_one_token").strip() == "checked"
+    assert interpreted("tests.models.layers.test_linear_gemv").strip() == "checked"
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ _MAX_CACHED = 256
 def scatter_targets(
     tokens: int, hidden: int, dtype: torch.dtype, buffer: ReduceScatterBuffer, *, min_bytes: int
 ) -> list[tuple[slice, Tensor]] | None:  # fmt: skip
-    """`ScatterTargets.targets` of a GEMM output [tokens, hidden]. None where it does not fit the buffer, is shorter than `min_bytes`
-    bytes, or leaves the last rank without rows. The next GEMM may write there once this one's `all_reduce_norm` is launched."""
+    """`ScatterTargets.targets` of a GEMM output [tokens, hidden]. None where it does not fit the buffer, is shorter than
+    `min_bytes` bytes, or leaves the last rank without rows. The next GEMM may write there once this one's `all_reduce_norm` is
+    launched."""
     rank, world, row_bytes = buffer.rank, buffer.world, hidden * dtype.itemsize
     depth = -(-tokens // world)
     if tokens * row_bytes < min_bytes or world * depth * row_bytes > buffer.capacity or tokens <= depth * (world - 1):
@@ -60,7 +61,8 @@ class GemmRs:
         self._targets: dict[tuple[int, int, torch.dtype], Targets | None] = {}
 
     def targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Targets | None:
-        """Where to write a GEMM output [tokens, hidden] for `all_reduce_norm`; None where RS_NORM_AG is faster, or alone has room."""
+        """Where to write a GEMM output [tokens, hidden] for `all_reduce_norm`; None where RS_NORM_AG is faster, or alone has
+        room."""
         dtype, buffer = fusion.residual.dtype, self._buffer
         row_bytes = hidden * dtype.itemsize
         gathered = hidden if fusion.quant == "fp8" else row_bytes
@@ -77,18 +79,37 @@ class GemmRs:
     def all_reduce_norm(self, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
         """As `RsNormAg.all_reduce_norm`, of a GEMM output like fusion.residual that was written to its `targets`. The residual is a
         tensor, or a ShardedResidual with all rows in one chunk."""
-        from phalanx.kernels.sequence_parallel.gemm_rs import gemm_rs_norm_ag
         from phalanx.kernels.dtypes import DTYPE_NAMES
+        from phalanx.kernels.sequence_parallel.gemm_rs import gemm_rs_norm_ag
 
         workspace, buffer, (rows, hidden) = self._workspace, self._buffer, fusion.residual.shape
         residual = local_residual(fusion.residual, rows, rows)
         outputs = Outputs(residual, fusion)
         launch = launch_of(rows, pitch_of(residual), pitch_of(outputs.gathered), workspace.world, workspace.num_sms)
         gemm_rs_norm_ag[(launch.programs,)](
-            buffer.local, residual.view(torch.int32), fusion.weight.view(torch.int32), outputs.pointers(0, rows),
-            outputs.gathered.view(torch.int32), outputs.residual if fusion.scale is None else fusion.scale, workspace.addresses,
-            buffer.flags, workspace.epoch, workspace.half, rows, hidden, launch.movers, fusion.eps, KIND=DTYPE_NAMES[residual.dtype],
-            QUANT=outputs.mode, RANK=workspace.rank, WORLD=workspace.world, BLOCK=launch.block, TAKE=launch.take,
-            WARPS=launch.warps, SM=workspace.sm, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=workspace.sm >= 90,
-        )  # fmt: skip
-        return outputs.result(rows)
+            buffer.local,
+            residual.view(torch.int32),
+            fusion.weight.view(torch.int32),
+            outputs.pointers(0, rows),
+            outputs.gathered.view(torch.int32),
+            outputs.residual if fusion.scale is None else fusion.scale,
+            workspace.addresses,
+            buffer.flags,
+            workspace.epoch,
+            workspace.half,
+            rows,
+            hidden,
+            launch.movers,
+            fusion.eps,
+            KIND=DTYPE_NAMES[residual.dtype],
+            QUANT=outputs.mode,
+            RANK=workspace.rank,
+            WORLD=workspace.world,
+            BLOCK=launch.block,
+            TAKE=launch.take,
+            WARPS=launch.warps,
+            SM=workspace.sm,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+            launch_pdl=workspace.sm >= 90,
+        )  # fmt: skip return outputs.result(rows)

@@ -201,8 +201,8 @@ class RsNormAg:
         """The sum over ranks of x [T, H] (contiguous, 16-byte aligned; H a multiple of 16) and its fusion (none or fp8, without
         keep_norm), in new tensors. All ranks get all rows, but of the new residual, which is a ShardedResidual. fusion.residual: a
         tensor, or the ShardedResidual of such a call. shape: see `launch_of`."""
-        from phalanx.kernels.sequence_parallel.rs_norm_ag import rs_norm_ag
         from phalanx.kernels.dtypes import DTYPE_NAMES
+        from phalanx.kernels.sequence_parallel.rs_norm_ag import rs_norm_ag
 
         values, row_scales, column_scales = x if isinstance(x, Unscaled) else (x, None, None)
         workspace, outputs, (tokens, hidden) = self.workspace, Outputs(values, fusion), values.shape

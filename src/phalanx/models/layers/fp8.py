@@ -104,8 +104,8 @@ class Fp8:
         return self._block_scale[0]
 
     def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
-        """`linear` for a reader that can apply the scales of a GEMM, such as a sum over ranks. Where that is faster, the output comes
-        without them. Not before a bias."""
+        """`linear` for a reader that can apply the scales of a GEMM, such as a sum over ranks. Where that is faster, the output
+        comes without them. Not before a bias."""
         if not self.fp8_gemm or bias is not None or x.shape[0] == 1:
             return self.linear(x, weight, bias)
         return unscaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype)
@@ -131,7 +131,8 @@ class Fp8:
         return self.weight_scale[rows] if self.quantization.weights == "load" else None
 
     def scales(self, name: str, shape: tuple[int, int], rows: range, here: slice) -> Iterator[Scale]:
-        """What to read for `rows` of checkpoint layer `name`, whose weight is `shape` [out, in]; they are rows `here` of this layer."""
+        """What to read for `rows` of checkpoint layer `name`, whose weight is `shape` [out, in]; they are rows `here` of this
+        layer."""
         kind, block = self.quantization.weights, self.quantization.block
         if kind == "load":
             return
@@ -161,7 +162,8 @@ class Fp8:
 
 
 def add_weight(
-    layer: Sliced, names: Sequence[str], out: int, inputs: int, *, context: LayerContext, begin: int = 0, runs: Sequence[tuple[int, int]] = ()
+    layer: Sliced, names: Sequence[str], out: int, inputs: int, *, context: LayerContext, begin: int = 0,
+    runs: Sequence[tuple[int, int]] = (),
 ) -> Fp8 | None:  # fmt: skip
     """Add to `layer` its uninitialized weight [out, inputs], and its scales where the checkpoint layers `names`, which it merges,
     are in FP8 (else return None). begin: the column of the unsplit weight that is its first; runs: which rows it has of each of the
@@ -194,7 +196,8 @@ def add_weight(
 
 
 def describe_gemm(quantization: Quantization, fp8_gemm: bool, device: torch.device, dtype: torch.dtype) -> str | None:
-    """A log line about weights that are dequantized for each GEMM, or scaled by block; None for others. fp8_gemm: see LayerContext."""
+    """A log line about weights that are dequantized for each GEMM, or scaled by block; None for others. fp8_gemm: as in
+    LayerContext."""
     why, block = _why_dequantized(quantization, fp8_gemm, device), quantization.block
     if why is None:
         if block is None:

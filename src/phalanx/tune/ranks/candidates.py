@@ -8,12 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from phalanx.comm.choose import DecideCall, Rules, decider
+from phalanx.comm.choose import Decider, Rules, decider
 from phalanx.comm.detect import detect_fingerprint
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
 from phalanx.comm.strategies import Strategies, available
 from phalanx.config.dtypes import parse_dtype
-from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import table_for
 from phalanx.tables.strategy import Choice, Strategy
@@ -53,7 +52,7 @@ class StrategyCandidates:
         return self.get(Choice(chosen.strategy, unfused=not chosen.fused))(x, fusion)
 
     @cached_property
-    def _decide(self) -> DecideCall:
+    def _decide(self) -> Decider:
         return decider(Rules(self.fingerprint, self.strategies.refused, table_for(self.fingerprint).lookup))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.layers.test_attention_sdpa import as_read, in_fp8, made_batch, naive
+from tests.models.layers.attention.test_sdpa import as_read, in_fp8, made_batch, naive
 
 
 class _Wrapper:
@@ -70,7 +70,7 @@ def backend_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType
     _Wrapper.made = 0
     stand_in.BatchPrefillWithPagedKVCacheWrapper = _Wrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
-    name = "phalanx.models.layers.attention_flashinfer"
+    name = "phalanx.models.layers.attention.flashinfer"
     monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(name)
     sys.modules.pop(name, None)

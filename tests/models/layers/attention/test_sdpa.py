@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers import attention_sdpa
-from phalanx.models.layers.attention import backend
-from phalanx.models.layers.attention_sdpa import bundles, pieces
+from phalanx.models.layers.attention import sdpa
+from phalanx.models.layers.attention.sdpa import bundles, pieces
+from phalanx.models.layers.attention.select import select_backend
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -87,8 +87,8 @@ def test_rows_of_every_kind(rows: list[tuple[int, int]], window: int | None, lim
     batch, cache, keys, values = made_batch(rows, window, padding)
     query = torch.randn(batch.token_ids.shape[0], 6, 8, generator=torch.Generator().manual_seed(4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(attention_sdpa.MASK_LIMITS, "cpu", limit)
-        out = backend(CPU, torch.float32, 8).plan(batch).forward(query, cache, window=window, scale=0.4)
+        patch.setitem(sdpa.MASK_LIMITS, "cpu", limit)
+        out = select_backend(CPU, torch.float32, 8).plan(batch).forward(query, cache, window=window, scale=0.4)
     assert out.shape == query.shape
     for row, (before, _) in enumerate(rows):
         here = slice(batch.query_starts_cpu[row], batch.query_starts_cpu[row + 1])
@@ -99,7 +99,7 @@ def test_rows_of_every_kind(rows: list[tuple[int, int]], window: int | None, lim
 def test_one_plan_serves_layers_with_different_windows() -> None:
     batch, cache, keys, values = made_batch([(9, 1), (0, 12)], None)
     query = torch.randn(13, 6, 8)
-    plan = backend(CPU, torch.float32, 8).plan(batch)
+    plan = select_backend(CPU, torch.float32, 8).plan(batch)
     for window in (None, 5, None, 3):
         out = plan.forward(query, cache, window=window, scale=1.0)
         torch.testing.assert_close(out[:1], naive(query[:1], keys[0], values[0], 9, window, 1.0), rtol=1e-5, atol=1e-5)
@@ -111,7 +111,7 @@ def test_a_cache_in_fp8_is_widened_and_scaled(scales: tuple[float, float] | None
     rows = [(9, 1), (0, 12)]
     batch, cache, keys, values = made_batch(rows, 5)
     query, used = torch.randn(13, 6, 8), scales or (1.0, 1.0)
-    plan = backend(CPU, torch.float32, 8).plan(batch)
+    plan = select_backend(CPU, torch.float32, 8).plan(batch)
     out = plan.forward(query, in_fp8(cache, used), window=5, scale=0.7, kv_scales=scales)
     for row, here in ((0, slice(0, 1)), (1, slice(1, 13))):
         key, value = as_read(keys[row], used[0]), as_read(values[row], used[1])

@@ -18,12 +18,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention import SHORT, reference
-from phalanx.models.batch import Batch, leading_ones
-from phalanx.models.layers import attention, attention_decode
-from phalanx.models.layers.attention_decode import DecodeBackend
-from phalanx.models.layers.attention_sdpa import SdpaBackend
-from tests.models.layers.test_attention_sdpa import as_read, in_fp8, made_batch, naive
+from phalanx.kernels import reference
+from phalanx.kernels.attention.heuristics import SHORT_KV
+from phalanx.models.batch import Batch, count_leading_decodes
+from phalanx.models.layers.attention import backend, triton
+from phalanx.models.layers.attention.sdpa import SdpaBackend
+from phalanx.models.layers.attention.triton import TritonBackend
+from tests.models.layers.attention.test_sdpa import as_read, in_fp8, made_batch, naive
 
 CPU = torch.device("cpu")
 
@@ -66,7 +67,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, said: list[bool]) -> list[int]:
         assert query.is_contiguous()
         return out.copy_(reference.decode_attention(query, *inputs, **options))
 
-    monkeypatch.setattr(attention_decode.kernels, "decode_attention", stand_in)
+    monkeypatch.setattr(triton.kernels, "decode_attention", stand_in)
     return rows
 
 
@@ -79,7 +80,7 @@ def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
         heard.append((-len(inputs[-1]) if early_lengths else len(inputs[-1]), tiles))
         return reference.prefill_attention(query, *inputs, **options)
 
-    monkeypatch.setattr(attention_decode.kernels, "prefill_attention", stand_in)
+    monkeypatch.setattr(triton.kernels, "prefill_attention", stand_in)
     return heard
 
 
@@ -111,7 +112,7 @@ def test_each_row_by_its_kind(
     if through_rows:
         indirect(batch)
     query, others = torch.randn(batch.token_ids.shape[0], 6, 8), Watched()
-    plan = DecodeBackend(others, CPU).plan(batch)
+    plan = TritonBackend(others, CPU).plan(batch)
     for _ in range(2):
         out = plan.forward(query, cache, window=window, scale=0.3)
         assert out.shape == query.shape
@@ -124,7 +125,7 @@ def test_each_row_by_its_kind(
 def test_a_batch_of_both_kinds_is_free_when_its_plan_is_taken_away() -> None:
     """And does not wait on the device until Python looks for cycles."""
     batch, cache, _, _ = made_batch([(7, 1), (0, 9)], None)
-    batch.attention = DecodeBackend(SdpaBackend(), CPU).plan(batch)
+    batch.attention = TritonBackend(SdpaBackend(), CPU).plan(batch)
     batch.attention.forward(torch.randn(10, 6, 8), cache, window=None, scale=0.3)
     plan = weakref.ref(batch.attention)
     gc.disable()
@@ -140,7 +141,7 @@ def test_a_cache_in_fp8() -> None:
     batch, cache, keys, values = made_batch(rows, None)
     query = torch.randn(10, 6, 8)
     out = (
-        DecodeBackend(SdpaBackend(), CPU)
+        TritonBackend(SdpaBackend(), CPU)
         .plan(batch)
         .forward(query, in_fp8(cache, scales), window=None, scale=0.3, kv_scales=scales)
     )
@@ -156,7 +157,7 @@ def test_a_fixed_batch_is_planned_once_for_all_replays(launched: list[int]) -> N
     batch.fixed, batch.decodes, batch.block_tables_cpu = True, 2, None
     batch.block_tables, batch.table_rows = torch.zeros_like(later.block_tables), torch.zeros(2, dtype=torch.int64)
     others = Watched()
-    made = DecodeBackend(others, CPU)
+    made = TritonBackend(others, CPU)
     assert made.captures
     plan = made.plan(batch)
     query = torch.randn(2, 6, 8)
@@ -190,7 +191,7 @@ def test_who_attends_to_rows_of_several_tokens(
     if through_rows:
         indirect(batch)
     query, others = torch.randn(batch.token_ids.shape[0], 6, 8), Watched()
-    plan = DecodeBackend(others, CPU, own).plan(batch)
+    plan = TritonBackend(others, CPU, own).plan(batch)
     for _ in range(2):
         out = plan.forward(query, cache, window=window, scale=0.3, kv_scales=scales)
         compare(out, query, batch, OTHERS, keys, values, window)
@@ -206,9 +207,9 @@ def test_a_fixed_batch_of_any_rows_is_planned_once(
     """20 rows of one token at most, and 5 others; other rows of both at each replay."""
     tokens, decodes, prompts, others = 200, 20, 5, Watched()
     rows = decodes + prompts
-    made = DecodeBackend(others, CPU, "e4m3")
-    assert made.captures_prompts
-    assert not DecodeBackend(others, CPU).captures_prompts
+    made = TritonBackend(others, CPU, "e4m3")
+    assert made.captures_prefill
+    assert not TritonBackend(others, CPU).captures_prefill
     batch, _, _, _ = made_batch([(0, 1)], None)
     batch.fixed, batch.decodes, batch.block_tables_cpu, batch.kv_lengths_cpu = True, decodes, None, [1] * rows
     batch.block_tables, batch.table_rows = torch.zeros(8, 60, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
@@ -216,7 +217,7 @@ def test_a_fixed_batch_of_any_rows_is_planned_once(
     plan, query = made.plan(batch), torch.randn(tokens, 6, 8)
     for kinds in (OTHERS, OTHERS[2:], OTHERS[:2], [(3, 4), (0, 1)]):
         now, cache, keys, values = made_batch(kinds, window)
-        leading, count = leading_ones(now.query_starts_cpu), len(kinds)
+        leading, count = count_leading_decodes(now.query_starts_cpu), len(kinds)
         at = [*range(leading), *range(decodes, decodes + count - leading)]
         batch.block_tables[:count, : now.block_tables.shape[1]] = now.block_tables
         batch.table_rows.zero_()
@@ -242,11 +243,11 @@ def test_pieces_are_found_before_a_fixed_forward_and_read_early(launched: list[i
         found.append((kind.window, len(kv_lengths)))
         return kv_lengths
 
-    monkeypatch.setattr(attention_decode.kernels, "cut_rows", cut)
+    monkeypatch.setattr(triton.kernels, "cut_rows", cut)
     batch, cache, _, _ = made_batch([(9, 1), (300, 1), (4, 3)], None)
     indirect(batch)
     batch.fixed, batch.decodes = True, 2
-    made, query = DecodeBackend(Watched(), CPU, "all"), torch.randn(5, 6, 8)
+    made, query = TritonBackend(Watched(), CPU, "all"), torch.randn(5, 6, 8)
     plan = made.plan(batch)
     assert found == []
     for window in (None, None, 5):
@@ -263,45 +264,45 @@ def test_pieces_are_found_before_a_fixed_forward_and_read_early(launched: list[i
     assert launched == [-2, -2, -2]
 
 
-@pytest.mark.parametrize(("length", "short"), [(SHORT, True), (SHORT + 1, False)])
+@pytest.mark.parametrize(("length", "short"), [(SHORT_KV, True), (SHORT_KV + 1, False)])
 def test_rows_are_short_as_the_host_knows_them(length: int, short: bool, said: list[bool]) -> None:
     """Of rows of one token, not of those that other back ends attend to; of fixed batches as they say themselves."""
-    rows = [(3, 1), (length - 1, 1), (SHORT + 20, 2)]
+    rows = [(3, 1), (length - 1, 1), (SHORT_KV + 20, 2)]
     batch, cache, _, _ = made_batch(rows, None)
-    DecodeBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(4, 6, 8), cache, window=None, scale=0.3)
+    TritonBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(4, 6, 8), cache, window=None, scale=0.3)
     batch, cache, _, _ = made_batch(rows[:2], None)
     for batch.short in (False, True):
         batch.fixed, batch.decodes = True, 2
-        DecodeBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(2, 6, 8), cache, window=None, scale=0.3)
+        TritonBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(2, 6, 8), cache, window=None, scale=0.3)
     assert said == [short, False, True]
 
 
 def test_few_rows_are_better_planned_as_short() -> None:
     """Once a layer was met; as many rows as half the GPU has processors for, of two KV heads each."""
     batch, cache, _, _ = made_batch([(7, 1)], None)
-    made = DecodeBackend(SdpaBackend(), CPU)
-    made.workspace.processors = 40
-    assert made.short_up_to(1) == 0
+    made = TritonBackend(SdpaBackend(), CPU)
+    made.workspace.num_sms = 40
+    assert made.short_kv_limit(1) == 0
     made.plan(batch).forward(torch.randn(1, 6, 8), cache, window=None, scale=0.3)
     most = 40 // 2 // cache.key.shape[2]
-    assert [made.short_up_to(rows) for rows in (1, most, most + 1, 500)] == [SHORT, SHORT, 0, 0]
-    assert SdpaBackend().short_up_to(1) == 0
+    assert [made.short_kv_limit(rows) for rows in (1, most, most + 1, 500)] == [SHORT_KV, SHORT_KV, 0, 0]
+    assert SdpaBackend().short_kv_limit(1) == 0
 
 
 def test_which_back_end_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention.backend(CPU, torch.float32, 64).name == "sdpa"  # no kernel on CPU
-    monkeypatch.setattr(attention.kernels, "takes", lambda device, dtype, head_dim: head_dim == 64)
-    monkeypatch.setattr(attention.kernels, "takes_prefill", lambda device, dtype, head_dim: False)
-    made = attention.backend(CPU, torch.float32, 64)
-    assert isinstance(made, DecodeBackend)
+    assert backend.backend(CPU, torch.float32, 64).name == "sdpa"  # no kernel on CPU
+    monkeypatch.setattr(backend.kernels, "takes", lambda device, dtype, head_dim: head_dim == 64)
+    monkeypatch.setattr(backend.kernels, "takes_prefill", lambda device, dtype, head_dim: False)
+    made = backend.backend(CPU, torch.float32, 64)
+    assert isinstance(made, TritonBackend)
     assert (made.name, made.own) == ("triton+sdpa", "none")
-    assert attention.backend(CPU, torch.float32, 72).name == "sdpa"
-    monkeypatch.setattr(attention.kernels, "takes_prefill", lambda device, dtype, head_dim: True)
+    assert backend.backend(CPU, torch.float32, 72).name == "sdpa"
+    monkeypatch.setattr(backend.kernels, "takes_prefill", lambda device, dtype, head_dim: True)
     for name, own in (("sdpa", "all"), ("flashinfer", "e4m3")):
         monkeypatch.setattr(Watched, "name", name)
-        monkeypatch.setattr(attention, "_rest", lambda *asked: Watched())
-        made = attention.backend(CPU, torch.float32, 64)
-        assert isinstance(made, DecodeBackend)
+        monkeypatch.setattr(backend, "_rest", lambda *asked: Watched())
+        made = backend.backend(CPU, torch.float32, 64)
+        assert isinstance(made, TritonBackend)
         assert made.own == own
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged attention with FlashInfer's prefill kernel: for rows of several tokens, and of one where nothing better is here.
+"""Paged attention with FlashInfer's prefill kernel: for prefill rows, and for decode rows where our kernel does not run.
 
-FlashInfer plans on the host, once per batch for each kind of layer (`Kind`). A kind is met in the first forward; from then on
-`FlashInferBackend.plan` does all planning and a layer's forward only launches.
+FlashInfer plans on the host, once per batch for each kind of layer (`PlanKey`). A key is known after the first forward; from then
+on `FlashInferBackend.plan` does all planning, and a layer's forward only launches.
 
-A plan goes to the device through page-locked memory of the wrapper's, so the next one waits until it has been read (`Wrapper`).
+A plan goes to the device through page-locked memory of the wrapper, so the next plan waits until this one has been read
+(`Wrapper`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ WORKSPACE_BYTES = 256 << 20
 Words = np.ndarray[Any, np.dtype[np.int32]]
 
 
-def fits(dtype: torch.dtype, head_dim: int) -> bool:
+def supports(dtype: torch.dtype, head_dim: int) -> bool:
     """Whether FlashInfer has kernels for this."""
     return dtype in (torch.float16, torch.bfloat16) and head_dim in (64, 128, 256)
 
 
-class Kind(NamedTuple):
-    """What a plan depends on besides the batch."""
+class PlanKey(NamedTuple):
+    """The facts of a layer on which a plan depends, besides the batch."""
 
     q_heads: int
     kv_heads: int
@@ -59,26 +60,27 @@ class Pages(NamedTuple):
 
 
 def pages(batch: Batch, window: int | None, block_size: int) -> Pages:
-    """The blocks inside the window only: entries behind it may be stale, and leaving them out shifts keys and queries alike."""
+    """Only the blocks inside the window: table entries behind it may be stale, and leaving them out shifts keys and queries
+    alike."""
     tables = batch.block_tables_cpu
     if tables is None:
-        raise ValueError("FlashInfer plans on the host, and the batch has no block_tables_cpu")
+        raise ValueError("the batch has no block_tables_cpu, and FlashInfer plans on the host")
     lengths = np.asarray(batch.kv_lengths_cpu, dtype=np.int64)
     ends = (lengths - 1) // block_size + 1
     begins = np.zeros_like(ends)
     if window is not None:
         counts = np.diff(np.asarray(batch.query_starts_cpu, dtype=np.int64))
         begins = np.maximum(lengths - counts - window + 1, 0) // block_size  # `first_block` of each
-    held = ends - begins
-    indptr = np.zeros(len(held) + 1, dtype=np.int64)
-    np.cumsum(held, out=indptr[1:])
-    columns = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - begins, held)
-    indices = tables[np.repeat(np.arange(len(held)), held), columns]
+    page_counts = ends - begins
+    indptr = np.zeros(len(page_counts) + 1, dtype=np.int64)
+    np.cumsum(page_counts, out=indptr[1:])
+    columns = np.arange(indptr[-1]) - np.repeat(indptr[:-1] - begins, page_counts)
+    indices = tables[np.repeat(np.arange(len(page_counts)), page_counts), columns]
     return Pages(indptr.astype(np.int32), indices, ((lengths - 1) % block_size + 1).astype(np.int32))
 
 
 class Wrapper:
-    """One of FlashInfer's, and when its last plan had been read from page-locked memory."""
+    """A wrapper of FlashInfer, and the event after which its last plan has been read from page-locked memory."""
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self._wrapper = wrapper
@@ -93,36 +95,33 @@ class Wrapper:
             self._read.record()
 
 
-def on_its_way(words: Words, device: torch.device) -> Tensor:
-    """In page-locked memory, from which a copy to a GPU does not wait; torch keeps it until that copy is done."""
+def to_pinned(words: Words, device: torch.device) -> Tensor:
+    """The words in page-locked memory, from which a copy to a GPU is asynchronous; torch keeps it until the copy is done."""
     host = torch.from_numpy(words)
     return host.pin_memory() if device.type == "cuda" else host
 
 
 class FlashInferBackend:
-    """One wrapper per kind of layer, kept over batches."""
+    """One wrapper per kind of layer, kept from batch to batch."""
 
     name = "flashinfer"
-    captures = captures_prompts = False  # its launches follow the lengths
+    graphs = None  # its launches depend on the lengths
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, device
         self.workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self.wrappers: dict[Kind, Wrapper] = {}
+        self.wrappers: dict[PlanKey, Wrapper] = {}
 
     def plan(self, batch: Batch) -> FlashInferPlan:
         plan = FlashInferPlan(self, batch)
-        for kind in self.wrappers:
-            plan.prepare(kind)
+        for key in self.wrappers:
+            plan.prepare(key)
         return plan
 
-    def short_up_to(self, rows: int) -> int:
-        return 0
-
-    def meet(self, kind: Kind) -> None:
-        """Make the wrapper of a kind."""
+    def add_wrapper(self, key: PlanKey) -> None:
+        """Make the wrapper of a key."""
         prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD")
-        self.wrappers[kind] = Wrapper(prefill, self.device)
+        self.wrappers[key] = Wrapper(prefill, self.device)
 
 
 class FlashInferPlan:
@@ -130,35 +129,35 @@ class FlashInferPlan:
 
     def __init__(self, backend: FlashInferBackend, batch: Batch) -> None:
         self._backend, self._batch = backend, batch
-        self._ready: set[Kind] = set()
+        self._ready: set[PlanKey] = set()
 
     def forward(
         self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
         kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
-        kind = Kind(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale, cache.key.dtype)
-        if kind not in self._ready:
-            self.prepare(kind)
+        key = PlanKey(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale, cache.key.dtype)
+        if key not in self._ready:
+            self.prepare(key)
         query, paged = query.contiguous(), (cache.key, cache.value)
         out = torch.empty_like(query) if out is None else out
         end = self._batch.query_starts_cpu[-1]
         scales = {} if kv_scales is None else {"k_scale": kv_scales[0], "v_scale": kv_scales[1]}
-        self._backend.wrappers[kind].run(query[:end], paged, out=out[:end], **scales)
+        self._backend.wrappers[key].run(query[:end], paged, out=out[:end], **scales)
         return out
 
-    def prepare(self, kind: Kind) -> None:
+    def prepare(self, key: PlanKey) -> None:
         """Plan the batch for one kind of layer."""
-        if kind not in self._backend.wrappers:
-            self._backend.meet(kind)
-        self._ready.add(kind)
-        prefill, starts = self._backend.wrappers[kind], self._batch.query_starts_cpu
-        queries, table = torch.tensor(starts, dtype=torch.int32), self._table(kind)
-        longest, options = int(np.diff(starts).max()), kind.options(self._backend.dtype)
-        prefill.plan(queries, *table, *kind.sizes, causal=True, max_token_per_sequence=longest, **options)
+        if key not in self._backend.wrappers:
+            self._backend.add_wrapper(key)
+        self._ready.add(key)
+        prefill, starts = self._backend.wrappers[key], self._batch.query_starts_cpu
+        queries, table = torch.tensor(starts, dtype=torch.int32), self._page_table(key)
+        longest, options = int(np.diff(starts).max()), key.options(self._backend.dtype)
+        prefill.plan(queries, *table, *key.sizes, causal=True, max_token_per_sequence=longest, **options)
 
-    def _table(self, kind: Kind) -> tuple[Tensor, Tensor, Tensor]:
-        found = pages(self._batch, kind.window, kind.block_size)
+    def _page_table(self, key: PlanKey) -> tuple[Tensor, Tensor, Tensor]:
+        table = pages(self._batch, key.window, key.block_size)
         device = self._backend.device
-        indices = on_its_way(found.indices, device).to(device, non_blocking=True)
-        return on_its_way(found.indptr, device), indices, on_its_way(found.last_page_len, device)
+        indices = to_pinned(table.indices, device).to(device, non_blocking=True)
+        return to_pinned(table.indptr, device), indices, to_pinned(table.last_page_len, device)
