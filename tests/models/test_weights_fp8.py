@@ -122,7 +122,7 @@ def test_quantized_on_load(tp: int, plain: Path) -> None:
             rows = slice(0, len(mine))
             assert torch.equal(product.weight[rows].float(), quantized.float())
             assert torch.equal(product.weight_scale[rows], scale.squeeze(-1))
-            wide = product.fp8.widened(product.weight)[rows]
+            wide = product.fp8.dequantized(product.weight)[rows]
             assert ((wide - mine.float()).abs() <= mine.float().abs() / 16 + scale / 512 * 1.01).all()
         assert (
             layer.input_layernorm.weight.dtype
@@ -206,7 +206,7 @@ def test_dummy_weights_are_parts_of_one_model(plain: Path, monkeypatch: pytest.M
         gate, both = model.layers[0].mlp.gate_up_proj.weight.float(), whole.layers[0].mlp.gate_up_proj.weight.float()
         assert torch.equal(gate, torch.cat([part[rank * 32 : (rank + 1) * 32] for part in both.chunk(2)]))
     inner = whole.layers[0].mlp.gate_up_proj
-    assert float(inner.fp8.widened(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
+    assert float(inner.fp8.dequantized(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
     assert not torch.equal(inner.weight.float(), act(Solo(), 4).layers[0].mlp.gate_up_proj.weight.float())
 
 
@@ -216,7 +216,7 @@ def test_dummy_weights_of_a_quantized_shape(form: str, written: dict[str, tuple[
     model = registry.build(shape, group=Solo(), layers=range(2), dtype=torch.float32, device=CPU, fp8_cache=True)
     weights.dummy(model, 0)
     inner = model.layers[0].mlp.gate_up_proj
-    assert float(inner.fp8.widened(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
+    assert float(inner.fp8.dequantized(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
     assert inner.fp8.input_scale is None or float(inner.fp8.input_scale) > 0
     assert (model.layers[1].self_attn.kv_store.read_scales is not None) == shape.quantization.kv
 

@@ -18,7 +18,7 @@ from phalanx.config.quantization import ON_LOAD, Quantization
 from phalanx.kernels import reference
 from phalanx.kernels.scaled_tensors import Quantized, Unscaled
 from phalanx.models.layers import fp8
-from phalanx.models.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, Rows
+from phalanx.models.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, WeightRows
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext, Sliced
 from phalanx.plan import shard
@@ -26,7 +26,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.comm_poisoned import poisoned
 from tests.support.models_formation import CPU, Formation
 
-SEAT = LayerContext(Solo(), torch.float32, CPU, ON_LOAD, fp8_gemm=True)
+CONTEXT = LayerContext(Solo(), torch.float32, CPU, ON_LOAD, fp8_gemm=True)
 
 
 def fill(*layers: Sliced) -> None:
@@ -50,7 +50,7 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
     quantization = replace(ON_LOAD, activations="static" if static else "token")
 
     def act(group: Group) -> None:
-        context = replace(SEAT, group=group, quantization=quantization)
+        context = replace(CONTEXT, group=group, quantization=quantization)
         mine = shard.even("inputs", 64, tp, group.rank)
         out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=bias, context=context), RmsNorm("n", 32, 1e-5, context=context)
         after = merged(context)
@@ -67,7 +67,7 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
         values, scale = kernels.quantize_fp8(plain, after.fp8.input_scale)
         assert torch.equal(fused.values.float(), values.float())
         assert torch.equal(fused.scale, scale.expand(5, 1))
-        wide = after.fp8.widened(after.weight)
+        wide = after.fp8.dequantized(after.weight)
         torch.testing.assert_close(after(fused), (values.float() * scale) @ wide.t() + after.bias, rtol=1e-5, atol=1e-5)
         assert torch.equal(after(fused), after(plain))
         assert isinstance(norm(residual), Quantized)
@@ -77,24 +77,24 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
 
 
 def test_what_the_norm_asks_of_the_all_reduce() -> None:
-    norm, layer = RmsNorm("n", 32, 1e-5, context=SEAT), merged(SEAT)
-    assert norm.after(torch.zeros(1, 32)).quant == "none"
+    norm, layer = RmsNorm("n", 32, 1e-5, context=CONTEXT), merged(CONTEXT)
+    assert norm.fusion(torch.zeros(1, 32)).quant == "none"
     norm.feed(layer.fp8)
-    asked: ResidualRmsNorm = norm.after(torch.zeros(1, 32))
+    asked: ResidualRmsNorm = norm.fusion(torch.zeros(1, 32))
     assert (asked.quant, asked.scale) == ("fp8", None)
-    norm.feed(merged(replace(SEAT, fp8_gemm=False)).fp8)
-    assert norm.after(torch.zeros(1, 32)).quant == "none"
+    norm.feed(merged(replace(CONTEXT, fp8_gemm=False)).fp8)
+    assert norm.fusion(torch.zeros(1, 32)).quant == "none"
 
 
 def test_sizes_that_fp8_products_cannot_have(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="phalanx"):
-        layer = MergedColumnParallelLinear(["gate_proj", "up_proj"], 40, 64, what="inner", bias=False, context=SEAT)
+        layer = MergedColumnParallelLinear(["gate_proj", "up_proj"], 40, 64, what="inner", bias=False, context=CONTEXT)
     assert "128 x 40" in caplog.text
     assert "multiples of 16" in caplog.text
-    assert not layer.fp8.products
+    assert not layer.fp8.fp8_gemm
     fill(layer)
     x = torch.randn(3, 40)
-    assert torch.equal(layer(x), x @ layer.fp8.widened(layer.weight).t())
+    assert torch.equal(layer(x), x @ layer.fp8.dequantized(layer.weight).t())
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -139,31 +139,35 @@ BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="wei
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_scales_once_a_block_where_rows_begin_with_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scales_by_block_where_rows_begin_with_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch's product takes them: of merged layers, and of slices of layers, as they come from a checkpoint."""
-    monkeypatch.setattr(fp8.blocks, "_torch_multiplies", lambda device: True)
-    context = replace(SEAT, quantization=BLOCKS)
+    monkeypatch.setattr(fp8.block_gemm, "_cublas_scales_by_block", lambda device: True)
+    context = replace(CONTEXT, quantization=BLOCKS)
 
-    def held(*runs: Rows) -> ColumnParallelLinear:
+    def held(*runs: WeightRows) -> ColumnParallelLinear:
         layer = ColumnParallelLinear(list(runs), 512, bias=False, context=context)
         for scale in layer.scales():  # of a checkpoint: block (r, c) of a layer has 10 r + c, and the second layer 100 more
             rows, columns = scale.shapes[0]
             scale.store(torch.arange(rows)[:, None] * 10.0 + torch.arange(columns) + 100 * ("b" in scale.name))
         return layer
 
-    whole = held(Rows("a", 512, 256 * rank, 256), Rows("b", 256, 128 * rank, 128))
+    whole = held(WeightRows("a", 512, 256 * rank, 256), WeightRows("b", 256, 128 * rank, 128))
     assert whole.fp8 is not None
     assert whole.fp8.whole_blocks
     first = torch.tensor([2 * rank, 2 * rank + 1, 10 + rank])[:, None] * 10.0
-    found = whole.fp8._once_a_block()
+    found = whole.fp8._scale_per_block()
     assert torch.equal(found, first + torch.arange(4))
-    assert whole.fp8._once_a_block() is found
-    for runs in ((Rows("a", 512, 64, 256),), (Rows("a", 512, 0, 192), Rows("b", 256, 0, 128)), (Rows("a", 512, 0, 320),)):
+    assert whole.fp8._scale_per_block() is found
+    for runs in (
+        (WeightRows("a", 512, 64, 256),),
+        (WeightRows("a", 512, 0, 192), WeightRows("b", 256, 0, 128)),
+        (WeightRows("a", 512, 0, 320),),
+    ):
         layer = held(*runs)
         assert layer.fp8 is not None
         assert not layer.fp8.whole_blocks
-    monkeypatch.setattr(fp8.blocks, "_torch_multiplies", lambda device: False)
-    plain = held(Rows("a", 512, 0, 256)).fp8
+    monkeypatch.setattr(fp8.block_gemm, "_cublas_scales_by_block", lambda device: False)
+    plain = held(WeightRows("a", 512, 0, 256)).fp8
     assert plain is not None
     assert not plain.whole_blocks
 
@@ -176,7 +180,7 @@ def test_products_that_cannot_come_in_pieces_are_handed_over_whole(kind: str) ->
 
     def act(base: Group) -> None:
         group = poisoned(base, gemm_rs_min_tokens=1)
-        context = replace(SEAT, group=group, quantization=quantization, dtype=dtype, fp8_gemm=kind != "widened")
+        context = replace(CONTEXT, group=group, quantization=quantization, dtype=dtype, fp8_gemm=kind != "widened")
         mine = shard.even("inputs", 64, 2, group.rank)
         out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, context=context), RmsNorm("n", 32, 1e-5, context=context)
         (fill_blocks(out, scales) if kind == "blocks" else fill(out))
@@ -198,7 +202,7 @@ def test_a_product_in_pieces_is_the_whole_one(static: bool) -> None:
     def act(base: Group) -> None:
         outputs = []
         for group in (base, poisoned(base, gemm_rs_min_tokens=1)):
-            context = replace(SEAT, group=group, quantization=quantization, dtype=torch.bfloat16)
+            context = replace(CONTEXT, group=group, quantization=quantization, dtype=torch.bfloat16)
             mine = shard.even("inputs", 64, 2, group.rank)
             out, norm = (
                 RowParallelLinear("o", 64, 32, local=mine, bias=False, context=context),
@@ -233,7 +237,7 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
     x, residual, scales = torch.randn(5, 320), torch.randn(5, 32), torch.rand(3, 3) + 0.1
 
     def act(group: Group) -> torch.Tensor:
-        context = replace(SEAT, group=group, quantization=BLOCKS)
+        context = replace(CONTEXT, group=group, quantization=BLOCKS)
         mine = shard.even("inputs", 320, tp, group.rank)
         out, norm = (
             RowParallelLinear("o", 320, 32, local=mine, bias=False, context=context),
@@ -244,17 +248,17 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
         fill_blocks(after, scales)
         fill(norm)
         norm.feed(after.fp8)
-        assert out.fp8.by_group
-        assert not out.fp8.products
+        assert out.fp8.quantizes_groups
+        assert not out.fp8.fp8_gemm
         assert out.weight_scale.shape == (32, -(-mine.stop // 128) - mine.start // 128)
         product = out.fp8.linear(x[:, mine.start : mine.stop], out.weight)
         begin, columns = mine.start % 128, slice(mine.start, mine.stop)
         values, x_scale = reference.per_token_group_quant_fp8(x[:, columns], 128, begin)
         meant = reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin)
-        torch.testing.assert_close(product, meant @ out.fp8.widened(out.weight).t(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(product, meant @ out.fp8.dequantized(out.weight).t(), rtol=1e-5, atol=1e-5)
         normed, _ = out(x[:, columns], residual, norm)
         assert isinstance(normed, torch.Tensor)
-        wide = after.fp8.widened(after.weight)
+        wide = after.fp8.dequantized(after.weight)
         values, x_scale = reference.per_token_group_quant_fp8(normed)
         wanted = reference.dequantize(values, x_scale, torch.float32, block=128) @ wide.t() + after.bias
         torch.testing.assert_close(after(normed, may_stay_unscaled=True), wanted, rtol=1e-5, atol=1e-5)
@@ -264,11 +268,11 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
 
     with torch.inference_mode():
         parts = LocalWorld(tp).run(act)
-        context = replace(SEAT, quantization=BLOCKS, fp8_gemm=False)
+        context = replace(CONTEXT, quantization=BLOCKS, fp8_gemm=False)
         plain = RowParallelLinear("o", 320, 32, local=range(320), bias=False, context=context)
         fill_blocks(plain, scales)
-        assert not plain.fp8.by_group
-        wanted = x @ plain.fp8.widened(plain.weight).t()
+        assert not plain.fp8.quantizes_groups
+        wanted = x @ plain.fp8.dequantized(plain.weight).t()
         assert torch.equal(plain.fp8.linear(x, plain.weight), wanted)
         error = (sum(parts) - wanted).norm() / wanted.norm()
     assert 1e-3 < float(error) < 2**-4  # of e4m3, a sixteenth of each activation at most
@@ -279,13 +283,13 @@ def test_what_the_log_says_of_blocks(caplog: pytest.LogCaptureFixture) -> None:
     how = fp8.describe_gemm
     assert "a scale per token and 128 columns" in (how(BLOCKS, True, cuda, bf16) or "")
     none = how(BLOCKS, False, cuda, bf16) or ""
-    assert "run in bfloat16: this cuda has no FP8 products; up to 64 tokens" in none
+    assert "run in bfloat16: this cuda has no FP8 GEMM; up to 64 tokens" in none
     assert "blocks have 20 columns" in (how(replace(BLOCKS, block=(24, 20)), True, cuda, bf16) or "")
     assert "does not quantize activations" in (how(replace(BLOCKS, activations="none"), True, cuda, bf16) or "")
     assert how(ON_LOAD, True, cuda, bf16) is None
     assert "does not quantize activations" in (how(replace(ON_LOAD, activations="none"), True, cuda, bf16) or "")
     with caplog.at_level(logging.INFO, logger="phalanx"):
-        context = replace(SEAT, quantization=BLOCKS)
+        context = replace(CONTEXT, quantization=BLOCKS)
         layer = RowParallelLinear("o", 64, 32, local=range(8, 56), bias=False, context=context)
     assert "from column 8 on" in caplog.text
-    assert not layer.fp8.by_group
+    assert not layer.fp8.quantizes_groups

@@ -14,7 +14,7 @@ from phalanx.models.layers.kv_store import KvStore
 from phalanx.models.slices import LayerContext
 
 CPU = torch.device("cpu")
-SEAT = LayerContext(Solo(), torch.float32, CPU)
+CONTEXT = LayerContext(Solo(), torch.float32, CPU)
 
 
 def stored(store: KvStore, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
@@ -29,7 +29,7 @@ def stored(store: KvStore, key: torch.Tensor, value: torch.Tensor) -> LayerCache
 
 def test_as_they_are() -> None:
     key, value = torch.randn(2, 3, 2, 8)
-    cache = stored(KvStore("a", context=SEAT), key, value)
+    cache = stored(KvStore("a", context=CONTEXT), key, value)
     assert torch.equal(cache.key[1, 1], key[0])
     assert torch.equal(cache.value[2, 0], value[2])
 
@@ -38,7 +38,7 @@ def test_as_they_are() -> None:
 def test_in_fp8(scales: tuple[float, float] | None) -> None:
     key, value = torch.randn(2, 3, 2, 8)
     key[0, 0, 0], value[2, 1, 7] = 1e4, -1e4
-    store = KvStore("a", context=replace(SEAT, fp8_cache=True))
+    store = KvStore("a", context=replace(CONTEXT, fp8_cache=True))
     store.read_scales = scales
     cache = stored(store, key, value)
     for held, given, scale in ((cache.key, key, (scales or (1.0,))[0]), (cache.value, value, (scales or (1.0, 1.0))[1])):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What we hand to FlashInfer, checked by a stand-in that takes its arguments by their documented meaning and computes plainly.
+"""The arguments that FlashInfer gets, checked by a stand-in that computes plainly by their documented meaning.
 
-That FlashInfer's own kernels agree is for the tests on a GPU.
+Tests on a GPU check that FlashInfer's own kernels agree.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.models.layers.attention.test_sdpa import as_read, in_fp8, made_batch,
 class _Wrapper:
     """The documented contract: page table as CSR, page_size, window_left (-1: all), causal from the end."""
 
-    made: int = 0
+    count: int = 0
 
     def __init__(self, workspace: Tensor, layout: str) -> None:
         assert workspace.dtype == torch.uint8
         assert layout == "NHD"
-        type(self).made += 1
+        type(self).count += 1
         self.planned: tuple[Any, ...] | None = None
 
     def plan(
@@ -67,7 +67,7 @@ class _Wrapper:
 @pytest.fixture
 def backend_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     stand_in = types.ModuleType("flashinfer")
-    _Wrapper.made = 0
+    _Wrapper.count = 0
     stand_in.BatchPrefillWithPagedKVCacheWrapper = _Wrapper  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
     name = "phalanx.models.layers.attention.flashinfer"
@@ -79,7 +79,7 @@ def backend_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType
 @pytest.mark.parametrize("window", [None, 5, 20])
 @pytest.mark.parametrize("rows", [[(7, 1), (30, 1)], [(0, 9), (11, 6)], [(7, 1), (16, 1), (0, 9), (5, 1), (11, 6)]])
 def test_pages_and_windows(rows: list[tuple[int, int]], window: int | None, backend_module: types.ModuleType) -> None:
-    """Decodes alone, prompts and chunks alone, both; entries behind the window are poison."""
+    """Decode rows alone, prefill rows alone, both; table entries behind the window lead to NaN."""
     batch, cache, keys, values = made_batch(rows, window, padding=2)
     query = torch.randn(batch.token_ids.shape[0], 6, 8)
     out = (
@@ -98,13 +98,13 @@ def test_after_the_first_forward_plan_does_all_planning(backend_module: types.Mo
     batch, cache, _, _ = made_batch([(7, 1), (0, 9)], None)
     query = torch.randn(10, 6, 8)
     first = [backend.plan(batch).forward(query, cache, window=window, scale=0.3) for window in (None, 5)]
-    assert _Wrapper.made == 2
+    assert _Wrapper.count == 2
     plan = backend.plan(batch)
     monkeypatch.setattr(backend_module.FlashInferPlan, "prepare", lambda *_: pytest.fail("planned in a forward"))
     again = [plan.forward(query, cache, window=window, scale=0.3) for window in (None, 5)]
     for left, right in zip(first, again, strict=True):
         torch.testing.assert_close(left, right)
-    assert _Wrapper.made == 2
+    assert _Wrapper.count == 2
 
 
 def test_a_cache_in_fp8_is_planned_as_such_and_scaled(backend_module: types.ModuleType) -> None:
@@ -122,7 +122,5 @@ def test_a_cache_in_fp8_is_planned_as_such_and_scaled(backend_module: types.Modu
     ("dtype", "head_dim", "expected"),
     [(torch.bfloat16, 128, True), (torch.float16, 64, True), (torch.float32, 128, False), (torch.bfloat16, 80, False)],
 )
-def test_what_flashinfer_has_kernels_for(
-    dtype: torch.dtype, head_dim: int, expected: bool, backend_module: types.ModuleType
-) -> None:
-    assert backend_module.fits(dtype, head_dim) is expected
+def test_what_flashinfer_supports(dtype: torch.dtype, head_dim: int, expected: bool, backend_module: types.ModuleType) -> None:
+    assert backend_module.supports(dtype, head_dim) is expected

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.models.batch import Batch, LayerCache
 from phalanx.models.layers.attention import sdpa
-from phalanx.models.layers.attention.sdpa import bundles, pieces
+from phalanx.models.layers.attention.sdpa import bundles, query_chunks
 from phalanx.models.layers.attention.select import select_backend
 
 CPU = torch.device("cpu")
@@ -24,8 +24,8 @@ BLOCK = 4
 def made_batch(
     rows: list[tuple[int, int]], window: int | None, padding: int = 0
 ) -> tuple[Batch, LayerCache, list[Tensor], list[Tensor]]:
-    """rows: (tokens in the cache before, tokens now). Also the cache, and each row's keys and values [length, 2, 8] as they are;
-    blocks that the window hides from the row are poison."""
+    """rows: (tokens in the cache before, tokens now). Also the cache, and each row's keys and values [length, 2, 8];
+    the cache holds NaN in blocks that the window hides from the row."""
     generator = torch.Generator().manual_seed(3)
     lengths = [before + now for before, now in rows]
     needed = sum(-(-length // BLOCK) for length in lengths)
@@ -43,31 +43,31 @@ def made_batch(
         tables.append([0] * hidden + table[hidden:])
         keys.append(key)
         values.append(value)
-    wide = max(map(len, tables)) + 2
+    width = max(map(len, tables)) + 2
     starts = [0, *itertools.accumulate(now for _, now in rows)]
     tokens = torch.zeros(starts[-1] + padding, dtype=torch.int64)
     batch = Batch(
         tokens, tokens, tokens, torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32),
-        torch.tensor([table + [0] * (wide - len(table)) for table in tables], dtype=torch.int32), tokens, starts, lengths,
+        torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32), tokens, starts, lengths,
     )  # fmt: skip
     batch.block_tables_cpu = batch.block_tables.numpy()
     return batch, cache, keys, values
 
 
 def in_fp8(cache: LayerCache, scales: tuple[float, float]) -> LayerCache:
-    """The cache in e4m3, to be multiplied by the scales when read."""
+    """The cache in e4m3, for reading with these scales."""
     return LayerCache(
         (cache.key / scales[0]).to(torch.float8_e4m3fn), (cache.value / scales[1]).to(torch.float8_e4m3fn)
     )  # fmt: skip
 
 
 def as_read(values: Tensor, scale: float) -> Tensor:
-    """What a cache in e4m3 with this scale gives back."""
+    """The values as read from a cache in e4m3 with this scale."""
     return (values / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, before: int, window: int | None, scale: float) -> Tensor:
-    """query [now, 6, 8], key and value [length, 2, 8]: each query over what it sees, one at a time."""
+    """query [now, 6, 8], key and value [length, 2, 8]: each query over the keys that it sees, one query at a time."""
     out = torch.empty_like(query)
     for at in range(query.shape[0]):
         begin = 0 if window is None else max(0, before + at + 1 - window)
@@ -83,7 +83,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(
 @settings(deadline=None, max_examples=60)
 @given(ROWS, st.one_of(st.none(), st.integers(1, 15)), st.sampled_from([64, 300, 1 << 24]), st.integers(0, 3))
 def test_rows_of_every_kind(rows: list[tuple[int, int]], window: int | None, limit: int, padding: int) -> None:
-    """Decodes, prompts, chunks; any window; masks small enough to cut rows into pieces."""
+    """Decode rows, prompts and chunks of prompts; any window; masks so small that rows are split."""
     batch, cache, keys, values = made_batch(rows, window, padding)
     query = torch.randn(batch.token_ids.shape[0], 6, 8, generator=torch.Generator().manual_seed(4))
     with pytest.MonkeyPatch.context() as patch:
@@ -107,7 +107,7 @@ def test_one_plan_serves_layers_with_different_windows() -> None:
 
 
 @pytest.mark.parametrize("scales", [None, (0.25, 0.03)])
-def test_a_cache_in_fp8_is_widened_and_scaled(scales: tuple[float, float] | None) -> None:
+def test_a_cache_in_fp8_is_converted_and_scaled(scales: tuple[float, float] | None) -> None:
     rows = [(9, 1), (0, 12)]
     batch, cache, keys, values = made_batch(rows, 5)
     query, used = torch.randn(13, 6, 8), scales or (1.0, 1.0)
@@ -119,21 +119,21 @@ def test_a_cache_in_fp8_is_widened_and_scaled(scales: tuple[float, float] | None
 
 
 def test_many_decodes_are_one_call() -> None:
-    """64 rows of like length are one bundle; a long one among them does not widen the others."""
+    """64 rows of similar length are one bundle; a long one among them does not pad the others."""
     starts = list(range(66))
-    cut = pieces(starts, [100 + row % 20 for row in range(64)] + [4000], None, 16, 1 << 24)
-    assert sorted(len(members) for members in bundles(cut, 16, 1 << 24)) == [1, 64]
+    chunks = query_chunks(starts, [100 + row % 20 for row in range(64)] + [4000], None, 16, 1 << 24)
+    assert sorted(len(members) for members in bundles(chunks, 16, 1 << 24)) == [1, 64]
 
 
 @given(ROWS, st.one_of(st.none(), st.integers(1, 15)))
-def test_pieces_cover_every_token_once(rows: list[tuple[int, int]], window: int | None) -> None:
+def test_chunks_cover_every_token_once(rows: list[tuple[int, int]], window: int | None) -> None:
     starts = [0, *itertools.accumulate(now for _, now in rows)]
     lengths = [before + now for before, now in rows]
-    cut = pieces(starts, lengths, window, BLOCK, 100)
-    together = bundles(cut, BLOCK, 100)
-    assert [piece.first_token + i for piece in cut for i in range(piece.count)] == list(range(starts[-1]))
-    assert sorted((p.row, p.first_token) for members in together for p in members) == [(p.row, p.first_token) for p in cut]
-    for piece in cut:
-        last = piece.first_position + piece.count - 1
-        assert piece.first_block + piece.blocks == last // BLOCK + 1
-        assert piece.first_block == (0 if window is None else max(0, piece.first_position - window + 1) // BLOCK)
+    chunks = query_chunks(starts, lengths, window, BLOCK, 100)
+    bundled = bundles(chunks, BLOCK, 100)
+    assert [chunk.first_token + i for chunk in chunks for i in range(chunk.count)] == list(range(starts[-1]))
+    assert sorted((c.row, c.first_token) for members in bundled for c in members) == [(c.row, c.first_token) for c in chunks]
+    for chunk in chunks:
+        last = chunk.first_position + chunk.count - 1
+        assert chunk.first_block + chunk.blocks == last // BLOCK + 1
+        assert chunk.first_block == (0 if window is None else max(0, chunk.first_position - window + 1) // BLOCK)

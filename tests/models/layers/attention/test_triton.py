@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of one token by one kernel, the others by another or another back end: who gets which, and that nothing is planned for
-fixed batches.
+"""Decode rows by one kernel, prefill rows by another one or another back end; and fixed batches, which are planned once.
 
-The kernels' references stand in for them; that they agree is for the kernels' own tests.
+The kernels' references stand in for them; the kernels' own tests check that these agree.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import Tensor
 from phalanx.kernels import reference
 from phalanx.kernels.attention.heuristics import SHORT_KV
 from phalanx.models.batch import Batch, count_leading_decodes
-from phalanx.models.layers.attention import backend, triton
+from phalanx.models.layers.attention import select, triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend
 from tests.models.layers.attention.test_sdpa import as_read, in_fp8, made_batch, naive
@@ -30,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class Watched(SdpaBackend):
-    """Remembers what it was asked to plan."""
+    """Records the batches that it plans."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,14 +41,14 @@ class Watched(SdpaBackend):
 
 
 @pytest.fixture
-def said() -> list[bool]:
-    """Of each launch, whether rows are said to be short."""
+def shorts() -> list[bool]:
+    """Of each launch, whether its rows are short."""
     return []
 
 
 @pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch, said: list[bool]) -> list[int]:
-    """The rows of each launch, less than 0 where lengths are read early."""
+def launched(monkeypatch: pytest.MonkeyPatch, shorts: list[bool]) -> list[int]:
+    """The number of rows of each launch, negative where lengths are read early."""
     rows: list[int] = []
 
     def stand_in(
@@ -57,12 +56,12 @@ def launched(monkeypatch: pytest.MonkeyPatch, said: list[bool]) -> list[int]:
         *inputs: Any,
         workspace: Any,
         short: bool,
-        pieces: Tensor | None,
+        splits: Tensor | None,
         early_lengths: bool,
         out: Tensor,
         **options: Any,
     ) -> Tensor:
-        said.append(short)
+        shorts.append(short)
         rows.append(-len(query) if early_lengths else len(query))
         assert query.is_contiguous()
         return out.copy_(reference.decode_attention(query, *inputs, **options))
@@ -73,15 +72,15 @@ def launched(monkeypatch: pytest.MonkeyPatch, said: list[bool]) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
-    """Of each launch for other rows, how many these are, less than 0 where lengths are read early, and their tiles."""
-    heard: list[tuple[int, int | None]] = []
+    """Of each launch for prefill rows, their number, negative where lengths are read early, and their tiles."""
+    calls: list[tuple[int, int | None]] = []
 
     def stand_in(query: Tensor, *inputs: Any, tiles: int | None, early_lengths: bool, **options: Any) -> Tensor:
-        heard.append((-len(inputs[-1]) if early_lengths else len(inputs[-1]), tiles))
+        calls.append((-len(inputs[-1]) if early_lengths else len(inputs[-1]), tiles))
         return reference.prefill_attention(query, *inputs, **options)
 
     monkeypatch.setattr(triton.kernels, "prefill_attention", stand_in)
-    return heard
+    return calls
 
 
 def indirect(batch: Batch) -> None:
@@ -123,7 +122,7 @@ def test_each_row_by_its_kind(
 
 
 def test_a_batch_of_both_kinds_is_free_when_its_plan_is_taken_away() -> None:
-    """And does not wait on the device until Python looks for cycles."""
+    """Without waiting for Python's cycle collector."""
     batch, cache, _, _ = made_batch([(7, 1), (0, 9)], None)
     batch.attention = TritonBackend(SdpaBackend(), CPU).plan(batch)
     batch.attention.forward(torch.randn(10, 6, 8), cache, window=None, scale=0.3)
@@ -150,16 +149,15 @@ def test_a_cache_in_fp8() -> None:
 
 
 def test_a_fixed_batch_is_planned_once_for_all_replays(launched: list[int]) -> None:
-    """Its tensors change, and what the host knew of it at its plan counts for nothing."""
+    """Its tensors change, and the values on the host at its plan do not count."""
     later, cache, keys, values = made_batch([(9, 1), (30, 1)], None)
     indirect(later)
     batch, _, _, _ = made_batch([(0, 1), (0, 1)], None)
     batch.fixed, batch.decodes, batch.block_tables_cpu = True, 2, None
     batch.block_tables, batch.table_rows = torch.zeros_like(later.block_tables), torch.zeros(2, dtype=torch.int64)
     others = Watched()
-    made = TritonBackend(others, CPU)
-    assert made.captures
-    plan = made.plan(batch)
+    triton_backend = TritonBackend(others, CPU)
+    plan = triton_backend.plan(batch)
     query = torch.randn(2, 6, 8)
     plan.forward(query, cache, window=None, scale=0.3)
     for name in ("block_tables", "table_rows", "kv_lengths"):
@@ -179,7 +177,7 @@ OTHERS = [(7, 1), (16, 1), (0, 9), (5, 1), (11, 50)]
     ("none", False, False), ("none", True, False), ("e4m3", False, False), ("e4m3", True, True), ("all", False, True),
     ("all", True, True),
 ])  # fmt: skip
-def test_who_attends_to_rows_of_several_tokens(
+def test_who_attends_to_prefill_rows(
     own: Any, fp8: bool, taken: bool, through_rows: bool, window: int | None, launched: list[int],
     prefilled: list[tuple[int, int | None]],
 ) -> None:  # fmt: skip
@@ -204,17 +202,17 @@ def test_who_attends_to_rows_of_several_tokens(
 def test_a_fixed_batch_of_any_rows_is_planned_once(
     window: int | None, launched: list[int], prefilled: list[tuple[int, int | None]]
 ) -> None:  # fmt: skip
-    """20 rows of one token at most, and 5 others; other rows of both at each replay."""
+    """At most 20 decode rows and 5 prefill rows; each replay has other rows."""
     tokens, decodes, prompts, others = 200, 20, 5, Watched()
     rows = decodes + prompts
-    made = TritonBackend(others, CPU, "e4m3")
-    assert made.captures_prefill
+    triton_backend = TritonBackend(others, CPU, "e4m3")
+    assert triton_backend.captures_prefill
     assert not TritonBackend(others, CPU).captures_prefill
     batch, _, _, _ = made_batch([(0, 1)], None)
     batch.fixed, batch.decodes, batch.block_tables_cpu, batch.kv_lengths_cpu = True, decodes, None, [1] * rows
     batch.block_tables, batch.table_rows = torch.zeros(8, 60, dtype=torch.int32), torch.zeros(rows, dtype=torch.int64)
     batch.query_starts, batch.kv_lengths = (torch.zeros(count, dtype=torch.int32) for count in (rows + 1, rows))
-    plan, query = made.plan(batch), torch.randn(tokens, 6, 8)
+    plan, query = triton_backend.plan(batch), torch.randn(tokens, 6, 8)
     for kinds in (OTHERS, OTHERS[2:], OTHERS[:2], [(3, 4), (0, 1)]):
         now, cache, keys, values = made_batch(kinds, window)
         leading, count = count_leading_decodes(now.query_starts_cpu), len(kinds)
@@ -233,40 +231,40 @@ def test_a_fixed_batch_of_any_rows_is_planned_once(
     assert prefilled == [(-5, None)] * 4
 
 
-def test_pieces_are_found_before_a_fixed_forward_and_read_early(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for all layers alike, of the kinds that were met; of one that was not they come late, and are waited for."""
-    found: list[tuple[int | None, int]] = []
+def test_splits_are_planned_before_a_fixed_forward_and_read_early(launched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all layers of one kind that has run before. For other kinds they are planned late, and the kernel waits."""
+    planned: list[tuple[int | None, int]] = []
 
-    def cut(kv_lengths: Tensor, table_rows: Tensor | None, kind: Any, workspace: Any, *, short: bool) -> Tensor:
+    def plan_splits(kv_lengths: Tensor, table_rows: Tensor | None, spec: Any, workspace: Any, *, short: bool) -> Tensor:
         assert not short
         assert table_rows is not None
-        found.append((kind.window, len(kv_lengths)))
+        planned.append((spec.window, len(kv_lengths)))
         return kv_lengths
 
-    monkeypatch.setattr(triton.kernels, "cut_rows", cut)
+    monkeypatch.setattr(triton.kernels, "plan_splits", plan_splits)
     batch, cache, _, _ = made_batch([(9, 1), (300, 1), (4, 3)], None)
     indirect(batch)
     batch.fixed, batch.decodes = True, 2
-    made, query = TritonBackend(Watched(), CPU, "all"), torch.randn(5, 6, 8)
-    plan = made.plan(batch)
-    assert found == []
+    triton_backend, query = TritonBackend(Watched(), CPU, "all"), torch.randn(5, 6, 8)
+    plan = triton_backend.plan(batch)
+    assert planned == []
     for window in (None, None, 5):
         plan.forward(query, cache, window=window, scale=0.3)
-    assert sorted(found, key=str) == [(5, 2), (None, 2)]
+    assert sorted(planned, key=str) == [(5, 2), (None, 2)]
     assert launched == [2, -2, 2]
-    found.clear()
+    planned.clear()
     launched.clear()
-    plan = made.plan(batch)
-    assert sorted(found, key=str) == [(5, 2), (None, 2)]
+    plan = triton_backend.plan(batch)
+    assert sorted(planned, key=str) == [(5, 2), (None, 2)]
     for window in (None, 5, None):
         plan.forward(query, cache, window=window, scale=0.3)
-    assert len(found) == 2
+    assert len(planned) == 2
     assert launched == [-2, -2, -2]
 
 
 @pytest.mark.parametrize(("length", "short"), [(SHORT_KV, True), (SHORT_KV + 1, False)])
-def test_rows_are_short_as_the_host_knows_them(length: int, short: bool, said: list[bool]) -> None:
-    """Of rows of one token, not of those that other back ends attend to; of fixed batches as they say themselves."""
+def test_rows_are_short_by_their_lengths_on_the_host(length: int, short: bool, shorts: list[bool]) -> None:
+    """Of decode rows, not of the prefill rows of other back ends; of fixed batches as `Batch.short` says."""
     rows = [(3, 1), (length - 1, 1), (SHORT_KV + 20, 2)]
     batch, cache, _, _ = made_batch(rows, None)
     TritonBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(4, 6, 8), cache, window=None, scale=0.3)
@@ -274,58 +272,58 @@ def test_rows_are_short_as_the_host_knows_them(length: int, short: bool, said: l
     for batch.short in (False, True):
         batch.fixed, batch.decodes = True, 2
         TritonBackend(SdpaBackend(), CPU).plan(batch).forward(torch.randn(2, 6, 8), cache, window=None, scale=0.3)
-    assert said == [short, False, True]
+    assert shorts == [short, False, True]
 
 
 def test_few_rows_are_better_planned_as_short() -> None:
-    """Once a layer was met; as many rows as half the GPU has processors for, of two KV heads each."""
+    """Once a layer has run; as many rows as half of the multiprocessors, of two KV heads each."""
     batch, cache, _, _ = made_batch([(7, 1)], None)
-    made = TritonBackend(SdpaBackend(), CPU)
-    made.workspace.num_sms = 40
-    assert made.short_kv_limit(1) == 0
-    made.plan(batch).forward(torch.randn(1, 6, 8), cache, window=None, scale=0.3)
+    triton_backend = TritonBackend(SdpaBackend(), CPU)
+    triton_backend.workspace.num_sms = 40
+    assert triton_backend.short_kv_limit(1) == 0
+    triton_backend.plan(batch).forward(torch.randn(1, 6, 8), cache, window=None, scale=0.3)
     most = 40 // 2 // cache.key.shape[2]
-    assert [made.short_kv_limit(rows) for rows in (1, most, most + 1, 500)] == [SHORT_KV, SHORT_KV, 0, 0]
-    assert SdpaBackend().short_kv_limit(1) == 0
+    assert [triton_backend.short_kv_limit(rows) for rows in (1, most, most + 1, 500)] == [SHORT_KV, SHORT_KV, 0, 0]
+    assert SdpaBackend().graphs is None
 
 
-def test_which_back_end_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert backend.backend(CPU, torch.float32, 64).name == "sdpa"  # no kernel on CPU
-    monkeypatch.setattr(backend.kernels, "takes", lambda device, dtype, head_dim: head_dim == 64)
-    monkeypatch.setattr(backend.kernels, "takes_prefill", lambda device, dtype, head_dim: False)
-    made = backend.backend(CPU, torch.float32, 64)
-    assert isinstance(made, TritonBackend)
-    assert (made.name, made.own) == ("triton+sdpa", "none")
-    assert backend.backend(CPU, torch.float32, 72).name == "sdpa"
-    monkeypatch.setattr(backend.kernels, "takes_prefill", lambda device, dtype, head_dim: True)
+def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select.select_backend(CPU, torch.float32, 64).name == "sdpa"  # no kernel on CPU
+    monkeypatch.setattr(select.kernels, "supports", lambda device, dtype, head_dim: head_dim == 64)
+    monkeypatch.setattr(select.kernels, "supports_prefill", lambda device, dtype, head_dim: False)
+    selected = select.select_backend(CPU, torch.float32, 64)
+    assert isinstance(selected, TritonBackend)
+    assert (selected.name, selected.own_prefill) == ("triton+sdpa", "none")
+    assert select.select_backend(CPU, torch.float32, 72).name == "sdpa"
+    monkeypatch.setattr(select.kernels, "supports_prefill", lambda device, dtype, head_dim: True)
     for name, own in (("sdpa", "all"), ("flashinfer", "e4m3")):
         monkeypatch.setattr(Watched, "name", name)
-        monkeypatch.setattr(backend, "_rest", lambda *asked: Watched())
-        made = backend.backend(CPU, torch.float32, 64)
-        assert isinstance(made, TritonBackend)
-        assert made.own == own
+        monkeypatch.setattr(select, "_fallback", lambda *asked: Watched())
+        selected = select.select_backend(CPU, torch.float32, 64)
+        assert isinstance(selected, TritonBackend)
+        assert selected.own_prefill == own
 
 
-def test_what_the_kernel_takes() -> None:
-    from phalanx.kernels.attention import takes
+def test_what_the_kernel_supports() -> None:
+    from phalanx.kernels.attention.dispatch import supports
 
     cuda = torch.device("cuda")
-    assert [takes(cuda, torch.bfloat16, dim) for dim in (64, 80, 256, 100, 512)] == [True, True, True, False, False]
-    assert not takes(cuda, torch.float64, 64)
-    assert not takes(CPU, torch.bfloat16, 64)
+    assert [supports(cuda, torch.bfloat16, dim) for dim in (64, 80, 256, 100, 512)] == [True, True, True, False, False]
+    assert not supports(cuda, torch.float64, 64)
+    assert not supports(CPU, torch.bfloat16, 64)
 
 
 ABSENT = """
 from tests.kernels.attention.test_decode import Case, check, let_loops_begin_anywhere
 let_loops_begin_anywhere()
-for more in ({}, {"window": 7}, {"fp8": True}, {"tile": 64, "warps": 4, "together": True}, {"shares": 0}):
+for more in ({}, {"window": 7}, {"fp8": True}, {"tile": 64, "warps": 4, "cooperative": True}, {"extra_splits": 0}):
     check(Case([0, 33, 0, 90], 2, 4, 16, **more))
 check(Case([0, 0], 1, 2, 16))
 """
 
 
 def test_the_kernel_leaves_zeros_for_rows_that_are_not_there() -> None:
-    """As its reference does, and reads no key for them: what no row sees is NaN. In the interpreter, in a process of its own."""
+    """As its reference does, and without reading a key for them: keys that no row sees are NaN. In the interpreter, in its own process."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-c", ABSENT], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=250,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention import dispatch as kernels
+from phalanx.kernels.attention.heuristics import SHORT_KV, SplitKvWorkspace, count_prefill_tiles
 from phalanx.models.batch import Batch, KvCache, count_leading_decodes
 from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
 
@@ -28,7 +29,7 @@ class TritonBackend:
     ) -> None:  # fmt: skip
         self.prefill, self.name, self.own_prefill = prefill, f"triton+{prefill.name}", own_prefill
         self.captures_prefill = own_prefill != "none"
-        self.workspace = kernels.SplitKvWorkspace(device)
+        self.workspace = SplitKvWorkspace(device)
         self.layer_specs: set[kernels.LayerSpec] = set()  # of the layers that have run
 
     @property
@@ -57,7 +58,7 @@ class TritonPlan:
         self._decodes = batch.decodes if batch.fixed else count_leading_decodes(batch.query_starts_cpu)
         self._prefills = rows - self._decodes
         lengths = batch.kv_lengths_cpu[: self._decodes]
-        self._short = batch.short if batch.fixed else max(lengths, default=0) <= kernels.SHORT_KV
+        self._short = batch.short if batch.fixed else max(lengths, default=0) <= SHORT_KV
         # Of a fixed batch, lengths and table rows are copied to the device before its graph runs, and no kernel of the graph writes
         # them. So the splits for all layers that have run are planned first, and may be read early.
         self._splits = {spec: self._plan_splits(spec) for spec in backend.layer_specs} if batch.fixed and self._decodes else {}
@@ -110,7 +111,7 @@ class TritonPlan:
         """The prefill rows, by our kernel. Its grid is as large as these rows need, or, of a fixed batch, as any rows may need."""
         batch, at = self._batch, self._decodes
         if not batch.fixed and self._tiles is None:
-            self._tiles = kernels.count_prefill_tiles(batch.query_starts_cpu[at:], query.shape[1] // cache.key.shape[2])
+            self._tiles = count_prefill_tiles(batch.query_starts_cpu[at:], query.shape[1] // cache.key.shape[2])
         rows = batch.table_rows
         kernels.prefill_attention(
             query, cache.key, cache.value, batch.block_tables if rows is not None else batch.block_tables[at:],
