@@ -103,7 +103,7 @@ def test_what_does_not_finish_in_time_gets_an_error(tmp_path, tiny_model):
             assert "shut down" in str(reader.error)
         assert served.process.wait(10) == 0
         served.gone()
-        assert "did not finish in 0.5 s" in served.log
+        assert "did not finish within 0.5 s" in served.log
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -275,7 +275,7 @@ def test_what_is_no_prompt_at_all(llm, prompts):
 
 
 def test_bad_params(llm):
-    with pytest.raises(RequestError, match=r"2 sampling_params were given; there are 1 prompts"):
+    with pytest.raises(RequestError, match=r"^2 sampling_params do not match 1 prompts"):
         llm.generate(["a"], [SamplingParams()] * 2)
     with pytest.raises(RequestError, match="SamplingParams, not dict"):
         llm.generate("a", {"n": 1})

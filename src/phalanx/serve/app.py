@@ -70,9 +70,9 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = En
     try:
         import uvloop
 
-        return uvloop.run(lifecycle.live())
+        return uvloop.run(lifecycle.run())
     except ImportError:  # uvloop is not available on every system
-        return asyncio.run(lifecycle.live())
+        return asyncio.run(lifecycle.run())
 
 
 def make_service(engine: EngineOptions, serving: ServeOptions) -> Service:

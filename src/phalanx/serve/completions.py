@@ -27,37 +27,37 @@ def stream_completions(
     engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams,
     *, coalesce: bool = False,
 ) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
-    """The pieces of all params.n completions, as they come; in order within each.
+    """The deltas of all params.n completions as they arrive; in order within each completion.
 
-    Without a tokenizer, or with params.detokenize off, texts are "". patient: nobody looks before the end, so that a completion
-    without stop strings may come in few pieces. Leaving early (close it: `contextlib.aclosing`) aborts what still runs. The first
-    error of any completion is raised, and the others are aborted. Raises what `Engine.add` raises.
+    Without a tokenizer, or with params.detokenize off, texts are "". coalesce: the caller needs only the end, so a completion
+    without stop strings may come in few deltas. Closing the generator early (`contextlib.aclosing`) aborts what still runs. The
+    first error of any completion is raised, and the others are aborted. Raises what `Engine.add` raises.
     """
     coalesce = coalesce and not params.stops
     if params.n == 1:
         return _completion(engine, tokenizer, f"{request_id}-0", token_ids, params, 0, coalesce)
-    return _side_by_side(engine, tokenizer, request_id, token_ids, params, coalesce)
+    return _interleaved(engine, tokenizer, request_id, token_ids, params, coalesce)
 
 
-async def _side_by_side(
+async def _interleaved(
     engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, coalesce: bool
 ) -> AsyncGenerator[CompletionDelta]:
-    ready: asyncio.Queue[CompletionDelta | BaseException] = asyncio.Queue()
+    queue: asyncio.Queue[CompletionDelta | BaseException] = asyncio.Queue()
 
     async def pump(index: int) -> None:
         try:
-            part = _completion(engine, tokenizer, f"{request_id}-{index}", token_ids, _params_of(params, index), index, coalesce)
-            async with aclosing(part):
-                async for delta in part:
-                    ready.put_nowait(delta)
+            deltas = _completion(engine, tokenizer, f"{request_id}-{index}", token_ids, _params_of(params, index), index, coalesce)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    queue.put_nowait(delta)
         except Exception as error:
-            ready.put_nowait(error)
+            queue.put_nowait(error)
 
     tasks = [asyncio.create_task(pump(index)) for index in range(params.n)]
     try:
         running = params.n
         while running:
-            item = await ready.get()
+            item = await queue.get()
             if isinstance(item, BaseException):
                 raise item
             running -= item.finish_reason is not None
@@ -76,13 +76,13 @@ async def _completion(
     updates = engine.add(request_id, token_ids, params, coalesce=coalesce)
     async with aclosing(updates):
         async for update in updates:
-            delta = _piece(update, text, params, index)
+            delta = _delta(update, text, params, index)
             yield delta
             if delta.finish_reason is not None:
                 return
 
 
-def _piece(update: RequestUpdate, text: Detokenizer | None, params: SamplingParams, index: int) -> CompletionDelta:
+def _delta(update: RequestUpdate, text: Detokenizer | None, params: SamplingParams, index: int) -> CompletionDelta:
     finish = update.finish_reason
     delta = CompletionDelta(
         index, "", update.tokens, update.logprobs, update.prompt_logprobs, finish, update.stop_reason, update.cached_tokens
@@ -93,18 +93,18 @@ def _piece(update: RequestUpdate, text: Detokenizer | None, params: SamplingPara
     if finish is None:
         delta.text = text.push(update.tokens)
     else:
-        # "stop" of the engine is a stop token, the last one; its text is no part of the answer.
+        # The engine stops at a stop token, which is the last token; its text is not part of the output.
         silent = int(finish == "stop" and not params.include_stop_str_in_output)
         delta.text = text.push(update.tokens, silent=silent) + text.finish()
     if text.stop_reason is not None:
-        taken = text.count - before
-        delta.token_ids, delta.logprobs = update.tokens[:taken], update.logprobs[:taken]
+        count = text.count - before
+        delta.token_ids, delta.logprobs = update.tokens[:count], update.logprobs[:count]
         delta.finish_reason, delta.stop_reason = "stop", text.stop_reason
     return delta
 
 
 def _params_of(params: SamplingParams, index: int) -> SamplingParams:
-    """Those of one completion of several: its own seed; the prompt's logprobs are needed once."""
+    """The parameters of completion `index`: its own seed, and prompt logprobs for the first one only."""
     seed = None if params.seed is None else (params.seed + index + _SEEDS) % (2 * _SEEDS) - _SEEDS
     prompt_logprobs = params.prompt_logprobs if index == 0 else None
     return msgspec.structs.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine without a model, in this process, for tests of what lies above the engine."""
+"""A fake engine in this process, without a model, for tests of the layers above the engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def fake_facts(*, vocab_size: int = 1000, max_seq_len: int = 1024, eos_token_ids
 
 
 class FakeEngineClient(Engine):
-    """Answers each request with `tokens(add)`, one token per turn of the event loop (or per `delay` seconds).
+    """Answers each request with `tokens(add)`, one token per iteration of the event loop (or per `delay` seconds).
 
-    Ends requests as an engine does: max_tokens, max_seq_len, stop tokens after min_tokens. Logprobs that are asked for are all -1.
-    added, aborted: the requests that came, and the ids that were left early, for tests to look at. `fail` loses the engine.
+    Ends requests as the engine does: max_tokens, max_seq_len, stop tokens after min_tokens. All requested logprobs are -1. added,
+    aborted: the requests, and the ids of those that were left early, for tests. `fail` makes the engine fail.
     """
 
     def __init__(self, tokens: Tokens, *, facts: EngineFacts | None = None, delay: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class FakeEngineClient(Engine):
         self.latest = Stats(blocks_total=self.facts.num_blocks)
         self._tokens = tokens
         self._running: dict[str, asyncio.Event] = {}
-        self._calls: list[Callable[[PhalanxError], None]] = []
+        self._failure_callbacks: list[Callable[[PhalanxError], None]] = []
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         check_request(build_request("", token_ids, params, self.eos_token_ids), self.facts)
@@ -48,16 +48,16 @@ class FakeEngineClient(Engine):
         self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, coalesce: bool = False
     ) -> AsyncGenerator[RequestUpdate]:
         add = build_request(request_id, token_ids, params, self.eos_token_ids)
-        self._refuse_when_lost()
+        self._raise_if_failed()
         check_request(add, self.facts)
         self.added.append(add)
-        gone = self._running[request_id] = asyncio.Event()
+        aborted = self._running[request_id] = asyncio.Event()
         ended = False
         try:
             for update in self._updates(add):
                 await asyncio.sleep(self.delay)
-                self._refuse_when_lost()
-                if gone.is_set():
+                self._raise_if_failed()
+                if aborted.is_set():
                     update = RequestUpdate(request_id, [], finish_reason="abort")
                 ended = update.finish_reason is not None
                 yield update
@@ -74,18 +74,18 @@ class FakeEngineClient(Engine):
                 self._running[request_id].set()
 
     async def stats(self) -> Stats:
-        self._refuse_when_lost()
+        self._raise_if_failed()
         self.latest = Stats(running=len(self._running), blocks_total=self.facts.num_blocks, blocks_referenced=len(self._running))
         return self.latest
 
-    def on_failure(self, call: Callable[[PhalanxError], None]) -> None:
-        self._calls.append(call)
+    def on_failure(self, callback: Callable[[PhalanxError], None]) -> None:
+        self._failure_callbacks.append(callback)
 
     def fail(self, error: PhalanxError) -> None:
-        """Lose the engine: every open stream raises this."""
+        """Make the engine fail: every open stream raises this error."""
         self.failure = error
-        for call in self._calls:
-            call(error)
+        for callback in self._failure_callbacks:
+            callback(error)
 
     async def close(self, timeout: float = 10.0) -> None:
         self.kill()
@@ -94,8 +94,8 @@ class FakeEngineClient(Engine):
         self.failure = self.failure or EngineClosed("the engine was shut down")
 
     def _updates(self, add: AddRequest) -> Iterable[RequestUpdate]:
-        room = self.facts.max_seq_len - len(add.token_ids)
-        limit = min(add.params.max_tokens or room, room)
+        available = self.facts.max_seq_len - len(add.token_ids)
+        limit = min(add.params.max_tokens or available, available)
         scored = add.params.prompt_logprobs is not None
         for count, token in enumerate(self._tokens(add), 1):
             update = RequestUpdate(add.request_id, [token])
@@ -111,6 +111,6 @@ class FakeEngineClient(Engine):
             yield update
         raise AssertionError(f"the fake engine's tokens ended before request {add.request_id!r} did")
 
-    def _refuse_when_lost(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self.failure is not None:
             raise self.failure.copy()

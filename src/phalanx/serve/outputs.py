@@ -13,13 +13,13 @@ from phalanx.engine.messages import TokenLogprobs
 
 @dataclass
 class CompletionOutput:
-    """One completion, as far as it has come.
+    """One completion so far.
 
-    token_ids: every new token, the one that ended it included. text: their text, without the stop string or stop token that ended
-    it (unless include_stop_str_in_output) and, with skip_special_tokens, without special tokens; "" where there is no tokenizer.
-    logprobs: one entry per token where asked for, with .token, .logprob, .rank (1: the likeliest) and .top [(token, logprob)].
-    cumulative_logprob: their sum, else None. finish_reason: None while it runs, then "stop" (a stop string, a stop token or eos),
-    "length" or "abort". stop_reason: the stop string or the stop token's id; None for eos.
+    token_ids: all new tokens, including the one that ended it. text: their text, without the stop string or stop token that ended
+    it (unless include_stop_str_in_output) and, with skip_special_tokens, without special tokens; "" without a tokenizer. logprobs:
+    if requested, one entry per token with .token, .logprob, .rank (1: the most likely) and .top [(token, logprob)], else None.
+    cumulative_logprob: their sum, or None. finish_reason: None while it runs, then "stop" (a stop string, a stop token or eos),
+    "length" or "abort". stop_reason: the stop string or the id of the stop token; None for eos.
     """
 
     index: int
@@ -35,7 +35,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def add(self, delta: CompletionDelta) -> None:
-        """Append what the completion gained."""
+        """Append a delta of this completion."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         if delta.logprobs:
@@ -50,9 +50,9 @@ class CompletionOutput:
 class RequestOutput:
     """One prompt and its completions.
 
-    prompt: the text that was tokenized (a chat's rendered template); None for a prompt of token ids. prompt_logprobs: one entry per
-    prompt token where asked for; the first is None, since nothing stands before it. num_cached_tokens: prompt tokens that the
-    prefix cache held, for the first completion. finished: all completions are.
+    prompt: the text that was tokenized (the rendered template of a chat); None for a prompt of token ids. prompt_logprobs: if
+    requested, one entry per prompt token; the first is None, because no token precedes it. num_cached_tokens: prompt tokens from
+    the prefix cache, for the first completion. finished: all completions have finished.
     """
 
     request_id: str
@@ -69,7 +69,7 @@ class RequestOutput:
         return cls(request_id, prompt, list(token_ids), [CompletionOutput(index) for index in range(n)])
 
     def add(self, delta: CompletionDelta) -> None:
-        """Append what one completion gained."""
+        """Append a delta of one of the completions."""
         self.outputs[delta.index].add(delta)
         if delta.index == 0:
             self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
@@ -78,10 +78,10 @@ class RequestOutput:
 
 
 class CompletionDelta(msgspec.Struct):
-    """What one completion grew by. The last one of each completion has a finish_reason.
+    """What one completion gained. The last delta of each completion has a finish_reason.
 
-    text may be "" while characters or possible stop strings are held back, and may belong to tokens of earlier pieces. logprobs:
-    one per token, where asked for. prompt_logprobs: once, in the first piece of completion 0. cached_tokens: of the prompt.
+    text: may be "" while characters or possible stop strings are held back, and may belong to tokens of earlier deltas. logprobs:
+    one per token, if requested. prompt_logprobs: only in the first delta of completion 0. cached_tokens: cached prompt tokens.
     """
 
     index: int
