@@ -38,7 +38,7 @@ def target(tiny_shape):
 
 @pytest.fixture(scope="session")
 def running(tiny_shape):
-    """(subject, LLM)"""
+    """(target, LLM)"""
     with offline.target(requested_options(tiny_shape)) as found, offline.engine(found) as (llm, seconds):
         assert seconds > 0
         yield found, llm

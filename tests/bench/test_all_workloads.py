@@ -13,6 +13,7 @@ from phalanx import cli
 from phalanx.bench import all_workloads, load, offline, report, workloads
 from phalanx.bench.roofline import Bandwidth
 from phalanx.errors import EngineError, OptionError
+from phalanx.hardware import provenance
 from tests.bench.conftest import requested_options
 
 WORKLOADS = [workloads.parse(name) for name in ("decode-1x8x8", "decode-2x8x8", "batch-4x8x4")]
@@ -22,21 +23,21 @@ WORKLOADS = [workloads.parse(name) for name in ("decode-1x8x8", "decode-2x8x8", 
 def started(monkeypatch, running):
     """The strategies of the engines that were started: the session's own stands in for each."""
     _, llm = running
-    found = []
+    strategies = []
 
     @contextmanager
     def engine(target):
-        found.append(target.options.allreduce_strategy)
+        strategies.append(target.options.allreduce_strategy)
         yield llm, 1.0
 
     monkeypatch.setattr(all_workloads.offline, "engine", engine)
     monkeypatch.setattr(all_workloads.roofline, "measure", lambda device: Bandwidth(1e9, {"copy": 1e9}))
-    return found
+    return strategies
 
 
 def test_strategies():
     assert all_workloads.parse_strategies("AUTO, NCCL,AUTO") == ["AUTO", "NCCL"]
-    with pytest.raises(OptionError, match="name some of AUTO, NCCL, ONESHOT, TWOSHOT"):
+    with pytest.raises(OptionError, match="strategy 'FASTEST' is unknown; use AUTO, NCCL, ONESHOT, TWOSHOT"):
         all_workloads.parse_strategies("AUTO,FASTEST")
 
 
@@ -89,7 +90,7 @@ def test_a_file_that_can_no_longer_be_written_stops_nothing(target, started, tmp
 
 
 def test_a_figure_keeps_the_commit_that_it_was_measured_at(target, started, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_commit", lambda: "")
+    monkeypatch.setattr(provenance, "_checkout", lambda: "")
     monkeypatch.setattr(
         all_workloads, "measure", lambda target, llm, workload, bandwidth: {"workload": workload.name, "tpot_ms": 1.0}
     )
@@ -105,7 +106,7 @@ def test_a_figure_keeps_the_commit_that_it_was_measured_at(target, started, tmp_
 
 def test_the_verb(tiny_shape, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("BENCH_COMMIT", "0123456789ab")
-    monkeypatch.setattr(report, "_commit", lambda: "")
+    monkeypatch.setattr(provenance, "_checkout", lambda: "")
     file = tmp_path / "all.json"
     flags = ["--load-format", "dummy", "--device", "cpu", "--kv_cache_bytes", "4194304", "--max_batch_size", "4"]
     names = ["-w", "decode-1x8x8", "-w", "batch-4x8x4"]
@@ -116,9 +117,9 @@ def test_the_verb(tiny_shape, tmp_path, capfd, monkeypatch):
     assert "batch-4x8x4" in capfd.readouterr().out
     line = ["bench", "all", str(tiny_shape), "--strategies", "AUTO,NCCL", "--allreduce_strategy", "NCCL"]
     assert cli.main(line) == 2
-    assert "so was --allreduce_strategy; give one of them" in capfd.readouterr().err
+    assert "--allreduce_strategy exclude each other; give one of them" in capfd.readouterr().err
 
 
-def test_a_subject_knows_its_commit(tiny_shape):
+def test_a_target_knows_its_commit(tiny_shape):
     with offline.target(requested_options(tiny_shape), "abc") as target:
         assert target.commit == "abc"

@@ -42,38 +42,38 @@ def test_a_picture(rows, tmp_path):
 
 def test_where_it_is_drawn(tmp_path):
     report = tmp_path / "s.json"
-    assert plots.picture_path(None, None) is None
-    assert plots.picture_path(None, report) == tmp_path / "s.png"
+    assert plots.plot_path(None, None) is None
+    assert plots.plot_path(None, report) == tmp_path / "s.png"
     picture = tmp_path / "mine.PDF"
-    assert plots.picture_path(str(picture), report) == picture
+    assert plots.plot_path(str(picture), report) == picture
     picture.write_text("of the last time")
-    assert plots.picture_path(str(picture), None) == picture
+    assert plots.plot_path(str(picture), None) == picture
     (tmp_path / "s.png").write_text("x")
     with pytest.raises(OptionError, match="a file is there, and would be lost"):
-        plots.picture_path(None, report)
+        plots.plot_path(None, report)
     report.write_text("{}")  # what the report is extended, the picture is drawn anew
-    assert plots.picture_path(None, report) == tmp_path / "s.png"
+    assert plots.plot_path(None, report) == tmp_path / "s.png"
 
 
 @pytest.mark.parametrize(
-    ("plot", "said"),
+    ("plot", "message"),
     [
-        ("x.foo", r"its suffix '\.foo' names no kind of picture; known: .*pdf.*png"),
-        ("x", "its suffix '' names no kind of picture"),
-        ("/proc/x.png", "nothing can be written there"),
-        (".", "its suffix '' names no kind"),
+        ("x.foo", r"the suffix '\.foo' names no image format; use one of .*pdf.*png"),
+        ("x", "the suffix '' names no image format"),
+        ("/proc/x.png", "No such file or directory"),
+        (".", "the suffix '' names no image"),
         ("folder.png", "that is a folder"),
-        ("s.png", "the report is to be written there, too"),
+        ("s.png", "the report is written there, too"),
     ],
 )
-def test_a_picture_that_cannot_be_drawn(plot, said, tmp_path, monkeypatch):
+def test_a_picture_that_cannot_be_drawn(plot, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(OptionError, match=said):
-        plots.picture_path(plot, tmp_path / "s.png")
+    with pytest.raises(OptionError, match=message):
+        plots.plot_path(plot, tmp_path / "s.png")
 
 
 def test_a_picture_that_fails_later(tmp_path):
     (tmp_path / "plain").write_text("x")
-    with pytest.raises(PhalanxError, match=r"the picture was to be drawn to .*s.png'; what should be its folder is a file; "):
+    with pytest.raises(PhalanxError, match=r"the plot cannot be drawn to .*s.png'; its folder is a file; "):
         plots.draw(report_of([row(1, 1)]), tmp_path / "plain" / "s.png")

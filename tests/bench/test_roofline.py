@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of the roof, against floors computed by hand; and that a bandwidth is measured, or its absence explained."""
+"""The arithmetic of the roofline, against figures computed by hand; and that a bandwidth is measured, or its absence explained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.bench import roofline, shapes, workloads
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts, RankFacts
 
-READ = 4.56e12  # bytes per second, as the targets measured
+READ = 4.56e12  # bytes per second, as measured on an H200
 
 
 def shape_of(name: str) -> ModelShape:
@@ -29,7 +29,7 @@ def facts_of(*, dtype: str = "bf16", tp: int = 1, pp: int = 1, token_bytes: int 
     ("name", "dtype", "tp", "floor_ms"),
     [("llama-3-70b", "fp8", 4, 3.87), ("llama-3-70b", "fp8", 2, 7.74), ("llama-3-8b", "bf16", 1, 3.29)],
 )
-def test_floors_of_the_targets(name, dtype, tp, floor_ms):
+def test_rooflines_computed_by_hand(name, dtype, tp, floor_ms):
     seconds = roofline.round_bytes(shape_of(name), facts_of(dtype=dtype, tp=tp), 1, 0) / READ
     assert seconds * 1e3 == pytest.approx(floor_ms, abs=0.01)
 

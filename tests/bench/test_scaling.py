@@ -11,6 +11,7 @@ import pytest
 from phalanx.bench import report, scaling, workloads
 from phalanx.bench.roofline import Bandwidth
 from phalanx.errors import CapacityError, EngineError, OptionError
+from phalanx.hardware import provenance
 from tests.bench.conftest import requested_options
 
 BATCH, DECODE = workloads.parse("batch-8x16x8"), workloads.parse("decode-1x16x8")
@@ -20,8 +21,8 @@ RATES = {(1, 1): 100.0, (2, 1): 180.0, (4, 1): 300.0, (1, 2): 150.0, (2, 2): 320
 class Machine:
     """Stands in for engines: sizes have rates, or errors."""
 
-    def __init__(self, room=8, **errors):
-        self.room = room  # requests that a rank's KV cache holds
+    def __init__(self, capacity=8, **errors):
+        self.capacity = capacity  # requests that a rank's KV cache holds
         self.errors = {tuple(map(int, name[1:].split("x"))): error for name, error in errors.items()}
         self.ran = []
 
@@ -34,7 +35,7 @@ class Machine:
             raise self.errors[size]
         return {
             "output_tok_s": RATES[size], "tpot_ms": 1.0, "fraction_of_roof": {"throughput": 0.5, "latency": None},
-            "engine": {"kv_tokens": 24 * target.options.world_size * self.room, "max_batch_size": 6},
+            "engine": {"kv_tokens": 24 * target.options.world_size * self.capacity, "max_batch_size": 6},
         }  # fmt: skip
 
 
@@ -85,14 +86,13 @@ def test_the_guides_two_tables(target, capsys):
     assert "pipelines" not in capsys.readouterr().out
 
 
-def test_a_size_short_of_memory_says_so(target, capsys):
-    """Its efficiency is against one that works in turns."""
-    report.show(*scaling.tables(run(target, "1,2,4", Machine(room=2, _4x1=EngineError("killed")))))
-    assert [line for line in capsys.readouterr().out.splitlines() if "room for" in line] == [
-        "TP1: room for 2 of 6 requests at once", "TP2: room for 4 of 6 requests at once",
+def test_a_size_whose_cache_is_too_small_says_so(target, capsys):
+    report.show(*scaling.tables(run(target, "1,2,4", Machine(capacity=2, _4x1=EngineError("killed")))))
+    assert [line for line in capsys.readouterr().out.splitlines() if "the KV cache holds" in line] == [
+        "TP1: the KV cache holds 2 of 6 requests at once", "TP2: the KV cache holds 4 of 6 requests at once",
     ]  # fmt: skip
-    report.show(*scaling.tables(run(target, "1", Machine(room=6))))
-    assert "room for" not in capsys.readouterr().out
+    report.show(*scaling.tables(run(target, "1", Machine(capacity=6))))
+    assert "the KV cache holds" not in capsys.readouterr().out
 
 
 def test_more_ranks_than_gpus(target):
@@ -100,7 +100,7 @@ def test_more_ranks_than_gpus(target):
     here = dataclasses.replace(target, device="cuda", gpus=2, options=target.options.model_copy(update={"device": "cuda"}))
     rows = run(here, "1,2,4,2x2", machine)["rows"]
     assert [row["status"] for row in rows] == ["ok", "ok", "no GPUs", "no GPUs"]
-    assert rows[2]["why"] == "4 ranks, and this host shows 2 GPUs"
+    assert rows[2]["why"] == "4 ranks, and this host has 2 GPUs"
     assert machine.ran == [(1, 1), (2, 1)]
 
 
@@ -128,7 +128,7 @@ def test_a_file_that_can_no_longer_be_written_stops_nothing(target, tmp_path):
 
 
 def test_a_size_keeps_the_commit_that_it_was_measured_at(target, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_commit", lambda: "")
+    monkeypatch.setattr(provenance, "_checkout", lambda: "")
     file = tmp_path / "s.json"
     run(dataclasses.replace(target, commit="old"), "1", Machine(), file)
     document = run(dataclasses.replace(target, commit="new"), "1,2", Machine(), file)
@@ -144,7 +144,7 @@ def test_a_file_of_something_else(target, tiny_shape, tmp_path):
         run(other, "1", Machine(), file)
     assert file.read_text() == held
     file.write_text("{")
-    with pytest.raises(OptionError, match=r"to be extended; JSONDecodeError"):
+    with pytest.raises(OptionError, match=r"cannot be extended; JSONDecodeError"):
         run(target, "1", Machine(), file)
 
 

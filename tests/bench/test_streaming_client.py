@@ -94,8 +94,8 @@ def test_without_usage_events_are_counted():
         ([HEAD, chunked(TOKEN, TOKEN)], "the stream broke off"),
         ([HEAD + b"%x\r\n%s\r\n" % (len(TOKEN), TOKEN)], "connection lost"),
         ([b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 2\r\n\r\n{}"], "status 429"),
-        ([b"not HTTP at all\r\n\r\n"], "an answer that is no event stream (HttpParserInvalidMethodError)"),
-        ([HEAD, chunked(b"data: {\n\n")], "an answer that is no event stream"),
+        ([b"not HTTP at all\r\n\r\n"], "the answer is not an event stream (HttpParserInvalidMethodError)"),
+        ([HEAD, chunked(b"data: {\n\n")], "the answer is not an event stream"),
         ([], "connection lost"),
     ],
 )
@@ -110,7 +110,7 @@ REFUSED = b'{"error": {"message": "3000 tokens are\\ntoo many", "type": "invalid
 
 
 @pytest.mark.parametrize(
-    ("pieces", "error", "said"),
+    ("pieces", "error", "message"),
     [
         ([b"HTTP/1.1 400 No\r\nContent-Length: %d\r\n\r\n%s" % (len(REFUSED), REFUSED)], "status 400", "3000 tokens are too many"),
         ([b"HTTP/1.1 502 Bad Gateway\r\n\r\n", b"<b>no", b"body</b>"], "status 502", "<b>nobody</b>"),
@@ -127,9 +127,9 @@ REFUSED = b'{"error": {"message": "3000 tokens are\\ntoo many", "type": "invalid
         ([HEAD, chunked(b'data: {"error":"rank 1 died"}\n\n', DONE)], "error event", "rank 1 died"),
     ],
 )  # fmt: skip
-def test_the_servers_own_words(pieces, error, said):
+def test_the_servers_own_message(pieces, error, message):
     sample, _ = answered(pieces)
-    assert (sample.error, sample.said) == (error, said)
+    assert (sample.error, sample.message) == (error, message)
 
 
 def test_a_server_that_does_not_answer():
@@ -148,5 +148,5 @@ def test_urls():
     assert (endpoint.base, endpoint.port, endpoint.tls) == ("https://host.example:443/api", 443, True)
     assert Endpoint.of("http://[::1]:80").base == "http://[::1]:80"
     for url in ("localhost:8000", "ftp://x", "http://", "http://x:port"):
-        with pytest.raises(OptionError, match="no http or https URL"):
+        with pytest.raises(OptionError, match="is not an http or https URL"):
             Endpoint.of(url)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every workload through one engine: `phalanx bench all`. With several all-reduce strategies, one engine for each, side by side.
+"""Every workload through one engine: `phalanx bench all`. With several all-reduce strategies, one engine for each.
 
-What is known is written after each workload, and the same command again measures only what is missing: time on GPUs is scarce.
+The report is written after each workload, and the same command again measures only what is missing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from phalanx.bench import latency, offline, report, roofline, throughput
 from phalanx.bench.offline import BenchmarkTarget
+from phalanx.bench.report import ResultRow
 from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload
 from phalanx.config import EngineOptions
@@ -20,35 +21,38 @@ from phalanx.errors import OptionError
 from phalanx.hardware import provenance
 from phalanx.serve.llm import LLM
 
-Row = dict[str, Any]
 _STRATEGIES = get_args(EngineOptions.model_fields["allreduce_strategy"].annotation)
 
 
 def parse_strategies(text: str) -> list[str]:
     """ "AUTO,NCCL" -> ["AUTO", "NCCL"]. Raises OptionError."""
-    found = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    if not set(found) <= set(_STRATEGIES):
-        raise OptionError(f"strategies {text!r} were asked for", next=f"name some of {', '.join(_STRATEGIES)}, with commas between")
-    return found
+    strategies = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    if unknown := [name for name in strategies if name not in _STRATEGIES]:
+        raise OptionError(f"strategy {unknown[0]!r} is unknown", next=f"use {', '.join(_STRATEGIES)}, separated by commas")
+    return strategies
 
 
 def run(
     target: BenchmarkTarget, workloads: Sequence[Workload], strategies: Sequence[str], *, json_file: Path | None = None
 ) -> report.Document:
-    """Measure each workload under each strategy that `json_file` does not hold yet, and write there after each; the report.
+    """Measure each workload with each strategy, except those that `json_file` holds; write there after each. Returns the report.
 
     Raises what an LLM raises, and OptionError where the file holds another model, other workloads or other options.
     """
     offline.check(target, workloads)
-    asked = {**offline.requested_options(target), "workloads": [each.name for each in workloads], "strategies": list(strategies)}
-    asked.pop("allreduce_strategy", None)
-    held = report.held(json_file, asked) or {"engines": {}, "results": [], "roof": Bandwidth(None).as_json()}
+    requested = {
+        **offline.requested_options(target),
+        "workloads": [each.name for each in workloads],
+        "strategies": list(strategies),
+    }
+    requested.pop("allreduce_strategy", None)
+    before = report.earlier(json_file, requested) or {"engines": {}, "results": [], "roof": Bandwidth(None).as_json()}
     document = {
         "about": provenance.collect(target.commit).as_json(),
-        "asked": asked,
-        **{name: held[name] for name in ("roof", "engines", "results")},
+        "asked": requested,
+        **{name: before[name] for name in ("roof", "engines", "results")},
     }
-    results: list[Row] = document["results"]
+    results: list[ResultRow] = document["results"]
     bandwidth: Bandwidth | None = None
     for strategy in strategies:
         known = {row["workload"] for row in results if row["allreduce_strategy"] == strategy}
@@ -65,11 +69,11 @@ def run(
             for workload in left:
                 row = measure(chosen, llm, workload, bandwidth)
                 results.append({"allreduce_strategy": strategy, **row, "measured": report.measured_at(document["about"])})
-                report.keep(json_file, document)
+                report.save_progress(json_file, document)
     return document
 
 
-def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> Row:
+def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> ResultRow:
     """One workload of either kind."""
     if workload.kind == "decode":
         return latency.measure(target, llm, workload, bandwidth)
@@ -77,35 +81,35 @@ def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Ba
 
 
 def tables(document: report.Document) -> list[Any]:
-    """One table per engine and, where there are several, one that sets them side by side."""
-    found: list[Any] = []
+    """One table per engine and, where there are several, one that compares them."""
+    shown: list[Any] = []
     strategies = document["asked"]["strategies"]
     for strategy in strategies:
         view = {**document, "engine": document["engines"][strategy]}
         title = report.title(view) + (f"; allreduce_strategy {strategy}" if len(strategies) > 1 else "")
         lines = [_line(row) for row in _rows(document, strategy)]
-        columns = ["workload", "ms per token", "output tok/s", "first token s", "seconds", "preempted", "of the roof"]
-        found.append(report.table(title, columns, lines, report.caption(view)))
+        columns = ["workload", "ms per token", "output tok/s", "first token s", "seconds", "preempted", "of roofline"]
+        shown.append(report.table(title, columns, lines, report.caption(view)))
     if len(strategies) > 1:
-        found.append(_side_by_side(document, strategies))
-    return found
+        shown.append(_comparison(document, strategies))
+    return shown
 
 
-def _rows(document: report.Document, strategy: str) -> list[Row]:
+def _rows(document: report.Document, strategy: str) -> list[ResultRow]:
     named = {row["workload"]: row for row in document["results"] if row["allreduce_strategy"] == strategy}
     return [named[name] for name in document["asked"]["workloads"]]
 
 
-def _line(row: Row) -> list[str]:
-    roof_part = report.percent_text(row["fraction_of_roof"])
+def _line(row: ResultRow) -> list[str]:
+    of_roofline = report.percent_text(row["fraction_of_roof"])
     rate = "-" if row["output_tok_s"] is None else f"{row['output_tok_s']:,.0f}"
     if "tpot_ms" in row:
-        return [row["workload"], f"{row['tpot_ms']:.3f}", rate, f"{row['prefill_s']:.4f}", "-", "-", roof_part]
-    return [row["workload"], "-", rate, "-", f"{row['seconds']:.1f}", f"{row['preemptions']:,}", roof_part]
+        return [row["workload"], f"{row['tpot_ms']:.3f}", rate, f"{row['prefill_s']:.4f}", "-", "-", of_roofline]
+    return [row["workload"], "-", rate, "-", f"{row['seconds']:.1f}", f"{row['preemptions']:,}", of_roofline]
 
 
-def _side_by_side(document: report.Document, strategies: Sequence[str]) -> Any:
-    """Each strategy's figure, and how much faster the first is than the last."""
+def _comparison(document: report.Document, strategies: Sequence[str]) -> Any:
+    """Each strategy's figure, and by how much the first is faster than the last."""
     lines = []
     for rows in zip(*(_rows(document, strategy) for strategy in strategies), strict=True):
         decodes = "tpot_ms" in rows[0]

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roof: the bytes that a step must read from memory, over the bandwidth that this machine's memory was measured at.
+"""The roofline: the bytes that a step must read from memory, over the measured bandwidth of this machine's memory.
 
-A round is one token for every running request. Each rank reads its slice of the weights once a round for every micro-batch, of
-which a pipeline holds pp, so over the stages together a round reads weights / tp whatever pp is; and it reads the keys and values
-of the requests. Activations, the embedding's few rows and every write are left out, so nothing passes the roof.
+A round is one token for every running request. Each rank reads its slice of the weights once a round for every micro-batch. A
+pipeline holds pp micro-batches, so all stages together read weights / tp in a round, whatever pp is. A round also reads the keys
+and values of the requests. Activations, the few rows of the embedding and all writes are left out, so no measurement exceeds the
+roofline.
 
-`python -m phalanx.bench.roofline` measures a GPU and prints JSON: in a process of its own, so that nothing of it stays on the GPU.
+`python -m phalanx.bench.roofline` measures a GPU and prints JSON: in a process of its own, so that no memory stays allocated.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes per second of one device's memory: the best of `ways` (way to move bytes -> its own). None: not measured, and why."""
+    """Bytes per second of one device's memory. best: the highest of `ways` (way to move bytes -> bandwidth); None: not measured,
+    for the reason `why`."""
 
     best: float | None
     ways: dict[str, float] = field(default_factory=dict)
@@ -45,11 +47,11 @@ class Bandwidth:
         return {"best_GBps": round(self.best / 1e9, 1), "ways_GBps": shown} if self.best else {"not_measured": self.why}
 
 
-# ---- what must be read -----------------------------------------------------------------------------------------------
+# ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def weight_bytes(shape: ModelShape, dtype: str) -> int:
-    """Bytes of the weights that a token reads, all ranks together: every layer and the head, not the embedding.
+    """Bytes of the weights that a token reads, all ranks together: every layer and the output head, not the embedding.
 
     dtype: as `plan.weights.layer_bytes` takes it.
     """
@@ -58,7 +60,7 @@ def weight_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def kv_token_bytes(facts: EngineFacts) -> float:
-    """Bytes of one token's keys and values on the tp rank that holds most, all stages together, as the engine made its cache."""
+    """Bytes of one token's keys and values in the engine's cache, on the tp rank that holds most, all stages together."""
     layout = _layout(facts)
     tokens = facts.num_blocks * facts.block_size
     stages = [0.0] * layout.pp
@@ -69,9 +71,9 @@ def kv_token_bytes(facts: EngineFacts) -> float:
 
 
 def round_bytes(shape: ModelShape, facts: EngineFacts, requests: float, context: float) -> float:
-    """Bytes that one memory must give for a round of so many requests at a mean context in tokens.
+    """Bytes that one device reads for a round of `requests` requests at a mean context in tokens.
 
-    On CPU all ranks share the host's memory, so it must give what all of them read.
+    On CPU all ranks share the host's memory, so the bytes of all ranks count.
     """
     layout = _layout(facts)
     weights = weight_bytes(shape, facts.dtype) / layout.tp
@@ -80,27 +82,27 @@ def round_bytes(shape: ModelShape, facts: EngineFacts, requests: float, context:
 
 
 def attended_tokens(shape: ModelShape, context: float) -> float:
-    """Of so many tokens, those that a layer looks back over: its window at most; the mean over the layers."""
+    """Tokens of a context that a layer attends to: its window at most. The mean over the layers."""
     windows = shape.windows or (None,)
     return sum(min(context, window or context) for window in windows) / len(windows)
 
 
 def decode_seconds(shape: ModelShape, facts: EngineFacts, workload: Workload, bandwidth: float) -> float:
-    """The least seconds for one token of each request of a decode workload."""
+    """The fewest seconds for one token of each request of a decode workload."""
     return round_bytes(shape, facts, workload.requests, workload.mean_context) / bandwidth
 
 
 def batch_seconds(shape: ModelShape, facts: EngineFacts, workload: Workload, bandwidth: float) -> float:
-    """The least seconds for a batch workload: as many rounds as its tokens take with all the requests running that can run at once
-    (by max_batch_size and by the KV cache). Reading the prompts is arithmetic rather than bytes, and counts nothing here."""
-    room = facts.num_blocks * facts.block_size / workload.mean_context
-    running = max(min(workload.requests, facts.max_batch_size, room), 1)
+    """The fewest seconds for a batch workload: as many rounds as its tokens take with as many requests as can run at once (by
+    max_batch_size and by the KV cache). Prefill is bound by arithmetic rather than by bytes, and is not counted."""
+    capacity = facts.num_blocks * facts.block_size / workload.mean_context
+    running = max(min(workload.requests, facts.max_batch_size, capacity), 1)
     rounds = workload.requests * workload.output_len / running
     return rounds * round_bytes(shape, facts, running, workload.mean_context) / bandwidth
 
 
 def fraction(least: float | None, taken: float) -> float | None:
-    """How much of the roof was reached, 1 being all; None where the bandwidth was not measured, or the time is below noise."""
+    """The fraction of the roofline that was reached; None where the bandwidth was not measured, or the time is below noise."""
     return least / taken if least is not None and taken > 0 else None
 
 
@@ -108,27 +110,27 @@ def _layout(facts: EngineFacts) -> Layout:
     return Layout(*facts.layout)
 
 
-# ---- what the memory gives -------------------------------------------------------------------------------------------
+# ---- bandwidth --------------------------------------------------------------------------------------------------------
 
 
 def measure(device: str) -> Bandwidth:
-    """The memory bandwidth of the first GPU ("cuda") or of this host ("cpu"). Takes seconds. Never raises: says why it failed."""
+    """The memory bandwidth of the first GPU ("cuda") or of this host ("cpu"). Takes seconds. Never raises: see `why`."""
     try:
         ways = _host() if device == "cpu" else _in_a_process()
     except (OSError, ValueError, MemoryError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip()
-        return Bandwidth(None, why=f"{type(error).__name__}: {said.splitlines()[-1] if said else ''}")
+        message = (getattr(error, "stderr", "") or str(error)).strip()
+        return Bandwidth(None, why=f"{type(error).__name__}: {message.splitlines()[-1] if message else ''}")
     return Bandwidth(max(ways.values()), ways)
 
 
 def _in_a_process() -> dict[str, float]:
     command = [sys.executable, "-P", "-m", "phalanx.bench.roofline"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT)
-    return {str(way): float(rate) for way, rate in json.loads(done.stdout).items()}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT)
+    return {str(way): float(rate) for way, rate in json.loads(run.stdout).items()}
 
 
 def _host(size: int = _CPU_BYTES) -> dict[str, float]:
-    """Copy by every core: bytes read and written per second."""
+    """A copy by all cores: bytes read and written per second."""
     import numpy
 
     cores = probe.cores()
@@ -147,7 +149,7 @@ def _host(size: int = _CPU_BYTES) -> dict[str, float]:
 
 
 def _gpu(size: int = _GPU_BYTES) -> dict[str, float]:
-    """Copy (bytes read and written), and three ways to read only: a sum, a maximum, a matrix times a vector."""
+    """A copy (bytes read and written), and three ways to read only: a sum, a maximum, a matrix times a vector."""
     import torch
 
     size = min(size, torch.cuda.mem_get_info()[0] // 4)
@@ -166,7 +168,7 @@ def _gpu(size: int = _GPU_BYTES) -> dict[str, float]:
 
 
 def _gpu_seconds(move: Callable[[], Any]) -> float:
-    """The fastest of a few, on the device's clock."""
+    """The fastest of a few runs, by events on the device."""
     import torch
 
     move()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One streamed completion over HTTP, and when each of its events came.
+"""A client that sends one streamed completion over HTTP and notes when each event arrived.
 
-At sixty-four streams a server sends some ten thousand events a second. A client that takes 100 microseconds for each, as general
-ones do, would measure itself; this one parses with httptools on the event loop's own thread, a few microseconds an event.
+With 64 streams a server sends about ten thousand events a second. A general client takes 100 microseconds for each and would
+measure itself. This one parses with httptools on the event loop's own thread, in a few microseconds an event.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import msgspec
 
 from phalanx.errors import OptionError
 
-_LONGEST = 500
-"""Characters of a server's words that are kept, at most."""
+_MAX_MESSAGE = 500
+"""Characters that are kept of a server's message."""
 
 
 @dataclass
 class Sample:
     """One request. Times are of time.perf_counter, in seconds.
 
-    begin: when it was due. arrivals: when each event with a token or more came. error: None, or what went wrong, in few words that
-    are the same for all requests with which the same went wrong; said: the server's own words about it.
-    completion_tokens: as the server counts them; the number of events where it does not say.
+    begin: when it was due. arrivals: when each event with at least one token arrived. error: None, or the kind of failure, with
+    equal text for equal failures. message: the server's own message about it. completion_tokens: as the server counts them; the
+    number of events where it does not say.
     """
 
     begin: float
@@ -39,7 +39,7 @@ class Sample:
     end: float = 0.0
     completion_tokens: int = 0
     error: str | None = None
-    said: str = ""
+    message: str = ""
 
     @property
     def ok(self) -> bool:
@@ -71,16 +71,14 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str, key: str | None = None) -> Endpoint:
-        """Raises OptionError for what is no http or https URL."""
+        """Raises OptionError for text that is not an http or https URL."""
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError:
             parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise OptionError(
-                f"url {url!r} was asked for", why="it is no http or https URL", next="write it like http://localhost:8000"
-            )
+            raise OptionError(f"url {url!r} is not an http or https URL", next="write it like http://localhost:8000")
         tls = parts.scheme == "https"
         return cls(parts.hostname, port or (443 if tls else 80), tls, parts.path.rstrip("/").removesuffix("/v1"), key)
 
@@ -112,9 +110,10 @@ def body_of(model: str, token_ids: Sequence[int], output_len: int) -> dict[str, 
 
 
 async def send(endpoint: Endpoint, body: dict[str, Any], *, due: float, expected: int, timeout: float) -> Sample:
-    """Send a request and read its answer to the end. Never raises for what the server or the network does: `Sample.error` says.
+    """Send a request and read its answer to the end. Never raises for failures of the server or the network: they are in
+    `Sample.error`.
 
-    expected: the new tokens that there must be; another number is an error.
+    expected: the number of new tokens; another number is an error.
     """
     loop = asyncio.get_running_loop()
     answer = _Answer(Sample(due), endpoint.request(body), loop.create_future())
@@ -172,14 +171,14 @@ class _Answer(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, msgspec.MsgspecError) as error:
-            self.fail(f"an answer that is no event stream ({type(error).__name__})")
+            self.fail(f"the answer is not an event stream ({type(error).__name__})")
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.done.done():
             return
         if self._parser.get_status_code() in (0, 200):
             self.fail("connection lost")
-        else:  # an answer whose end is the connection's
+        else:  # an answer that ends with the connection
             self._refused()
 
     # ---- httptools
@@ -201,7 +200,7 @@ class _Answer(asyncio.Protocol):
             return
         chunk = _decode(data)
         if chunk.error is not None:
-            kind, self.sample.said = told(chunk.error)
+            kind, self.sample.message = error_kind_and_message(chunk.error)
             self.sample.error = f"error event: {kind}" if kind else "error event"
         if chunk.choices:
             self.sample.arrivals.append(now)
@@ -217,21 +216,21 @@ class _Answer(asyncio.Protocol):
         self._finish()
 
     def _refused(self) -> None:
-        self.sample.said = refusal(self._text)
+        self.sample.message = refusal(self._text)
         self.fail(f"status {self._parser.get_status_code()}")
 
 
 def refusal(body: bytes) -> str:
-    """The server's words in the body of a refusal: OpenAI's message, or else the text as it is."""
+    """The message in the body of a refusal: of OpenAI's error object, or else the text as it is."""
     text = body.decode(errors="replace")
     try:
-        return told(json.loads(text)["error"])[1]
+        return error_kind_and_message(json.loads(text)["error"])[1]
     except (ValueError, LookupError, TypeError):
         return _short(text)
 
 
-def told(error: Any) -> tuple[str, str]:
-    """Of an error in OpenAI's shape, or of any other: its kind in one word, or "", and its words."""
+def error_kind_and_message(error: Any) -> tuple[str, str]:
+    """(kind in one word or "", message) of an error in OpenAI's shape, or of any other."""
     if not isinstance(error, dict):
         return "", _short(str(error))
     return _short(str(error.get("code") or error.get("type") or "")), _short(str(error.get("message") or ""))
@@ -239,4 +238,4 @@ def told(error: Any) -> tuple[str, str]:
 
 def _short(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
