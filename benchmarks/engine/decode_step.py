@@ -37,7 +37,7 @@ from phalanx.config.model import ModelShape
 from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult, StepRow
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
-from phalanx.models.layers.attention.backend import backend
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.worker.cuda_graphs import CudaGraphCapturer
 from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner
@@ -107,9 +107,9 @@ def make_runner(
     held = slots * 20 + 1 if blocks is None else blocks
     caches = [LayerCache.zeros(held, 16, s.heads, s.head_dim, model.context.cache_dtype, device) for s in model.kv_specs()]
     runner = ModelRunner(
-        model, caches, backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
+        model, caches, select_backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
         max_batch_size=slots, max_seq_len=longest, block_size=16, dtype=dtype, device=device,
-        tape=CudaGraphCapturer(device) if graphs else None, max_num_tokens=tokens,
+        capturer=CudaGraphCapturer(device) if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip
     # Kinds of layers are met in an eager step.
     runner.run(

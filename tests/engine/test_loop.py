@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from phalanx.config import StructuredOutputParams, SamplingParams
+from phalanx.config import SamplingParams, StructuredOutputParams
 from phalanx.engine.fake import FakeExecutor, fake_tokens
 from phalanx.engine.loop import Loop
 from phalanx.engine.messages import (
@@ -186,8 +186,8 @@ def test_an_abort_frees_what_the_request_held(make: Callable[..., Client]) -> No
 
 def test_what_cannot_run_is_refused_and_the_rest_goes_on(make: Callable[..., Client]) -> None:
     client = make()
-    broken = msgspec.msgpack.encode(["Add", "broken", [1], {"temperature": -1.0}])
-    client.say(b"noise", msgspec.msgpack.encode(["Add"]), msgspec.msgpack.encode({"a": 1}), broken)
+    broken = msgspec.msgpack.encode(["AddRequest", "broken", [1], {"temperature": -1.0}])
+    client.say(b"noise", msgspec.msgpack.encode(["AddRequest"]), msgspec.msgpack.encode({"a": 1}), broken)
     client.add("long", [1] * 500)
     client.add("unknown token", [50])
     client.add("good", [1], max_tokens=3)

@@ -19,6 +19,7 @@ import zmq
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
+from phalanx.engine.executor import FAKE_EXECUTOR, RANK_EXECUTOR
 from phalanx.engine.fake import fake_tokens
 from phalanx.engine.messages import (
     AddRequest,
@@ -47,7 +48,7 @@ class Engine:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.bind(address := f"ipc://{folder}/engine")
-        full = {"executor": "fake", "address": address, "options": {"device": "cpu", **options}, **config}
+        full = {"executor": FAKE_EXECUTOR, "address": address, "options": {"device": "cpu", **options}, **config}
         self.child = launch.start("phalanx.engine", full, "phalanx engine")
 
     def say(self, message: Any) -> None:
@@ -145,7 +146,7 @@ def test_an_option_that_cannot_be_is_told(engine: Callable[..., Engine]) -> None
 
 def test_a_layout_that_does_not_suit_the_model_starts_no_rank(engine: Callable[..., Engine], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    process = engine({"model": str(tmp_path), "tensor_parallel_size": 3}, executor="ranks")
+    process = engine({"model": str(tmp_path), "tensor_parallel_size": 3}, executor=RANK_EXECUTOR)
     error = process.hear(Failed).error
     assert error["kind"] == "LayoutError"
     assert error["failure"] == "tensor_parallel_size=3 was asked for"  # a rank would have named itself

@@ -58,9 +58,9 @@ def test_logprobs_come_with_their_token() -> None:
 def test_an_admission_does_not_change_when_tokens_come() -> None:
     asked = request(min_tokens=1)
     asked.slot = 3
-    admission = asked.admission()
+    assignment = asked.assignment()
     asked.take_token(RowResult(), 4)
-    assert (admission.slot, admission.token_ids, admission.prompt_length, admission.stop_token_ids) == (3, [1, 2, 3], 3, [7, 8])
+    assert (assignment.slot, assignment.token_ids, assignment.prompt_length, assignment.stop_token_ids) == (3, [1, 2, 3], 3, [7, 8])
 
 
 def test_the_asker_keeps_its_list() -> None:

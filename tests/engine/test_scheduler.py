@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.config import StructuredOutputParams, SamplingParams
+from phalanx.config import SamplingParams, StructuredOutputParams
 from phalanx.engine.fake import StepChecker, fake_tokens
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
@@ -69,7 +69,7 @@ class Ranks:
         if step is None:
             return False
         self.steps.append(step)
-        assert len(step.batches[0].rows) <= self.scheduler.options.most_rows, "ranks prepare for no more"
+        assert len(step.batches[0].rows) <= self.scheduler.options.max_rows, "ranks prepare for no more"
         self.results.append(self.checker.run(step))
         order = [request.id for request in (*self.scheduler.running, *self.scheduler.waiting)]
         assert order == self.scheduler.open_ids, "first come, first served"
@@ -233,7 +233,7 @@ def test_a_step_holds_one_share_of_the_slots(slots: int, stages: int, most: int,
     for number in range(30):
         ranks.add(f"r{number}", [number], max_tokens=5 + number % 7)
     ranks.fill()
-    assert len(ranks.steps[0].batches[0].rows) == options.most_rows == most
+    assert len(ranks.steps[0].batches[0].rows) == options.max_rows == most
     ranks.finish()
     assert max(len(step.batches[0].rows) for step in ranks.steps) == most
 
@@ -520,7 +520,7 @@ def test_a_prompt_beyond_the_model_is_not_told_to_raise_a_limit() -> None:
 def test_a_token_that_the_model_does_not_have_is_refused(
     prompt: list[int], stop: list[int], params: dict[str, object], name: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"in {name}; the vocabulary has tokens 0..49"):
+    with pytest.raises(RequestError, match=f"in {name} is unknown; the vocabulary has tokens 0..49"):
         Ranks(ROOMY).add("a", prompt, stop, **params)
 
 
@@ -562,7 +562,7 @@ def test_a_result_of_another_step_stops_the_engine() -> None:
 def test_an_id_is_taken_once() -> None:
     ranks = Ranks(ROOMY)
     ranks.add("a", [1])
-    with pytest.raises(RequestError, match="twice"):
+    with pytest.raises(RequestError, match="in use"):
         ranks.add("a", [1])
     ranks.scheduler.abort("nobody")
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.config.options import EngineOptions
 from phalanx.errors import LayoutError, OptionError
-from phalanx.executor.launcher import Host, host_of, kernel_folders
+from phalanx.executor.launcher import HostRanks, host_ranks, kernel_folders
 from phalanx.executor.rank_executor import RankExecutor
 from tests.support.engine_drive import options
 
@@ -18,19 +18,19 @@ def asked(tp: int, pp: int, nodes: int) -> EngineOptions:
 
 
 def test_ranks_are_spread_evenly_in_order() -> None:
-    assert [host_of(asked(2, 2, 2), node).ranks for node in (0, 1)] == [range(2), range(2, 4)]
+    assert [host_ranks(asked(2, 2, 2), node).ranks for node in (0, 1)] == [range(2), range(2, 4)]
 
 
 def test_each_process_of_torchrun_is_a_node_with_one_rank_on_its_own_gpu() -> None:
-    assert host_of(asked(4, 1, 4), 3, local_rank=1) == Host(3, range(3, 4), 1)
-    assert host_of(asked(4, 1, 2), 1, local_rank=1) == Host(1, range(2, 4), 2)
+    assert host_ranks(asked(4, 1, 4), 3, local_rank=1) == HostRanks(3, range(3, 4), 1)
+    assert host_ranks(asked(4, 1, 2), 1, local_rank=1) == HostRanks(1, range(2, 4), 2)
 
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"3 ranks.*2 nodes"):
-        host_of(asked(3, 1, 2), 0)
+        host_ranks(asked(3, 1, 2), 0)
     with pytest.raises(LayoutError, match="node_rank=2"):
-        host_of(asked(2, 1, 2), 2)
+        host_ranks(asked(2, 1, 2), 2)
 
 
 def test_kernels_are_kept_where_the_option_says(
@@ -59,7 +59,7 @@ def test_kernels_that_cannot_be_kept_are_an_error_before_any_rank_starts(tmp_pat
         OptionError, match=r"kernel_cache_dir='.*/file'.*file/triton cannot be made; Not a directory; give a folder"
     ):
         executor.start()
-    assert executor._children == {}
+    assert executor._handles == {}
 
     def full(dir: str) -> None:
         raise OSError(28, "No space left on device")
@@ -67,5 +67,5 @@ def test_kernels_that_cannot_be_kept_are_an_error_before_any_rank_starts(tmp_pat
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     with pytest.raises(OptionError, match=r"triton cannot be written; No space left on device; give a folder"):
         kernel_folders(str(tmp_path / "kernels"))
-    with pytest.raises(OptionError, match=r"'~nobody-is-called-so/k' was asked for; .*home directory"):
+    with pytest.raises(OptionError, match=r"'~nobody-is-called-so/k' cannot be resolved; .*home directory"):
         kernel_folders("~nobody-is-called-so/k")

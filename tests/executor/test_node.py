@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from phalanx.config.options import EngineOptions
-from phalanx.engine.executor import make
 from phalanx.engine.messages import RankFacts
-from phalanx.errors import EngineError, NodeLost, RankDied
+from phalanx.errors import EngineError, LayoutError, NodeLost, RankDied
 from phalanx.executor import heartbeat
-from phalanx.executor.node import Node
+from phalanx.executor.node import Node, join
 from phalanx.executor.rank_executor import RankExecutor
+from phalanx.hardware.probe import Gpu, Machine
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, await_results, expected, options, prompts
 
@@ -30,7 +30,7 @@ NODE = """
 import json, sys
 from phalanx import log
 from phalanx.config.options import EngineOptions
-from phalanx.engine.executor import join
+from phalanx.executor.node import join
 log.configure("node")
 sys.exit(join(EngineOptions(**json.loads(sys.argv[1]))))
 """
@@ -44,8 +44,8 @@ pathlib.Path(__file__).with_name(f"{os.getpid()}").write_text(found)
 ENGINE = """
 import json, sys, time
 from phalanx.config.options import EngineOptions
-from phalanx.engine.executor import make
-executor = make(EngineOptions(**json.loads(sys.argv[1])))
+from phalanx.executor.rank_executor import RankExecutor
+executor = RankExecutor(EngineOptions(**json.loads(sys.argv[1])))
 executor.start()
 print("started", flush=True)
 while True:
@@ -94,7 +94,7 @@ def formed(
 ) -> Iterator[tuple[RankExecutor, list[RankFacts], subprocess.Popen[bytes]]]:
     """kernels: where each host keeps them."""
     asked = two_nodes(folder)
-    executor = make(asked.model_copy(update={"kernel_cache_dir": kernels[0]}))
+    executor = RankExecutor(asked.model_copy(update={"kernel_cache_dir": kernels[0]}))
     assert isinstance(executor, RankExecutor)
     node = start_node(asked.model_copy(update={"kernel_cache_dir": kernels[1]}))
     try:
@@ -127,7 +127,7 @@ def test_two_nodes_serve_as_one_and_end_together(folder: Path, tmp_path: Path, m
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     kernels = str(tmp_path / "host 0"), str(tmp_path / "host 1")
     with formed(folder, kernels) as (executor, facts, node):
-        for kept, pid in zip(kernels, [*(child.pid for child in executor._children.values()), *ranks_of(node)], strict=True):
+        for kept, pid in zip(kernels, [*(handle.pid for handle in executor._handles.values()), *ranks_of(node)], strict=True):
             assert (tmp_path / f"{pid}").read_text() == f"{kept}/triton, {kept}/flashinfer"
         assert [(rank.node, rank.layers) for rank in facts] == [(0, (0, 1)), (1, (1, 2))]
         asked = prompts(2, seed=9)
@@ -139,7 +139,7 @@ def test_two_nodes_serve_as_one_and_end_together(folder: Path, tmp_path: Path, m
 
 def test_nodes_that_were_given_other_options_are_told_which(folder: Path) -> None:
     asked = two_nodes(folder)
-    executor = make(asked)
+    executor = RankExecutor(asked)
     node = start_node(asked.model_copy(update={"max_num_tokens": 32}))
     with pytest.raises(EngineError, match="same option max_num_tokens; rank 0: 64, rank 1: 32"):
         executor.start()
@@ -204,10 +204,29 @@ def test_a_node_without_an_engine_gives_up(folder: Path) -> None:
     asked = two_nodes(folder).model_copy(update={"node_rank": 1, "start_timeout": 0.5})
     node = Node(asked)
     assert node.run() == 1
-    assert all(not child.alive for child in node._children.values())
+    assert all(not psutil.pid_exists(process.pid) for process in node._launcher._ranks.values())
 
 
 def test_an_engine_whose_node_never_comes_says_so(folder: Path) -> None:
-    executor = make(two_nodes(folder).model_copy(update={"start_timeout": 1.0}))
+    executor = RankExecutor(two_nodes(folder).model_copy(update={"start_timeout": 1.0}))
     with pytest.raises(NodeLost, match="node 1 has not joined"):
         executor.start()
+
+
+def test_ranks_that_do_not_spread_over_the_nodes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="2 nodes"):
+        RankExecutor(options(Path("x"), tensor_parallel_size=3, nnodes=2))
+    with pytest.raises(LayoutError, match="node_rank=1"):
+        join(options(write_checkpoint(tmp_path / "llama", "llama"), node_rank=1))
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused_on_every_host(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match=r"tensor_parallel_size=5 .*sizes that divide"):
+        join(options(write_checkpoint(tmp_path / "llama", "llama"), tensor_parallel_size=5, nnodes=5, node_rank=1))
+
+
+def test_a_joining_process_needs_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.hardware.detect_machine", lambda: Machine((Gpu(0, "GPU-0", "NVIDIA H200", 90, 1, 1),), 1, 1, 1))
+    asked = options(Path("x"), device="cuda", tensor_parallel_size=2, nnodes=2, node_rank=1)
+    with pytest.raises(LayoutError, match=r"2 ranks.*node 1 has 1 GPU;"):
+        Node(asked, local_rank=1)

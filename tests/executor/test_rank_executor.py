@@ -19,6 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from phalanx.config.options import EngineOptions
+from phalanx.engine.executor import Executor
 from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepRow
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError, RankDied, RankStalled, WeightError
 from phalanx.executor.rank_executor import RankExecutor
@@ -29,10 +30,10 @@ from tests.support.engine_drive import GREEDY, await_results, options
 PARENT = """
 import json, sys, time
 from phalanx.config.options import EngineOptions
-from phalanx.engine.executor import make
-executor = make(EngineOptions(**json.loads(sys.argv[1])))
+from phalanx.executor.rank_executor import RankExecutor
+executor = RankExecutor(EngineOptions(**json.loads(sys.argv[1])))
 executor.start()
-print([child.pid for child in executor._children.values()], flush=True)
+print([handle.pid for handle in executor._handles.values()], flush=True)
 time.sleep(100)
 """
 
@@ -61,7 +62,7 @@ def make_executor(folder: Path) -> Iterator[Make]:
 
 
 def pids(executor: RankExecutor) -> list[int]:
-    return [child.pid for child in executor._children.values()]
+    return [handle.pid for handle in executor._handles.values()]
 
 
 def all_gone(found: list[int], seconds: float = 10.0) -> bool:
@@ -105,11 +106,11 @@ def test_a_stopped_rank_is_named(make_executor: Make) -> None:
     held = pids(executor)
     executor.submit(Step(1, [FIRST]))
     await_results(executor.collect, 1)
-    time.sleep(1.5)  # a pulse tells of the step
+    time.sleep(1.5)  # a heartbeat reports the step
     os.kill(held[1], signal.SIGSTOP)
     executor.submit(Step(2, [StepBatch(rows=[StepRow(0, 3, 1, [], samples=True)])]))
     said = await_error(executor, RankStalled, 30)
-    assert f"rank 1 (pid {held[1]}, node 0) has given no sign of life" in said
+    assert f"rank 1 (pid {held[1]}, node 0) has sent no heartbeat" in said
     assert "finished step 1" in said
     assert all_gone(held)
 
@@ -125,7 +126,7 @@ def test_a_step_that_is_never_done_names_who_has_not_done_it(make_executor: Make
     os.kill(held[0], signal.SIGSTOP)
     executor.submit(Step(1, [FIRST]))
     said = await_error(executor, RankStalled, 20)
-    assert "step 1 was sent 2 s ago" in said
+    assert "step 1, sent 2 s ago, has not finished" in said
     assert "rank 0" in said
     assert all_gone(held)
 
@@ -179,7 +180,7 @@ def test_more_ranks_than_gpus_start_nothing(monkeypatch: pytest.MonkeyPatch, fol
 
 def test_a_late_start_names_the_laggard(make_executor: Make) -> None:
     executor = make_executor(start_timeout=0.01)
-    with pytest.raises(EngineError, match=r"given 0.01 s to start.*rank 0"):
+    with pytest.raises(EngineError, match=r"did not start within 0.01 s.*rank 0"):
         executor.start()
     assert all_gone(pids(executor))
 
@@ -191,14 +192,14 @@ def test_a_taken_port_is_said_before_anything_starts(make_executor: Make) -> Non
         executor = make_executor(nnodes=2, tensor_parallel_size=2, master_port=taken.getsockname()[1])
         with pytest.raises(OptionError, match="master_port"):
             executor.start()
-    assert executor._children == {}
+    assert executor._handles == {}
 
 
 def test_two_engines_on_one_machine_never_meet(make_executor: Make) -> None:
     engines = [make_executor(tensor_parallel_size=2), make_executor(tensor_parallel_size=2)]
     for engine in engines:
         engine.start()
-        assert engine._muster.folder is None  # nothing stays behind, even if all is killed from here on
+        assert engine._startup.folder is None  # nothing stays behind, even if all is killed from here on
     for engine in engines:
         for pid in pids(engine):
             os.kill(pid, signal.SIGTERM)  # as a service manager does to all: ranks end when their engine says so
@@ -211,7 +212,7 @@ def test_two_engines_on_one_machine_never_meet(make_executor: Make) -> None:
         engine.shutdown()
     assert time.monotonic() - begin < 10
     assert all_gone(held, 0.1)
-    assert [child.process.returncode for child in engines[0]._children.values()] == [0, 0]
+    assert [handle.child.process.returncode for handle in engines[0]._handles.values()] == [0, 0]
     engines[0].shutdown()
     with pytest.raises(EngineClosed):
         engines[0].submit(Step(2, [FIRST]))
@@ -226,6 +227,22 @@ def test_an_error_inside_a_rank_names_it(make_executor: Make) -> None:
     assert said.startswith("rank 0 failed: ValueError: slots [1]")
 
 
-def test_torch_stays_out_of_the_engines_process() -> None:
-    code = "import sys, phalanx.executor.rank_executor, phalanx.executor.node; sys.exit('torch' in sys.modules)"
+def test_as_many_steps_are_in_flight_as_there_are_stages_and_never_less_than_two() -> None:
+    depths = [RankExecutor(options(Path("x"), pipeline_parallel_size=stages)).depth for stages in (1, 2, 4)]
+    assert depths == [2, 2, 4]
+
+
+def test_an_executor_that_was_never_started_runs_nothing_and_ends_quietly() -> None:
+    executor: Executor = RankExecutor(options(Path("x")))
+    assert executor.waitables() == []
+    assert executor.stats() == ({}, {}, {})
+    with pytest.raises(EngineClosed, match="not running"):
+        executor.collect()
+    executor.shutdown()
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("module", ["engine.process", "executor.rank_executor", "executor.node"])
+def test_torch_stays_out_of_the_engines_process(module: str) -> None:
+    code = f"import sys, phalanx.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

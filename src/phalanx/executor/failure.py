@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When ranks fail, several report at once, and most of them only that a peer is gone. Which report is the cause? Pure."""
+"""The root cause of a failure. When ranks fail, several report at once, and most of them only that a peer is gone. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from phalanx.executor.protocol import RankError
 
 
 class Evidence(IntEnum):
-    """How much a report says. From CAUSE on there is nothing better to wait for."""
+    """How much a report tells about the root cause. From CAUSE on there is nothing better to wait for."""
 
     CONSEQUENCE = 0  # a peer is gone
-    ENDED = 1  # the process ended; what it had to say may be under way
+    ENDED = 1  # the process ended; its own error may still be on its way
     CAUSE = 2  # an error of the rank's own
     KILLED = 3  # somebody or something killed the process
 
@@ -25,26 +25,26 @@ class Evidence(IntEnum):
 class FailureReport:
     """One thing that went wrong."""
 
-    weight: Evidence
+    evidence: Evidence
     error: PhalanxError
 
 
-def from_rank(trouble: RankError) -> FailureReport:
-    """What a rank said."""
-    return FailureReport(Evidence.CONSEQUENCE if trouble.consequence else Evidence.CAUSE, PhalanxError.from_wire(trouble.error))
+def from_rank_error(message: RankError) -> FailureReport:
+    """The report of an error that a rank sent."""
+    return FailureReport(Evidence.CONSEQUENCE if message.consequence else Evidence.CAUSE, PhalanxError.from_wire(message.error))
 
 
 def from_exit(rank: int, code: int, *, where: str, doing: str) -> FailureReport:
-    """What a process's end says. `where`: "pid 17, node 0". `doing`: "it had begun step 5 and finished step 4"."""
+    """The report of a process that ended. `where`: "pid 17, node 0". `doing`: "it had begun step 5 and finished step 4"."""
     killed = code < 0 and -code != signal.SIGABRT  # libraries abort when a peer is gone
-    nexts = {
-        -signal.SIGKILL: "if nobody did it by hand, the kernel's out-of-memory killer did: see dmesg",
+    hints = {
+        -signal.SIGKILL: "if nobody killed it by hand, the kernel's out-of-memory killer did: see dmesg",
         -signal.SIGBUS: "often /dev/shm is too small: see df /dev/shm",
     }
-    error = RankDied(f"rank {rank} ({where}) {exit_words(code)}", held=doing, next=nexts.get(code, "see its log lines above"))
+    error = RankDied(f"rank {rank} ({where}) {exit_words(code)}", held=doing, next=hints.get(code, "see its log lines above"))
     return FailureReport(Evidence.KILLED if killed else Evidence.ENDED, error)
 
 
-def cause(reports: list[FailureReport]) -> FailureReport | None:
-    """The report that says most; among equals the first."""
-    return max(reports, key=lambda report: report.weight, default=None)
+def root_cause(reports: list[FailureReport]) -> FailureReport | None:
+    """The report with the strongest evidence; among equals the first."""
+    return max(reports, key=lambda report: report.evidence, default=None)

@@ -132,7 +132,7 @@ class LocalRank:
 
 
 class LocalLauncher:
-    """Starts ranks as child processes on this host: see `Launcher`. They end with this process, whatever ends it (`comm.launch`)."""
+    """Starts ranks as child processes on this host: see `Launcher`. They end with this process, however it ends (`comm.launch`)."""
 
     on_this_host = True
     module = WORKER
@@ -149,7 +149,8 @@ class LocalLauncher:
         needed, present = ranks.first_device + len(ranks.ranks), len(machine.gpus)
         if needed > present:
             raise LayoutError(
-                f"{needed} ranks do not fit on the GPUs of one host", held=f"node {ranks.node} has {present} GPU{'s' * (present != 1)}",
+                f"{needed} ranks do not fit on the GPUs of one host",
+                held=f"node {ranks.node} has {present} GPU{'s' * (present != 1)}",
                 why=machine.failures.get("gpus", "each rank needs a GPU of its own"),
                 next=f"use at most {present} ranks per host, more nodes, or device='cpu'" if present else "use device='cpu'",
             )  # fmt: skip

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine, the ranks and the nodes tell each other, over one ROUTER socket of the engine. No pickles, no torch.
+"""The messages between the engine, its ranks and its nodes, over one ROUTER socket of the engine. No pickles, no torch.
 
-A step travels as two frames, a header and the encoded Step; everything else as one. The header holds the step's number and a digest
-chained over all steps so far, so that ranks which agree on one digest have run the same steps from the first.
+A step travels as two frames: a header and the encoded Step. Every other message is one frame. The header holds the number of the
+step and a digest that is chained over all steps so far: ranks that agree on one digest have run the same steps from the first.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ import hashlib
 import struct
 
 import msgspec
+import zmq
 
 from phalanx.engine.messages import RankFacts, RowResult, Step
 from phalanx.errors import StepDiverged
+
+HEARTBEAT_SECONDS = 1.0
+"""How often the engine, each rank and each node send a heartbeat."""
+_LINGER_MS = 2000  # how long the last messages of a process may take to leave
 
 # ---- rank -> engine --------------------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, tag=True, array_like=True):
-    """A rank's process runs."""
+    """The process of a rank runs."""
 
     rank: int
     node: int
@@ -27,14 +32,14 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
 
 
 class StoreReady(msgspec.Struct, tag=True, array_like=True):
-    """Rank 0 has opened the store where ranks meet, at "host:port"."""
+    """Rank 0 has opened the store through which ranks form their groups, at "host:port"."""
 
     rank: int
     address: str
 
 
 class StartupProgress(msgspec.Struct, tag=True, array_like=True):
-    """Where a rank is in its start-up; `done` of `total` where the phase counts, each a `unit`, or a byte where none is named."""
+    """The start-up phase of a rank; `done` of `total` where the phase counts, in `unit`s, or in bytes where no unit is named."""
 
     rank: int
     phase: str
@@ -44,7 +49,7 @@ class StartupProgress(msgspec.Struct, tag=True, array_like=True):
 
 
 class KvCapacity(msgspec.Struct, tag=True, array_like=True):
-    """The weights are there, and the memory left holds so many KV blocks."""
+    """The weights are loaded, and the memory left holds this many KV blocks."""
 
     rank: int
     blocks: int
@@ -69,7 +74,7 @@ class StepDone(msgspec.Struct, tag=True, array_like=True):
 
 
 class RankError(msgspec.Struct, tag=True, array_like=True):
-    """A rank cannot go on. `error` is PhalanxError.to_wire(); `consequence`: it says no more than that a peer is gone."""
+    """A rank cannot go on. `error` is PhalanxError.to_wire(). `consequence`: it tells no more than that a peer is gone."""
 
     rank: int
     error: dict[str, str]
@@ -77,7 +82,7 @@ class RankError(msgspec.Struct, tag=True, array_like=True):
 
 
 class RankHeartbeat(msgspec.Struct, tag=True, array_like=True):
-    """A rank's sign of life, once a second: the last steps that it began and finished, its bytes by kind, its all-reduce calls, and
+    """A rank's heartbeat, once a second: the last steps that it began and finished, its bytes by kind, its all-reduce calls, and
     how its steps ran (see `Stats.ran`)."""
 
     rank: int
@@ -99,13 +104,13 @@ class NodeHello(msgspec.Struct, tag=True, array_like=True):
 
 
 class NodeHeartbeat(msgspec.Struct, tag=True, array_like=True):
-    """A node's sign of life, once a second."""
+    """A node's heartbeat, once a second."""
 
     node: int
 
 
 class RankExit(msgspec.Struct, tag=True, array_like=True):
-    """A rank's process on a node has ended; `code` as in Popen.returncode."""
+    """The process of a rank on a node has ended; `code` as in Popen.returncode."""
 
     node: int
     rank: int
@@ -113,18 +118,9 @@ class RankExit(msgspec.Struct, tag=True, array_like=True):
 
 
 RankToEngine = (
-    Hello
-    | StoreReady
-    | StartupProgress
-    | KvCapacity
-    | RankReady
-    | StepDone
-    | RankError
-    | RankHeartbeat
-    | NodeHello
-    | NodeHeartbeat
-    | RankExit
-)
+    Hello | StoreReady | StartupProgress | KvCapacity | RankReady | StepDone | RankError | RankHeartbeat
+    | NodeHello | NodeHeartbeat | RankExit
+)  # fmt: skip
 
 # ---- engine -> rank or node ------------------------------------------------------------------------------------------
 
@@ -136,17 +132,17 @@ class StoreAddress(msgspec.Struct, tag=True, array_like=True):
 
 
 class Allocate(msgspec.Struct, tag=True, array_like=True):
-    """Make KV caches of so many blocks."""
+    """Make KV caches of this many blocks."""
 
     blocks: int
 
 
 class EngineHeartbeat(msgspec.Struct, tag=True, array_like=True):
-    """The engine's sign of life to nodes, once a second."""
+    """The engine's heartbeat to nodes, once a second."""
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
-    """End now. `error` says why, when it was not asked for."""
+    """End now. `error`: the failure that ends the engine; None when it was asked to end."""
 
     error: dict[str, str] | None = None
 
@@ -156,32 +152,46 @@ EngineToRank = StoreAddress | Allocate | EngineHeartbeat | Stop
 _HEADER = struct.Struct("<Q16s")
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[RankToEngine] = msgspec.msgpack.Decoder(RankToEngine)
-_from_engine: msgspec.msgpack.Decoder[EngineToRank] = msgspec.msgpack.Decoder(EngineToRank)
+_to_rank: msgspec.msgpack.Decoder[EngineToRank] = msgspec.msgpack.Decoder(EngineToRank)
 _step = msgspec.msgpack.Decoder(Step)
 
 encode = _encoder.encode
 
 
 def decode_to_engine(frame: bytes) -> RankToEngine:
-    """Raises msgspec.DecodeError for what no rank would send."""
+    """Raises msgspec.DecodeError for what no rank or node sends."""
     return _to_engine.decode(frame)
 
 
-def decode_from_engine(frame: bytes) -> EngineToRank:
-    return _from_engine.decode(frame)
+def decode_to_rank(frame: bytes) -> EngineToRank:
+    """Raises msgspec.DecodeError for what no engine sends."""
+    return _to_rank.decode(frame)
 
 
-def rank_name(rank: int) -> bytes:
+def rank_identity(rank: int) -> bytes:
     """The identity under which the engine's socket knows a rank."""
     return f"rank-{rank}".encode()
 
 
-def node_name(node: int) -> bytes:
+def node_identity(node: int) -> bytes:
+    """The identity under which the engine's socket knows a node."""
     return f"node-{node}".encode()
 
 
+def dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes) -> zmq.Socket[bytes]:
+    """A socket to the engine's ROUTER. Sending never blocks."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(address)
+    return socket
+
+
 class Chain:
-    """The chained digest: blake2b(previous digest + payload). Both ends hold one, and it begins with zeros."""
+    """The chained digest: blake2b(previous digest + payload). The engine and each rank hold one, which begins with zeros."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -192,22 +202,22 @@ class Chain:
         self.digest = hashlib.blake2b(self.digest + payload, digest_size=16).digest()
 
     def seal(self, step: Step) -> list[bytes]:
-        """The engine's end: the frames of the next step. Raises StepDiverged when its number leaves a gap."""
+        """For the engine: the frames of the next step. Raises StepDiverged when its number leaves a gap."""
         payload = _encoder.encode(step)
         if step.number != self.number + 1:
-            raise StepDiverged(f"step {step.number} was submitted", held=f"the last one was step {self.number}")
+            raise StepDiverged(f"step {step.number} was submitted out of order", held=f"the last one was step {self.number}")
         self._add(payload)
         return [_HEADER.pack(self.number, self.digest), payload]
 
     def open(self, rank: int, frames: list[bytes]) -> Step:
-        """A rank's end. Raises StepDiverged for a gap or for another digest than this rank computes."""
+        """For a rank: the step in these frames. Raises StepDiverged for a gap, or for another digest than this rank computes."""
         number, digest = _HEADER.unpack(frames[0])
         if number != self.number + 1:
-            raise StepDiverged(f"rank {rank} was given step {number}", held=f"its last one was step {self.number}")
+            raise StepDiverged(f"rank {rank} received step {number} out of order", held=f"its last one was step {self.number}")
         self._add(frames[1])
         if digest != self.digest:
             raise StepDiverged(
-                f"rank {rank} was given step {number} with digest {digest.hex()}", held=f"it computes {self.digest.hex()}",
-                why="it has not been given the same steps as the engine has sent",
+                f"rank {rank} received step {number} with digest {digest.hex()}", held=f"it computes {self.digest.hex()}",
+                why="it has not received the same steps as the engine has sent",
             )  # fmt: skip
         return _step.decode(frames[1])

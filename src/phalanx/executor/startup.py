@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up as the engine sees it: who is here, who is where, and what they are told next. Decides; `executor` sends.
+"""Start-up of the ranks, seen from the engine: who has connected, how far each rank is, and which message comes next. This module
+decides; `rank_executor` sends.
 
-hello -> (rank 0 opens the store: meeting) -> meet -> groups, agreement, weights -> offer -> (the least offer) allocate -> ready.
+Hello -> (rank 0 opens the store: StoreReady) -> StoreAddress -> groups, agreement, weights -> KvCapacity -> (the smallest of them)
+Allocate -> RankReady.
 """
 
 from __future__ import annotations
@@ -27,31 +29,33 @@ from phalanx.log import get_logger
 
 log = get_logger(__name__)
 
-_GAPS = (0.9, 1.0, 3.0, 5.0)
-"""Seconds from a phase's beginning to the first line on it, and from each line to the next; the last goes on. So a phase is heard
-of at 1, 2, 5, 10, 15, ... s. The first is short of a second: no phase that takes one is silent, though the engine may wake late."""
-_FIRST = "starting Python"  # until a rank says anything else
-_OFFERED = "wait for the other ranks"
+_LOG_INTERVALS = (0.9, 1.0, 3.0, 5.0)
+"""Seconds from the beginning of a phase to the first log line on it, and from each line to the next; the last interval repeats. So
+the lines come at 1, 2, 5, 10, 15, ... s. The first interval is shorter than a second: every phase that takes one is logged, even
+where the engine wakes late."""
+_FIRST_PHASE = "starting Python"  # until a rank reports another one
+_WAITING_PHASE = "wait for the other ranks"
 
 
 class StartupCoordinator:
-    """One start-up of a world, which begins `now`."""
+    """One start-up of a world of ranks, which begins `now`."""
 
     def __init__(self, world: int, nodes: int, now: float) -> None:
         self._world, self._nodes = world, nodes
-        self._joined = {0}
-        self._here: set[int] = set()
-        self._pulsed: set[int] = set()
-        self._meeting: str | None = None
-        self._met: set[int] = {0}  # rank 0 opens the store and need not be told
-        self._offers: dict[int, int] = {}
+        self._joined_nodes = {0}
+        self._connected: set[int] = set()
+        self._beating: set[int] = set()  # ranks that have sent a heartbeat
+        self._store_address: str | None = None
+        self._knows_store: set[int] = {0}  # rank 0 opens the store and need not be told
+        self._capacities: dict[int, int] = {}
         self._allocated = False
         self._ready: dict[int, RankFacts] = {}
-        self._at = {rank: StartupProgress(rank, _FIRST) for rank in range(world)}
-        self._since = dict.fromkeys(range(world), now)  # each began its phase
-        self._order = {_FIRST: 0}  # all ranks go through the same phases, so the first to enter one tells where it stands
-        self._subject, self._lines, self._told = "", 0, now  # what the last line was on, how many were, and when
+        self._progress = {rank: StartupProgress(rank, _FIRST_PHASE) for rank in range(world)}
+        self._phase_began = dict.fromkeys(range(world), now)
+        self._phase_order = {_FIRST_PHASE: 0}  # all ranks go through the same phases; the first to enter one gives its place
+        self._log_subject, self._log_lines, self._last_logged = "", 0, now
         self.folder: Path | None = None
+        """The private folder of the engine's socket, while it is needed."""
 
     @property
     def complete(self) -> bool:
@@ -59,100 +63,102 @@ class StartupCoordinator:
 
     @property
     def num_blocks(self) -> int:
-        """The least of what the ranks offer: block ids mean the same on all."""
-        return min(self._offers.values())
+        """The smallest number of KV blocks that a rank has memory for: block ids mean the same on all ranks."""
+        return min(self._capacities.values())
 
-    def facts(self) -> list[RankFacts]:
+    def rank_facts(self) -> list[RankFacts]:
         return [self._ready[rank] for rank in range(self._world)]
 
-    def hello(self, hello: Hello) -> None:
-        self._here.add(hello.rank)
+    def rank_connected(self, hello: Hello) -> None:
+        self._connected.add(hello.rank)
 
-    def pulsed(self, rank: int) -> None:
-        self._pulsed.add(rank)
-        if self.folder is not None and len(self._here) == len(self._pulsed) == self._world:
-            self.remove_folder()  # both lines of all ranks stand: the socket's name is needed no more
+    def heartbeat_received(self, rank: int) -> None:
+        self._beating.add(rank)
+        if self.folder is not None and len(self._connected) == len(self._beating) == self._world:
+            self.remove_folder()  # both connections of all ranks stand: the name of the socket is not needed any more
 
-    def joined(self, node: int) -> None:
-        self._joined.add(node)
+    def node_joined(self, node: int) -> None:
+        self._joined_nodes.add(node)
 
-    def take(self, message: RankToEngine, now: float) -> None:
+    def receive(self, message: RankToEngine, now: float) -> None:
+        """Take in a message of the start-up. Raises EngineError for any other message."""
         match message:
             case StoreReady():
-                self._meeting = message.address
+                self._store_address = message.address
             case StartupProgress():
                 self._enter(message, now)
             case KvCapacity():
-                self._offers[message.rank] = message.blocks
-                self._enter(StartupProgress(message.rank, _OFFERED), now)
+                self._capacities[message.rank] = message.blocks
+                self._enter(StartupProgress(message.rank, _WAITING_PHASE), now)
             case RankReady():
                 self._ready[message.rank] = message.facts
             case _:
-                raise EngineError(f"{type(message).__name__} came in", why="no rank sends that during start-up")
+                raise EngineError(f"unexpected message {type(message).__name__}", why="no rank sends it during start-up")
 
-    def _enter(self, at: StartupProgress, now: float) -> None:
-        self._order.setdefault(at.phase, len(self._order))
-        before = self._at.get(at.rank)
-        if before is None or before.phase != at.phase:
-            self._since[at.rank] = now
-        self._at[at.rank] = at
+    def _enter(self, progress: StartupProgress, now: float) -> None:
+        self._phase_order.setdefault(progress.phase, len(self._phase_order))
+        before = self._progress.get(progress.rank)
+        if before is None or before.phase != progress.phase:
+            self._phase_began[progress.rank] = now
+        self._progress[progress.rank] = progress
 
-    def orders(self) -> list[tuple[list[int], EngineToRank]]:
-        """What is to be said now, and to whom."""
-        found: list[tuple[list[int], EngineToRank]] = []
-        if self._meeting is not None and self._here - self._met:
-            found.append((sorted(self._here - self._met), StoreAddress(self._meeting)))
-            self._met |= self._here
-        if len(self._offers) == self._world and not self._allocated:
+    def next_messages(self) -> list[tuple[list[int], EngineToRank]]:
+        """The messages to send now, each with the ranks that get it. Each message is returned once."""
+        messages: list[tuple[list[int], EngineToRank]] = []
+        if self._store_address is not None and self._connected - self._knows_store:
+            messages.append((sorted(self._connected - self._knows_store), StoreAddress(self._store_address)))
+            self._knows_store |= self._connected
+        if len(self._capacities) == self._world and not self._allocated:
             self._allocated = True
-            found.append((list(range(self._world)), Allocate(self.num_blocks)))
-        return found
+            messages.append((list(range(self._world)), Allocate(self.num_blocks)))
+        return messages
 
-    def late(self, limit: float, where: Callable[[int], str]) -> EngineError:
-        """Time is up: who is not where it should be."""
-        asked, cure = f"ranks were given {limit:g} s to start", "raise start_timeout if it only needs longer; else see its log"
-        if self._joined != set(range(self._nodes)):
+    def timeout_error(self, limit: float, where: Callable[[int], str]) -> EngineError:
+        """The error for a start that took longer than `limit` seconds: it names the node or rank that is behind."""
+        failure = f"the ranks did not start within {limit:g} s"
+        hint = "raise start_timeout if it only needs longer; else see its log"
+        if self._joined_nodes != set(range(self._nodes)):
             return NodeLost(
-                asked, held=self._missing(),
+                failure, held=self._missing_nodes(),
                 why="it was not started, or cannot reach master_addr",
                 next="start it with the same options and its own node_rank; check master_addr and the firewall",
             )  # fmt: skip
-        absent = sorted(set(range(self._world)) - self._here)
+        absent = sorted(set(range(self._world)) - self._connected)
         if absent:
-            return EngineError(asked, held=f"rank {', '.join(map(str, absent))} did not come up", next=cure)
+            return EngineError(failure, held=f"rank {', '.join(map(str, absent))} did not come up", next=hint)
         rank = self._slowest()
-        return EngineError(asked, held=f"rank {rank} ({where(rank)}) is still at {_words(self._at[rank])!r}", next=cure)
+        return EngineError(failure, held=f"rank {rank} ({where(rank)}) is still at {_words(self._progress[rank])!r}", next=hint)
 
-    def tell(self, now: float) -> float:
-        """Log who is behind, at what and for how long, if that is due. Returns the seconds until it may be due again.
+    def log_progress(self, now: float) -> float:
+        """Log which rank is behind, in which phase and for how long, if a line is due. Returns the seconds until one may be due.
 
-        These are all the lines on how a start goes, however often ranks report: a fast one has none, and a long one few.
+        These are all log lines on the progress of a start, however often ranks report: a fast start has none, a long one few.
         """
         rank = self._slowest()
-        subject = self._at[rank].phase if self._joined == set(range(self._nodes)) else self._missing()
-        if subject != self._subject:
-            self._subject, self._lines = subject, 0
-        last = self._told if self._lines else max(self._told, self._since[rank])
-        due = last + _GAPS[min(self._lines, len(_GAPS) - 1)]
+        subject = self._progress[rank].phase if self._joined_nodes == set(range(self._nodes)) else self._missing_nodes()
+        if subject != self._log_subject:
+            self._log_subject, self._log_lines = subject, 0
+        last = self._last_logged if self._log_lines else max(self._last_logged, self._phase_began[rank])
+        due = last + _LOG_INTERVALS[min(self._log_lines, len(_LOG_INTERVALS) - 1)]
         if now < due:
             return due - now
-        doing = f"rank {rank}: {_words(self._at[rank])}" if subject == self._at[rank].phase else subject
-        log.info("%s ... %.0f s", doing, now - self._since[rank])
-        self._lines, self._told = self._lines + 1, now
-        return _GAPS[min(self._lines, len(_GAPS) - 1)]
+        doing = f"rank {rank}: {_words(self._progress[rank])}" if subject == self._progress[rank].phase else subject
+        log.info("%s ... %.0f s", doing, now - self._phase_began[rank])
+        self._log_lines, self._last_logged = self._log_lines + 1, now
+        return _LOG_INTERVALS[min(self._log_lines, len(_LOG_INTERVALS) - 1)]
 
     def _slowest(self) -> int:
-        """Of the ranks that are not ready, the one in the earliest phase; of several there the one that has the least done; then
-        the one that has been there for the longest."""
+        """Of the ranks that are not ready, the one in the earliest phase; among several of them the one that has done the least of
+        it; among those the one that has been in it for the longest."""
 
-        def how_far(rank: int) -> tuple[int, float, float]:
-            at = self._at[rank]
-            return self._order[at.phase], at.done / max(at.total, 1), self._since[rank]
+        def position(rank: int) -> tuple[int, float, float]:
+            progress = self._progress[rank]
+            return self._phase_order[progress.phase], progress.done / max(progress.total, 1), self._phase_began[rank]
 
-        return min((rank for rank in range(self._world) if rank not in self._ready), key=how_far)
+        return min((rank for rank in range(self._world) if rank not in self._ready), key=position)
 
-    def _missing(self) -> str:
-        return f"node {', '.join(map(str, sorted(set(range(self._nodes)) - self._joined)))} has not joined"
+    def _missing_nodes(self) -> str:
+        return f"node {', '.join(map(str, sorted(set(range(self._nodes)) - self._joined_nodes)))} has not joined"
 
     def remove_folder(self) -> None:
         if self.folder is not None:
@@ -160,7 +166,9 @@ class StartupCoordinator:
             self.folder = None
 
 
-def _words(at: StartupProgress) -> str:
-    if not at.total:
-        return at.phase
-    return f"{at.phase}, {at.unit} {at.done} of {at.total}" if at.unit else f"{at.phase}, {100 * at.done // at.total} %"
+def _words(progress: StartupProgress) -> str:
+    if not progress.total:
+        return progress.phase
+    if progress.unit:
+        return f"{progress.phase}, {progress.unit} {progress.done} of {progress.total}"
+    return f"{progress.phase}, {100 * progress.done // progress.total} %"

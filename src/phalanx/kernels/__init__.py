@@ -19,7 +19,7 @@ from phalanx.kernels.ops.dispatch import (
     silu_mul_quant_fp8,
 )
 from phalanx.kernels.reference import dequantize, quantize_nvfp4, rope, write_kv
-from phalanx.kernels.warmup import warmup_token_counts
+from phalanx.kernels.warmup import warmup_row_counts, warmup_token_counts
 
 __all__ = [
     "dequantize",
@@ -38,5 +38,6 @@ __all__ = [
     "silu_mul",
     "silu_mul_quant_fp8",
     "warmup_token_counts",
+    "warmup_row_counts",
     "write_kv",
 ]

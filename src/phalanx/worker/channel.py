@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's line to the engine: steps in, results out, and a pulse from a thread of its own."""
+"""`EngineChannel`: a rank's connection to the engine. Steps come in, results go out, and a thread of its own sends heartbeats."""
 
 from __future__ import annotations
 
@@ -11,23 +11,19 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from phalanx.engine.messages import Step
-from phalanx.executor.protocol import Chain, EngineToRank, RankHeartbeat, RankToEngine, decode_from_engine, encode, rank_name
+from phalanx.executor.protocol import (
+    HEARTBEAT_SECONDS,
+    Chain,
+    EngineToRank,
+    RankHeartbeat,
+    RankToEngine,
+    dealer,
+    decode_to_rank,
+    encode,
+    rank_identity,
+)
 
-PULSE_SECONDS = 1.0
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: enums cost a microsecond each
-_GOODBYE_MS = 2000  # how long the last words may take to leave
-
-
-def dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes) -> zmq.Socket[bytes]:
-    """A socket to the engine's ROUTER; it never blocks on sending."""
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, identity)
-    socket.setsockopt(zmq.LINGER, _GOODBYE_MS)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.IPV6, 1)
-    socket.connect(address)
-    return socket
 
 
 class EngineChannel:
@@ -35,10 +31,10 @@ class EngineChannel:
 
     def __init__(self, rank: int, address: str) -> None:
         self.rank = rank
-        self.begun = self.finished = 0  # step numbers, read by the pulse
+        self.begun = self.finished = 0  # step numbers, read by the heartbeat's thread
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = dealer(self._context, address, rank_name(rank))
+        self._socket = dealer(self._context, address, rank_identity(rank))
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._chain = Chain()
 
@@ -51,39 +47,40 @@ class EngineChannel:
         self._socket.send(encode(message))
 
     def receive(self, seconds: float | None = None) -> Step | EngineToRank | None:
-        """What the engine sends next; waits for it, or so many seconds (then None). Raises StepDiverged for a step out of line.
+        """The engine's next message. Waits for it, at most `seconds` where given, and returns None when none came in that time.
+        Raises StepDiverged for a step out of order.
 
-        The seconds may be fractions of a millisecond, in which zmq does not count.
+        The seconds may be fractions of a millisecond, which zmq cannot express.
         """
         if seconds is not None and not self._arrives_within(seconds):
             return None
         frames = self._socket.recv_multipart()
-        return self._chain.open(self.rank, frames) if len(frames) == 2 else decode_from_engine(frames[0])
+        return self._chain.open(self.rank, frames) if len(frames) == 2 else decode_to_rank(frames[0])
 
     def _arrives_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
             # The descriptor tells that something has happened since the socket was asked, not that it was a message.
-            stirred, _, _ = select.select([self._descriptor], [], [], max(deadline - time.monotonic(), 0.0))
-            if not stirred:
+            readable, _, _ = select.select([self._descriptor], [], [], max(deadline - time.monotonic(), 0.0))
+            if not readable:
                 return False
         return True
 
-    def start_pulse(self, bytes_now: Callable[[], dict[str, int]], counts: Callable[[], Sequence[dict[str, int]]]) -> None:
-        """Give a sign of life each second. `bytes_now`, and `counts` (all-reduce calls, how steps ran): as in Pulse, asked in the
-        pulse's thread."""
+    def start_heartbeat(self, bytes_now: Callable[[], dict[str, int]], counts: Callable[[], Sequence[dict[str, int]]]) -> None:
+        """Send a heartbeat each second. `bytes_now` and `counts` (all-reduce calls, how steps ran) give what RankHeartbeat holds;
+        they are called in the heartbeat's thread."""
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
         def beat() -> None:
-            socket = dealer(context, self._address, b"pulse-" + rank_name(self.rank))
+            socket = dealer(context, self._address, b"heartbeat-" + rank_identity(self.rank))
             while True:
                 socket.send(encode(RankHeartbeat(self.rank, self.begun, self.finished, bytes_now(), *counts())))
-                threading.Event().wait(PULSE_SECONDS)
+                threading.Event().wait(HEARTBEAT_SECONDS)
 
-        threading.Thread(target=beat, name="pulse", daemon=True).start()
+        threading.Thread(target=beat, name="heartbeat", daemon=True).start()
 
     def close(self) -> None:
-        """Let the last words leave (a moment at most). The pulse goes on until the process ends."""
+        """Let the last messages leave, for a moment at most. Heartbeats go on until the process ends."""
         self._socket.close()
         self._context.term()

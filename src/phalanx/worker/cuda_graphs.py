@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps without the host: forwards of some sizes, captured once and replayed. Of one kind are those of R rows of one token each
-that all sample, of the other those of T tokens of any rows.
+"""CUDA graphs of whole steps: forwards of some sizes, captured once and replayed without the host. Decode graphs are for R decode
+rows that all sample; mixed graphs for T tokens of any rows, decode and prefill.
 
-A step of less than a size has is padded, by tokens and rows that write nothing, and whose outcome nobody looks at. A size of rows
-of one token has a second graph for short rows, where attention to so many is done sooner if none is long. Everything that a graph
-reads or writes has its place for good (`places`), shared by all graphs of a kind; what lies between is in one pool of memory that
-all graphs share, as they run one after the other.
+A step smaller than its graph is padded with tokens and rows that write nothing and whose output is not used. A decode graph of many
+rows has a second version for short rows, in which attention is faster as none of them is long. A graph reads and writes at fixed
+addresses (`graph_buffers`), which all graphs of a kind share; what lies between is in one memory pool that all graphs share, since
+they run one after the other.
 
-A forward is captured with what goes before it, the new blocks' way into the tables. That of rows of one token takes along what goes
-behind it in a greedy step: the likeliest tokens, and their way into the slots, where the next step finds them. A step that draws
-does so from the logits, and overwrites them. The other kind ends with the residual stream, as which tokens want logits differs from
-step to step. Receiving and sending between pipeline stages stay outside.
+A graph begins with the update of the block tables by the step's new blocks. A decode graph ends with what follows in a greedy step:
+the argmax tokens, and their way into the slots, where the next step finds them. A step that samples at random does so from the
+graph's logits, and overwrites those tokens. A mixed graph ends with the residual stream, since the tokens that want logits differ
+from step to step. Receiving and sending between pipeline stages stay outside.
 """
 
 from __future__ import annotations
@@ -24,21 +24,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS
 from phalanx import kernels
+from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS
 from phalanx.kernels.sampling import sampling
 from phalanx.models.batch import Batch, KvCache, count_leading_decodes
 from phalanx.models.layers.attention.backend import AttentionBackend
 from phalanx.models.registry import Model
-from phalanx.worker.graph_buffers import (
-    DecodeGraphBuffers,
-    GraphBuffers,
-    GraphSize,
-    MixedGraphBuffers,
-    NewBlocks,
-    sizes,
-    worth_padding,
-)
+from phalanx.worker.graph_buffers import DecodeGraphBuffers, GraphSize, MixedGraphBuffers, NewBlocks, graph_sizes, max_graph_tokens
 from phalanx.worker.input_batch import BlockTables, HostBatch
 
 Replay = Callable[[], None]
@@ -47,17 +39,17 @@ Replay = Callable[[], None]
 class GraphCapturer(Protocol):
     """How work is captured."""
 
-    def record(self, work: Callable[[], None]) -> Replay:
-        """Do the work once, and return what does it again on the same tensors."""
+    def capture(self, work: Callable[[], None]) -> Replay:
+        """Do the work once, and return a function that does it again on the same tensors."""
 
-    def rewind(self) -> None:
-        """All that was recorded has been dropped; what is recorded from now on begins anew."""
+    def reset(self) -> None:
+        """All captures have been dropped: their memory may be released."""
 
 
 class CudaGraphCapturer:
-    """CUDA graphs in one pool of memory, captured on a stream of their own.
+    """CUDA graphs in one memory pool, captured on a stream of their own.
 
-    calls: counters that the work counts up on the host (a group's collectives); a replay counts what the captured work did.
+    calls: counters that the work increments on the host (the collectives of a group); a replay adds what the captured work did.
     """
 
     def __init__(self, device: torch.device, calls: dict[str, int] | None = None) -> None:
@@ -65,7 +57,7 @@ class CudaGraphCapturer:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
 
-    def record(self, work: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None]) -> Replay:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()  # what happens at the first call only, such as loading kernels, cannot be captured
@@ -79,50 +71,50 @@ class CudaGraphCapturer:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         self._pool = self._pool or graph.pool()
-        made = [(name, new) for name, count in self._calls.items() if (new := count - before.get(name, 0))]
+        increments = [(name, new) for name, count in self._calls.items() if (new := count - before.get(name, 0))]
 
         def replay() -> None:
             graph.replay()
-            for name, count in made:
+            for name, count in increments:
                 self._calls[name] += count
 
         return replay
 
-    def rewind(self) -> None:
-        self._pool = None  # it went with its last graph
+    def reset(self) -> None:
+        self._pool = None  # it is released with its last graph
 
 
 class EagerCapturer:
-    """Nothing is captured, the work is done again: on CPU, and where nobody replays it."""
+    """Captures nothing: a replay does the work again. For CPU, and where nothing is replayed."""
 
-    def record(self, work: Callable[[], None]) -> Replay:
+    def capture(self, work: Callable[[], None]) -> Replay:
         work()
         return work
 
-    def rewind(self) -> None:
+    def reset(self) -> None:
         return
 
 
 class StepCounts:
-    """How steps ran: of each of STEP_KINDS how many, their tokens, and the tokens of padding. Read by the pulse's thread too."""
+    """How steps ran: of each of STEP_KINDS the steps, their tokens, and the tokens of padding. The heartbeat's thread reads it."""
 
     def __init__(self) -> None:
         self._of = {kind: [0, 0, 0] for kind in STEP_KINDS}
 
     def add(self, size: GraphSize | None, tokens: int) -> None:
-        """A step of so many tokens, by the graph of a size or eagerly."""
+        """Count a step of so many tokens, run by the graph of a size, or eagerly."""
         if size is None:
-            held = self._of[EAGER]
+            counts = self._of[EAGER]
         else:
-            held = self._of[MIXED_GRAPH if size.prompts else DECODE_GRAPH]
-            held[2] += size.tokens - tokens
-        held[0] += 1
-        held[1] += tokens
+            counts = self._of[MIXED_GRAPH if size.prefill_rows else DECODE_GRAPH]
+            counts[2] += size.tokens - tokens
+        counts[0] += 1
+        counts[1] += tokens
 
     @property
     def by_name(self) -> dict[str, int]:
-        """As `Stats.ran` has it."""
-        return {f"{kind}/{what}": n for kind, held in self._of.items() for what, n in zip(_COUNTED, held, strict=True)}
+        """As in `Stats.ran`."""
+        return {f"{kind}/{name}": n for kind, counts in self._of.items() for name, n in zip(_COUNTED, counts, strict=True)}
 
 
 _COUNTED = ("steps", "tokens", "padding")
@@ -131,110 +123,114 @@ _COUNTED = ("steps", "tokens", "padding")
 class StepGraphs:
     """The captured forwards of one rank's model.
 
-    last_tokens [slots] int64: what was sampled last, by slot; written on the last stage, and read on one that is the first too.
-    max_rows: of a step, which with pipeline stages are fewer than the slots. max_num_tokens: of a step; 0 where only rows of one
-    token are to have graphs.
+    last_tokens [slots] int64: the token that was sampled last, by slot; written on the last stage, and read on a stage that is also
+    the first. max_rows: of a step; with pipeline stages fewer than the slots. max_num_tokens: of a step; 0 for decode graphs only.
     """
 
     def __init__(
-        self, model: Model, backend: AttentionBackend, tables: BlockTables, last_tokens: Tensor, tape: GraphCapturer, *,
+        self, model: Model, backend: AttentionBackend, tables: BlockTables, last_tokens: Tensor, capturer: GraphCapturer, *,
         first: bool, last: bool, dtype: torch.dtype, max_rows: int, max_num_tokens: int = 0,
     ) -> None:  # fmt: skip
-        self._model, self._backend, self._tables, self._tape = model, backend, tables, tape
+        self._model, self._backend, self._tables, self._capturer = model, backend, tables, capturer
         self._last_tokens, self._both = last_tokens, first and last
         device = last_tokens.device
-        self.decodes = DecodeGraphBuffers(max_rows, model, first=first, last=last, dtype=dtype, device=device)
-        decodes, mixed = sizes(max_rows, min(max_num_tokens, worth_padding(model)) if backend.captures_prefill else 0)
-        self.sizes = [*decodes, *mixed]
-        self.largest = [*decodes[-1:], *mixed[-1:]]
-        self.mixed = MixedGraphBuffers(mixed[-1], model, first=first, dtype=dtype, device=device) if mixed else None
+        assert backend.graphs is not None, f"attention back end {backend.name} supports no graphs"
+        self._graph_support = backend.graphs
+        max_tokens = min(max_num_tokens, max_graph_tokens(model)) if self._graph_support.captures_prefill else 0
+        decode_sizes, mixed_sizes = graph_sizes(max_rows, max_tokens)
+        self.sizes = [*decode_sizes, *mixed_sizes]
+        self.largest = [*decode_sizes[-1:], *mixed_sizes[-1:]]
+        self.decode_buffers = DecodeGraphBuffers(max_rows, model, first=first, last=last, dtype=dtype, device=device)
+        self.mixed_buffers: MixedGraphBuffers | None = None
+        if mixed_sizes:
+            self.mixed_buffers = MixedGraphBuffers(mixed_sizes[-1], model, first=first, dtype=dtype, device=device)
         self._captured: dict[GraphSize, Replay] = {}
-        self._short: dict[GraphSize, tuple[int, Replay]] = {}  # up to which KV length, and what for
-        self._ready: list[GraphSize] = []  # the captured sizes of rows of one token, in order
+        self._short: dict[GraphSize, tuple[int, Replay]] = {}  # the limit of the KV length, and the graph for shorter rows
+        self._ready_decode: list[GraphSize] = []  # the captured sizes, in order
         self._ready_mixed: list[GraphSize] = []
 
-    def capture(self, caches: Sequence[KvCache], wanted: Sequence[GraphSize]) -> Iterator[GraphSize]:
-        """Capture the forwards of these sizes over these caches, of each kind the largest first: it takes what the others then
-        share. Rows of one token, which gain most, come before the rest. Yields each size once it is there, with its graph for
-        short rows where it has one. Collective: all ranks capture the same, as their heads and GPUs are alike."""
-        for size in sorted(wanted, key=lambda size: (size.prompts > 0, -size.tokens)):
-            batch = self.places(size).batch(size, self._tables.device, self._last_tokens if self._both else None)
-            self._captured[size] = self._record(size, batch, caches)
-            up_to = self._short_up_to(size)  # once that forward has met all kinds of layers
-            if up_to:
-                self._short[size] = up_to, self._record(size, replace(batch, short=True), caches)
-            self._ready = sorted(held for held in self._captured if not held.prompts)
-            self._ready_mixed = sorted(held for held in self._captured if held.prompts)
+    def capture(self, caches: Sequence[KvCache], sizes: Sequence[GraphSize]) -> Iterator[GraphSize]:
+        """Capture the forwards of these sizes over these caches. Decode graphs, which gain most, come first; of each kind the
+        largest comes first, since the others share its memory. Yields each size once its graphs are captured. Collective: all ranks
+        capture the same sizes, as their heads and GPUs are alike."""
+        for size in sorted(sizes, key=lambda size: (size.prefill_rows > 0, -size.tokens)):
+            batch = self.buffers(size).batch(size, self._tables.device, self._last_tokens if self._both else None)
+            self._captured[size] = self._capture(size, batch, caches)
+            limit = self._short_kv_limit(size)  # known once a forward has met all kinds of layers
+            if limit:
+                self._short[size] = limit, self._capture(size, replace(batch, short=True), caches)
+            self._ready_decode = sorted(ready for ready in self._captured if not ready.prefill_rows)
+            self._ready_mixed = sorted(ready for ready in self._captured if ready.prefill_rows)
             yield size
 
     def warm_up(self, caches: Sequence[KvCache]) -> None:
-        """Do each size's forwards once, and keep no graph of them. Collective, as `capture`."""
-        tape, self._tape = self._tape, EagerCapturer()
+        """Run the forwards of each size once, without graphs. Collective, as `capture`."""
+        capturer, self._capturer = self._capturer, EagerCapturer()
         try:
             for _ in self.capture(caches, self.sizes):
                 pass
         finally:
-            self.forget()
-            self._tape = tape
+            self.reset()
+            self._capturer = capturer
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all graphs, and their memory."""
-        for held in (self._captured, self._short, self._ready, self._ready_mixed):
-            held.clear()
-        self._tape.rewind()
+        for graphs in (self._captured, self._short, self._ready_decode, self._ready_mixed):
+            graphs.clear()
+        self._capturer.reset()
 
     @property
     def count(self) -> int:
         """Graphs of all sizes, captured or not; known once a forward has met all kinds of layers."""
-        return sum(2 if self._short_up_to(size) else 1 for size in self.sizes)
+        return sum(2 if self._short_kv_limit(size) else 1 for size in self.sizes)
 
-    def _short_up_to(self, size: GraphSize) -> int:
-        return 0 if size.prompts else self._backend.short_kv_limit(size.decodes)
+    def _short_kv_limit(self, size: GraphSize) -> int:
+        return 0 if size.prefill_rows else self._graph_support.short_kv_limit(size.decode_rows)
 
-    def _record(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> Replay:
-        return self._tape.record(partial(self._forward, size, batch, caches))
+    def _capture(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> Replay:
+        return self._capturer.capture(partial(self._forward, size, batch, caches))
 
     def _forward(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> None:
-        tokens, places, head = size.tokens, self.places(size), self._model.head
-        batch.attention = self._backend.plan(batch)  # first: what it finds out is read early by others
-        kernels.index_put_(self._tables.device.view(-1), places.facts[5], places.facts[6])
-        stream = self._model.stream(batch, caches, None if places.hidden is None else places.hidden[:tokens])
-        batch.attention = None  # a plan holds its batch: both, and what it found out, would wait for Python to look for cycles
-        if places.out is not None:
-            places.out[:tokens].copy_(stream)
-        if isinstance(places, DecodeGraphBuffers) and places.logits is not None and head is not None:
-            keys = head.keys(head.local(stream, out=places.logits[:tokens]))
-            sampling.decode_keys(keys, places.tokens[:tokens], (self._last_tokens, places.slots[:tokens], batch.kv_slots))
+        tokens, buffers, lm_head = size.tokens, self.buffers(size), self._model.lm_head
+        columns = buffers.columns
+        batch.attention = self._backend.plan(batch)  # first: later work reads early what it computes
+        kernels.index_put_(self._tables.device.view(-1), columns.table_entries, columns.block_ids)
+        stream = self._model.stream(batch, caches, None if buffers.hidden is None else buffers.hidden[:tokens])
+        batch.attention = None  # a plan references its batch: both would wait for the cyclic garbage collector
+        if buffers.out is not None:
+            buffers.out[:tokens].copy_(stream)
+        if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None and lm_head is not None:
+            keys = lm_head.argmax_keys(lm_head.local(stream, out=buffers.logits[:tokens]))
+            sampling.decode_keys(keys, buffers.tokens[:tokens], (self._last_tokens, columns.slots[:tokens], batch.kv_slots))
 
-    def places(self, size: GraphSize) -> GraphBuffers:
-        """Where the graph of a size reads and writes."""
-        if not size.prompts:
-            return self.decodes
-        assert self.mixed is not None
-        return self.mixed
+    def buffers(self, size: GraphSize) -> DecodeGraphBuffers | MixedGraphBuffers:
+        """What the graph of a size reads and writes."""
+        if not size.prefill_rows:
+            return self.decode_buffers
+        assert self.mixed_buffers is not None
+        return self.mixed_buffers
 
-    def size_of(self, arranged: HostBatch) -> GraphSize | None:
-        """The smallest captured size that can forward these rows: of rows of one token, if each has one whose logits are wanted,
-        and no others."""
-        rows, tokens = len(arranged.slots), len(arranged.token_ids)
-        if tokens == len(arranged.sampled_slots) == len(arranged.logit_rows) == rows:
-            at = bisect_left(self._ready, (rows,))
-            if at < len(self._ready):
-                return self._ready[at]
-        ones = count_leading_decodes(arranged.query_starts) if self._ready_mixed else 0
+    def size_of(self, host_batch: HostBatch) -> GraphSize | None:
+        """The smallest captured size that can forward these rows: a decode graph if every row is a decode row whose logits are
+        wanted, and no other logits are; else a mixed graph. None where there is none."""
+        rows, tokens = len(host_batch.slots), len(host_batch.token_ids)
+        if tokens == len(host_batch.sampled_slots) == len(host_batch.logit_rows) == rows:
+            index = bisect_left(self._ready_decode, (rows,))
+            if index < len(self._ready_decode):
+                return self._ready_decode[index]
+        decodes = count_leading_decodes(host_batch.query_starts) if self._ready_mixed else 0
         for size in self._ready_mixed:
-            if tokens <= size.tokens and ones <= size.decodes and rows - ones <= size.prompts:
+            if tokens <= size.tokens and decodes <= size.decode_rows and rows - decodes <= size.prefill_rows:
                 return size
         return None
 
-    def replay(self, size: GraphSize, arranged: HostBatch, new: NewBlocks, receive: Callable[[Tensor], Tensor]) -> None:
-        """Forward T tokens that the size can hold into its places, where the outcome stays until the next replay. new: what the
-        device's tables lack, at most as many blocks as the places have room for. `receive` fills the residual stream
-        [T, hidden_size] on later stages."""
-        up_to, short = self._short.get(size, (0, None))
-        run = short if short is not None and arranged.kv_lengths.max() <= up_to else self._captured[size]
-        places = self.places(size)
-        places.fill(arranged, new, size)
-        if places.hidden is not None:
-            receive(places.hidden[: len(arranged.token_ids)])
+    def replay(self, size: GraphSize, host_batch: HostBatch, new: NewBlocks, receive: Callable[[Tensor], Tensor]) -> None:
+        """Forward T tokens that the size can hold. The output stays in the buffers until the next replay. new: the blocks that the
+        device's tables lack, at most `max_new_blocks`. `receive` fills the residual stream [T, hidden_size] on later stages."""
+        limit, short = self._short.get(size, (0, None))
+        run = short if short is not None and host_batch.kv_lengths.max() <= limit else self._captured[size]
+        buffers = self.buffers(size)
+        buffers.fill(host_batch, new, size)
+        if buffers.hidden is not None:
+            receive(buffers.hidden[: len(host_batch.token_ids)])
         run()

@@ -1,216 +1,260 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What captured forwards read and write, which has its place for good: `DecodeGraphBuffers` of rows of one token, `MixedGraphBuffers` of any."""
+"""The tensors that CUDA graphs read and write, at fixed addresses: `DecodeGraphBuffers` for steps of decode rows that all sample,
+`MixedGraphBuffers` for steps of any rows."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.models.batch import Batch, leading_ones
+from phalanx.models.batch import Batch, count_leading_decodes
 from phalanx.models.registry import Model
 from phalanx.plan.weight_tensors import layer_bytes
 from phalanx.worker.input_batch import HostBatch, Ints, Words
 
 NewBlocks = tuple[Ints, Words]
-"""Places [K] in the flattened tables of all slots, and the block ids [K] that are new there: see `BlockTables.append`."""
+"""Entries [K] of the flattened block tables of all slots, and the block ids [K] that are new there: see `BlockTables.append`."""
 
-HOST_COPIES = 4
-"""Steps whose facts may wait for the device at a time, before the host waits."""
+PINNED_COPIES = 4
+"""Steps whose inputs may wait for the device at a time, before the host waits."""
 
-STEP_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-"""Of graphs of any rows. Up to some 128 tokens a GPU waits for weights and padding costs nothing; from there on its share."""
+MIXED_GRAPH_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+"""Sizes of mixed graphs. Up to some 128 tokens a GPU waits for weights and padding costs nothing; above, it costs its fraction."""
 
-MOST_PROMPTS, TOKENS_PER_PROMPT = 64, 4
-"""Rows of several tokens in one graph: so many, unless each would have fewer tokens than this. Their kernel looks through all of
-them to find a program's own, and has programs to spare for rows that end within a tile."""
+MAX_PREFILL_ROWS, TOKENS_PER_PREFILL_ROW = 64, 4
+"""Prefill rows in one mixed graph: this many, unless each would have fewer tokens than this. The prefill kernel searches all of
+them for the row of a program, and has spare programs for rows that end within a tile."""
 
 HOST_SECONDS = 1e-3
-"""That launching a layer's kernels takes, as measured on an H200's host: more with ranks that wait for each other, less without."""
+"""How long the host takes to launch the kernels of a layer, measured on the host of an H200: more where ranks wait for each other,
+less without."""
 
 BYTES_PER_SECOND = 600e12
-"""Of weights that H200's products of many tokens pass, each counted once per token: in 16 bit 2 bytes at 600 TFLOPS, in FP8 1 at
-twice that. A step with so many tokens that products take longer than launches has nothing from a graph, and padding on top."""
+"""Weight bytes per second that an H200's GEMMs of many tokens process, each byte counted once per token: in 16 bit 2 bytes at 600
+TFLOPS, in FP8 1 byte at twice that. When the GEMMs of a step take longer than its launches, a graph gains nothing, and padding
+costs."""
 
 
 class GraphSize(NamedTuple):
-    """Of a graph: tokens, of which the first `decodes` may be rows of one token; and `prompts` rows that have the others. 0 of
-    these: the graph is of rows of one token each, and ends with the likeliest tokens."""
+    """The size of a graph: tokens, the first `decode_rows` of which may be rows of one token each, and `prefill_rows` rows for the
+    other tokens. With 0 prefill rows it is a decode graph, which ends with the argmax tokens; else a mixed graph."""
 
     tokens: int
-    decodes: int
-    prompts: int = 0
+    decode_rows: int
+    prefill_rows: int = 0
 
 
-def sizes(most_rows: int, most_tokens: int) -> tuple[list[GraphSize], list[GraphSize]]:
-    """Of what sizes there are graphs of rows of one token, up to `most_rows`, and graphs of any rows, up to as many, and up to
-    `most_tokens` tokens: few enough to capture, close enough that padding costs little. Up to `most_rows` rows of one token have
-    room where the tokens have it."""
-    rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most_rows, 32)]
-    tokens = _up_to(min(most_tokens, STEP_TOKENS[-1]), STEP_TOKENS) if most_tokens > 1 else []
-    return (
-        [GraphSize(count, count) for count in _up_to(most_rows, rows)],
-        [GraphSize(count, min(count, most_rows), min(-(-count // TOKENS_PER_PROMPT), most_rows, MOST_PROMPTS)) for count in tokens],
-    )
+def graph_sizes(max_rows: int, max_tokens: int) -> tuple[list[GraphSize], list[GraphSize]]:
+    """The sizes of decode graphs, up to `max_rows` rows, and of mixed graphs, up to as many decode rows and up to `max_tokens`
+    tokens: few enough to capture, close enough that padding costs little."""
+    rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
+    tokens = _up_to(min(max_tokens, MIXED_GRAPH_TOKENS[-1]), MIXED_GRAPH_TOKENS) if max_tokens > 1 else []
+    decode = [GraphSize(count, count) for count in _up_to(max_rows, rows)]
+    mixed = [
+        GraphSize(count, min(count, max_rows), min(-(-count // TOKENS_PER_PREFILL_ROW), max_rows, MAX_PREFILL_ROWS))
+        for count in tokens
+    ]
+    return decode, mixed
 
 
-def _up_to(most: int, found: Sequence[int]) -> list[int]:
-    return [*(each for each in found if each < most), most]
+def _up_to(last: int, sizes: Sequence[int]) -> list[int]:
+    return [*(size for size in sizes if size < last), last]
 
 
-def worth_padding(model: Model) -> int:
-    """Up to how many tokens an eager step would have the GPU wait for the host. From the shape alone: ranks may differ in what they
-    hold of a layer by some scales or heads, and must capture the same."""
-    fp8 = any(each.dtype == torch.float8_e4m3fn for each in model.layers[0].parameters())
-    plain = "fp32" if model.seat.dtype.itemsize == 4 else "bf16"
-    held = layer_bytes(model.shape, "fp8" if fp8 else plain).layers[0] / model.seat.group.size
-    return int(HOST_SECONDS * BYTES_PER_SECOND / held)
+def max_graph_tokens(model: Model) -> int:
+    """Up to how many tokens an eager step would have the GPU wait for the host. Computed from the shape alone: ranks may differ in
+    some scales or heads of a layer, and must capture the same sizes."""
+    fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in model.layers[0].parameters())
+    dtype = "fp32" if model.context.dtype.itemsize == 4 else "bf16"
+    bytes_per_rank = layer_bytes(model.shape, "fp8" if fp8 else dtype).layers[0] / model.context.group.size
+    return int(HOST_SECONDS * BYTES_PER_SECOND / bytes_per_rank)
 
 
-class GraphBuffers(ABC):
+Array = TypeVar("Array", Tensor, np.ndarray[Any, Any])
+
+
+@dataclass(frozen=True)
+class DecodeColumns(Generic[Array]):
+    """The inputs of a decode graph: named views of the rows of one int64 matrix, so that one copy moves all of them to the device.
+
+    Of tokens: token_ids (-1: the id that was sampled into slot `slots` last), positions, kv_slots (-1: padding, which writes
+    nothing), slots. Of rows: kv_lengths (int32). New blocks: table_entries (of the flattened block tables; -1: none), block_ids.
+    """
+
+    token_ids: Array
+    positions: Array
+    kv_slots: Array
+    slots: Array
+    kv_lengths: Array
+    table_entries: Array
+    block_ids: Array
+
+
+@dataclass(frozen=True)
+class MixedColumns(DecodeColumns[Array]):
+    """The inputs of a mixed graph: also, of rows, row_slots and query_starts (int32); logit_rows, the tokens whose logits are
+    wanted; sampled_slots, of the rows that sample. Here `slots` is set only for tokens with an id of -1."""
+
+    row_slots: Array
+    query_starts: Array
+    logit_rows: Array
+    sampled_slots: Array
+
+
+Columns = TypeVar("Columns", bound=DecodeColumns[Any])
+_INT32 = {"kv_lengths", "query_starts"}
+
+
+def _views(kind: type[Columns], matrix: Tensor | np.ndarray[Any, Any]) -> Columns:
+    """The columns of a matrix [columns, width]; of type int32 they have twice the width."""
+    int32: Any = torch.int32 if isinstance(matrix, Tensor) else np.int32
+    return kind(*(matrix[i].view(int32) if column.name in _INT32 else matrix[i] for i, column in enumerate(fields(kind))))
+
+
+class GraphBuffers(ABC, Generic[Columns]):
     """What graphs of one kind, of up to `width` tokens, read and write.
 
-    facts [F, width] int64: of tokens, ids (-1: what was sampled into the slot last), positions, KV slots and slots; of rows, KV
-    lengths (int32); of neither, places in the flattened tables of all slots (-1: none) and the blocks that are new there.
-    hidden: what comes from the stage before; out [width, hidden_size]: the residual stream that a forward ends with.
-    Where rows of one token end with it, instead of `out`: logits [width, head's], this rank's, in the model's dtype, and tokens
-    [width] int64, the likeliest of all ranks'.
+    columns: their inputs (on the device). hidden: the residual stream from the stage before; out [width, hidden_size]: the residual
+    stream that a forward ends with. Where decode rows end with them, instead of `out`: logits [width, columns of the LM head], of
+    this rank, in the model's dtype, and tokens [width] int64, the argmax over all ranks.
     """
 
     out: Tensor | None = None
     logits: Tensor | None = None
 
-    def __init__(self, facts: int, width: int, model: Model, *, first: bool, dtype: torch.dtype, device: torch.device) -> None:
-        self.facts = torch.zeros(facts, width, dtype=torch.int64, device=device)
-        self.facts[2], self.facts[5] = -1, -1
-        self.lengths = self.facts[4].view(torch.int32)
+    def __init__(
+        self, kind: type[Columns], width: int, model: Model, *, first: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        matrix = torch.zeros(len(fields(kind)), width, dtype=torch.int64, device=device)
+        self.width = width
+        self.columns = _views(kind, matrix)
+        self.columns.kv_slots[:] = self.columns.table_entries[:] = -1
         self._shape = width, model.shape.hidden_size
         self.hidden = None if first else torch.zeros(self._shape, dtype=dtype, device=device)
-        self._turns = PinnedRing(self.facts)
+        self._ring = PinnedRing(matrix, lambda array: _views(kind, array))
 
     @property
-    def room(self) -> int:
+    def max_new_blocks(self) -> int:
         """How many new blocks `fill` takes."""
-        return self.facts.shape[1]
+        return self.width
 
     @abstractmethod
     def batch(self, size: GraphSize, tables: Tensor, last_tokens: Tensor | None) -> Batch:
-        """The batch of a size. tables: of all slots; last_tokens: see `Batch.last`."""
+        """The batch of a size. tables: the block tables of all slots; last_tokens: see `Batch.last`."""
 
-    def fill(self, arranged: HostBatch, new: NewBlocks, size: GraphSize) -> None:
-        """The facts of a step, then padding up to `size`, and its new blocks, at most `room`: one copy to the device."""
-        count = len(arranged.token_ids)
-        with self._turns.take() as host:
-            host[:3, count : size.tokens] = [[0], [0], [-1]]
-            host[0, :count] = arranged.token_ids
-            host[0, arranged.from_slot_at] = -1
-            host[1, :count], host[2, :count] = arranged.positions, arranged.kv_slots
-            self._fill_rows(host, arranged, size)
-            places, blocks = new
-            host[5, len(places) :] = -1
-            host[5, : len(places)], host[6, : len(places)] = places, blocks
+    def fill(self, host_batch: HostBatch, new: NewBlocks, size: GraphSize) -> None:
+        """Write the inputs of a step, then padding up to `size`, and its new blocks, at most `max_new_blocks`: one copy to the
+        device."""
+        count, (entries, block_ids) = len(host_batch.token_ids), new
+        with self._ring.next() as columns:
+            columns.token_ids[:count], columns.token_ids[count : size.tokens] = host_batch.token_ids, 0
+            columns.token_ids[host_batch.from_slot_at] = -1
+            columns.positions[:count], columns.positions[count : size.tokens] = host_batch.positions, 0
+            columns.kv_slots[:count], columns.kv_slots[count : size.tokens] = host_batch.kv_slots, -1
+            self._fill_rows(columns, host_batch, size)
+            columns.table_entries[: len(entries)], columns.table_entries[len(entries) :] = entries, -1
+            columns.block_ids[: len(entries)] = block_ids
 
     @abstractmethod
-    def _fill_rows(self, host: Ints, arranged: HostBatch, size: GraphSize) -> None:
-        """What differs: how the rows are told."""
+    def _fill_rows(self, columns: Columns, host_batch: HostBatch, size: GraphSize) -> None:
+        """Write the columns of the rows, which differ between the kinds."""
 
 
-class DecodeGraphBuffers(GraphBuffers):
-    """Of up to `most` rows of one token each: token r's slot is row r's."""
+class DecodeGraphBuffers(GraphBuffers[DecodeColumns[Any]]):
+    """Of decode graphs, of up to `max_rows` rows of one token each: the slot of token r is the slot of row r."""
 
-    def __init__(self, most: int, model: Model, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(7, most, model, first=first, dtype=dtype, device=device)
-        self.lengths[:] = 1
-        self.numbers = torch.arange(most, dtype=torch.int64, device=device)
-        self.starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+    def __init__(self, max_rows: int, model: Model, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(DecodeColumns, max_rows, model, first=first, dtype=dtype, device=device)
+        self.columns.kv_lengths[:] = 1
+        self._row_numbers = torch.arange(max_rows, dtype=torch.int64, device=device)
+        self._query_starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self.out = None if last else torch.zeros(self._shape, dtype=dtype, device=device)
-        self.logits = torch.zeros(most, model.head.width, dtype=dtype, device=device) if model.head is not None else None
-        self.tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        if model.lm_head is not None:
+            self.logits = torch.zeros(max_rows, model.lm_head.width, dtype=dtype, device=device)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
     def batch(self, size: GraphSize, tables: Tensor, last_tokens: Tensor | None) -> Batch:
-        rows = size.decodes
-        ids, positions, kv_slots, slots = self.facts[:4, :rows]
+        rows, columns = size.decode_rows, self.columns
+        slots = columns.slots[:rows]
         return Batch(
-            token_ids=ids, positions=positions, kv_slots=kv_slots, query_starts=self.starts[: rows + 1],
-            kv_lengths=self.lengths[:rows], block_tables=tables, table_rows=slots, logit_rows=self.numbers[:rows],
-            query_starts_cpu=list(range(rows + 1)), kv_lengths_cpu=[1] * rows, fixed=True, decodes=rows,
-            last=None if last_tokens is None else (last_tokens, slots),
+            token_ids=columns.token_ids[:rows], positions=columns.positions[:rows], kv_slots=columns.kv_slots[:rows],
+            query_starts=self._query_starts[: rows + 1], kv_lengths=columns.kv_lengths[:rows], block_tables=tables,
+            table_rows=slots, logit_rows=self._row_numbers[:rows], query_starts_cpu=list(range(rows + 1)),
+            kv_lengths_cpu=[1] * rows, fixed=True, decodes=rows, last=None if last_tokens is None else (last_tokens, slots),
         )  # fmt: skip
 
-    def _fill_rows(self, host: Ints, arranged: HostBatch, size: GraphSize) -> None:
-        rows, lengths = len(arranged.slots), host[4].view(np.int32)
-        host[3, :rows], host[3, rows : size.tokens] = arranged.slots, 0
-        lengths[:rows], lengths[rows : size.tokens] = arranged.kv_lengths, 1
-
-    @property
-    def slots(self) -> Tensor:
-        return self.facts[3]
+    def _fill_rows(self, columns: DecodeColumns[Any], host_batch: HostBatch, size: GraphSize) -> None:
+        rows = len(host_batch.slots)
+        columns.slots[:rows], columns.slots[rows : size.tokens] = host_batch.slots, 0
+        columns.kv_lengths[:rows], columns.kv_lengths[rows : size.tokens] = host_batch.kv_lengths, 1
 
 
-class MixedGraphBuffers(GraphBuffers):
-    """Of up to `most.tokens` tokens, and as many rows as `most` has. More facts: slots of rows, where they begin (int32); tokens
-    whose logits are wanted; slots of the rows that sample. Of the tokens' slots only those are told that an id of -1 asks for."""
+class MixedGraphBuffers(GraphBuffers[MixedColumns[Any]]):
+    """Of mixed graphs, of up to `largest` tokens and rows."""
 
-    def __init__(self, most: GraphSize, model: Model, *, first: bool, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(11, max(most.tokens, most.decodes + most.prompts), model, first=first, dtype=dtype, device=device)
-        self.starts = self.facts[8].view(torch.int32)
+    def __init__(self, largest: GraphSize, model: Model, *, first: bool, dtype: torch.dtype, device: torch.device) -> None:
+        width = max(largest.tokens, largest.decode_rows + largest.prefill_rows)
+        super().__init__(MixedColumns, width, model, first=first, dtype=dtype, device=device)
         self.out = torch.zeros(self._shape, dtype=dtype, device=device)
 
     def batch(self, size: GraphSize, tables: Tensor, last_tokens: Tensor | None) -> Batch:
-        tokens, decodes, rows = size.tokens, size.decodes, size.decodes + size.prompts
-        ids, positions, kv_slots, slots = self.facts[:4, :tokens]
+        tokens, decodes, rows, columns = size.tokens, size.decode_rows, size.decode_rows + size.prefill_rows, self.columns
         return Batch(
-            token_ids=ids, positions=positions, kv_slots=kv_slots, query_starts=self.starts[: rows + 1],
-            kv_lengths=self.lengths[:rows], block_tables=tables, table_rows=self.facts[7, :rows], logit_rows=self.facts[9, :0],
-            query_starts_cpu=[*range(decodes + 1), *[tokens] * size.prompts], kv_lengths_cpu=[1] * rows, fixed=True,
-            decodes=decodes, last=None if last_tokens is None else (last_tokens, slots),
+            token_ids=columns.token_ids[:tokens], positions=columns.positions[:tokens], kv_slots=columns.kv_slots[:tokens],
+            query_starts=columns.query_starts[: rows + 1], kv_lengths=columns.kv_lengths[:rows], block_tables=tables,
+            table_rows=columns.row_slots[:rows], logit_rows=columns.logit_rows[:0],
+            query_starts_cpu=[*range(decodes + 1), *[tokens] * size.prefill_rows], kv_lengths_cpu=[1] * rows, fixed=True,
+            decodes=decodes, last=None if last_tokens is None else (last_tokens, columns.slots[:tokens]),
         )  # fmt: skip
 
-    def _fill_rows(self, host: Ints, arranged: HostBatch, size: GraphSize) -> None:
-        rows, count = len(arranged.slots), len(arranged.token_ids)
-        leading, begin, most = leading_ones(arranged.query_starts), size.decodes, size.decodes + size.prompts
-        end = begin + rows - leading
-        slots, lengths, starts = host[7], host[4].view(np.int32), host[8].view(np.int32)
-        for fact, told in ((slots, arranged.slots), (lengths, arranged.kv_lengths)):
-            fact[:leading], fact[leading:begin], fact[begin:end], fact[end:most] = told[:leading], 0, told[leading:], 0
-        starts[:leading], starts[leading:begin] = arranged.query_starts[:leading], leading
-        starts[begin : end + 1], starts[end + 1 : most + 1] = arranged.query_starts[leading:], count
-        host[3, arranged.from_slot_at] = arranged.from_slot
-        host[9, : len(arranged.logit_rows)] = arranged.logit_rows
-        host[10, : len(arranged.sampled_slots)] = arranged.sampled_slots
-
-    @property
-    def logit_rows(self) -> Tensor:
-        return self.facts[9]
-
-    @property
-    def sampled_slots(self) -> Tensor:
-        return self.facts[10]
+    def _fill_rows(self, columns: MixedColumns[Any], host_batch: HostBatch, size: GraphSize) -> None:
+        """Decode rows come first, then padding up to `size.decode_rows`, then prefill rows, then padding again."""
+        rows, count = len(host_batch.slots), len(host_batch.token_ids)
+        decodes, begin = count_leading_decodes(host_batch.query_starts), size.decode_rows
+        end, total = begin + rows - decodes, begin + size.prefill_rows
+        for column, values in ((columns.row_slots, host_batch.slots), (columns.kv_lengths, host_batch.kv_lengths)):
+            column[:decodes], column[decodes:begin] = values[:decodes], 0
+            column[begin:end], column[end:total] = values[decodes:], 0
+        starts = columns.query_starts
+        starts[:decodes], starts[decodes:begin] = host_batch.query_starts[:decodes], decodes
+        starts[begin : end + 1], starts[end + 1 : total + 1] = host_batch.query_starts[decodes:], count
+        columns.slots[host_batch.from_slot_at] = host_batch.from_slot
+        columns.logit_rows[: len(host_batch.logit_rows)] = host_batch.logit_rows
+        columns.sampled_slots[: len(host_batch.sampled_slots)] = host_batch.sampled_slots
 
 
-class PinnedRing:
-    """Page-locked copies of a small tensor that are filled in turn, since a copy may still wait in the device's queue when the next
-    one is filled; on CPU there is one."""
+View = TypeVar("View")
 
-    def __init__(self, there: Tensor) -> None:
-        self._there, on_gpu = there, there.is_cuda
-        self._host = [torch.zeros(there.shape, dtype=there.dtype, pin_memory=on_gpu) for _ in range(HOST_COPIES if on_gpu else 1)]
-        self._arrays = [host.numpy() for host in self._host]
+
+class PinnedRing(Generic[View]):
+    """Page-locked copies of a small tensor, filled in rotation, since a copy may still wait in the device's queue when the next one
+    is filled. On CPU there is one.
+
+    view: applied once to the numpy array of each copy; `next` gives the result.
+    """
+
+    def __init__(self, target: Tensor, view: Callable[[np.ndarray[Any, Any]], View]) -> None:
+        self._target, on_gpu = target, target.is_cuda
+        copies = PINNED_COPIES if on_gpu else 1
+        self._host = [torch.zeros(target.shape, dtype=target.dtype, pin_memory=on_gpu) for _ in range(copies)]
+        self._views = [view(host.numpy()) for host in self._host]
         self._copied = [torch.cuda.Event() for _ in self._host] if on_gpu else []  # type: ignore[no-untyped-call]
         self._next = 0
 
     @contextmanager
-    def take(self) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
-        """The next one, holding what it held when its turn last came; its copy to the device begins once it is left."""
-        turn, self._next = self._next, (self._next + 1) % len(self._host)
+    def next(self) -> Iterator[View]:
+        """The next copy, with its last content. Its copy to the device begins at the end of the block."""
+        index, self._next = self._next, (self._next + 1) % len(self._host)
         if self._copied:
-            self._copied[turn].synchronize()
-        yield self._arrays[turn]
-        self._there.copy_(self._host[turn], non_blocking=True)
+            self._copied[index].synchronize()
+        yield self._views[index]
+        self._target.copy_(self._host[index], non_blocking=True)
         if self._copied:
-            self._copied[turn].record()
+            self._copied[index].record()

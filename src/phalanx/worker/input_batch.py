@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds per slot, and how a step's rows become the index arrays of one forward: numpy, in one go."""
+"""The input batch of a step: the state per slot (block tables, prompts), and the index arrays of one forward, built in numpy."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _SECTION = 16  # bytes: every array in an upload begins at a multiple
 class HostBatch:
     """The index arrays of R rows with T tokens; names and shapes as in models.batch.Batch.
 
-    slots [R]; sampled_slots [S]: of the rows that sample. token_ids: 0 where the id is what was sampled into a slot: at
-    `from_slot_at` [G], of slot `from_slot` [G]. logit_rows [S + P]: the last token of each row that samples, then the tokens whose
-    successors are prompt tokens to report.
+    slots [R]; sampled_slots [S]: of the rows that sample. token_ids: 0 where the id was sampled into a slot by an earlier step: at
+    the indices `from_slot_at` [G], from the slots `from_slot` [G]. logit_rows [S + P]: the last token of each row that samples,
+    then the tokens that are followed by prompt tokens to report.
     """
 
     slots: Ints
@@ -42,7 +42,7 @@ class HostBatch:
 
     @property
     def arrays(self) -> list[np.ndarray[Any, Any]]:
-        """Those that the device needs, in the order of the fields."""
+        """All of them, in the order of the fields: the device needs them."""
         return [
             self.slots, self.sampled_slots, self.token_ids, self.positions, self.kv_slots, self.logit_rows,
             self.from_slot_at, self.from_slot, self.query_starts, self.kv_lengths,
@@ -63,11 +63,11 @@ class BlockTables:
         )
 
     def clear(self, slot: int) -> None:
-        """The slot's table begins anew."""
+        """Empty the table of the slot."""
         self._used[slot] = 0
 
     def append(self, rows: Sequence[StepRow]) -> tuple[Ints, Words]:
-        """Append the rows' blocks. Returns (places in the flattened table [K], block ids [K]) for the device's copy.
+        """Append the rows' blocks. Returns (entries of the flattened tables [K], block ids [K]) for the device's copy.
 
         Raises EngineError for more blocks than max_seq_len needs.
         """
@@ -81,16 +81,17 @@ class BlockTables:
         if int(ends.max()) > self.width:
             worst = int(ends.argmax())
             raise EngineError(
-                f"slot {growing[worst].slot} was given block {ends[worst]}", held=f"max_seq_len needs {self.width} blocks at most"
+                f"slot {growing[worst].slot} has too many blocks: {ends[worst]}", held=f"max_seq_len needs {self.width} at most"
             )
         ids = np.array([block for row in growing for block in row.blocks], dtype=np.int32)
-        places = np.arange(len(ids), dtype=np.int64) + np.repeat(slots * self.width + begins - (np.cumsum(counts) - counts), counts)
-        self.host.reshape(-1)[places] = ids
+        firsts = slots * self.width + begins - (np.cumsum(counts) - counts)
+        entries = np.arange(len(ids), dtype=np.int64) + np.repeat(firsts, counts)
+        self.host.reshape(-1)[entries] = ids
         self._used[slots] = ends
-        return places, ids
+        return entries, ids
 
-    def arrange(self, rows: Sequence[StepRow], reported: Sequence[range]) -> HostBatch:
-        """The index arrays of the rows, whose blocks have been appended. `reported[r]`: which of row r's tokens (0 .. count-1) are
+    def build(self, rows: Sequence[StepRow], reported: Sequence[range]) -> HostBatch:
+        """The index arrays of the rows, whose blocks have been appended. `reported[r]`: the tokens of row r (0 .. count-1) that are
         followed by a prompt token to report."""
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
@@ -102,19 +103,19 @@ class BlockTables:
         begins = ends - counts
         total = int(ends[-1])
         if total == len(rows):
-            positions, owners = starts, slots
+            positions, token_slots = starts, slots
         else:
             positions = np.arange(total, dtype=np.int64) + np.repeat(starts - begins, counts)
-            owners = np.repeat(slots, counts)
-        blocks = self.host[owners, positions // self.block_size].astype(np.int64)
+            token_slots = np.repeat(slots, counts)
+        blocks = self.host[token_slots, positions // self.block_size].astype(np.int64)
         lengths = starts + counts
         short = lengths > self._used[slots] * self.block_size
         if short.any():
             raise EngineError(f"slots {slots[short].tolist()} were scheduled beyond their blocks", why="the KV accounting is wrong")
         if not np.array_equal(np.maximum(known, 1), counts):
             raise EngineError(
-                f"a step has {total} tokens", held=f"{int(np.maximum(known, 1).sum())} ids are given",
-                why="only a row of one token may have none",
+                f"a step of {total} tokens has {int(np.maximum(known, 1).sum())} token ids",
+                why="only a row of one token may have no id",
             )  # fmt: skip
         ids = np.zeros(total, dtype=np.int64)
         if not unknown.all():
@@ -132,49 +133,49 @@ class BlockTables:
 
 
 class PromptLogprobs:
-    """The prompts whose tokens' logprobs are asked for, per slot."""
+    """The prompts whose tokens' logprobs are wanted, per slot."""
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[list[int], int]] = {}
+        self._prompts: dict[int, tuple[list[int], int]] = {}  # slot -> (prompt, alternatives per token)
 
-    def admit(self, admission: SlotAssignment) -> None:
-        self.release(admission.slot)
-        if admission.params.prompt_logprobs is not None:
-            prompt = admission.token_ids[: admission.prompt_length]
-            self._held[admission.slot] = (prompt, admission.params.prompt_logprobs)
+    def admit(self, assignment: SlotAssignment) -> None:
+        self.release(assignment.slot)
+        if assignment.params.prompt_logprobs is not None:
+            prompt = assignment.token_ids[: assignment.prompt_length]
+            self._prompts[assignment.slot] = (prompt, assignment.params.prompt_logprobs)
 
     def release(self, slot: int) -> None:
-        self._held.pop(slot, None)
+        self._prompts.pop(slot, None)
 
     def reported(self, row: StepRow) -> range:
-        """Which of the row's tokens are followed by a prompt token to report."""
-        if row.slot not in self._held:
+        """The tokens of the row that are followed by a prompt token to report."""
+        if row.slot not in self._prompts:
             return range(0)
-        return range(max(min(row.count, len(self._held[row.slot][0]) - 1 - row.start), 0))
+        return range(max(min(row.count, len(self._prompts[row.slot][0]) - 1 - row.start), 0))
 
     def targets(self, row: StepRow) -> tuple[list[int], list[int]]:
-        """For each of `reported`: the token that follows, and how many alternatives are asked for."""
+        """For each of `reported`: the token that follows, and how many alternatives are wanted."""
         part = self.reported(row)
         if not part:
             return [], []
-        prompt, alternatives = self._held[row.slot]
+        prompt, alternatives = self._prompts[row.slot]
         return prompt[row.start + 1 : row.start + 1 + len(part)], [alternatives] * len(part)
 
 
 class Upload:
-    """Many small arrays to the device in one copy, from pinned memory; on CPU the arrays themselves.
+    """Moves many small arrays to the device in one copy, from pinned memory; on CPU it returns the arrays themselves.
 
-    Several host buffers take turns, since a copy may still wait in the device's queue when the next step is arranged.
+    Several host buffers are filled in rotation, since a copy may still wait in the device's queue when the next step is built.
     """
 
-    def __init__(self, device: torch.device, turns: int = 4) -> None:
+    def __init__(self, device: torch.device, buffers: int = 4) -> None:
         self._device = device
-        self._turns = turns
+        self._buffers = buffers
         self._capacity = 0
         self._next = 0
         self._host: list[Tensor] = []
         self._copied: list[torch.cuda.Event] = []
-        self._there = torch.empty(0)
+        self._target = torch.empty(0)
 
     def send(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[Tensor]:
         """The arrays as tensors on the device, valid for work queued before the next call."""
@@ -186,22 +187,22 @@ class Upload:
             size += -(-array.nbytes // _SECTION) * _SECTION
         if size > self._capacity:
             self._grow(size)
-        turn, self._next = self._next, (self._next + 1) % self._turns
-        self._copied[turn].synchronize()
-        host = self._host[turn].numpy()
+        index, self._next = self._next, (self._next + 1) % self._buffers
+        self._copied[index].synchronize()
+        host = self._host[index].numpy()
         for array, offset in zip(arrays, offsets, strict=True):
             host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-        self._there[:size].copy_(self._host[turn][:size], non_blocking=True)
-        self._copied[turn].record()
-        found = []
+        self._target[:size].copy_(self._host[index][:size], non_blocking=True)
+        self._copied[index].record()
+        tensors = []
         for array, offset in zip(arrays, offsets, strict=True):
-            part = self._there[offset : offset + array.nbytes]
-            found.append(part.view(torch.int64 if array.dtype == np.int64 else torch.int32).view(array.shape))
-        return found
+            part = self._target[offset : offset + array.nbytes]
+            tensors.append(part.view(torch.int64 if array.dtype == np.int64 else torch.int32).view(array.shape))
+        return tensors
 
     def _grow(self, size: int) -> None:
         torch.cuda.synchronize(self._device)
         self._capacity = 2 * size
-        self._host = [torch.empty(self._capacity, dtype=torch.uint8, pin_memory=True) for _ in range(self._turns)]
-        self._copied = [torch.cuda.Event() for _ in range(self._turns)]  # type: ignore[no-untyped-call]
-        self._there = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
+        self._host = [torch.empty(self._capacity, dtype=torch.uint8, pin_memory=True) for _ in range(self._buffers)]
+        self._copied = [torch.cuda.Event() for _ in range(self._buffers)]  # type: ignore[no-untyped-call]
+        self._target = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)

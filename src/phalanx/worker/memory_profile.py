@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many KV blocks a rank can offer: measured on GPU by running the largest steps, a number of bytes on CPU."""
+"""How many KV blocks a rank has memory for: measured on GPU by running the largest steps, a number of bytes on CPU."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ from phalanx.config.options import EngineOptions
 from phalanx.config.sampling_params import MAX_LOGPROBS, SamplingParams
 from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.errors import CapacityError
-from phalanx.kernels.gemm.heuristics import SKINNY_MAX_TOKENS
+from phalanx.kernels import warmup_token_counts
+from phalanx.kernels.sampling.sampling import MANY_ROWS
 from phalanx.plan.memory import KvSpec, block_bytes, blocks_in
 from phalanx.worker.model_runner import ModelRunner
 
 DEFAULT_CPU_BYTES = 1 << 30
 GRAPH_BYTES = 8 << 20
-"""Set aside for each CUDA graph beside the memory that all share, which the capture of the largest of each kind measures."""
+"""Reserved for each CUDA graph, beside the memory that all share, which a trial capture of the largest of each kind measures."""
 
 
 def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int) -> int:
-    """Blocks in `kv_cache_bytes`, or in 1 GiB as far as max_batch_size full requests can use it. Raises CapacityError for none."""
+    """Blocks in `kv_cache_bytes`, or in 1 GiB, but no more than max_batch_size full requests can use. Raises CapacityError when no
+    block fits."""
     if options.kv_cache_bytes is not None:
         budget, what = options.kv_cache_bytes, f"kv_cache_bytes={options.kv_cache_bytes:,}"
     else:
         budget, what = DEFAULT_CPU_BYTES, "the default of 1 GiB"
-    most = options.max_batch_size * -(-max_seq_len // options.kv_block_size)
-    return min(blocks_in(budget, specs, options.kv_block_size, what=what), most)
+    usable = options.max_batch_size * -(-max_seq_len // options.kv_block_size)
+    return min(blocks_in(budget, specs, options.kv_block_size, what=what), usable)
 
 
 def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int, graphs: int, device: torch.device) -> int:
-    """Blocks in the fraction of what is free once weights are there, less the bytes that the activations' peak and graphs will take
-    of that."""
+    """Blocks in the configured fraction of the memory that is free after loading weights, less the bytes that the peak of
+    activations and the graphs will take."""
     if options.kv_cache_bytes is not None:
         return blocks_in(options.kv_cache_bytes, specs, options.kv_block_size, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
@@ -46,54 +48,50 @@ def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int
     )
     if budget < block_bytes(specs, options.kv_block_size):
         raise CapacityError(
-            f"{what} gives the KV cache {max(budget, 0):,} bytes",
-            held=f"one block of {options.kv_block_size} tokens takes {block_bytes(specs, options.kv_block_size):,} bytes",
-            why="not a single block fits", next="use a larger tensor_parallel_size, or lower max_num_tokens or max_batch_size",
+            "not a single KV block fits the GPU memory", held=f"{what} gives the KV cache {max(budget, 0):,} bytes",
+            why=f"one block of {options.kv_block_size} tokens takes {block_bytes(specs, options.kv_block_size):,} bytes",
+            next="use a larger tensor_parallel_size, or lower max_num_tokens or max_batch_size",
         )  # fmt: skip
     return blocks_in(budget, specs, options.kv_block_size, what=what)
 
 
 def profiling_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
-    """The steps with the most to hold: all tokens in as few prompts as can be; and every slot sampling, beside what is left of the
-    tokens in one prompt. Each row asks for all that takes memory, of the sampler and of the report on its prompt. Behind them,
-    smaller ones of every kind: kernels are compiled at their first launch, and no request should wait for that.
+    """The steps that need the most memory: all tokens in as few prompts as possible; and every slot sampling, with the rest of the
+    tokens in one prompt. Each row wants everything that takes memory, of the sampler and of the logprobs of its prompt. Smaller
+    steps of every kind follow: kernels are compiled at their first launch, and no request should wait for that.
 
     All their blocks are block 0, and their results mean nothing. The last step leaves every slot free.
     """
     prompts = _prompts(max_num_tokens, max_seq_len, max_batch_size, block_size)
-    most = min(max_batch_size, max_num_tokens)
-    mixed = [_row(slot, 1, block_size) for slot in range(most - 1)]
-    mixed.append(_row(most - 1, min(max_num_tokens - most + 1, max_seq_len), block_size))
-    steps = [_step(rows, PEAK_MEMORY_PARAMS) for rows in (prompts, mixed)]
-    every = kernel_warmup_steps(
+    rows = min(max_batch_size, max_num_tokens)
+    mixed = [_row(slot, 1, block_size) for slot in range(rows - 1)]
+    mixed.append(_row(rows - 1, min(max_num_tokens - rows + 1, max_seq_len), block_size))
+    largest = [_step(step_rows, PEAK_MEMORY_PARAMS) for step_rows in (prompts, mixed)]
+    smaller = kernel_warmup_steps(
         max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, max_batch_size=max_batch_size, block_size=block_size
     )  # fmt: skip
-    return [*steps, *every, StepBatch(released=list(range(max_batch_size)))]
+    return [*largest, *smaller, StepBatch(released=list(range(max_batch_size)))]
 
 
 def kernel_warmup_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
-    """Steps that between them launch each kernel as any eager step may, in the fewest tokens. What a launch follows are a step's
-    tokens, rows of one token, and rows of several, by their numbers' magnitude; the length of the only row; and how tokens are
-    sampled, for a few rows and for more."""
-    most = min(max_batch_size, max_num_tokens)
+    """Steps that together launch every kernel variant that an eager step can launch, with few tokens. The variant depends on a
+    step's tokens (`kernels.warmup_token_counts`), on the magnitudes of its decode rows and of its prefill rows, on the length of
+    an only row, and on how tokens are sampled, for few rows and for many."""
+    max_rows = min(max_batch_size, max_num_tokens)
     alone = StepRow(0, max_seq_len - 1, 1, [0], [0] * -(-max_seq_len // block_size), samples=True)
-    decodes = [[alone], *([_row(slot, 1, block_size) for slot in range(count)] for count in _doubled(1, most))]
+    decodes = [[alone], *([_row(slot, 1, block_size) for slot in range(count)] for count in _doubled(1, max_rows))]
     steps = []
-    for some in ([rows for rows in decodes if len(rows) < MANY_ROWS], [rows for rows in decodes if len(rows) >= MANY_ROWS]):
-        count = max(len(some), len(SAMPLING_VARIANTS)) if some else 0
-        steps += [_step(some[number % len(some)], SAMPLING_VARIANTS[number % len(SAMPLING_VARIANTS)]) for number in range(count)]
-    pairs = min(most, max_num_tokens // 2) if max_seq_len > 1 else 0
-    # With tokens halfway between those of the steps above, and of few tokens halfway again: where launches change, they may change
-    # once more before twice as many.
-    several = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(MANY_ROWS + MANY_ROWS // 2, pairs)]
-    doubled = _doubled(2 * most, max_num_tokens)[:-1]
-    halfway = [tokens for tokens in (3 * each // 2 for each in doubled) if tokens <= min(SKINNY_MAX_TOKENS, max_num_tokens)]
-    several += [_prompts(tokens, max_seq_len, max_batch_size, block_size) for tokens in (*doubled, *halfway)]
-    return [*steps, *(_step(rows, SAMPLING_VARIANTS[0]) for rows in several)]
+    for group in ([rows for rows in decodes if len(rows) < MANY_ROWS], [rows for rows in decodes if len(rows) >= MANY_ROWS]):
+        count = max(len(group), len(SAMPLING_VARIANTS)) if group else 0
+        variants = [SAMPLING_VARIANTS[number % len(SAMPLING_VARIANTS)] for number in range(count)]
+        steps += [_step(group[number % len(group)], variant) for number, variant in enumerate(variants)]
+    pairs = min(max_rows, max_num_tokens // 2) if max_seq_len > 1 else 0
+    # Rows of two tokens: their token counts lie halfway between those of the decode steps.
+    prefills = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(MANY_ROWS + MANY_ROWS // 2, pairs)]
+    larger = [tokens for tokens in warmup_token_counts(max_num_tokens)[:-1] if tokens > max_rows]
+    prefills += [_prompts(tokens, max_seq_len, max_batch_size, block_size) for tokens in larger]
+    return [*steps, *(_step(rows, SAMPLING_VARIANTS[0]) for rows in prefills)]
 
-
-MANY_ROWS = 8
-"""Rows that are no longer few, for the kernels that sample."""
 
 SAMPLING_VARIANTS = [
     *(
@@ -103,19 +101,19 @@ SAMPLING_VARIANTS = [
     ),
     *(SamplingParams(temperature=1.0, top_p=0.9, logit_bias=bias) for bias in (None, {0: 1.0})),
 ]
-"""How tokens come from logits by kernels: the likeliest and a draw, on ranks that share the vocabulary, of gathered logits, and of
-those in fp32 that something was added to; and a draw of what a filter leaves of the last two."""
+"""How kernels sample: argmax and at random, on ranks that share the vocabulary, from gathered logits, and from adjusted logits in
+fp32; and at random with a filter, from the last two."""
 
 
 def _doubled(first: int, last: int) -> list[int]:
     """first, 2 * first, ... as long as they are less than `last`, then that; nothing where it is less than 1."""
-    found = [first << power for power in range(64) if first << power < last]
-    return [*found, last] if last > 0 else []
+    counts = [first << power for power in range(64) if first << power < last]
+    return [*counts, last] if last > 0 else []
 
 
-def _prompts(tokens: int, max_seq_len: int, most: int, block_size: int) -> list[StepRow]:
-    """So many tokens in as few prompts as can be, `most` at most."""
-    counts = [min(max_seq_len, tokens - first) for first in range(0, tokens, max_seq_len)][:most]
+def _prompts(tokens: int, max_seq_len: int, max_rows: int, block_size: int) -> list[StepRow]:
+    """So many tokens in as few prompts as possible, at most `max_rows`."""
+    counts = [min(max_seq_len, tokens - first) for first in range(0, tokens, max_seq_len)][:max_rows]
     return [_row(slot, count, block_size) for slot, count in enumerate(counts)]
 
 
@@ -124,7 +122,7 @@ def _row(slot: int, count: int, block_size: int) -> StepRow:
 
 
 def _step(rows: Sequence[StepRow], params: SamplingParams) -> StepBatch:
-    return StepBatch(admitted=[_admission(row, params) for row in rows], rows=list(rows))
+    return StepBatch(admitted=[_assignment(row, params) for row in rows], rows=list(rows))
 
 
 PEAK_MEMORY_PARAMS = SamplingParams(
@@ -134,53 +132,53 @@ PEAK_MEMORY_PARAMS = SamplingParams(
 """For memory: penalties count each token of the vocabulary, and without kernels top_p sorts it."""
 
 
-def _admission(row: StepRow, params: SamplingParams) -> SlotAssignment:
+def _assignment(row: StepRow, params: SamplingParams) -> SlotAssignment:
     return SlotAssignment(row.slot, row.tokens, row.count, params, seed=0, stop_token_ids=[0])
 
 
 class ActivationPeak(NamedTuple):
-    """Bytes of activations at their peak: what tensors held beside those that were there before; and what the allocator took from
-    the device for them, with what it loses between its blocks. It takes less where it had room already: loading leaves holes."""
+    """Bytes of activations at their peak: what tensors took beside those that were there before, and what the allocator reserved on
+    the device for them, its losses between blocks included. It reserves less where it had free memory: loading leaves holes."""
 
-    held: int
-    taken: int
+    tensors: int
+    reserved: int
 
 
-def counting(tell: Callable[[int, int], None], total: int) -> Callable[[], None]:
-    """Tells (done, total), with one more done each time that it is called."""
+def counting(report: Callable[[int, int], None], total: int) -> Callable[[], None]:
+    """A function that reports (done, total), with one more done each time that it is called."""
     done = itertools.count(1)
-    return lambda: tell(next(done), total)
+    return lambda: report(next(done), total)
 
 
 def measure_activations(
-    runner: ModelRunner, steps: Sequence[StepBatch], device: torch.device, one_more: Callable[[], None] = lambda: None
+    runner: ModelRunner, steps: Sequence[StepBatch], device: torch.device, step_done: Callable[[], None] = lambda: None
 ) -> ActivationPeak:
-    """Of these steps; `one_more` is called after each. Collective: every rank runs the same steps."""
+    """The peak of these steps; `step_done` is called after each. Collective: every rank runs the same steps."""
     free_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
-    held, taken = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     for step in steps:
         runner.run(step).results()
-        one_more()
-    return ActivationPeak(torch.cuda.max_memory_allocated(device) - held, torch.cuda.max_memory_reserved(device) - taken)
+        step_done()
+    return ActivationPeak(torch.cuda.max_memory_allocated(device) - allocated, torch.cuda.max_memory_reserved(device) - reserved)
 
 
-def measure_graphs(runner: ModelRunner, device: torch.device, one_more: Callable[[], None] = lambda: None) -> int:
+def measure_graphs(runner: ModelRunner, device: torch.device, step_done: Callable[[], None] = lambda: None) -> int:
     """Bytes that the graphs will take, 0 where there are none: the largest of each kind is captured on trial and dropped;
-    `one_more` is called after each. Collective."""
+    `step_done` is called after each. Collective."""
     graphs = runner.graphs
     if graphs is None:
         return 0
     before = free_bytes(device)
     for _ in runner.capture(graphs.largest):
-        taken = before - free_bytes(device)
-        one_more()
-    graphs.forget()
-    return max(taken, 0) + GRAPH_BYTES * graphs.count
+        shared = before - free_bytes(device)
+        step_done()
+    graphs.reset()
+    return max(shared, 0) + GRAPH_BYTES * graphs.count
 
 
 def free_bytes(device: torch.device) -> int:
-    """Of the device's memory, once nothing is kept for reuse."""
+    """Free bytes of the device's memory, once the allocator has returned what it does not use."""
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()

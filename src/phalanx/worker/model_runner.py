@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank runs one batch: `ModelRunner.run` turns a StepBatch into a forward, and logits into tokens.
 
-    apply releases and admissions -> arrange (host) -> upload (one copy) -> receive hidden -> forward -> send hidden | sample
+    apply releases and assignments -> build (host) -> upload (one copy) -> receive hidden -> forward -> send hidden | sample
 
-Where graphs are captured, the smallest that holds the step forwards it: of rows of one token that all sample, or of any rows. A
-step that none holds is forwarded eagerly.
+Where graphs are captured, the smallest that holds the step runs its forward: a decode graph where every row is a decode row that
+samples, else a mixed graph. A step that no graph holds runs eagerly.
 
 Nothing here waits for the device: tokens stay there, in the slots, where the next step finds them. `StepOutput.results` waits.
 """
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group
-from phalanx.engine.limits import most_rows
-from phalanx.engine.messages import RowResult, StepBatch, StepRow
+from phalanx.engine.messages import RowResult, StepBatch, StepRow, max_rows_per_step
 from phalanx.errors import EngineError
 from phalanx.models.batch import Batch, KvCache
 from phalanx.models.layers.attention.backend import AttentionBackend
@@ -35,14 +34,14 @@ from phalanx.worker.sampler_output import PromptScores, SampledTokens
 
 @dataclass
 class StepOutput:
-    """What a step yields on this rank, on its way from the device. `rows`: how many it has; None before the last stage."""
+    """The output of a step on this rank, on its way from the device. `rows`: how many the step has; None before the last stage."""
 
     rows: int | None = None
     sampling: Sequence[int] = ()  # which rows sample
     sampled: SampledTokens | None = None
     scored: Sequence[tuple[int, int]] = ()  # (row, how many prompt tokens)
     scores: PromptScores | None = None
-    event: torch.cuda.Event | None = None  # the end of what `sampled` does not tell of
+    event: torch.cuda.Event | None = None  # the end of the work that `sampled` does not cover
 
     @property
     def ready(self) -> bool:
@@ -55,28 +54,28 @@ class StepOutput:
             self.event.synchronize()
         if self.rows is None:
             return None, None
-        found = [] if self.sampled is None else self.sampled.results()
+        sampled = [] if self.sampled is None else self.sampled.results()
         crc = zlib.crc32(b"" if self.sampled is None else self.sampled.wait().tobytes())
-        if len(found) == self.rows:
-            rows = found
+        if len(sampled) == self.rows:
+            rows = sampled
         else:
             rows = [RowResult() for _ in range(self.rows)]
-            for index, result in zip(self.sampling, found, strict=True):
+            for index, result in zip(self.sampling, sampled, strict=True):
                 rows[index] = result
         if self.scores is not None:
-            scores, at = self.scores.results(), 0
+            scores, begin = self.scores.results(), 0
             for index, count in self.scored:
-                rows[index].prompt_logprobs = scores[at : at + count]
-                at += count
+                rows[index].prompt_logprobs = scores[begin : begin + count]
+                begin += count
         return rows, crc
 
 
 @dataclass
 class ForwardOutput:
-    """What the last stage's forward left of a step, of which S rows sample.
+    """The output of the last stage's forward of a step, of which S rows sample.
 
-    slots [S]: theirs. local [S, width]: this rank's logits. tokens [S]: the likeliest, where a graph has found them and written
-    them into the slots. stream [T, hidden_size] and scored [P]: the tokens whose successors are prompt tokens to report.
+    slots [S]: of these rows. local [S, width]: this rank's logits. tokens [S]: the argmax tokens, where a graph has computed them
+    and written them into the slots. stream [T, hidden_size] and scored [P]: the tokens followed by prompt tokens to report.
     """
 
     slots: Tensor
@@ -89,139 +88,139 @@ class ForwardOutput:
 class ModelRunner:
     """One stage of one slice of a model, with its caches and its slots.
 
-    caches: one per layer that the model holds; may be replaced between steps. sampler: on the last stage. pipeline: the group of
-    the stages. max_batch_size: slots. tape: what captures steps, where the back end bears it (see `graphs`): those of rows of one
-    token, and those of any rows up to max_num_tokens tokens. Every call is made in the order of the steps.
+    caches: one per layer of the stage; may be replaced between steps. sampler: on the last stage. pipeline: the group of the
+    stages. max_batch_size: slots. capturer: captures graphs, where the attention back end supports them; mixed graphs have up to
+    max_num_tokens tokens. Every call is made in the order of the steps.
 
-    most_rows: of a step that a scheduler makes for so many stages. Graphs are for no more; what they do not hold runs eagerly.
+    max_rows: of a step, as a scheduler makes it for this many stages. Graphs have no more rows.
     """
 
     def __init__(
         self, model: Model, caches: Sequence[KvCache], backend: AttentionBackend, sampler: Sampler | None, pipeline: Group, *,
-        max_batch_size: int, max_seq_len: int, block_size: int, dtype: torch.dtype, device: torch.device, tape: GraphCapturer | None = None,
-        max_num_tokens: int = 0,
+        max_batch_size: int, max_seq_len: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        capturer: GraphCapturer | None = None, max_num_tokens: int = 0,
     ) -> None:  # fmt: skip
         self.caches = caches
         self._model, self._backend, self._sampler, self._pipeline = model, backend, sampler, pipeline
         self._dtype, self._device = dtype, device
-        self.most_rows = most_rows(max_batch_size, pipeline.size)
+        self.max_rows = max_rows_per_step(max_batch_size, pipeline.size)
         self._tables = BlockTables(max_batch_size, max_seq_len, block_size, device)
         self._last_tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
         self._prompts = PromptLogprobs()
-        self._reporting: set[int] = set()  # slots whose prompt tokens' logprobs are asked for
+        self._reporting: set[int] = set()  # slots whose prompt logprobs are wanted
         self._upload = Upload(device)
         self._first, self._last = pipeline.rank == 0, pipeline.rank == pipeline.size - 1
         self.ran = StepCounts()  # of the steps with rows; may be replaced between steps
         self.graphs: StepGraphs | None = None
-        if tape is not None and backend.captures:
+        if capturer is not None and backend.graphs is not None:
             self.graphs = StepGraphs(
-                model, backend, self._tables, self._last_tokens, tape, first=self._first, last=self._last, dtype=dtype,
-                max_rows=self.most_rows, max_num_tokens=max_num_tokens,
+                model, backend, self._tables, self._last_tokens, capturer, first=self._first, last=self._last, dtype=dtype,
+                max_rows=self.max_rows, max_num_tokens=max_num_tokens,
             )  # fmt: skip
 
     @torch.inference_mode()
     def run(self, step: StepBatch) -> StepOutput:
-        """Queue the step's work. Raises EngineError for a step that no scheduler would make."""
+        """Queue the step's work on the device. Raises EngineError for a step that no scheduler would make."""
         self._apply(step)
         if not step.rows:
             return StepOutput(0 if self._last else None)
         reported = self._reported(step.rows)
-        arranged, new = self._arrange(step.rows, reported)
-        size = None if self.graphs is None else self.graphs.size_of(arranged)
-        self.ran.add(size, len(arranged.token_ids))
-        stream, forwarded = self._eager(arranged, new) if size is None else self._replay(size, arranged, new)
-        outcome = StepOutput()
+        host_batch, new = self._build(step.rows, reported)
+        size = None if self.graphs is None else self.graphs.size_of(host_batch)
+        self.ran.add(size, len(host_batch.token_ids))
+        stream, forwarded = self._eager(host_batch, new) if size is None else self._replay(size, host_batch, new)
+        output = StepOutput()
         if forwarded is not None:
-            outcome = self._choose(step.rows, arranged, reported, forwarded)
+            output = self._sample(step.rows, host_batch, reported, forwarded)
         elif stream is not None:
             self._pipeline.send(stream, self._pipeline.rank + 1)
-        if self._device.type == "cuda" and (outcome.sampled is None or outcome.scores is not None):
-            outcome.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            outcome.event.record()
-        return outcome
+        if self._device.type == "cuda" and (output.sampled is None or output.scores is not None):
+            output.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            output.event.record()
+        return output
 
-    def _replay(self, size: GraphSize, arranged: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
-        """Forward by the graph of a size. Returns the residual stream for the next stage, or what the last one left."""
+    def _replay(self, size: GraphSize, host_batch: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
+        """Forward by the graph of a size. Returns the residual stream for the next stage; on the last stage the ForwardOutput."""
         assert self.graphs is not None
-        places, rows, count = self.graphs.places(size), len(arranged.slots), len(arranged.sampled_slots)
-        if len(new[0]) > places.room:
+        buffers, rows, count = self.graphs.buffers(size), len(host_batch.slots), len(host_batch.sampled_slots)
+        if len(new[0]) > buffers.max_new_blocks:
             self._store(new)
             new = new[0][:0], new[1][:0]
-        self.graphs.replay(size, arranged, new, self._receive)
-        if isinstance(places, DecodeGraphBuffers) and places.logits is not None:
-            return None, ForwardOutput(places.slots[:rows], places.logits[:rows], places.tokens[:rows])
-        assert places.out is not None
-        stream, head = places.out[: len(arranged.token_ids)], self._model.head
-        if head is None:
+        self.graphs.replay(size, host_batch, new, self._receive)
+        if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None:
+            return None, ForwardOutput(buffers.columns.slots[:rows], buffers.logits[:rows], buffers.tokens[:rows])
+        assert buffers.out is not None
+        stream, lm_head = buffers.out[: len(host_batch.token_ids)], self._model.lm_head
+        if lm_head is None:
             return stream, None
-        assert isinstance(places, MixedGraphBuffers)
-        wanted = places.logit_rows[: len(arranged.logit_rows)]
-        local = head.local(stream, wanted[:count])
-        return None, ForwardOutput(places.sampled_slots[:count], local, stream=stream, scored=wanted[count:])
+        assert isinstance(buffers, MixedGraphBuffers)
+        logit_rows = buffers.columns.logit_rows[: len(host_batch.logit_rows)]
+        local = lm_head.local(stream, logit_rows[:count])
+        return None, ForwardOutput(buffers.columns.sampled_slots[:count], local, stream=stream, scored=logit_rows[count:])
 
     def _store(self, new: NewBlocks) -> None:
-        """The new blocks' way into the device's tables."""
+        """Write the new blocks into the device's tables; a graph does this itself."""
         if self._device.type == "cuda" and new[0].size:
             self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
 
-    def _eager(self, arranged: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
-        """Forward without a graph. Returns as `_replay`."""
+    def _eager(self, host_batch: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
+        """Forward without a graph. Returns the same as `_replay`."""
         self._store(new)
-        batch, slots = self._batch(arranged)
+        batch, slots = self._batch(host_batch)
         batch.attention = self._backend.plan(batch)
         hidden = None
         if not self._first:
             shape = (int(batch.token_ids.shape[0]), self._model.shape.hidden_size)
             hidden = self._receive(torch.empty(shape, dtype=self._dtype, device=self._device))
-        stream, head = self._model.stream(batch, self.caches, hidden), self._model.head
-        batch.attention = None  # a plan holds its batch: both would wait for Python to look for cycles
-        if head is None:
+        stream, lm_head = self._model.stream(batch, self.caches, hidden), self._model.lm_head
+        batch.attention = None  # a plan references its batch: both would wait for the cyclic garbage collector
+        if lm_head is None:
             return stream, None
-        count = len(arranged.sampled_slots)
+        count = len(host_batch.sampled_slots)
         return None, ForwardOutput(
-            slots, head.local(stream, batch.logit_rows[:count]), stream=stream, scored=batch.logit_rows[count:]
+            slots, lm_head.local(stream, batch.logit_rows[:count]), stream=stream, scored=batch.logit_rows[count:]
         )  # fmt: skip
 
     def _apply(self, step: StepBatch) -> None:
-        """Requests leave and come, before the step's rows."""
+        """Release and assign slots, before the step's rows."""
         for slot in step.released:
             self._prompts.release(slot)
             self._reporting.discard(slot)
             if self._sampler is not None:
                 self._sampler.release(slot)
-        for admission in step.admitted:
-            self._tables.clear(admission.slot)
-            self._prompts.admit(admission)
-            (self._reporting.discard if admission.params.prompt_logprobs is None else self._reporting.add)(admission.slot)
+        for assignment in step.admitted:
+            self._tables.clear(assignment.slot)
+            self._prompts.admit(assignment)
+            (self._reporting.discard if assignment.params.prompt_logprobs is None else self._reporting.add)(assignment.slot)
             if self._sampler is not None:
-                self._sampler.admit(admission)
+                self._sampler.admit(assignment)
 
     @torch.inference_mode()
-    def capture(self, wanted: Sequence[GraphSize] | None = None) -> Iterator[GraphSize]:
-        """Capture steps of these sizes, or of all that there are, over the caches as they are now; yields each once it is there.
+    def capture(self, sizes: Sequence[GraphSize] | None = None) -> Iterator[GraphSize]:
+        """Capture the graphs of these sizes, or of all, over the caches as they are now; yields each size once it is captured.
         Collective."""
         if self.graphs is not None:
-            yield from self.graphs.capture(self.caches, self.graphs.sizes if wanted is None else wanted)
+            yield from self.graphs.capture(self.caches, self.graphs.sizes if sizes is None else sizes)
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Do the forward of each size of graphs once, without a graph. Collective."""
+    def warm_up_graphs(self) -> None:
+        """Run the forward of each graph size once, without a graph. Collective."""
         if self.graphs is not None:
             self.graphs.warm_up(self.caches)
 
     @contextmanager
     def distinct_layers(self) -> Iterator[None]:
-        """Inside, steps go through a few of the layers: enough to meet every kernel."""
-        whole = self.caches
-        with self._model.distinct_layers() as kept:
-            self.caches = [whole[index] for index in kept]
+        """Inside, steps go through a few of the layers: enough to launch every kernel."""
+        caches = self.caches
+        with self._model.distinct_layers() as layers:
+            self.caches = [caches[index] for index in layers]
             try:
                 yield
             finally:
-                self.caches = whole
+                self.caches = caches
 
     def _reported(self, rows: Sequence[StepRow]) -> Sequence[range]:
-        """Which of each row's tokens are followed by a prompt token to report."""
+        """The tokens of each row that are followed by a prompt token to report."""
         if not self._last or not self._reporting:
             return [range(0)] * len(rows)
         return [self._prompts.reported(row) for row in rows]
@@ -230,74 +229,75 @@ class ModelRunner:
         """Fill the residual stream [T, hidden_size] from the stage before."""
         return self._pipeline.receive(hidden, self._pipeline.rank - 1)
 
-    def _arrange(self, rows: Sequence[StepRow], reported: Sequence[range]) -> tuple[HostBatch, NewBlocks]:
-        """The rows' index arrays on the host, and the blocks that the device's tables lack yet."""
+    def _build(self, rows: Sequence[StepRow], reported: Sequence[range]) -> tuple[HostBatch, NewBlocks]:
+        """The index arrays of the rows on the host, and the blocks that the device's tables still lack."""
         new = self._tables.append(rows)
-        arranged = self._tables.arrange(rows, reported)
-        if arranged.from_slot.size and self._first and not self._last:
+        host_batch = self._tables.build(rows, reported)
+        if host_batch.from_slot.size and self._first and not self._last:
             raise EngineError(
-                f"slots {arranged.from_slot.tolist()} were scheduled before their last token is known",
+                f"slots {host_batch.from_slot.tolist()} were scheduled before their last token is known",
                 why="with pipeline stages it is sampled on another rank",
             )
-        return arranged, new
+        return host_batch, new
 
-    def _batch(self, arranged: HostBatch) -> tuple[Batch, Tensor]:
+    def _batch(self, host_batch: HostBatch) -> tuple[Batch, Tensor]:
         """The forward's input, and the slots [S] of the rows that sample."""
-        sent = self._upload.send(arranged.arrays)
-        slots, sampled_slots, token_ids, positions, kv_slots, logit_rows, from_slot_at, from_slot, query_starts, kv_lengths = sent
-        if arranged.from_slot.size and self._first:
-            # Ids that only the device knows stand in the slots they were sampled into.
+        arrays = self._upload.send(host_batch.arrays)
+        slots, sampled_slots, token_ids, positions, kv_slots, logit_rows, from_slot_at, from_slot, query_starts, kv_lengths = arrays
+        if host_batch.from_slot.size and self._first:
+            # Ids that only the device knows are in the slots into which they were sampled.
             token_ids.index_copy_(0, from_slot_at, self._last_tokens.index_select(0, from_slot))
-        lengths = arranged.kv_lengths.tolist()
+        lengths = host_batch.kv_lengths.tolist()
         used = -(-max(lengths) // self._tables.block_size)
         batch = Batch(
             token_ids=token_ids, positions=positions, kv_slots=kv_slots, query_starts=query_starts, kv_lengths=kv_lengths,
             block_tables=self._tables.device, table_rows=slots, logit_rows=logit_rows,
-            query_starts_cpu=arranged.query_starts.tolist(), kv_lengths_cpu=lengths,
-            block_tables_cpu=self._tables.host[arranged.slots, :used],
+            query_starts_cpu=host_batch.query_starts.tolist(), kv_lengths_cpu=lengths,
+            block_tables_cpu=self._tables.host[host_batch.slots, :used],
         )  # fmt: skip
         return batch, sampled_slots
 
-    def _choose(
-        self, rows: Sequence[StepRow], arranged: HostBatch, reported: Sequence[range], forwarded: ForwardOutput
+    def _sample(
+        self, rows: Sequence[StepRow], host_batch: HostBatch, reported: Sequence[range], forwarded: ForwardOutput
     ) -> StepOutput:
-        """Sample, write the tokens into the slots, and score prompt tokens. Every rank of the stage takes the same way: what
-        decides is in the step."""
-        sampler, head = self._sampler, self._model.head
+        """Sample, write the tokens into the slots, and score prompt tokens. Every rank of the stage takes the same branch: only the
+        step decides."""
+        sampler, lm_head = self._sampler, self._model.lm_head
         assert sampler is not None
-        assert head is not None
-        count = len(arranged.sampled_slots)
+        assert lm_head is not None
+        count = len(host_batch.sampled_slots)
         sampling: Sequence[int] = range(count) if count == len(rows) else [i for i, row in enumerate(rows) if row.samples]
-        outcome = StepOutput(len(rows), sampling)
+        output = StepOutput(len(rows), sampling)
         if count:
-            positions = arranged.kv_lengths if count == len(rows) else arranged.kv_lengths[sampling]
-            asked = (arranged.sampled_slots, positions, [rows[index].mask for index in sampling])
-            draws = sampler.draws(*asked)
-            if draws is None:
-                outcome.sampled = sampler.sample(head.gather(forwarded.local), *asked)
-            elif draws.temperature is not None and draws.noise is not None:
-                outcome.sampled = sampler.taken(head.drawn(forwarded.local, draws.temperature, draws.noise))
+            positions = host_batch.kv_lengths if count == len(rows) else host_batch.kv_lengths[sampling]
+            arguments = (host_batch.sampled_slots, positions, [rows[index].mask for index in sampling])
+            shard_sampling = sampler.shard_sampling(*arguments)
+            if shard_sampling is None:
+                output.sampled = sampler.sample(lm_head.gather(forwarded.local), *arguments)
+            elif shard_sampling.temperature is not None and shard_sampling.noise is not None:
+                tokens = lm_head.sample(forwarded.local, shard_sampling.temperature, shard_sampling.noise)
+                output.sampled = sampler.output_of(tokens)
             elif forwarded.tokens is None:
-                outcome.sampled = sampler.taken(head.likeliest(forwarded.local))
+                output.sampled = sampler.output_of(lm_head.argmax(forwarded.local))
             else:
-                outcome.sampled = sampler.taken(forwarded.tokens)
-            if outcome.sampled.tokens is not forwarded.tokens:
-                self._last_tokens.index_copy_(0, forwarded.slots, outcome.sampled.tokens)
-        outcome.scored = [(index, len(part)) for index, part in enumerate(reported) if part] if self._reporting else []
-        if outcome.scored:
-            outcome.scores = self._score(rows, outcome.scored, forwarded)
-        return outcome
+                output.sampled = sampler.output_of(forwarded.tokens)
+            if output.sampled.tokens is not forwarded.tokens:
+                self._last_tokens.index_copy_(0, forwarded.slots, output.sampled.tokens)
+        output.scored = [(index, len(part)) for index, part in enumerate(reported) if part] if self._reporting else []
+        if output.scored:
+            output.scores = self._score(rows, output.scored, forwarded)
+        return output
 
     def _score(self, rows: Sequence[StepRow], scored: Sequence[tuple[int, int]], forwarded: ForwardOutput) -> PromptScores:
-        """Begin to report prompt tokens. Their logits are made a run at a time: all of a long prompt's take gigabytes."""
-        sampler, head, stream, places = self._sampler, self._model.head, forwarded.stream, forwarded.scored
+        """Begin to score prompt tokens. Their logits are computed in parts: those of a long prompt together take gigabytes."""
+        sampler, lm_head, stream, tokens = self._sampler, self._model.lm_head, forwarded.stream, forwarded.scored
         assert sampler is not None
-        assert head is not None
+        assert lm_head is not None
         assert stream is not None
-        assert places is not None
+        assert tokens is not None
         targets, counts = [], []
         for index, _ in scored:
-            tokens, alternatives = self._prompts.targets(rows[index])
-            targets += tokens
+            following, alternatives = self._prompts.targets(rows[index])
+            targets += following
             counts += alternatives
-        return sampler.score_prompt(lambda part: head.gather(head.local(stream, places[part])), targets, counts)
+        return sampler.score_prompt(lambda part: lm_head.gather(lm_head.local(stream, tokens[part])), targets, counts)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From logits to tokens, on the device: `Sampler`.
 
-What each request asked for is held per slot. A step decides from what the host knows which parts it needs: where all rows are
-greedy it is one argmax, without filters nothing is looked for, without penalties no counts exist. A token depends on
-(seed, position, logits) only: the noise is a hash of (seed, position, token), so that the rest of the batch, a preemption and the
-number of ranks change nothing, and every rank that holds the logits draws the same token without a message.
+The sampling parameters of each request are kept per slot. For each step the host knows which operations it needs: where all rows
+are greedy it is one argmax; without filters no thresholds are computed; without penalties no counts exist. A token depends only on
+(seed, position, logits): the noise is a hash of (seed, position, token). So the rest of the batch, a preemption and the number of
+ranks change nothing, and every rank that has the logits samples the same token without communication.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from torch import Tensor
 from phalanx.engine.messages import SlotAssignment
 from phalanx.kernels.sampling import sampling
 from phalanx.worker.input_batch import Upload
-from phalanx.worker.penalty_counts import PenaltyCounts
 from phalanx.worker.sampler_output import PinnedBuffers, PromptScores, SampledTokens
-from phalanx.worker.sampling_metadata import Longs, SamplingMetadata, SamplingState, Words64
+from phalanx.worker.sampling_metadata import Longs, PenaltyCounts, SamplingMetadata, SamplingState, Words64
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Rows = Sequence[int] | np.ndarray[Any, np.dtype[Any]]
@@ -33,8 +32,8 @@ _CHUNK = 2**24  # logits per pass of an op that makes temporaries: 64 MiB of fp3
 
 @dataclass(frozen=True)
 class ShardSampling:
-    """How each row gets its token: temperature [S] fp32, 0 for the likeliest, and noise [2, S] int32 (see `sampling.race`); both
-    None where every row gets the likeliest."""
+    """How ranks that share a vocabulary sample without gathering the logits: temperature [S] fp32, 0 for argmax, and noise [2, S]
+    int32 (see `sampling.gumbel_max`); both None where every row takes the argmax."""
 
     temperature: Tensor | None
     noise: Tensor | None
@@ -43,123 +42,125 @@ class ShardSampling:
 class Sampler:
     """One rank's sampler: `slots` requests at most, logits of `vocab_size`, on `device`.
 
-    Every call is made in the order of the steps, on one stream. Ids in logit_bias and stop_token_ids that the vocabulary does not
-    have are left out here: the engine refuses such a request before it is admitted.
+    Every call is made in the order of the steps, on one stream. Ids in logit_bias and stop_token_ids outside the vocabulary are
+    ignored here: the engine rejects such a request before it is admitted.
     """
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device | str) -> None:
         self._vocab_size, self._device = vocab_size, torch.device(device)
-        self._book = SamplingState(slots, vocab_size)
-        self._tally = PenaltyCounts(slots, vocab_size, self._device)
-        self._needs: SamplingMetadata | None = None
-        self._homes = PinnedBuffers(slots, self._device)
+        self._state = SamplingState(slots, vocab_size)
+        self._penalty_counts = PenaltyCounts(slots, vocab_size, self._device)
+        self._metadata: SamplingMetadata | None = None
+        self._pinned = PinnedBuffers(slots, self._device)
         self._keys = Upload(self._device)
 
-    def admit(self, admission: SlotAssignment) -> None:
-        """A request takes a slot. After a preemption `token_ids` hold its output too, and its state is rebuilt from them."""
-        self.release(admission.slot)
-        self._book.admit(admission)
-        if self._book.penalized[admission.slot]:
-            self._tally.open(admission.slot, admission.token_ids, admission.prompt_length)
+    def admit(self, assignment: SlotAssignment) -> None:
+        """A request takes a slot. After a preemption `token_ids` contain its output too, and its state is rebuilt from them."""
+        self.release(assignment.slot)
+        self._state.admit(assignment)
+        if self._state.penalized[assignment.slot]:
+            self._penalty_counts.open(assignment.slot, assignment.token_ids, assignment.prompt_length)
 
     def release(self, slot: int) -> None:
         """The slot's request has left; a free slot may be released again."""
-        self._book.release(slot)
-        self._tally.close(slot)
-        self._needs = None
+        self._state.release(slot)
+        self._penalty_counts.close(slot)
+        self._metadata = None
 
-    def draws(self, slots: Rows, positions: Rows, masks: Masks) -> ShardSampling | None:
-        """How tokens come straight from the logits as they are, so that ranks which share a vocabulary need not gather them; None
-        where `sample` must have them all. The arguments, and the errors, are those of `sample`. The same on every rank."""
-        needs = self._gather(slots)
-        if _guided(masks) or self._short(needs, positions).size or not needs.order_counts:
+    def shard_sampling(self, slots: Rows, positions: Rows, masks: Masks) -> ShardSampling | None:
+        """How ranks that share a vocabulary sample without gathering the logits; None where `sample` needs all logits. The
+        arguments and errors are those of `sample`. The same on every rank."""
+        metadata = self._metadata_of(slots)
+        if _masked_rows(masks) or self._below_min_tokens(metadata, positions).size or not metadata.needs_only_raw_logits:
             return None
-        return ShardSampling(needs.temperature, None if needs.temperature is None else self._noise(needs, positions))
+        return ShardSampling(metadata.temperature, None if metadata.temperature is None else self._noise(metadata, positions))
 
-    def taken(self, tokens: Tensor) -> SampledTokens:
-        """The step's tokens [S], where somebody found them as `draws` says."""
-        return SampledTokens(tokens, self._homes)
+    def output_of(self, tokens: Tensor) -> SampledTokens:
+        """The output of a step whose tokens [S] were sampled as `shard_sampling` tells."""
+        return SampledTokens(tokens, self._pinned)
 
     def sample(self, logits: Tensor, slots: Rows, positions: Rows, masks: Masks) -> SampledTokens:
-        """A token for each of the S rows, and what was asked to be reported of it. `logits` [S, V] stay as they are; fp32, or
-        narrower, and then widened where more than their order counts.
+        """A token for each of the S rows, and the logprobs that it reports. `logits` [S, V] are not changed; fp32, or a narrower
+        dtype, which is widened where more than the order of the logits matters.
 
-        slots: the row's slot, each at most once. positions: the place that the new token takes in its sequence, so the number of
-        tokens before it; the first one is at prompt_length. masks: xgrammar's bitmask (Row.mask) or None. Order: logprobs are of
-        the raw logits; then bias, mask, min_tokens, penalties, temperature, top-k, top-p, min-p. Greedy ties go to the lowest id.
+        slots: of the rows, each at most once. positions: of the new tokens in their sequences, so the number of tokens before them;
+        the first one is at prompt_length. masks: xgrammar's bitmask (StepRow.mask) or None. Order: logprobs are of the raw logits;
+        then bias, mask, min_tokens, penalties, temperature, top-k, top-p, min-p. Greedy ties go to the lowest id.
 
-        Raises ValueError for a slot that is free, a position inside the prompt, a mask of the wrong size: the caller's mistakes.
+        Raises ValueError for a slot that is free, a position inside the prompt, a mask of the wrong size: mistakes of the caller.
         """
-        needs = self._gather(slots)
-        adjusted = self._adjust(logits, needs, self._short(needs, positions), masks)
-        tokens = self._choose(adjusted, needs, positions)
-        if needs.tally_rows is not None and needs.penalized is not None:
-            self._tally.count(needs.tally_rows, tokens[needs.penalized])
-        table = None
-        if needs.reported is not None:
-            rows = needs.reported
-            table = _score(lambda part: logits[rows[part]], tokens[rows], needs.most_logprobs, self._vocab_size)
-        return SampledTokens(tokens, self._homes, table, needs.reported_rows, needs.logprobs)
+        metadata = self._metadata_of(slots)
+        adjusted = self._adjust(logits, metadata, self._below_min_tokens(metadata, positions), masks)
+        tokens = self._choose(adjusted, metadata, positions)
+        if metadata.count_rows is not None and metadata.penalized is not None:
+            self._penalty_counts.count(metadata.count_rows, tokens[metadata.penalized])
+        scores = None
+        if metadata.reported is not None:
+            rows = metadata.reported
+            scores = _score(lambda part: logits[rows[part]], tokens[rows], metadata.max_logprobs, self._vocab_size)
+        return SampledTokens(tokens, self._pinned, scores, metadata.reported_rows, metadata.logprobs)
 
     def score_prompt(self, logits: Callable[[slice], Tensor], targets: Sequence[int], counts: Sequence[int]) -> PromptScores:
-        """Begin to report P prompt tokens, which are the targets, each with so many alternatives (0..20). logits: gives those of a
-        run of them, [.., V]; asked for one bounded run after the other, since all may be more than memory holds."""
+        """Begin to score P prompt tokens, the targets, each with so many alternatives (0..20). logits: gives the logits [.., V] of
+        a slice of them; called for one bounded slice after the other, since all logits may not fit the memory."""
         ids = self._send(targets, torch.int64)
-        most = min(max(counts, default=0), self._vocab_size)
-        return PromptScores(_score(logits, ids, most, self._vocab_size), targets, counts)
+        alternatives = min(max(counts, default=0), self._vocab_size)
+        return PromptScores(_score(logits, ids, alternatives, self._vocab_size), targets, counts)
 
-    def _gather(self, slots: Rows) -> SamplingMetadata:
-        """What these slots need; kept while the same slots come again, as they do from decode to decode."""
+    def _metadata_of(self, slots: Rows) -> SamplingMetadata:
+        """The metadata of these slots; kept while the same slots come again, as they do from decode to decode."""
         slots = np.asarray(slots, dtype=np.int64)
-        if self._needs is None or not np.array_equal(self._needs.slots, slots):
-            if not self._book.held[slots].all() or len(np.unique(slots)) < len(slots):
-                raise ValueError(f"slots {slots.tolist()}: each must hold a request, and be there once")
-            penalized = slots[self._book.penalized[slots]]
-            self._needs = SamplingMetadata.of(slots.copy(), self._book, self._tally.rows(penalized.tolist()), self._send)
-        return self._needs
+        if self._metadata is None or not np.array_equal(self._metadata.slots, slots):
+            if not self._state.occupied[slots].all() or len(np.unique(slots)) < len(slots):
+                raise ValueError(f"slots {slots.tolist()}: each must have a request, and occur once")
+            penalized = slots[self._state.penalized[slots]]
+            count_rows = self._penalty_counts.rows(penalized.tolist())
+            self._metadata = SamplingMetadata.of(slots.copy(), self._state, count_rows, self._send)
+        return self._metadata
 
-    def _short(self, needs: SamplingMetadata, positions: Rows) -> Longs:
-        """The rows that may not stop yet, and have something to stop at."""
+    def _below_min_tokens(self, metadata: SamplingMetadata, positions: Rows) -> Longs:
+        """The rows that may not stop yet, and have stop tokens."""
         positions = np.asarray(positions, dtype=np.int64)
-        if (positions < needs.prompt_lengths).any():
-            raise ValueError(f"positions {positions.tolist()} reach into the prompts of slots {needs.slots.tolist()}")
-        return np.flatnonzero(positions < needs.free_from)
+        if (positions < metadata.prompt_lengths).any():
+            raise ValueError(f"positions {positions.tolist()} lie in the prompts of slots {metadata.slots.tolist()}")
+        return np.flatnonzero(positions < metadata.stop_from)
 
-    def _adjust(self, logits: Tensor, needs: SamplingMetadata, short: Longs, masks: Masks) -> Tensor:
-        """The logits that are drawn from: bias, grammar mask, min_tokens and penalties, in fp32; the same tensor where there are
-        none."""
-        guided = _guided(masks)
-        if needs.bias is None and not guided and not short.size and needs.penalized is None:
+    def _adjust(self, logits: Tensor, metadata: SamplingMetadata, below_min: Longs, masks: Masks) -> Tensor:
+        """The logits from which tokens are sampled: with bias, grammar mask, min_tokens and penalties, in fp32; the same tensor
+        where none of these applies."""
+        masked = _masked_rows(masks)
+        if metadata.bias is None and not masked and not below_min.size and metadata.penalized is None:
             return logits
-        logits = sampling.widened(logits, copy=True)  # one copy, changed in place: of 512 rows it takes a quarter of a gigabyte
-        if needs.bias is not None:
-            rows, tokens, values = needs.bias
+        # One copy, changed in place: of 512 rows it takes a quarter of a gigabyte.
+        logits = sampling.contiguous_fp32(logits, copy=True)
+        if metadata.bias is not None:
+            rows, tokens, values = metadata.bias
             logits.index_put_((rows, tokens), values, accumulate=True)
-        if guided:
+        if masked:
             words = self._send(_words([mask for mask in masks if mask is not None], self._vocab_size), torch.int32)
-            _on_rows(logits, self._send(guided, torch.int64), sampling.allow, words)
-        if short.size:
-            pairs = [(row, token) for row in short.tolist() for token in self._book.stops[needs.slots[row]]]
+            _on_rows(logits, self._send(masked, torch.int64), sampling.allow, words)
+        if below_min.size:
+            pairs = [(row, token) for row in below_min.tolist() for token in self._state.stops[metadata.slots[row]]]
             rows, tokens = (self._send(column, torch.int64) for column in zip(*pairs, strict=True))
             sampling.forbid(logits, rows, tokens)
-        if needs.penalized is not None and needs.tally_rows is not None and needs.penalties is not None:
-            counts, in_prompt = self._tally.counts, self._tally.in_prompt
+        if metadata.penalized is not None and metadata.count_rows is not None and metadata.penalties is not None:
+            counts, in_prompt = self._penalty_counts.counts, self._penalty_counts.in_prompt
 
-            def penalize(part: Tensor, tally_rows: Tensor, penalties: Tensor) -> Tensor:
-                return sampling.penalize(part, counts[tally_rows], in_prompt[tally_rows], *penalties.unbind(1))
+            def penalize(part: Tensor, count_rows: Tensor, penalties: Tensor) -> Tensor:
+                return sampling.penalize(part, counts[count_rows], in_prompt[count_rows], *penalties.unbind(1))
 
-            _on_rows(logits, needs.penalized, penalize, needs.tally_rows, needs.penalties)
+            _on_rows(logits, metadata.penalized, penalize, metadata.count_rows, metadata.penalties)
         return logits
 
-    def _choose(self, logits: Tensor, needs: SamplingMetadata, positions: Rows) -> Tensor:
-        """tokens [S] int64: the likeliest in greedy rows, a draw in the others."""
-        if needs.temperature is None:
-            return sampling.likeliest(logits)
-        return sampling.drawn(logits, needs.temperature, self._noise(needs, positions), needs.filters)
+    def _choose(self, logits: Tensor, metadata: SamplingMetadata, positions: Rows) -> Tensor:
+        """tokens [S] int64: the argmax in greedy rows, a random sample in the others."""
+        if metadata.temperature is None:
+            return sampling.argmax(logits)
+        return sampling.sample(logits, metadata.temperature, self._noise(metadata, positions), metadata.filters)
 
-    def _noise(self, needs: SamplingMetadata, positions: Rows) -> Tensor:
-        """The rows' keys [2, S] int32: see `sampling.draw`."""
-        (keys,) = self._keys.send([_noise_keys(needs.seeds, np.asarray(positions, dtype=np.uint64))])
+    def _noise(self, metadata: SamplingMetadata, positions: Rows) -> Tensor:
+        """The keys of the rows' noise [2, S] int32: see `sampling.gumbel_max`."""
+        (keys,) = self._keys.send([_noise_keys(metadata.seeds, np.asarray(positions, dtype=np.uint64))])
         return keys
 
     def _send(self, values: Any, dtype: torch.dtype) -> Tensor:
@@ -168,19 +169,19 @@ class Sampler:
         return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host.to(self._device)
 
 
-def _score(logits: Callable[[slice], Tensor], targets: Tensor, most: int, width: int) -> Tensor:
-    """`sampling.score` of what `logits` gives for runs of the targets [M], a bounded number at a time."""
-    parts = [sampling.score(logits(part).float(), targets[part], most) for part in _parts(len(targets), width)]
-    return torch.cat(parts) if parts else torch.empty(0, 2 + 2 * most, dtype=torch.float64, device=targets.device)
+def _score(logits: Callable[[slice], Tensor], targets: Tensor, alternatives: int, width: int) -> Tensor:
+    """`sampling.score` of the logits of the targets [M], a bounded number of rows at a time."""
+    parts = [sampling.score(logits(part).float(), targets[part], alternatives) for part in _parts(len(targets), width)]
+    return torch.cat(parts) if parts else torch.empty(0, 2 + 2 * alternatives, dtype=torch.float64, device=targets.device)
 
 
-def _guided(masks: Masks) -> list[int]:
+def _masked_rows(masks: Masks) -> list[int]:
     """The rows that have a mask."""
     return [i for i, mask in enumerate(masks) if mask is not None] if any(masks) else []
 
 
 def _on_rows(logits: Tensor, rows: Tensor, op: Callable[..., Tensor], *per_row: Tensor) -> None:
-    """Put op(logits[rows], *per_row) into those rows of the logits, worked out a bounded number of rows at a time."""
+    """Put op(logits[rows], *per_row) into those rows of the logits, a bounded number of rows at a time."""
     for part in _parts(len(rows), logits.shape[1]):
         logits.index_copy_(0, rows[part], op(logits[rows[part]], *(x[part] for x in per_row)))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A start's steps, gone through before they are run, so that kernels which no start has kept are compiled beside one another."""
+"""Warm-up: the steps of a start are run once without launches, to learn which kernels they need; kernels that no earlier start has
+kept are then compiled in parallel."""
 
 from __future__ import annotations
 
@@ -14,45 +15,41 @@ from phalanx.kernels.compiling.ahead import ahead, can_compile_ahead
 from phalanx.worker.model_runner import ModelRunner
 
 MAX_PROCESSES = 16
-"""Of one rank. More would have less than a second's work each."""
+"""Compiling processes of one rank. More of them would have less than a second's work each."""
 PROCESS_BYTES = 512 << 20
-"""Of host memory that a process which compiles takes, at most."""
+"""Host memory that a compiling process takes, at most."""
 
 
 def compile_processes(local_ranks: int) -> int:
-    """How many processes each of a host's ranks may compile with: as many as its share of the cores, and of what memory is left."""
+    """How many compiling processes each rank of a host may start: limited by its part of the cores, and of the free memory."""
     host = hardware.detect_machine()
     return min(host.cores // local_ranks, host.free_host_memory // (PROCESS_BYTES * local_ranks), MAX_PROCESSES)
 
 
 def warm_up(
-    runner: ModelRunner,
-    steps: Sequence[StepBatch],
-    group: Group,
-    device: torch.device,
-    processes: int,
-    tell: Callable[[int, int], None],
-) -> int:
-    """Go through `steps`, as `budget.profiling_steps` has them, and the graphs' sizes by a few layers, without launches of Triton's
-    kernels; then compile those that they ask for in so many processes. Returns how many had to be compiled. The steps' results mean
-    nothing.
+    runner: ModelRunner, steps: Sequence[StepBatch], group: Group, device: torch.device, processes: int,
+    report: Callable[[int, int], None],
+) -> int:  # fmt: skip
+    """Run `steps` (of `memory_profile.profiling_steps`) and the sizes of the graphs through a few layers, without launching Triton
+    kernels; then compile the kernels that they need, in so many processes. Returns how many had to be compiled. The results of
+    the steps mean nothing.
 
-    Where one small step finds all of its kernels kept, the rest is left alone: an earlier start has compiled them. tell: is told
-    how many kernels of how many are there. Collective over `group`, all ranks, as steps may wait for one another: nothing is done
-    unless each rank can compile ahead, and in several processes.
+    Where one small step finds all of its kernels kept, the other steps are skipped: an earlier start has compiled them. report:
+    gets how many of how many kernels are there. Collective over `group`, all ranks, as steps may wait for one another: nothing is
+    done unless each rank can compile ahead, in several processes.
     """
     if not _everywhere(can_compile_ahead() and processes > 1, group, device):
         return 0
     with ahead() as kernels, runner.distinct_layers():
-        *larger, small, slots_left = steps
+        *larger, small, release_slots = steps
         runner.run(small).results()
         if _everywhere(kernels.all_kept(), group, device):
-            runner.run(slots_left)
+            runner.run(release_slots)
             return 0
-        for step in (*larger, slots_left):
+        for step in (*larger, release_slots):
             runner.run(step).results()
-        runner.warm_up()
-        kernels.compile(processes, tell)
+        runner.warm_up_graphs()
+        kernels.compile(processes, report)
     return kernels.compiled
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a rank (`python -m phalanx.worker`, started by a launcher): it gets ready, then runs steps until it is told to stop.
+"""The process of a rank (`python -m phalanx.worker`, started by a launcher): it gets ready, then runs steps until told to stop.
 
 Hello -> import torch -> StoreReady or StoreAddress -> form groups -> agree -> build, load -> compile, measure -> KvCapacity ->
 Allocate -> capture graphs -> RankReady -> steps
@@ -224,14 +224,14 @@ class Worker:
         import torch
 
         from phalanx.models.batch import LayerCache
-        from phalanx.models.layers.attention.backend import backend
+        from phalanx.models.layers.attention.select import select_backend
         from phalanx.worker.cuda_graphs import CudaGraphCapturer, StepCounts
         from phalanx.worker.model_runner import ModelRunner
         from phalanx.worker.sampler import Sampler
 
         options, specs, shape = self.options, model.kv_specs(), model.shape
         dtype = model.context.dtype
-        attention = backend(device, dtype, shape.head_dim)
+        attention = select_backend(device, dtype, shape.head_dim)
         last = groups.pp.rank == groups.pp.size - 1
         max_seq_len = options.max_seq_len or shape.max_positions
         sampler = Sampler(options.max_batch_size, shape.vocab_size, device) if last else None
@@ -277,7 +277,7 @@ class Worker:
             with self._phase("measure"):
                 return memory_profile.cpu_blocks(options, specs, max_seq_len)
         steps = memory_profile.profiling_steps(
-            max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.most_rows,
+            max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
             block_size=options.kv_block_size,
         )  # fmt: skip
         with self._phase("compile kernels", "kernel") as report:
