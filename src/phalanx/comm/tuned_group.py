@@ -46,7 +46,7 @@ class TunedGroup:
         self.rank, self.size = base.rank, base.size
         self.decide = decider(rules)
         self.calls: dict[str, int] = {}
-        self._strategies = strategies
+        self.strategies = strategies
         self._gemm_rs = next((each.gemm_rs for each in strategies.values() if each.gemm_rs is not None), None)
 
     @overload
@@ -66,7 +66,7 @@ class TunedGroup:
         accepts_sharded = fusable and fusion is not None and fusion.accepts_sharded
         decision = self.decide(tokens, hidden, dtype, _NONE if fusion is None else _fusion_of(fusion), accepts_sharded)
         self._count(decision.name)
-        strategy = self._strategies[decision.strategy]
+        strategy = self.strategies[decision.strategy]
         x = Unscaled(*map(_aligned, x)) if isinstance(x, Unscaled) else _aligned(x)
         if fusion is None:
             return strategy.sum(x)

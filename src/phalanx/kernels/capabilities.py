@@ -45,21 +45,25 @@ def has_gluon() -> bool:
     return str(triton.__version__).startswith("3.6.")
 
 
+@cache
 def gpu(device: torch.device) -> Gpu:
     """The GPU behind a device; for a device without one, or inside `simulated`, a stand-in."""
     return _simulated or _probe(device)
 
 
+@cache
 def sm_arch(device: torch.device) -> int:
     """The device's compute capability times 10: 90 for Hopper; 0 where there is no GPU."""
     return (_simulated or _probe(device)).sm
 
 
+@cache
 def has_fp8_gemm(device: torch.device) -> bool:
     """Whether the device multiplies e4m3 matrices: Ada (compute capability 8.9), Hopper and later."""
     return sm_arch(device) >= 89
 
 
+@cache
 def has_fp8_kernels(device: torch.device) -> bool:
     """Whether our FP8 GEMMs run on the device: on Hopper, where they were measured."""
     return sm_arch(device) == 90 and has_triton()
@@ -70,10 +74,18 @@ def simulated(stand_in: Gpu) -> Iterator[None]:
     """Inside, every device seems to be this GPU, so that the choice of kernels can be tested where there is none."""
     global _simulated
     before, _simulated = _simulated, stand_in
+    _forget()
     try:
         yield
     finally:
         _simulated = before
+        _forget()
+
+
+def _forget() -> None:
+    """Drop the answers about devices, which are kept: each GEMM asks for them."""
+    for answers in (gpu, sm_arch, has_fp8_gemm, has_fp8_kernels):
+        answers.cache_clear()
 
 
 @cache

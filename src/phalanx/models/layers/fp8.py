@@ -106,7 +106,8 @@ class Fp8:
     def unscaled(self, x: Activation, weight: Tensor, bias: Tensor | None = None) -> Tensor | Unscaled:
         """`linear` for a reader that can apply the scales of a GEMM, such as a sum over ranks. Where that is faster, the output
         comes without them. Not before a bias."""
-        if not self.fp8_gemm or bias is not None or x.shape[0] == 1:
+        tokens = len(x.values if isinstance(x, Quantized) else x)
+        if not self.fp8_gemm or bias is not None or tokens == 1:
             return self.linear(x, weight, bias)
         return unscaled_mm(self.quantize(x), weight, self.weight_scale, dtype=self.dtype)
 

@@ -182,7 +182,7 @@ class RowParallelLinear(Sliced):
         """The partial sum, written straight to the ranks that sum its rows, where the group wants that; else None."""
         if self.fp8 is not None and not self.fp8.can_write_into:
             return None
-        scatter = self.context.group.gemm_reduce_scatter_targets(x.shape[0], self.out_features, fusion)
+        scatter = self.context.group.gemm_reduce_scatter_targets(fusion.residual.shape[0], self.out_features, fusion)
         if scatter is None:
             return None
         if self.fp8 is not None:
