@@ -113,11 +113,11 @@ def test_what_did_not_run_is_a_fault(setting: Setting) -> None:
     assert "fast path gave 2 of 30 taught answers another token" in found["faults"][0]
     assert "2048 tokens" in found["faults"][1]
     assert "ONESHOT/" in found["faults"][2]
-    assert "TWOSHOT+OWNED/" in found["faults"][3]
+    assert "RS_NORM_AG/" in found["faults"][3]
     assert "no step of the fast path ran as a decode graph" in found["faults"][4]
     assert "no step of the fast path ran as a prompt graph" in found["faults"][5]
     fast = {
-        "steps": {"all at once": 4000}, "allreduce": {"ONESHOT/NONE": 3, "TWOSHOT+OWNED/RESIDUAL_RMS_NORM": 1},
+        "steps": {"all at once": 4000}, "allreduce": {"ONESHOT/NONE": 3, "RS_NORM_AG/RESIDUAL_RMS_NORM": 1},
         "ran": {"decode graph/steps": 7, "prompt graph/steps": 1, "eager/steps": 2},
     }  # fmt: skip
     found = path_comparison.verdict(JOB, setting.texts, setting.truth, observed(0, **PLAIN), observed(0, **fast))

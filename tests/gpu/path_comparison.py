@@ -35,7 +35,7 @@ PLAIN: dict[str, Any] = {"cuda_graphs": False, "allreduce_strategy": "NCCL"}
 MAX_BATCH, MAX_TOKENS, MAX_SEQ = 160, 4096, 640
 BURSTS = ((1, 6), (6, 40))  # beginnings asked for at once, and how often, before all that are left
 LARGE_STEP = 2048
-MUST_RUN = ("ONESHOT/", "TWOSHOT+OWNED/")  # all-reduces, where ranks sum
+MUST_RUN = ("ONESHOT/", "RS_NORM_AG/")  # all-reduces, where ranks sum
 GRAPHS = (DECODE_GRAPH, MIXED_GRAPH)
 BATCHES = ((1, 4), (3, 12), (128, 128))  # answers at once, of so many, token for token
 
@@ -99,7 +99,7 @@ def truth_of(job: Mapping[str, Any], folder: Path, rows: Sequence[Sequence[int]]
 
     dtype, _, kv = job["dtype"].partition("+")
     on_gpu = job["device"] == "cuda"
-    options = {"fp8": True, "fp8_products": on_gpu} if dtype == "fp8" else {}
+    options = {"fp8": True, "fp8_gemm": on_gpu} if dtype == "fp8" else {}
     if kv == "fp8":
         options["fp8_cache"] = True
     name = arithmetic(dtype, ModelShape.from_folder(folder), job["device"])

@@ -20,7 +20,7 @@ from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
-from phalanx.models.layers.attention.backend import backend
+from phalanx.models.layers.attention.select import select_backend
 
 CPU = torch.device("cpu")
 TOKENS_AT_ONCE = 4096
@@ -29,10 +29,10 @@ Change = Callable[[registry.Model], object]
 """Done to each rank's model once it is loaded."""
 
 PRODUCTS: dict[str, Callable[[Any], Any]] = {
-    "qkv": lambda layer: layer.attention.qkv,
-    "out": lambda layer: layer.attention.out,
-    "gate_up": lambda layer: layer.mlp.gate_up,
-    "down": lambda layer: layer.mlp.down,
+    "qkv": lambda layer: layer.self_attn.qkv_proj,
+    "out": lambda layer: layer.self_attn.o_proj,
+    "gate_up": lambda layer: layer.mlp.gate_up_proj,
+    "down": lambda layer: layer.mlp.down_proj,
 }
 """A decoder layer's products, by name."""
 
@@ -60,7 +60,7 @@ def log_probabilities(
         def act(group: Group, read: list[list[int]] = read) -> Tensor:
             model = models[group.rank]
             batch, blocks = prefill(read, CPU)
-            batch.attention = backend(CPU, dtype, shape.head_dim).plan(batch)
+            batch.attention = select_backend(CPU, dtype, shape.head_dim).plan(batch)
             held = model.context.cache_dtype
             caches = [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, held, CPU) for s in model.kv_specs()]
             logits: Tensor = model(batch, caches)
