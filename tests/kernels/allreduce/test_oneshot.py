@@ -18,8 +18,7 @@ from phalanx.comm.group import ResidualRmsNorm, finish
 from phalanx.comm.symmetric import BOARD_PLACES, SymmetricWorkspace
 from phalanx.kernels import reference
 from phalanx.kernels.scaled_tensors import Unscaled
-from tests.kernels.attention.test_decode import let_loops_begin_anywhere
-from tests.support.kernels_interpreted import interpreted
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 (where there is a Triton)
@@ -71,12 +70,12 @@ def poll(addresses, BLOCK: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def tell(board, place, value, number):
+def write_board(board, place, value, number):
     tl.store(board + place * 2, value.to(tl.int64, bitcast=True))
 
 
 @triton.jit
-def hear(board, places, mask, number):
+def read_board(board, places, mask, number):
     return tl.load(board + places * 2, mask, 0).to(tl.float64, bitcast=True)
 
 
@@ -91,7 +90,7 @@ def without_waiting() -> None:
     oneshot.finish_row = finish_row
 
     for module in (oneshot, twoshot):
-        for act in (dependents, enter, draw_ticket, leave, clear, push, poll, tell, hear):
+        for act in (dependents, enter, draw_ticket, leave, clear, push, poll, write_board, read_board):
             if hasattr(module, act.__name__):
                 setattr(module, act.__name__, act)
 
@@ -143,7 +142,7 @@ def main() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.test_allreduce_oneshot").strip() == "checked"
+    assert interpreted("tests.kernels.allreduce.test_oneshot").strip() == "checked"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How rows are cut into pieces on the device: in Triton's interpreter against plain Python, and compiled for three generations."""
+"""How rows are divided into splits on the device: in Triton's interpreter against plain Python, and compiled for three
+generations."""
 
 from __future__ import annotations
 
@@ -8,45 +9,45 @@ import random
 import pytest
 import torch
 
-from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, ROWS_CLASSES, Split, rows_class
+from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, ROW_CLASSES, DecodeTiling, row_class
 from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
 
 def wanted(
-    lengths: list[int], slots: list[int] | None, split_kv: int, tiles: int, tile: int, window: int | None, run: int
+    lengths: list[int], slots: list[int] | None, extra_splits: int, tiles: int, tile: int, window: int | None, run: int
 ) -> list[list[int]]:  # fmt: skip
-    """Of each piece, its facts."""
+    """The fields of each split."""
     low = [0 if window is None else max(0, length - window) for length in lengths]
     begins = [first // run * run for first in low]
-    held = [-(-(length - begin) // tile) for length, begin in zip(lengths, begins, strict=True)]
-    size = max(-(-sum(held) // split_kv), -(-max(held) // MAX_SPLITS_PER_ROW), tiles)
-    found: list[list[int]] = []
+    counts = [-(-(length - begin) // tile) for length, begin in zip(lengths, begins, strict=True)]
+    size = max(-(-sum(counts) // extra_splits), -(-max(counts) // MAX_SPLITS_PER_ROW), tiles)
+    splits: list[list[int]] = []
     for row, length in enumerate(lengths):
-        pieces = max(-(-held[row] // size), 1)
-        each, first = -(-held[row] // pieces) * tile, len(found)
-        for piece in range(pieces):
-            begin = begins[row] + piece * each
+        count = max(-(-counts[row] // size), 1)
+        each, first = -(-counts[row] // count) * tile, len(splits)
+        for split in range(count):
+            begin = begins[row] + split * each
             end = min(begin + each, length)
-            found.append([row, first, pieces, begin, end, low[row], row if slots is None else slots[row]])
-    return found
+            splits.append([row, first, count, begin, end, low[row], row if slots is None else slots[row]])
+    return splits
 
 
 def check(
-    lengths: list[int], split_kv: int, *, chunk: int = 40, window: int | None = None, block: int = 16, there: bool = True
+    lengths: list[int], extra_splits: int, *, chunk: int = 40, window: int | None = None, block: int = 16, there: bool = True
 ) -> None:
-    from phalanx.kernels.attention import split_kv as made
+    from phalanx.kernels.attention.split_kv import FIELDS, plan
 
     slots = None if there else [5 * row for row in range(len(lengths))]
     rows = None if slots is None else torch.tensor(slots)
-    split = Split(split_kv, chunk, 32, 1, 3, 168)
-    pieces = made.cut(torch.tensor(lengths, dtype=torch.int32), rows, split, window=window, block_size=block)
-    assert pieces.shape == (len(lengths) + split_kv, made.FACTS.value)
-    facts = wanted(lengths, slots, split_kv, -(-chunk // 32), 32, window, 16 if block % 16 == 0 else 1)
-    assert len(facts) <= len(pieces)
-    assert pieces[: len(facts), :7].tolist() == facts
-    assert (pieces[len(facts) :, 6] == -1).all(), "no piece is there that is not of a row"
+    tiling = DecodeTiling(extra_splits, chunk, 32, 1, 3, 168)
+    splits = plan(torch.tensor(lengths, dtype=torch.int32), rows, tiling, window=window, block_size=block)
+    assert splits.shape == (len(lengths) + extra_splits, FIELDS.value)
+    fields = wanted(lengths, slots, extra_splits, -(-chunk // 32), 32, window, 16 if block % 16 == 0 else 1)
+    assert len(fields) <= len(splits)
+    assert splits[: len(fields), :7].tolist() == fields
+    assert (splits[len(fields) :, 6] == -1).all(), "there is a split that belongs to no row"
 
 
 def check_rows_of_any_lengths() -> None:
@@ -56,18 +57,25 @@ def check_rows_of_any_lengths() -> None:
         lengths = [rng.randint(0, longest) for _ in range(rows)]
         if rng.random() < 0.3:
             lengths[rng.randrange(rows)] = 100_000
-        split_kv, window = rng.choice([1, 3, rows, 7 * rows]), rng.choice([None, None, 1, 50, 4096])
-        check(lengths, split_kv, chunk=rng.choice([1, 40, 512]), window=window, block=rng.choice([16, 5]), there=rng.random() < 0.5)
+        extra_splits, window = rng.choice([1, 3, rows, 7 * rows]), rng.choice([None, None, 1, 50, 4096])
+        check(
+            lengths,
+            extra_splits,
+            chunk=rng.choice([1, 40, 512]),
+            window=window,
+            block=rng.choice([16, 5]),
+            there=rng.random() < 0.5,
+        )
 
 
-def check_the_longest_rows_have_the_shares() -> None:
+def check_the_longest_rows_have_the_extra_splits() -> None:
     """One of 16,000 tokens among short ones has as many programs as a row may; rows alike have one each, or as many each."""
-    from phalanx.kernels.attention import split_kv as made
+    from phalanx.kernels.attention.split_kv import plan
 
-    def programs(lengths: list[int], split_kv: int) -> list[int]:
-        held = torch.tensor(lengths, dtype=torch.int32)
-        pieces = made.cut(held, None, Split(split_kv, 128, 32, 1, 3, 168), window=None, block_size=16)
-        return [int((pieces[:, 6] == row).sum()) for row in range(len(lengths))]
+    def programs(lengths: list[int], extra_splits: int) -> list[int]:
+        tiling = DecodeTiling(extra_splits, 128, 32, 1, 3, 168)
+        splits = plan(torch.tensor(lengths, dtype=torch.int32), None, tiling, window=None, block_size=16)
+        return [int((splits[:, 6] == row).sum()) for row in range(len(lengths))]
 
     assert programs([200] * 31 + [16000] + [200] * 32, 64) == [1] * 31 + [MAX_SPLITS_PER_ROW] + [1] * 32
     assert programs([1500] * 64, 64) == [1] * 64
@@ -75,15 +83,15 @@ def check_the_longest_rows_have_the_shares() -> None:
     assert programs([0, 1, 0], 3) == [1, 1, 1]
 
 
-CHECKS = [check_rows_of_any_lengths, check_the_longest_rows_have_the_shares]
+CHECKS = [check_rows_of_any_lengths, check_the_longest_rows_have_the_extra_splits]
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.attention.test_shares").split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.attention.test_split_kv").split() == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("rows", ROWS_CLASSES)
+@pytest.mark.parametrize("rows", ROW_CLASSES)
 def test_compiles(rows: int, arch: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -91,14 +99,21 @@ def test_compiles(rows: int, arch: int) -> None:
 
     from phalanx.kernels.attention import split_kv
 
-    assert rows_class(rows) == rows_class(rows // 2 + 1) == rows
-    signature = {"lengths": "*i32", "table_rows": "*i64", "pieces_of": "*i32"}
-    signature |= dict.fromkeys(("rows", "shares", "tiles", "window"), "i32")
-    constants = {"ROWS": rows, "MOST": MAX_SPLITS_PER_ROW, "TILE": 32, "RUN": 16, "WINDOWED": True, "AT_ONCE": split_kv.AT_ONCE}
-    source = ASTSource(split_kv._cut, signature | dict.fromkeys(constants, "constexpr"), constants)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-    assert len(made.asm["cubin"]) > 0
-    assert "griddepcontrol" not in made.asm["ptx"], "what comes behind may not begin before it ends"
+    assert row_class(rows) == row_class(rows // 2 + 1) == rows
+    signature = {"lengths": "*i32", "table_rows": "*i64", "splits": "*i32"}
+    signature |= dict.fromkeys(("rows", "extra_splits", "min_tiles", "window"), "i32")
+    constants = {
+        "ROWS": rows,
+        "MOST": MAX_SPLITS_PER_ROW,
+        "TILE": 32,
+        "RUN": 16,
+        "WINDOWED": True,
+        "SPLITS_PER_PROGRAM": split_kv.SPLITS_PER_PROGRAM,
+    }
+    source = ASTSource(split_kv._plan, signature | dict.fromkeys(constants, "constexpr"), constants)
+    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    assert len(kernel.asm["cubin"]) > 0
+    assert "griddepcontrol" not in kernel.asm["ptx"], "kernels behind it may not begin before it ends"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scales after a product: in Triton's interpreter against the formula, and compiled for three generations of GPUs."""
+"""Scales after a GEMM: in Triton's interpreter against the formula, and compiled for three generations of GPUs."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def check() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.gemm.test_scale_sums").strip() == "checked"
+    assert interpreted("tests.kernels.gemm.test_apply_scales").strip() == "checked"
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_compiles(arch: int) -> None:
     from phalanx.kernels.gemm import apply_scales
 
-    kinds = {"sums": "*bf16", "rows": "*fp32", "columns": "*fp32", "width": "i32"}
-    compiled(apply_scales._scale_sums, kinds, {"BLOCK": apply_scales.PIECE}, arch)
+    kinds = {"values": "*bf16", "rows": "*fp32", "columns": "*fp32", "width": "i32"}
+    compiled(apply_scales._apply_scales, kinds, {"BLOCK": apply_scales.MAX_BLOCK}, arch)
 
 
 if __name__ == "__main__":

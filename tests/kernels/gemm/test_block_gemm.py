@@ -18,9 +18,8 @@ from phalanx.kernels import reference
 from phalanx.kernels.gemm import block_gemm, block_heuristics
 from phalanx.kernels.gemm.block_heuristics import BlockTiling
 from phalanx.kernels.gemm.heuristics import GemvTiling
-from tests.kernels.attention.test_prefill import spilled
-from tests.support.kernels_compiled import compiled
-from tests.support.kernels_interpreted import interpreted
+from tests.support.kernels_compiled import compiled, spilled
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
 
@@ -127,7 +126,7 @@ CHECKS = [check_groups, check_rows, check_one_row, check_every_e4m3]
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.gemm.test_block_scaled").split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.gemm.test_block_gemm").split() == [check.__name__ for check in CHECKS]
 
 
 def made(tiling: BlockTiling, arch: int, *, quantized: bool, whole: bool = True, parts: bool = False) -> Any:
@@ -136,18 +135,18 @@ def made(tiling: BlockTiling, arch: int, *, quantized: bool, whole: bool = True,
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from phalanx.kernels.gemm.block_scaled_gemm import _block_scaled as kernel
+    from phalanx.kernels.gemm.block_scaled_gemm import _block_scaled_gemm as kernel
 
     constants: dict[str, Any] = {
-        "SKIP": 0 if whole else 48, "WHOLE": whole, "PARTS": parts, "ROWS": tiling.rows, "TOKENS": tiling.tokens, "AHEAD": 4,
-        "PTX": arch,
+        "SKIP": 0 if whole else 48, "FULL": whole, "PARTS": parts, "ROWS": tiling.rows, "TOKENS": tiling.tokens, "PREFETCH": 4,
+        "SM": arch,
     }  # fmt: skip
     pointers = {"x": "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "fp32" if parts else "bf16"}
     if not quantized:
         pointers |= {"x": "bf16", "weight": "u8"}
         constants["x_scale"] = None
     kinds = {name: "*" + kind for name, kind in pointers.items()}
-    kinds |= dict.fromkeys(("tokens", "pitch", "outputs", "inputs", "blocks", "tiles_n", "tiles_t", "share"), "i32")
+    kinds |= dict.fromkeys(("tokens", "pitch", "outputs", "inputs", "blocks", "tiles_n", "tiles_t", "part_blocks"), "i32")
     aligned = [name for name in (*pointers, "pitch", "outputs", "inputs") if name not in constants]
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, attributes)
@@ -155,7 +154,7 @@ def made(tiling: BlockTiling, arch: int, *, quantized: bool, whole: bool = True,
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-ROOM = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that a program may have."""
 SHAPES = [  # tokens, outputs, blocks: one of each case
     (8, 6144, 32), (33, 28672, 64), (8, 28672, 32), (20, 4096, 32), (64, 8192, 16), (256, 2560, 64), (256, 8192, 56),
@@ -166,22 +165,22 @@ SHAPES = [  # tokens, outputs, blocks: one of each case
 @pytest.mark.parametrize("arch", [89, 90, 100])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiles_in_e4m3(arch: int, shape: tuple[int, int, int]) -> None:
-    tiling = block_heuristics.block_tiling(*shape, shared=ROOM[arch], large=arch < 100)
+    tiling = block_heuristics.block_tiling(*shape, shared_memory=SHARED_MEMORY[arch], large=arch < 100)
     kernel = made(tiling, arch, quantized=True, parts=tiling.parts > 1)
     fits(kernel, arch)
-    sm = kernel.asm["ptx"]
+    ptx = kernel.asm["ptx"]
     if arch >= 90:
-        wait = sm.index("griddepcontrol.wait")
-        assert "prefetch.global.L2" in sm[:wait]
-        assert not any(act in sm[:wait] for act in ("ld.global", "st.global", "cp.async"))
-    assert {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in sm
-    assert "cp.async" in sm
+        wait = ptx.index("griddepcontrol.wait")
+        assert "prefetch.global.L2" in ptx[:wait]
+        assert not any(act in ptx[:wait] for act in ("ld.global", "st.global", "cp.async"))
+    assert {89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
+    assert "cp.async" in ptx
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_compiles_for_a_weight_widened_in_registers(arch: int, shape: tuple[int, int, int]) -> None:
-    tiling = block_heuristics.block_tiling(*shape, shared=ROOM[arch], width=2)
+    tiling = block_heuristics.block_tiling(*shape, shared_memory=SHARED_MEMORY[arch], itemsize=2)
     fits(made(tiling, arch, quantized=False, whole=shape[0] > 8), arch)
 
 
@@ -192,7 +191,7 @@ def test_compiles_where_blocks_are_cut() -> None:
 
 
 def fits(kernel: Any, arch: int) -> None:
-    assert kernel.metadata.shared <= ROOM[arch]
+    assert kernel.metadata.shared <= SHARED_MEMORY[arch]
     assert spilled(kernel) == 0
 
 
@@ -207,7 +206,7 @@ def test_one_row_compiles(arch: int, x: str) -> None:
     kinds = {"x": "*u8" if x == "u8" else "*bf16", "x_scale": "*fp32", "weight": "*u8", "scale": "*fp32", "out": "*bf16"}
     if x != "u8":
         constants["x_scale"] = None
-    compiled(block_scaled_gemv._block_scaled_row, kinds | {"rows": "i32", "blocks": "i32"}, constants, arch)
+    compiled(block_scaled_gemv._block_scaled_gemv, kinds | {"rows": "i32", "blocks": "i32"}, constants, arch)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -215,7 +214,7 @@ def test_what_is_beside_compiles(arch: int) -> None:
     from phalanx.kernels.gemm import block_scaled_gemm, per_token_group_quant
 
     kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "pitch": "i32", "columns": "i32", "groups": "i32"}
-    compiled(per_token_group_quant._quantize_groups, kinds, {"SKIP": 0, "GROUPS": 32}, arch)
+    compiled(per_token_group_quant._per_token_group_quant, kinds, {"SKIP": 0, "GROUPS": 32}, arch)
     kinds = {"parts": "*fp32", "out": "*bf16", "size": "i32", "count": "i32"}
     compiled(block_scaled_gemm._add_parts, kinds, {"BLOCK": 1024}, arch)
 
@@ -223,7 +222,7 @@ def test_what_is_beside_compiles(arch: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 65, 256, 2048, 8192])
 def test_tilings(tokens: int) -> None:
     for outputs, groups, room in itertools.product((16, 2560, 28672), (1, 2, 32, 112), (99 * 1024, block_heuristics.SHARED_MEMORY)):
-        tiling = block_heuristics.block_tiling(tokens, outputs, groups, shared=room)
+        tiling = block_heuristics.block_tiling(tokens, outputs, groups, shared_memory=room)
         assert tiling.parts <= max(1, groups // 4)
         assert tiling.stages >= 2
         assert tiling.stages * 128 * (tiling.rows + tiling.tokens) < room
@@ -249,7 +248,9 @@ def test_the_cuts_are_the_fastest_on_record() -> None:
         behind.append(timed[benchmark.chosen(tokens, (outputs, inputs))] / min(timed.values()))
         if tokens > 1:
             torchs = found["torch"][0]
-            assert (torchs if block_heuristics.prefers_cublas(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(torchs, *timed.values())
+            assert (torchs if block_heuristics.prefers_cublas(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(
+                torchs, *timed.values()
+            )
     assert len(behind) == 40
     assert max(behind) < 1.08
     assert sum(behind) / len(behind) < 1.01
@@ -306,7 +307,7 @@ def test_scales_once_a_block() -> None:
 def test_what_torch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     assert not block_gemm.cublas_supports(384, 1024, 256, device)
-    monkeypatch.setattr(block_gemm, "_torch_multiplies", lambda device: True)
+    monkeypatch.setattr(block_gemm, "_cublas_scales_by_block", lambda device: True)
     assert block_gemm.cublas_supports(384, 1024, 256, device)
     for outputs, inputs, begin in ((320, 1024, 0), (384, 1152, 0), (384, 1024, 64)):
         assert not block_gemm.cublas_supports(outputs, inputs, begin, device)
@@ -325,8 +326,8 @@ def test_torchs_on_gpu(tokens: int, outputs: int, inputs: int, monkeypatch: pyte
     scale = torch.logspace(-3, -1, outputs // 128 * (inputs // 128)).view(outputs // 128, -1).repeat_interleave(128, 0)
     values, x_scale = reference.per_token_group_quant_fp8(x, 128)
     wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32)
-    asked, ran = block_gemm._cublas, []
-    monkeypatch.setattr(block_gemm, "_torchs", lambda *given: ran.append(1) or asked(*given))
+    cublas, ran = block_gemm._cublas, []
+    monkeypatch.setattr(block_gemm, "_cublas", lambda *arguments: ran.append(1) or cublas(*arguments))
     found = block_gemm.block_scaled_mm(
         x.to(device), weight.to(device), scale.to(device), dtype=torch.bfloat16,
         by_block=block_gemm.one_scale_per_block(scale.to(device)),
@@ -375,19 +376,6 @@ def test_on_gpu(tokens: int, outputs: int, inputs: int, begin: int, dtype: torch
         # Many tokens round the widened weight to 16 bit: half an eps of each term.
         slack = torch.finfo(dtype).eps * 2**18 if tokens > block_heuristics.FEW_TOKENS else 0
         near(found.cpu(), wide, magnitudes(x, weight, scale, begin) * (8 + slack))
-
-
-def let_loops_begin_anywhere() -> None:
-    """The interpreter's scalars are arrays of one element, which numpy no longer takes for an integer, as a loop's bounds are."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        tensor.__index__ = lambda self: self.handle.data.item()
-
-    interpreter._patch_lang_tensor = patched
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few rows times a matrix in e4m3: compiled for Hopper, how the weight is dealt out; on a GPU what it computes."""
+"""Skinny GEMM in e4m3: compiled for Hopper, how the weight is divided over programs; on a GPU what it computes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ pytest.importorskip("triton")
 
 from phalanx.kernels.capabilities import has_gluon
 from phalanx.kernels.gemm import heuristics
-from tests.kernels.attention.test_prefill import spilled
+from tests.support.kernels_compiled import spilled
 
 if not has_gluon():
     pytest.skip("the kernel is for another Triton", allow_module_level=True)
 
-ROOM = 227 * 1024  # of one program, in Hopper's shared memory
+SHARED_MEMORY = 227 * 1024  # of one program, in Hopper's shared memory
 
 
-def made(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> Any:
+def compiled_as(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
@@ -32,7 +32,7 @@ def made(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> A
     constants = {
         "KT": 64, "STAGES": heuristics.num_stages(rows, tokens), "SUMS": sums, "STORED": stored, "AT_ONCE": 2, "SHARED": shared,
     }  # fmt: skip
-    pointers = {"out": "bf16", "row_scale": "fp32", "column_scale": "fp32", "parts": "fp32", "arrived": "i32"}
+    pointers = {"out": "bf16", "row_scale": "fp32", "column_scale": "fp32", "parts": "fp32", "arrivals": "i32"}
     if not scaled:
         constants |= {"row_scale": None, "column_scale": None}
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
@@ -48,42 +48,42 @@ def made(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> A
 @pytest.mark.parametrize(("rows", "tokens", "warps"), [(64, 8, 4), (128, 16, 4), (64, 32, 4), (64, 64, 4), (128, 64, 4)])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_compiles(rows: int, tokens: int, warps: int, scaled: bool) -> None:
-    kernel = made(rows, tokens, warps, shared=True, scaled=scaled)
-    assert kernel.metadata.shared <= ROOM
+    kernel = compiled_as(rows, tokens, warps, shared=True, scaled=scaled)
+    assert kernel.metadata.shared <= SHARED_MEMORY
     assert spilled(kernel) == 0
-    sm = kernel.asm["ptx"]
-    wait = sm.index("griddepcontrol.wait")
-    before = sm[:wait]
+    ptx = kernel.asm["ptx"]
+    wait = ptx.index("griddepcontrol.wait")
+    before = ptx[:wait]
     assert before.count("cp.async.bulk.tensor") == heuristics.num_stages(rows, tokens) + 1  # the weight's tiles, and x's descriptor
     assert not any(act in before for act in ("st.global", "ld.global", "atom."))
-    assert "wgmma.mma_async" in sm[wait:]
+    assert "wgmma.mma_async" in ptx[wait:]
     if tokens >= 16:
-        assert "st.global.v4.b32" in sm  # 8 rows at once
+        assert "st.global.v4.b32" in ptx  # 8 rows at once
 
 
-def said(kernel: Any, begins: str) -> str:
-    """What stands behind the `=` of a kernel's line."""
+def right_side(kernel: Any, begins: str) -> str:
+    """The expression behind the `=` of a kernel's line."""
     return next(line.split("=", 1)[1].strip() for line in inspect.getsource(kernel).splitlines() if line.strip().startswith(begins))
 
 
 @pytest.mark.parametrize(("along", "deep", "programs"), [(20, 64, 120), (20, 64, 132), (1, 9, 7), (112, 64, 132), (3, 1, 2)])
-def test_shares_of_a_row_of_tiles_are_found_from_both_sides(along: int, deep: int, programs: int) -> None:
-    """Who has tiles of a row, by each program's run and by the row's ends, both in the kernel's own words; and no slot is used
-    twice."""
+def test_programs_of_a_row_of_tiles_are_the_same_from_both_sides(along: int, deep: int, programs: int) -> None:
+    """Which programs have tiles of a row, by each program's run and by the row's ends, both by the kernel's own expressions; and no
+    slot is used twice."""
     from phalanx.kernels.gemm import fp8_skinny
 
     units = along * deep
-    run = said(fp8_skinny._fp8_skinny.fn, "first, last =")
+    run = right_side(fp8_skinny._fp8_skinny.fn, "first, last =")
     runs = [eval(run, {"program": p, "programs": programs, "units": units}) for p in range(programs)]
-    sharers = said(fp8_skinny._hand_over.fn, "owner, behind =")
+    sharers = right_side(fp8_skinny._combine.fn, "first_program, end_program =")
     slots: set[int] = set()
     for row in range(along):
         begin, end = row * deep, (row + 1) * deep
         sharing = [p for p, (first, last) in enumerate(runs) if first < end and last > begin]
-        owner, behind = eval(sharers, {"tile": row, "KT": deep, "programs": programs, "units": units})
-        assert sharing == list(range(owner, behind))
+        first_program, end_program = eval(sharers, {"tile": row, "KT": deep, "programs": programs, "units": units})
+        assert sharing == list(range(first_program, end_program))
         if len(sharing) > 1:
-            left = {2 * p + (p == owner) for p in sharing}
+            left = {2 * p + (p == first_program) for p in sharing}
             assert not slots & left
             slots |= left
     assert all(slot < 2 * programs for slot in slots)
@@ -132,15 +132,15 @@ def needs_hopper() -> None:
         pytest.skip("the kernel is for Hopper")
 
 
-def steps(found: Any, wanted: Any) -> float:
+def steps(output: Any, wanted: Any) -> float:
     """The largest error, in steps of bf16 at the size of the value, or of the others where it is smaller."""
     size = wanted.abs().maximum(wanted.square().mean().sqrt()) * 2**-8
-    return float(((found.float() - wanted).abs() / size).max().item())
+    return float(((output.float() - wanted).abs() / size).max().item())
 
 
 @pytest.mark.gpu1
 def test_replays_behind_kernels_that_start_it_early() -> None:
-    """Products of one weight, split and whole, behind each other and behind a norm, in a graph: the bits of eager ones."""
+    """GEMMs with one weight, split and not, behind each other and behind a norm, in a graph: the bits of eager ones."""
     import torch
 
     from phalanx.kernels.capabilities import gpu
@@ -156,7 +156,7 @@ def test_replays_behind_kernels_that_start_it_early() -> None:
         start = torch.randn(tokens, 8192, device="cuda", dtype=torch.bfloat16)
 
         def chain(start: torch.Tensor = start) -> list[torch.Tensor]:
-            made, residual = [], start
+            outputs, residual = [], start
             for _ in range(4):
                 x, _, residual = residual_rms_norm(start, residual, norm, 1e-5, quant="fp8")
                 for weight in weights:
@@ -164,17 +164,17 @@ def test_replays_behind_kernels_that_start_it_early() -> None:
                     if tiling is None:
                         tiling = heuristics.SkinnyTiling(64, heuristics.num_stages(64, len(x)), -(-weight.shape[0] // 64), 4)
                     sums = fp8_skinny_gemm(x, weight, tiling)
-                    made.append(sums)
+                    outputs.append(sums)
                     x = (sums / 256).to(e4m3)
-                made.append(residual)
-            return made
+                outputs.append(residual)
+            return outputs
 
         wanted = [each.clone() for each in chain()]
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = chain()
+            outputs = chain()
         for _ in range(50):
             graph.replay()
-            for left, right in zip(found, wanted, strict=True):
+            for left, right in zip(outputs, wanted, strict=True):
                 assert torch.equal(left, right)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row times a matrix: in Triton's interpreter against the reference, and compiled for three generations of GPUs."""
+"""GEMV in 16 and 32 bit: in Triton's interpreter against the reference, and compiled for three generations of GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check() -> None:
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.gemm.test_one_row").strip() == "checked"
+    assert interpreted("tests.kernels.gemm.test_gemv").strip() == "checked"
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -37,10 +37,10 @@ def test_compiles(arch: int) -> None:
     from phalanx.kernels.gemm import gemv
 
     kinds = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "rows": "i32"}
-    compiled(gemv._one_row, kinds, {"COLUMNS": 4096, "ROWS": 4, "BLOCK": 2048}, arch)
+    compiled(gemv._gemv, kinds, {"COLUMNS": 4096, "ROWS": 4, "BLOCK": 2048}, arch)
 
 
-def test_linear_on_cpu_is_torchs() -> None:
+def test_linear_on_a_cpu_is_torchs() -> None:
     from phalanx import kernels
 
     x, weight, bias = torch.randn(1, 8), torch.randn(5, 8), torch.randn(5)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 FP8 = torch.float8_e4m3fn
 KINDS = ["16", "quantized", "quantizes", "static"]
-"""Of factors: both in 16 bit; both in e4m3; x quantized by the kernel, with its own scale, or with a given one."""
+"""Of args: both in 16 bit; both in e4m3; x quantized by the kernel, with its own scale, or with a given one."""
 
 
-def factors_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False, device: str = "cpu") -> GemvArgs:
+def args_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False, device: str = "cpu") -> GemvArgs:
     from phalanx.kernels import reference
     from phalanx.kernels.scaled_tensors import GemvArgs
 
@@ -39,13 +39,13 @@ def factors_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias
     return GemvArgs(x, torch.tensor(0.01, device=device) if kind == "static" else None, weight, scale, added, dtype)
 
 
-def product_of(factors: GemvArgs, tiling: tuple[int, int, int]) -> Tensor:
+def output_of(args: GemvArgs, tiling: tuple[int, int, int]) -> Tensor:
     """By one row's own kernel."""
     from phalanx.kernels.gemm.gemv import gemv
     from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
     from phalanx.kernels.gemm.heuristics import GemvTiling
 
-    x, x_scale, weight, scale, bias, dtype = factors
+    x, x_scale, weight, scale, bias, dtype = args
     assert bias is None
     if scale is None:
         return gemv(x, weight, **GemvTiling(*tiling)._asdict())
@@ -59,9 +59,9 @@ def check_gate_up_silu() -> None:
 
     for kind in KINDS:
         for dtype, inner, inputs, pairs in ((torch.bfloat16, 3, 16, 1), (torch.float16, 7, 208, 2), (torch.bfloat16, 33, 1040, 8)):
-            factors = factors_of(kind, 2 * inner, inputs, dtype)
-            wanted = silu_mul(product_of(factors, (16, 256, 4)))
-            found = gate_up_silu(factors, FusedGemvTiling(pairs, 256, 4))
+            args = args_of(kind, 2 * inner, inputs, dtype)
+            wanted = silu_mul(output_of(args, (16, 256, 4)))
+            found = gate_up_silu(args, FusedGemvTiling(pairs, 256, 4))
             assert found.shape == (1, inner)
             assert torch.equal(found, wanted), (kind, dtype, inner)
 
@@ -78,14 +78,14 @@ def check_qkv_rope_store() -> None:
     ]  # fmt: skip
     for kind, (dtype, (q_heads, kv_heads, head_dim, pairs), fp8, slot) in itertools.product(KINDS, cases):
         heads = q_heads + 2 * kv_heads
-        factors = factors_of(kind, heads * head_dim, 48, dtype)
+        args = args_of(kind, heads * head_dim, 48, dtype)
         angles, slots = torch.rand(1, head_dim // 2) * 7, torch.tensor([slot])
         held = [torch.randn(3, 4, kv_heads, head_dim).to(FP8 if fp8 else dtype) for _ in range(2)]
         expected = [cache.clone() for cache in held]
         scales = (0.25, 0.5) if fp8 else None
-        product = product_of(factors, (32, 64, 4)).view(1, heads, head_dim)
+        product = output_of(args, (32, 64, 4)).view(1, heads, head_dim)
         wanted = rope_store(product, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
-        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, q_heads, scales, FusedGemvTiling(pairs, 64, 4))
+        query = qkv_rope_store(args, angles.cos(), angles.sin(), *held, slots, q_heads, scales, FusedGemvTiling(pairs, 64, 4))
         for got, want in zip((query, *held), (wanted, *expected), strict=True):
             assert got.dtype == want.dtype
             assert torch.equal(got.float(), want.float()), (kind, dtype, head_dim, fp8, slot)
@@ -97,16 +97,16 @@ def check_a_bias_is_added_before_the_rounding() -> None:
     from phalanx.kernels.gemm.heuristics import FusedGemvTiling
 
     for kind in ("16", "quantized"):
-        factors = factors_of(kind, 8 * 8, 48, torch.bfloat16, bias=True)
+        args = args_of(kind, 8 * 8, 48, torch.bfloat16, bias=True)
         angles, slots = torch.rand(1, 4) * 7, torch.tensor([2])
         held = [torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
         expected = [cache.clone() for cache in held]
-        x, x_scale, weight, scale, bias, _ = factors
+        x, x_scale, weight, scale, bias, _ = args
         assert bias is not None
         wide = x.float() @ weight.float().t() * (1.0 if scale is None or x_scale is None else x_scale * scale)
         product = (wide + bias.float()).to(torch.bfloat16).view(1, 8, 8)
         wanted = reference.rope_store(product, angles.cos(), angles.sin(), *expected, slots, 4)
-        query = qkv_rope_store(factors, angles.cos(), angles.sin(), *held, slots, 4, None, FusedGemvTiling(8, 64, 4))
+        query = qkv_rope_store(args, angles.cos(), angles.sin(), *held, slots, 4, None, FusedGemvTiling(8, 64, 4))
         for got, want in zip((query, *held), (wanted, *expected), strict=True):
             torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-6)
 
@@ -126,7 +126,7 @@ def test_compiles(kernel: str, kind: str, arch: int) -> None:
     fp8 = kind != "16"
     pointers = {"x": "fp8e4nv" if kind == "e4m3" else "bf16", "weight": "fp8e4nv" if fp8 else "bf16"}
     constants = {
-        "COLUMNS": 4096, "WIDE": 4096, "QUANTIZE": kind == "quantize", "GIVEN": kind == "e4m3", "PAIRS": 1,
+        "COLUMNS": 4096, "PADDED": 4096, "QUANTIZE": kind == "quantize", "STATIC": kind == "e4m3", "PAIRS": 1,
         "BLOCK": 4096 if fp8 else 2048,
     }  # fmt: skip
     for name, here in (("x_scale", kind == "e4m3"), ("scale", fp8)):
@@ -170,12 +170,12 @@ def test_gate_up_silu_on_gpu(kind: str, inner: int, inputs: int) -> None:
 
     needs_fp8(kind)
     torch.manual_seed(inner)
-    factors = factors_of(kind, 2 * inner, inputs, torch.bfloat16, device="cuda")
+    args = args_of(kind, 2 * inner, inputs, torch.bfloat16, device="cuda")
     for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
-        wanted = kernels.silu_mul(product_of(factors, (2 * pairs, block, warps)))
-        found = gate_up_silu(factors, FusedGemvTiling(pairs, block, warps))
+        wanted = kernels.silu_mul(output_of(args, (2 * pairs, block, warps)))
+        found = gate_up_silu(args, FusedGemvTiling(pairs, block, warps))
         assert torch.equal(found, wanted), f"{(found != wanted).sum()} of {inner}, {(pairs, block, warps)}"
-    chosen = gemv_fused.gate_up_silu(factors)
+    chosen = gemv_fused.gate_up_silu(args)
     assert chosen is not None
     assert (chosen.float() - wanted.float()).norm() < 1e-2 * wanted.float().norm()
 
@@ -195,20 +195,22 @@ def test_qkv_rope_store_on_gpu(kind: str, cache: torch.dtype, slot: int) -> None
     needs_fp8(kind)
     torch.manual_seed(slot)
     q_heads, kv_heads, head_dim, inputs = 8, 2, 128, 8192
-    factors = factors_of(kind, (q_heads + 2 * kv_heads) * head_dim, inputs, torch.bfloat16, device="cuda")
+    args = args_of(kind, (q_heads + 2 * kv_heads) * head_dim, inputs, torch.bfloat16, device="cuda")
     angles, slots = torch.rand(1, head_dim // 2, device="cuda") * 7, torch.tensor([slot], device="cuda")
-    turns, scales = (angles.cos(), angles.sin()), (0.25, 0.5) if cache == FP8 else None
+    cos_sin, scales = (angles.cos(), angles.sin()), (0.25, 0.5) if cache == FP8 else None
     held = [torch.randn(4, 16, kv_heads, head_dim, device="cuda").to(cache) for _ in range(2)]
     for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
         found, wanted = ([each.clone() for each in held] for _ in range(2))
-        product = product_of(factors, (2 * pairs, block, warps)).view(1, -1, head_dim)
-        wanted.append(kernels.rope_store(product, *turns, wanted[0], wanted[1], slots, q_heads, scales))
-        found.append(qkv_rope_store(factors, *turns, found[0], found[1], slots, q_heads, scales, FusedGemvTiling(pairs, block, warps)))
+        product = output_of(args, (2 * pairs, block, warps)).view(1, -1, head_dim)
+        wanted.append(kernels.rope_store(product, *cos_sin, wanted[0], wanted[1], slots, q_heads, scales))
+        found.append(
+            qkv_rope_store(args, *cos_sin, found[0], found[1], slots, q_heads, scales, FusedGemvTiling(pairs, block, warps))
+        )
         for got, want in zip(found, wanted, strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (pairs, block, warps)
     if slot < 0:
         assert torch.equal(found[0].view(torch.uint8), held[0].view(torch.uint8))
-    chosen = gemv_fused.qkv_rope_store(factors, *turns, held[0], held[1], slots, q_heads, scales)
+    chosen = gemv_fused.qkv_rope_store(args, *cos_sin, held[0], held[1], slots, q_heads, scales)
     assert chosen is not None
     assert (chosen.float() - wanted[2].float()).norm() < 1e-2 * wanted[2].float().norm()
 

@@ -45,7 +45,7 @@ CHECKS = [check_rows, check_a_row_of_zeros]
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.test_quantize_rows").split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.ops.test_quantize_fp8").split() == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -53,7 +53,7 @@ def test_compiles(arch: int) -> None:
     from phalanx.kernels.ops import quantize_fp8
 
     kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "width": "i32"}
-    compiled(quantize_fp8._quantize_fp8, kinds, {"GIVEN": False, "BLOCK": 8192}, arch)
+    compiled(quantize_fp8._quantize_fp8, kinds, {"STATIC": False, "BLOCK": 8192}, arch)
 
 
 @pytest.mark.gpu1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters as floors, without a sort: in Triton's interpreter against what sorting keeps, and compiled for three generations of
+"""Filters as thresholds, without a sort: in Triton's interpreter against what sorting keeps, and compiled for three generations of
 GPUs.
 
 Kept sets are equal, but where an edge of top-p is too close to call in fp32: a token may be kept by one and not by the other only
@@ -31,24 +31,24 @@ from triton.compiler import ASTSource  # noqa: E402
 TOO_CLOSE = 5e-6
 
 
-def found(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+def thresholds_of(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
     from phalanx.kernels.sampling import filter_thresholds, gumbel_argmax
 
-    tops = gumbel_argmax.keys(logits, 0, logits.shape[1]).unsqueeze(0)
-    return filter_thresholds.floors(sampling.contiguous_fp32(logits), tops, temperature, filters)
+    max_keys = gumbel_argmax.packed_argmax_keys(logits, 0, logits.shape[1]).unsqueeze(0)
+    return filter_thresholds.filter_thresholds(sampling.contiguous_fp32(logits), max_keys, temperature, filters)
 
 
 def check(logits: Tensor, temperature: Tensor, filters: Tensor) -> int:
     """The kernel's floors keep what sorting keeps; how many rows differ by what is too close."""
-    floor, width = found(logits, temperature, filters), logits.shape[1]
-    assert not floor.isnan().any()
-    drawn = (temperature > 0).nonzero()[:, 0]
-    assert (floor[temperature == 0] == -math.inf).all()
-    logits, temperature, filters, floor = logits[drawn], temperature[drawn], filters[:, drawn], floor[drawn]
+    threshold, width = thresholds_of(logits, temperature, filters), logits.shape[1]
+    assert not threshold.isnan().any()
+    sampled = (temperature > 0).nonzero()[:, 0]
+    assert (threshold[temperature == 0] == -math.inf).all()
+    logits, temperature, filters, threshold = logits[sampled], temperature[sampled], filters[:, sampled], threshold[sampled]
     scaled = reference.scale_logits(logits.float(), temperature)
     top_k, top_p, min_p = filters[0].long(), filters[1].where(filters[1] < 1.0, 2.0), filters[2].float()
     wanted = reference.keep_filtered(scaled, width, top_k, top_p, min_p)
-    got = torch.where(scaled >= floor.unsqueeze(1), scaled, -math.inf)
+    got = torch.where(scaled >= threshold.unsqueeze(1), scaled, -math.inf)
     odd = (got != wanted).any(1).nonzero()[:, 0].tolist()
     for row in odd:
         kept = reference.keep_filtered(scaled[row : row + 1], width, top_k[row : row + 1], None, None)[0].double()
@@ -59,25 +59,25 @@ def check(logits: Tensor, temperature: Tensor, filters: Tensor) -> int:
     return len(odd)
 
 
-def rows_of(*asked: tuple[float, float, float, float]) -> tuple[Tensor, Tensor]:
+def rows_of(*options: tuple[float, float, float, float]) -> tuple[Tensor, Tensor]:
     """(temperature, filters) of rows that ask (temperature, k, p, m)."""
-    table = torch.tensor(asked, dtype=torch.float64)
+    table = torch.tensor(options, dtype=torch.float64)
     return table[:, 0].float(), table[:, 1:].t().contiguous()
 
 
 def check_filters() -> None:
     """Flat and peaked rows of all kinds of logits, with every kind of filter."""
     width = 201
-    asked = [
+    options = [
         (0.8, width, 0.95, 0), (1.0, 50, 1, 0), (1.0, 1, 1, 0), (1.0, 2 * width, 0.5, 0), (0.7, width, 1.0, 0.05),
         (1.3, 40, 0.9, 0.02), (1.0, width, 1e-300, 0), (1.0, width, 0.999999, 0), (0.0, 3, 0.5, 0.5), (100.0, 7, 0.5, 0),
         (1e-30, 7, 0.5, 0.1), (1.0, width, 2.0, 0), (1.0, width - 1, 0.3, 1.0), (5.0, 300, 0.999, 1e-5),
     ]  # fmt: skip
-    temperature, filters = rows_of(*asked)
+    temperature, filters = rows_of(*options)
     apart = 0
-    wide, narrow = torch.float32, torch.bfloat16
-    for spread, dtype, digits in ((0.01, wide, 9), (1.0, narrow, 9), (6.0, wide, 9), (6.0, narrow, 9), (2.0, wide, 1)):
-        logits = torch.randn(len(asked), width) * spread
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for spread, dtype, digits in ((0.01, fp32, 9), (1.0, bf16, 9), (6.0, fp32, 9), (6.0, bf16, 9), (2.0, fp32, 1)):
+        logits = torch.randn(len(options), width) * spread
         logits[:, 100:103] += 2 * spread
         apart += check(logits.round(decimals=digits).to(dtype), temperature, filters)
     assert apart <= 6
@@ -101,12 +101,12 @@ def check_edges() -> None:
     logits[10], logits[10, 10:20] = -1.0, 0.0
     logits[11, :35], logits[11, 35:] = 0.0, -math.log(2.0)
     logits[12], logits[12, 60] = -3.4e38, 0.0
-    asked = [
+    options = [
         (5, 1, 0), (11, 1, 0), (69, 0.5, 0), (70, 0.5, 0), (70, 2 / 3, 0), (70, 0.25, 0), (70, 1e-9, 0), (70, 1, 1), (1, 0.9, 0.1),
     ]  # fmt: skip
-    for temperature, turn, aside in ((1e-30, 0, 1), (1.0, 1, 1), (1.0, 5, 16), (3.0, 0, 1), (3.0, 2, 16), (100.0, 0, 1)):
-        with mock.patch.object(filter_thresholds, "ROOM", aside):
-            check(logits, *rows_of(*[(temperature, *asked[(row + turn) % len(asked)]) for row in range(13)]))
+    for temperature, shift, aside in ((1e-30, 0, 1), (1.0, 1, 1), (1.0, 5, 16), (3.0, 0, 1), (3.0, 2, 16), (100.0, 0, 1)):
+        with mock.patch.object(filter_thresholds, "CAPACITY", aside):
+            check(logits, *rows_of(*[(temperature, *options[(row + shift) % len(options)]) for row in range(13)]))
 
 
 def check_near_edges() -> None:
@@ -119,8 +119,8 @@ def check_near_edges() -> None:
     for off in (-1.2 * TOO_CLOSE, 1.2 * TOO_CLOSE):
         filters = torch.stack([torch.full((12,), 301.0), edges + off, torch.zeros(12)]).double()
         assert check(logits, temperature, filters) == 0
-        floor = found(logits, temperature, filters).double()
-        kept = (order >= floor[:, None]).sum(1)
+        threshold = thresholds_of(logits, temperature, filters).double()
+        kept = (order >= threshold[:, None]).sum(1)
         assert kept.tolist() == [row * 3 + 1 + (off > 0) for row in range(12)]
     alike = (-1.9 - torch.arange(70) * 2.0**-23).where(torch.arange(70) > 0, 0.0).expand(16, 70).contiguous()
     assert len(reference.scale_logits(alike[:1], torch.full((1,), 1.5)).unique()) < 60
@@ -143,7 +143,7 @@ def check_any() -> None:
         st.integers(1, 45), st.one_of(st.floats(1e-12, 1.0), st.just(2.0)), st.one_of(st.just(0.0), st.floats(0.0, 1.0, width=32)),
     )  # fmt: skip
     def keeps(row: list[float], temperature: float, aside: int, k: int, p: float, m: float) -> None:
-        with mock.patch.object(filter_thresholds, "ROOM", aside):
+        with mock.patch.object(filter_thresholds, "CAPACITY", aside):
             check(torch.tensor([row]), *rows_of((temperature, k, p, m)))
 
     keeps()
@@ -158,10 +158,10 @@ def check_vocabulary() -> None:
     logits[:, :40] += torch.linspace(14, 4, 40)
     logits[3], logits[3, :8] = -9.0, 1.0
     logits[3, 8192:8200], logits[3, 16384:16392] = torch.linspace(0, 1, 8), torch.linspace(-1, 0, 8)
-    asked = rows_of((0.8, width, 0.95, 0), (0.8, 50, 1, 0), (1.0, 50, 0.95, 0.05), (1.0, 20, 0.9, 0))
+    options = rows_of((0.8, width, 0.95, 0), (0.8, 50, 1, 0), (1.0, 50, 0.95, 0.05), (1.0, 20, 0.9, 0))
     with mock.patch.multiple(filter_thresholds, LANES=1024, EACH=4):
-        check(logits.bfloat16(), *asked)
-        check(logits, *asked)
+        check(logits.bfloat16(), *options)
+        check(logits, *options)
 
 
 def check_draws() -> None:
@@ -177,11 +177,12 @@ def check_draws() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         rows = logits.to(dtype)
         tokens = torch.empty(20, dtype=torch.int64)
-        tops = gumbel_argmax.keys(rows, 0, 500).unsqueeze(0)
-        kept = filter_thresholds.floors(sampling.contiguous_fp32(rows), tops, temperature, filters)
-        gumbel_argmax.settle(gumbel_argmax.race(rows, 0, 500, tops, temperature, noise, kept).unsqueeze(0), tokens, None)
-        heat = torch.where(temperature > 0, temperature, 1.0)
-        scaled = reference.scale_logits(rows.float(), heat)
+        max_keys = gumbel_argmax.packed_argmax_keys(rows, 0, 500).unsqueeze(0)
+        thresholds = filter_thresholds.filter_thresholds(sampling.contiguous_fp32(rows), max_keys, temperature, filters)
+        keys = gumbel_argmax.gumbel_max(rows, 0, 500, max_keys, temperature, noise, thresholds)
+        gumbel_argmax.decode_keys(keys.unsqueeze(0), tokens, None)
+        divisor = torch.where(temperature > 0, temperature, 1.0)
+        scaled = reference.scale_logits(rows.float(), divisor)
         top_p = filters[1].where(filters[1] < 1.0, 2.0)
         wanted = reference.draw(reference.keep_filtered(scaled, 500, filters[0].long(), top_p, filters[2].float()), noise)
         wanted = torch.where(temperature > 0, wanted, rows.argmax(-1))
@@ -193,7 +194,7 @@ CHECKS = [check_filters, check_edges, check_near_edges, check_any, check_vocabul
 
 
 def test_in_the_interpreter() -> None:
-    assert interpreted("tests.kernels.ops.test_floors").split() == [check.__name__ for check in CHECKS]
+    assert interpreted("tests.kernels.sampling.test_filter_thresholds").split() == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.gpu1
@@ -222,45 +223,56 @@ def test_a_step_of_mixed_rows_on_gpu(dtype: torch.dtype) -> None:
     temperature, filters = (x.cuda() for x in rows_of(*(kinds * 8)))
     apart = check(logits, temperature, filters)
     noise = torch.randint(-(2**31), 2**31 - 1, (2, rows), device="cuda").to(torch.int32)
-    heat = torch.where(temperature > 0, temperature, 1.0)
+    divisor = torch.where(temperature > 0, temperature, 1.0)
     top_p = filters[1].where(filters[1] < 1.0, 2.0)
-    kept = reference.keep_filtered(reference.scale_logits(logits.float(), heat), width, filters[0].long(), top_p, filters[2].float())
+    kept = reference.keep_filtered(
+        reference.scale_logits(logits.float(), divisor), width, filters[0].long(), top_p, filters[2].float()
+    )
     wanted = torch.where(temperature > 0, reference.draw(kept, noise), logits.argmax(-1))
     assert sampling.sample(logits, temperature, noise, filters).tolist() == wanted.tolist()
     assert apart <= 24  # of nuclei of thousands, one more or less
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
-@pytest.mark.parametrize("kernel", ["floors", "race_above_floors"])
+@pytest.mark.parametrize("kernel", ["filter_thresholds", "gumbel_max_above_thresholds"])
 def test_compiles(kernel: str, arch: int) -> None:
     """Down to machine code; a lane's logits stay its own, so that sums over them need no other lane."""
     from phalanx.kernels.sampling import filter_thresholds, gumbel_argmax
 
     ids = "*i64"
     constants: dict[str, Any]
-    if kernel == "floors":
+    if kernel == "filter_thresholds":
         signature = {
             "logits": "*fp32",
-            "floors": "*fp32",
-            "tops": ids,
+            "thresholds": "*fp32",
+            "max_keys": ids,
             "temperature": "*fp32",
             "filters": "*fp64",
             "few": "*fp32",
         }
-        signature |= dict.fromkeys(("stride", "held", "rows", "parts"), "i32")
-        constants = {"PARTS": 64, "LANES": filter_thresholds.LANES, "EACH": filter_thresholds.EACH, "ROOM": filter_thresholds.ROOM, "PTX": arch}
+        signature |= dict.fromkeys(("stride", "width", "rows", "parts"), "i32")
+        constants = {
+            "PARTS": 64,
+            "LANES": filter_thresholds.LANES,
+            "EACH": filter_thresholds.EACH,
+            "CAPACITY": filter_thresholds.CAPACITY,
+            "SM": arch,
+        }
         aligned = {(at,): [["tt.divisibility", 16]] for at in (0, 6)}  # logits and stride
-        source = ASTSource(filter_thresholds._floors, signature | dict.fromkeys(constants, "constexpr"), constants, aligned)
-        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": filter_thresholds.LANES // 32})
-        assert len(made.asm["cubin"]) > 0
-        assert ("griddepcontrol.wait" in made.asm["ptx"]) == (arch >= 90)
-        assert "set.le.f32.f32" in made.asm["ptx"]
-        assert "ld.global.v4.b32" in made.asm["ptx"]
-        assert made.metadata.shared <= 1024  # for sums over all lanes, nothing larger
+        source = ASTSource(
+            filter_thresholds._filter_thresholds, signature | dict.fromkeys(constants, "constexpr"), constants, aligned
+        )
+        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": filter_thresholds.LANES // 32})
+        assert len(result.asm["cubin"]) > 0
+        assert ("griddepcontrol.wait" in result.asm["ptx"]) == (arch >= 90)
+        assert "set.le.f32.f32" in result.asm["ptx"]
+        assert "ld.global.v4.b32" in result.asm["ptx"]
+        assert result.metadata.shared <= 1024  # for sums over all lanes, nothing larger
         return
-    signature = {"logits": "*bf16", "keys": ids, "tops": ids, "temperature": "*fp32", "noise": "*i32", "floors": "*fp32"}
-    signature |= dict.fromkeys(("stride", "held", "begin", "rows", "parts", "span"), "i32")
-    compiled(gumbel_argmax._race, signature, {"RANKS": 1, "PARTS": 64, "BLOCK": gumbel_argmax.BLOCK}, arch)
+    signature = {"logits": "*bf16", "keys": ids, "max_keys": ids, "temperature": "*fp32", "noise": "*i32"}
+    signature["thresholds"] = "*fp32"
+    signature |= dict.fromkeys(("stride", "width", "begin", "rows", "parts", "span"), "i32")
+    compiled(gumbel_argmax._gumbel_max, signature, {"RANKS": 1, "PARTS": 64, "BLOCK": gumbel_argmax.BLOCK}, arch)
 
 
 if __name__ == "__main__":

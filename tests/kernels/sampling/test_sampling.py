@@ -70,7 +70,7 @@ def test_rows_filter_alone_whatever_the_others_ask():
 @pytest.mark.parametrize("at_once", [2**24, 100])
 def test_draws_of_a_step_are_those_of_each_row_alone(at_once, monkeypatch):
     """Greedy rows, and rows with any of the filters, in one call; by floors as by what is kept."""
-    monkeypatch.setattr(sampling, "_AT_ONCE", at_once)
+    monkeypatch.setattr(reference, "_LOGITS_AT_ONCE", at_once)
     logits, noise = logits_of(6, 50, seed=2), random_keys(6, seed=3)
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.3, 0.9, 2.0])
     filters = torch.tensor([[3, 50, 4, 50, 50, 9], [0.2, 0.8, 1, 1, 1, 0.9], [0.5, 0, 0, 0.2, 0, 0.01]], dtype=torch.float64)
@@ -162,7 +162,8 @@ def test_keys_of_ranks_lead_to_argmax():
     padded = torch.nn.functional.pad(logits, (0, 32), value=math.inf)
     for width in (64, 32, 24, 48):
         parts = [
-            sampling.packed_argmax_keys(padded[:, begin : begin + width], begin, max(0, min(width, 64 - begin))) for begin in range(0, 96, width)
+            sampling.packed_argmax_keys(padded[:, begin : begin + width], begin, max(0, min(width, 64 - begin)))
+            for begin in range(0, 96, width)
         ]
         slots, kv_slots = torch.arange(40).flip(0) + 2, torch.where(torch.arange(40) < 30, 5, -1)
         tokens, last_tokens = torch.empty(40, dtype=torch.int64), torch.full((42,), -9)

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.attention.test_decode import let_loops_begin_anywhere
-from tests.support.kernels_interpreted import interpreted
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
 
@@ -27,8 +26,9 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Call:
-    """rows x hidden; movers of the programs; scaled: x comes without its scales; landed: the first program of each rank has
-    written it to the owners of its rows, on one rank long after the others; late: programs without a row begin long after."""
+    """rows x hidden; movers of the programs; scaled: x comes without its scales; gemm_rs: the first program of each rank has
+    written it to the ranks that reduce its rows, on one rank long after the others; late: programs without a row begin long
+    after."""
 
     dtype: torch.dtype
     rows: int
@@ -50,13 +50,13 @@ CALLS = (
     Call(torch.float32, 35, 16, "fp8_token", 2),
     Call(torch.bfloat16, 3, 64, "fp8_token", 2, spoiled=True),
     Call(torch.bfloat16, 3, 64, "none", 1, spoiled=True),
-    Call(torch.bfloat16, 7, 80, "fp8_token", 2, landed=True),
-    Call(torch.bfloat16, 9, 48, "none", 1, landed=True),
+    Call(torch.bfloat16, 7, 80, "fp8_token", 2, gemm_rs=True),
+    Call(torch.bfloat16, 9, 48, "none", 1, gemm_rs=True),
     Call(torch.float16, 3, 272, "fp8_token", 2),
-    Call(torch.float32, 5, 32, "fp8", 2, landed=True),
-    Call(torch.bfloat16, 6, 64, "fp8_token", 2, spoiled=True, landed=True),
-    Call(torch.bfloat16, 3, 64, "none", 2, landed=True, late=True),
-    Call(torch.bfloat16, 3, 64, "none", 2, landed=True),
+    Call(torch.float32, 5, 32, "fp8", 2, gemm_rs=True),
+    Call(torch.bfloat16, 6, 64, "fp8_token", 2, spoiled=True, gemm_rs=True),
+    Call(torch.bfloat16, 3, 64, "none", 2, gemm_rs=True, late=True),
+    Call(torch.bfloat16, 3, 64, "none", 2, gemm_rs=True),
 )
 LANDING = 1 << 12  # bytes; flags lie behind them
 LATE = 0.6  # s: longer than a kernel takes here
@@ -154,7 +154,12 @@ def stand_in(number: list[int]) -> None:
 
     for module in (rs_norm_ag, oneshot, twoshot):
         module.push, module.clear, module.poll = push, clear, poll  # type: ignore[assignment]
-    rs_norm_ag.push_codes, rs_norm_ag.push_once, rs_norm_ag.poll_words, rs_norm_ag.clear_word = push_codes, push_once, poll_words, clear_word
+    rs_norm_ag.push_codes, rs_norm_ag.push_once, rs_norm_ag.poll_words, rs_norm_ag.clear_word = (
+        push_codes,
+        push_once,
+        poll_words,
+        clear_word,
+    )
     gemm_rs.raise_flag, gemm_rs.await_flag = raise_flag, await_flag
     for kernel in (rs_norm_ag, gemm_rs):
         kernel.enter, kernel.draw_ticket, kernel.leave = enter, lambda turn, programs: 0, lambda turn, programs, ticket: None
@@ -184,7 +189,7 @@ def program(board: Board, rank: int, own: int) -> None:
 
     from phalanx.kernels.dtypes import DTYPE_NAMES
     from phalanx.kernels.scaled_tensors import Unscaled
-    from phalanx.kernels.sequence_parallel.gemm_rs import landed_norm
+    from phalanx.kernels.sequence_parallel.gemm_rs import gemm_rs_norm_ag
     from phalanx.kernels.sequence_parallel.rs_norm_ag import rs_norm_ag
 
     number = [0]
@@ -208,11 +213,18 @@ def program(board: Board, rank: int, own: int) -> None:
             taken.view(torch.int32), board.scale, peers,
         )  # fmt: skip
         sizes = (HALF, call.rows, call.hidden, min(call.movers, board.programs), 1e-5)
-        constants = {"KIND": DTYPE_NAMES[call.dtype], "QUANT": call.quant, "RANK": rank, "WORLD": board.world, "BLOCK": 128, "TAKE": 64}
-        if call.landed:
+        constants = {
+            "KIND": DTYPE_NAMES[call.dtype],
+            "QUANT": call.quant,
+            "RANK": rank,
+            "WORLD": board.world,
+            "BLOCK": 128,
+            "TAKE": 64,
+        }
+        if call.gemm_rs:
             land(board, rank, own, turn)
             time.sleep(LATE * (call.late and own >= -(-call.rows // board.world)))
-            landed_norm[(1,)](board.landings[rank], *row, flags, board.scale, *sizes, **constants, WARPS=1, SM=0)
+            gemm_rs_norm_ag[(1,)](board.landings[rank], *row, flags, board.scale, *sizes, **constants, WARPS=1, SM=0)
         else:
             rs_norm_ag[(1,)](
                 values.view(torch.int32), rows, columns, *row, board.scale, *sizes, **constants, FLAT=32, WARPS=1, SM=0
@@ -279,7 +291,7 @@ def check(world: int, programs: int) -> None:
 
 
 def test_between_processes() -> None:
-    assert interpreted("tests.kernels.sequence_parallel.test_owned", "3", "2").strip() == "checked"
+    assert interpreted("tests.kernels.sequence_parallel.test_rs_norm_ag", "3", "2").strip() == "checked"
 
 
 if __name__ == "__main__":
