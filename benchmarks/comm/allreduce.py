@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks import harness
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm
-from phalanx.comm.symmetric import SymmetricWorkspace, form_workspace, share_of
+from phalanx.comm.symmetric import SymmetricWorkspace, form_workspace, part_vectors
 from phalanx.kernels import reference, residual_rms_norm_quant
 
 TOKENS = (1, 8, 32, 64, 128, 512, 2048, 8192)
@@ -53,15 +53,15 @@ def launches_flat(vectors: int, world: int, num_sms: int, sweep: bool) -> Iterat
     for warps in (1, 2, 4, 8):
         programs = -(-vectors // (32 * warps))
         if vectors <= 1 << 17 and programs * warps <= 32 * num_sms:
-            yield f"ONESHOT {programs}x{32 * warps}", oneshot, oneshot.Launch(programs, 32 * warps, warps, False)
-    share = share_of(vectors, world)
+            yield f"ONESHOT {programs}x{32 * warps}", oneshot, oneshot.OneshotLaunch(programs, 32 * warps, warps, False)
+    part = part_vectors(vectors, world)
     for warps, per_sm, moving in ((4, 1, 1), (4, 2, 2), (16, 1, 1), (16, 2, 2), (16, 2, 1), (16, 3, 2), (8, 4, 2)):
-        blocks = -(-share // (32 * warps))
+        blocks = -(-part // (32 * warps))
         movers = min(blocks, moving * num_sms)
         programs = movers + min(blocks, (per_sm - moving) * num_sms)
         registers = min(65536 // (per_sm * warps * 32) // 8 * 8, 255) if per_sm > 1 else None
         if movers > (moving - 1) * num_sms:
-            launch = twoshot.Launch(programs, 32 * warps, 0, warps, movers, registers)
+            launch = twoshot.TwoshotLaunch(programs, 32 * warps, 0, warps, movers, registers)
             yield f"TWOSHOT {movers} of {programs} x{32 * warps}", twoshot, launch
 
 
@@ -72,21 +72,21 @@ def launches_norm(rows: int, pitch: int, world: int, num_sms: int, sweep: bool) 
         return
     block = oneshot.row_block(pitch)
     for warps in (1, 2, 4, 8):
-        pieces = -(-pitch // (32 * warps))
-        if pieces > 1 and rows * pieces * warps <= 32 * num_sms:
-            yield f"ONESHOT {pieces} pieces", oneshot, oneshot.Launch(rows * pieces, 32 * warps, warps, False, pieces)
+        splits = -(-pitch // (32 * warps))
+        if splits > 1 and rows * splits * warps <= 32 * num_sms:
+            yield f"ONESHOT {splits} splits", oneshot, oneshot.OneshotLaunch(rows * splits, 32 * warps, warps, False, splits)
     for warps in (8, 16):
         if rows <= 4 * num_sms:
-            yield f"ONESHOT rows {warps}w", oneshot, oneshot.Launch(rows, block, warps, False)
-    share = share_of(rows * pitch, world)
+            yield f"ONESHOT rows {warps}w", oneshot, oneshot.OneshotLaunch(rows, block, warps, False)
+    part = part_vectors(rows * pitch, world)
     for warps, per_sm, moving in ((8, 1, 1), (16, 1, 1), (16, 2, 2), (32, 1, 1), (16, 2, 1), (8, 4, 2), (16, 3, 1)):
         if rows < 8 or (per_sm > 1 and rows < 64):
             continue
-        blocks = -(-share // (32 * warps))
+        blocks = -(-part // (32 * warps))
         movers = min(blocks if per_sm > moving else max(blocks, rows), moving * num_sms)
         programs = movers + min(rows, (per_sm - moving) * num_sms)
         registers = min(65536 // (per_sm * warps * 32) // 8 * 8, 255) if per_sm > 1 else None
-        launch = twoshot.Launch(programs, 32 * warps, block, warps, movers, registers)
+        launch = twoshot.TwoshotLaunch(programs, 32 * warps, block, warps, movers, registers)
         yield f"TWOSHOT {movers} of {programs}, {warps}w", twoshot, launch
 
 

@@ -16,7 +16,7 @@ from phalanx.kernels.scaled_tensors import Unscaled
 NUM_SMS = 132
 
 
-def sound(launch: oneshot.Launch) -> None:
+def sound(launch: oneshot.OneshotLaunch) -> None:
     assert launch.programs >= 1
     assert launch.warps in (1, 2, 4, 8, 16, 32)
     assert launch.block & (launch.block - 1) == 0
@@ -35,10 +35,10 @@ def test_a_sum_is_covered(vectors: int) -> None:
 def test_rows_are_covered(rows: int, pitch: int, world: int, whole_rows: bool) -> None:
     launch = oneshot.row_launch(rows, pitch, world, NUM_SMS, whole_rows=whole_rows)
     sound(launch)
-    if launch.pieces > 1:
+    if launch.splits > 1:
         assert not whole_rows
-        assert launch.pieces * launch.block >= pitch
-        assert launch.programs == rows * launch.pieces <= min(BOARD_PLACES, 4 * NUM_SMS)
+        assert launch.splits * launch.block >= pitch
+        assert launch.programs == rows * launch.splits <= min(BOARD_PLACES, 4 * NUM_SMS)
         assert launch.block % 4 == 0  # whole blocks of 16 elements, which share an NVFP4 scale
     else:
         assert launch.block >= pitch

@@ -13,7 +13,7 @@ from phalanx.comm import twoshot
 NUM_SMS = 132
 
 
-def sound(launch: twoshot.Launch) -> None:
+def sound(launch: twoshot.TwoshotLaunch) -> None:
     assert 1 <= launch.movers <= launch.programs
     assert launch.warps in (1, 2, 4, 8, 16, 32)
     for block in (launch.flat, launch.block or launch.flat):

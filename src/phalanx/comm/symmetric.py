@@ -34,8 +34,8 @@ _ALIGNMENT = 1 << 12
 def half_bytes(world: int, message_bytes: int) -> int:
     """Bytes of one half of the workspace for messages of up to `message_bytes`: the parts and sums of a two-shot, within the limit,
     and never less than a small one-shot takes."""
-    share = -(-message_bytes // world)
-    need = max((world - 1) * share + message_bytes + _ALIGNMENT, (world - 1) * _LEAST_ONESHOT_BYTES)
+    part = -(-message_bytes // world)
+    need = max((world - 1) * part + message_bytes + _ALIGNMENT, (world - 1) * _LEAST_ONESHOT_BYTES)
     return min(-(-need // _ALIGNMENT) * _ALIGNMENT, LIMIT_BYTES // 2)
 
 
@@ -69,18 +69,18 @@ class SymmetricWorkspace:
     @cached_property
     def twoshot_vectors(self) -> int:
         """The longest two-shot that fits, with each rank's part rounded up."""
-        return (self.half - self.world * SHARE_ALIGNMENT) * self.world // (2 * self.world - 1)
+        return (self.half - self.world * PART_ALIGNMENT) * self.world // (2 * self.world - 1)
 
 
 BOARD_PLACES = 1 << 12
 """Programs that one kernel may have, where they exchange sums."""
-SHARE_ALIGNMENT = 8
+PART_ALIGNMENT = 8
 """A rank's part of a two-shot starts at a multiple of so many vectors: 128 bytes."""
 
 
-def share_of(vectors: int, world: int) -> int:
+def part_vectors(vectors: int, world: int) -> int:
     """Vectors that each rank of a two-shot sums."""
-    return -(-vectors // (world * SHARE_ALIGNMENT)) * SHARE_ALIGNMENT
+    return -(-vectors // (world * PART_ALIGNMENT)) * PART_ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -87,29 +87,10 @@ class GemmRs:
         outputs = Outputs(residual, fusion)
         launch = launch_of(rows, pitch_of(residual), pitch_of(outputs.gathered), workspace.world, workspace.num_sms)
         gemm_rs_norm_ag[(launch.programs,)](
-            buffer.local,
-            residual.view(torch.int32),
-            fusion.weight.view(torch.int32),
-            outputs.pointers(0, rows),
-            outputs.gathered.view(torch.int32),
-            outputs.residual if fusion.scale is None else fusion.scale,
-            workspace.addresses,
-            buffer.flags,
-            workspace.epoch,
-            workspace.half,
-            rows,
-            hidden,
-            launch.movers,
-            fusion.eps,
-            KIND=DTYPE_NAMES[residual.dtype],
-            QUANT=outputs.mode,
-            RANK=workspace.rank,
-            WORLD=workspace.world,
-            BLOCK=launch.block,
-            TAKE=launch.take,
-            WARPS=launch.warps,
-            SM=workspace.sm,
-            num_warps=launch.warps,
-            maxnreg=launch.registers,
-            launch_pdl=workspace.sm >= 90,
-        )  # fmt: skip return outputs.result(rows)
+            buffer.local, residual.view(torch.int32), fusion.weight.view(torch.int32), outputs.pointers(0, rows),
+            outputs.gathered.view(torch.int32), outputs.residual if fusion.scale is None else fusion.scale, workspace.addresses,
+            buffer.flags, workspace.epoch, workspace.half, rows, hidden, launch.movers, fusion.eps,
+            KIND=DTYPE_NAMES[residual.dtype], QUANT=outputs.mode, RANK=workspace.rank, WORLD=workspace.world, BLOCK=launch.block,
+            TAKE=launch.take, WARPS=launch.warps, SM=workspace.sm, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=workspace.sm >= 90,
+        )  # fmt: skip
+        return outputs.result(rows)
