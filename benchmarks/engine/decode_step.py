@@ -242,7 +242,7 @@ def prompts_of(asked: argparse.Namespace) -> dict[str, Any]:
         folder = part_of(shapes.write(asked.shape, Path(parent) / "model"), asked.ranks)
         for mode in asked.modes.split(","):
             runner = make_runner(
-                folder, 256, graphs=mode == "graphs", dummy=True, captured=lambda sizes: [size for size in sizes if size.prompts],
+                folder, 256, graphs=mode == "graphs", dummy=True, captured=lambda sizes: [size for size in sizes if size.prefill_rows],
                 fp8=asked.fp8, fp8_cache=asked.fp8_cache, blocks=max(counts) // 16 + 3, longest=max(counts) + 16,
                 tokens=max(counts),
             )  # fmt: skip

@@ -226,7 +226,7 @@ def stub_runner(log: Log, device_s: float) -> Any:
                 self.prompts.admit(admission)
             if step.rows:
                 self.tables.append(step.rows)
-                self.tables.arrange(step.rows, [self.prompts.reported(row) for row in step.rows])
+                self.tables.build(step.rows, [self.prompts.reported(row) for row in step.rows])
             now = time.perf_counter()
             if kind and kind == self.kind:
                 log.idle.setdefault(kind, []).append(max(0.0, now - self.free_at))

@@ -87,7 +87,7 @@ def main() -> int:
                 figures["chosen_is"][title] = chosen(tokens, size)
                 figures[title] = measure(pool, Case(p.weights, work(p), dict(candidates(p)))) | beside(p)
                 tell(title, figures[title])
-                harness.write("kernels_block_scaled", figures, asked.out)
+                harness.write("kernels_block_gemm", figures, asked.out)
     return 0
 
 

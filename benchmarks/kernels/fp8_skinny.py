@@ -145,7 +145,7 @@ def main() -> int:
         picked = ", ".join(f"{name} {tuple(tiling)}" for name, tiling in found["picks"].items())
         three = ", ".join(f"{name} {found[name]:.2f}" for name in ("torch", "chosen", "picked"))
         print(f"{shape} chain {tokens}: {three} us a layer; {picked}", flush=True)
-        harness.write("kernels_few_rows", figures, asked.out)
+        harness.write("kernels_fp8_skinny", figures, asked.out)
     return 0
 
 

@@ -181,7 +181,7 @@ def main() -> int:
             for label, row in figures[title].items():
                 print(f"  {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f} TB/s' if isinstance(row, list) else row}", flush=True)
     figures["seconds"] = round(time.monotonic() - begin, 1)
-    print(f"{figures['seconds']} s, kept in {harness.write('kernels_one_token', figures, asked.out).name}")
+    print(f"{figures['seconds']} s, kept in {harness.write('kernels_gemv_fused', figures, asked.out).name}")
     return 0
 
 

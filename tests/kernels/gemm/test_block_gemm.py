@@ -234,7 +234,7 @@ def test_the_cuts_are_the_fastest_on_record() -> None:
     """Of those in e4m3: each within 8 percent of its shape's fastest, most much nearer."""
     from benchmarks.kernels import block_gemm as benchmark
 
-    kept = json.loads((harness.RESULTS / "kernels_block_scaled.json").read_text(encoding="utf-8"))
+    kept = json.loads((harness.RESULTS / "kernels_block_gemm.json").read_text(encoding="utf-8"))
     behind = []
     for title, found in kept.items():
         sizes = re.fullmatch(r"\w+ \w+ \((\d+), (\d+)\) T=(\d+)", title)

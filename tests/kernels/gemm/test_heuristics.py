@@ -86,7 +86,7 @@ def test_a_skinny_gemm_is_not_for_many_tokens_nor_for_one_that_the_gemv_reads_as
 def test_skinny_tilings_are_near_the_fastest_on_record() -> None:
     """Of the tilings of a GEMM alone, torch's among them: each within 25 percent of the fastest, 5 percent on average. The
     heuristic is made for GEMMs behind other kernels, which the record's `chains` time."""
-    record = json.loads((harness.RESULTS / "kernels_few_rows.json").read_text(encoding="utf-8"))
+    record = json.loads((harness.RESULTS / "kernels_fp8_skinny.json").read_text(encoding="utf-8"))
     behind = []
     for title, cell in record["cells"].items():
         model, layer, tokens = title.split()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How GEMMs with weights scaled by block tile the weight: pure functions of the sizes, as `heuristics` has them for other weights.
 
-Measured on H200: benchmarks/results/kernels_block_scaled.json has every tiling of the shapes of 8B and of 70B on four ranks, at 1,
+Measured on H200: benchmarks/results/kernels_block_gemm.json has every tiling of the shapes of 8B and of 70B on four ranks, at 1,
 8, 64, 256 and 2048 tokens, beside cuBLAS. 17 to 32 tokens were not measured: they have what their neighbours have.
 
 For one token, activations that stay in 16 bit would be up to 9 percent faster. They are quantized all the same, so that a token's
@@ -126,4 +126,4 @@ def gemv_quantizes(outputs: int, inputs: int) -> bool:
 def warmup_token_counts(max_tokens: int) -> list[int]:
     """Token counts up to max_tokens that between them launch every variant of these kernels that any count does: one of each
     magnitude, since tilings depend on nothing else."""
-    return [1 << power for power in range(max_tokens.bit_length())] + ([max_tokens] if max_tokens > 0 else [])
+    return sorted({*(1 << power for power in range(max_tokens.bit_length())), max_tokens} - {0})
