@@ -13,7 +13,7 @@ from tests.architecture.sources import SRC, imports_of, module_name, python_file
 
 LEVELS = [
     {"errors", "version"}, {"log", "metrics"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "plan"}, {"comm"}, {"models"},
-    {"engine"}, {"serve", "tune"}, {"bench"}, {"deploy", "health"}, {"cli"}, {"__main__"},
+    {"engine"}, {"executor"}, {"worker"}, {"serve", "tune"}, {"bench"}, {"deploy", "health"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
@@ -31,8 +31,8 @@ ONLY_IN = {
     "typer": {"cli", "tune", "bench"},
 }
 NEVER_IN = {
-    "torch": {"config", "hardware", "tables", "plan", "errors", "log", "metrics"},
-    "transformers": {"config", "hardware", "tables", "plan", "kernels", "comm", "models", "engine"},
+    "torch": {"config", "hardware", "tables", "plan", "engine", "executor", "errors", "log", "metrics"},
+    "transformers": {"config", "hardware", "tables", "plan", "kernels", "comm", "models", "engine", "executor"},
     "torch.distributed": {"kernels", "models"},
 }
 
@@ -61,6 +61,23 @@ def test_libraries_stay_in_their_rooms(path):
                 assert here not in rooms, f"{path}:{line}: {here} never imports {library}"
         if target.startswith("torch.distributed._symmetric_memory"):
             assert module_name(path) == "phalanx.comm.symmetric", f"{path}:{line}: only comm/symmetric.py knows the private API"
+
+
+MEETS_ONLY = {
+    ("worker", "engine"): "phalanx.engine.messages",
+    ("worker", "executor"): "phalanx.executor.protocol",
+    ("engine", "comm"): "phalanx.comm.launch",
+    ("executor", "comm"): "phalanx.comm.launch",
+}
+"""What of a lower package the processes of an engine may import, as they meet by messages."""
+
+
+@pytest.mark.parametrize("path", python_files(), ids=module_name)
+def test_processes_meet_by_messages(path):
+    for target, line in imports_of(path):
+        room = target.split(".")[1] if target.startswith("phalanx.") else ""
+        allowed = MEETS_ONLY.get((room_of(path), room))
+        assert allowed is None or f"{target}.".startswith(f"{allowed}."), f"{path}:{line} imports {target}, not {allowed}"
 
 
 def test_no_import_circle_lazy_imports_included():
@@ -106,8 +123,12 @@ def test_only_sources_reads_the_environment(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["plan", "config", "hardware", "tables", "engine.scheduler", "engine.messages", "comm.launch", "cli"]
-)
+    "module",
+    [
+        "plan", "config", "hardware", "tables", "engine.scheduler", "engine.messages", "engine.process", "executor.rank_executor",
+        "executor.node", "comm.launch", "cli",
+    ],
+)  # fmt: skip
 def test_rooms_that_never_wait_for_torch(module):
     if not (SRC / module.replace(".", "/")).is_dir() and not (SRC / (module.replace(".", "/") + ".py")).is_file():
         pytest.fail(f"phalanx.{module} is gone; mend this list")

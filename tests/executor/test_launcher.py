@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
+import psutil
 import pytest
 
 from phalanx.config.options import EngineOptions
-from phalanx.errors import LayoutError, OptionError
-from phalanx.executor.launcher import HostRanks, host_ranks, kernel_folders
+from phalanx.errors import LayoutError, OptionError, RankDied
+from phalanx.executor.launcher import HostRanks, Launcher, LocalLauncher, host_ranks, kernel_folders, load_launcher
 from phalanx.executor.rank_executor import RankExecutor
-from tests.support.engine_drive import options
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import Drive, await_results, expected, options, prompts
 
 
 def asked(tp: int, pp: int, nodes: int) -> EngineOptions:
@@ -69,3 +78,99 @@ def test_kernels_that_cannot_be_kept_are_an_error_before_any_rank_starts(tmp_pat
         kernel_folders(str(tmp_path / "kernels"))
     with pytest.raises(OptionError, match=r"'~nobody-is-called-so/k' cannot be resolved; .*home directory"):
         kernel_folders("~nobody-is-called-so/k")
+
+
+OWN_LAUNCHER = '''
+"""A launcher outside of Phalanx: it splits the ranks over two imagined hosts, each with a LocalLauncher, reached over TCP."""
+import selectors
+
+from phalanx.executor.launcher import HostRanks, LocalLauncher
+
+STARTED = []
+
+
+class TwoHosts:
+    on_this_host = False
+
+    def __init__(self, options):
+        self._hosts = [LocalLauncher(options) for _ in range(2)]
+        self._selector = selectors.DefaultSelector()
+
+    def require_devices(self, ranks):
+        pass
+
+    def start(self, ranks, config):
+        half = len(ranks.ranks) // 2
+        handles = {}
+        for number, (host, part) in enumerate(zip(self._hosts, (ranks.ranks[:half], ranks.ranks[half:]), strict=True)):
+            handles |= host.start(HostRanks(number, part), config)
+            self._selector.register(host.fileno(), selectors.EVENT_READ)
+        STARTED.append(dict(config))
+        return handles
+
+    def ended(self):
+        return [ended for host in self._hosts for ended in host.ended()]
+
+    def fileno(self):
+        return self._selector.fileno()
+
+    def stop(self, grace):
+        for host in self._hosts:
+            host.stop(grace)
+        self._selector.close()
+'''
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "own_launcher.py").write_text(OWN_LAUNCHER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_launcher")
+    sys.modules.pop("own_launcher", None)
+
+
+def free_ports() -> int:
+    """The first of two free ports."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                two.bind(("127.0.0.1", port + 1))
+                return port
+
+
+def test_a_launcher_of_ones_own_starts_real_ranks_through_configuration_alone(tmp_path: Path, two_hosts: ModuleType) -> None:
+    folder, port = write_checkpoint(tmp_path / "llama", "llama"), free_ports()
+    executor = RankExecutor(
+        options(folder, tensor_parallel_size=2, launcher="own_launcher:TwoHosts", master_addr="127.0.0.1", master_port=port)
+    )
+    try:
+        facts, _ = executor.start()
+        assert [(rank.rank, rank.node) for rank in facts] == [(0, 0), (1, 1)]
+        assert [(config["engine"], config["peer"], config["store_port"]) for config in two_hosts.STARTED] == [
+            (f"tcp://127.0.0.1:{port}", "127.0.0.1", port + 1)
+        ]
+        texts = prompts(2, seed=9)
+        tokens = Drive(executor.submit, executor.collect).generate(texts, 4)
+        assert tokens == [expected(folder, text, 4) for text in texts]
+        pids = [handle.pid for handle in executor._handles.values()]  # type: ignore[attr-defined]
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RankDied, match=rf"rank 1 \(pid {pids[1]}, node 1\) was killed by SIGKILL"):
+            await_results(executor.collect, 1, 10)
+    finally:
+        executor.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_launcher_that_cannot_be_loaded_is_an_option_error() -> None:
+    with pytest.raises(OptionError, match="launcher='nowhere:Launcher' cannot be loaded"):
+        RankExecutor(options(Path("x"), launcher="nowhere:Launcher"))
+
+
+def test_a_launcher_that_was_never_started_ends_quietly() -> None:
+    launcher: Launcher = load_launcher(options(Path("x")))
+    assert isinstance(launcher, LocalLauncher)
+    assert launcher.ended() == []
+    launcher.stop(1.0)
+    launcher.stop(0.0)

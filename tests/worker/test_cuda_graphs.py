@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padded decode steps on CPU: `EagerCapturer` does again what a CUDA graph would replay, on the same tensors at the same places."""
+"""Padded decode steps on CPU: `EagerCapturer` does again what a CUDA graph would replay, on the same tensors at the same buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.embedding import ParallelLMHead
 from phalanx.worker import cuda_graphs
 from phalanx.worker.cuda_graphs import EagerCapturer, GraphCapturer, Replay
-from phalanx.worker.graph_buffers import sizes
+from phalanx.worker.graph_buffers import graph_sizes
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.sampler import Sampler
 from tests.support.checkpoints import write_checkpoint
@@ -36,7 +36,7 @@ from tests.worker.test_model_runner import Pipe
 
 CPU = torch.device("cpu")
 SLOTS, BLOCKS = 11, 100
-ROWS = [size.tokens for size in sizes(SLOTS, 0)[0]]
+ROWS = [size.tokens for size in graph_sizes(SLOTS, 0)[0]]
 
 
 class Counting(EagerCapturer):
@@ -315,7 +315,7 @@ def test_forgotten_graphs_are_not_used(folder: Path) -> None:
     capturer = Counting()
     runner = make_runner(folder, capturer)
     assert runner.graphs is not None
-    runner.graphs.forget()
+    runner.graphs.reset()
     asked = prompts(2, seed=4)
     assert drive(runner).generate(asked, 4) == [expected(folder, prompt, 4) for prompt in asked]
     assert not capturer.replays

@@ -17,7 +17,7 @@ from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint
 from tests.worker.test_cuda_graphs_memory import BLOCK, SLOTS, made_runner
-from tests.worker.test_cuda_graphs_steps import kernels_backend, put_references
+from tests.worker.test_cuda_graphs_mixed import kernels_backend, put_references
 
 CPU = torch.device("cpu")
 REPORTING = SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=1)
@@ -85,7 +85,7 @@ def compare(
         runner = made_runner(folder, device, dtype, graphs=graphs, tokens=TOKENS, attention=given and given(), **options)
         used = watched(runner)
         found.append(likelihoods(runner, made))
-        assert len({size for size in used if size.prompts}) >= (4 if graphs else 0)
+        assert len({size for size in used if size.prefill_rows}) >= (4 if graphs else 0)
         assert len(used) == (len(made) if graphs else 0)
     assert len(found[0]) > 30 * count
     assert not found[0].isnan().any()

@@ -26,7 +26,7 @@ from phalanx.worker.sampler import Sampler
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import prompts
 from tests.worker.test_cuda_graphs import Fixed
-from tests.worker.test_cuda_graphs_steps import TOKENS, requests, serve
+from tests.worker.test_cuda_graphs_mixed import TOKENS, requests, serve
 
 SLOTS, BLOCK, LONGEST = 24, 16, 2048
 KINDS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.1)}
@@ -90,9 +90,9 @@ def test_the_host_keeps_what_it_has(tmp_path: Path, kind: str) -> None:
     sampler = runner._sampler
     assert sampler is not None
     decode(runner, KINDS[kind], 3)
-    free = [id(home) for home in sampler._homes._free]
+    free = [id(home) for home in sampler._pinned._free]
     decode(runner, KINDS[kind], 20)
-    assert sorted(id(home) for home in sampler._homes._free) == sorted(free)
+    assert sorted(id(home) for home in sampler._pinned._free) == sorted(free)
 
 
 def test_a_step_leaves_nothing_for_the_garbage_collector(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_steps_of_any_rows_take_no_memory_from_the_device(tmp_path: Path) -> Non
     )
     runner = made_runner(folder, device, torch.bfloat16, tokens=TOKENS)
     assert runner.graphs is not None
-    assert runner.graphs.mixed is not None
+    assert runner.graphs.mixed_buffers is not None
     sizes = {"block_size": BLOCK, "max_batch_size": SLOTS, "max_seq_len": LONGEST, "num_blocks": 100}
     asked = [each for each in requests(3, count=40) if each[1].params.prompt_logprobs is None]
     serve([runner], asked, **sizes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of any rows from graphs, on CPU (see test_graphs): what a scheduler makes of random requests gives the tokens that eager
+"""Steps of any rows from graphs, on CPU (see test_cuda_graphs): what a scheduler makes of random requests gives the tokens that eager
 steps give. The back end is the kernels', with the kernels' references in their place."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend, TritonPlan
 from phalanx.worker import graph_buffers, memory_profile
 from phalanx.worker.cuda_graphs import StepGraphs
-from phalanx.worker.graph_buffers import GraphSize, sizes
+from phalanx.worker.graph_buffers import GraphSize, graph_sizes
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.engine_drive import BLOCK, GREEDY, expected, prompts
@@ -50,7 +50,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def put_references(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of the kernels of attention."""
-    hints = "workspace", "short", "pieces", "early_lengths", "tiles"
+    hints = "workspace", "short", "splits", "early_lengths", "tiles"
 
     def decode(query: Tensor, *inputs: Any, out: Tensor, **options: Any) -> Tensor:
         asked = {name: given for name, given in options.items() if name not in hints}
@@ -69,7 +69,7 @@ class Steps(Counting):
 
     def __init__(self, tokens: int = TOKENS, rows: int = SLOTS) -> None:
         super().__init__()
-        order = [size for kind in sizes(rows, tokens) for size in kind[::-1]]
+        order = [size for kind in graph_sizes(rows, tokens) for size in kind[::-1]]
         self.of = dict(enumerate(order))
 
     @property
@@ -79,7 +79,7 @@ class Steps(Counting):
     @property
     def mixed(self) -> dict[int, int]:
         """Of any rows, by tokens."""
-        return {size.tokens: count for size, count in self.sized.items() if size.prompts}
+        return {size.tokens: count for size, count in self.sized.items() if size.prefill_rows}
 
 
 def kernels_backend() -> TritonBackend:
@@ -241,9 +241,9 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
     forward, planned, done = StepGraphs._forward, [], []
 
     def watched(graphs: StepGraphs, size: GraphSize, *rest: Any) -> None:
-        before = graphs.places(size).facts.clone()
+        before = [column.clone() for column in vars(graphs.buffers(size).columns).values()]
         forward(graphs, size, *rest)
-        assert torch.equal(graphs.places(size).facts, before)
+        assert all(map(torch.equal, vars(graphs.buffers(size).columns).values(), before))
         done.append(size)
 
     class Plan(TritonPlan):
@@ -252,20 +252,20 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
             planned.append(batch)
 
     monkeypatch.setattr(StepGraphs, "_forward", watched)
-    monkeypatch.setattr(triton, "DecodePlan", Plan)
+    monkeypatch.setattr(triton, "TritonPlan", Plan)
     runner = step_runner(folders["llama"], Steps())
     assert len(planned) == len(done) == len(ROWS) + 3
     done.clear()
     serve([runner], requests(8, count=6))
-    assert {size.prompts > 0 for size in done} == {True, False}
+    assert {size.prefill_rows > 0 for size in done} == {True, False}
 
 
 def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """By tokens, and by rows of several; a step that none holds is eager, as is any once graphs are dropped."""
-    monkeypatch.setattr(graph_buffers, "MOST_PROMPTS", 2)
+    monkeypatch.setattr(graph_buffers, "MAX_PREFILL_ROWS", 2)
     capturer = Steps(tokens=100)
     runner = step_runner(folders["llama"], capturer, tokens=100)
-    assert [size.tokens for size in capturer.of.values() if size.prompts] == [100, 64, 32]
+    assert [size.tokens for size in capturer.of.values() if size.prefill_rows] == [100, 64, 32]
     graphs = runner.graphs
     assert graphs is not None
     asked = {5: 32, 32: 32, 33: 64, 65: 100, 100: 100, 101: None}
@@ -281,7 +281,7 @@ def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypat
         runner.run(StepBatch(admitted=[admitted(slot, [5, 6]) for slot in range(rows)], rows=step)).results()
         assert capturer.mixed == ({} if size is None else {size: 1})
         runner.run(StepBatch(released=list(range(rows))))
-    graphs.forget()
+    graphs.reset()
     capturer.replays.clear()
     assert drive(runner).generate([prompts(1)[0]], 3) == [expected(folders["llama"], prompts(1)[0], 3)]
     assert not capturer.replays
@@ -340,7 +340,7 @@ def test_memory_is_measured_by_the_largest_of_each_kind(folders: dict[str, Path]
     runner = step_runner(folders["llama"], capturer)
     graphs = runner.graphs
     assert graphs is not None
-    graphs.forget()
+    graphs.reset()
     recorded = capturer.recorded
     assert recorded == graphs.count == len(graphs.sizes) == len(ROWS) + 3
     told: list[int] = []

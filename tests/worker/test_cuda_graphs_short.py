@@ -42,7 +42,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     heard: list[tuple[bool, int]] = []
 
     def stand_in(
-        query: Tensor, *inputs: Any, workspace: Any, short: bool, pieces: None, early_lengths: bool, out: Tensor, **options: Any
+        query: Tensor, *inputs: Any, workspace: Any, short: bool, splits: None, early_lengths: bool, out: Tensor, **options: Any
     ) -> Tensor:
         heard.append((short, int(inputs[-1].max())))
         return out.copy_(reference.decode_attention(query, *inputs, **options))
@@ -97,10 +97,10 @@ def test_each_size_is_told_of_once_and_all_graphs_are_counted(folder: Path) -> N
     graphs = runner.graphs
     assert graphs is not None
     assert capturer.recorded == graphs.count == len(LONG) + len(SHORTER)
-    graphs.forget()
+    graphs.reset()
     assert [size.tokens for size in runner.capture()] == ROWS[::-1]
     assert capturer.recorded == 2 * graphs.count
-    graphs.forget()
+    graphs.reset()
     assert list(runner.capture([GraphSize(2, 2)])) == [GraphSize(2, 2)]
     capturer.replays.clear()
     assert drive(runner).generate([about(7)], 3) == [expected(folder, about(7), 3)]
@@ -115,9 +115,9 @@ def test_a_graph_writes_none_of_its_facts(folder: Path, monkeypatch: pytest.Monk
     forward, done = StepGraphs._forward, []
 
     def watched(graphs: StepGraphs, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> None:
-        before = graphs.places(size).facts.clone()
+        before = [column.clone() for column in vars(graphs.buffers(size).columns).values()]
         forward(graphs, size, batch, caches)
-        assert torch.equal(graphs.places(size).facts, before)
+        assert all(map(torch.equal, vars(graphs.buffers(size).columns).values(), before))
         done.append(len(batch.kv_lengths_cpu))
 
     monkeypatch.setattr(StepGraphs, "_forward", watched)

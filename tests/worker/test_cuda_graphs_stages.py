@@ -12,12 +12,12 @@ import pytest
 from torch import Tensor
 
 from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
-from phalanx.worker.graph_buffers import sizes
+from phalanx.worker.graph_buffers import graph_sizes
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK, GREEDY
 from tests.worker.test_cuda_graphs import BLOCKS, SLOTS, Counting
-from tests.worker.test_cuda_graphs_steps import TOKENS, alike, put_references, requests, serve, step_runner
+from tests.worker.test_cuda_graphs_mixed import TOKENS, alike, put_references, requests, serve, step_runner
 
 LAYERS = 3
 
@@ -58,14 +58,14 @@ def pipeline(folder: Path, capturers: Sequence[Counting | None]) -> list[ModelRu
 def test_every_stage_captures_what_a_step_may_have_and_no_more(folder: Path, stages: int, most: int) -> None:
     capturers = [Counting() for _ in range(stages)]
     runners = pipeline(folder, capturers)
-    decodes, mixed = sizes(most, TOKENS)
+    decodes, mixed = graph_sizes(most, TOKENS)
     for runner, capturer in zip(runners, capturers, strict=True):
         assert runner.max_rows == decodes[-1].tokens == most
         assert runner.graphs is not None
         assert runner.graphs.sizes == [*decodes, *mixed]
         assert runner.graphs.largest == [decodes[-1], mixed[-1]]
         assert capturer.recorded == runner.graphs.count == len(decodes) + len(mixed)
-        assert runner.graphs.decodes.facts.shape[1] == most
+        assert runner.graphs.decode_buffers.width == most
         assert len(runner._last_tokens) == len(runner._tables.host) == SLOTS
 
 

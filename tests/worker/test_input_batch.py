@@ -27,7 +27,7 @@ def test_index_arrays_equal_a_loop_over_tokens(parts: list[tuple[int, int, bool]
         rows.append(StepRow(slot, start, count, list(range(100, 100 + count)) if known else [], owned[slot], samples))
     tables.append(rows)
     reported = [range(row.count // 2) for row in rows]
-    found = tables.arrange(rows, reported)
+    found = tables.build(rows, reported)
 
     ids, positions, places, ends, at, scored = [], [], [], [], [], []
     for row, part in zip(rows, reported, strict=True):

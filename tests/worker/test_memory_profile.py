@@ -58,5 +58,5 @@ def test_activations_that_fill_holes_are_held_and_take_nothing(monkeypatch: pyte
     told: list[tuple[int, int]] = []
     one_more = memory_profile.counting(lambda done, total: told.append((done, total)), 3)
     peak = memory_profile.measure_activations(found, [StepBatch(), StepBatch()], torch.device("cuda"), one_more)
-    assert peak == memory_profile.ActivationPeak(held=300, taken=taken)
+    assert peak == memory_profile.ActivationPeak(tensors=300, reserved=taken)
     assert told == [(1, 3), (2, 3)]

@@ -133,7 +133,7 @@ def test_a_step_without_rows_yields_nothing(runner: ModelRunner) -> None:
 
 
 def test_more_blocks_than_a_request_can_have_are_refused(runner: ModelRunner) -> None:
-    with pytest.raises(EngineError, match="32 blocks at most"):
+    with pytest.raises(EngineError, match="too many blocks: 33; max_seq_len needs 32 at most"):
         runner.run(
             StepBatch(admitted=[SlotAssignment(2, [5], 1, GREEDY, 1)], rows=[StepRow(2, 0, 1, [5], list(range(33)), samples=True)])
         )

@@ -113,7 +113,7 @@ def test_when_the_logits_need_not_be_gathered(asked, mask, alone):
     sampler = Sampler(4, VOCAB, "cpu")
     sampler.admit(admission(2, params(**{"temperature": 0.0, **asked}), stops=[9]))
     sampler.admit(admission(0, params(temperature=0.0)))
-    draws = sampler.draws(np.array([0, 2]), np.array([9, 6], dtype=np.int32), [None, mask])
+    draws = sampler.shard_sampling(np.array([0, 2]), np.array([9, 6], dtype=np.int32), [None, mask])
     assert (draws is not None) is alone
     if draws is not None and asked.get("temperature"):
         assert draws.temperature.tolist() == [0.0, 0.5]
@@ -124,7 +124,7 @@ def test_when_the_logits_need_not_be_gathered(asked, mask, alone):
     elif draws is not None:
         assert draws.temperature is None
     tokens = torch.tensor([4, 7])
-    taken = sampler.taken(tokens)
+    taken = sampler.output_of(tokens)
     tokens.zero_()  # a later step's
     assert [row.token for row in taken.results()] == [4, 7]
     assert taken.wait().tolist() == [4, 7]
@@ -134,15 +134,15 @@ def test_a_mistake_is_found_before_the_logits_are_needed():
     sampler = sampler_with(params(temperature=0.0))
     for slots, positions in (([1], [5]), ([0, 0], [5, 5]), ([0], [4])):
         with pytest.raises(ValueError, match="slots"):
-            sampler.draws(slots, positions, [None] * len(slots))
+            sampler.shard_sampling(slots, positions, [None] * len(slots))
 
 
 def test_counts_are_dropped_with_the_last_penalty():
     sampler = sampler_with(params(presence_penalty=1.0))
-    assert len(sampler._tally.counts) == 4
+    assert len(sampler._penalty_counts.counts) == 4
     sampler.admit(admission(1, params(temperature=0.0)))
     sampler.release(0)
-    assert len(sampler._tally.counts) == 0
+    assert len(sampler._penalty_counts.counts) == 0
     sampler.admit(admission(0, params(temperature=0.0, repetition_penalty=2.0)))
     assert [int(sampler.sample(torch.ones(1, VOCAB), [0], [p], [None]).tokens[0]) for p in (5, 6, 7)] == [0, 2, 6]
 
@@ -152,7 +152,7 @@ def test_memory_for_tokens_is_used_again():
     for _ in range(3):
         under_way = [sampler.sample(logits_of(1, p), [0], [p], [None]) for p in (5, 6, 7)]
         assert [step.results()[0].token for step in under_way] == [int(logits_of(1, p).argmax()) for p in (5, 6, 7)]
-    assert len(sampler._homes._free) == 3
+    assert len(sampler._pinned._free) == 3
 
 
 def test_prompts_are_scored_a_run_at_a_time(monkeypatch):
@@ -291,16 +291,16 @@ def test_counts_exist_only_for_those_who_need_them():
     sampler = Sampler(64, VOCAB, "cpu")
     for slot in range(32):
         sampler.admit(admission(slot, params(top_p=0.9)))
-    assert sampler._tally.counts.numel() == 0
+    assert sampler._penalty_counts.counts.numel() == 0
     for slot in range(32, 64):
         sampler.admit(admission(slot, params(presence_penalty=1.0)))
-    assert len(sampler._tally.counts) == 32
+    assert len(sampler._penalty_counts.counts) == 32
     for slot in range(32, 64):
         sampler.release(slot)
         sampler.release(slot)
         sampler.admit(admission(slot, params(frequency_penalty=1.0)))
-    assert len(sampler._tally.counts) == 32
-    assert sampler._tally.counts.sum() == 0
+    assert len(sampler._penalty_counts.counts) == 32
+    assert sampler._penalty_counts.counts.sum() == 0
 
 
 def test_logprobs_are_of_the_raw_logits_for_those_who_ask():

@@ -90,7 +90,7 @@ def test_every_step_goes_through_the_first_layer_and_the_last(
 ) -> None:
     runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, kept=False)
     assert runner.graphs is not None
-    runner.graphs.forget()  # as before a start's first capture
+    runner.graphs.reset()  # as before a start's first capture
     layers, caches = runner._model.layers, runner.caches
     forwards.clear()
     told: list[tuple[int, int]] = []
@@ -101,7 +101,7 @@ def test_every_step_goes_through_the_first_layer_and_the_last(
     assert {layers.index(layer): count for layer, count in forwards.items()} == {0: met, 4: met}
     assert runner._model.layers is layers
     assert runner.caches is caches
-    assert not runner.graphs._ready  # no graph is kept
+    assert not runner.graphs._ready_decode  # no graph is kept
     list(runner.capture())
     asked = prompts(SLOTS, seed=5)
     assert drive(runner).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
@@ -147,13 +147,13 @@ def test_a_rank_goes_on_where_another_lacks_kernels_and_leaves_no_slot_and_no_re
     capturer = Counting()
     runner = make_runner(folder, capturer)
     assert runner.graphs is not None
-    runner.graphs.forget()
+    runner.graphs.reset()
     for group, processes in ((AnotherLacksSome(), 12), (Solo(), 0)):
         kernels, capturer.recorded = with_kernels(monkeypatch, kept=True), 0
         warm_up(runner, steps_of(runner), group, CPU, 12, lambda *_: None)
         assert kernels.processes == processes
         assert runner._sampler is not None
-        assert not runner._sampler._book.held.any()  # every slot is free
+        assert not runner._sampler._state.occupied.any()  # every slot is free
         assert capturer.recorded == 0
     list(runner.capture())
     assert capturer.recorded == runner.graphs.count
