@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a runner on CPU that launch a GPU's kernels, as far as anybody can tell: each launch goes through Triton up to the
-choice of a compiled variant, which is noted; nothing is compiled or run. What a model computes then means nothing.
+"""Steps of a runner on a CPU that launch a Hopper GPU's kernels as far as Triton's choice of a compiled variant, which is recorded.
+Nothing is compiled or run: tensors that kernels would have written hold zeros, and results mean nothing.
 
-    with noted() as variants:
+    with recorded() as variants:
         runner.run(step)
     assert variants == {Variant("_decode", "..."), ...}
 """
@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, Gpu, has_gluon, simulated
 
 SM, NUM_SMS = 90, 132
 
@@ -39,79 +42,59 @@ class _Driver:
         return GPUTarget("cuda", SM, 32)
 
     def get_current_device(self) -> str:
-        return "noted"  # compiled kernels are kept by device: nobody finds those of other tests here
+        return "recorded"  # Triton keeps compiled kernels by device: none of other tests is found here
 
     def get_current_stream(self, device: str) -> int:
         return 0
 
 
-class _Zeros:
-    """torch for a room whose kernels would have filled what it makes."""
+class _Torch(TorchFunctionMode):
+    """New integers are zeros, since no kernel writes them and indices are read; torch's own GEMMs, which take long and launch nothing of
+    ours, do not run."""
 
-    empty = staticmethod(torch.zeros)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.empty, torch.empty_like, torch.Tensor.new_empty):
+            new = func(*args, **kwargs)
+            return new if new.is_floating_point() else new.zero_()
+        if func is torch.nn.functional.linear:
+            return args[0].new_empty(args[0].shape[0], args[1].shape[0])
+        if func in (torch.mm, torch._scaled_mm):
+            shape, dtype = (args[0].shape[0], args[1].shape[1]), kwargs.get("out_dtype") or args[0].dtype
+            return torch.empty(shape, dtype=dtype) if kwargs.get("out") is None else kwargs["out"]
+        return func(*args, **kwargs)
 
 
 def _seems_on_gpu(tensor: torch.Tensor) -> bool:
-    """What code that picks kernels is told; everybody else hears the truth."""
+    """What the dispatchers of kernels are told; all other code is told the truth."""
     return str(sys._getframe(1).f_globals.get("__name__", "")).startswith("phalanx.kernels")
 
 
 @contextmanager
-def noted() -> Iterator[set[Variant]]:
-    """Inside, kernels take CPU tensors, and the variants that launches ask for are in the set."""
+def recorded() -> Iterator[set[Variant]]:
+    """Inside, kernels take CPU tensors, and the set gets the variants that launches need."""
     from phalanx import kernels
-    from phalanx.kernels.capabilities import has_gluon
-    from phalanx.kernels.gemm import block_gemm
     from phalanx.kernels.sampling import sampling
-    from phalanx.models.layers import embedding
 
-    for found in pkgutil.walk_packages(kernels.__path__, "phalanx.kernels."):
-        if has_gluon() or not found.name.endswith(".few_rows"):
-            import_module(found.name)  # before anything is patched that a room would import and keep
-    scaled_mm = import_module("phalanx.kernels.gemm.scaled_mm")  # the room has a function of that name
+    for module in pkgutil.walk_packages(kernels.__path__, "phalanx.kernels."):
+        if has_gluon() or not module.name.endswith(".fp8_skinny"):
+            import_module(module.name)  # before tensors seem to be on a GPU
     variants: set[Variant] = set()
 
-    def note(self: Any, key: str, *_: Any) -> None:
+    def record(self: Any, key: str, *_: Any) -> None:
         variants.add(Variant(self.fn.__name__, key))
 
-    def product(x: Any, weight: Any, bias: Any = None, *, out: Any = None, out_dtype: Any = None, **_: Any) -> Any:
-        if out is None:
-            out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype)
-        return out
-
-    def product_of_two(x: Any, turned: Any, *_: Any, **named: Any) -> Any:
-        return product(x, turned.t(), **{name: value for name, value in named.items() if name in ("out", "out_dtype")})
-
-    def score(logits: Any, targets: Any, most: int) -> Any:
+    def score(logits: torch.Tensor, targets: torch.Tensor, most: int) -> torch.Tensor:
         return torch.zeros(len(targets), 2 + 2 * most, dtype=torch.float64)
 
     before = driver._active
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JITFunction, "_do_compile", note)
-        patch.setattr(torch.Tensor, "is_cuda", property(_seems_on_gpu), raising=False)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("phalanx.kernels") and hasattr(module, "capability"):
-                patch.setattr(module, "capability", lambda device: SM)
-        patch.setattr(scaled_mm, "has_fp8_products", lambda device: True)
-        patch.setattr(scaled_mm, "has_fp8_kernels", lambda device: True)
-        patch.setattr(scaled_mm, "_one", lambda device: torch.ones(()))
-        if has_gluon():
-            patch.setattr("phalanx.kernels.gemm.fp8_skinny.processors", lambda device: NUM_SMS)
-            patch.setattr("phalanx.kernels.gemm.fp8_skinny._arrived", lambda device, *_: torch.zeros(256, dtype=torch.int32))
-        patch.setattr(block_gemm, "_gpu", lambda device: block_gemm._Gpu(NUM_SMS, 227 << 10, True))
-        patch.setattr("phalanx.kernels.gemm.gemv_fused.has_fp8_kernels", lambda device: True)
-        # Products and reports of large vocabularies take long, and launch nothing of ours.
-        patch.setattr("torch.nn.functional.linear", product)
-        patch.setattr(torch, "mm", product_of_two)
-        patch.setattr(torch, "_scaled_mm", product_of_two)
-        patch.setattr(sampling, "score", score)
-        patch.setattr(sampling, "torch", _Zeros())
-        patch.setattr(embedding, "torch", _Zeros())
-        driver.set_active(_Driver())
-        try:
+    driver.set_active(_Driver())
+    try:
+        with pytest.MonkeyPatch.context() as patch, simulated(Gpu(SM, NUM_SMS, HOPPER_SHARED_MEMORY)), _Torch():
+            patch.setattr(JITFunction, "_do_compile", record)
+            patch.setattr(sampling, "score", score)  # long for large vocabularies, and without kernels of ours
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+            patch.setattr(torch.Tensor, "is_cuda", property(_seems_on_gpu), raising=False)
             yield variants
-        finally:
-            driver._active = before
+    finally:
+        driver._active = before

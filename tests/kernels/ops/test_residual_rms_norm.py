@@ -64,7 +64,7 @@ def _a_few_last_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def test_equals_the_oracle_in_the_interpreter() -> None:
-    found = json.loads(interpreted("tests.kernels.test_residual_rms_norm"))
+    found = json.loads(interpreted("tests.kernels.ops.test_residual_rms_norm"))
     assert len(found) == len(DTYPES) * len(SHAPES) * len(QUANTS)
     assert not {case: apart for case, apart in found.items() if any(apart)}
 

@@ -158,8 +158,6 @@ def select_prefill(head_dim: int, itemsize: int) -> PrefillTiling:
 
 
 def warmup_token_counts(max_tokens: int) -> list[int]:
-    """Numbers of decode rows, up to max_tokens, that between them launch every variant of these kernels that any number does:
-    tilings change at most once more between a power of two and its half, so that both ends and the middle have them all."""
-    powers = [1 << power for power in range(max_tokens.bit_length())]
-    counts = {*powers, *(3 * power // 2 for power in powers if power > 1), max_tokens}
-    return sorted(count for count in counts if 0 < count <= max_tokens)
+    """Numbers of decode rows, up to max_tokens, that between them launch every variant of these kernels that any number does: between
+    a power of two and its double, variants change once at most."""
+    return sorted({*(1 << power for power in range(max_tokens.bit_length())), max_tokens} - {0})

@@ -28,4 +28,4 @@ def rope_heads(tokens: int) -> int:
 
 def warmup_token_counts(max_tokens: int) -> list[int]:
     """Token counts up to max_tokens that between them launch every variant of these kernels that any count does."""
-    return [tokens for tokens in (1, FEW_TOKENS + 1) if tokens <= max_tokens]
+    return sorted({min(tokens, max_tokens) for tokens in (1, 2 * FEW_TOKENS)} - {0})

@@ -54,6 +54,6 @@ def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
         block = triton.next_power_of_2(width)
         _quantize_fp8[(tokens,)](
             x, out.view(torch.uint8), scales, width, STATIC=scale is not None, BLOCK=block, SM=sm,
-            num_warps=column_warps(tokens, block), launch_pdl=sm >= 90,
+            num_warps=column_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales

@@ -142,6 +142,6 @@ def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) 
         block = triton.next_power_of_2(width)
         _silu_mul_quant_fp8[(tokens,)](
             values, rows, columns, out.view(torch.uint8), scales, width, STATIC=scale is not None, BLOCK=block, SM=sm,
-            num_warps=column_warps(tokens, block), launch_pdl=sm >= 90,
+            num_warps=column_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
     return out, scales
