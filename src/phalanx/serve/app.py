@@ -34,7 +34,7 @@ from phalanx.serve.client import Engine, EngineClient
 from phalanx.serve.lifecycle import Lifecycle
 from phalanx.serve.openai import chat, completions, status, tokenize
 from phalanx.serve.openai.api_errors import ApiError
-from phalanx.serve.openai.schema.openapi import describe, needs_key
+from phalanx.serve.openai.schema.openapi import install_openapi, needs_key
 from phalanx.serve.openai.service import Service
 from phalanx.version import __version__
 
@@ -98,7 +98,7 @@ def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
         app.add_exception_handler(kind, error_response)
     if api_key is not None:
         app.add_middleware(KeyCheck, api_key=api_key)
-    describe(app, model_name=service.model_name, with_key=api_key is not None)
+    install_openapi(app, model_name=service.model_name, with_key=api_key is not None)
     return app
 
 

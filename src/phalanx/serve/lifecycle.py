@@ -126,7 +126,7 @@ class Lifecycle:
             metrics.queue_limits["tokens"] = service.admission.max_tokens
         service.engine = ServingEngine(client, tokenizer, tool_format)
         if facts.device != "cpu":
-            self._warming = asyncio.create_task(service.warm(service.engine))
+            self._warming = asyncio.create_task(service.warm_up(service.engine))
         else:  # a CPU has no spare cores for it, and structured output may never be requested
             logger.info(
                 "the compiler of structured output starts with the first request that needs it; that request waits for seconds"

@@ -157,4 +157,4 @@ def test_an_aborted_request_is_told_so():
         server.on_loop(server.engine.abort, [server.engine.added[0].request_id])
         waits.join(10)
         assert answers[0].status_code == 503
-        assert "stopped it" in answers[0].json()["error"]["message"]
+        assert "the server stopped the completion" in answers[0].json()["error"]["message"]

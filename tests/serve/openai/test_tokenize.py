@@ -21,13 +21,13 @@ def test_there_and_back(http, text):
     assert http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == made.tokens[1:]
 
 
-def test_warm(server, caplog):
-    """What compiles guides can be started early; that it cannot be is no reason to fail."""
+def test_warm_up(server, caplog):
+    """The compiler of structured output can be started early; a failure is only logged."""
     import asyncio
 
-    ready = server.service.engine
-    asyncio.run_coroutine_threadsafe(server.service.warm(ready), server.loop).result(120)
-    assert "not at hand" not in caplog.text
+    engine = server.service.engine
+    asyncio.run_coroutine_threadsafe(server.service.warm_up(engine), server.loop).result(120)
+    assert "not available" not in caplog.text
 
 
 def test_refusals(http):

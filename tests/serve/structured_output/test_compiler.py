@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guides: what a guided model writes at random keeps to its guide, and a bad guide is an OptionError that says why."""
+"""Structured output: random tokens that a grammar allows form a valid text; a bad format is an OptionError with its reason."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_regex_takes_no_end_of_line(tokenizer, pattern):
     for params in (StructuredOutputParams(regex=pattern), StructuredOutputParams(structural_tag=json.dumps(tag))):
         for tokens in ends:
             matcher = Matcher(compiled(params, tokenizer).compiled)
-            with pytest.raises(RequestError, match="does not take it"):
+            with pytest.raises(RequestError, match="the grammar rejects the sampled token"):
                 [matcher.accept(token) for token in tokens]
 
 
@@ -128,7 +128,7 @@ def test_structural_tag(tokenizer):
 @pytest.mark.parametrize(
     ("params", "why"),
     [
-        (StructuredOutputParams(json_schema="{"), "not JSON"),
+        (StructuredOutputParams(json_schema="{"), "not valid JSON"),
         (StructuredOutputParams(json_schema="[]"), "JSON object"),
         (StructuredOutputParams(json_schema='{"type": "wish"}'), "wish"),
         (StructuredOutputParams(json_schema='{"$ref": "#/nowhere"}'), "nowhere"),
@@ -142,10 +142,10 @@ def test_structural_tag(tokenizer):
         (StructuredOutputParams(regex="a^b"), "the anchor '\\^'"),
         (StructuredOutputParams(regex="(" * 5000 + "a" + ")" * 5000), "[Nn]est"),
         (StructuredOutputParams(regex="a" * 40000), "40000"),
-        (StructuredOutputParams(regex="\ud800"), "cannot be used"),
+        (StructuredOutputParams(regex="\ud800"), "cannot be compiled"),
         (StructuredOutputParams(grammar="root ::= nobody"), "nobody"),
         (StructuredOutputParams(grammar=""), "root"),
-        (StructuredOutputParams(grammar="root ::= root"), "no finite text satisfies it: its rule 'root'"),
+        (StructuredOutputParams(grammar="root ::= root"), "no finite text satisfies it: every alternative of its rule 'root'"),
         (StructuredOutputParams(grammar='root ::= "a" x | "b"\nx ::= "c" x'), "its rule 'x'"),
         (StructuredOutputParams(json_schema='{"$ref": "#"}'), "no finite text"),
         (
@@ -171,17 +171,17 @@ def test_structural_tag(tokenizer):
         ),
     ],
 )
-def test_a_bad_guide_says_what_is_wrong(tokenizer, params, why):
+def test_a_bad_format_says_what_is_wrong(tokenizer, params, why):
     with pytest.raises(OptionError, match=why) as raised:
         compiled(params, tokenizer)
     assert "/project/" not in str(raised.value)
 
 
-def test_a_grammar_that_no_token_can_begin_is_refused():
+def test_a_grammar_that_no_token_can_begin_is_rejected():
     compiler = StructuredOutputCompiler([b"a", b"b", b""], [2])
     try:
         assert compiler.compile(StructuredOutputParams(regex="a|c")).compiled
-        with pytest.raises(OptionError, match="none of its tokens may come first"):
+        with pytest.raises(OptionError, match="none of its tokens can be the first"):
             compiler.compile(StructuredOutputParams(regex="c"))
     finally:
         compiler.close()

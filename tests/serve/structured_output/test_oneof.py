@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schemas of a oneOf are apart when it can be proven, and what is written for one is never valid for another then."""
+"""Schemas of a oneOf that are proven disjoint: nothing that is written for one of them is valid for another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from phalanx.errors import OptionError
 from phalanx.serve.structured_output.json_schema import enforceable
-from phalanx.serve.structured_output.oneof import Proof
+from phalanx.serve.structured_output.oneof import DisjointnessProof
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 
@@ -49,7 +49,7 @@ CAT, DOG = objects(kind=kind("cat"), lives=INTEGER), objects(kind=kind("dog"), l
 )
 def test_apart(schemas):
     root = {"oneOf": schemas, "$defs": {"cat": CAT, "dog": DOG, "a/b": STRING}}
-    assert Proof(root).overlapping(schemas) is None
+    assert DisjointnessProof(root).overlapping(schemas) is None
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,15 @@ def test_apart(schemas):
     ],
 )
 def test_not_proven(schemas, pair):
-    assert Proof({"oneOf": schemas}).overlapping(schemas) == pair
+    assert DisjointnessProof({"oneOf": schemas}).overlapping(schemas) == pair
 
 
 def test_large_unions_take_no_time():
     began = time.monotonic()
-    assert Proof({}).overlapping([objects(kind=kind(f"k{i}"), a=STRING, b=STRING) for i in range(120)]) is None
-    assert Proof({}).overlapping([{"enum": [f"{i}-{j}" for j in range(100)]} for i in range(90)]) is None
+    assert DisjointnessProof({}).overlapping([objects(kind=kind(f"k{i}"), a=STRING, b=STRING) for i in range(120)]) is None
+    assert DisjointnessProof({}).overlapping([{"enum": [f"{i}-{j}" for j in range(100)]} for i in range(90)]) is None
     deep = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 8}}}
-    assert Proof(deep).overlapping([{"$ref": "#/$defs/a"}, STRING]) == (0, 1)
+    assert DisjointnessProof(deep).overlapping([{"$ref": "#/$defs/a"}, STRING]) == (0, 1)
     wide = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 8} for i in range(5)} | {"a5": INTEGER}
     unions = {f"p{i}": {"oneOf": [{"$ref": "#/$defs/a0"}, STRING]} for i in range(200)}
     assert enforceable({"$defs": wide, **objects(**unions)})
@@ -93,7 +93,7 @@ def test_all_unions_of_a_schema_share_what_their_proof_may_cost():
     def forty(name):
         return {"anyOf": [{"type": name} for _ in range(40)]}
 
-    with pytest.raises(OptionError, match="#/properties/p30 for a 'oneOf' whose schemas"):
+    with pytest.raises(OptionError, match="has a 'oneOf' whose schemas 0 and 1 may accept the same value at #/properties/p30"):
         enforceable(objects(**{f"p{i}": {"oneOf": [forty("integer"), forty("string")]} for i in range(40)}))
 
 
@@ -133,7 +133,7 @@ def test_a_discriminator_with_a_default_is_written_all_the_same():
     assert [found["$defs"][name]["required"] for name in ("Circle", "Nothing")] == [["radius", "kind"], ["kind"]]
     bare = Drawing.model_json_schema()
     del bare["properties"]["shape"]["discriminator"]
-    with pytest.raises(OptionError, match="may take the same value"):
+    with pytest.raises(OptionError, match="may accept the same value"):
         enforceable(bare)
     odd = {"oneOf": [objects(a=INTEGER), STRING], "discriminator": {"propertyName": "kind"}}
     assert enforceable(odd)["oneOf"][0]["required"] == ["a"]
@@ -144,12 +144,12 @@ def test_a_union_in_a_union_has_the_discriminators_of_both():
     found = enforceable(Sketch.model_json_schema())["$defs"]
     assert [sorted(found[name]["required"]) for name in ("Circle", "Square")] == [["kind", "radius"], ["kind", "sides"]]
     turning = {"oneOf": [{"anyOf": [{"$ref": "#/oneOf/0"}, objects(a=INTEGER)]}, STRING], "discriminator": {"propertyName": "a"}}
-    with pytest.raises(OptionError, match="may take the same value"):
+    with pytest.raises(OptionError, match="may accept the same value"):
         enforceable(turning)
 
 
 def test_a_discriminator_tells_nothing_apart_from_what_does_not_have_it():
     """A validator takes {"b": 1} for both: it does not know that the grammar always writes the kind of the first."""
     schemas = [objects(kind={"const": "k"}, required=[]), objects(b=INTEGER)]
-    with pytest.raises(OptionError, match="may take the same value"):
+    with pytest.raises(OptionError, match="may accept the same value"):
         enforceable({"oneOf": schemas, "discriminator": {"propertyName": "kind"}})

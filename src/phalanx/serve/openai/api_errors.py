@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every refusal and failure in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+"""All error responses, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
 
 `api_error_of` maps any exception to a status and that body: a mistake of the client is a 400 (401, 404, 405, 413), a full queue a
-429, a server that is not ready or going a 503, an engine that failed a 500. 429 and 503 carry Retry-After.
+429, a server that is not ready or shutting down a 503, a failed engine a 500. 429 and 503 carry Retry-After.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from phalanx.log import get_logger
 
 logger = get_logger(__name__)
 
-_LONGEST = 500
-"""Characters of a client's value that an error repeats, at most."""
+_MAX_ECHOED = 500
+"""Limit of characters of a client's value in an error message."""
 
 
 class ApiError(Exception):
-    """A request that is answered with `status` and this error body."""
+    """The request is answered with `status` and this error body."""
 
     def __init__(
         self,
@@ -64,32 +64,32 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
 
 
 def api_error_of(error: BaseException, *, retry_after: int = 1) -> ApiError:
-    """The answer to an exception, whatever it is. `retry_after` in seconds, for those that ask to come again."""
-    again = {"Retry-After": str(retry_after)}
+    """The error response to any exception. retry_after: seconds, for the statuses that ask the client to try again."""
+    retry = {"Retry-After": str(retry_after)}
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
         return _of_http(error)
     if isinstance(error, Overloaded):
-        return ApiError(429, str(error), type="rate_limit_error", code="overloaded", headers=again)
+        return ApiError(429, str(error), type="rate_limit_error", code="overloaded", headers=retry)
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), param="prompt", code="context_length_exceeded")
     if isinstance(error, (RequestError, OptionError, CapacityError)):
         return ApiError(400, str(error))
     if isinstance(error, EngineClosed):
-        return ApiError(503, str(error), type="server_error", code="engine_closed", headers=again)
+        return ApiError(503, str(error), type="server_error", code="engine_closed", headers=retry)
     if isinstance(error, EngineError):
         return ApiError(500, str(error), type="server_error", code=_snake(type(error).__name__))
     if isinstance(error, PhalanxError):
         return ApiError(500, str(error), type="server_error", code=_snake(type(error).__name__))
     logger.error("a request failed inside the server", exc_info=error)
-    return ApiError(500, "the server failed on this request; its log says more", type="server_error", code="internal_error")
+    return ApiError(500, "the server failed on this request; its log has the details", type="server_error", code="internal_error")
 
 
 def validation_api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    """The first complaint about a body, with the name of the field, and with the nearest name where nobody knows it."""
-    complaints = error.errors(include_url=False, include_context=False, include_input=False)
-    first = max(complaints, key=lambda one: (one["type"] == "cannot_honour", one["type"] == "extra_forbidden"))
+    """The most important validation error of a body, naming the field, and for an unknown field also the nearest known one."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    first = max(problems, key=lambda problem: (problem["type"] == "cannot_honour", problem["type"] == "extra_forbidden"))
     where = _path(first["loc"])
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
@@ -102,19 +102,20 @@ def validation_api_error(error: ValidationError, model: type[BaseModel]) -> ApiE
         return bad_request(f"{where}: this field is required", param=where, code="missing_required_parameter")
     if first["type"] == "cannot_honour":
         return bad_request(f"{where} {first['msg']}", param=where, code="unsupported_parameter")
-    told = list(dict.fromkeys(one["msg"] for one in complaints if _path(one["loc"]).startswith(where) or one is first))
-    message = f"{clip(where) or 'the body'}: {clip('; or '.join(told[:4]))}"
+    same_field = (problem for problem in problems if _path(problem["loc"]).startswith(where) or problem is first)
+    reasons = list(dict.fromkeys(problem["msg"] for problem in same_field))
+    message = f"{clip(where) or 'the body'}: {clip('; or '.join(reasons[:4]))}"
     return bad_request(message, param=clip(where) or None, code="invalid_value")
 
 
 def clip(text: str) -> str:
-    """A client's text, short enough to be repeated."""
-    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+    """A text of the client, shortened for an error message."""
+    return text if len(text) <= _MAX_ECHOED else text[:_MAX_ECHOED] + "..."
 
 
 def _of_http(error: HTTPException) -> ApiError:
-    said = {404: "there is nothing at this address", 405: "this address does not take this method"}
-    message = said.get(error.status_code, str(error.detail))
+    messages = {404: "this path does not exist", 405: "this path does not support this method"}
+    message = messages.get(error.status_code, str(error.detail))
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     return ApiError(error.status_code, message, type=kind, code=_CODES.get(error.status_code), headers=error.headers)
 
@@ -127,19 +128,19 @@ def _names(model: type[BaseModel]) -> list[str]:
 
 
 def _path(where: Sequence[Any]) -> str:
-    """`messages[0].content` for pydantic's location; the names that it gives to the arms of a union are left out."""
+    """`messages[0].content` for a location of pydantic. Its names for the members of unions are left out."""
     path = ""
-    if len(where) > 1 and where[0] == "response_format":  # its arm is called what its field is
+    if len(where) > 1 and where[0] == "response_format":  # the union member has the name of the field
         where = [where[0], *where[2:]]
     for part in where:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif str(part).isidentifier() and str(part) not in _ARMS:
+        elif str(part).isidentifier() and str(part) not in _UNION_MEMBERS:
             path += f".{part}" if path else str(part)
     return path
 
 
-_ARMS = {"str", "int", "plain", "assistant", "tool", "json_schema_", "constrained-str", "TextPart", "NamedTool"}
+_UNION_MEMBERS = {"str", "int", "plain", "assistant", "tool", "json_schema_", "constrained-str", "TextPart", "NamedTool"}
 
 
 def _snake(name: str) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All completions of one request, as pieces: each when its tokens arrive, interleaved, and observed for the metrics.
+"""All completions of one request as interleaved deltas, each when its tokens arrive, observed for the metrics.
 
-Whoever stops listening (closes the iterator, or is cancelled because the client has gone) aborts what still runs.
+Closing the iterator, also by a cancellation because the client has disconnected, aborts what still runs.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ async def generate(
 ) -> Deltas:
     """n completions of each prompt; those of prompt p have the indices p * n .. p * n + n - 1.
 
-    accepted: when the request came (time.monotonic). Raises what the engine raises, for the first that fails.
+    accepted: the time at which the request arrived (time.monotonic). Raises the error of the first completion that fails.
     """
-    clocks = [Clock(metrics, ticket, index, accepted) for index in range(len(prompts) * params.n)]
+    observers = [LatencyObserver(metrics, ticket, index, accepted) for index in range(len(prompts) * params.n)]
     try:
         running = _every(engine, prompts, params) if len(prompts) > 1 else _one(engine, prompts[0], params, 0)
         async with aclosing(running) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
-                    raise EngineClosed("a completion was running", held="the server stopped it")
-                clocks[delta.index].tick(delta)
+                    raise EngineClosed("the server stopped the completion")
+                observers[delta.index].observe(delta)
                 yield delta
     except EngineError:
-        for clock in clocks:
-            clock.stop("error")
+        for observer in observers:
+            observer.stop("error")
         raise
     finally:
-        for clock in clocks:
-            clock.stop("abort")
+        for observer in observers:
+            observer.stop("abort")
 
 
 def _one(engine: ServingEngine, tokens: list[int], params: SamplingParams, prompt: int) -> Deltas:
@@ -83,29 +83,29 @@ async def _every(engine: ServingEngine, prompts: Sequence[list[int]], params: Sa
     try:
         left = len(tasks)
         while left:
-            got = await arrived.get()
-            if isinstance(got, Exception):
-                raise got
-            if got is None:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 left -= 1
             else:
-                yield got
+                yield item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Clock:
-    """Observes one completion's latencies, and tells the door when it begins."""
+class LatencyObserver:
+    """Observes the latencies of one completion, and tells admission control when it has its first token."""
 
     def __init__(self, metrics: Metrics, ticket: Ticket, index: int, accepted: float) -> None:
         self._metrics, self._ticket, self._index, self._accepted = metrics, ticket, index, accepted
         self._latest: float | None = None
         self._stopped = False
 
-    def tick(self, delta: CompletionDelta) -> None:
-        """A piece arrived."""
+    def observe(self, delta: CompletionDelta) -> None:
+        """A delta arrived."""
         now = time.monotonic()
         if delta.token_ids:
             if self._latest is None:
@@ -125,24 +125,24 @@ class Clock:
 
 
 class UsageCounter:
-    """What a request cost. A prompt counts once, however many completions it has."""
+    """Counts the tokens of a request. A prompt counts once, however many completions it has."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
         self._prompt = sum(len(tokens) for tokens in prompts)
-        self._n, self._made = n, 0
+        self._n, self._generated = n, 0
         self._cached: dict[int, int] = {}
 
     def add(self, delta: CompletionDelta) -> None:
-        self._made += len(delta.token_ids)
-        # What was cached before the request; later completions find what the first one left.
+        self._generated += len(delta.token_ids)
+        # Only what was cached before the request: later completions of a prompt find the blocks of the first one.
         self._cached.setdefault(delta.index // self._n, delta.cached_tokens)
 
-    def shown(self, *, made: int | None = None) -> dict[str, Any]:
-        """The `usage` of an answer. made: tokens that it shows, where those are not all that were made."""
-        made = self._made if made is None else made
+    def body(self, *, completion_tokens: int | None = None) -> dict[str, Any]:
+        """The `usage` of a response. completion_tokens: those of the response, if they are not all generated tokens."""
+        count = self._generated if completion_tokens is None else completion_tokens
         return {
             "prompt_tokens": self._prompt,
-            "completion_tokens": made,
-            "total_tokens": self._prompt + made,
+            "completion_tokens": count,
+            "total_tokens": self._prompt + count,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What load balancers, dashboards and people ask: which model, how is it, how busy, which version. None of these needs the key but
-`/v1/models`."""
+"""The routes for load balancers, dashboards and people: models, state, metrics, version. Only `/v1/models` requires the API key."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ router = APIRouter()
 
 @router.get("/v1/models", responses=responses_of(ModelList, body=False))
 async def list_models(request: Request) -> Response:
-    """The model that is served."""
+    """The served model."""
     return JSONResponse({"object": "list", "data": [_card(service_of(request))]})
 
 
@@ -35,19 +34,19 @@ async def get_model(request: Request, model: str) -> Response:
 
 @router.get("/live", responses=status_responses(can_fail=False))
 async def live() -> Response:
-    """200 as long as the process answers: restart it when this fails."""
+    """200 as long as the process responds: restart it if this fails."""
     return JSONResponse({"status": "live", "reason": None})
 
 
 @router.get("/ready", responses=status_responses())
 async def ready(request: Request) -> Response:
-    """200 while requests are taken: send none when this is 503."""
+    """200 while requests are accepted: send none while this is 503."""
     return _status(service_of(request))
 
 
 @router.get("/health", responses=status_responses())
 async def health(request: Request) -> Response:
-    """The same as /ready, by its older name."""
+    """The same as /ready, under its older name."""
     return _status(service_of(request))
 
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phalanx.serve.openai.body import read_body
-from phalanx.serve.openai.sampling import check_token
+from phalanx.serve.openai.request_params import check_token
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import DetokenizeResponse, TokenizeResponse
 from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
@@ -22,7 +22,7 @@ router = APIRouter()
 
 @router.post("/tokenize", responses=responses_of(TokenizeResponse), openapi_extra=request_body(TokenizeRequest))
 async def tokenize(http_request: Request) -> Response:
-    """Cut a text into the model's tokens."""
+    """Tokenize a text with the model's tokenizer."""
     service = service_of(http_request)
     request = await read_body(http_request, TokenizeRequest)
     return CancellableResponse(service.run_on_thread(_tokenize, request, service.require_engine(request.model)), service.api_error)
@@ -30,7 +30,7 @@ async def tokenize(http_request: Request) -> Response:
 
 @router.post("/detokenize", responses=responses_of(DetokenizeResponse), openapi_extra=request_body(DetokenizeRequest))
 async def detokenize(http_request: Request) -> Response:
-    """Put the model's tokens together."""
+    """Turn token ids into text."""
     service = service_of(http_request)
     request = await read_body(http_request, DetokenizeRequest)
     engine = service.require_engine(request.model)

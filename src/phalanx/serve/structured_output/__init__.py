@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells, before a guide is followed, that a grammar would not keep its promise: `patterns`, `one_of`, `endless`."""
+"""Structured output: `compiler` compiles a format (in the process of `worker`) after checks of what the grammar cannot enforce.
+
+`json_schema`, `oneof` and `regex` reject such parts of schemas and regular expressions; `termination` rejects grammars that no
+finite text satisfies. The engine follows a compiled grammar in `engine.grammar`.
+"""

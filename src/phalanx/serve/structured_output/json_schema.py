@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which JSON schemas we take: those whose every demand the grammar enforces, and small enough to compile in moments.
+"""Check JSON schemas: accepted are those that the grammar enforces completely and that compile quickly.
 
-xgrammar drops some keywords in silence, and some strings that it lets through are not JSON (all seen with 0.2.8); an answer could
-then break the schema that it was promised to follow. So each of these is refused by name, with where it stands, or said in another
-way. Keywords that only annotate (title, default, description, examples, ...) pass, as the JSON Schema specification has it.
+xgrammar ignores some keywords silently, and allows some strings that are not JSON (observed with 0.2.8); an answer could then
+violate its schema. Each such keyword is rejected by name and place, or rewritten. Keywords that only annotate (title, default,
+description, examples, ...) are accepted, as the JSON Schema specification demands.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from phalanx.errors import OptionError
-from phalanx.serve.structured_output.oneof import Proof, refuses, tags_of
+from phalanx.serve.structured_output.oneof import DisjointnessProof, discriminator_tags, excludes_type_of
 from phalanx.serve.structured_output.regex import expand_unicode_classes, parts, unsupported_construct
 
 MAX_BYTES = 128 * 1024
 MAX_DEPTH = 48
-"""Brackets open at once in the text; compile time grows with a power of it."""
+"""Open brackets at once in the text; compile time grows with a power of it."""
 MAX_NODES = 10_000
 MAX_PROPERTIES = 256
-"""Of one object: a grammar in which each may be left out grows with their square."""
+"""Properties of one object; a grammar in which each is optional grows with their square."""
 
 _IGNORED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas", "dependencies",
@@ -45,15 +45,15 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def read_json(text: str, *, what: str) -> Any:
-    """The JSON of a guide, bounded in size and nesting. Raises OptionError that says which bound, or where it is not JSON."""
+    """Parse JSON of limited size and nesting. Raises OptionError naming the limit, or the place of the syntax error."""
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
-        raise OptionError(f"a {what} of {len(text)} characters was asked for", why=f"it may have {MAX_BYTES} bytes")
+        raise OptionError(f"the {what} has {len(text)} characters", why=f"the limit is {MAX_BYTES} bytes", next="simplify it")
     try:
         parsed = json.loads(text)
     except RecursionError:
         raise _too_deep(what) from None
     except ValueError as error:
-        raise OptionError(f"the {what} is not JSON", why=str(error)) from None
+        raise OptionError(f"the {what} is not valid JSON", why=str(error)) from None
     nodes, level = 0, [parsed]
     for _ in range(MAX_DEPTH):
         nodes += len(level)
@@ -61,24 +61,24 @@ def read_json(text: str, *, what: str) -> Any:
     if level:
         raise _too_deep(what)
     if nodes > MAX_NODES:
-        raise OptionError(f"a {what} of {nodes} values was asked for", why=f"it may have {MAX_NODES}")
+        raise OptionError(f"the {what} has {nodes} values", why=f"the limit is {MAX_NODES}", next="simplify it")
     return parsed
 
 
 def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
-    """A schema (parsed JSON; changed in place) as xgrammar enforces it whole.
+    """Rewrite a schema (parsed JSON; changed in place) into one that xgrammar enforces completely.
 
-    A string with a length becomes one with a pattern, since xgrammar's own rule for lengths lets control characters into the JSON.
-    Raises OptionError for the first demand that the grammar would not enforce.
+    A length of a string becomes a pattern, because xgrammar's own rule for lengths allows control characters in the JSON. Raises
+    OptionError for the first part that the grammar would not enforce.
     """
     if not isinstance(schema, (dict, bool)):
-        raise OptionError(f"the {what} is {json.dumps(schema)[:60]}", why="a schema is a JSON object")
-    tags = list(tags_of((node for _, node in _schemas(schema, "#")), schema))
-    proof = Proof(schema, tags)
+        raise OptionError(f"the {what} is not a JSON object: {json.dumps(schema)[:60]}")
+    tags = list(discriminator_tags((node for _, node in _schemas(schema, "#")), schema))
+    proof = DisjointnessProof(schema, tags)
     for where, node in _schemas(schema, "#"):
         complaint = _complaint(node) or _complaint_of_one_of(node, proof)
         if complaint is not None:
-            raise OptionError(f"the {what} asks at {where} for {complaint.demand}", why=complaint.why, next=complaint.next)
+            raise OptionError(f"the {what} has {complaint.part} at {where}", why=complaint.why, next=complaint.next)
         if isinstance(node.get("pattern"), str):
             node["pattern"] = expand_unicode_classes(node["pattern"])
         if isinstance(node.get("patternProperties"), dict):
@@ -94,15 +94,15 @@ def enforceable(schema: Any, *, what: str = "json_schema") -> Any:
             for name in _LENGTHS:
                 node.pop(name, None)
     for node, name in tags:
-        wanted = node.get("required", [])
-        node["required"] = wanted if name in wanted else [*wanted, name]
+        required = node.get("required", [])
+        node["required"] = required if name in required else [*required, name]
     return schema
 
 
 class _Complaint(NamedTuple):
-    demand: str
+    part: str
     why: str = "the grammar cannot enforce it"
-    next: str = "leave it out"
+    next: str = "remove it"
 
 
 def _complaint(node: dict[str, Any]) -> _Complaint | None:
@@ -121,44 +121,44 @@ def _complaint(node: dict[str, Any]) -> _Complaint | None:
 def _complaint_of_choice(node: dict[str, Any]) -> _Complaint | None:
     for keyword in ("type", "anyOf", "oneOf", "allOf"):
         if node.get(keyword) == []:
-            return _Complaint(f"an empty {keyword!r}", why="nothing satisfies it", next="name a choice, or leave it out")
+            return _Complaint(f"an empty {keyword!r}", why="no value satisfies it", next="add a choice, or remove it")
     if isinstance(node.get("$ref"), str) and not node["$ref"].startswith("#"):
         return _Complaint(f"the schema {node['$ref']!r}, which is not part of it")
     if isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1:
         return _Complaint("'allOf' with more than one schema")
     choices = [keyword for keyword in _CHOICES if keyword in node]
-    beside = sorted(set(node) - _ANNOTATIONS - set(choices[:1])) if choices else []
-    return _Complaint(f"{choices[0]!r} together with {', '.join(repr(name) for name in beside)}") if beside else None
+    others = sorted(set(node) - _ANNOTATIONS - set(choices[:1])) if choices else []
+    return _Complaint(f"{choices[0]!r} together with {', '.join(repr(name) for name in others)}") if others else None
 
 
-def _complaint_of_one_of(node: dict[str, Any], proof: Proof) -> _Complaint | None:
-    """The grammar takes what any of the schemas takes; that is `oneOf` where no two of them take the same."""
+def _complaint_of_one_of(node: dict[str, Any], proof: DisjointnessProof) -> _Complaint | None:
+    """The grammar enforces `anyOf`, which equals `oneOf` if no two of the schemas accept the same value."""
     schemas = node.get("oneOf")
     pair = proof.overlapping(schemas) if isinstance(schemas, list) else None
     if pair is None:
         return None
     return _Complaint(
-        f"a 'oneOf' whose schemas {pair[0]} and {pair[1]} may take the same value",
-        why="the grammar cannot enforce that only one takes it",
-        next="use 'anyOf', or tell them apart by type, or by a required property with another 'const' in each",
+        f"a 'oneOf' whose schemas {pair[0]} and {pair[1]} may accept the same value",
+        why="the grammar cannot enforce that only one accepts it",
+        next="use 'anyOf', or give them different types, or a required property with a different 'const' in each",
     )
 
 
 def _complaint_of_listed(node: dict[str, Any]) -> _Complaint | None:
-    """Values are written as they are listed, whatever stands beside them."""
+    """The grammar writes listed values as they are, whatever other keywords demand."""
     listed = [keyword for keyword in ("const", "enum") if keyword in node]
     if not listed:
         return None
-    beside = sorted(set(node) - _ANNOTATIONS - {listed[0], "type", "format"})
-    if beside:
-        return _Complaint(f"{listed[0]!r} together with {', '.join(repr(name) for name in beside)}")
+    others = sorted(set(node) - _ANNOTATIONS - {listed[0], "type", "format"})
+    if others:
+        return _Complaint(f"{listed[0]!r} together with {', '.join(repr(name) for name in others)}")
     values = [node["const"]] if listed[0] == "const" else node["enum"]
     for value in values if isinstance(values, list) else ():
-        if "type" in node and refuses(node, value):
-            said = json.dumps(value)
+        if "type" in node and excludes_type_of(node, value):
+            shown = json.dumps(value)
             return _Complaint(
-                f"the value {said[:60]} in {listed[0]!r}", why=f"its 'type' {json.dumps(node['type'])[:60]} refuses it",
-                next="leave one of them out",
+                f"the value {shown[:60]} in {listed[0]!r}", why=f"its 'type' {json.dumps(node['type'])[:60]} does not allow it",
+                next="remove one of them",
             )  # fmt: skip
     return None
 
@@ -169,7 +169,7 @@ def _complaint_of_value(node: dict[str, Any]) -> _Complaint | None:
         return _Complaint(f"{typed[0]!r} without a 'type'")
     named = node.get("type")
     if "multipleOf" in node and (named == "number" or (isinstance(named, list) and "number" in named)):
-        return _Complaint("'multipleOf' of a 'number'", next="use the type 'integer', or leave it out")
+        return _Complaint("'multipleOf' of a 'number'", next="use the type 'integer', or remove it")
     length = any(name in node for name in _LENGTHS)
     for keyword in ("pattern", "format"):
         if length and keyword in node:
@@ -178,7 +178,7 @@ def _complaint_of_value(node: dict[str, Any]) -> _Complaint | None:
 
 
 def _complaint_of_pattern(node: dict[str, Any]) -> _Complaint | None:
-    """Of `pattern`, and of the patterns of property names."""
+    """Checks `pattern`, and the patterns of property names."""
     mapped = node.get("patternProperties")
     for keyword, patterns in (
         ("pattern", [node.get("pattern")]),
@@ -189,8 +189,8 @@ def _complaint_of_pattern(node: dict[str, Any]) -> _Complaint | None:
                 continue
             part = unsupported_construct(pattern)
             if part is not None:
-                return _Complaint(f"a {keyword!r} with {part}", next="say it without")
-            # Such a character comes out as it is, not escaped; classes leave quotation marks out by themselves.
+                return _Complaint(f"a {keyword!r} with {part}", next="rewrite it without")
+            # The grammar writes such a character unescaped; classes exclude quotation marks anyway.
             if any(
                 (_QUOTE.search(text) and kind != "class") or (_CONTROL.search(text) and not text.startswith("[^"))
                 for kind, text in parts(pattern)
@@ -206,11 +206,11 @@ def _complaint_of_object(node: dict[str, Any]) -> _Complaint | None:
     if not (isinstance(properties, dict) and isinstance(required, list) and isinstance(patterns, dict)):
         return None
     if len(properties) > MAX_PROPERTIES:
-        return _Complaint(f"{len(properties)} properties in one object (the most is {MAX_PROPERTIES})")
+        return _Complaint(f"{len(properties)} properties in one object (the limit is {MAX_PROPERTIES})")
     unknown = [name for name in required if not isinstance(name, str) or name not in properties]
     if unknown:
         return _Complaint(f"the required property {unknown[0]!r}, which 'properties' does not describe")
-    # A name that two of these speak of is held to one of them only.
+    # The grammar applies only one of these keywords to a name that matches two of them.
     for keyword in ("properties", "patternProperties"):
         if "propertyNames" in node and node.get(keyword):
             return _Complaint(f"'propertyNames' together with {keyword!r}")
@@ -220,7 +220,7 @@ def _complaint_of_object(node: dict[str, Any]) -> _Complaint | None:
 
 
 def _schemas(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema in a schema, with its JSON pointer; data (enum, const, default) and property names are not schemas."""
+    """All schemas within a schema, with their JSON pointers. Data (enum, const, default) and property names are not schemas."""
     if not isinstance(schema, dict):
         return
     yield where, schema
@@ -243,4 +243,4 @@ def _children(node: Any) -> list[Any]:
 
 
 def _too_deep(what: str) -> OptionError:
-    return OptionError(f"a {what} nested deeper than {MAX_DEPTH} was asked for", why="compiling it would take too long")
+    return OptionError(f"the {what} is nested deeper than {MAX_DEPTH} levels", why="compiling it would take too long")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether every beginning that a grammar allows can come to an end.
+"""Whether every text that a grammar allows to begin can end.
 
-A rule that leads only to itself has no finite text: the model would write without end, or come to where no token may follow.
+A rule that only leads to itself has no finite text: the model would write without end, or reach a state that allows no token.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import re
 _RULE = re.compile(r"^([\w.-]+) ::= ", re.MULTILINE)
 _CHARACTERS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]')
 _CALL = re.compile(r"\w+\s*=\s*\w+|\b[A-Z]\w*(?=\()")
-"""Beside rules: Regex(json_string=true), TagDispatch(...), Token(...)."""
+"""Calls, which are not rules: Regex(json_string=true), TagDispatch(...), Token(...)."""
 _LOOKAHEAD = "(=("
 _NAME = re.compile(r"([\w.-]+)(\{0)?")
 
 
 def nonterminating_rule(grammar: str, root: str = "root") -> str | None:
-    """The first rule within reach of the root that no finite text satisfies, or None.
+    """The first rule reachable from the root that no finite text satisfies, or None.
 
-    grammar: as xgrammar prints one: each rule a choice of sequences, whose parts are characters, rules, and repeated rules.
+    grammar: as xgrammar prints it: each rule is a choice of sequences of characters, rules and repeated rules.
     """
     texts = _RULE.split(_CHARACTERS.sub('""', grammar))[1:]
     rules = {name: _alternatives(body) for name, body in zip(texts[::2], texts[1::2], strict=True)}
@@ -28,11 +28,11 @@ def nonterminating_rule(grammar: str, root: str = "root") -> str | None:
     ends: list[str] = []
     for name, alternatives in rules.items():
         for i, needs in enumerate(alternatives):
-            wanted = {other for other, skippable in needs if other in rules and not skippable}
-            missing[name, i] = len(wanted)
-            for other in wanted:
+            required = {other for other, skippable in needs if other in rules and not skippable}
+            missing[name, i] = len(required)
+            for other in required:
                 waiting.setdefault(other, []).append((name, i))
-            if not wanted:
+            if not required:
                 ends.append(name)
     ending: set[str] = set()
     while ends:
@@ -49,18 +49,18 @@ def nonterminating_rule(grammar: str, root: str = "root") -> str | None:
 
 def _reached(rules: dict[str, list[list[tuple[str, bool]]]], root: str) -> list[str]:
     """The rules that the root leads to, itself first."""
-    found = {root: None} if root in rules else {}
-    order = list(found)
+    reached = {root: None} if root in rules else {}
+    order = list(reached)
     for name in order:
         for other in (other for needs in rules[name] for other, _ in needs):
-            if other in rules and other not in found:
-                found[other] = None
+            if other in rules and other not in reached:
+                reached[other] = None
                 order.append(other)
     return order
 
 
 def _alternatives(body: str) -> list[list[tuple[str, bool]]]:
-    """The rules that each alternative names, and whether it may leave them out. What dispatches on tags may use none at all."""
+    """Per alternative: the rules that it names, and whether each may be left out. A TagDispatch may also use none of them."""
     dispatches = body.startswith("TagDispatch")
     plain = _CALL.sub("", body.split(_LOOKAHEAD, 1)[0])
     every = [[(name, skip != "") for name, skip in _NAME.findall(part)] for part in plain.split("|")]

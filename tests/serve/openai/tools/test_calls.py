@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.openai.tools.calls import Argued, Called, CallReader, Said
+from phalanx.serve.openai.tools.calls import CallArguments, CallBegin, CallReader, ContentText
 from phalanx.serve.openai.tools.formats import HERMES, LLAMA
 
 NAMES = {"weather", "add"}
@@ -18,16 +18,16 @@ NAMES = {"weather", "add"}
 def read(how, pieces):
     reader = CallReader(how, NAMES)
     events = [event for piece in pieces for event in reader.push(piece)] + reader.finish()
-    text = "".join(e.text for e in events if isinstance(e, Said))
+    text = "".join(e.text for e in events if isinstance(e, ContentText))
     calls: list[list[str]] = []
     for event in events:
-        if isinstance(event, Called):
+        if isinstance(event, CallBegin):
             assert event.index == len(calls)
             calls.append([event.name, ""])
-        elif isinstance(event, Argued):
+        elif isinstance(event, CallArguments):
             assert event.index == len(calls) - 1
             calls[-1][1] += event.text
-    return text, [tuple(call) for call in calls], reader.whole
+    return text, [tuple(call) for call in calls], reader.complete
 
 
 CASES = [

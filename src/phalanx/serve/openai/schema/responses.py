@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of answers, as `/openapi.json` shows them. Answers are written by hand (they are on the path of every token); the
-tests hold what is written to these models."""
+"""The bodies of responses, for `/openapi.json`. The handlers build responses without these models, because they are on the path of
+every token; the tests validate responses against them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ResponseModel(BaseModel):
-    """Every answer: no field that is not named here."""
+    """Base of all responses: no field that is not defined here."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 class ErrorDetail(ResponseModel):
-    """What went wrong. `param` names the field, `code` the case, for programs."""
+    """The error. `param` names the field, `code` the type of error, for programs."""
 
     message: str
     type: str
@@ -25,19 +25,19 @@ class ErrorDetail(ResponseModel):
 
 
 class ErrorResponse(ResponseModel):
-    """The body of every answer with a status of 400 or more."""
+    """The body of every response with a status of 400 or more."""
 
     error: ErrorDetail
 
 
 class CachedTokens(ResponseModel):
-    """How many of the prompt's tokens the prefix cache held."""
+    """Number of prompt tokens from the prefix cache."""
 
     cached_tokens: int
 
 
 class UsageInfo(ResponseModel):
-    """Tokens that the request cost."""
+    """Number of tokens of the request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -65,7 +65,7 @@ class CompletionChoice(ResponseModel):
 
 
 class CompletionResponse(ResponseModel):
-    """The answer of `/v1/completions`, and each chunk of its stream."""
+    """The response of `/v1/completions`, and each chunk of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -84,7 +84,7 @@ class TopLogprob(ResponseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """A token that was chosen, with its likeliest alternatives."""
+    """A sampled token, with its most likely alternatives."""
 
     top_logprobs: list[TopLogprob]
 
@@ -104,7 +104,7 @@ class ResponseFunctionCall(ResponseModel):
 
 
 class ResponseToolCall(ResponseModel):
-    """One call that the model makes."""
+    """A call by the model."""
 
     id: str
     type: Literal["function"]
@@ -112,7 +112,7 @@ class ResponseToolCall(ResponseModel):
 
 
 class ChatMessage(ResponseModel):
-    """What the model said."""
+    """The message of the model."""
 
     role: Literal["assistant"]
     content: str | None
@@ -131,7 +131,7 @@ class ChatChoice(ResponseModel):
 
 
 class ChatCompletionResponse(ResponseModel):
-    """The answer of `/v1/chat/completions`."""
+    """The response of `/v1/chat/completions`."""
 
     id: str
     object: Literal["chat.completion"]
@@ -142,14 +142,14 @@ class ChatCompletionResponse(ResponseModel):
 
 
 class FunctionDelta(ResponseModel):
-    """`name` comes once, `arguments` in pieces."""
+    """`name` comes once, `arguments` in parts."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class ToolDelta(ResponseModel):
-    """A piece of the call number `index`; its first piece has the id and the name."""
+    """A part of the call number `index`; its first part has the id and the name."""
 
     index: int
     id: str | None = None
@@ -158,7 +158,7 @@ class ToolDelta(ResponseModel):
 
 
 class ChatDelta(ResponseModel):
-    """A piece of a message."""
+    """A part of a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -166,7 +166,7 @@ class ChatDelta(ResponseModel):
 
 
 class ChatChunkChoice(ResponseModel):
-    """A piece of one of n answers."""
+    """A part of one of n answers."""
 
     index: int
     delta: ChatDelta
@@ -187,7 +187,7 @@ class ChatCompletionChunk(ResponseModel):
 
 
 class ModelCard(ResponseModel):
-    """The model that is served. `max_model_len`: prompt and output, in tokens."""
+    """The served model. `max_model_len`: limit of prompt and output together, in tokens."""
 
     id: str
     object: Literal["model"]
@@ -198,14 +198,14 @@ class ModelCard(ResponseModel):
 
 
 class ModelList(ResponseModel):
-    """The answer of `/v1/models`."""
+    """The response of `/v1/models`."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class TokenizeResponse(ResponseModel):
-    """`tokens` are ids, `token_strs` what each of them reads."""
+    """`tokens` are ids, `token_strs` their texts."""
 
     count: int
     max_model_len: int
@@ -226,7 +226,7 @@ class VersionResponse(ResponseModel):
 
 
 class StatusResponse(ResponseModel):
-    """How the server is: "live" (for `/live`), else "starting", "ready", "draining" or "failed", and why."""
+    """The state of the server: "live" (for `/live`), else "starting", "ready", "draining" or "failed", and the reason."""
 
     status: Literal["live", "starting", "ready", "draining", "failed"]
     reason: str | None = None

@@ -9,7 +9,7 @@ from phalanx.serve.openai.schema.fields import Body, TokenId
 
 
 class TokenizeRequest(Body):
-    """A text to cut into tokens. `add_special_tokens`: begin as the model's prompts begin."""
+    """A text to tokenize. `add_special_tokens`: add the special tokens of a prompt, as for a completion."""
 
     prompt: str = Field(max_length=2**20)
     model: str | None = Field(None, min_length=1, max_length=512)
@@ -17,7 +17,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """Token ids to put together."""
+    """Token ids to turn into text."""
 
     tokens: list[TokenId]
     model: str | None = Field(None, min_length=1, max_length=512)
