@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check wheel bench clean
 
 demo: $(VENV)/.bare
 	@$(PY) scripts/demo.py
@@ -23,6 +23,9 @@ check: $(VENV)/.dev
 	@echo "== mypy" && $(VENV)/bin/mypy
 	@echo "== import-linter" && $(VENV)/bin/lint-imports --no-logo
 	@echo "== architecture" && $(PY) -m pytest -q tests/architecture
+
+wheel: $(VENV)/.dev
+	@$(PY) scripts/wheel_check.py
 
 bench: $(VENV)/.dev
 	@$(PY) -m benchmarks.engine.throughput
