@@ -5,7 +5,7 @@
     cd COPY && export PYTHONPATH=src:. TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 NCCL_SOCKET_IFNAME=lo
     python -m torch.distributed.run --nproc-per-node 2 -m tests.support.comm_sequence_parallel_rank wide
     python -m tests.gpu.compare_paths --texts 40,24,40,12 --layouts 2x1,2x2 --tiny_layouts 2x1 --beside 1 --out DIR
-    python -m pytest -n 0 -m gpu2 tests/kernels/test_compiling.py
+    python -m pytest -n 0 -m gpu2 tests/kernels/compiling/test_compile_time.py
 
 All is real but where the ranks stand: kernels, symmetric memory, graphs, NCCL (by sockets, as each rank calls itself a host of its
 own: NCCL 2.28 takes a GPU for one rank of a host only). Ranks that wait for one another take turns at the GPU, milliseconds each:
@@ -34,22 +34,23 @@ class Edit(NamedTuple):
 
 def edits(gpus: int) -> Iterator[Edit]:
     """Where a rank learns its GPU, and how many there are."""
-    engine = "src/phalanx/engine/ranks"
-    yield Edit(f"{engine}/host.py", '"device_index": host.first_device + index', '"device_index": 0')
+    launcher = "src/phalanx/executor/launcher.py"
+    yield Edit(launcher, '"device_index": ranks.first_device + index', '"device_index": 0')
     read = "    config = launch.read_config()\n"
-    yield Edit(f"{engine}/worker.py", read, read + '    os.environ["NCCL_HOSTID"] = f"rank{config[\'rank\']}"\n')
+    yield Edit("src/phalanx/worker/worker.py", read, read + '    os.environ["NCCL_HOSTID"] = f"rank{config[\'rank\']}"\n')
     found = "Machine(tuple(choose(gpus, visible))"
     yield Edit("src/phalanx/hardware/probe.py", found, f"{found} * {gpus}")
-    tuned = "src/phalanx/comm/tuned_group.py"
-    yield Edit(tuned, "reach = hosts == 1 and _reaches(device, uuids)", "reach = hosts == 1")
-    yield Edit(tuned, "linked = reach and nvlink_everywhere(uuids)", "linked = reach")
+    detect = "src/phalanx/comm/detect.py"
+    yield Edit(detect, "reach = hosts == 1 and all(_reaches(each, uuids) for each in own)", "reach = hosts == 1")
+    yield Edit(detect, "linked = reach and nvlink_everywhere(uuids)", "linked = reach")
     place = "    torch.cuda.set_device(rank)\n"
     for file in ("tests/support/comm_allreduce_rank.py", "tests/support/comm_sequence_parallel_rank.py"):
         yield Edit(file, place, '    os.environ["NCCL_HOSTID"] = f"rank{rank}"\n    torch.cuda.set_device(0)\n')
     yield Edit("tests/support/comm_allreduce_rank.py", 'torch.device("cuda", rank)', 'torch.device("cuda", 0)')
     yield Edit("tests/support/comm_gpu_ranks.py", "timeout=240", "timeout=900")
     yield Edit("tests/conftest.py", "return len(choose(gpus,", f"return {gpus} * len(choose(gpus,")
-    yield Edit("tests/kernels/test_compiling.py", '"max_batch_size": 48,', '"max_batch_size": 48, "kv_cache_bytes": 1 << 30,')
+    compiling = "tests/kernels/compiling/test_compile_time.py"
+    yield Edit(compiling, '"max_batch_size": 48,', '"max_batch_size": 48, "kv_cache_bytes": 1 << 30,')
     jobs = "benchmarks/engine/gpu_jobs.py"
     yield Edit(jobs, '"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))', '"CUDA_VISIBLE_DEVICES": "0"')
     yield Edit(jobs, "    if visible := os.environ", f"    return list(range({gpus}))\n    if visible := os.environ")

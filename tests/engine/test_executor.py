@@ -34,5 +34,5 @@ def test_settings_reach_the_executor() -> None:
 
 
 def test_a_path_that_names_nothing_is_an_option_error() -> None:
-    with pytest.raises(OptionError, match="executor='phalanx.engine.fake:Nothing' cannot be loaded"):
+    with pytest.raises(OptionError, match=r"executor='phalanx\.engine\.fake:Nothing' cannot be loaded"):
         load_executor("phalanx.engine.fake:Nothing", options(Path("x")), SHAPE, {})

@@ -12,7 +12,8 @@ from phalanx.engine.request import Request
 
 def request(*, limit: int = 100, **params: object) -> Request:
     return Request(
-        AddRequest("a", [1, 2, 3], SamplingParams(**params), stop_token_ids=[7, 8], eos_token_ids=[8]), seed=1, limit=limit, matcher=None
+        AddRequest("a", [1, 2, 3], SamplingParams(**params), stop_token_ids=[7, 8], eos_token_ids=[8]),
+        seed=1, limit=limit, matcher=None,
     )  # fmt: skip
 
 

@@ -36,20 +36,21 @@ def test_all_ranks_stand_on_the_first_gpu_and_each_is_a_host_to_nccl(one_gpu: Mo
     assert not any((copy / file).read_bytes() != (one_gpu.ROOT / file).read_bytes() for file in unedited(copy, edited))
     asked = """if True:
         import json, sys
-        from unittest.mock import patch
+        from unittest.mock import MagicMock, patch
         from phalanx.comm import launch
         from phalanx.config.options import EngineOptions
-        from phalanx.engine.ranks import host, worker
+        from phalanx.executor.launcher import LocalLauncher, host_ranks
         from phalanx.hardware import probe
+        from phalanx.worker import worker
         with patch.object(probe, "_nvml_gpus", lambda: [probe.Gpu(0, "GPU-1", "H200", 90, 1, 1)]):
             gpus = len(probe.detect_machine("0").gpus)
         started = []
-        with patch.object(launch, "start", lambda module, config, *_, **__: started.append(config["device_index"])):
+        with patch.object(launch, "start", lambda module, config, *_, **__: started.append(config["device_index"]) or MagicMock()):
             options = EngineOptions(model="demo", tensor_parallel_size=3)
-            host.start(host.host_of(options, 0), options, engine="", peer="", store_port=0)
+            LocalLauncher(options).start(host_ranks(options, 0), {})
         import os
         with patch.object(launch, "read_config", lambda: {"rank": 2, "node": 0, "engine": "tcp://127.0.0.1:1"}):
-            with patch.object(worker, "Link", side_effect=KeyboardInterrupt):
+            with patch.object(worker, "EngineChannel", side_effect=KeyboardInterrupt):
                 try:
                     worker.main()
                 except KeyboardInterrupt:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padded decode steps on CPU: `EagerCapturer` does again what a CUDA graph would replay, on the same tensors at the same buffers."""
+"""Padded decode steps on CPU: `EagerCapturer` does again what a CUDA graph would replay, on the same tensors."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_tokens_equal_the_eager_path_and_transformers(folder: Path, count: int, 
 
 
 def test_a_forward_is_planned_as_a_part_of_itself(folder: Path) -> None:
-    """So that a graph has in it what the device finds out for all layers: once at each capture, and at each replay of this capturer."""
+    """So that a graph has in it what the device computes for all layers: once per capture, and at each replay."""
     asked, capturer = prompts(5, seed=1), Counting()
     runner = make_runner(folder, capturer)
     attention = runner._backend

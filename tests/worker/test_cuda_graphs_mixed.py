@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of any rows from graphs, on CPU (see test_cuda_graphs): what a scheduler makes of random requests gives the tokens that eager
-steps give. The back end is the kernels', with the kernels' references in their place."""
+"""Mixed graphs, on CPU (see test_cuda_graphs): what a scheduler makes of random requests gives the tokens that eager steps
+give. The back end is the kernels', with the kernels' references in their place."""
 
 from __future__ import annotations
 
@@ -211,8 +211,10 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str
     )
     second = StepBatch(
         admitted=[admitted(0, prompt), admitted(5, prompt)],
-        rows=[StepRow(7, 6, 1, [], [], samples=True), StepRow(2, 6, 1, [9], [], samples=True), StepRow(0, 0, 6, prompt, [5, 6], samples=True),
-              StepRow(5, 0, 3, prompt[:3], [7])],
+        rows=[
+            StepRow(7, 6, 1, [], [], samples=True), StepRow(2, 6, 1, [9], [], samples=True),
+            StepRow(0, 0, 6, prompt, [5, 6], samples=True), StepRow(5, 0, 3, prompt[:3], [7]),
+        ],
     )  # fmt: skip
     strangers = [slot for slot in range(BLOCKS * BLOCK) if not 1 <= slot // BLOCK <= 7]
     tokens = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A start's rehearsal on CPU: steps and sizes of graphs go through few layers, and leave nothing behind."""
+"""The warm-up of a start, on CPU: steps and sizes of graphs go through few layers, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Kernels:
     def __init__(self, kept: bool) -> None:
         self.kept, self.compiled, self.processes = kept, 0, 0
 
-    def all_kept(self) -> bool:
+    def all_cached(self) -> bool:
         return self.kept
 
     def compile(self, processes: int, tell: Callable[[int, int], None]) -> None:
