@@ -31,13 +31,13 @@ def read(declared: Any) -> Quantization | None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    made = copy.deepcopy(COMPRESSED)
+    declared = copy.deepcopy(COMPRESSED)
     *way, last = path.split("/")
-    inner = made
+    inner = declared
     for step in way:
         inner = inner[step]
     inner[last] = value
-    return made
+    return declared
 
 
 IN_BLOCKS = changed("config_groups/group_0/weights", {**NUMBER, "strategy": "block", "block_structure": [128, 128]})

@@ -17,47 +17,47 @@ SHAPE = ModelShape(
 )  # fmt: skip
 
 
-def options(**asked):
-    return EngineOptions.of(model="m", **asked)
+def options(**values):
+    return EngineOptions.of(model="m", **values)
 
 
 def test_on_cpu():
-    found = resolve(options(), SHAPE, gpus=0)
-    made = found.options
-    assert (made.device, made.dtype, made.max_num_tokens, made.max_seq_len) == ("cpu", "fp32", 2048, 16384)
-    assert (made.kv_cache_bytes, made.cuda_graphs) == (1 << 30, False)
+    resolved_options = resolve(options(), SHAPE, gpus=0)
+    chosen = resolved_options.options
+    assert (chosen.device, chosen.dtype, chosen.max_num_tokens, chosen.max_seq_len) == ("cpu", "fp32", 2048, 16384)
+    assert (chosen.kv_cache_bytes, chosen.cuda_graphs) == (1 << 30, False)
     resolved = {"device", "dtype", "kv_cache_dtype", "max_num_tokens", "max_seq_len", "kv_cache_bytes", "cuda_graphs"}
-    assert set(found.reasons) == resolved
-    assert "no GPU" in found.reasons["device"]
+    assert set(resolved_options.reasons) == resolved
+    assert "no GPU" in resolved_options.reasons["device"]
 
 
 def test_on_gpus():
-    found = resolve(options(tensor_parallel_size=2), SHAPE, gpus=4)
-    made = found.options
-    assert (made.device, made.dtype, made.max_num_tokens, made.kv_cache_bytes, made.cuda_graphs) == (
+    resolved_options = resolve(options(tensor_parallel_size=2), SHAPE, gpus=4)
+    chosen = resolved_options.options
+    assert (chosen.device, chosen.dtype, chosen.max_num_tokens, chosen.kv_cache_bytes, chosen.cuda_graphs) == (
         "cuda",
         "bf16",
         8192,
         None,
         True,
     )
-    assert "4 GPUs" in found.reasons["device"]
-    assert "checkpoint" in found.reasons["dtype"]
+    assert "4 GPUs" in resolved_options.reasons["device"]
+    assert "checkpoint" in resolved_options.reasons["dtype"]
 
 
 def test_what_is_said_stays_and_needs_no_reason():
-    asked = options(
+    fixed = options(
         device="cpu", dtype="fp16", kv_cache_dtype="fp8", max_num_tokens=7, max_seq_len=9, kv_cache_bytes=5000, cuda_graphs=False
     )
-    found = resolve(asked, SHAPE, gpus=8)
-    assert found.options == asked
-    assert found.reasons == {}
+    resolved_options = resolve(fixed, SHAPE, gpus=8)
+    assert resolved_options.options == fixed
+    assert resolved_options.reasons == {}
 
 
 def test_nothing_is_left_open():
-    made = resolve(options(), SHAPE, gpus=1).options
-    assert "auto" not in (made.device, made.dtype, made.kv_cache_dtype)
-    assert None not in (made.max_num_tokens, made.max_seq_len)
+    chosen = resolve(options(), SHAPE, gpus=1).options
+    assert "auto" not in (chosen.device, chosen.dtype, chosen.kv_cache_dtype)
+    assert None not in (chosen.max_num_tokens, chosen.max_seq_len)
 
 
 def test_fp8_stays_fp8_and_leaves_the_rest_in_16_bit():
@@ -89,7 +89,7 @@ def test_whole_prompts_fit_a_step():
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "message"),
+    ("values", "gpus", "message"),
     [
         ({"device": "cuda"}, 0, "^device='cuda' needs a GPU; .*no GPU"),
         (
@@ -109,9 +109,9 @@ def test_whole_prompts_fit_a_step():
         ({"nnodes": 2, "tensor_parallel_size": 3}, 0, "^nnodes=2 does not divide"),
     ],
 )
-def test_what_cannot_be(asked, gpus, message):
+def test_what_cannot_be(values, gpus, message):
     with pytest.raises((OptionError, LayoutError), match=message):
-        resolve(options(**asked), SHAPE, gpus)
+        resolve(options(**values), SHAPE, gpus)
 
 
 def test_more_ranks_than_gpus_is_fine_on_cpu():

@@ -14,9 +14,9 @@ from phalanx.serve.admission import QUEUED_BATCHES, AdmissionControl, Phase
 
 
 def admission_of(*, batch=2, max_reqs=3, max_tokens=None, clock=lambda: 0.0):
-    made = AdmissionControl(max_tokens=max_tokens, clock=clock)
-    made.begin(batch=batch, max_reqs=max_reqs)
-    return made
+    admission = AdmissionControl(max_tokens=max_tokens, clock=clock)
+    admission.begin(batch=batch, max_reqs=max_reqs)
+    return admission
 
 
 def test_the_batch_and_the_queue_limit_what_is_accepted():

@@ -42,21 +42,21 @@ def test_two_hundred_streams(tmp_path, tiny_model):
                 model=MODEL, prompt=f"number {number}", max_tokens=24, temperature=0, stream=True,
                 stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
             )  # fmt: skip
-            text, made = "", 0
+            text, tokens = "", 0
             async for chunk in stream:
                 text += "".join(choice.text for choice in chunk.choices)
-                made = chunk.usage.completion_tokens if chunk.usage else made
-            return text, made
+                tokens = chunk.usage.completion_tokens if chunk.usage else tokens
+            return text, tokens
 
         async def crowd() -> None:
             async with served.async_openai() as client:
                 streams = await asyncio.gather(*(one(client, number) for number in range(200)))
-                assert {made for _, made in streams} == {24}
+                assert {tokens for _, tokens in streams} == {24}
                 for number in (0, 77, 199):
-                    whole = await client.completions.create(
+                    completion = await client.completions.create(
                         model=MODEL, prompt=f"number {number}", max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
                     )
-                    assert whole.choices[0].text == streams[number][0]
+                    assert completion.choices[0].text == streams[number][0]
 
         asyncio.run(crowd())
         settled(served)

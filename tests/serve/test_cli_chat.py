@@ -113,11 +113,11 @@ class Answers(BaseHTTPRequestHandler):
 @contextmanager
 def server():
     handler = type("Handler", (Answers,), {"bodies": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.05})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
-        yield f"http://127.0.0.1:{made.server_port}", handler.bodies
-        made.shutdown()
+        yield f"http://127.0.0.1:{server.server_port}", handler.bodies
+        server.shutdown()
         thread.join()
 
 

@@ -55,11 +55,11 @@ def scripted(monkeypatch):
 
 
 async def tokens(client, prompt, name="r", **params):
-    found = []
+    token_ids = []
     async with aclosing(client.add(name, prompt, SamplingParams(**params))) as updates:
         async for update in updates:
-            found += update.tokens
-    return found
+            token_ids += update.tokens
+    return token_ids
 
 
 def test_requests_and_a_clean_end(scripted):
@@ -141,10 +141,10 @@ def test_an_error_comes_after_the_tokens_before_it():
 
 def test_nothing_changes_a_stream_that_has_ended():
     async def run():
-        whole, lost = UpdateStream(), UpdateStream()
-        whole.put(RequestUpdate("r", [1], finish_reason="length"))
-        whole.put(RequestUpdate("r", [], finish_reason="abort"))  # an abort that crossed the last token
-        last = await whole.next()
+        ended, lost = UpdateStream(), UpdateStream()
+        ended.put(RequestUpdate("r", [1], finish_reason="length"))
+        ended.put(RequestUpdate("r", [], finish_reason="abort"))  # an abort that crossed the last token
+        last = await ended.next()
         assert (last.tokens, last.finish_reason) == ([1], "length")
         lost.fail(EngineError("the engine has failed"))
         lost.put(RequestUpdate("r", [1]))
@@ -157,13 +157,13 @@ def test_nothing_changes_a_stream_that_has_ended():
 
 def test_a_patient_reader_is_woken_at_the_end():
     async def run():
-        whole, lost = UpdateStream(coalesce=True), UpdateStream(coalesce=True)
-        waits = [asyncio.create_task(stream.next()) for stream in (whole, lost)]
-        for stream in (whole, lost):
+        ended, lost = UpdateStream(coalesce=True), UpdateStream(coalesce=True)
+        waits = [asyncio.create_task(stream.next()) for stream in (ended, lost)]
+        for stream in (ended, lost):
             stream.put(RequestUpdate("r", [1]))
         await asyncio.sleep(0.01)
         assert not any(task.done() for task in waits)
-        whole.put(RequestUpdate("r", [2], finish_reason="length"))
+        ended.put(RequestUpdate("r", [2], finish_reason="length"))
         lost.fail(EngineError("the engine has failed"))
         assert (await waits[0]).tokens == [1, 2]
         assert (await waits[1]).tokens == [1]
@@ -234,14 +234,14 @@ def test_every_open_stream_hears_of_the_end(scripted, monkeypatch, way, kind, me
         heard = []
         client.on_failure(heard.append)
         begin = time.monotonic()
-        found = await asyncio.gather(
+        errors = await asyncio.gather(
             tokens(client, [14], name="waits"), tokens(client, [13], name="ends it"), return_exceptions=True
         )
         assert time.monotonic() - begin < 10
-        assert [type(error) for error in found] == [kind, kind]
-        assert found[0] is not found[1]
+        assert [type(error) for error in errors] == [kind, kind]
+        assert errors[0] is not errors[1]
         assert [type(error) for error in heard] == [kind]
-        for error in (*found, *heard):
+        for error in (*errors, *heard):
             with pytest.raises(kind, match=message):
                 raise error
         with pytest.raises(kind, match=message):

@@ -31,7 +31,7 @@ def engine(tokenizer):
     return FakeEngineClient(lambda add: itertools.cycle(ids), facts=fake_facts(eos_token_ids=[tokenizer.eos_token_id]))
 
 
-async def whole(engine, tokenizer, params, prompt=(1, 2, 3)):
+async def collect(engine, tokenizer, params, prompt=(1, 2, 3)):
     output = RequestOutput.empty("r", None, prompt, params.n)
     deltas = []
     async with aclosing(stream_completions(engine, tokenizer, "r", list(prompt), params)) as parts:
@@ -42,26 +42,26 @@ async def whole(engine, tokenizer, params, prompt=(1, 2, 3)):
 
 
 def ask(engine, tokenizer, params, prompt=(1, 2, 3)):
-    return asyncio.run(whole(engine, tokenizer, params, prompt))
+    return asyncio.run(collect(engine, tokenizer, params, prompt))
 
 
 def test_text_and_tokens(engine, tokenizer):
     count = len(tokenizer.encode(TEXT, add_special_tokens=False))
     output, deltas = ask(engine, tokenizer, SamplingParams(max_tokens=count))
-    (made,) = output.outputs
-    assert (made.text, made.finish_reason, made.stop_reason, output.finished) == (TEXT, "length", None, True)
-    assert made.token_ids == tokenizer.encode(TEXT, add_special_tokens=False)
+    (completion,) = output.outputs
+    assert (completion.text, completion.finish_reason, completion.stop_reason, output.finished) == (TEXT, "length", None, True)
+    assert completion.token_ids == tokenizer.encode(TEXT, add_special_tokens=False)
     assert len(deltas) == count
     assert engine.aborted == []
 
 
 def test_a_stop_string_ends_here_and_in_the_engine(engine, tokenizer):
     output, _ = ask(engine, tokenizer, SamplingParams(max_tokens=1000, stop=["好 ", "zzz"], logprobs=0))
-    (made,) = output.outputs
-    assert (made.text, made.finish_reason, made.stop_reason) == ("hello world, 你", "stop", "好 ")
-    assert tokenizer.decode(made.token_ids).startswith("hello world, 你好 ")
-    assert len(made.logprobs) == len(made.token_ids)
-    assert made.cumulative_logprob == -len(made.token_ids)
+    (completion,) = output.outputs
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("hello world, 你", "stop", "好 ")
+    assert tokenizer.decode(completion.token_ids).startswith("hello world, 你好 ")
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert completion.cumulative_logprob == -len(completion.token_ids)
     assert engine.aborted == ["r-0"]
 
 
@@ -69,13 +69,18 @@ def test_a_stop_string_ends_here_and_in_the_engine(engine, tokenizer):
 def test_a_stop_token_is_seen_only_on_request(engine, tokenizer, keep, text):
     world = tokenizer.encode("hello world", add_special_tokens=False)[1]
     output, _ = ask(engine, tokenizer, SamplingParams(stop_token_ids=[world], include_stop_str_in_output=keep))
-    (made,) = output.outputs
-    assert (made.text, made.finish_reason, made.stop_reason, made.token_ids[-1]) == (text, "stop", world, world)
+    (completion,) = output.outputs
+    assert (completion.text, completion.finish_reason, completion.stop_reason, completion.token_ids[-1]) == (
+        text,
+        "stop",
+        world,
+        world,
+    )
 
 
 def test_n_completions_have_their_own_seeds(engine, tokenizer):
     output, deltas = ask(engine, tokenizer, SamplingParams(n=3, max_tokens=4, seed=2**63 - 2, prompt_logprobs=1))
-    assert [len(made.token_ids) for made in output.outputs] == [4, 4, 4]
+    assert [len(completion.token_ids) for completion in output.outputs] == [4, 4, 4]
     assert [add.request_id for add in engine.added] == ["r-0", "r-1", "r-2"]
     assert [add.params.seed for add in engine.added] == [2**63 - 2, 2**63 - 1, -(2**63)]
     assert [add.params.prompt_logprobs for add in engine.added] == [1, None, None]
@@ -113,7 +118,7 @@ def test_refusals_and_failures_are_raised(engine, tokenizer):
 
     async def lose():
         asyncio.get_running_loop().call_later(0.1, engine.fail, error)
-        await whole(engine, tokenizer, SamplingParams(n=2, max_tokens=500))
+        await collect(engine, tokenizer, SamplingParams(n=2, max_tokens=500))
 
     with pytest.raises(RankDied, match="rank 3"):
         asyncio.run(lose())
@@ -122,7 +127,7 @@ def test_refusals_and_failures_are_raised(engine, tokenizer):
 def test_abort_ends_the_stream(engine, tokenizer):
     async def run():
         asyncio.get_running_loop().call_soon(lambda: asyncio.get_running_loop().call_soon(engine.abort, ["r-0"]))
-        return await whole(engine, tokenizer, SamplingParams(max_tokens=500))
+        return await collect(engine, tokenizer, SamplingParams(max_tokens=500))
 
     output, _ = asyncio.run(run())
     assert output.outputs[0].finish_reason == "abort"

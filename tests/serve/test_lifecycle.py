@@ -64,11 +64,11 @@ def test_sigterm_loses_no_accepted_request(tmp_path, tiny_model):
         served.wait_ready()
         assert "is served at http://127.0.0.1" in served.log
         readers = reading(served, 100)
-        whole: list[httpx.Response] = []
+        responses: list[httpx.Response] = []
 
         def wait() -> None:
             with served.http() as http:
-                whole.append(http.post(PLAIN, json=ask(100)))
+                responses.append(http.post(PLAIN, json=ask(100)))
 
         waiting = threading.Thread(target=wait)
         waiting.start()
@@ -87,7 +87,7 @@ def test_sigterm_loses_no_accepted_request(tmp_path, tiny_model):
             assert reader.error is None
             assert reader.usage.completion_tokens == 100
         waiting.join(20)
-        assert whole[0].json()["usage"]["completion_tokens"] == 100
+        assert responses[0].json()["usage"]["completion_tokens"] == 100
         assert served.process.wait(10) == 0
         served.gone()
         assert time.monotonic() - began < 25

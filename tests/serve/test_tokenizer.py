@@ -35,11 +35,11 @@ TEXTS = ["hello world", "", " two  spaces ", "你好 🙂 é", "<s>in text</s><t
 def pairs(tmp_path_factory):
     from transformers import AutoTokenizer
 
-    made = {}
+    tokenizers = {}
     for name, (make, config) in FOLDERS.items():
         folder = write(tmp_path_factory.mktemp(name), make(), **config)
-        made[name] = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
-    return made
+        tokenizers[name] = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    return tokenizers
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -80,8 +80,8 @@ def test_chat_equals_transformers(pairs, tools, prompt):
 def test_chat_content_in_parts(pairs):
     ours, _ = pairs["byte_level"]
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    whole = ours.apply_chat_template([{"role": "user", "content": "one\ntwo"}])
-    assert ours.apply_chat_template([{"role": "user", "content": parts}]) == whole
+    expected = ours.apply_chat_template([{"role": "user", "content": "one\ntwo"}])
+    assert ours.apply_chat_template([{"role": "user", "content": parts}]) == expected
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,12 @@ def test_no_template_says_so(tmp_path):
 
 
 def test_saved_truncation_and_padding_do_not_change_prompts(tmp_path):
-    made = byte_level(300)
-    made.enable_truncation(max_length=3)
-    made.enable_padding(length=64)
+    backend = byte_level(300)
+    backend.enable_truncation(max_length=3)
+    backend.enable_padding(length=64)
     assert (
-        len(Tokenizer.load(write(tmp_path, made)).encode("hello " * 20)) == 1 + len(byte_level(300).encode("hello " * 20).ids) - 1
+        len(Tokenizer.load(write(tmp_path, backend)).encode("hello " * 20))
+        == 1 + len(byte_level(300).encode("hello " * 20).ids) - 1
     )
 
 
@@ -170,8 +171,8 @@ def test_many_threads(pairs):
     texts = [f"{i} hello 你好 {i * 7}" for i in range(200)]
     with ThreadPoolExecutor(8) as pool:
         assert [ours.decode(ids) for ids in pool.map(ours.encode, texts)] == texts
-        made = pool.map(lambda text: ours.apply_chat_template([{"role": "user", "content": text}]), texts)
-        assert [text in whole for text, whole in zip(texts, made, strict=True)] == [True] * 200
+        prompts = pool.map(lambda text: ours.apply_chat_template([{"role": "user", "content": text}]), texts)
+        assert [text in prompt for text, prompt in zip(texts, prompts, strict=True)] == [True] * 200
 
 
 def test_loading_does_not_wait_for_transformers(tmp_path):

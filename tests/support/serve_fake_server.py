@@ -20,16 +20,16 @@ from phalanx.serve.client import EngineClient
 
 
 def main() -> int:
-    asked = json.loads(sys.argv[1])
+    config_json = json.loads(sys.argv[1])
     begin = launch.start
 
     def start(module, config, title, **more):
         if module == "phalanx.engine":
-            config = {**config, "fake": asked.get("fake", {})}
+            config = {**config, "fake": config_json.get("fake", {})}
         return begin(module, config, title, **more)
 
     launch.start = start
-    engine, serving = EngineOptions.of(**asked["engine"]), ServeOptions.of(**asked["serving"])
+    engine, serving = EngineOptions.of(**config_json["engine"]), ServeOptions.of(**config_json["serving"])
     return run(engine, serving, start=functools.partial(EngineClient.start, executor=FAKE_EXECUTOR))
 
 

@@ -48,10 +48,10 @@ LLAMA_TEMPLATE = (
 def tokenizer_of(template: str | None = None) -> Tokenizer:
     """The small byte-level tokenizer; with another chat template than its plain one, which knows no tool format."""
     with tempfile.TemporaryDirectory() as folder:
-        made = Tokenizer.load(write(Path(folder), byte_level()))
+        tokenizer = Tokenizer.load(write(Path(folder), byte_level()))
     if template is not None:
-        made.set_chat_template(template, origin="test")
-    return made
+        tokenizer.set_chat_template(template, origin="test")
+    return tokenizer
 
 
 class Scripted(FakeEngineClient):

@@ -133,12 +133,12 @@ def fake_server(
 ):
     """The server over the fake executor, with the tokenizer and shape of a checkpoint."""
     port = serving.pop("port", None) or free_port()
-    asked = {
+    options = {
         "engine": {"model": str(model), "device": "cpu", "max_batch_size": 8, **(engine or {})},
         "serving": {"host": "127.0.0.1", "port": port, "served_model_name": MODEL, **serving},
         "fake": fake or {},
     }
-    return started([sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(asked)], port, folder)
+    return started([sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(options)], port, folder)
 
 
 def rank_server(folder: Path, model: Path, *flags: str):

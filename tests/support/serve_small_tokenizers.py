@@ -24,16 +24,18 @@ CHAT = (
 
 def byte_level(size: int = 400) -> Tokenizer:
     """As Llama 3 and Qwen have it: bytes as letters, byte pairs joined. <s> and </s> are special, <tool> is just added."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<s>", "</s>"], show_progress=False
     )
-    made.train_from_iterator(TEXT * 4, trainer)
-    made.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))])
-    return made
+    tokenizer.train_from_iterator(TEXT * 4, trainer)
+    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    return tokenizer
 
 
 def sentencepiece() -> Tokenizer:
@@ -42,19 +44,19 @@ def sentencepiece() -> Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], *letters]
     merges = [("▁", "w"), ("▁w", "o"), ("r", "l"), ("▁wo", "rl"), ("▁", "r"), ("a", "n"), ("h", "e"), ("▁", "▁")]
     vocab = {piece: i for i, piece in enumerate(pieces + ["".join(pair) for pair in merges])}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")])
-    return made
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")])
+    return tokenizer
 
 
-def write(folder: Path, made: Tokenizer, **config: object) -> Path:
+def write(folder: Path, tokenizer: Tokenizer, **config: object) -> Path:
     """A folder with tokenizer.json and tokenizer_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     content = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",

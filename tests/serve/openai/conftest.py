@@ -18,11 +18,11 @@ def server() -> Live:
 
 @pytest.fixture(scope="module")
 def client(server):
-    with server.openai() as made:
-        yield made
+    with server.openai() as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def http(server):
-    with server.client() as made:
-        yield made
+    with server.client() as client:
+        yield client

@@ -173,13 +173,13 @@ CALLS = {
 
 @pytest.mark.parametrize("template", list(CALLS), ids=["hermes", "llama"])
 def test_tool_calls(template):
-    said = "I look." if template is HERMES_TEMPLATE else None
+    content = "I look." if template is HERMES_TEMPLATE else None
     engine = Scripted(CALLS[template])
     with live(engine, template=template) as server, server.openai() as client:
         answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS)
         ChatCompletionResponse.model_validate(answer.to_dict())
         choice = answer.choices[0]
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", said)
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", content)
         calls = [(c.type, c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
         assert calls == [("function", "weather", {"city": "Köln"}), ("function", "noon", {})]
         assert len({c.id for c in choice.message.tool_calls}) == 2
@@ -188,12 +188,12 @@ def test_tool_calls(template):
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
         pieces = [p for c in chunks for p in c.choices[0].delta.tool_calls or []]
         for i, call in enumerate(choice.message.tool_calls):
-            mine = [p for p in pieces if p.index == i]
-            assert mine[0].id.startswith("call_")
-            assert mine[0].function.name == call.function.name
-            assert "".join(p.function.arguments or "" for p in mine) == call.function.arguments
+            parts = [p for p in pieces if p.index == i]
+            assert parts[0].id.startswith("call_")
+            assert parts[0].function.name == call.function.name
+            assert "".join(p.function.arguments or "" for p in parts) == call.function.arguments
         assert len([p for p in pieces if p.index == 0]) > 3, "arguments stream in pieces"
-        assert ("".join(c.choices[0].delta.content or "" for c in chunks) or None) == said
+        assert ("".join(c.choices[0].delta.content or "" for c in chunks) or None) == content
 
         # What was called comes back, with the tool's answer.
         history = [

@@ -51,15 +51,15 @@ def test_streamed_text_is_the_whole_text(client):
 @pytest.mark.parametrize("stop", ["wör", "🙃", "is a", [" rank", "this is"], "你好", "d 🙂"])
 def test_stop_strings_cross_tokens(client, stop):
     first = min(TEXT.index(one) for one in ([stop] if isinstance(stop, str) else stop))
-    whole = client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop=stop).choices[0]
-    assert whole.text == TEXT[:first]
-    assert whole.finish_reason == "stop"
-    assert whole.stop_reason in ([stop] if isinstance(stop, str) else stop)
+    choice = client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop=stop).choices[0]
+    assert choice.text == TEXT[:first]
+    assert choice.finish_reason == "stop"
+    assert choice.stop_reason in ([stop] if isinstance(stop, str) else stop)
     chunks = stream_of(client, prompt="x", max_tokens=100, stop=stop)
-    assert "".join(c.choices[0].text for c in chunks) == whole.text
+    assert "".join(c.choices[0].text for c in chunks) == choice.text
     assert client.completions.create(
         model=MODEL, prompt="x", max_tokens=100, stop=stop, extra_body={"include_stop_str_in_output": True}
-    ).choices[0].text == TEXT[:first] + whole.stop_reason  # fmt: skip
+    ).choices[0].text == TEXT[:first] + choice.stop_reason  # fmt: skip
 
 
 @pytest.mark.parametrize("stop", ["wör", "rank"])
@@ -71,9 +71,9 @@ def test_a_stop_string_aborts_what_runs(server, client, stop):
 
 def test_every_cut_by_max_tokens(client):
     for limit in range(1, len(TOKENS) + 1):
-        whole = client.completions.create(model=MODEL, prompt="x", max_tokens=limit).choices[0]
-        assert whole.text == tokenizer_of().decode(TOKENS[:limit])
-        assert "".join(c.choices[0].text for c in stream_of(client, prompt="x", max_tokens=limit)) == whole.text
+        choice = client.completions.create(model=MODEL, prompt="x", max_tokens=limit).choices[0]
+        assert choice.text == tokenizer_of().decode(TOKENS[:limit])
+        assert "".join(c.choices[0].text for c in stream_of(client, prompt="x", max_tokens=limit)) == choice.text
 
 
 def test_many_prompts_and_n(client):

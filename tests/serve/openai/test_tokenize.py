@@ -11,14 +11,14 @@ from tests.support.serve_http_app import tokenizer_of
 
 @pytest.mark.parametrize("text", ["", "What is a rank?", "héllo 🙂\0\n你好"])
 def test_there_and_back(http, text):
-    made = TokenizeResponse.model_validate(http.post("/tokenize", json={"prompt": text}).json())
-    assert made.tokens == tokenizer_of().encode(text)
-    assert made.count == len(made.tokens) == len(made.token_strs)
-    assert made.max_model_len == 1024
-    back = http.post("/detokenize", json={"tokens": made.tokens, "skip_special_tokens": True}).json()
+    response = TokenizeResponse.model_validate(http.post("/tokenize", json={"prompt": text}).json())
+    assert response.tokens == tokenizer_of().encode(text)
+    assert response.count == len(response.tokens) == len(response.token_strs)
+    assert response.max_model_len == 1024
+    back = http.post("/detokenize", json={"tokens": response.tokens, "skip_special_tokens": True}).json()
     assert DetokenizeResponse.model_validate(back).prompt == text
-    assert http.post("/detokenize", json={"tokens": made.tokens}).json()["prompt"] == "<s>" + text
-    assert http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == made.tokens[1:]
+    assert http.post("/detokenize", json={"tokens": response.tokens}).json()["prompt"] == "<s>" + text
+    assert http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"] == response.tokens[1:]
 
 
 def test_warm_up(server, caplog):

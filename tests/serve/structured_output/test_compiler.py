@@ -218,11 +218,11 @@ def test_a_compiler_that_is_stuck_or_dies_costs_one_guide(tokenizer):
 
 
 def test_token_bytes_undo_the_vocabulary(tokenizer):
-    found = token_bytes(tokenizer, WIDTH)
-    assert len(found) == WIDTH
+    contents = token_bytes(tokenizer, WIDTH)
+    assert len(contents) == WIDTH
     for text in ('{"name": "Zoë"}', "the cat\n\t sat", "日本"):
-        assert b"".join(found[i] for i in tokenizer.encode(text)) == text.encode()
-    assert all(found[tokenizer.backend.token_to_id(name)] == b"" for name in SPECIAL)
+        assert b"".join(contents[i] for i in tokenizer.encode(text)) == text.encode()
+    assert all(contents[tokenizer.backend.token_to_id(name)] == b"" for name in SPECIAL)
 
 
 def test_token_bytes_of_a_byte_fallback_vocabulary():
@@ -231,5 +231,5 @@ def test_token_bytes_of_a_byte_fallback_vocabulary():
     backend.add_special_tokens(["<unk>"])
     backend.add_tokens(["<tool>"])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    found = token_bytes(Tokenizer(backend, {}, {}, origin="toy"), 8)
-    assert found == [b"", b"\n", b" the", b" ", b"\xe6", b"<tool>", b"", b""]
+    contents = token_bytes(Tokenizer(backend, {}, {}, origin="toy"), 8)
+    assert contents == [b"", b"\n", b" the", b" ", b"\xe6", b"<tool>", b"", b""]

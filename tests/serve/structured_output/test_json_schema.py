@@ -95,8 +95,8 @@ def test_what_is_enforced_passes_as_it_is(schema):
     ("bounds", "times"), [({"minLength": 2}, "{2,}"), ({"maxLength": 5}, "{0,5}"), ({"minLength": 1, "maxLength": 1}, "{1,1}")]
 )
 def test_a_length_becomes_a_pattern_that_keeps_to_json(bounds, times):
-    made = enforceable({"type": "array", "items": {"type": "string", **bounds}})["items"]
-    assert made == {"type": "string", "pattern": '^[^"\\\\\\x00-\\x1f]' + times + "$"}
+    rewritten = enforceable({"type": "array", "items": {"type": "string", **bounds}})["items"]
+    assert rewritten == {"type": "string", "pattern": '^[^"\\\\\\x00-\\x1f]' + times + "$"}
 
 
 def test_a_pattern_says_what_is_no_blank_beyond_ascii():

@@ -83,9 +83,9 @@ def test_large_unions_take_no_time():
     assert DisjointnessProof({}).overlapping([{"enum": [f"{i}-{j}" for j in range(100)]} for i in range(90)]) is None
     deep = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 8}}}
     assert DisjointnessProof(deep).overlapping([{"$ref": "#/$defs/a"}, STRING]) == (0, 1)
-    wide = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 8} for i in range(5)} | {"a5": INTEGER}
+    definitions = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 8} for i in range(5)} | {"a5": INTEGER}
     unions = {f"p{i}": {"oneOf": [{"$ref": "#/$defs/a0"}, STRING]} for i in range(200)}
-    assert enforceable({"$defs": wide, **objects(**unions)})
+    assert enforceable({"$defs": definitions, **objects(**unions)})
     assert time.monotonic() - began < 10
 
 
@@ -129,8 +129,8 @@ def test_a_discriminator_with_a_default_is_written_all_the_same():
     """Else both schemas would take what says no kind. Without the discriminator that is so, and is refused."""
     schema = Drawing.model_json_schema()
     assert "kind" not in schema["$defs"]["Circle"]["required"]
-    found = enforceable(schema)
-    assert [found["$defs"][name]["required"] for name in ("Circle", "Nothing")] == [["radius", "kind"], ["kind"]]
+    schema = enforceable(schema)
+    assert [schema["$defs"][name]["required"] for name in ("Circle", "Nothing")] == [["radius", "kind"], ["kind"]]
     bare = Drawing.model_json_schema()
     del bare["properties"]["shape"]["discriminator"]
     with pytest.raises(OptionError, match="may accept the same value"):
@@ -141,8 +141,8 @@ def test_a_discriminator_with_a_default_is_written_all_the_same():
 
 
 def test_a_union_in_a_union_has_the_discriminators_of_both():
-    found = enforceable(Sketch.model_json_schema())["$defs"]
-    assert [sorted(found[name]["required"]) for name in ("Circle", "Square")] == [["kind", "radius"], ["kind", "sides"]]
+    schema = enforceable(Sketch.model_json_schema())["$defs"]
+    assert [sorted(schema[name]["required"]) for name in ("Circle", "Square")] == [["kind", "radius"], ["kind", "sides"]]
     turning = {"oneOf": [{"anyOf": [{"$ref": "#/oneOf/0"}, objects(a=INTEGER)]}, STRING], "discriminator": {"propertyName": "a"}}
     with pytest.raises(OptionError, match="may accept the same value"):
         enforceable(turning)

@@ -65,5 +65,5 @@ def test_tags(compiler, ends):
     content = {"type": "json_schema", "json_schema": {"type": "object"} if ends else {"$ref": "#"}}
     tag = {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}
     layout = {"type": "triggered_tags", "triggers": ["<c"], "tags": [tag]}
-    made = compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": layout}))
-    assert (nonterminating_rule(str(made.grammar)) is None) == ends
+    compiled = compiler.compile_structural_tag(json.dumps({"type": "structural_tag", "format": layout}))
+    assert (nonterminating_rule(str(compiled.grammar)) is None) == ends

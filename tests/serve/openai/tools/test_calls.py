@@ -77,16 +77,16 @@ def test_pieces_never_matter(how, calls, cuts):
         size = cuts[turn % len(cuts)]
         pieces.append(text[at : at + size])
         at, turn = at + size, turn + 1
-    said, found, whole = read(how, pieces)
-    assert said == ""
-    assert found == [(name, json.dumps(arguments)) for name, arguments in calls]
-    assert whole == len(calls)
+    content, calls_read, complete = read(how, pieces)
+    assert content == ""
+    assert calls_read == [(name, json.dumps(arguments)) for name, arguments in calls]
+    assert complete == len(calls)
 
 
 @settings(max_examples=200, deadline=None)
 @given(how=st.sampled_from([HERMES, LLAMA]), text=st.text(alphabet='<tool_call>/{}":, naméwd', max_size=60), cut=st.integers(0, 60))
 def test_any_text_is_kept(how, text, cut):
-    whole, calls, _ = read(how, [text])
-    assert read(how, [text[:cut], text[cut:]])[:2] == (whole, calls)
+    content, calls, _ = read(how, [text])
+    assert read(how, [text[:cut], text[cut:]])[:2] == (content, calls)
     if not calls:
-        assert whole == text
+        assert content == text
