@@ -107,7 +107,7 @@ def test_without_scales_they_are_1(
     scales: dict[str, float], promised: bool, written: dict[str, tuple[Path, Path]], tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Even where the configuration speaks of an FP8 cache. -1 stands for none. The log says what is done."""
+    """Even where the configuration declares an FP8 cache. -1 stands for no scale. The log says which scales are used."""
     stored, meant = written["one scale"]
     folder = with_scales(stored, tmp_path, scales)
     if promised:
@@ -115,10 +115,10 @@ def test_without_scales_they_are_1(
     with caplog.at_level(logging.INFO, "phalanx"):
         found = logits(folder)
     torch.testing.assert_close(found, logits(meant, (None, None)), rtol=1e-5, atol=1e-5)
-    told = [line for line in caplog.messages if "FP8 cache" in line]
-    assert len(told) == 1
-    assert ("as they are" in told[0]) == (1.0 not in scales.values())
-    assert ("-1" in told[0]) == (-1.0 in scales.values())
+    lines = [line for line in caplog.messages if "FP8 cache" in line]
+    assert len(lines) == 1
+    assert ("without scales" in lines[0]) == (1.0 not in scales.values())
+    assert ("-1" in lines[0]) == (-1.0 in scales.values())
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,9 @@ def test_ranks_hold_their_slices_and_report_only_those(sound: Path) -> None:
     whole = sum(tensor.nbytes for tensor in held.values())
     assert total[0] < whole / 4
     assert model.lm_head is not None
-    last = found[3][0].head
+    last = found[3][0].lm_head
     assert last is not None
-    assert last.table.held == 0  # 384 rows are 6 x 64: over 4 ranks of 2 x 64 the last holds padding only
+    assert last.table.num_tokens == 0  # 384 rows are 6 x 64: over 4 ranks of 2 x 64 the last holds padding only
     assert not last.table.weight.any()
 
 

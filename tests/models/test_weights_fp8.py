@@ -80,8 +80,8 @@ def test_a_checkpoint_in_fp8_gives_what_its_values_mean(form: str, tp: int, writ
     """Weights only, in fp32: exactly the model of the dequantized weights, over every number of ranks."""
     stored, meant = written[form]
     held = build(stored).layers[1].mlp
-    assert held.gate_up.weight.dtype == FP8
-    assert held.down.weight.dtype == torch.float32, f"{IGNORED} is to be ignored"
+    assert held.gate_up_proj.weight.dtype == FP8
+    assert held.down_proj.weight.dtype == torch.float32, f"{IGNORED} is to be ignored"
     torch.testing.assert_close(logits(stored, tp), logits(meant, tp), rtol=1e-6, atol=1e-6)
 
 

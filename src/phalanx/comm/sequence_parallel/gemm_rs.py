@@ -91,6 +91,7 @@ class GemmRs:
             outputs.gathered.view(torch.int32), outputs.residual if fusion.scale is None else fusion.scale, workspace.addresses,
             buffer.flags, workspace.epoch, workspace.half, rows, hidden, launch.movers, fusion.eps,
             KIND=DTYPE_NAMES[residual.dtype], QUANT=outputs.mode, RANK=workspace.rank, WORLD=workspace.world, BLOCK=launch.block,
-            TAKE=launch.take, WARPS=launch.warps, SM=workspace.sm, num_warps=launch.warps, maxnreg=launch.registers, launch_pdl=workspace.sm >= 90,
+            TAKE=launch.take, WARPS=launch.warps, SM=workspace.sm, num_warps=launch.warps, maxnreg=launch.registers,
+            launch_pdl=workspace.sm >= 90,
         )  # fmt: skip
         return outputs.result(rows)
