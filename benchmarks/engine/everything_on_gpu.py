@@ -84,10 +84,10 @@ def works() -> dict[str, Work]:
             4, 190, model="llama-3.1-405b", served=["--tp_size", "2", "--pp_size", "2", *fp8, *few], streams=streams
         ),
         "fp8_error": Work(1, 120, python=["-m", "benchmarks.models.fp8_error", "--device", "cuda", "--out", "OUT"]),
-        "test_engine": Work(1, 300, python=_tests("gpu1", "tests/engine", "tests/bench", "tests/kernels/test_compiling.py")),
+        "test_engine": Work(1, 300, python=_tests("gpu1", "tests/engine", "tests/bench", "tests/kernels/compiling/test_compile_time.py")),
         "test_kernels": Work(1, 300, python=_tests("gpu1", "tests/kernels/attention", "tests/kernels/ops", "tests/models")),
-        "test_products": Work(1, 400, python=_tests("gpu1", "tests/kernels/gemm", "tests/kernels/test_scaled_mm.py")),
-        "test_two_stages": Work(2, 200, python=_tests("gpu2", "tests/kernels/test_compiling.py")),
+        "test_gemm": Work(1, 400, python=_tests("gpu1", "tests/kernels/gemm")),
+        "test_two_stages": Work(2, 200, python=_tests("gpu2", "tests/kernels/compiling/test_compile_time.py")),
         "test_two": Work(2, 400, python=[*_tests("gpu2", "tests/comm"), "-n", "0"]),
         "test_four": Work(4, 400, python=[*_tests("gpu4", "tests/comm"), "-n", "0"]),
         "wide_two": Work(2, 150, python=_ranks(2, "tests.support.comm_sequence_parallel_rank", "wide")),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How launches of attention's kernels are compiled ahead, timed, and told of."""
+"""How launches of attention kernels are compiled ahead, timed, and reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Candidate = Callable[[Tensor, Tensor], Tensor]
 
 
 def compile_ahead(launches: Callable[[], Iterator[Callable[[], Any]]]) -> None:
-    """All at once: a launch only asks for its kernel here."""
+    """All at once: a launch only compiles its kernel here."""
     begin = time.monotonic()
 
     def ask(kernel: JITFunction[Any], grid: Any) -> Any:
@@ -50,8 +50,8 @@ def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:
 
 
 def tell_best(figures: dict[str, Any]) -> None:
-    for name, found in figures.items():
-        timed = {label: row for label, row in found.items() if isinstance(row, list)}
+    for name, result in figures.items():
+        timed = {label: row for label, row in result.items() if isinstance(row, list)}
         best = sorted(timed.items(), key=lambda entry: entry[1][0])[:3]
         usual = timed.get("chosen", [0.0])[0]
         print(
@@ -60,11 +60,11 @@ def tell_best(figures: dict[str, Any]) -> None:
         )
 
 
-def line(found: dict[str, Any], unit: str = "TB/s") -> str:
-    timed = {label: row for label, row in found.items() if isinstance(row, list)}
+def line(result: dict[str, Any], unit: str = "TB/s") -> str:
+    timed = {label: row for label, row in result.items() if isinstance(row, list)}
     ours = {label: row for label, row in timed.items() if label[0] == "("}
     best = min(ours, key=lambda label: ours[label][0], default="-")
     (ours_us, ours_rate), (chosen_us, _), (peer, _) = (timed.get(label, [0.0, 0.0]) for label in (best, "chosen", "flashinfer"))
-    faults = [f"\n    {label}: {row}" for label, row in found.items() if not isinstance(row, list)]
+    faults = [f"\n    {label}: {row}" for label, row in result.items() if not isinstance(row, list)]
     text = f"{best:30} {ours_us:9.2f} us {ours_rate:5.4g} {unit}   chosen {chosen_us:9.2f}   flashinfer {peer:9.2f}"
     return text + "".join(faults)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows one token's products, in kernels of its own or in the products' kernels, on one GPU: shapes of Llama-3-70B in FP8
-(TP4, TP2) and of 8B in bf16.
+"""The ops behind one token's GEMVs, in kernels of their own or fused with the GEMV, on one GPU: shapes of Llama-3-70B in FP8 (TP4,
+TP2) and of 8B in bf16.
 
-mlp: gate_up, SiLU, down. Where the weights are in FP8, who quantizes what `down` takes is named: SiLU's kernel, the down product
-itself, or a kernel for it. qkv: the product, rope, keys and values into the cache.
+mlp: gate_up, SiLU, down. In FP8 the label says which kernel quantizes the input of `down`: SiLU's kernel, the down GEMV itself, or
+a kernel of its own. qkv: the GEMV, RoPE, keys and values into the cache.
 
-Each variant is verified against plain torch, then timed as by `products.py`: in a CUDA graph over enough layers that no weight is
-in a cache. TB/s are of the weights. (pairs, block, warps) are those of `products.choice.FusedGemvTiling`.
+Each variant is verified against plain torch, then timed as by `gemm.py`: in a CUDA graph over enough layers that no weight is in a
+cache. TB/s are of the weights. (pairs, block, warps) are those of `heuristics.FusedGemvTiling`.
 
     python -m benchmarks.kernels.gemv_fused --out DIR [--shapes tp4,tp2,8b]
 """
@@ -29,7 +29,7 @@ from benchmarks import harness
 from benchmarks.kernels.gemm import BF16, COLD, FP8, HEAD_DIM, SHAPES, WRONG, WRONG_FP8, Candidate, Case, measure
 from phalanx.kernels import reference
 from phalanx.kernels.gemm import gemv_fused_kernels, heuristics
-from phalanx.kernels.gemm.gemv import gemv
+from phalanx.kernels.gemm.gemv import gemv as gemv_16bit
 from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
 from phalanx.kernels.gemm.heuristics import FusedGemvTiling, GemvTiling
 from phalanx.kernels.ops import quantize_fp8, rope_kv_cache, silu_and_mul
@@ -53,7 +53,7 @@ PAIRS = [
 
 
 class Layer(NamedTuple):
-    """What is the same of each copy of the weights. x [1, in] and x_scale: None in bf16. sizes: of the weights that lie behind one
+    """The parts common to all copies of the weights. x [1, in] and x_scale: None in bf16. sizes: of the weights, which follow one
     another in a copy's bytes; scales: of each, None in bf16."""
 
     x: Tensor
@@ -62,27 +62,27 @@ class Layer(NamedTuple):
     scales: tuple[Tensor | None, ...]
 
     def weights(self, copy: Tensor) -> list[Tensor]:
-        found, at = [], 0
+        result, at = [], 0
         for rows, columns in self.sizes:
-            found.append(copy[at : at + rows * columns].view(rows, columns))
+            result.append(copy[at : at + rows * columns].view(rows, columns))
             at += rows * columns
-        return found
+        return result
 
-    def factors(self, copy: Tensor) -> GemvArgs:
-        """Of the first product."""
+    def args(self, copy: Tensor) -> GemvArgs:
+        """Of the first GEMV."""
         return GemvArgs(self.x, self.x_scale, self.weights(copy)[0], self.scales[0], None, BF16)
 
-    def product(self, x: Tensor, x_scale: Tensor | None, copy: Tensor, at: int) -> Tensor:
-        """The product number `at` of x, by one row's own kernel."""
+    def gemv(self, x: Tensor, x_scale: Tensor | None, copy: Tensor, at: int) -> Tensor:
+        """The GEMV number `at` of x, by the kernel without a fused op."""
         weight, scale = self.weights(copy)[at], self.scales[at]
         tiling = heuristics.select_16bit(1, weight.shape[1]) if scale is None else heuristics.select_fp8(1, *weight.shape)
         assert isinstance(tiling, GemvTiling)
         if scale is None:
-            return gemv(x, weight, **tiling._asdict())
+            return gemv_16bit(x, weight, **tiling._asdict())
         return gemv_fp8(x, x_scale, weight, scale, dtype=BF16, tiling=tiling)
 
     def exact(self, x: Tensor, copy: Tensor, at: int) -> Tensor:
-        """The same by torch, of x in bf16 or quantized as (values, scale) stand for it."""
+        """The same by torch, of x in bf16 or dequantized."""
         weight, scale = self.weights(copy)[at].float(), self.scales[at]
         out = x.float() @ (weight if scale is None else weight * scale[:, None]).t()
         return out.to(BF16)
@@ -117,25 +117,25 @@ def mlp(shape: str) -> Case:
     wanted, wrong = layer.exact(inner, copies[0], 1), WRONG_FP8 if fp8 else 2 * WRONG
 
     def apart(copy: Tensor) -> Tensor:
-        gate_up = layer.product(layer.x, layer.x_scale, copy, 0)
+        gate_up = layer.gemv(layer.x, layer.x_scale, copy, 0)
         if fp8:
-            return layer.product(*silu_and_mul.silu_mul_quant_fp8(gate_up), copy, 1)
-        return layer.product(silu_and_mul.silu_mul(gate_up), None, copy, 1)
+            return layer.gemv(*silu_and_mul.silu_mul_quant_fp8(gate_up), copy, 1)
+        return layer.gemv(silu_and_mul.silu_mul(gate_up), None, copy, 1)
 
     def together(tiling: FusedGemvTiling, quantize: bool, copy: Tensor) -> Tensor:
-        inner = gemv_fused_kernels.gate_up_silu(layer.factors(copy), tiling)
+        inner = gemv_fused_kernels.gate_up_silu(layer.args(copy), tiling)
         if quantize:
-            return layer.product(*quantize_fp8.quantize_fp8(inner), copy, 1)
-        return layer.product(inner, None, copy, 1)
+            return layer.gemv(*quantize_fp8.quantize_fp8(inner), copy, 1)
+        return layer.gemv(inner, None, copy, 1)
 
-    found = {"apart": Candidate(apart, wanted, wrong)}
+    result = {"apart": Candidate(apart, wanted, wrong)}
     for tiling in PAIRS_FP8 if fp8 else PAIRS:
-        found[f"{tuple(tiling)}" + ", down quantizes" * fp8] = Candidate(partial(together, tiling, False), wanted, wrong)
+        result[f"{tuple(tiling)}" + ", down quantizes" * fp8] = Candidate(partial(together, tiling, False), wanted, wrong)
     if fp8:
         chosen = heuristics.select_fused_gemv(1, layer.x.shape[1], fp8=True)
         assert chosen is not None
-        found[f"{tuple(chosen)}, a kernel quantizes"] = Candidate(partial(together, chosen, True), wanted, wrong)
-    return Case(copies, copies[0].nbytes / 1e6, found)
+        result[f"{tuple(chosen)}, a kernel quantizes"] = Candidate(partial(together, chosen, True), wanted, wrong)
+    return Case(copies, copies[0].nbytes / 1e6, result)
 
 
 def qkv(shape: str) -> Case:
@@ -150,15 +150,15 @@ def qkv(shape: str) -> Case:
     wanted = reference.rope_store(layer.exact(x, copies[0], 0).view(1, heads, HEAD_DIM), *place)
 
     def apart(copy: Tensor) -> Tensor:
-        return rope_kv_cache.rope_store(layer.product(layer.x, layer.x_scale, copy, 0).view(1, heads, HEAD_DIM), *place)
+        return rope_kv_cache.rope_store(layer.gemv(layer.x, layer.x_scale, copy, 0).view(1, heads, HEAD_DIM), *place)
 
     def together(tiling: FusedGemvTiling, copy: Tensor) -> Tensor:
-        return gemv_fused_kernels.qkv_rope_store(layer.factors(copy), *place, None, tiling)
+        return gemv_fused_kernels.qkv_rope_store(layer.args(copy), *place, None, tiling)
 
-    found = {"apart": Candidate(apart, wanted, 2 * WRONG)}
+    result = {"apart": Candidate(apart, wanted, 2 * WRONG)}
     for tiling in PAIRS_FP8 if fp8 else PAIRS:
-        found[f"{tuple(tiling)}"] = Candidate(partial(together, tiling), wanted, 2 * WRONG)
-    return Case(copies, copies[0].nbytes / 1e6, found)
+        result[f"{tuple(tiling)}"] = Candidate(partial(together, tiling), wanted, 2 * WRONG)
+    return Case(copies, copies[0].nbytes / 1e6, result)
 
 
 def cases(shapes: list[str]) -> Iterator[tuple[str, Case]]:
@@ -171,17 +171,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--shapes", default="tp4,tp2,8b")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     begin = time.monotonic()
     with ThreadPoolExecutor(12) as pool:
-        for title, case in cases(asked.shapes.split(",")):
+        for title, case in cases(arguments.shapes.split(",")):
             figures[title] = measure(pool, case)
             print(title)
             for label, row in figures[title].items():
                 print(f"  {label:34} {f'{row[0]:9.2f} us {row[1]:7.3f} TB/s' if isinstance(row, list) else row}", flush=True)
     figures["seconds"] = round(time.monotonic() - begin, 1)
-    print(f"{figures['seconds']} s, kept in {harness.write('kernels_gemv_fused', figures, asked.out).name}")
+    print(f"{figures['seconds']} s, kept in {harness.write('kernels_gemv_fused', figures, arguments.out).name}")
     return 0
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens on one GPU: the kernels (keys, floors, race, settle), beside plain torch that sorts.
+"""From logits to tokens on one GPU: the kernels (packed_argmax_keys, filter_thresholds, gumbel_max, decode_keys), beside plain
+torch, which sorts.
 
 Logits are in bf16 and look like a model's: some tokens stand out of a normal background. `flat` has the background alone at
-temperature 1.5, where edges lie among thousands of tokens. Every way's tokens are compared with those of plain torch, which the
-same noise decides; then it is timed. us: on the device, by the kernels in a CUDA graph (median of 9 replays), by torch in a run of
+temperature 1.5, where edges lie among thousands of tokens. All tokens are compared with those of plain torch, which draws with the
+same noise. us: on the device, by the kernels in a CUDA graph (median of 9 replays), by torch in a run of
 calls; host: what a call of the kernels takes the host.
 
     python -m benchmarks.kernels.sampling --out DIR [--rows 1,16,64,256,512] [--no_plain]
@@ -32,11 +33,11 @@ REPLAYS, CALLS, PLAIN_CALLS = 9, 10, 3
 AT_ONCE = 2**24
 """Logits that plain torch works on at a time."""
 WRONG = 0.02
-"""A share of the rows: an edge that is too close to call, or a last bit of a logarithm, moves a token once in a long while."""
+"""A fraction of the rows: a threshold that is too close to call, or the last bit of a logarithm, rarely moves a token."""
 
 
 class Kind(NamedTuple):
-    """What every row asks for; None is off."""
+    """The sampling parameters of every row; None is off."""
 
     temperature: float
     top_k: int | None = None
@@ -69,24 +70,26 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--rows", default="1,16,64,256,512")
     parser.add_argument("--no_plain", action="store_true", help="leave plain torch untimed")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     figures: dict[str, Any] = {}
-    sizes = [(int(rows), VOCABULARY) for rows in asked.rows.split(",")]
+    sizes = [(int(rows), VOCABULARY) for rows in arguments.rows.split(",")]
     print(f"{'rows x vocabulary':18} {'':34} {'us':>9} {'host us':>8} {'plain us':>10} {'differ':>7}")
     for rows, width in [*sizes, (64, LARGER)]:
         for flat, kinds in ((False, KINDS), (True, FLATTER if (rows, width) == (64, VOCABULARY) else {})):
-            logits = made(rows, width, flat) if kinds else torch.empty(0)
+            logits = random_logits(rows, width, flat) if kinds else torch.empty(0)
             for name, kind in kinds.items():
-                found = measure(step_of(logits, kind), not asked.no_plain)
-                figures.setdefault(f"{rows} x {width}", {})[name] = found
-                plain_us = f"{found['plain_us']:10.1f}" if "plain_us" in found else f"{'':10}"
+                result = measure(step_of(logits, kind), not arguments.no_plain)
+                figures.setdefault(f"{rows} x {width}", {})[name] = result
+                plain_us = f"{result['plain_us']:10.1f}" if "plain_us" in result else f"{'':10}"
                 size = f"{rows} x {width}"
-                print(f"{size:18} {name:34} {found['us']:9.1f} {found['host_us']:8.1f} {plain_us} {found['differ']:7}", flush=True)
-    harness.write("kernels_sampling", figures, asked.out)
+                print(
+                    f"{size:18} {name:34} {result['us']:9.1f} {result['host_us']:8.1f} {plain_us} {result['differ']:7}", flush=True
+                )
+    harness.write("kernels_sampling", figures, arguments.out)
     return 1 if any("wrong" in row for part in figures.values() for row in part.values()) else 0
 
 
-def made(rows: int, width: int, flat: bool) -> Tensor:
+def random_logits(rows: int, width: int, flat: bool) -> Tensor:
     torch.manual_seed(0)
     logits = torch.randn(rows, width, device="cuda") * 2
     if not flat:
@@ -110,12 +113,12 @@ def measure(step: Step, time_plain: bool) -> dict[str, Any]:
     act = partial(by_kernels, step)
     wanted, got = by_torch(step), act()
     differ = int((got != wanted).sum())
-    found: dict[str, Any] = {"us": round(on_device(act), 2), "host_us": round(on_host(act), 1), "differ": differ}
+    result: dict[str, Any] = {"us": round(on_device(act), 2), "host_us": round(on_host(act), 1), "differ": differ}
     if differ > (max(1, WRONG * len(got)) if len(got) >= 16 else 0):
-        found["wrong"] = f"{differ} of {len(got)} tokens are not plain torch's"
+        result["wrong"] = f"{differ} of {len(got)} tokens are not plain torch's"
     if time_plain:
-        found["plain_us"] = round(in_a_run(partial(by_torch, step)), 1)
-    return found
+        result["plain_us"] = round(in_a_run(partial(by_torch, step)), 1)
+    return result
 
 
 def by_kernels(step: Step) -> Tensor:
@@ -159,7 +162,7 @@ def in_a_run(act: Callable[[], Any]) -> float:
 
 
 def on_host(act: Callable[[], Any]) -> float:
-    """us until one call returns, of several that the device is behind with."""
+    """us until one call returns, of several that the device has not finished."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(CALLS):

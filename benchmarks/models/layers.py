@@ -7,8 +7,8 @@ layer hands on to the norm of the first, so that all are alike. Figures are micr
 back to back, as steps do, the largest over ranks. off: how far the last norm of the two is apart, relative; 0 where the bits are
 equal. Random layers carry any other rounding on, e4m3 makes it larger, and 0.1 after 12 of them is no fault.
 
-Without: while a graph is captured, `choice.few_rows` gives no tiling, so that products fall to what comes after it. Nothing else is
-changed, here or elsewhere.
+Without: while a graph is captured, `heuristics.select_fp8_skinny` gives no tiling, so that GEMMs run in the next choice. Nothing
+else is changed, here or elsewhere.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from phalanx.comm.group import Group, Solo
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import tuned
 from phalanx.config.model import ModelShape
+from phalanx.kernels.capabilities import gpu
 from phalanx.kernels.gemm import heuristics
-from phalanx.kernels.gemm.fp8_skinny import processors
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
@@ -114,7 +114,7 @@ def jobs(model: registry.Model, counts: Sequence[int]) -> list[Job]:
     for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
         outputs, inputs = linear.weight.shape
         for tokens in counts:
-            tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, processors(linear.weight.device))
+            tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, gpu(linear.weight.device).num_sms)
             found += [] if tiling is None else [Job(tokens, outputs, inputs, tiling)]
     return found
 
@@ -182,7 +182,8 @@ def batch_of(tokens: int, context: int, device: torch.device) -> Batch:
 def compared(layers: Layers, count: int) -> dict[str, float]:
     """us of a layer, without the kernel and with it, and how far their results are apart."""
     graphs = {}
-    for name, chosen in (("without", mock.patch.object(heuristics, "few_rows", return_value=None)), ("with", nullcontext())):
+    without = mock.patch.object(heuristics, "select_fp8_skinny", return_value=None)
+    for name, chosen in (("without", without), ("with", nullcontext())):
         with chosen:
             graphs[name] = layers.captured()
     outs = []

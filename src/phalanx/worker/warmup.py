@@ -43,7 +43,7 @@ def warm_up(
     with ahead() as kernels, runner.distinct_layers():
         *larger, small, release_slots = steps
         runner.run(small).results()
-        if _everywhere(kernels.all_kept(), group, device):
+        if _everywhere(kernels.all_cached(), group, device):
             runner.run(release_slots)
             return 0
         for step in (*larger, release_slots):

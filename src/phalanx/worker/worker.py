@@ -134,7 +134,7 @@ class Worker:
         """This rank's GPU; on CPU, its part of the cores."""
         import torch
 
-        from phalanx.kernels import compiling
+        from phalanx.kernels.compiling import compile_time
 
         torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // self._config["local_ranks"])))
         if self.options.device != "cuda":
@@ -148,7 +148,7 @@ class Worker:
         torch.cuda.set_device(device)
         self._bytes["capacity"] = torch.cuda.mem_get_info(device)[1]
         if importlib.util.find_spec("triton") is not None:
-            compiling.count(self._phases.seconds)
+            compile_time.count_seconds(self._phases.seconds)
         return device
 
     def _form(self, device: torch.device, folder: Path) -> Groups:

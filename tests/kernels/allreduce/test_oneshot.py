@@ -33,17 +33,17 @@ def dependents(SM: tl.constexpr):
 
 
 @triton.jit
-def enter(turn, SM: tl.constexpr):
-    return tl.load(turn)
+def enter(epoch, SM: tl.constexpr):
+    return tl.load(epoch)
 
 
 @triton.jit
-def draw_ticket(turn, programs):
+def draw_ticket(epoch, programs):
     return programs
 
 
 @triton.jit
-def leave(turn, programs, ticket):
+def leave(epoch, programs, ticket):
     pass
 
 
@@ -98,16 +98,18 @@ def without_waiting() -> None:
 def ranks(world: int, num_sms: int) -> list[SymmetricWorkspace]:
     memory = [torch.full((2 * HALF * 4,), -1, dtype=torch.int32) for _ in range(world)]
     board = [torch.zeros(BOARD_PLACES, 2, dtype=torch.int64) for _ in range(world)]
-    addresses, turn = tuple(part.data_ptr() for part in memory), torch.zeros(2, dtype=torch.int32)
-    return [SymmetricWorkspace(rank, world, addresses, HALF, turn, board[rank], num_sms, 0, tuple(memory)) for rank in range(world)]
+    addresses, epoch = tuple(part.data_ptr() for part in memory), torch.zeros(2, dtype=torch.int32)
+    return [
+        SymmetricWorkspace(rank, world, addresses, HALF, epoch, board[rank], num_sms, 0, tuple(memory)) for rank in range(world)
+    ]
 
 
-def in_turn(act: Any, spaces: list[SymmetricWorkspace]) -> list[Any]:
+def by_rank(act: Any, workspaces: list[SymmetricWorkspace]) -> list[Any]:
     """What each rank's last run gives. Among two ranks the second run finds all: sums that a rank sent after it had all parts."""
-    for _ in range(len(spaces) - 1):
-        for space in spaces:
-            act(space)
-    return [act(space) for space in spaces]
+    for _ in range(len(workspaces) - 1):
+        for workspace in workspaces:
+            act(workspace)
+    return [act(workspace) for workspace in workspaces]
 
 
 def contributions(world: int, tokens: int, hidden: int, dtype: torch.dtype, scales: bool) -> tuple[list[Any], list[torch.Tensor]]:
@@ -115,19 +117,21 @@ def contributions(world: int, tokens: int, hidden: int, dtype: torch.dtype, scal
     values = [(100 * torch.randn(tokens, hidden)).to(dtype) for _ in range(world)]
     if not scales:
         return list(values), values
-    products = [Unscaled(part, torch.rand(tokens, 1), torch.rand(hidden)) for part in values]
-    return list(products), [product.to_fp32().to(dtype) for product in products]
+    outputs = [Unscaled(part, torch.rand(tokens, 1), torch.rand(hidden)) for part in values]
+    return list(outputs), [gemm_output.to_fp32().to(dtype) for gemm_output in outputs]
 
 
 def check(world: int, tokens: int, hidden: int, dtype: torch.dtype, num_sms: int, *, scales: bool) -> None:
-    given, parts = contributions(world, tokens, hidden, dtype, scales)
-    wanted, spaces = reference.all_reduce(parts), ranks(world, num_sms)
+    inputs, parts = contributions(world, tokens, hidden, dtype, scales)
+    wanted, workspaces = reference.all_reduce(parts), ranks(world, num_sms)
     what = f"{world} ranks {tokens}x{hidden} {dtype} {num_sms} processors, scales {scales}"
     fusion = ResidualRmsNorm(torch.randn(tokens, hidden).to(dtype), torch.rand(hidden).to(dtype), 1e-5)
     for strategy in (oneshot, twoshot):
-        for found in in_turn(lambda space: strategy.all_reduce(given[space.rank], space), spaces):  # noqa: B023 (called here)
-            assert torch.equal(found, wanted), f"{strategy.__name__} {what}"
-        for norm, residual in in_turn(lambda space: strategy.all_reduce_norm(given[space.rank], fusion, space), spaces):  # noqa: B023
+        sums = by_rank(lambda space, run=strategy: run.all_reduce(inputs[space.rank], space), workspaces)
+        for output in sums:
+            assert torch.equal(output, wanted), f"{strategy.__name__} {what}"
+        pairs = by_rank(lambda space, run=strategy: run.all_reduce_norm(inputs[space.rank], fusion, space), workspaces)
+        for norm, residual in pairs:
             assert torch.equal(residual, finish(wanted, fusion)[1]), f"{strategy.__name__} {what}"
             torch.testing.assert_close(norm, finish(wanted, fusion)[0], rtol=1e-2, atol=1e-5)
 

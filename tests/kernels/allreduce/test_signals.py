@@ -65,9 +65,9 @@ def run(kinds: list, world: int, halves: int, seed: int) -> None:
     memory: Memory = [[{} for _ in range(halves)] for _ in range(world)]
 
     def calls(rank: int) -> Generator[None, None, None]:
-        mine = random.Random(seed * 31 + rank)
+        rng = random.Random(seed * 31 + rank)
         for call, kind in enumerate(kinds):
-            yield from kind(call, rank, world, call % halves, memory, mine)
+            yield from kind(call, rank, world, call % halves, memory, rng)
 
     ranks = {rank: calls(rank) for rank in range(world)}
     weights = {rank: maker.choice((1, 1, 30)) for rank in range(world)}
@@ -78,7 +78,7 @@ def run(kinds: list, world: int, halves: int, seed: int) -> None:
         if next(ranks[rank], "done") == "done":
             del ranks[rank]
     assert not ranks, "ranks wait for each other"
-    assert not any(held for halves_of in memory for held in halves_of), "words were left behind"
+    assert not any(words for halves_of in memory for words in halves_of), "words were left behind"
 
 
 @given(st.integers(2, 4), st.integers(0, 10_000), st.lists(st.sampled_from([oneshot, twoshot]), min_size=1, max_size=8))

@@ -29,7 +29,7 @@ if not can_compile_ahead():
 BLOCKS = (16, 32, 64, 128, 256)
 
 
-class Heard:
+class Listener:
     """Triton's listener: what was compiled and what was found, by Triton's own account."""
 
     def __init__(self) -> None:
@@ -42,9 +42,9 @@ class Heard:
 
 
 @pytest.fixture
-def heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Heard]:
+def heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listener]:
     """Triton as in a new process with an empty cache, without a GPU."""
-    heard = Heard()
+    heard = Listener()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.knobs.compilation, "listener", heard)
     double.device_caches.clear()
@@ -60,15 +60,15 @@ def call(block: int, *, of: int = 0) -> torch.Tensor:
     return out
 
 
-def test_copies_compile_what_was_asked_for_and_the_next_process_finds_it(heard: Heard) -> None:
-    told: list[tuple[int, int]] = []
+def test_copies_compile_what_was_asked_for_and_the_next_process_finds_it(heard: Listener) -> None:
+    progress: list[tuple[int, int]] = []
     with ahead() as kernels:
         for block in (*BLOCKS, *BLOCKS):
             assert call(block).eq(0).all()
         assert not heard.hits  # nothing yet
-        kernels.compile(3, lambda *each: told.append(each))
+        kernels.compile(3, lambda *each: progress.append(each))
         assert kernels.compiled == 5
-    assert told == [(done, 5) for done in range(6)]
+    assert progress == [(done, 5) for done in range(6)]
     assert heard.hits.count(False) == 5  # by the copies
     assert heard.hits.count(True) == 5  # and here, where they were found
     assert heard.microseconds > 0
@@ -79,15 +79,15 @@ def test_copies_compile_what_was_asked_for_and_the_next_process_finds_it(heard: 
     double.device_caches.clear()
     with ahead() as kernels:
         call(16)
-        assert kernels.all_kept()
+        assert kernels.all_cached()
     assert kernels.compiled == 0
 
 
-def test_a_kernel_that_is_not_kept_is_compiled_and_the_rest_waits(heard: Heard) -> None:
+def test_a_kernel_that_is_not_kept_is_compiled_and_the_rest_waits(heard: Listener) -> None:
     with ahead() as kernels:
         for block in BLOCKS:
             call(block)
-        assert not kernels.all_kept()
+        assert not kernels.all_cached()
     assert heard.hits == [False]
     call(BLOCKS[0])
     assert heard.hits == [False]
@@ -95,7 +95,7 @@ def test_a_kernel_that_is_not_kept_is_compiled_and_the_rest_waits(heard: Heard) 
     assert heard.hits == [False, False]
 
 
-def test_what_fails_says_why_at_its_first_launch(heard: Heard) -> None:
+def test_what_fails_says_why_at_its_first_launch(heard: Listener) -> None:
     with ahead() as kernels:
         call(16, of=1)
         call(32)
@@ -106,7 +106,7 @@ def test_what_fails_says_why_at_its_first_launch(heard: Heard) -> None:
 
 
 def test_copies_that_die_or_say_nothing_are_made_up_for(
-    heard: Heard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    heard: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fork, copies = os.fork, list[int]()
 
@@ -123,10 +123,10 @@ def test_copies_that_die_or_say_nothing_are_made_up_for(
             call(16 if patience > 1 else 32)
             kernels.compile(2, lambda *_: None)
         assert kernels.compiled == 1
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [
-        "processes that compile kernels ended with [3]: this one does what they left",
-        "processes that compile kernels have said nothing for 0 s: this one does it",
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "processes that compile kernels ended with [3]: this process compiles what they left",
+        "processes that compile kernels have reported nothing for 0 s: this process compiles them",
     ]
     assert len(copies) == 2
     for copy in copies:
@@ -135,7 +135,7 @@ def test_copies_that_die_or_say_nothing_are_made_up_for(
 
 
 def test_children_that_nobody_may_wait_for_and_descriptors_beyond_a_thousand(
-    heard: Heard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    heard: Listener, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a service whose parent ignores SIGCHLD, and in a rank of many connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -176,14 +176,14 @@ def _copied_with(pipe: Any, works: Any, writing: int) -> int:
 plain_copy = module._copy
 
 
-def test_what_interrupts_a_compilation_goes_on_its_way(heard: Heard) -> None:
+def test_what_interrupts_a_compilation_goes_on_its_way(heard: Listener) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     def inside() -> None:
         with ahead() as kernels:
             call(16)
-            kernels.noted.works[0] = interrupted, kernels.noted.works[0][1]
+            kernels.pending.works[0] = interrupted, kernels.pending.works[0][1]
             kernels.compile(1, lambda *_: None)
 
     with pytest.raises(KeyboardInterrupt):
@@ -192,24 +192,24 @@ def test_what_interrupts_a_compilation_goes_on_its_way(heard: Heard) -> None:
     assert heard.hits == [False]
 
 
-def test_what_is_looked_at_first_is_compiled_last(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_looked_at_first_is_compiled_last(heard: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a start which was killed meanwhile does not pass for one that has compiled everything."""
-    given: list[Any] = []
+    received: list[Any] = []
 
     def some(works: Any, count: int) -> Iterator[int]:
-        given.extend(works)
+        received.extend(works)
         return iter(())
 
     monkeypatch.setattr(module, "_by_copies", some)
     with ahead() as kernels:
         for block in BLOCKS:
             call(block)
-        asked = [work for work, _ in kernels.noted.works]
+        calls = [work for work, _ in kernels.pending.works]
         kernels.compile(2, lambda *_: None)
-    assert given == asked[::-1]
+    assert received == calls[::-1]
 
 
-def test_a_process_that_cannot_be_copied_compiles_by_itself(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_be_copied_compiles_by_itself(heard: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused() -> int:
         raise OSError(12, "Cannot allocate memory")
 
@@ -221,12 +221,12 @@ def test_a_process_that_cannot_be_copied_compiles_by_itself(heard: Heard, monkey
     assert kernels.compiled == 1
 
 
-def test_new_memory_is_zeros_and_an_error_inside_leaves_nothing_behind(heard: Heard) -> None:
+def test_new_memory_is_zeros_and_an_error_inside_leaves_nothing_behind(heard: Listener) -> None:
     def inside() -> None:
         with ahead():
             call(16)
-            for made in (torch.empty(999), torch.empty_like(torch.ones(999)), torch.ones(2).new_empty(999, dtype=torch.int64)):
-                assert made.eq(0).all()
+            for tensor in (torch.empty(999), torch.empty_like(torch.ones(999)), torch.ones(2).new_empty(999, dtype=torch.int64)):
+                assert tensor.eq(0).all()
             assert torch.empty(3, dtype=torch.float8_e4m3fn).view(torch.uint8).eq(0).all()
             assert torch.ones(3).eq(1).all()
             raise ZeroDivisionError
@@ -240,10 +240,10 @@ def test_new_memory_is_zeros_and_an_error_inside_leaves_nothing_behind(heard: He
 
 
 def test_launches_are_left_out() -> None:
-    asked = []
+    calls = []
 
     def run(_: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> None:
-        asked.append((args, grid, warmup, fixed))
+        calls.append((args, grid, warmup, fixed))
 
     kind = triton.runtime.jit.JITFunction
     plain, kind.run = kind.run, run
@@ -253,4 +253,4 @@ def test_launches_are_left_out() -> None:
         double[(2,)](1, BLOCK=3)
     finally:
         kind.run = plain
-    assert asked == [((1,), (2,), True, {"BLOCK": 3}), ((1,), (2,), False, {"BLOCK": 3})]
+    assert calls == [((1,), (2,), True, {"BLOCK": 3}), ((1,), (2,), False, {"BLOCK": 3})]

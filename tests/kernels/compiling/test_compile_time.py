@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx.config.sampling_params import SamplingParams
-from phalanx.kernels import compiling
+from phalanx.kernels.compiling import compile_time
 from phalanx.serve.llm import LLM
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 
@@ -44,7 +44,7 @@ def test_compilation_is_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(knobs.compilation, "listener", None)
     seconds: dict[str, float] = {}
-    compiling.count(seconds)
+    compile_time.count_seconds(seconds)
     for hit in (False, False, True):
         times = SimpleNamespace(total=250_000)
         knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=hit)
@@ -65,8 +65,8 @@ def test_a_running_engine_compiles_nothing(name: str, tmp_path: Path, monkeypatc
             longest, kinds = rng.choice([4, 100, 1900]), rng.sample(ASKED, rng.choice([1, 1, 2]))
             lengths = [rng.randint(1, longest) for _ in range(rng.choice([1, 2, 5, 70]))]
             prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-            asked = [SamplingParams(max_tokens=rng.randint(1, 40), **rng.choice(kinds)) for _ in prompts]
-            assert len(llm.generate(prompts, asked, use_tqdm=False)) == len(prompts)
+            params = [SamplingParams(max_tokens=rng.randint(1, 40), **rng.choice(kinds)) for _ in prompts]
+            assert len(llm.generate(prompts, params, use_tqdm=False)) == len(prompts)
         new = sorted(path.stem for path in set(cache.rglob("*.cubin")) - compiled)
     assert not new
 
@@ -81,8 +81,8 @@ def test_a_second_start_with_the_same_folder_compiles_nothing(name: str, tmp_pat
     for _ in range(2):
         with LLM(model, kernel_cache_dir=kept, **SIZES, **ENGINES[name]) as llm:
             phases = llm.facts.ranks[0].phases
-        compiled.append(phases.get(compiling.COMPILED, 0.0))
-        cached.append(phases.get(compiling.CACHED, 0.0))
+        compiled.append(phases.get(compile_time.COMPILED, 0.0))
+        cached.append(phases.get(compile_time.CACHED, 0.0))
         files.append(set((kept / "triton").rglob("*.cubin")))
     assert compiled[0] > 0
     assert len(files[0]) > 10

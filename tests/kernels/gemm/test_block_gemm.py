@@ -43,16 +43,16 @@ def activations(tokens: int, inputs: int, dtype: torch.dtype) -> Tensor:
     return x
 
 
-def near(found: Tensor, wanted: Tensor, terms: Tensor) -> None:
+def near(output: Tensor, wanted: Tensor, terms: Tensor) -> None:
     """Apart by the order of fp32 sums (2^-24 of the terms' magnitudes for each of some 30 sums) and a rounding to found's dtype."""
-    room = terms * 2.0**-19 + wanted.float().abs() * torch.finfo(found.dtype).eps
-    assert ((found.float() - wanted.float()).abs() <= room).all()
+    bound = terms * 2.0**-19 + wanted.float().abs() * torch.finfo(output.dtype).eps
+    assert ((output.float() - wanted.float()).abs() <= bound).all()
 
 
 def magnitudes(x: Tensor, weight: Tensor, scale: Tensor, begin: int) -> Tensor:
     """The sums of their terms' magnitudes [T, out]."""
-    wide = reference.dequantize(weight, scale, torch.float32, block=128, begin=begin)
-    return x.float().abs() @ wide.abs().t()
+    dequantized = reference.dequantize(weight, scale, torch.float32, block=128, begin=begin)
+    return x.float().abs() @ dequantized.abs().t()
 
 
 def check_groups() -> None:
@@ -85,8 +85,8 @@ def check_rows() -> None:
         if dtype != torch.float32:
             x = activations(tokens, inputs, dtype)
             wanted = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
-            found = block_scaled_gemm(x, None, weight, scale, dtype=dtype, begin=begin, tiling=tiling)
-            near(found, wanted, magnitudes(x, weight, scale, begin))
+            output = block_scaled_gemm(x, None, weight, scale, dtype=dtype, begin=begin, tiling=tiling)
+            near(output, wanted, magnitudes(x, weight, scale, begin))
     assert not len(block_scaled_gemm(values[:0], x_scale[:0], weight, scale, dtype=dtype, begin=begin, tiling=tiling))
 
 
@@ -100,14 +100,14 @@ def check_one_row() -> None:
         x = activations(1, inputs, dtype)
         values, x_scale = reference.per_token_group_quant_fp8(x, 128, begin)
         how: dict[str, Any] = {"dtype": dtype, "begin": begin, "tiling": GemvTiling(4, block, 4)}
-        found = block_scaled_gemv(values, x_scale, weight, scale, quantize=True, **how)
+        output = block_scaled_gemv(values, x_scale, weight, scale, quantize=True, **how)
         wanted = reference.block_scaled_mm(values, x_scale, weight, scale, dtype, begin=begin)
-        near(found, wanted, magnitudes(x, weight, scale, begin) * 1.1)
+        near(output, wanted, magnitudes(x, weight, scale, begin) * 1.1)
         itself = block_scaled_gemv(x, None, weight, scale, quantize=True, **how)
-        assert torch.equal(itself, found)  # quantized there or before: the same bits
-        wide = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
-        found = block_scaled_gemv(x, None, weight, scale, quantize=False, **how)
-        near(found, wide, magnitudes(x, weight, scale, begin))
+        assert torch.equal(itself, output)  # quantized there or before: the same bits
+        dequantized = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
+        output = block_scaled_gemv(x, None, weight, scale, quantize=False, **how)
+        near(output, dequantized, magnitudes(x, weight, scale, begin))
     assert not block_scaled_gemv(torch.zeros_like(x), None, weight, scale, quantize=True, **how).any()
 
 
@@ -118,8 +118,8 @@ def check_every_e4m3() -> None:
     weight = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None].repeat(1, 16)
     x, scale = torch.zeros(1, 16), torch.ones(256, 1)
     x[0, 3] = 1.0
-    found = block_scaled_gemv(x, None, weight, scale, dtype=torch.float32, begin=0, quantize=False, tiling=GemvTiling(4, 128, 4))
-    torch.testing.assert_close(found[0], weight[:, 0].float(), rtol=0, atol=0, equal_nan=True)
+    output = block_scaled_gemv(x, None, weight, scale, dtype=torch.float32, begin=0, quantize=False, tiling=GemvTiling(4, 128, 4))
+    torch.testing.assert_close(output[0], weight[:, 0].float(), rtol=0, atol=0, equal_nan=True)
 
 
 CHECKS = [check_groups, check_rows, check_one_row, check_every_e4m3]
@@ -129,7 +129,7 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.gemm.test_block_gemm").split() == [check.__name__ for check in CHECKS]
 
 
-def made(tiling: BlockTiling, arch: int, *, quantized: bool, whole: bool = True, parts: bool = False) -> Any:
+def compiled_as(tiling: BlockTiling, arch: int, *, quantized: bool, full: bool = True, parts: bool = False) -> Any:
     """The product compiled, with tensors that begin where vectors may and sizes that are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -138,7 +138,7 @@ def made(tiling: BlockTiling, arch: int, *, quantized: bool, whole: bool = True,
     from phalanx.kernels.gemm.block_scaled_gemm import _block_scaled_gemm as kernel
 
     constants: dict[str, Any] = {
-        "SKIP": 0 if whole else 48, "FULL": whole, "PARTS": parts, "ROWS": tiling.rows, "TOKENS": tiling.tokens, "PREFETCH": 4,
+        "SKIP": 0 if full else 48, "FULL": full, "PARTS": parts, "ROWS": tiling.rows, "TOKENS": tiling.tokens, "PREFETCH": 4,
         "SM": arch,
     }  # fmt: skip
     pointers = {"x": "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "fp32" if parts else "bf16"}
@@ -166,7 +166,7 @@ SHAPES = [  # tokens, outputs, blocks: one of each case
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiles_in_e4m3(arch: int, shape: tuple[int, int, int]) -> None:
     tiling = block_heuristics.block_tiling(*shape, shared_memory=SHARED_MEMORY[arch], large=arch < 100)
-    kernel = made(tiling, arch, quantized=True, parts=tiling.parts > 1)
+    kernel = compiled_as(tiling, arch, quantized=True, parts=tiling.parts > 1)
     fits(kernel, arch)
     ptx = kernel.asm["ptx"]
     if arch >= 90:
@@ -181,11 +181,11 @@ def test_compiles_in_e4m3(arch: int, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_compiles_for_a_weight_widened_in_registers(arch: int, shape: tuple[int, int, int]) -> None:
     tiling = block_heuristics.block_tiling(*shape, shared_memory=SHARED_MEMORY[arch], itemsize=2)
-    fits(made(tiling, arch, quantized=False, whole=shape[0] > 8), arch)
+    fits(compiled_as(tiling, arch, quantized=False, full=shape[0] > 8), arch)
 
 
 def test_compiles_where_blocks_are_cut() -> None:
-    kernel = made(block_heuristics.block_tiling(*SHAPES[0]), 90, quantized=True, whole=False, parts=True)
+    kernel = compiled_as(block_heuristics.block_tiling(*SHAPES[0]), 90, quantized=True, full=False, parts=True)
     fits(kernel, 90)
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # 16 bytes at once
 
@@ -221,11 +221,13 @@ def test_what_is_beside_compiles(arch: int) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 16, 17, 64, 65, 256, 2048, 8192])
 def test_tilings(tokens: int) -> None:
-    for outputs, groups, room in itertools.product((16, 2560, 28672), (1, 2, 32, 112), (99 * 1024, block_heuristics.SHARED_MEMORY)):
-        tiling = block_heuristics.block_tiling(tokens, outputs, groups, shared_memory=room)
+    for outputs, groups, bound in itertools.product(
+        (16, 2560, 28672), (1, 2, 32, 112), (99 * 1024, block_heuristics.SHARED_MEMORY)
+    ):
+        tiling = block_heuristics.block_tiling(tokens, outputs, groups, shared_memory=bound)
         assert tiling.parts <= max(1, groups // 4)
         assert tiling.stages >= 2
-        assert tiling.stages * 128 * (tiling.rows + tiling.tokens) < room
+        assert tiling.stages * 128 * (tiling.rows + tiling.tokens) < bound
     assert block_heuristics.block_tiling(tokens, 16, 112).parts > 1
     assert block_heuristics.block_tiling(8192, 28672, 112).parts == 1
 
@@ -236,18 +238,18 @@ def test_the_cuts_are_the_fastest_on_record() -> None:
 
     kept = json.loads((harness.RESULTS / "kernels_block_gemm.json").read_text(encoding="utf-8"))
     behind = []
-    for title, found in kept.items():
+    for title, output in kept.items():
         sizes = re.fullmatch(r"\w+ \w+ \((\d+), (\d+)\) T=(\d+)", title)
         if sizes is None:
             continue
         outputs, inputs, tokens = map(int, sizes.groups())
-        ours = {label: row for label, row in found.items() if label.startswith(("(", "row (", "quantized, row"))}
+        ours = {label: row for label, row in output.items() if label.startswith(("(", "row (", "quantized, row"))}
         timed = {label: row[0] for label, row in ours.items() if isinstance(row, list)}
         chosen = kept["chosen_is"][title]  # which was timed twice
-        timed[chosen] = min(timed.get(chosen, found["chosen"][0]), found["chosen"][0])
+        timed[chosen] = min(timed.get(chosen, output["chosen"][0]), output["chosen"][0])
         behind.append(timed[benchmark.chosen(tokens, (outputs, inputs))] / min(timed.values()))
         if tokens > 1:
-            torchs = found["torch"][0]
+            torchs = output["torch"][0]
             assert (torchs if block_heuristics.prefers_cublas(tokens, outputs, inputs) else min(timed.values())) < 1.15 * min(
                 torchs, *timed.values()
             )
@@ -287,16 +289,16 @@ def test_the_reference_is_the_formula(outputs: int, inputs: int, begin: int) -> 
         meant[:, k] = values[:, k].double() * x_scale[:, (begin + k) // 128]
         assert ((meant[:, k] - x[:, k]).abs() <= x[:, k].abs() / 16 + x_scale[:, (begin + k) // 128] / 1024).all()
     exact = meant @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).double().t()
-    found = block_gemm.block_scaled_mm(x, weight, scale, dtype=torch.float32, begin=begin)
-    near(found, exact, magnitudes(x, weight, scale, begin) * 1.1)
-    assert float(found.abs().max()) > 0
+    output = block_gemm.block_scaled_mm(x, weight, scale, dtype=torch.float32, begin=begin)
+    near(output, exact, magnitudes(x, weight, scale, begin) * 1.1)
+    assert float(output.abs().max()) > 0
 
 
 def test_widening_is_the_products_meaning() -> None:
     weight, scale = weight_of(48, 272, 48)
     x = activations(3, 272, torch.float32)
-    wide = reference.dequantize(weight, scale, torch.float32, block=128, begin=48)
-    assert torch.equal(block_gemm.w8a16_gemm(x, weight, scale, block=128, begin=48), torch.nn.functional.linear(x, wide))
+    dequantized = reference.dequantize(weight, scale, torch.float32, block=128, begin=48)
+    assert torch.equal(block_gemm.w8a16_gemm(x, weight, scale, block=128, begin=48), torch.nn.functional.linear(x, dequantized))
 
 
 def test_scales_once_a_block() -> None:
@@ -328,16 +330,16 @@ def test_torchs_on_gpu(tokens: int, outputs: int, inputs: int, monkeypatch: pyte
     wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32)
     cublas, ran = block_gemm._cublas, []
     monkeypatch.setattr(block_gemm, "_cublas", lambda *arguments: ran.append(1) or cublas(*arguments))
-    found = block_gemm.block_scaled_mm(
+    output = block_gemm.block_scaled_mm(
         x.to(device), weight.to(device), scale.to(device), dtype=torch.bfloat16,
         by_block=block_gemm.one_scale_per_block(scale.to(device)),
     )  # fmt: skip
     assert bool(ran) == block_heuristics.prefers_cublas(tokens, outputs, inputs)
-    assert found.shape == (tokens, outputs)
-    assert found.is_contiguous()
+    assert output.shape == (tokens, outputs)
+    assert output.is_contiguous()
     terms = magnitudes(reference.dequantize(values, x_scale, torch.float32, block=128), weight, scale, 0)
-    near(found.cpu(), wanted, terms * 2**9)
-    assert (found.cpu().float() - wanted).norm() < 5e-3 * wanted.norm()
+    near(output.cpu(), wanted, terms * 2**9)
+    assert (output.cpu().float() - wanted).norm() < 5e-3 * wanted.norm()
 
 
 LARGE = [  # outputs, inputs, begin: each way to cut one token and many
@@ -363,19 +365,19 @@ def test_on_gpu(tokens: int, outputs: int, inputs: int, begin: int, dtype: torch
         assert torch.equal(got.cpu().view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(got_scale.cpu(), x_scale)
         wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32, begin=begin)
-        found = block_gemm.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)
+        output = block_gemm.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)
         again = block_gemm.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)
-        assert found.dtype == dtype
-        assert torch.equal(found, again)
+        assert output.dtype == dtype
+        assert torch.equal(output, again)
         terms = magnitudes(reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin), weight, scale, begin)
-        near(found.cpu(), wanted, terms * 2**9)
-        assert (found.cpu().float() - wanted).norm() < 5e-3 * wanted.norm()
+        near(output.cpu(), wanted, terms * 2**9)
+        assert (output.cpu().float() - wanted).norm() < 5e-3 * wanted.norm()
     if dtype != torch.float32:
-        wide = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
-        found = block_gemm.w8a16_gemm(x.to(device), weight.to(device), scale.to(device), block=128, begin=begin)
+        dequantized = x.float() @ reference.dequantize(weight, scale, torch.float32, block=128, begin=begin).t()
+        output = block_gemm.w8a16_gemm(x.to(device), weight.to(device), scale.to(device), block=128, begin=begin)
         # Many tokens round the widened weight to 16 bit: half an eps of each term.
         slack = torch.finfo(dtype).eps * 2**18 if tokens > block_heuristics.FEW_TOKENS else 0
-        near(found.cpu(), wide, magnitudes(x, weight, scale, begin) * (8 + slack))
+        near(output.cpu(), dequantized, magnitudes(x, weight, scale, begin) * (8 + slack))
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ def args_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias: b
     from phalanx.kernels import reference
     from phalanx.kernels.scaled_tensors import GemvArgs
 
-    x, wide = torch.randn(1, inputs, device=device).to(dtype), torch.randn(outputs, inputs, device=device)
+    x, exact = torch.randn(1, inputs, device=device).to(dtype), torch.randn(outputs, inputs, device=device)
     added = torch.randn(outputs, device=device).to(dtype) if bias else None
     if kind == "16":
-        return GemvArgs(x, None, wide.to(dtype), None, added, dtype)
-    weight, scale = reference.quantize_fp8(wide)
+        return GemvArgs(x, None, exact.to(dtype), None, added, dtype)
+    weight, scale = reference.quantize_fp8(exact)
     scale = scale.flatten() / inputs**0.5
     if kind == "quantized":
         return GemvArgs(*reference.quantize_fp8(x), weight, scale, added, dtype)
@@ -61,9 +61,9 @@ def check_gate_up_silu() -> None:
         for dtype, inner, inputs, pairs in ((torch.bfloat16, 3, 16, 1), (torch.float16, 7, 208, 2), (torch.bfloat16, 33, 1040, 8)):
             args = args_of(kind, 2 * inner, inputs, dtype)
             wanted = silu_mul(output_of(args, (16, 256, 4)))
-            found = gate_up_silu(args, FusedGemvTiling(pairs, 256, 4))
-            assert found.shape == (1, inner)
-            assert torch.equal(found, wanted), (kind, dtype, inner)
+            got_outputs = gate_up_silu(args, FusedGemvTiling(pairs, 256, 4))
+            assert got_outputs.shape == (1, inner)
+            assert torch.equal(got_outputs, wanted), (kind, dtype, inner)
 
 
 def check_qkv_rope_store() -> None:
@@ -76,17 +76,17 @@ def check_qkv_rope_store() -> None:
         (torch.bfloat16, (6, 3, 16, 16), True, 0),
         (torch.bfloat16, (4, 2, 8, 8), False, -1),
     ]  # fmt: skip
-    for kind, (dtype, (q_heads, kv_heads, head_dim, pairs), fp8, slot) in itertools.product(KINDS, cases):
+    for kind, (dtype, (q_heads, kv_heads, head_dim, pairs), fp8, slot) in itertools.output(KINDS, cases):
         heads = q_heads + 2 * kv_heads
         args = args_of(kind, heads * head_dim, 48, dtype)
         angles, slots = torch.rand(1, head_dim // 2) * 7, torch.tensor([slot])
-        held = [torch.randn(3, 4, kv_heads, head_dim).to(FP8 if fp8 else dtype) for _ in range(2)]
-        expected = [cache.clone() for cache in held]
+        caches = [torch.randn(3, 4, kv_heads, head_dim).to(FP8 if fp8 else dtype) for _ in range(2)]
+        expected = [cache.clone() for cache in caches]
         scales = (0.25, 0.5) if fp8 else None
-        product = output_of(args, (32, 64, 4)).view(1, heads, head_dim)
-        wanted = rope_store(product, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
-        query = qkv_rope_store(args, angles.cos(), angles.sin(), *held, slots, q_heads, scales, FusedGemvTiling(pairs, 64, 4))
-        for got, want in zip((query, *held), (wanted, *expected), strict=True):
+        output = output_of(args, (32, 64, 4)).view(1, heads, head_dim)
+        wanted = rope_store(output, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
+        query = qkv_rope_store(args, angles.cos(), angles.sin(), *caches, slots, q_heads, scales, FusedGemvTiling(pairs, 64, 4))
+        for got, want in zip((query, *caches), (wanted, *expected), strict=True):
             assert got.dtype == want.dtype
             assert torch.equal(got.float(), want.float()), (kind, dtype, head_dim, fp8, slot)
 
@@ -99,15 +99,15 @@ def check_a_bias_is_added_before_the_rounding() -> None:
     for kind in ("16", "quantized"):
         args = args_of(kind, 8 * 8, 48, torch.bfloat16, bias=True)
         angles, slots = torch.rand(1, 4) * 7, torch.tensor([2])
-        held = [torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
-        expected = [cache.clone() for cache in held]
+        caches = [torch.zeros(1, 4, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
+        expected = [cache.clone() for cache in caches]
         x, x_scale, weight, scale, bias, _ = args
         assert bias is not None
-        wide = x.float() @ weight.float().t() * (1.0 if scale is None or x_scale is None else x_scale * scale)
-        product = (wide + bias.float()).to(torch.bfloat16).view(1, 8, 8)
-        wanted = reference.rope_store(product, angles.cos(), angles.sin(), *expected, slots, 4)
-        query = qkv_rope_store(args, angles.cos(), angles.sin(), *held, slots, 4, None, FusedGemvTiling(8, 64, 4))
-        for got, want in zip((query, *held), (wanted, *expected), strict=True):
+        exact = x.float() @ weight.float().t() * (1.0 if scale is None or x_scale is None else x_scale * scale)
+        output = (exact + bias.float()).to(torch.bfloat16).view(1, 8, 8)
+        wanted = reference.rope_store(output, angles.cos(), angles.sin(), *expected, slots, 4)
+        query = qkv_rope_store(args, angles.cos(), angles.sin(), *caches, slots, 4, None, FusedGemvTiling(8, 64, 4))
+        for got, want in zip((query, *caches), (wanted, *expected), strict=True):
             torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-6)
 
 
@@ -173,8 +173,8 @@ def test_gate_up_silu_on_gpu(kind: str, inner: int, inputs: int) -> None:
     args = args_of(kind, 2 * inner, inputs, torch.bfloat16, device="cuda")
     for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
         wanted = kernels.silu_mul(output_of(args, (2 * pairs, block, warps)))
-        found = gate_up_silu(args, FusedGemvTiling(pairs, block, warps))
-        assert torch.equal(found, wanted), f"{(found != wanted).sum()} of {inner}, {(pairs, block, warps)}"
+        got_outputs = gate_up_silu(args, FusedGemvTiling(pairs, block, warps))
+        assert torch.equal(got_outputs, wanted), f"{(got_outputs != wanted).sum()} of {inner}, {(pairs, block, warps)}"
     chosen = gemv_fused.gate_up_silu(args)
     assert chosen is not None
     assert (chosen.float() - wanted.float()).norm() < 1e-2 * wanted.float().norm()
@@ -198,19 +198,21 @@ def test_qkv_rope_store_on_gpu(kind: str, cache: torch.dtype, slot: int) -> None
     args = args_of(kind, (q_heads + 2 * kv_heads) * head_dim, inputs, torch.bfloat16, device="cuda")
     angles, slots = torch.rand(1, head_dim // 2, device="cuda") * 7, torch.tensor([slot], device="cuda")
     cos_sin, scales = (angles.cos(), angles.sin()), (0.25, 0.5) if cache == FP8 else None
-    held = [torch.randn(4, 16, kv_heads, head_dim, device="cuda").to(cache) for _ in range(2)]
+    caches = [torch.randn(4, 16, kv_heads, head_dim, device="cuda").to(cache) for _ in range(2)]
     for pairs, block, warps in TILINGS["16" if kind == "16" else "fp8"]:
-        found, wanted = ([each.clone() for each in held] for _ in range(2))
-        product = output_of(args, (2 * pairs, block, warps)).view(1, -1, head_dim)
-        wanted.append(kernels.rope_store(product, *cos_sin, wanted[0], wanted[1], slots, q_heads, scales))
-        found.append(
-            qkv_rope_store(args, *cos_sin, found[0], found[1], slots, q_heads, scales, FusedGemvTiling(pairs, block, warps))
+        got_outputs, wanted = ([each.clone() for each in caches] for _ in range(2))
+        output = output_of(args, (2 * pairs, block, warps)).view(1, -1, head_dim)
+        wanted.append(kernels.rope_store(output, *cos_sin, wanted[0], wanted[1], slots, q_heads, scales))
+        got_outputs.append(
+            qkv_rope_store(
+                args, *cos_sin, got_outputs[0], got_outputs[1], slots, q_heads, scales, FusedGemvTiling(pairs, block, warps)
+            )
         )
-        for got, want in zip(found, wanted, strict=True):
+        for got, want in zip(got_outputs, wanted, strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (pairs, block, warps)
     if slot < 0:
-        assert torch.equal(found[0].view(torch.uint8), held[0].view(torch.uint8))
-    chosen = gemv_fused.qkv_rope_store(args, *cos_sin, held[0], held[1], slots, q_heads, scales)
+        assert torch.equal(got_outputs[0].view(torch.uint8), caches[0].view(torch.uint8))
+    chosen = gemv_fused.qkv_rope_store(args, *cos_sin, caches[0], caches[1], slots, q_heads, scales)
     assert chosen is not None
     assert (chosen.float() - wanted[2].float()).norm() < 1e-2 * wanted[2].float().norm()
 

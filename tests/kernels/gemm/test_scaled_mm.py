@@ -32,35 +32,35 @@ def test_scales_of_rows_and_columns(static: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("begin", [0, 5, 15])
 def test_dequantize_by_block_begins_within_one(begin: int) -> None:
     stored, scale = torch.randn(3, 40).to(FP8), torch.rand(3, 4)
-    wide = kernels.dequantize(stored, scale, torch.float32, block=16, begin=begin)
+    finished_fp32 = kernels.dequantize(stored, scale, torch.float32, block=16, begin=begin)
     for column in range(40):
-        assert torch.equal(wide[:, column], stored[:, column].float() * scale[:, (begin + column) // 16])
+        assert torch.equal(finished_fp32[:, column], stored[:, column].float() * scale[:, (begin + column) // 16])
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.02)])
 def test_silu_mul_quant_is_silu_mul_then_quant(scale: torch.Tensor | None) -> None:
     gate_up = torch.randn(7, 64)
-    for product in (gate_up, Unscaled(gate_up * 1e3, torch.rand(7, 1) / 500, torch.rand(64))):
-        fused = kernels.silu_mul_quant_fp8(product, scale)
-        values, found = reference.quantize_fp8(reference.silu_mul(product), scale)
+    for gemm_output in (gate_up, Unscaled(gate_up * 1e3, torch.rand(7, 1) / 500, torch.rand(64))):
+        fused = kernels.silu_mul_quant_fp8(gemm_output, scale)
+        values, output = reference.quantize_fp8(reference.silu_mul(gemm_output), scale)
         assert torch.equal(fused.values.float(), values.float())
-        assert torch.equal(fused.scale, found)
+        assert torch.equal(fused.scale, output)
 
 
 def test_sums_stand_for_the_product() -> None:
-    sums = Unscaled(torch.randn(3, 8), torch.rand(3, 1), torch.rand(8))
-    by_hand = torch.stack([sums.values[t] * sums.rows[t, 0] * sums.columns for t in range(3)])
-    assert torch.equal(sums.to_fp32(), by_hand)
-    assert torch.equal(sums.view(3, 2, 4).to_fp32(), by_hand.view(3, 2, 4))
-    torch.testing.assert_close(reference.silu_mul(sums), reference.silu_mul(by_hand))
+    unscaled = Unscaled(torch.randn(3, 8), torch.rand(3, 1), torch.rand(8))
+    by_hand = torch.stack([unscaled.values[t] * unscaled.rows[t, 0] * unscaled.columns for t in range(3)])
+    assert torch.equal(unscaled.to_fp32(), by_hand)
+    assert torch.equal(unscaled.view(3, 2, 4).to_fp32(), by_hand.view(3, 2, 4))
+    torch.testing.assert_close(reference.silu_mul(unscaled), reference.silu_mul(by_hand))
 
 
 def test_on_cpu_products_come_finished() -> None:
     stored, scale = kernels.quantize_fp8(torch.randn(48, 32))
     x = Quantized(*kernels.quantize_fp8(torch.randn(5, 32)))
-    found = unscaled_mm(x, stored, scale.flatten(), dtype=torch.bfloat16)
-    assert isinstance(found, torch.Tensor)
-    assert torch.equal(found, kernels.scaled_mm(x, stored, scale.flatten(), dtype=torch.bfloat16))
+    output = unscaled_mm(x, stored, scale.flatten(), dtype=torch.bfloat16)
+    assert isinstance(output, torch.Tensor)
+    assert torch.equal(output, kernels.scaled_mm(x, stored, scale.flatten(), dtype=torch.bfloat16))
 
 
 def test_a_cpu_has_no_fp8_products() -> None:
@@ -92,10 +92,10 @@ TOKENS = [1, 2, 17, 64, 300, 1025]
 )
 def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out: int) -> None:
     x, weight, scale, expected = on_gpu(tokens, inputs, out, static=static)
-    found = kernels.scaled_mm(x, weight, scale, dtype=dtype)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2 * inputs**0.5)
-    assert (found.float() - expected).norm() < 5e-3 * expected.norm()
+    output = kernels.scaled_mm(x, weight, scale, dtype=dtype)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2 * inputs**0.5)
+    assert (output.float() - expected).norm() < 5e-3 * expected.norm()
 
 
 @pytest.mark.gpu1
@@ -105,9 +105,9 @@ def test_on_gpu(static: bool, dtype: torch.dtype, tokens: int, inputs: int, out:
 def test_pieces_on_gpu(static: bool, cuts: tuple[int, ...]) -> None:
     """That begin at any row: cuBLAS asks for scales on 16 bytes."""
     x, weight, scale, expected = on_gpu(cuts[-1], 1024, 2560, static=static)
-    found = torch.full((cuts[-1], 2560), float("nan"), dtype=torch.bfloat16, device="cuda")
-    scaled_mm_into(x, weight, scale, [(slice(first, last), found[first:last]) for first, last in pairwise(cuts)])
-    assert (found.float() - expected).norm() < 5e-3 * expected.norm()
+    output = torch.full((cuts[-1], 2560), float("nan"), dtype=torch.bfloat16, device="cuda")
+    scaled_mm_into(x, weight, scale, [(slice(first, last), output[first:last]) for first, last in pairwise(cuts)])
+    assert (output.float() - expected).norm() < 5e-3 * expected.norm()
 
 
 @pytest.mark.gpu1
@@ -118,24 +118,27 @@ def test_pieces_on_gpu(static: bool, cuts: tuple[int, ...]) -> None:
 def test_readers_scale_on_gpu(static: bool, dtype: torch.dtype, tokens: int) -> None:
     """What reads a product gives the same, of sums or of the finished product, but for roundings."""
     x, weight, scale, expected = on_gpu(tokens, 1024, 2560, static=static)
-    product = unscaled_mm(x, weight, scale, dtype=dtype)
+    gemm_output = unscaled_mm(x, weight, scale, dtype=dtype)
     here = has_fp8_kernels(torch.device("cuda")) and dtype == torch.bfloat16 and 1 < tokens <= 1024
-    assert isinstance(product, Unscaled) == here
-    wide = product.to_fp32() if isinstance(product, Unscaled) else product.float()
-    assert (wide - expected).norm() < 5e-3 * expected.norm()
+    assert isinstance(gemm_output, Unscaled) == here
+    finished_fp32 = gemm_output.to_fp32() if isinstance(gemm_output, Unscaled) else gemm_output.float()
+    assert (finished_fp32 - expected).norm() < 5e-3 * expected.norm()
 
     step = 3e-2  # a few roundings to bf16, which products in fp16 take too
     gated = reference.silu_mul(expected)
-    assert (kernels.silu_mul(product).float() - gated).norm() < step * gated.norm()
-    for given in (None, torch.tensor(20.0, device="cuda")):
-        inner, finished = kernels.silu_mul_quant_fp8(product, given), kernels.silu_mul_quant_fp8(expected.to(dtype), given)
+    assert (kernels.silu_mul(gemm_output).float() - gated).norm() < step * gated.norm()
+    for static_scale in (None, torch.tensor(20.0, device="cuda")):
+        inner, finished = (
+            kernels.silu_mul_quant_fp8(gemm_output, static_scale),
+            kernels.silu_mul_quant_fp8(expected.to(dtype), static_scale),
+        )
         torch.testing.assert_close(inner.scale, finished.scale, rtol=step, atol=0)
         assert (inner.values.float() * inner.scale - gated).norm() < 0.05 * gated.norm()
         assert (inner.values.float() == finished.values.float()).float().mean() > 0.8
 
     angles, slots = torch.rand(tokens, 64, device="cuda") * 7, torch.arange(tokens, device="cuda")
     caches = [[torch.zeros(-(-tokens // 16), 16, 2, 128, dtype=dtype, device="cuda") for _ in range(2)] for _ in range(2)]
-    query = kernels.rope_store(product.view(tokens, 20, 128), angles.cos(), angles.sin(), *caches[0], slots, 16)
+    query = kernels.rope_store(gemm_output.view(tokens, 20, 128), angles.cos(), angles.sin(), *caches[0], slots, 16)
     wanted = reference.rope_store(expected.to(dtype).view(tokens, 20, 128), angles.cos(), angles.sin(), *caches[1], slots, 16)
     for got, want in zip((query, *caches[0]), (wanted, *caches[1]), strict=True):
         assert (got.float() - want.float()).norm() < step * want.float().norm()

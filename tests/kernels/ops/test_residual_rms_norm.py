@@ -36,18 +36,18 @@ def differences() -> dict[str, list[int]]:
     """Bytes that differ from the oracle, by case and output; NaN counts as equal to NaN."""
     from phalanx.kernels.ops.residual_rms_norm import residual_rms_norm
 
-    found = {}
+    results = {}
     for (name, dtype), (tokens, hidden), (quant, scale, keep) in itertools.product(DTYPES.items(), SHAPES, QUANTS):
         x, residual, weight = inputs(tokens, hidden, dtype)
-        given = None if scale is None else torch.tensor(scale)
-        ours = residual_rms_norm(x, residual, weight, 1e-5, quant=quant, scale=given, keep_norm=keep)
-        wanted = reference.residual_rms_norm_quant(x, residual, weight, 1e-5, quant=quant, scale=given, keep_norm=keep)
+        scale_tensor = None if scale is None else torch.tensor(scale)
+        ours = residual_rms_norm(x, residual, weight, 1e-5, quant=quant, scale=scale_tensor, keep_norm=keep)
+        wanted = reference.residual_rms_norm_quant(x, residual, weight, 1e-5, quant=quant, scale=scale_tensor, keep_norm=keep)
         assert [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in wanted]
         apart = [_bytes_apart(a, b) for a, b in zip(ours, wanted, strict=True)]
         if dtype == torch.float32:
             apart = [0 if _a_few_last_bits(a, b) else n for a, b, n in zip(ours, wanted, apart, strict=True)]
-        found[f"{name} {tokens}x{hidden} {quant} {scale} {keep}"] = apart
-    return found
+        results[f"{name} {tokens}x{hidden} {quant} {scale} {keep}"] = apart
+    return results
 
 
 def _bytes_apart(left: torch.Tensor, right: torch.Tensor) -> int:
@@ -64,9 +64,9 @@ def _a_few_last_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def test_equals_the_oracle_in_the_interpreter() -> None:
-    found = json.loads(interpreted("tests.kernels.ops.test_residual_rms_norm"))
-    assert len(found) == len(DTYPES) * len(SHAPES) * len(QUANTS)
-    assert not {case: apart for case, apart in found.items() if any(apart)}
+    results = json.loads(interpreted("tests.kernels.ops.test_residual_rms_norm"))
+    assert len(results) == len(DTYPES) * len(SHAPES) * len(QUANTS)
+    assert not {case: apart for case, apart in results.items() if any(apart)}
 
 
 def test_the_door_takes_the_reference_off_a_gpu() -> None:
@@ -79,8 +79,8 @@ def test_the_door_takes_the_reference_off_a_gpu() -> None:
 @pytest.mark.parametrize(("quant", "scale", "keep"), QUANTS)
 def test_a_fusion_finishes_with_its_outputs_in_order(quant: str, scale: float | None, keep: bool) -> None:
     x, residual, weight = inputs(2, 64, torch.bfloat16)
-    given = None if scale is None else torch.tensor(scale)
-    outputs = finish(x, ResidualRmsNorm(residual, weight, 1e-5, quant, given, keep))
+    scale_tensor = None if scale is None else torch.tensor(scale)
+    outputs = finish(x, ResidualRmsNorm(residual, weight, 1e-5, quant, scale_tensor, keep))
     norm, new = reference.residual_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(outputs[-1], new)
     if quant == "none":
@@ -91,10 +91,10 @@ def test_a_fusion_finishes_with_its_outputs_in_order(quant: str, scale: float | 
     quantized, rest = outputs[int(keep)], outputs[int(keep) + 1 : -1]
     if quant == "fp8":
         assert len(rest) == (scale is None)
-        unit = rest[0] if rest else given
+        unit = rest[0] if rest else scale_tensor
         assert (quantized.float() * unit - norm.float()).abs().max() <= norm.float().abs().max() / 16
     else:
-        steps = rest[0].float().repeat_interleave(16, dim=1) * given
+        steps = rest[0].float().repeat_interleave(16, dim=1) * scale_tensor
         values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
         codes = torch.stack((quantized & 15, quantized >> 4), dim=-1).flatten(1).long()
         back = values[codes & 7] * torch.where(codes > 7, -1, 1) * steps

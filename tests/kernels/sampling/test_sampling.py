@@ -74,7 +74,7 @@ def test_draws_of_a_step_are_those_of_each_row_alone(at_once, monkeypatch):
     logits, noise = logits_of(6, 50, seed=2), random_keys(6, seed=3)
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.3, 0.9, 2.0])
     filters = torch.tensor([[3, 50, 4, 50, 50, 9], [0.2, 0.8, 1, 1, 1, 0.9], [0.5, 0, 0, 0.2, 0, 0.01]], dtype=torch.float64)
-    seen = set()
+    drawn_tokens = set()
     for _ in range(40):
         tokens = sampling.sample(logits, temperature, noise, filters)
         assert tokens[0] == logits[0].argmax()
@@ -83,9 +83,9 @@ def test_draws_of_a_step_are_those_of_each_row_alone(at_once, monkeypatch):
             scaled = reference.scale_logits(logits[row : row + 1], temperature[row : row + 1])
             kept = reference.keep_filtered(scaled, 50, k.long(), p if p < 1 else None, m.float() if m > 0 else None)
             assert tokens[row] == reference.draw(kept, noise[:, row : row + 1])
-        seen.add(tuple(tokens.tolist()))
+        drawn_tokens.add(tuple(tokens.tolist()))
         noise = noise.roll(1, 1) + 77
-    assert len(seen) > 20
+    assert len(drawn_tokens) > 20
 
 
 def test_ties_at_the_edge_are_kept_in_every_path():
@@ -121,10 +121,10 @@ def test_odd_logits_give_no_nan_and_draw_what_is_allowed(row, temperature):
 
 
 def test_repetition_penalty_is_transformers():
-    logits, seen = logits_of(4, 40), torch.randint(0, 40, (4, 11), generator=torch.Generator().manual_seed(2))
-    wanted = RepetitionPenaltyLogitsProcessor(1.7)(seen, logits.clone())
-    in_prompt = torch.zeros(4, 40, dtype=torch.bool).scatter_(1, seen[:, :6], True)
-    counts = torch.zeros(4, 40, dtype=torch.int32).scatter_add_(1, seen[:, 6:], torch.ones(4, 5, dtype=torch.int32))
+    logits, drawn_tokens = logits_of(4, 40), torch.randint(0, 40, (4, 11), generator=torch.Generator().manual_seed(2))
+    wanted = RepetitionPenaltyLogitsProcessor(1.7)(drawn_tokens, logits.clone())
+    in_prompt = torch.zeros(4, 40, dtype=torch.bool).scatter_(1, drawn_tokens[:, :6], True)
+    counts = torch.zeros(4, 40, dtype=torch.int32).scatter_add_(1, drawn_tokens[:, 6:], torch.ones(4, 5, dtype=torch.int32))
     none = torch.zeros(4)
     torch.testing.assert_close(sampling.penalize(logits, counts, in_prompt, torch.full((4,), 1.7), none, none), wanted)
 
@@ -222,9 +222,9 @@ def test_scores_are_of_the_softmax():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_widened_rows_lie_alike(rows: int, dtype: torch.dtype) -> None:
     """However many there are, and whatever lies behind them: kernels are compiled for a stride, and add up by it."""
-    held = torch.randn(rows, 128).to(dtype)
-    found = sampling.contiguous_fp32(held[:, :99])
-    assert found.stride() == (99, 1)
-    assert torch.equal(found, held[:, :99].float())
-    assert sampling.contiguous_fp32(found) is found
-    assert sampling.contiguous_fp32(found, copy=True) is not found
+    padded_rows = torch.randn(rows, 128).to(dtype)
+    contiguous = sampling.contiguous_fp32(padded_rows[:, :99])
+    assert contiguous.stride() == (99, 1)
+    assert torch.equal(contiguous, padded_rows[:, :99].float())
+    assert sampling.contiguous_fp32(contiguous) is contiguous
+    assert sampling.contiguous_fp32(contiguous, copy=True) is not contiguous

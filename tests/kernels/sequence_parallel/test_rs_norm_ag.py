@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels themselves, between processes: each is one program of one rank, in Triton's interpreter, with shared memory for
-workspaces and landings, and plain loads and stores for PTX. Bits equal the unfused kernel's, and every workspace is clean again."""
+"""The kernels between processes: each process is one program of one rank, in Triton's interpreter, with shared memory for
+workspaces and partial sums, and plain loads and stores in place of PTX. Bits equal the unfused kernel's, and every workspace is
+clean again."""
 
 from __future__ import annotations
 
@@ -58,14 +59,14 @@ CALLS = (
     Call(torch.bfloat16, 3, 64, "none", 2, gemm_rs=True, late=True),
     Call(torch.bfloat16, 3, 64, "none", 2, gemm_rs=True),
 )
-LANDING = 1 << 12  # bytes; flags lie behind them
+BUFFER_BYTES = 1 << 12  # bytes; flags lie behind them
 LATE = 0.6  # s: longer than a kernel takes here
 
 
 def shared(shape: tuple[int, ...], dtype: torch.dtype, value: float = 0) -> Tensor:
     """Where every process forked from this one sees it, at the same address."""
-    made = torch.full(shape, value, dtype=torch.float32).to(dtype) if dtype.itemsize == 1 else torch.full(shape, value, dtype=dtype)
-    return made.share_memory_()
+    new = torch.full(shape, value, dtype=torch.float32).to(dtype) if dtype.itemsize == 1 else torch.full(shape, value, dtype=dtype)
+    return new.share_memory_()
 
 
 class Board:
@@ -76,8 +77,8 @@ class Board:
 
         self.world, self.programs = world, programs
         self.halves = [shared((2 * HALF * 4,), torch.int32, -1) for _ in range(world)]
-        self.landings = [shared((LANDING // 4 + 4 * world,), torch.int32) for _ in range(world)]
-        self.made = shared((world,), torch.int32)
+        self.partials = [shared((BUFFER_BYTES // 4 + 4 * world,), torch.int32) for _ in range(world)]
+        self.written = shared((world,), torch.int32)
         self.done = shared((world, programs), torch.int32)
         self.parts: list[list[Any]] = []
         self.sinks: list[list[Sinks]] = []
@@ -88,9 +89,9 @@ class Board:
             self.residuals.append(torch.randn(size).to(call.dtype))
             self.weights.append(torch.rand(call.hidden).to(call.dtype))
             sinks = [Sinks(torch.empty(size, dtype=call.dtype), call.quant, False) for _ in range(world)]  # type: ignore[arg-type]
-            for made in sinks:
-                made.residual.fill_(NAN)
-                for out in made.outputs():
+            for rank_sinks in sinks:
+                rank_sinks.residual.fill_(NAN)
+                for out in rank_sinks.outputs():
                     out.share_memory_()
             self.sinks.append(sinks)
         self.scale = torch.tensor(0.02)
@@ -142,7 +143,7 @@ def stand_in(number: list[int]) -> None:
     def clear_word(address: Any) -> None:
         tl.store(address.to(word), address * 0 - 1, address != 0)
 
-    def enter(turn: Any, sm: Any) -> Any:
+    def enter(call_index: Any, sm: Any) -> Any:
         return tl.full((), number[0], tl.int32)
 
     def raise_flag(address: Any, value: Any) -> None:
@@ -162,25 +163,30 @@ def stand_in(number: list[int]) -> None:
     )
     gemm_rs.raise_flag, gemm_rs.await_flag = raise_flag, await_flag
     for kernel in (rs_norm_ag, gemm_rs):
-        kernel.enter, kernel.draw_ticket, kernel.leave = enter, lambda turn, programs: 0, lambda turn, programs, ticket: None
+        kernel.enter, kernel.draw_ticket, kernel.leave = (
+            enter,
+            lambda call_index, programs: 0,
+            lambda call_index, programs, ticket: None,
+        )
 
 
-def land(board: Board, rank: int, own: int, turn: int) -> None:
-    """By the rank's first program: its product of each rank's rows goes there. The others wait for it, as for the kernel before."""
-    part, call = board.parts[turn][rank], CALLS[turn]
-    depth = -(-call.rows // board.world)
-    size = depth * call.hidden
-    assert board.world * size * call.dtype.itemsize <= LANDING
-    while own and int(board.made[rank]) <= turn:
+def write_partials(board: Board, rank: int, own: int, call_index: int) -> None:
+    """The rank's first program writes its GEMM output of each rank's rows there. The others wait for it, as for the kernel
+    before."""
+    part, call = board.parts[call_index][rank], CALLS[call_index]
+    chunk_rows = -(-call.rows // board.world)
+    size = chunk_rows * call.hidden
+    assert board.world * size * call.dtype.itemsize <= BUFFER_BYTES
+    while own and int(board.written[rank]) <= call_index:
         time.sleep(1e-3)
     if own == 0:
         for step in range(1, board.world + 1):
-            owner = (rank + step) % board.world
-            time.sleep(LATE * ((rank + turn) % board.world == 0 and step == 1))
-            sent = part[owner * depth : (owner + 1) * depth].flatten()
-            there = board.landings[owner][: LANDING // 4].view(call.dtype)
+            target = (rank + step) % board.world
+            time.sleep(LATE * ((rank + call_index) % board.world == 0 and step == 1))
+            sent = part[target * chunk_rows : (target + 1) * chunk_rows].flatten()
+            there = board.partials[target][: BUFFER_BYTES // 4].view(call.dtype)
             there[rank * size : rank * size + sent.numel()] = sent
-        board.made[rank] = turn + 1
+        board.written[rank] = call_index + 1
 
 
 def program(board: Board, rank: int, own: int) -> None:
@@ -201,16 +207,16 @@ def program(board: Board, rank: int, own: int) -> None:
     builder.set_grid_idx = lambda *_: place(own, 0, 0)
     builder.set_grid_dim = lambda *_: size(board.programs, 1, 1)
     peers = tuple(half.data_ptr() for half in board.halves)
-    flags = tuple(landing.data_ptr() + LANDING for landing in board.landings)
-    for turn, call in enumerate(CALLS):
-        number[0] = turn
-        sinks = board.sinks[turn][rank]
-        values, rows, columns = Unscaled.parts(board.parts[turn][rank])
-        taken = sinks.norm if sinks.quantized is None else sinks.quantized
-        assert taken is not None
+    flags = tuple(buffer.data_ptr() + BUFFER_BYTES for buffer in board.partials)
+    for call_index, call in enumerate(CALLS):
+        number[0] = call_index
+        sinks = board.sinks[call_index][rank]
+        values, rows, columns = Unscaled.parts(board.parts[call_index][rank])
+        gathered = sinks.norm if sinks.quantized is None else sinks.quantized
+        assert gathered is not None
         row = (
-            board.residuals[turn].view(torch.int32), board.weights[turn].view(torch.int32), sinks.pointers(0, call.rows),
-            taken.view(torch.int32), board.scale, peers,
+            board.residuals[call_index].view(torch.int32), board.weights[call_index].view(torch.int32),
+            sinks.pointers(0, call.rows), gathered.view(torch.int32), board.scale, peers,
         )  # fmt: skip
         sizes = (HALF, call.rows, call.hidden, min(call.movers, board.programs), 1e-5)
         constants = {
@@ -222,15 +228,15 @@ def program(board: Board, rank: int, own: int) -> None:
             "TAKE": 64,
         }
         if call.gemm_rs:
-            land(board, rank, own, turn)
+            write_partials(board, rank, own, call_index)
             time.sleep(LATE * (call.late and own >= -(-call.rows // board.world)))
-            gemm_rs_norm_ag[(1,)](board.landings[rank], *row, flags, board.scale, *sizes, **constants, WARPS=1, SM=0)
+            gemm_rs_norm_ag[(1,)](board.partials[rank], *row, flags, board.scale, *sizes, **constants, WARPS=1, SM=0)
         else:
             rs_norm_ag[(1,)](
                 values.view(torch.int32), rows, columns, *row, board.scale, *sizes, **constants, FLAT=32, WARPS=1, SM=0
             )
-        board.done[rank, own] = turn + 1
-        while int(board.done[rank].min()) <= turn:  # the next kernel of a rank begins when this one has ended
+        board.done[rank, own] = call_index + 1
+        while int(board.done[rank].min()) <= call_index:  # the next kernel of a rank begins when this one has ended
             time.sleep(1e-3)
 
 
@@ -241,30 +247,34 @@ def verify(board: Board) -> None:
     from phalanx.kernels.scaled_tensors import Unscaled
 
     assert all(bool((half == -1).all()) for half in board.halves), "a workspace is not clean"
-    for turn, call in enumerate(CALLS):
-        parts = [part.to_fp32().to(call.dtype) if isinstance(part, Unscaled) else part for part in board.parts[turn]]
+    for call_index, call in enumerate(CALLS):
+        parts = [part.to_fp32().to(call.dtype) if isinstance(part, Unscaled) else part for part in board.parts[call_index]]
         quant, scale = ("none", None) if call.quant == "none" else ("fp8", board.scale if call.quant == "fp8" else None)
         wanted = residual_rms_norm(
-            reference.all_reduce(parts), board.residuals[turn], board.weights[turn], 1e-5, quant=quant, scale=scale
+            reference.all_reduce(parts), board.residuals[call_index], board.weights[call_index], 1e-5, quant=quant, scale=scale
         )  # type: ignore[arg-type]
         for rank in range(board.world):
-            *outputs, residual = board.sinks[turn][rank].outputs()
-            first = board.sinks[turn][0].outputs()
-            for found, right, theirs in zip(outputs, wanted[:-1], first[:-1], strict=True):
-                same(found, right, f"{call} on rank {rank}")
-                assert torch.equal(found.view(torch.uint8), theirs.view(torch.uint8)), f"{call}: rank {rank} differs from rank 0"
-            (mine,) = rank_rows(call.rows, call.rows, rank, board.world)
-            same(residual[mine.start : mine.stop], wanted[-1][mine.start : mine.stop], f"{call}: residual of rank {rank}")
-            others = torch.cat((residual[: mine.start], residual[mine.stop :]))
-            assert others.isnan().all(), "a rank wrote rows that it does not own"
+            *outputs, residual = board.sinks[call_index][rank].outputs()
+            first = board.sinks[call_index][0].outputs()
+            for output, right, theirs in zip(outputs, wanted[:-1], first[:-1], strict=True):
+                same(output, right, f"{call} on rank {rank}")
+                assert torch.equal(output.view(torch.uint8), theirs.view(torch.uint8)), f"{call}: rank {rank} differs from rank 0"
+            (own_rows,) = rank_rows(call.rows, call.rows, rank, board.world)
+            same(
+                residual[own_rows.start : own_rows.stop],
+                wanted[-1][own_rows.start : own_rows.stop],
+                f"{call}: residual of rank {rank}",
+            )
+            others = torch.cat((residual[: own_rows.start], residual[own_rows.stop :]))
+            assert others.isnan().all(), "a rank wrote rows that it does not reduce"
 
 
-def same(found: Tensor, right: Tensor, what: str) -> None:
+def same(output: Tensor, right: Tensor, what: str) -> None:
     """Bit for bit, but for which NaN a NaN is."""
     nan = right.float().isnan()
-    assert torch.equal(found.float().isnan(), nan), what
-    wide = found.float().masked_fill(nan, 0).view(torch.int32)
-    assert torch.equal(wide, right.float().masked_fill(nan, 0).view(torch.int32)), what
+    assert torch.equal(output.float().isnan(), nan), what
+    bits = output.float().masked_fill(nan, 0).view(torch.int32)
+    assert torch.equal(bits, right.float().masked_fill(nan, 0).view(torch.int32)), what
 
 
 def check(world: int, programs: int) -> None:

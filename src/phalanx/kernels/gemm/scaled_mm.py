@@ -105,7 +105,8 @@ def _skinny_tiling(x: Tensor, weight: Tensor) -> heuristics.SkinnyTiling | None:
 
     if not supports(x, weight):
         return None
-    return heuristics.select_fp8_skinny(x.shape[0], *weight.shape, gpu(x.device).num_sms)
+    outputs, inputs = weight.shape
+    return heuristics.select_fp8_skinny(x.shape[0], outputs, inputs, gpu(x.device).num_sms)
 
 
 def _scale_by_row(x: Quantized) -> Tensor:
