@@ -75,9 +75,7 @@ def main() -> int:
         where, version = _output(python, "-c", WHERE, cwd=folder).split()
         if not Path(where).is_relative_to(folder):
             sys.exit(f"{where} is imported, not the wheel that was installed in {folder}")
-        print(
-            f"   {wheel.name}: phalanx {version}, {json.dumps(wheel.stat().st_size)} bytes, alone in a new environment", flush=True
-        )
+        print(f"   {wheel.name}: phalanx {version}, {wheel.stat().st_size} bytes, in a new environment", flush=True)
         return _served(python, folder)
 
 

@@ -8,6 +8,7 @@ each happened.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from phalanx import LLM, SamplingParams
 from tests.support.checkpoints import write_checkpoint
+from tests.support.executor_forked_launcher import forked_ranks
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
 ROPE = {
@@ -70,15 +72,22 @@ def reference(request, tmp_path_factory) -> Reference:
     return Reference(folder, prompts, tokens, logprobs)
 
 
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[str]:
+    with forked_ranks() as path:
+        yield path
+
+
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=lambda n: str(n))
-def test_tokens_equal_transformers(reference, tp, pp):
+def test_tokens_equal_transformers(reference, launcher, tp, pp):
     longest = max(len(prompt) for prompt in reference.prompts) + NEW_TOKENS
     # Requests that may stop early are admitted before there are blocks for all of them, and so they preempt each other.
     never = next(token for token in range(3, 380) if not any(token in tokens for tokens in reference.tokens))
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, stop_token_ids=[never])
     with LLM(
-        reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", kv_block_size=BLOCK,
-        max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest, kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
+        reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", launcher=launcher,
+        kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
+        kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
     ) as llm:  # fmt: skip
         for _ in range(2):  # the second time, prompts hit blocks that the first left behind
             outputs = llm.generate(reference.prompts, params, use_tqdm=False)
