@@ -234,7 +234,7 @@ def test_a_broken_accounting_is_found_when_the_engine_is_idle(make: Callable[...
     assert client.finish() == 1
 
 
-def test_guided_requests_wait_for_grammars_and_the_others_do_not(make: Callable[..., Client]) -> None:
+def test_constrained_requests_wait_for_grammars_and_the_others_do_not(make: Callable[..., Client]) -> None:
     gate = threading.Event()
     loads: list[int] = []
 
@@ -243,7 +243,7 @@ def test_guided_requests_wait_for_grammars_and_the_others_do_not(make: Callable[
         gate.wait(30)
 
     client = make(warm=warm)
-    for name in ("guided", "aborted", "another"):
+    for name in ("constrained", "aborted", "another"):
         client.add(name, [1], structured_output=StructuredOutputParams(regex="x", compiled="{}"))
     client.add("free", [1], max_tokens=3)
     client.say(Abort(["aborted"]))
@@ -251,7 +251,7 @@ def test_guided_requests_wait_for_grammars_and_the_others_do_not(make: Callable[
     assert len(client.tokens("free")) == 3
     assert not client.hear(RequestRejected, 0)
     gate.set()
-    assert {message.request_id for message in client.hear(RequestRejected, 2)} == {"guided", "another"}
+    assert {message.request_id for message in client.hear(RequestRejected, 2)} == {"constrained", "another"}
     assert loads == [1]
 
 

@@ -283,16 +283,16 @@ def test_a_token_behind_a_late_stop_is_dropped() -> None:
     assert ranks.scheduler.pool.referenced == 0
 
 
-def test_a_guided_request_waits_for_each_of_its_tokens() -> None:
+def test_a_constrained_request_waits_for_each_of_its_tokens() -> None:
     ranks = Ranks(ROOMY)
-    ranks.add("guided", [1], max_tokens=20, structured_output=StructuredOutputParams(regex="x", compiled="4"))
+    ranks.add("constrained", [1], max_tokens=20, structured_output=StructuredOutputParams(regex="x", compiled="4"))
     ranks.add("free", [1], max_tokens=20)
     ranks.fill()
     assert [len(step.batches[0].rows) for step in ranks.steps] == [2, 1]
     ranks.finish()
-    assert len(ranks.tokens("guided")) == 4
-    assert all(token % 2 == 0 for token in ranks.tokens("guided"))
-    assert ranks.updates["guided"][-1].finish_reason == "stop"
+    assert len(ranks.tokens("constrained")) == 4
+    assert all(token % 2 == 0 for token in ranks.tokens("constrained"))
+    assert ranks.updates["constrained"][-1].finish_reason == "stop"
     assert len(ranks.tokens("free")) == 20
 
 

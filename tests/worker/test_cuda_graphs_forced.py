@@ -65,7 +65,7 @@ def watched(runner: ModelRunner) -> list[GraphSize]:
 
 
 def likelihoods(runner: ModelRunner, made: list[StepBatch]) -> torch.Tensor:
-    """Of the prompts' tokens, and of the likeliest behind them."""
+    """Of the prompts' tokens, and of the most likely tokens that follow."""
     found: list[float] = []
     for step in made:
         for row in runner.run(step).results()[0] or []:

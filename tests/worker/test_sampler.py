@@ -249,9 +249,9 @@ def test_a_mask_leaves_only_what_it_allows():
         seen.add(int(tokens[0]))
         assert tokens[1] == 77
     assert seen == {31, 64, 100}
-    # a mask beats a bias, and min_tokens does not leave a guided row without a token
-    guided = sampler_with(params(temperature=1.0, logit_bias={5: 100.0}, min_tokens=4, repetition_penalty=2.0), stops=[2])
-    assert guided.sample(logits_of(1), [0], [5], [mask_of(2)]).tokens == 2
+    # a mask beats a bias, and min_tokens does not leave a constrained row without a token
+    constrained = sampler_with(params(temperature=1.0, logit_bias={5: 100.0}, min_tokens=4, repetition_penalty=2.0), stops=[2])
+    assert constrained.sample(logits_of(1), [0], [5], [mask_of(2)]).tokens == 2
 
 
 def test_a_mask_of_the_wrong_size_is_refused():

@@ -74,7 +74,7 @@ def test_each_rank_reports_what_it_holds(pool: Pool) -> None:
 
 
 def test_rank_0_counts_how_the_engines_steps_ran(pool: Pool) -> None:
-    """Its pulse says so once a second. On CPU there are no graphs."""
+    """Its heartbeat reports them once a second. On CPU there are no graphs."""
     executor, *_, drive = pool
     asked, end = prompts(2, seed=7), time.monotonic() + 30
     before = counted(executor, end)
@@ -90,7 +90,7 @@ def test_rank_0_counts_how_the_engines_steps_ran(pool: Pool) -> None:
 
 
 def counted(executor: RankExecutor, end: float) -> dict[str, int]:
-    """What came with the next pulse of rank 0 that has counts of steps."""
+    """The counts in the next heartbeat of rank 0 that has some."""
     seen = executor.stats().ran
     while (counts := executor.stats().ran) is seen or "eager/steps" not in counts:
         assert time.monotonic() < end
