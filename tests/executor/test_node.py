@@ -141,7 +141,7 @@ def test_nodes_that_were_given_other_options_are_told_which(folder: Path) -> Non
     asked = two_nodes(folder)
     executor = RankExecutor(asked)
     node = start_node(asked.model_copy(update={"max_num_tokens": 32}))
-    with pytest.raises(EngineError, match="same option max_num_tokens; rank 0: 64, rank 1: 32"):
+    with pytest.raises(EngineError, match="differ in option max_num_tokens; rank 0: 64, rank 1: 32"):
         executor.start()
     assert node.wait(20) == 1
     node.communicate()
