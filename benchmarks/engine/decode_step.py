@@ -134,7 +134,7 @@ VARIANTS = [
     (8, 1024, 8),
     (4, 2048, 8),
 ]
-"""(rows, block, warps) of `one_row`."""
+"""(rows, block, warps) of `gemv`."""
 
 
 def products() -> dict[str, Any]:

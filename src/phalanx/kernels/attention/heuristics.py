@@ -158,6 +158,7 @@ def select_prefill(head_dim: int, itemsize: int) -> PrefillTiling:
 
 
 def warmup_token_counts(max_tokens: int) -> list[int]:
-    """Numbers of decode rows, up to max_tokens, that between them launch every variant of these kernels that any number does: between
-    a power of two and its double, variants change once at most."""
-    return sorted({*(1 << power for power in range(max_tokens.bit_length())), max_tokens} - {0})
+    """Numbers of decode rows, up to max_tokens, that between them launch every variant of these kernels that any number does:
+    tilings change once at most between a power of two and its double, and the planning kernel behind each of `ROW_CLASSES`."""
+    counts = {*(1 << power for power in range(max_tokens.bit_length())), *(most + 1 for most in ROW_CLASSES)}
+    return sorted({min(count, max_tokens) for count in counts} - {0})

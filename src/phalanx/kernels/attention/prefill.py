@@ -169,8 +169,8 @@ def prefill_attention(
         block_tables.stride(0), rows, window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_padded_rows(rows),
-        INDIRECT=table_rows is not None, WINDOWED=window is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, maxnreg=tiling.registers,
-        launch_pdl=sm >= 90,
+        INDIRECT=table_rows is not None, WINDOWED=window is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps,
+        maxnreg=tiling.registers, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out
 

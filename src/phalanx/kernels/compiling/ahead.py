@@ -5,9 +5,8 @@ Triton compiles a kernel at its first call, and the caller waits. Here a program
 the variants that they need are recorded. Then copies of this process (fork) each compile some of them into Triton's cache on disk.
 Threads would not help: half of a compilation holds Python's interpreter lock.
 
-A copy has no other thread and may not touch the GPU: it compiles, reports each kernel, and ends. Copies only save time: this process
-compiles what they leave undone.
-"""
+A copy has no other thread and may not touch the GPU: it compiles, reports each kernel, and ends. Copies only save time: this
+process compiles what they leave undone."""
 
 from __future__ import annotations
 
@@ -70,9 +69,9 @@ def can_compile_ahead() -> bool:
 
 @contextmanager
 def ahead() -> Iterator[Ahead]:
-    """Inside, kernels that this thread calls are recorded, and neither compiled nor launched: tensors created inside hold zeros where
-    a kernel would have written. Requires `can_compile_ahead`. A kernel that is not compiled inside, since it failed or was not reached,
-    is compiled at its first launch."""
+    """Inside, kernels that this thread calls are recorded, and neither compiled nor launched: tensors created inside hold zeros
+    where a kernel would have written. Requires `can_compile_ahead`. A kernel that is not compiled inside, since it failed or was
+    not reached, is compiled at its first launch."""
     import triton
     from triton import knobs
 
@@ -108,7 +107,8 @@ class Ahead:
         return self.compiled == before
 
     def compile(self, processes: int, tell: Callable[[int, int], None]) -> None:
-        """Compile all kernels called until now, in at most so many copies of this process. tell: is called with (done, total) kernels."""
+        """Compile all kernels called until now, in at most so many copies of this process. tell: is called with (done, total)
+        kernels."""
         # The first kernels last: where `all_cached` finds them, no earlier start was killed in the middle of this.
         works = [work for work, _ in reversed(self.pending.works)]
         if works:
@@ -204,8 +204,8 @@ def _copy(works: Sequence[Work], writing: int) -> int:
 
 
 def _work(works: Sequence[Work], writing: int, parent: int) -> None:
-    """The copy's work; the copy ends here. Other threads are gone, with the locks that they held: nothing may be called that waits for
-    them, such as the GPU's driver, a message queue, or Python's shutdown."""
+    """The copy's work; the copy ends here. Other threads are gone, with the locks that they held: nothing may be called that waits
+    for them, such as the GPU's driver, a message queue, or Python's shutdown."""
     try:
         gc.disable()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the parent

@@ -3,7 +3,7 @@
 # Kernels are written in Triton's language: its types are not Python's.
 """Cosines and sines of the angles by which RoPE rotates queries and keys, in one kernel.
 
-    angle = position * inverse_wavelengths                in fp32
+    angle = position * inv_freq                in fp32
     cos(angle) * factor, sin(angle) * factor
 
 A program has one token. Angles reach thousands of full rotations, so this takes the library's cosine, and not the fast hardware

@@ -124,7 +124,8 @@ def _pass_few(few, counts, rounds, rate, above, pivots, LANES: tl.constexpr, SM:
 def _summed(state):
     s0, s1, s2, s3, s4, s5, s6, s7, least, most = state
     sums = (
-        _sum_lanes(s0), _sum_lanes(s1), _sum_lanes(s2), _sum_lanes(s3), _sum_lanes(s4), _sum_lanes(s5), _sum_lanes(s6), _sum_lanes(s7),
+        _sum_lanes(s0), _sum_lanes(s1), _sum_lanes(s2), _sum_lanes(s3),
+        _sum_lanes(s4), _sum_lanes(s5), _sum_lanes(s6), _sum_lanes(s7),
     )  # fmt: skip
     return sums, tl.min(least, 0), tl.max(most, 0)
 

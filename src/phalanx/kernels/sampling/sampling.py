@@ -83,7 +83,8 @@ def gumbel_max(
 
 
 def filter_thresholds(logits: Tensor, max_keys: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
-    """See `reference.filter_thresholds`. max_keys [1, S, parts]: the keys of the logits. The kernel reads nothing back to the host."""
+    """See `reference.filter_thresholds`. max_keys [1, S, parts]: the keys of the logits. The kernel reads nothing back to the
+    host."""
     if _kernel_takes(logits):
         from phalanx.kernels.sampling.filter_thresholds import filter_thresholds as kernel
 

@@ -83,8 +83,8 @@ def gemm_rs_norm_ag(
         for step in tl.static_range(1, WORLD):
             await_flag(flags[RANK] + ((RANK + step) % WORLD) * 16, number)
         _reduce_partials(
-            partials, residual, weight_words, sinks, scale, peers, outputs_at, scales_at, rows, chunk_rows, pitch, hidden, movers, eps,
-            KIND, QUANT, RANK, WORLD, BLOCK, SM,
+            partials, residual, weight_words, sinks, scale, peers, outputs_at, scales_at, rows, chunk_rows, pitch,
+            hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, SM,
         )  # fmt: skip
     collect(
         gathered, sinks[3], peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,

@@ -85,8 +85,8 @@ def finish_row(
 
 @triton.jit
 def _reduce_rows(
-    x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, outputs_at, scales_at, rows, chunk_rows, pitch,
-    hidden, movers, eps,
+    x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, outputs_at, scales_at, rows,
+    chunk_rows, pitch, hidden, movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
@@ -188,8 +188,8 @@ def rs_norm_ag(
     ticket = draw_ticket(epoch, programs)
     if moves:
         _reduce_rows(
-            x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, outputs_at, scales_at, rows, chunk_rows,
-            pitch, hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, WARPS, SM,
+            x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, outputs_at, scales_at, rows,
+            chunk_rows, pitch, hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, WARPS, SM,
         )  # fmt: skip
     collect(
         gathered, sinks[3], peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
