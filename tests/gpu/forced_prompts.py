@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two paths are asked, so that both see the same tokens at every position: texts that the model was taught, which it goes on
-with by itself as if it were led, and any texts at all, on which it is led.
+"""Prompts for two paths, so that both process the same tokens at every position: texts that the model was trained on, which it
+continues by itself, and arbitrary texts with a forced continuation.
 
-Led: the prompt ends anywhere, and a logit bias makes one token the chosen one, again and again; log probabilities are of the logits
-without it.
+Forced: the prompt ends anywhere, and a logit bias selects one token again and again. Log probabilities are of the logits without
+the bias.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from benchmarks.models import fp8_error
 from phalanx.config.locate import locate
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.serve.tokenizer import Tokenizer
-from tests.gpu.logprob_distance import TOP, Seen
+from tests.gpu.logprob_distance import TOP, Observation
 
 TAIL = 6
 SHORTEST, LONGEST = 100, 600
 
 
 @dataclass(frozen=True)
-class Led:
-    """A prompt, and the token that follows it TAIL times."""
+class ForcedPrompt:
+    """A prompt, and the token that is forced TAIL times behind it."""
 
     prompt: list[int]
     token: int
@@ -37,43 +37,43 @@ class Led:
     def tokens(self) -> list[int]:
         return [*self.prompt, *[self.token] * TAIL]
 
-    def params(self, *, whole: bool = False) -> SamplingParams:
-        """whole: the prompt's own positions are reported, too."""
+    def params(self, *, prompt_logprobs: bool = False) -> SamplingParams:
+        """prompt_logprobs: also report the prompt's own positions."""
         return SamplingParams(
             max_tokens=TAIL + 1, temperature=0, ignore_eos=True, logprobs=TOP, logit_bias={self.token: 100.0}, detokenize=False,
-            prompt_logprobs=TOP if whole else None,
+            prompt_logprobs=TOP if prompt_logprobs else None,
         )  # fmt: skip
 
 
 def taught(most: int) -> tuple[list[list[int]], list[list[int]]]:
-    """(prompts, what follows each up to the end of the answer), of the demo model."""
+    """(prompts, answers up to their end token) that the demo model was trained on."""
     end = Tokenizer.load(locate("demo")).eos_token_id
     assert end is not None
     texts = fp8_error.texts(most)
     return [text.tokens[: text.answer] for text in texts], [[*text.tokens[text.answer :], end] for text in texts]
 
 
-def led(name: str, short: int, long: int) -> tuple[list[Led], list[Led]]:
-    """Prompts of a few tokens, and of SHORTEST to LONGEST: beginnings of questions and runs of the documentation for the demo
-    model, random tokens for others."""
+def make_prompts(name: str, short: int, long: int) -> tuple[list[ForcedPrompt], list[ForcedPrompt]]:
+    """Prompts of a few tokens, and of SHORTEST to LONGEST tokens: prefixes of questions and parts of the documentation for the demo
+    model, random tokens for other models."""
     rng = random.Random(11)
     lengths = [rng.randint(SHORTEST, LONGEST) for _ in range(long)]
     if name != "demo":
 
-        def drawn(count: int) -> Led:
-            return Led([rng.randrange(3, 380) for _ in range(count)], rng.randrange(3, 380))
+        def drawn(count: int) -> ForcedPrompt:
+            return ForcedPrompt([rng.randrange(3, 380) for _ in range(count)], rng.randrange(3, 380))
 
         return [drawn(rng.randint(2, 20)) for _ in range(short)], [drawn(length) for length in lengths]
     from scripts.demo_model import corpus
 
-    asked = [text.tokens[: text.answer] for text in fp8_error.texts()]
+    questions = [text.tokens[: text.answer] for text in fp8_error.texts()]
     tokenizer = Tokenizer.load(locate("demo"))
     written = [token for piece in corpus.documents() for token in tokenizer.encode(piece, add_special_tokens=False)]
 
-    def cut(tokens: Sequence[int], at: int) -> Led:
-        return Led(list(tokens[:at]), tokens[at])
+    def cut(tokens: Sequence[int], at: int) -> ForcedPrompt:
+        return ForcedPrompt(list(tokens[:at]), tokens[at])
 
-    cuts = [(question, at) for question in asked for at in range(2, len(question))]
+    cuts = [(question, at) for question in questions for at in range(2, len(question))]
     begins = [rng.randrange(0, len(written) - LONGEST - 1) for _ in lengths]
     return [cut(*each) for each in rng.sample(cuts, min(short, len(cuts)))], [
         cut(written[begin:], length) for begin, length in zip(begins, lengths, strict=True)
@@ -87,10 +87,10 @@ Generate = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], list[An
 """Prompts and their parameters -> RequestOutputs."""
 
 
-def seen(entries: Sequence[Entry], rows: Sequence[Sequence[int]]) -> Seen:
-    """As positions of all rows' tokens laid end to end."""
+def observe(entries: Sequence[Entry], rows: Sequence[Sequence[int]]) -> Observation:
+    """The entries by their positions in the concatenation of all rows."""
     begins = [0, *itertools.accumulate(len(row) for row in rows)]
-    return Seen(
+    return Observation(
         torch.tensor([begins[row] + token for row, token, _ in entries]),
         torch.tensor([row for row, _, _ in entries]),
         torch.tensor([[token for token, _ in entry.top] for _, _, entry in entries]),
@@ -98,45 +98,48 @@ def seen(entries: Sequence[Entry], rows: Sequence[Sequence[int]]) -> Seen:
     )
 
 
-def lead(generate: Generate, rows: Sequence[Led], first: int, *, whole: bool = False) -> dict[str, list[Entry]]:
-    """Ask for them at once; rows are numbered from `first`. "prefill": what the prompts' last tokens gave; "decode": what each led
-    token gave; "prompts": what the prompts' other tokens gave, if asked for. Raises ValueError when a token was not led."""
-    found: dict[str, list[Entry]] = {"prefill": [], "decode": [], "prompts": []}
-    outputs = generate([row.prompt for row in rows], [row.params(whole=whole) for row in rows])
+def ask_forced(
+    generate: Generate, rows: Sequence[ForcedPrompt], first: int, *, prompt_logprobs: bool = False
+) -> dict[str, list[Entry]]:  # fmt: skip
+    """Ask for all rows at once; rows are numbered from `first`. "prefill": entries of the prompts' last tokens. "decode": entries
+    of the forced tokens. "prompts": entries of the prompts' other tokens, with prompt_logprobs. Raises ValueError when another
+    token was selected."""
+    entries: dict[str, list[Entry]] = {"prefill": [], "decode": [], "prompts": []}
+    outputs = generate([row.prompt for row in rows], [row.params(prompt_logprobs=prompt_logprobs) for row in rows])
     for number, (row, output) in enumerate(zip(rows, outputs, strict=True), start=first):
         (one,) = output.outputs
         if list(one.token_ids) != [row.token] * (TAIL + 1):
-            raise ValueError(f"token {row.token} was to be chosen {TAIL + 1} times, not {list(one.token_ids)}")
+            raise ValueError(f"token {row.token} was to be selected {TAIL + 1} times, not {list(one.token_ids)}")
         last = len(row.prompt) - 1
-        found["prefill"].append((number, last, one.logprobs[0]))
-        found["decode"] += [(number, last + step, entry) for step, entry in enumerate(one.logprobs[1:], start=1)]
+        entries["prefill"].append((number, last, one.logprobs[0]))
+        entries["decode"] += [(number, last + step, entry) for step, entry in enumerate(one.logprobs[1:], start=1)]
         for position, entry in enumerate(output.prompt_logprobs or []):
             if entry is not None:
-                found["prompts"].append((number, position - 1, entry))
-    return found
+                entries["prompts"].append((number, position - 1, entry))
+    return entries
 
 
-def cuts(rows: Sequence[Led], each: int) -> list[tuple[int, int]]:
-    """(row, tokens): beginnings of the rows' prompts, in an order that puts short and long ones together."""
+def prefixes(rows: Sequence[ForcedPrompt], each: int) -> list[tuple[int, int]]:
+    """(row, tokens) of prefixes of the rows' prompts, shuffled so that short and long ones are mixed."""
     rng = random.Random(13)
-    found = [(number, rng.randint(2, len(row.prompt))) for number, row in enumerate(rows) for _ in range(each)]
-    rng.shuffle(found)
-    return found
+    lengths = [(number, rng.randint(2, len(row.prompt))) for number, row in enumerate(rows) for _ in range(each)]
+    rng.shuffle(lengths)
+    return lengths
 
 
-def cut(generate: Generate, rows: Sequence[Led], where: Sequence[tuple[int, int]], first: int) -> list[Entry]:
-    """Ask for one token after each beginning, all at once: what its last token gave."""
+def ask_prefixes(generate: Generate, rows: Sequence[ForcedPrompt], where: Sequence[tuple[int, int]], first: int) -> list[Entry]:
+    """Ask for one token behind each prefix, all at once: the entries of the prefixes' last tokens."""
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=TOP, detokenize=False)
     outputs = generate([rows[row].prompt[:count] for row, count in where], [params] * len(where))
     return [(first + row, count - 1, output.outputs[0].logprobs[0]) for (row, count), output in zip(where, outputs, strict=True)]
 
 
-def go_on(
+def continue_greedily(
     generate: Generate, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], first: int
 ) -> tuple[list[int], dict[str, list[Entry]]]:  # fmt: skip
-    """Greedy, all at once, to the end of each answer. Returns the numbers of the rows whose tokens are others, and what was seen
-    of those that are the same."""
-    found: dict[str, list[Entry]] = {"prefill": [], "decode": []}
+    """Ask for all answers at once, greedily. Returns the numbers of the rows with other tokens, and the entries of those with the
+    same tokens."""
+    parts: dict[str, list[Entry]] = {"prefill": [], "decode": []}
     params = [
         SamplingParams(max_tokens=len(answer), temperature=0, logprobs=TOP, detokenize=False) for answer in answers
     ]  # fmt: skip
@@ -147,6 +150,6 @@ def go_on(
             others.append(number)
             continue
         entries = [(first + number, len(prompts[number]) - 1 + step, entry) for step, entry in enumerate(one.logprobs)]
-        found["prefill"].append(entries[0])
-        found["decode"] += entries[1:]
-    return others, found
+        parts["prefill"].append(entries[0])
+        parts["decode"] += entries[1:]
+    return others, parts

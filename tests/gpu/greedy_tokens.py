@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same tokens on GPUs as on CPU in fp32, wherever the top two logits differ by more than the dtype's noise.
+"""Check that GPUs give the tokens of a CPU in fp32 wherever the two largest logits differ by more than the dtype's noise.
 
 Reference: transformers on CPU in fp32, greedy, one sequence per prompt, with the margin (top-1 minus top-2 log probability)
 at each position. Noise of a dtype: twice the largest difference of any log probability between transformers on CPU in that
 dtype and in fp32 over the same sequences, so the bound comes from the CPU alone and the GPU can fail it.
 
-Each job (checkpoint, dtype, tp, pp) is one engine; jobs start beside each other, and run in turns where they share GPUs. A job
-checks two paths: forced (each reference sequence as a prompt with prompt logprobs: one comparison per position) and free (greedy
+Each job (checkpoint, dtype, tp, pp) is one engine; jobs start at the same time, and take turns where they share GPUs. A job checks
+two paths: forced (each reference sequence as a prompt with prompt logprobs: one comparison per position) and free (greedy
 generation in one batch: up to the first difference, which must lie within the noise).
 
     python -m tests.gpu.greedy_tokens --out DIR        needs 4 GPUs for every layout; runs those that fit
@@ -44,43 +44,45 @@ def main() -> int:
     parser.add_argument("--layouts", default=",".join(f"{tp}x{pp}" for tp, pp in LAYOUTS), help="tp x pp")
     parser.add_argument("--strategies", default="AUTO", help="all-reduce strategies, each an engine of its own")
     parser.add_argument("--device", default="cuda", help="cpu: to try this script itself")
-    parser.add_argument("--beside", type=int, default=8, help="jobs that share a GPU; they run in turns")
-    parser.add_argument("--name", default="tokens_on_gpu", help="of the results file")
+    parser.add_argument("--beside", type=int, default=8, help="jobs that share a GPU; they take turns")
+    parser.add_argument("--name", default="tokens_on_gpu", help="name of the results file")
     parser.add_argument("--job", help="(internal) run one job, described as JSON")
-    asked = parser.parse_args()
-    if asked.job:
-        print("RESULT " + json.dumps(run_job(json.loads(asked.job))), flush=True)
+    arguments = parser.parse_args()
+    if arguments.job:
+        print("RESULT " + json.dumps(run_job(json.loads(arguments.job))), flush=True)
         return 0
     begin = time.monotonic()
-    gpus = visible_gpus() if asked.device == "cuda" else list(range(4))
-    layouts = [tuple(map(int, layout.split("x"))) for layout in asked.layouts.split(",")]
+    gpus = visible_gpus() if arguments.device == "cuda" else list(range(4))
+    layouts = [tuple(map(int, layout.split("x"))) for layout in arguments.layouts.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        names = asked.checkpoints.split(",")
+        names = arguments.checkpoints.split(",")
         with ProcessPoolExecutor(len(names), multiprocessing.get_context("spawn")) as pool:
-            made = dict(zip(names, pool.map(make_reference, names, [Path(folder)] * len(names)), strict=True))
+            references = dict(zip(names, pool.map(make_reference, names, [Path(folder)] * len(names)), strict=True))
         jobs = [
             {
                 "checkpoint": name, "reference": str(path), "dtype": dtype, "tp": tp, "pp": pp, "strategy": strategy,
-                "device": asked.device,
+                "device": arguments.device,
             }
-            for name, path in made.items()
-            for dtype in asked.dtypes.split(",")
-            for strategy in asked.strategies.split(",")
+            for name, path in references.items()
+            for dtype in arguments.dtypes.split(",")
+            for strategy in arguments.strategies.split(",")
             for tp, pp in layouts
-            if tp * pp <= len(gpus) and (name in asked.everywhere.split(",") or (tp, pp) in {(1, 1), (2, 2)})
+            if tp * pp <= len(gpus) and (name in arguments.everywhere.split(",") or (tp, pp) in {(1, 1), (2, 2)})
         ]  # fmt: skip
-        tell = keeping(asked.name, asked.out, len(jobs), line)
-        results = run_jobs(jobs, gpus, "tests.gpu.greedy_tokens", beside=asked.beside if asked.device == "cuda" else 1, tell=tell)
+        tell = keeping(arguments.name, arguments.out, len(jobs), line)
+        results = run_jobs(
+            jobs, gpus, "tests.gpu.greedy_tokens", beside=arguments.beside if arguments.device == "cuda" else 1, tell=tell
+        )
     wrong = sum(bool(result.get("error")) or result["wrong"] > 0 for result in results)
-    print(f"{round(time.monotonic() - begin, 1)} s; written: {asked.name}.json")
+    print(f"{round(time.monotonic() - begin, 1)} s; written: {arguments.name}.json")
     return 1 if wrong or not results else 0
 
 
 def line(result: dict[str, Any]) -> str:
-    """What a person wants to know of a job."""
-    found = "{compared} compared, {within_noise} within noise, {wrong} wrong; {attention}; {allreduce}"
+    """A summary of a job for people."""
+    text = "{compared} compared, {within_noise} within noise, {wrong} wrong; {attention}; {allreduce}"
     name = f"{result['checkpoint']:8} {result['dtype']} tp{result['tp']} pp{result['pp']} {result['strategy']}"
-    return f"{name}: {result.get('error') or found.format(**result)}"
+    return f"{name}: {result.get('error') or text.format(**result)}"
 
 
 def make_reference(name: str, folder: Path) -> Path:
@@ -104,21 +106,21 @@ def make_reference(name: str, folder: Path) -> Path:
     generator = torch.Generator().manual_seed(7)
     prompts = torch.randint(3, min(vocab, 500), (PROMPTS, PROMPT_TOKENS), generator=generator)
     with torch.inference_mode():
-        whole = model.generate(
+        sequences = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False,
             pad_token_id=0, eos_token_id=-1,
         )  # fmt: skip
-        exact = model(whole).logits.log_softmax(-1)
+        exact = model(sequences).logits.log_softmax(-1)
         noise = {}
         for dtype, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             rounded = AutoModelForCausalLM.from_pretrained(model_folder, dtype=kind).eval()
-            noise[dtype] = 2 * (rounded(whole).logits.float().log_softmax(-1) - exact).abs().max().item()
+            noise[dtype] = 2 * (rounded(sequences).logits.float().log_softmax(-1) - exact).abs().max().item()
     top = exact.topk(2, -1)
     path = folder / f"{name}.json"
     path.write_text(
         json.dumps(
             {
-                "folder": str(model_folder), "sequences": whole.tolist(), "noise": noise, "best": top.indices[..., 0].tolist(),
+                "folder": str(model_folder), "sequences": sequences.tolist(), "noise": noise, "best": top.indices[..., 0].tolist(),
                 "margin": (top.values[..., 0] - top.values[..., 1]).tolist(),
             }
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines of one model and layout, the plain path and the fast one, asked the same; and what the truth says to both.
+"""Two engines of one model and layout, the plain path and the fast path, with the same prompts; both are compared with a reference.
 
-The plain path: eager steps, sums by NCCL and norms as kernels after them. The fast one: everything as it is by default. Both start
-beside each other while the truth is worked out on the host, and run one after the other.
+The plain path: eager steps, NCCL sums, and norms as separate kernels. The fast path: all defaults. Both start at the same time,
+while the reference is computed on the host, and run one after the other.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from benchmarks.engine.gpu_jobs import turn
 from phalanx import LLM, SamplingParams
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
-from phalanx.config.resolve import arithmetic
+from phalanx.config.resolve import compute_dtype
 from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS
 from tests.gpu import forced_prompts
-from tests.gpu.forced_prompts import Entry, Generate, Led
+from tests.gpu.forced_prompts import Entry, ForcedPrompt, Generate
 from tests.gpu.logprob_distance import Limits, Truth, judge
 from tests.gpu.reference_logprobs import Change, log_probabilities, sensitivities
 
 PLAIN: dict[str, Any] = {"cuda_graphs": False, "allreduce_strategy": "NCCL"}
 MAX_BATCH, MAX_TOKENS, MAX_SEQ = 160, 4096, 640
-BURSTS = ((1, 6), (6, 40))  # beginnings asked for at once, and how often, before all that are left
+BURSTS = ((1, 6), (6, 40))  # prefixes at once, and how often, before all that are left
 LARGE_STEP = 2048
 MUST_RUN = ("ONESHOT/", "RS_NORM_AG/")  # all-reduces, where ranks sum
 GRAPHS = (DECODE_GRAPH, MIXED_GRAPH)
-BATCHES = ((1, 4), (3, 12), (128, 128))  # answers at once, of so many, token for token
+BATCHES = ((1, 4), (3, 12), (128, 128))  # (answers at once, answers in all), compared token by token
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What is asked. prompts, answers: of what the model was taught; none for other models than the demo."""
+    """The prompts of a job. prompts, answers: of the training data; empty for models other than the demo."""
 
-    short: list[Led]
-    long: list[Led]
+    short: list[ForcedPrompt]
+    long: list[ForcedPrompt]
     cuts: int
     prompts: list[list[int]] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -53,23 +53,24 @@ class Texts:
     @classmethod
     def of(cls, name: str, *, short: int, long: int, cuts: int, answers: int) -> Texts:
         taught = forced_prompts.taught(answers) if name == "demo" and answers else ([], [])
-        return cls(*forced_prompts.led(name, short, long), cuts, *taught)
+        return cls(*forced_prompts.make_prompts(name, short, long), cuts, *taught)
 
     @property
-    def led(self) -> list[Led]:
+    def forced(self) -> list[ForcedPrompt]:
         return [*self.short, *self.long]
 
     @property
     def rows(self) -> list[list[int]]:
-        """All tokens whose log probabilities the truth gives: the led ones, then what was taught."""
+        """All rows for which the reference has log probabilities: the forced ones, then the training data."""
         taught = [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
-        return [*(row.tokens for row in self.led), *taught]
+        return [*(row.tokens for row in self.forced), *taught]
 
 
 @dataclass
 class Observed:
-    """Of one path. parts: "prefill", "decode", "prompts". others: how many answers had another token, of how many. steps: for
-    some ways of asking, the tokens of the largest step at least. allreduce, ran: how many of which kind ran, and steps how."""
+    """Results of one path. parts: entries by "prefill", "decode", "prompts". others, answers: how many answers had another token,
+    of how many. steps: by burst, a lower bound of the tokens in the largest step. allreduce, ran: counts of all-reduces and of
+    steps by kind."""
 
     parts: dict[str, list[Entry]]
     others: int
@@ -80,7 +81,7 @@ class Observed:
 
     @property
     def kinds(self) -> set[str]:
-        """How any step ran."""
+        """The kinds of steps that ran."""
         return {kind for kind in STEP_KINDS if self.ran.get(f"{kind}/steps")}
 
 
@@ -94,7 +95,8 @@ def engine_options(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def truth_of(job: Mapping[str, Any], folder: Path, rows: Sequence[Sequence[int]], spoil: Change | None = None) -> Truth:
-    """On CPU, quantized as the job's engines are. spoil: done to the yardstick, to see that what is wrong is found."""
+    """The reference on a CPU, quantized as the job's engines are. spoil: applied to the yardstick, to test that defects are
+    detected."""
     from phalanx.kernels.dtypes import TORCH_DTYPES
 
     dtype, _, kv = job["dtype"].partition("+")
@@ -102,50 +104,50 @@ def truth_of(job: Mapping[str, Any], folder: Path, rows: Sequence[Sequence[int]]
     options = {"fp8": True, "fp8_gemm": on_gpu} if dtype == "fp8" else {}
     if kv == "fp8":
         options["fp8_cache"] = True
-    name = arithmetic(dtype, ModelShape.from_folder(folder), job["device"])
+    name = compute_dtype(dtype, ModelShape.from_folder(folder), job["device"])
     rounded = torch.bfloat16 if name == "fp32" else TORCH_DTYPES[name]
-    whole = torch.cat(log_probabilities(folder, rows, tp=job["tp"], dtype=torch.float32, **options))
+    logprobs = torch.cat(log_probabilities(folder, rows, tp=job["tp"], dtype=torch.float32, **options))
     near = torch.cat(log_probabilities(folder, rows, tp=job["tp"], dtype=rounded, change=spoil, **options))
     exact = log_probabilities(folder, rows, tp=1, dtype=torch.float32)
-    return Truth(whole, near, sensitivities(folder, rows, exact))
+    return Truth(logprobs, near, sensitivities(folder, rows, exact))
 
 
 def observe(llm: LLM, texts: Texts) -> Observed:
-    """Ask an engine everything, in ways that make small and large steps."""
+    """Send all prompts to an engine, in bursts that make small and large steps."""
     parts: dict[str, list[Entry]] = {"prefill": [], "decode": [], "prompts": []}
 
     def generate(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Any]:
-        found: list[Any] = llm.generate([list(prompt) for prompt in prompts], list(params), use_tqdm=False)
-        return found
+        result: list[Any] = llm.generate([list(prompt) for prompt in prompts], list(params), use_tqdm=False)
+        return result
 
-    def keep(found: Mapping[str, list[Entry]]) -> None:
-        for part, entries in found.items():
+    def keep(result: Mapping[str, list[Entry]]) -> None:
+        for part, entries in result.items():
             parts[part] += entries
 
     short, long, first = texts.short, texts.long, len(texts.short)
-    with ThreadPoolExecutor(4) as askers:  # who come and go, so that prompts meet tokens in the same steps
-        for found in askers.map(lambda at: forced_prompts.lead(generate, short[at : at + 10], at), range(0, first, 10)):
-            keep(found)
+    with ThreadPoolExecutor(4) as askers:  # so that prefill and decode rows share steps
+        for result in askers.map(lambda at: forced_prompts.ask_forced(generate, short[at : at + 10], at), range(0, first, 10)):
+            keep(result)
     few = len(long) // 2  # some at a time, the rest at once: steps of some hundred tokens, and the largest
     for part in (*(range(at, min(at + 3, few)) for at in range(0, few, 3)), range(few, len(long))):
-        keep(forced_prompts.lead(generate, long[part.start : part.stop], first + part.start, whole=True))
+        keep(forced_prompts.ask_forced(generate, long[part.start : part.stop], first + part.start, prompt_logprobs=True))
     steps: dict[str, int] = {}
-    for size, where in _bursts(forced_prompts.cuts(long, texts.cuts)):
+    for size, where in _bursts(forced_prompts.prefixes(long, texts.cuts)):
         before = llm.stats()
-        keep({"prefill": forced_prompts.cut(generate, long, where, first)})
+        keep({"prefill": forced_prompts.ask_prefixes(generate, long, where, first)})
         after = llm.stats()
         # A mean: some step had as many tokens.
         mean = (after.prompt_tokens - before.prompt_tokens) // max(after.steps - before.steps, 1)
         steps[size] = max(steps.get(size, 0), mean)
     others = [_answered_otherwise(generate, texts, size, most) for size, most in BATCHES]
-    wrong, found = forced_prompts.go_on(generate, texts.prompts, texts.answers, len(texts.led))
-    keep(found)
-    asked = sum(min(most, len(texts.prompts)) for _, most in BATCHES) + len(texts.prompts)
-    return Observed(parts, sum(others) + len(wrong), asked, steps)
+    wrong, result = forced_prompts.continue_greedily(generate, texts.prompts, texts.answers, len(texts.forced))
+    keep(result)
+    pairs = sum(min(most, len(texts.prompts)) for _, most in BATCHES) + len(texts.prompts)
+    return Observed(parts, sum(others) + len(wrong), pairs, steps)
 
 
 def _bursts(cuts: list[tuple[int, int]]) -> list[tuple[str, list[tuple[int, int]]]]:
-    """The cuts in groups that are asked for at once, named."""
+    """The prefixes in named groups that are sent at once."""
     groups, at = [], 0
     for size, times in BURSTS:
         for _ in range(times):
@@ -156,21 +158,21 @@ def _bursts(cuts: list[tuple[int, int]]) -> list[tuple[str, list[tuple[int, int]
 
 
 def _answered_otherwise(generate: Generate, texts: Texts, size: int, most: int) -> int:
-    """How many of the first `most` prompts are not answered as they should be, token for token, asked so many at a time: greedy and
-    no more, so that the likeliest tokens are found where the fast path finds them."""
-    found = 0
-    asked = list(zip(texts.prompts, texts.answers, strict=True))[:most]
-    for at in range(0, len(asked), size):
-        prompts, answers = zip(*asked[at : at + size], strict=True)
+    """How many of the first `most` prompts get other tokens than their answers, `size` at a time. Greedy without log probabilities,
+    so that the fast path's argmax kernel runs."""
+    result = 0
+    pairs = list(zip(texts.prompts, texts.answers, strict=True))[:most]
+    for at in range(0, len(pairs), size):
+        prompts, answers = zip(*pairs[at : at + size], strict=True)
         params = [SamplingParams(max_tokens=len(answer), temperature=0, detokenize=False) for answer in answers]
         outputs = generate(prompts, params)
-        found += sum(list(output.outputs[0].token_ids) != answer for output, answer in zip(outputs, answers, strict=True))
-    return found
+        result += sum(list(output.outputs[0].token_ids) != answer for output, answer in zip(outputs, answers, strict=True))
+    return result
 
 
 def compare(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a job: model, dtype (with +fp8: of the cache, too), tp, pp, device; short, long, cuts, answers: how much is asked.
-    `faults` says in words what is wrong."""
+    """Run a job: model, dtype (with +fp8: of the cache, too), tp, pp, device; short, long, cuts, answers: numbers of prompts.
+    `faults` lists the defects."""
     begin = time.monotonic()
     folder = locate(job["model"])
     texts = Texts.of(job["checkpoint"], **{name: job[name] for name in ("short", "long", "cuts", "answers")})
@@ -181,29 +183,29 @@ def compare(job: Mapping[str, Any]) -> dict[str, Any]:
         plain, fast = (engines.enter_context(each.result()) for each in starting)
         started = time.monotonic() - begin
         with turn():
-            seen = {"plain": observe(plain, texts), "fast": observe(fast, texts)}
+            observed = {"plain": observe(plain, texts), "fast": observe(fast, texts)}
         ran = time.monotonic() - begin
         time.sleep(1.2)  # ranks report what they count once a second
         for name, llm in (("plain", plain), ("fast", fast)):
             counted = llm.stats()
-            seen[name].allreduce, seen[name].ran = counted.allreduce, counted.ran
+            observed[name].allreduce, observed[name].ran = counted.allreduce, counted.ran
         first = fast.facts.ranks[0]
         facts = {"attention": first.attention, "graph_bytes": first.bytes.get("graphs", 0), "table": first.allreduce}
-        found = verdict(job, texts, worked_out.result(), seen["plain"], seen["fast"])
+        result = verdict(job, texts, worked_out.result(), observed["plain"], observed["fast"])
     seconds = {"started_s": started, "ran_s": ran, "seconds": time.monotonic() - begin}
-    return {**found, "fast": facts, **{name: round(value, 1) for name, value in seconds.items()}}
+    return {**result, "fast": facts, **{name: round(value, 1) for name, value in seconds.items()}}
 
 
 def verdict(job: Mapping[str, Any], texts: Texts, truth: Truth, plain: Observed, fast: Observed) -> dict[str, Any]:
-    """What a job found, as JSON has it."""
+    """The result of a job, as it is written to JSON."""
     parts, faults = {}, []
     for part in plain.parts:
         both = _common(plain.parts[part], fast.parts[part])
         alone = _alone(plain.parts[part], fast.parts[part])
-        if alone and not (plain.others or fast.others):  # after another token other positions follow, and that is a fault already
+        if alone and not (plain.others or fast.others):  # another token leads to other positions, and is a fault already
             faults.append(f"{part}: {alone} positions were reported by one of the paths only")
         if both[0]:
-            one, other = (forced_prompts.seen(each, texts.rows) for each in both)
+            one, other = (forced_prompts.observe(each, texts.rows) for each in both)
             parts[part] = judge(truth, one, other, Limits())
             faults += [f"{part}: {fault}" for fault in parts[part]["faults"]]
     for name, path in (("plain", plain), ("fast", fast)):
@@ -220,7 +222,7 @@ def verdict(job: Mapping[str, Any], texts: Texts, truth: Truth, plain: Observed,
 
 
 def _not_run(job: Mapping[str, Any], plain: Observed, fast: Observed) -> list[str]:
-    """What of the fast path ought to have run and did not, and what of it the plain path ran, in words."""
+    """What the fast path should have run and did not, and what the plain path should not have run."""
     largest = max(fast.steps.values(), default=0)
     faults = [] if largest >= LARGE_STEP else [f"no step of the fast path is known to have had {LARGE_STEP} tokens: {fast.steps}"]
     for kind in MUST_RUN if job["tp"] > 1 else ():
@@ -233,21 +235,21 @@ def _not_run(job: Mapping[str, Any], plain: Observed, fast: Observed) -> list[st
 
 
 def _common(one: Sequence[Entry], other: Sequence[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """The entries about the same positions, in the same order; a position may come several times."""
+    """The entries of positions that both have, in the same order; a position may appear several times."""
     where = {entry[:2] for entry in one} & {entry[:2] for entry in other}
     kept = [sorted((entry for entry in each if entry[:2] in where), key=lambda entry: entry[:2]) for each in (one, other)]
     return kept[0], kept[1]
 
 
 def _alone(one: Sequence[Entry], other: Sequence[Entry]) -> int:
-    """How many entries one of them has about positions that the other has fewer of."""
+    """How many entries one of them has more than the other, by position."""
     here, there = (Counter(entry[:2] for entry in each) for each in (one, other))
     return ((here - there) + (there - here)).total()
 
 
 def answer_margins(texts: Texts, truth: Truth) -> dict[str, float]:
-    """By how much the taught token is likelier than the next, in the truth: nats, at which quantile of the answers' positions."""
-    rows, first = texts.rows, len(texts.led)
+    """Margin in nats between the trained token and the next likely one in the reference, by quantile of the answers' positions."""
+    rows, first = texts.rows, len(texts.forced)
     if first == len(rows):
         return {}
     begins = [0, *itertools.accumulate(len(row) for row in rows)]
@@ -256,9 +258,9 @@ def answer_margins(texts: Texts, truth: Truth) -> dict[str, float]:
     for row, (prompt, answer) in enumerate(zip(texts.prompts, texts.answers, strict=True), start=first):
         where += range(begins[row] + len(prompt) - 1, begins[row + 1] - 1)
         tokens += answer
-    whole = truth.whole[where]
-    mine = whole.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
-    others = whole.scatter(-1, torch.tensor(tokens).unsqueeze(-1), -torch.inf).amax(-1)
-    margins = mine - others
+    logprobs = truth.logprobs[where]
+    taught = logprobs.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+    others = logprobs.scatter(-1, torch.tensor(tokens).unsqueeze(-1), -torch.inf).amax(-1)
+    margins = taught - others
     shares = (0.0, 0.001, 0.01, 0.1, 0.5)
     return {"positions": len(where), **{f"{share:g}": round(float(margins.quantile(share)), 3) for share in shares}}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's log probabilities ought to be: a model's parts on CPU, in plain torch, over as many in-process ranks.
+"""Reference log probabilities: a model on a CPU, in plain torch, over as many in-process ranks as the engine has.
 
-Weights and activations are quantized as the engine's are (a rank's row-parallel weights have scales of their own, so the layout
-counts), all else is in the dtype that is asked for: fp32 gives what the arithmetic means, 16 bit what rounding alone does to it.
+Weights and activations are quantized as the engine's are (row-parallel weights of a rank have scales of their own, so the layout
+matters). Everything else is in the given dtype: fp32 gives the exact result, 16 bit the effect of rounding alone.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ CPU = torch.device("cpu")
 TOKENS_AT_ONCE = 4096
 
 Change = Callable[[registry.Model], object]
-"""Done to each rank's model once it is loaded."""
+"""Applied to each rank's model once it is loaded."""
 
-PRODUCTS: dict[str, Callable[[Any], Any]] = {
+GEMMS: dict[str, Callable[[Any], Any]] = {
     "qkv": lambda layer: layer.self_attn.qkv_proj,
     "out": lambda layer: layer.self_attn.o_proj,
     "gate_up": lambda layer: layer.mlp.gate_up_proj,
     "down": lambda layer: layer.mlp.down_proj,
 }
-"""A decoder layer's products, by name."""
+"""The GEMMs of a decoder layer, by name."""
 
 
 @torch.inference_mode()
 def log_probabilities(
     folder: Path, rows: Sequence[Sequence[int]], *, tp: int, dtype: torch.dtype, change: Change | None = None, **options: bool
 ) -> list[Tensor]:
-    """Of the next token, at each token of each row: [tokens, vocabulary] fp32. options: of `registry.build`, for FP8."""
+    """Log probabilities of the next token at each token of each row: [tokens, vocabulary] fp32. options: of `registry.build`, for
+    FP8."""
     shape = ModelShape.from_folder(folder)
     world = LocalWorld(tp)
 
@@ -53,7 +54,7 @@ def log_probabilities(
         return model
 
     models = world.run(load)
-    found: dict[int, Tensor] = {}
+    logprobs_of: dict[int, Tensor] = {}
     for part in _parts(rows):
         read = [list(rows[index]) for index in part]
 
@@ -61,47 +62,47 @@ def log_probabilities(
             model = models[group.rank]
             batch, blocks = prefill(read, CPU)
             batch.attention = select_backend(CPU, dtype, shape.head_dim).plan(batch)
-            held = model.context.cache_dtype
-            caches = [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, held, CPU) for s in model.kv_specs()]
+            cache_dtype = model.context.cache_dtype
+            caches = [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, cache_dtype, CPU) for s in model.kv_specs()]
             logits: Tensor = model(batch, caches)
             return logits
 
         each = torch.split(world.run(act)[0].log_softmax(-1), [len(row) for row in read])
-        found.update(zip(part, each, strict=True))
-    return [found[index] for index in range(len(rows))]
+        logprobs_of.update(zip(part, each, strict=True))
+    return [logprobs_of[index] for index in range(len(rows))]
 
 
 def _parts(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The rows' numbers, like lengths together, a bounded number of tokens in each part."""
+    """The rows' numbers, sorted by length, in parts of a bounded number of tokens."""
     parts: list[list[int]] = []
-    held = TOKENS_AT_ONCE
+    count = TOKENS_AT_ONCE
     for index in sorted(range(len(rows)), key=lambda index: len(rows[index])):
-        if held + len(rows[index]) > TOKENS_AT_ONCE:
+        if count + len(rows[index]) > TOKENS_AT_ONCE:
             parts.append([])
-            held = 0
+            count = 0
         parts[-1].append(index)
-        held += len(rows[index])
+        count += len(rows[index])
     return parts
 
 
 def scaled(product: str, by: float) -> Change:
-    """A change: every layer's product of that name comes out `by` times as large."""
+    """A change that multiplies the output of one GEMM of every layer by `by`."""
 
     def change(model: registry.Model) -> None:
         for layer in model.layers:
-            linear = PRODUCTS[product](layer)
+            linear = GEMMS[product](layer)
             (linear.weight if linear.fp8 is None else linear.weight_scale).mul_(by)
 
     return change
 
 
 def sensitivities(folder: Path, rows: Sequence[Sequence[int]], exact: Sequence[Tensor], step: float = 0.01) -> dict[str, Tensor]:
-    """How the log probabilities move with the scale of each product, per unit: [all tokens, vocabulary]. exact: of the model in
-    fp32, which nothing quantizes, so that the difference is smooth."""
-    whole = torch.cat(list(exact))
+    """Derivatives of the log probabilities by the scale of each GEMM: [all tokens, vocabulary]. exact: of the unquantized model in
+    fp32, so that the difference is smooth."""
+    logprobs = torch.cat(list(exact))
     return {
         product: torch.cat(
             log_probabilities(folder, rows, tp=1, dtype=torch.float32, change=scaled(product, 1 + step))
-        ).sub_(whole).div_(step)
-        for product in PRODUCTS
+        ).sub_(logprobs).div_(step)
+        for product in GEMMS
     }  # fmt: skip
