@@ -61,7 +61,7 @@ def cases(tokens: int, workspace: SymmetricWorkspace, base: TorchGroup, picked: 
         verdict(good, f"{name}, {tokens} tokens", base.process_group)
         again = replace(fusion, residual=new)  # as behind the second layer
         yield name, lambda s=shape, f=again: RsNormAg(workspace).all_reduce_norm(x, f, s)
-    yield "AUTO, whole rows", lambda: picked.all_reduce(x, fusion)
+    yield "AUTO, not sharded", lambda: picked.all_reduce(x, fusion)
     zeros = torch.zeros_like(x)  # summed in place
     yield "NCCL + ours", lambda: finish(base.all_reduce(zeros), fusion)
 
@@ -93,7 +93,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     """A line for each number of tokens, then the launches, the fastest first."""
     for tokens in TOKENS:
         held = {row["what"]: row for row in rows if row["tokens"] == tokens}
-        auto = held["AUTO, whole rows"]
+        auto = held["AUTO, not sharded"]
         mine, theirs, ran = held["RS_NORM_AG"]["us"], held["NCCL + ours"]["us"], auto["ran"].split("/")[0]
         print(f"tp{auto['world']} {tokens:>5} tokens: RS_NORM_AG {mine:>7} us, {ran} {auto['us']:>7}, NCCL {theirs:>7}")
         launches = sorted((row["us"], name) for name, row in held.items() if name.startswith("RS_NORM_AG "))

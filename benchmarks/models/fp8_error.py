@@ -2,7 +2,7 @@
 """What FP8 costs in quality: the demo model's next-token distributions in FP8 beside those in bf16, on the questions it was taught.
 
 Each text is a question and its answer; every model reads the same tokens. Two sets of positions: those of the answers, of which the
-model is sure, and those of the questions, of which it is not. Figures: how often the likeliest token is the same (top-1), and the
+model is sure, and those of the questions, of which it is not. Figures: how often the most likely token is the same (top-1), and the
 Kullback-Leibler divergence KL(bf16 || other) in nats, its mean and its 99th percentile. fp32 shows how far bf16 itself is off.
 
 Activations are quantized per token; "static" has one scale for each layer's input instead, from the largest value in these very

@@ -109,7 +109,7 @@ def group_of(device: torch.device, message_bytes: int) -> Group:
 
 
 def jobs(model: registry.Model, counts: Sequence[int]) -> list[Job]:
-    """The kernels that the layers' products will run."""
+    """The kernels that the layers' GEMMs will run."""
     layer, found = model.layers[0], []
     for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
         outputs, inputs = linear.weight.shape
@@ -148,7 +148,7 @@ class Layers:
 
     def captured(self) -> Captured:
         outs: list[Activation] = []
-        replay = CudaGraphCapturer(self._hidden.device).record(lambda: outs.append(self.run()))
+        replay = CudaGraphCapturer(self._hidden.device).capture(lambda: outs.append(self.run()))
         return Captured(replay, outs[-1])
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long steps of Llama-3-70B, or another shape, in FP8 over N ranks, where row-parallel products land with the owners of their
-rows, and where they are handed over whole: `torchrun --nproc-per-node N -m benchmarks.models.long_steps --out DIR
+"""Long steps of Llama-3-70B, or another shape, in FP8 over N ranks, whose row-parallel layers run as GEMM_RS, and
+as RS_NORM_AG: `torchrun --nproc-per-node N -m benchmarks.models.long_steps --out DIR
 [--tokens 8192,4096,2048] [--layers 12] [--prompt 512] [--profile 256,512] [--bf16] [--shape llama-3.1-405b]`
 
 Layers, tuned all-reduces, attention and the cache in e4m3 are the engine's, run eagerly as its long steps are, on prompts of

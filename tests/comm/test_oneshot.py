@@ -96,9 +96,9 @@ def test_messages_beyond_the_workspace_go_in_chunks() -> None:
         outputs = oneshot.all_reduce_norm(x, ResidualRmsNorm(x, x[0], 1e-5), space)
         assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1
         launches.clear()
-        product = Unscaled(x, torch.ones(100, 1), torch.ones(8192))
-        oneshot.all_reduce(product, space)
-        assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1  # whole rows
-        oneshot.all_reduce_norm(product, ResidualRmsNorm(x, x[0], 1e-5), space)
+        output = Unscaled(x, torch.ones(100, 1), torch.ones(8192))
+        oneshot.all_reduce(output, space)
+        assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1  # chunks of rows
+        oneshot.all_reduce_norm(output, ResidualRmsNorm(x, x[0], 1e-5), space)
         assert len({made.hash for name, _, made in launches if name == "oneshot"}) == 1, "chunks of one kernel"
     assert [out.shape for out in outputs] == [x.shape, x.shape]

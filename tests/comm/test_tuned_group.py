@@ -145,22 +145,22 @@ def test_a_group_of_one_stays_as_it_is() -> None:
 
 
 def test_scales_of_a_product_are_applied_before_its_sum(tmp_path: Path) -> None:
-    """By every strategy, fused and not, and by the group below: as if the product had come finished."""
+    """By every strategy, fused and not, and by the group below: as if the GEMM output had come finished."""
     body = """
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.tuned_group import tuned
 from phalanx.kernels.scaled_tensors import Unscaled
 maker = torch.Generator().manual_seed(rank)
-product = Unscaled((1000 * torch.randn(5, 64, generator=maker)).bfloat16(), torch.rand(5, 1, generator=maker),
+output = Unscaled((1000 * torch.randn(5, 64, generator=maker)).bfloat16(), torch.rand(5, 1, generator=maker),
                    torch.rand(64, generator=maker))
-finished = product.to_fp32().bfloat16()
+finished = output.to_fp32().bfloat16()
 ones = torch.ones(5, 64, dtype=torch.bfloat16)
 fusion = ResidualRmsNorm(ones, ones[0], 1e-5)
 for name in ("NCCL", "ONESHOT", "TWOSHOT", "base"):
     each = group if name == "base" else tuned(group, message_bytes=1 << 20, strategy=name, tables=folder / "none")
     found[name] = [
-        (each.all_reduce(product), each.all_reduce(finished.clone())),
-        *zip(each.all_reduce(product, fusion), each.all_reduce(finished.clone(), fusion), strict=True),
+        (each.all_reduce(output), each.all_reduce(finished.clone())),
+        *zip(each.all_reduce(output, fusion), each.all_reduce(finished.clone(), fusion), strict=True),
     ]
 """
     for rank in comm_cpu_ranks.run(2, body, tmp_path):
@@ -172,14 +172,14 @@ for name in ("NCCL", "ONESHOT", "TWOSHOT", "base"):
 
 
 def test_one_rank_and_ranks_in_threads_finish_a_product_too() -> None:
-    product = Unscaled((1000 * torch.randn(3, 16)).bfloat16(), torch.rand(3, 1), torch.rand(16))
-    finished = product.to_fp32().bfloat16()
+    output = Unscaled((1000 * torch.randn(3, 16)).bfloat16(), torch.rand(3, 1), torch.rand(16))
+    finished = output.to_fp32().bfloat16()
     fusion = ResidualRmsNorm(torch.ones_like(finished), torch.ones(16, dtype=torch.bfloat16), 1e-5)
-    assert torch.equal(Solo().all_reduce(product), finished)
-    for left, right in zip(Solo().all_reduce(product, fusion), finish(finished, fusion), strict=True):
+    assert torch.equal(Solo().all_reduce(output), finished)
+    for left, right in zip(Solo().all_reduce(output, fusion), finish(finished, fusion), strict=True):
         assert torch.equal(left, right)
     wanted = reference.all_reduce([finished, finished])
-    for total, fused in LocalWorld(2).run(lambda group: (group.all_reduce(product), group.all_reduce(product, fusion))):
+    for total, fused in LocalWorld(2).run(lambda group: (group.all_reduce(output), group.all_reduce(output, fusion))):
         assert torch.equal(total, wanted)
         for left, right in zip(fused, finish(wanted, fusion), strict=True):
             assert torch.equal(left, right)

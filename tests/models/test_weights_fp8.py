@@ -87,7 +87,7 @@ def test_a_checkpoint_in_fp8_gives_what_its_values_mean(form: str, tp: int, writ
 
 @pytest.mark.parametrize("form", ["modelopt", "compressed static"])
 def test_static_scales_are_those_of_the_checkpoint(form: str, written: dict[str, tuple[Path, Path]]) -> None:
-    """Parts of one product keep their own weight scales, share the largest input scale; the cache has the checkpoint's scales."""
+    """Parts of one GEMM keep their own weight scales, share the largest input scale; the cache has the checkpoint's scales."""
     stored, _ = written[form]
     held, model = load_file(stored / "model.safetensors"), build(stored, fp8_cache=True)
     qkv = model.layers[0].self_attn.qkv_proj
@@ -111,18 +111,18 @@ def test_quantized_on_load(tp: int, plain: Path) -> None:
 
     for rank, model in enumerate(LocalWorld(tp).run(act)):
         layer, width = model.layers[1], 128 // tp
-        for product, name in ((layer.mlp.down_proj, "mlp.down_proj"), (layer.mlp.gate_up_proj, "mlp.gate_proj")):
+        for output, name in ((layer.mlp.down_proj, "mlp.down_proj"), (layer.mlp.gate_up_proj, "mlp.gate_proj")):
             whole = held[f"model.layers.1.{name}.weight"]
             mine = (
                 whole[:, rank * width : (rank + 1) * width]
-                if product is layer.mlp.down_proj
+                if output is layer.mlp.down_proj
                 else whole[rank * width : (rank + 1) * width]
             )
             quantized, scale = kernels.quantize_fp8(mine)
             rows = slice(0, len(mine))
-            assert torch.equal(product.weight[rows].float(), quantized.float())
-            assert torch.equal(product.weight_scale[rows], scale.squeeze(-1))
-            wide = product.fp8.dequantized(product.weight)[rows]
+            assert torch.equal(output.weight[rows].float(), quantized.float())
+            assert torch.equal(output.weight_scale[rows], scale.squeeze(-1))
+            wide = output.fp8.dequantized(output.weight)[rows]
             assert ((wide - mine.float()).abs() <= mine.float().abs() / 16 + scale / 512 * 1.01).all()
         assert (
             layer.input_layernorm.weight.dtype
@@ -222,7 +222,7 @@ def test_dummy_weights_of_a_quantized_shape(form: str, written: dict[str, tuple[
 
 
 def test_large_dummy_weights_hold_one_tile_at_a_time() -> None:
-    """A product of 405B's width: 64 M values, made in a few seconds."""
+    """A weight of 405B's width: 64 M values, made in a few seconds."""
     part = weights.Slice("w", (4096, 16384), torch.empty(4096, 16384, dtype=FP8), scale=torch.empty(4096))
     begin = time.monotonic()
     weights._fill_fp8(part, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 checkpoints on a GPU: logits and likeliest tokens beside those of a CPU with the same numerics.
+"""FP8 checkpoints on a GPU: logits and argmax beside those of a CPU with the same numerics.
 
 A CPU with `fp8_gemm` quantizes what a GPU quantizes, and multiplies in fp32. Two forwards in bf16 that add up in another order
 are apart because they round at other places, and what is then quantized may fall on another side of a bound. How much that is, the
@@ -73,7 +73,7 @@ def logits(
 
 
 def as_on_a_cpu(found: Tensor, folder: Path, meant: Path, prompt: int = PROMPT) -> None:
-    """found: logits [tokens, vocabulary] in bf16 with FP8 products. Raises AssertionError where they are not those of `folder`."""
+    """found: logits [tokens, vocabulary] in bf16 with FP8 GEMMs. Raises AssertionError where they are not those of `folder`."""
     exact = logits(folder, CPU, torch.float32, prompt=prompt)
     rounded = logits(folder, CPU, torch.bfloat16, prompt=prompt)
     assert not found.isnan().any()
@@ -111,13 +111,13 @@ def test_on_gpu(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     folder, meant = written[form]
     device = torch.device("cuda")
     if not has_fp8_gemm(device):
-        pytest.skip("this GPU has no FP8 products")
+        pytest.skip("this GPU has no FP8 GEMMs")
     as_on_a_cpu(logits(folder, device, torch.bfloat16), folder, meant)
 
 
 @pytest.fixture(scope="module")
 def whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """As `written`: of sizes whose blocks torch's product takes."""
+    """As `written`: of sizes whose blocks cuBLAS takes."""
     sizes = SIZES | {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "std": 0.03}
     plain = write_checkpoint(tmp_path_factory.mktemp("plain"), "qwen2", dtype=torch.bfloat16, **sizes)
     declared, encode, scales_at = FORMS["blocks"]
@@ -133,10 +133,10 @@ def test_whole_blocks_on_gpu(whole_blocks: tuple[Path, Path], monkeypatch: pytes
     """A prompt is multiplied by torch, tokens after it are not."""
     device, asked, ran, prompt = torch.device("cuda"), block_gemm._cublas, list[int](), 130
     if not block_gemm.cublas_supports(512, 512, 0, device):
-        pytest.skip("torch has no products by block here")
+        pytest.skip("torch has no block-scaled GEMM here")
     monkeypatch.setattr(block_gemm, "_torchs", lambda x, *others: ran.append(len(x)) or asked(x, *others))  # type: ignore[func-returns-value]
     as_on_a_cpu(logits(whole_blocks[0], device, torch.bfloat16, prompt=prompt), *whole_blocks, prompt)
-    # Four products a layer, but for those that the form leaves in bf16.
+    # Four GEMMs a layer, but for those that the form leaves in bf16.
     assert set(ran) == {prompt}
     assert len(ran) > 4
 
@@ -144,7 +144,7 @@ def test_whole_blocks_on_gpu(whole_blocks: tuple[Path, Path], monkeypatch: pytes
 @pytest.mark.gpu1
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_blocks_widened_on_gpu(written: dict[str, tuple[Path, Path]]) -> None:
-    """As on a GPU without FP8 products: weights alone in FP8, within twice what bf16 makes of them on a CPU."""
+    """As on a GPU without FP8 GEMMs: weights alone in FP8, within twice what bf16 makes of them on a CPU."""
     folder, meant = written["blocks of 128"]
     exact, rounded = logits(meant, CPU, torch.float32), logits(folder, CPU, torch.bfloat16, fp8_gemm=False)
     found = logits(folder, torch.device("cuda"), torch.bfloat16, fp8_gemm=False)

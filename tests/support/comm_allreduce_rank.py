@@ -248,25 +248,25 @@ def bare_sums(rank: int, tokens: int, hidden: int, dtype: torch.dtype = torch.bf
     """What `rank` contributes without its scales, and the same with them, as the kernel for them gives it."""
     values = tensor_of(rank, tokens, hidden, dtype, 10) * 1000
     rows, columns = (tensor_of(rank, *shape, torch.float32, 11).abs() / 30 for shape in ((tokens, 1), (1, hidden)))
-    product = Unscaled(values, rows, columns[0].contiguous())
-    return product, apply_scales(product._replace(values=values.clone()))
+    output = Unscaled(values, rows, columns[0].contiguous())
+    return output, apply_scales(output._replace(values=values.clone()))
 
 
 def unscaled(workspace: SymmetricWorkspace) -> None:
-    """A product whose scales the all-reduce applies, against one whose scales a kernel applied before it: bit for bit, in fp32 too,
-    where a part must be rounded before it is added up. Whole, and, in a small workspace of its own, in chunks of rows."""
+    """A GEMM output whose scales the all-reduce applies, against one whose scales a kernel applied before it: bit for bit, in fp32
+    too, where a part must be rounded before it is added up. Whole, and, in a small workspace of its own, in chunks of rows."""
     device = torch.device("cuda", torch.cuda.current_device())
     small = form_workspace(dist.new_group(list(range(workspace.world))), device, 1 << 18)
     cases = [(torch.bfloat16, tokens, hidden) for tokens in (2, 17, 64, 255, 1000) for hidden in (8192, 5120, 1000)]
     cases += [(torch.bfloat16, 3, 8), (torch.float16, 17, 8192), (torch.float32, 17, 2048)]
     for dtype, tokens, hidden in cases:
         both = [bare_sums(r, tokens, hidden, dtype) for r in range(workspace.world)]
-        product, wanted = both[workspace.rank][0], reference.all_reduce([part for _, part in both])
+        output, wanted = both[workspace.rank][0], reference.all_reduce([part for _, part in both])
         residual, weight = tensor_of(99, tokens, hidden, dtype, 12), 1 + 0.1 * tensor_of(98, 1, hidden, dtype, 13)[0]
         for space, where in ((workspace, "whole"), (small, "in chunks")):
             for name, strategy in STRATEGIES.items():
                 what = f"{name} {dtype} {tokens}x{hidden} {where}"
-                same(strategy.all_reduce(product, space), wanted, what)
+                same(strategy.all_reduce(output, space), wanted, what)
                 for quant, scale, keep in QUANTS:
                     if (quant == "nvfp4" and hidden % 16) or keep:
                         continue
@@ -274,24 +274,24 @@ def unscaled(workspace: SymmetricWorkspace) -> None:
                     fusion = ResidualRmsNorm(residual, weight.contiguous(), 1e-5, quant, given)
                     unfused = finish(wanted, fusion)
                     for launch in _row_launches(name, tokens, hidden * dtype.itemsize // 16, space, quant, scale):
-                        found = strategy.all_reduce_norm(product, fusion, space, launch)
+                        found = strategy.all_reduce_norm(output, fusion, space, launch)
                         for index, (left, right) in enumerate(zip(found, unfused, strict=True)):
                             same(left, right, f"{what} {quant} {scale} {launch}: output {index}")
 
 
 def _row_launches(
     name: str, rows: int, pitch: int, space: SymmetricWorkspace, quant: str, scale: float | None
-) -> list[oneshot.Launch | None]:  # fmt: skip
-    """The strategy's own, and in pieces where few rows could lie so: among two ranks none does by itself."""
-    pieces = -(-pitch // oneshot.PIECE)
-    fits = rows * pieces <= 4 * space.num_sms and rows * pitch <= space.oneshot_vectors
-    if name != "ONESHOT" or pieces == 1 or not fits or (quant == "fp8" and scale is None):
+) -> list[oneshot.OneshotLaunch | None]:  # fmt: skip
+    """The strategy's own, and one with split rows where these are few enough: among two ranks no launch splits rows by itself."""
+    splits = -(-pitch // oneshot.SPLIT_VECTORS)
+    fits = rows * splits <= 4 * space.num_sms and rows * pitch <= space.oneshot_vectors
+    if name != "ONESHOT" or splits == 1 or not fits or (quant == "fp8" and scale is None):
         return [None]
-    return [None, oneshot.Launch(rows * pieces, oneshot.PIECE, oneshot.PIECE // 32, False, pieces)]
+    return [None, oneshot.OneshotLaunch(rows * splits, oneshot.SPLIT_VECTORS, oneshot.SPLIT_VECTORS // 32, False, splits)]
 
 
 def unscaled_from_products(workspace: SymmetricWorkspace) -> None:
-    """torch's product of e4m3 straight into each strategy, eager and in a graph, against the finished product: bit for bit, but
+    """torch's GEMM of e4m3 straight into each strategy, eager and in a graph, against the finished output: bit for bit, but
     for what NCCL sums in a graph, where it may cut the message, and so the order of more than two parts, in another way."""
     device = torch.device("cuda", torch.cuda.current_device())
     base, outputs, inputs = TorchGroup(dist.group.WORLD, device), 8192, 4096
@@ -306,9 +306,9 @@ def unscaled_from_products(workspace: SymmetricWorkspace) -> None:
             wanted = group.all_reduce(finished.clone(), fusion)
 
             def layer(x: torch.Tensor = x, fusion: ResidualRmsNorm = fusion, group: Group = group) -> tuple[torch.Tensor, ...]:
-                product = unscaled_mm(Quantized(*quantize_fp8(x)), stored, scale, dtype=torch.bfloat16)
-                assert isinstance(product, Unscaled), "at so many tokens sums come bare"
-                return group.all_reduce(product, fusion)
+                output = unscaled_mm(Quantized(*quantize_fp8(x)), stored, scale, dtype=torch.bfloat16)
+                assert isinstance(output, Unscaled), "at so many tokens sums come bare"
+                return group.all_reduce(output, fusion)
 
             found = [layer()]
             captured = torch.cuda.CUDAGraph()

@@ -74,13 +74,13 @@ def case(
 
 
 def shapes(workspace: SymmetricWorkspace) -> None:
-    """Every mode and dtype at odd sizes; a call whose residual is whole, then one whose residual has owners."""
+    """Every mode and dtype at odd sizes; a call with a tensor as its residual, then one with a sharded residual."""
     cases = [(torch.bfloat16, *shape, mode) for shape in SHAPES for mode in MODES]
     rs_norm_ag_with(workspace, [*cases, *((dtype, 33, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
 
 
 def wide(workspace: SymmetricWorkspace) -> None:
-    """`shapes` and `lands` at the hidden size of a model of 405 billion weights."""
+    """`shapes` and `gemm_rs` at the hidden size of a model of 405 billion weights."""
     cases = [(torch.bfloat16, *shape, mode) for shape in WIDE for mode in MODES]
     rs_norm_ag_with(workspace, cases)
     gemm_rs_with(workspace, cases)
@@ -193,7 +193,7 @@ def repeated(
 
 
 def graph(workspace: SymmetricWorkspace) -> None:
-    """See `repeated`; each call is followed by one whose residual has owners."""
+    """See `repeated`; each call is followed by one with a sharded residual."""
 
     def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
         found = RsNormAg(workspace).all_reduce_norm(x, fusion)
@@ -208,7 +208,7 @@ def picked(workspace: SymmetricWorkspace) -> None:
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=8 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
     assert isinstance(group, TunedGroup)
     first = group.rules.sp_min_tokens
-    assert first is not None, "rows have owners on GPUs that reach each other"
+    assert first is not None, "GPUs that reach each other run RS_NORM_AG"
     for tokens, hidden in ((first, 8192), (first - 1, 8192), (first + 3, 1000)):
         part, _, _, fusion = case(workspace, tokens, hidden, torch.bfloat16, MODES[2])
 
@@ -243,7 +243,7 @@ def buffer_of(workspace: SymmetricWorkspace) -> ReduceScatterBuffer:
 
 
 def put(part: Tensor, buffer: ReduceScatterBuffer, late: random.Random | None = None) -> None:
-    """Where the owners of its rows read it; late: with pauses."""
+    """Write it where the ranks of its rows read it; late: with pauses."""
     targets = scatter_targets(*part.shape, part.dtype, buffer, min_bytes=0)
     assert targets is not None
     for rows, out in targets:
@@ -253,7 +253,7 @@ def put(part: Tensor, buffer: ReduceScatterBuffer, late: random.Random | None = 
 
 
 def gemm_rs(workspace: SymmetricWorkspace) -> None:
-    """Every mode and dtype, ranks that are late at any piece; then again, with a residual that has owners."""
+    """Every mode and dtype, ranks that are late at any target; then again, with a sharded residual."""
     cases = [(torch.bfloat16, *shape, mode) for shape in ((64, 16), (101, 1008), (1000, 8192), (4000, 8192)) for mode in MODES]
     gemm_rs_with(workspace, [*cases, *((dtype, 333, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
 
@@ -263,16 +263,16 @@ def gemm_rs_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtyp
     for dtype, tokens, hidden, mode in cases:
         part, _, total, fusion = case(workspace, tokens, hidden, dtype, mode)
         wanted, asked = finish(total, fusion), fusion
-        for turn in range(6):
+        for call in range(6):
             put(part, buffer, late)
             found = GemmRs(workspace, buffer).all_reduce_norm(asked)
-            agrees(found, wanted, workspace, f"{dtype} {tokens}x{hidden} {mode}, landed, turn {turn}")
+            agrees(found, wanted, workspace, f"{dtype} {tokens}x{hidden} {mode}, GEMM_RS, call {call}")
             asked = replace(fusion, residual=found[-1])
             wanted = finish(total, replace(fusion, residual=wanted[-1]))
 
 
 def gemm_rs_in_a_graph(workspace: SymmetricWorkspace) -> None:
-    """See `repeated`; each call is followed by one that is handed over whole, and by one that lands behind that."""
+    """See `repeated`; each call is followed by an RS_NORM_AG, and by another GEMM_RS."""
     buffer = buffer_of(workspace)
 
     def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
@@ -287,8 +287,8 @@ def gemm_rs_in_a_graph(workspace: SymmetricWorkspace) -> None:
 
 
 def gemm_rs_in_fp8(workspace: SymmetricWorkspace) -> None:
-    """The group that asks for products in pieces, from some size on, if owners stay as they are: real products, some in pieces and
-    some handed over whole."""
+    """The group that picks GEMM_RS from some size on, if the sharding stays the same: real GEMMs, some of which write to
+    targets."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=64 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
     for tokens in (4096, 3001, 2048, 2047):
         _, _, _, fusion = case(workspace, tokens, 8192, torch.bfloat16, MODES[2])
@@ -303,8 +303,8 @@ def gemm_rs_in_fp8(workspace: SymmetricWorkspace) -> None:
                 stays = not isinstance(residual, ShardedResidual) or same_sharding(tokens, residual.chunk_rows, tokens)
                 assert (scatter is not None) == (fp8 and through is group and tokens >= 2048 and stays)
                 if scatter is None:
-                    product = scaled_mm(quantized, held[0], held[1].view(-1), dtype=torch.bfloat16)
-                    *made, residual = through.all_reduce(product, asked)
+                    output = scaled_mm(quantized, held[0], held[1].view(-1), dtype=torch.bfloat16)
+                    *made, residual = through.all_reduce(output, asked)
                 else:
                     scaled_mm_into(quantized, held[0], held[1].view(-1), scatter.targets)
                     *made, residual = scatter.finish()
@@ -315,7 +315,7 @@ def gemm_rs_in_fp8(workspace: SymmetricWorkspace) -> None:
 
 
 def gemm_rs_in_16_bit(workspace: SymmetricWorkspace) -> None:
-    """Products in bf16, which may add up in another order where they have fewer rows."""
+    """GEMMs in bf16, whose sums may have another order where they have fewer rows."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=64 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
     for tokens in (4096, 2501):
         _, _, _, fusion = case(workspace, tokens, 8192, torch.bfloat16, MODES[0])

@@ -49,8 +49,8 @@ class _Driver:
 
 
 class _Torch(TorchFunctionMode):
-    """New integers are zeros, since no kernel writes them and indices are read; torch's own GEMMs, which take long and launch nothing of
-    ours, do not run."""
+    """New integers are zeros, since no kernel writes them and indices are read; torch's own GEMMs, which take long and launch
+    nothing of ours, do not run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -35,7 +35,8 @@ _fusion = cache(Fusion.of)
 
 class TunedGroup:
     """A `Group` whose `all_reduce` picks a strategy by size. `calls` counts them: "ONESHOT/RESIDUAL_RMS_NORM" -> how many (a call
-    that is captured in a CUDA graph counts once, when it is captured; whoever replays the graph adds the calls it contains).
+    that is captured in a CUDA graph counts once, when it is captured; the code that replays the graph adds the calls that it
+    contains).
 
     `digest`: of the table that decides, or "seed". On GPUs, ranks issue the calls of one group in the same order, each after the
     one before it: on one stream, or on streams that events join.

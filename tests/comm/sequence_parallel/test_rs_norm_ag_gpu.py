@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with owners on GPUs: the bits of the unfused kernels and of two-shot, in chunks, in graphs with skewed ranks, in a chain."""
+"""Sequence parallelism on GPUs: the bits of the unfused kernels and of two-shot, in chunks, in graphs with skewed ranks, in a
+chain."""
 
 from __future__ import annotations
 

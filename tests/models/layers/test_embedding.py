@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary at both ends, over ranks: vectors and their norm, logits, and the likeliest tokens without the logits."""
+"""The vocabulary at both ends, over ranks: vectors and their norm, logits, and argmax without gathering the logits."""
 
 from __future__ import annotations
 

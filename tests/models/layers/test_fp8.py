@@ -45,7 +45,8 @@ def merged(context: LayerContext) -> MergedColumnParallelLinear:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: int, bias: bool) -> None:
-    """(values, scale, residual) come from the all-reduce, and the next product is that of the plain norm, quantized then."""
+    """(values, scale, residual) come from the all-reduce, and the output of the next layer is that of the plain norm, quantized
+    then."""
     x, residual = torch.randn(5, 64), torch.randn(5, 32)
     quantization = replace(ON_LOAD, activations="static" if static else "token")
 
@@ -86,7 +87,7 @@ def test_what_the_norm_asks_of_the_all_reduce() -> None:
     assert norm.fusion(torch.zeros(1, 32)).quant == "none"
 
 
-def test_sizes_that_fp8_products_cannot_have(caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_that_fp8_gemms_cannot_have(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="phalanx"):
         layer = MergedColumnParallelLinear(["gate_proj", "up_proj"], 40, 64, what="inner", bias=False, context=CONTEXT)
     assert "128 x 40" in caplog.text
@@ -140,7 +141,7 @@ BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="wei
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_scales_by_block_where_rows_begin_with_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's product takes them: of merged layers, and of slices of layers, as they come from a checkpoint."""
+    """As cuBLAS takes them: of merged layers, and of slices of layers, as they come from a checkpoint."""
     monkeypatch.setattr(fp8.block_gemm, "_cublas_scales_by_block", lambda device: True)
     context = replace(CONTEXT, quantization=BLOCKS)
 
@@ -173,7 +174,7 @@ def test_scales_by_block_where_rows_begin_with_one(rank: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kind", ["blocks", "widened", "fp32"])
-def test_products_that_cannot_come_in_pieces_are_handed_over_whole(kind: str) -> None:
+def test_gemms_that_cannot_write_to_targets_return_a_tensor(kind: str) -> None:
     quantization = BLOCKS if kind == "blocks" else ON_LOAD
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     x, residual, scales = torch.randn(7, 64).to(dtype), torch.randn(7, 32).to(dtype), torch.rand(3, 3) + 0.1
@@ -193,8 +194,8 @@ def test_products_that_cannot_come_in_pieces_are_handed_over_whole(kind: str) ->
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_product_in_pieces_is_the_whole_one(static: bool) -> None:
-    """Each rank's rows go to their owner, with the scales of these rows."""
+def test_gemm_rs_gives_the_outputs_of_the_gemm(static: bool) -> None:
+    """The rows of each rank go to that rank, with the scales of these rows."""
     x, residual = torch.randn(7, 64).bfloat16(), torch.randn(7, 32).bfloat16()
     x *= torch.logspace(-3, 2, 7)[:, None]  # scales that are far apart
     quantization = replace(ON_LOAD, activations="static" if static else "token")
@@ -251,11 +252,11 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
         assert out.fp8.quantizes_groups
         assert not out.fp8.fp8_gemm
         assert out.weight_scale.shape == (32, -(-mine.stop // 128) - mine.start // 128)
-        product = out.fp8.linear(x[:, mine.start : mine.stop], out.weight)
+        output = out.fp8.linear(x[:, mine.start : mine.stop], out.weight)
         begin, columns = mine.start % 128, slice(mine.start, mine.stop)
         values, x_scale = reference.per_token_group_quant_fp8(x[:, columns], 128, begin)
         meant = reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin)
-        torch.testing.assert_close(product, meant @ out.fp8.dequantized(out.weight).t(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output, meant @ out.fp8.dequantized(out.weight).t(), rtol=1e-5, atol=1e-5)
         normed, _ = out(x[:, columns], residual, norm)
         assert isinstance(normed, torch.Tensor)
         wide = after.fp8.dequantized(after.weight)
@@ -264,7 +265,7 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
         torch.testing.assert_close(after(normed, may_stay_unscaled=True), wanted, rtol=1e-5, atol=1e-5)
         for token in range(5):  # alone or beside others, but for the order of sums
             torch.testing.assert_close(after(normed[token : token + 1]), wanted[token : token + 1], rtol=1e-5, atol=1e-5)
-        return product
+        return output
 
     with torch.inference_mode():
         parts = LocalWorld(tp).run(act)

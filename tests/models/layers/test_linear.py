@@ -85,8 +85,8 @@ class _Owning(Formation):
         return super()._rank(made, layers, folder)
 
 
-class _Landing(_Owning):
-    """Products of three tokens and more go to owners in pieces; what is not written there is NaN."""
+class _GemmRs(_Owning):
+    """GEMM outputs of three tokens and more are written to the ranks that sum them; other values are NaN."""
 
     gemm_rs_min_tokens = 3
 
@@ -109,14 +109,14 @@ def test_a_model_whose_rows_have_owners_says_the_same(family: str, tp: int, pp: 
 
 
 @pytest.mark.parametrize(("family", "tp", "pp"), [("llama", 2, 1), ("qwen3", 3, 2)])
-def test_a_model_whose_products_land_with_owners_says_the_same(family: str, tp: int, pp: int, tmp_path: Path) -> None:
-    """But for the order in which a product of fewer rows adds up on a CPU. Steps of two tokens do not land."""
+def test_a_model_with_gemm_rs_gives_the_same(family: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """But for the order of sums in a GEMM of fewer rows on a CPU. Steps of two tokens run RS_NORM_AG."""
     folder = write_checkpoint(
         tmp_path, family, num_attention_heads=12, num_key_value_heads=12, hidden_size=96, intermediate_size=192
     )
-    whole, landing = Formation(folder, tp=tp, pp=pp), _Landing(folder, tp=tp, pp=pp)
+    plain, gemm_rs = Formation(folder, tp=tp, pp=pp), _GemmRs(folder, tp=tp, pp=pp)
     tokens = torch.arange(11) % 7
     for step in ([(0, tokens), (1, tokens[:3])], [(0, tokens[:1]), (1, tokens[:1])], [(1, tokens[:4])]):
-        for found, wanted in zip(landing.step(step), whole.step(step), strict=True):
+        for found, wanted in zip(gemm_rs.step(step), plain.step(step), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert set(landing.groups[0].calls) >= {"RS_NORM_AG/RESIDUAL_RMS_NORM", "GEMM_RS/RESIDUAL_RMS_NORM"}
+    assert set(gemm_rs.groups[0].calls) >= {"RS_NORM_AG/RESIDUAL_RMS_NORM", "GEMM_RS/RESIDUAL_RMS_NORM"}

@@ -57,9 +57,9 @@ def test_every_kind_that_config_reads_is_built() -> None:
 def test_a_head_is_turned_as_complex_numbers_are() -> None:
     rotary = Rotary(Rope(theta=100.0), 8, torch.device("cpu"))
     x, positions = torch.randn(5, 3, 8), torch.tensor([0, 1, 7, 200, 4000])
-    turned = kernels.rope(x, *rotary(positions))
+    rotated = kernels.rope(x, *rotary(positions))
     angles = positions[:, None].double() * 100.0 ** (-torch.arange(0, 8, 2).double() / 8)
     number = torch.complex(x[..., :4].double(), x[..., 4:].double()) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    torch.testing.assert_close(turned, torch.cat((number.real, number.imag), dim=-1).float(), rtol=1e-3, atol=1e-3)
-    assert torch.equal(turned[0], x[0])
+    torch.testing.assert_close(rotated, torch.cat((number.real, number.imag), dim=-1).float(), rtol=1e-3, atol=1e-3)
+    assert torch.equal(rotated[0], x[0])
     assert kernels.rope(x.bfloat16(), *rotary(positions)).dtype == torch.bfloat16

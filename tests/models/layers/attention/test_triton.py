@@ -323,7 +323,8 @@ check(Case([0, 0], 1, 2, 16))
 
 
 def test_the_kernel_leaves_zeros_for_rows_that_are_not_there() -> None:
-    """As its reference does, and without reading a key for them: keys that no row sees are NaN. In the interpreter, in its own process."""
+    """As its reference does, and without reading a key for them: keys that no row sees are NaN. In the interpreter, in its own
+    process."""
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-c", ABSENT], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=250,
