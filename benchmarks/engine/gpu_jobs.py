@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many small engines on few GPUs: jobs that are processes of their own start beside each other, and take turns at running.
+"""Many small engines on few GPUs: jobs are processes of their own that start at the same time and take turns on the GPUs.
 
-Starting is the host's work; what runs in turns are the engines, since ranks that wait for one another on GPUs should have them to
+A start is work of the host, so starts overlap. Engines take turns, as ranks that wait for one another should have their GPUs to
 themselves.
 """
 
@@ -22,12 +22,12 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.serve.started import ended
 
-_TURNS = "BENCH_TURNS"  # a folder with a file for each GPU, which is locked by who runs there
-_DESCRIBED = ("name", "checkpoint", "dtype", "tp", "pp", "strategy")
+_LOCKS = "BENCH_LOCKS"  # a folder with a file for each GPU, locked by the job that runs there
+_DESCRIPTION = ("name", "checkpoint", "dtype", "tp", "pp", "strategy")
 
 
 def visible_gpus() -> list[int]:
-    """The host's GPUs, or those that CUDA_VISIBLE_DEVICES names by number."""
+    """The GPUs of this host, or those that CUDA_VISIBLE_DEVICES lists by number."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return [int(number) for number in visible.split(",")]
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
@@ -37,27 +37,29 @@ def visible_gpus() -> list[int]:
 def run_jobs(
     jobs: list[dict[str, Any]], gpus: list[int], module: str, *, beside: int = 1, tell: Callable[[list[dict[str, Any]]], None]
 ) -> list[dict[str, Any]]:
-    """Run each job by `python -m MODULE --job` on tp x pp GPUs, of which each has at most `beside` jobs at a time. A job prints one line,
-    RESULT and what it found as JSON; found here with what the job is, or with an error. Larger jobs come first. tell: is called
-    with all that there is whenever a job has ended, the latest last, so that a run that is cut off has not run in vain. Jobs that
-    run when this is left are ended."""
-    held = dict.fromkeys(gpus, 0)
+    """Run each job by `python -m MODULE --job` on tp x pp GPUs. A GPU has at most `beside` jobs at a time; larger jobs come first.
+
+    A job prints one line: RESULT and its result as JSON. Returns each job's description with its result or an error. tell: is
+    called with all results so far whenever a job has ended, the latest last, so that an interrupted run keeps its results. Jobs
+    that still run when this function is left are ended.
+    """
+    load = dict.fromkeys(gpus, 0)  # jobs on each GPU
     waiting = sorted(jobs, key=lambda job: -job["tp"] * job["pp"])
     running: list[tuple[dict[str, Any], list[int], subprocess.Popen[str]]] = []
     results = []
-    with tempfile.TemporaryDirectory() as turns:
+    with tempfile.TemporaryDirectory() as locks:
         try:
             while waiting or running:
                 for job in list(waiting):
-                    mine = _places(held, job["tp"] * job["pp"], beside)
-                    if mine:
+                    own = _allocate(load, job["tp"] * job["pp"], beside)
+                    if own:
                         waiting.remove(job)
-                        running.append((job, mine, _start(job, mine, module, turns)))
+                        running.append((job, own, _start(job, own, module, locks)))
                 for entry in [each for each in running if each[2].poll() is not None]:
                     running.remove(entry)
-                    job, mine, process = entry
-                    for gpu in mine:
-                        held[gpu] -= 1
+                    job, own, process = entry
+                    for gpu in own:
+                        load[gpu] -= 1
                     results.append(_result(job, process))
                     tell(results)
                 time.sleep(0.05)
@@ -67,18 +69,18 @@ def run_jobs(
     return results
 
 
-def _places(held: dict[int, int], count: int, beside: int) -> list[int]:
-    """The GPUs with the fewest jobs, counted in `held`; none if there are not enough with room."""
-    room = sorted((gpu for gpu, jobs in held.items() if jobs < beside), key=lambda gpu: held[gpu])[:count]
-    if len(room) < count:
+def _allocate(load: dict[int, int], count: int, beside: int) -> list[int]:
+    """The `count` GPUs with the fewest jobs, which are counted in `load`; none where fewer GPUs may take another job."""
+    free = sorted((gpu for gpu, jobs in load.items() if jobs < beside), key=lambda gpu: load[gpu])[:count]
+    if len(free) < count:
         return []
-    for gpu in room:
-        held[gpu] += 1
-    return sorted(room)
+    for gpu in free:
+        load[gpu] += 1
+    return sorted(free)
 
 
-def _start(job: Mapping[str, Any], gpus: list[int], module: str, turns: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), _TURNS: turns}
+def _start(job: Mapping[str, Any], gpus: list[int], module: str, locks: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), _LOCKS: locks}
     command = [sys.executable, "-m", module, "--job", json.dumps(job)]
     return subprocess.Popen(command, cwd=harness.ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
@@ -87,11 +89,11 @@ def _result(job: Mapping[str, Any], process: subprocess.Popen[str]) -> dict[str,
     assert process.stdout is not None
     lines = [line for line in process.stdout.read().splitlines() if line.startswith("RESULT ")]
     outcome = json.loads(lines[0][7:]) if lines else {"error": f"exit status {process.returncode}"}
-    return {**{key: job[key] for key in _DESCRIBED if key in job}, **outcome}
+    return {**{key: job[key] for key in _DESCRIPTION if key in job}, **outcome}
 
 
 def keeping(name: str, out: Path, count: int, line: Callable[[dict[str, Any]], str]) -> Callable[[list[dict[str, Any]]], None]:
-    """For `run_jobs` of `count` jobs: a function that prints the line of the job that has ended, and writes all there is as
+    """For `run_jobs` of `count` jobs: a function that prints a line for the job that has ended, and writes all results to
     out/NAME.json."""
     begin = time.monotonic()
 
@@ -105,13 +107,13 @@ def keeping(name: str, out: Path, count: int, line: Callable[[dict[str, Any]], s
 
 @contextmanager
 def turn() -> Iterator[None]:
-    """In a job: hold its GPUs, once nobody else runs there."""
-    folder = os.environ.get(_TURNS)
+    """In a job: wait until its GPUs are free, and lock them."""
+    folder = os.environ.get(_LOCKS)
     if folder is None:
         yield
         return
-    with ExitStack() as held:
-        for gpu in sorted(os.environ["CUDA_VISIBLE_DEVICES"].split(",")):  # in one order, so that nobody waits in a circle
-            file = held.enter_context((Path(folder) / gpu).open("w"))
+    with ExitStack() as locks:
+        for gpu in sorted(os.environ["CUDA_VISIBLE_DEVICES"].split(",")):  # in one order, so that jobs cannot deadlock
+            file = locks.enter_context((Path(folder) / gpu).open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
