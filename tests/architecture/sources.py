@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sources of the package, parsed once: what the house tests look at."""
+"""The sources of the package, parsed once: what the architecture tests look at."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def module_name(path: Path) -> str:
     return ".".join(("phalanx", *path.relative_to(SRC).with_suffix("").parts))
 
 
-def room_of(path: Path) -> str:
-    """The room (or door, or floor file) that a source belongs to."""
+def package_of(path: Path) -> str:
+    """The package below phalanx that a source belongs to; for a file of phalanx itself, its stem."""
     return path.relative_to(SRC).with_suffix("").parts[0]
 
 
 @cache
 def imports_of(path: Path) -> tuple[tuple[str, int], ...]:
     """(dotted target, line) of each import that runs, those inside functions included; type-checking-only imports are left out."""
-    found: list[tuple[str, int]] = []
+    imports: list[tuple[str, int]] = []
 
     def walk(node: ast.AST) -> None:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             return
         if isinstance(node, ast.Import):
-            found.extend((alias.name, node.lineno) for alias in node.names)
+            imports.extend((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            found.extend((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+            imports.extend((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
         for child in ast.iter_child_nodes(node):
             walk(child)
 
     walk(tree_of(path))
-    return tuple(found)
+    return tuple(imports)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What import-linter cannot see: lazy imports, third-party libraries by room, and the reading of the environment."""
+"""What import-linter cannot see: lazy imports, third-party libraries by package, and the reading of the environment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from tests.architecture.sources import SRC, imports_of, module_name, python_files, room_of, tree_of
+from tests.architecture.sources import SRC, imports_of, module_name, package_of, python_files, tree_of
 
 LEVELS = [
     {"errors", "version"}, {"log", "metrics"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "plan"}, {"comm"}, {"models"},
     {"engine"}, {"executor"}, {"worker"}, {"serve", "tune"}, {"bench"}, {"deploy", "health"}, {"cli"}, {"__main__"},
 ]  # fmt: skip
-LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 
 ONLY_IN = {
     "ray": {"deploy"},
@@ -39,26 +39,26 @@ NEVER_IN = {
 
 @pytest.mark.parametrize("path", python_files(), ids=module_name)
 def test_imports_only_go_down(path):
-    here = room_of(path)
+    here = package_of(path)
     if here == "__init__":
         return
     for target, line in imports_of(path):
-        if not target.startswith("phalanx.") or (room := target.split(".")[1]) == here or room == "__init__":
+        if not target.startswith("phalanx.") or (package := target.split(".")[1]) == here or package == "__init__":
             continue
-        assert room in LEVEL, f"{path}:{line} imports {target}: no such room in the design"
-        assert LEVEL[room] < LEVEL[here], f"{path}:{line}: {here} imports {target}, which is not below it"
+        assert package in LEVEL, f"{path}:{line} imports {target}: no such package in the design"
+        assert LEVEL[package] < LEVEL[here], f"{path}:{line}: {here} imports {target}, which is not below it"
 
 
 @pytest.mark.parametrize("path", python_files(), ids=module_name)
-def test_libraries_stay_in_their_rooms(path):
-    here = room_of(path)
+def test_libraries_stay_in_their_packages(path):
+    here = package_of(path)
     for target, line in imports_of(path):
-        for library, rooms in ONLY_IN.items():
+        for library, packages in ONLY_IN.items():
             if target == library or target.startswith(library + "."):
-                assert here in rooms, f"{path}:{line}: {target} belongs to {sorted(rooms)}"
-        for library, rooms in NEVER_IN.items():
+                assert here in packages, f"{path}:{line}: {target} belongs to {sorted(packages)}"
+        for library, packages in NEVER_IN.items():
             if target == library or target.startswith(library + "."):
-                assert here not in rooms, f"{path}:{line}: {here} never imports {library}"
+                assert here not in packages, f"{path}:{line}: {here} never imports {library}"
         if target.startswith("torch.distributed._symmetric_memory"):
             assert module_name(path) == "phalanx.comm.symmetric", f"{path}:{line}: only comm/symmetric.py knows the private API"
 
@@ -75,19 +75,24 @@ MEETS_ONLY = {
 @pytest.mark.parametrize("path", python_files(), ids=module_name)
 def test_processes_meet_by_messages(path):
     for target, line in imports_of(path):
-        room = target.split(".")[1] if target.startswith("phalanx.") else ""
-        allowed = MEETS_ONLY.get((room_of(path), room))
+        package = target.split(".")[1] if target.startswith("phalanx.") else ""
+        allowed = MEETS_ONLY.get((package_of(path), package))
         assert allowed is None or f"{target}.".startswith(f"{allowed}."), f"{path}:{line} imports {target}, not {allowed}"
 
 
-def test_no_import_circle_lazy_imports_included():
-    graph = {module_name(p): {t for t, _ in imports_of(p) if t.startswith("phalanx")} for p in python_files()}
-    graph = {m: {_known(t, graph) for t in targets} - {None, m} for m, targets in graph.items() if not m.endswith("__init__")}
+def test_no_import_circle():
+    """Lazy imports and `__init__` included. A module depends on a package's `__init__` if it takes a name from the package itself,
+    not if it takes a module of it: `from phalanx.kernels import linear` depends on kernels/__init__.py, and
+    `from phalanx.kernels import reference` does not."""
+    names = {path: module_name(path).removesuffix(".__init__") for path in python_files()}
+    graph: dict[str, set[str]] = {names[path]: set() for path in python_files()}
+    for path, name in names.items():
+        graph[name] = {_file_of(target, graph) for target, _ in imports_of(path) if target.startswith("phalanx")} - {"", name}
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> None:
         assert module not in path, f"a circle: {' -> '.join([*path[path.index(module) :], module])}"
-        if module in done or module not in graph:
+        if module in done:
             return
         for target in sorted(graph[module]):
             visit(target, [*path, module])
@@ -97,12 +102,22 @@ def test_no_import_circle_lazy_imports_included():
         visit(module, [])
 
 
-def _known(target: str, graph: dict) -> str | None:
-    """The module that an import names: `from a.b import c` may name a.b.c or an attribute of a.b. A door (a package) is no
-    part of a circle: it holds no logic."""
+def _file_of(target: str, graph: dict[str, set[str]]) -> str:
+    """The file that an import names: `from a.b import c` names a.b.c, or an attribute of a.b."""
     while target and target not in graph:
         target = target.rpartition(".")[0]
-    return target or None
+    return target
+
+
+def test_init_files_hold_no_logic():
+    """An `__init__` re-exports: besides imports, a docstring and `__all__` it may define `__getattr__`, for lazy names."""
+    for path in python_files():
+        if path.name != "__init__.py":
+            continue
+        for node in tree_of(path).body:
+            function = node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else "__getattr__"
+            assert function == "__getattr__", f"{path}:{node.lineno} defines {function}"
+            assert not isinstance(node, ast.ClassDef), f"{path}:{node.lineno} defines a class"
 
 
 READS_ENVIRONMENT = {
@@ -129,7 +144,7 @@ def test_only_sources_reads_the_environment(path):
         "executor.node", "comm.launch", "cli",
     ],
 )  # fmt: skip
-def test_rooms_that_never_wait_for_torch(module):
+def test_modules_that_never_wait_for_torch(module):
     if not (SRC / module.replace(".", "/")).is_dir() and not (SRC / (module.replace(".", "/") + ".py")).is_file():
         pytest.fail(f"phalanx.{module} is gone; mend this list")
     code = f"import sys, phalanx.{module}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'triton', 'pandas')))"
