@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from phalanx.engine.messages import AddRequest, RequestUpdate, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.kernels import reference
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.batch import Batch, KvCache, LayerCache
 from phalanx.models.layers.attention import triton
 from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
 from phalanx.models.layers.attention.sdpa import SdpaBackend

@@ -5,124 +5,37 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.comm.group import Group, Solo
+from phalanx.comm.group import Solo
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.config.sampling_params import SamplingParams
-from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult, StepRow
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.errors import EngineError
-from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, KvCache, LayerCache
-from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
+from phalanx.models import registry
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.embedding import ParallelLMHead
 from phalanx.worker import cuda_graphs
-from phalanx.worker.cuda_graphs import EagerCapturer, GraphCapturer, Replay
-from phalanx.worker.graph_buffers import graph_sizes
+from phalanx.worker.cuda_graphs import EagerCapturer
 from phalanx.worker.model_runner import ModelRunner
-from phalanx.worker.sampler import Sampler
 from tests.support.checkpoints import write_checkpoint
-from tests.support.engine_drive import BLOCK, GREEDY, Drive, expected, prompts
-from tests.worker.test_model_runner import Pipe
-
-CPU = torch.device("cpu")
-SLOTS, BLOCKS = 11, 100
-ROWS = [size.tokens for size in graph_sizes(SLOTS, 0)[0]]
-
-
-class Counting(EagerCapturer):
-    """How often was replayed, by the number of the recording (0: the largest size)."""
-
-    def __init__(self) -> None:
-        self.recorded = 0
-        self.replays: Counter[int] = Counter()
-
-    def capture(self, work: Callable[[], None]) -> Replay:
-        number, self.recorded = self.recorded, self.recorded + 1
-        again = super().capture(work)
-
-        def replay() -> None:
-            self.replays[number] += 1
-            again()
-
-        return replay
-
-
-class Fixed(SdpaBackend):
-    """Knows the rows of fixed batches by what lies on the device alone, as a kernel in a graph does. planned: such batches."""
-
-    captures_prefill = False
-    planned = 0
-
-    @property
-    def graphs(self) -> Fixed:  # type: ignore[override]
-        return self
-
-    def short_kv_limit(self, rows: int) -> int:
-        return 0
-
-    def plan(self, batch: Batch) -> AttentionPlan:  # type: ignore[override]
-        if not batch.fixed:
-            return super().plan(batch)
-        self.planned += 1
-        return Late(batch, super().plan)
-
-
-class Late:
-    """Plans when it is asked to attend, from the batch's tensors."""
-
-    def __init__(self, batch: Batch, plan: Callable[[Batch], AttentionPlan]) -> None:
-        self._batch, self._plan = batch, plan
-
-    def forward(self, query: Tensor, cache: KvCache, **asked: Any) -> Tensor:
-        assert self._batch.table_rows is not None
-        tables = self._batch.block_tables[self._batch.table_rows]
-        lengths = self._batch.kv_lengths.tolist()
-        batch = replace(self._batch, block_tables=tables, table_rows=None, kv_lengths_cpu=lengths, fixed=False)
-        return self._plan(batch).forward(query, cache, **asked)
-
-
-def make_runner(
-    folder: Path, capturer: GraphCapturer | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
-    attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
-) -> ModelRunner:  # fmt: skip
-    shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
-    weights.load(model, folder)
-    caches = [LayerCache.zeros(BLOCKS, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
-    runner = ModelRunner(
-        model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
-        max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, capturer=capturer,
-        max_num_tokens=tokens,
-    )  # fmt: skip
-    list(runner.capture())
-    return runner
-
-
-def drive(*stages: ModelRunner) -> Drive:
-    results: deque[StepResult] = deque()
-
-    def submit(step: Step) -> None:
-        for stage in stages:
-            rows, _ = stage.run(step.batches[0]).results()
-        assert rows is not None
-        results.append(StepResult(step.number, [rows]))
-
-    return Drive(submit, lambda: [results.popleft()] if results else [], blocks=BLOCKS)
-
-
-def held(runner: ModelRunner) -> list[Tensor]:
-    """Keys and values by slot of the cache."""
-    return [part.flatten(0, 1) for cache in runner.caches for part in (cache.key, cache.value)]
+from tests.support.engine_drive import BLOCK, GREEDY, expected, prompts
+from tests.support.worker_graphs import (
+    BLOCKS,
+    CPU,
+    ROWS,
+    Counting,
+    Fixed,
+    Pipe,
+    drive,
+    held,
+    make_runner,
+)
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +176,7 @@ def test_a_back_end_that_cannot_be_captured_has_no_graphs(folder: Path) -> None:
 
 
 class _Cuda:
-    """What CudaTape asks of torch.cuda; nothing is captured."""
+    """What CudaGraphCapturer asks of torch.cuda; nothing is captured."""
 
     def __init__(self) -> None:
         self.pools: list[object] = []

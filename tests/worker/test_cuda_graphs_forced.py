@@ -16,8 +16,8 @@ from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint
-from tests.worker.test_cuda_graphs_memory import BLOCK, SLOTS, made_runner
-from tests.worker.test_cuda_graphs_mixed import kernels_backend, put_references
+from tests.support.worker_graphs import kernels_backend, put_references
+from tests.support.worker_profiled_runner import BLOCK, SLOTS, made_runner
 
 CPU = torch.device("cpu")
 REPORTING = SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=1)

@@ -4,9 +4,7 @@ give. The back end is the kernels', with the kernels' references in their place.
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +15,32 @@ from torch import Tensor
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.config.sampling_params import SamplingParams
-from phalanx.engine.messages import AddRequest, RequestUpdate, SlotAssignment, StepBatch, StepResult, StepRow
-from phalanx.engine.scheduler import Scheduler, SchedulerOptions
-from phalanx.kernels import reference
+from phalanx.engine.messages import RequestUpdate, SlotAssignment, StepBatch, StepRow
 from phalanx.models.batch import Batch
 from phalanx.models.layers.attention import triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend, TritonPlan
 from phalanx.worker import graph_buffers, memory_profile
 from phalanx.worker.cuda_graphs import StepGraphs
-from phalanx.worker.graph_buffers import GraphSize, graph_sizes
-from phalanx.worker.model_runner import ModelRunner
-from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from phalanx.worker.graph_buffers import GraphSize
+from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK, GREEDY, expected, prompts
-from tests.worker.test_cuda_graphs import BLOCKS, CPU, ROWS, SLOTS, Counting, drive, held, make_runner
-from tests.worker.test_model_runner import Pipe
-
-TOKENS = 80
-"""Of a step: so there are graphs of 32, 64 and 80."""
+from tests.support.worker_graphs import (
+    BLOCKS,
+    CPU,
+    ROWS,
+    TOKENS,
+    Pipe,
+    Steps,
+    alike,
+    drive,
+    held,
+    make_runner,
+    put_references,
+    requests,
+    serve,
+    step_runner,
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,107 +52,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     put_references(monkeypatch)
-
-
-def put_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of the kernels of attention."""
-    hints = "workspace", "short", "splits", "early_lengths", "tiles"
-
-    def decode(query: Tensor, *inputs: Any, out: Tensor, **options: Any) -> Tensor:
-        asked = {name: given for name, given in options.items() if name not in hints}
-        return out.copy_(reference.decode_attention(query, *inputs, **asked))
-
-    def prefill(query: Tensor, *inputs: Any, **options: Any) -> Tensor:
-        asked = {name: given for name, given in options.items() if name not in hints}
-        return reference.prefill_attention(query, *inputs, **asked)
-
-    monkeypatch.setattr(triton.kernels, "decode_attention", decode)
-    monkeypatch.setattr(triton.kernels, "prefill_attention", prefill)
-
-
-class Steps(Counting):
-    """sized: how often was replayed, by size."""
-
-    def __init__(self, tokens: int = TOKENS, rows: int = SLOTS) -> None:
-        super().__init__()
-        order = [size for kind in graph_sizes(rows, tokens) for size in kind[::-1]]
-        self.of = dict(enumerate(order))
-
-    @property
-    def sized(self) -> Counter[GraphSize]:
-        return Counter({self.of[number]: count for number, count in self.replays.items()})
-
-    @property
-    def mixed(self) -> dict[int, int]:
-        """Of any rows, by tokens."""
-        return {size.tokens: count for size, count in self.sized.items() if size.prefill_rows}
-
-
-def kernels_backend() -> TritonBackend:
-    return TritonBackend(SdpaBackend(), CPU, "e4m3")
-
-
-def step_runner(
-    folder: Path, capturer: Counting | None, layers: range | None = None, pipe: object = None, **options: Any
-) -> ModelRunner:
-    return make_runner(folder, capturer, layers, pipe, attention=kernels_backend, **{"tokens": TOKENS, **options})
-
-
-def requests(seed: int, count: int = 16) -> list[tuple[int, AddRequest]]:
-    """(turn at which it comes, request): short and long prompts, some that begin alike, some that draw, or ask for logprobs. Each
-    might stop at some token, so that nobody knows how many blocks it will take."""
-    chance = random.Random(seed)
-    words = [[chance.randrange(3, 380) for _ in range(24)] for _ in range(2)]
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0}, {"temperature": 0.0, "prompt_logprobs": 1}, {"temperature": 0.9, "seed": 7},
-        {"temperature": 0.0, "logprobs": 1, "repetition_penalty": 1.2},
-    ]  # fmt: skip
-    found = []
-    for number in range(count):
-        prompt = [chance.randrange(3, 380) for _ in range(chance.randint(1, 30))]
-        prompt = chance.choice(words)[: chance.choice((0, 9, 24))] + prompt * (2 if number == count // 2 else 1)
-        params = SamplingParams(max_tokens=chance.randint(1, 40), **kinds[chance.randrange(6) % 4])
-        found.append((chance.randrange(12), AddRequest(str(number), prompt, params, stop_token_ids=[381])))
-    return sorted(found, key=lambda each: each[0])
-
-
-def serve(
-    stages: Sequence[ModelRunner], asked: Sequence[tuple[int, AddRequest]], **overrides: Any
-) -> tuple[dict[str, list[RequestUpdate]], Scheduler]:
-    """What each request is told; the ranks have each step's results at once, and the scheduler takes them as late as it may."""
-    settled: dict[str, Any] = {
-        "num_blocks": 30, "block_size": BLOCK, "max_batch_size": SLOTS, "max_num_tokens": TOKENS, "max_seq_len": 128,
-        "vocab_size": VOCAB_SIZE, "pipeline_stages": len(stages), **overrides,
-    }  # fmt: skip
-    scheduler = Scheduler(SchedulerOptions(**settled))
-    coming, results, turn = deque(asked), deque[StepResult](), 0
-    told: dict[str, list[RequestUpdate]] = {add.request_id: [] for _, add in asked}
-    while coming or not scheduler.idle:
-        while coming and coming[0][0] <= turn:
-            scheduler.add(coming.popleft()[1])
-        while (step := scheduler.schedule()) is not None:
-            for stage in stages:
-                rows, _ = stage.run(step.batches[0]).results()
-            assert rows is not None
-            results.append(StepResult(step.number, [rows]))
-        for said in scheduler.process_result(results.popleft()) if results else []:
-            assert isinstance(said, RequestUpdate)
-            told[said.request_id].append(said)
-        turn += 1
-        assert turn < 2000
-    scheduler.check()
-    return told, scheduler
-
-
-def alike(got: dict[str, list[RequestUpdate]], wanted: dict[str, list[RequestUpdate]]) -> None:
-    for name, updates in wanted.items():
-        assert [update.tokens for update in got[name]] == [update.tokens for update in updates], name
-        for mine, other in zip(got[name], updates, strict=True):
-            for part, its in ((mine.logprobs, other.logprobs), (mine.prompt_logprobs or [], other.prompt_logprobs or [])):
-                entries, wanted_entries = ([entry for entry in each if entry is not None] for each in (part, its))
-                assert [entry.token for entry in entries] == [entry.token for entry in wanted_entries]
-                close = pytest.approx([entry.logprob for entry in wanted_entries], abs=1e-3)
-                assert [entry.logprob for entry in entries] == close
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("mistral", 2), ("mistral", 3)])

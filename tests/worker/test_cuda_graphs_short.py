@@ -23,7 +23,7 @@ from phalanx.worker.graph_buffers import GraphSize
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import expected, prompts
-from tests.worker.test_cuda_graphs import CPU, ROWS, Counting, drive, make_runner
+from tests.support.worker_graphs import CPU, ROWS, Counting, drive, make_runner
 
 PROCESSORS = 16
 """So that up to 4 rows, of 2 KV heads each, are few."""

@@ -16,8 +16,7 @@ from phalanx.worker.graph_buffers import graph_sizes
 from phalanx.worker.model_runner import ModelRunner
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK, GREEDY
-from tests.worker.test_cuda_graphs import BLOCKS, SLOTS, Counting
-from tests.worker.test_cuda_graphs_mixed import TOKENS, alike, put_references, requests, serve, step_runner
+from tests.support.worker_graphs import BLOCKS, SLOTS, TOKENS, Counting, alike, put_references, requests, serve, step_runner
 
 LAYERS = 3
 

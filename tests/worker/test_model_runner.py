@@ -23,21 +23,9 @@ from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.sampler import Sampler
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK, GREEDY, Drive, expected, prompts
+from tests.support.worker_graphs import Pipe
 
 CPU = torch.device("cpu")
-
-
-class Pipe:
-    """Two stages in one process: what the first sends the second receives."""
-
-    def __init__(self, rank: int, lane: deque[torch.Tensor]) -> None:
-        self.rank, self.size, self._lane = rank, 2, lane
-
-    def send(self, x: torch.Tensor, to: int) -> None:
-        self._lane.append(x.clone())
-
-    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        return x.copy_(self._lane.popleft())
 
 
 def make_runner(folder: Path, layers: range | None = None, pipe: object = None) -> ModelRunner:

@@ -24,7 +24,7 @@ from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.warmup import warm_up
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import BLOCK, expected, prompts
-from tests.worker.test_cuda_graphs import SLOTS, Counting, drive, make_runner
+from tests.support.worker_graphs import SLOTS, Counting, drive, make_runner
 
 CPU = torch.device("cpu")
 

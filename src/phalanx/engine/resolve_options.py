@@ -18,6 +18,5 @@ def resolve_options(options: EngineOptions) -> tuple[ModelShape, Resolved]:
     """
     shape = ModelShape.from_folder(locate(options.model, options.revision))
     resolved = resolve(options, shape, len(detect_machine().gpus))
-    layout = Layout(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size)
-    require_suits(layout, shape)
+    require_suits(Layout.of(options), shape)
     return shape, resolved

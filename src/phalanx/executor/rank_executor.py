@@ -49,7 +49,7 @@ class RankExecutor:
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
-        self._layout = Layout(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size)
+        self._layout = Layout.of(options)
         self._host = host_ranks(options, 0)
         self._launcher = load_launcher(options)
         self._launcher.require_devices(self._host)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.config.model import ModelShape
+from phalanx.config.options import EngineOptions
 from phalanx.errors import LayoutError
 
 _LARGEST_NAMED = 64  # tp sizes beyond are not listed
@@ -33,6 +34,11 @@ class Layout:
     def __post_init__(self) -> None:
         if min(self.pp, self.dp, self.tp) < 1:
             raise LayoutError(f"layout pp={self.pp} dp={self.dp} tp={self.tp} was asked for", why="each axis is at least 1")
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> Layout:
+        """The layout that these options name; dp is the number of expert-parallel groups."""
+        return cls(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size)
 
     @property
     def world(self) -> int:

@@ -86,9 +86,7 @@ class Worker:
         self.rank: int = config["rank"]
         self.channel = channel
         self._config = config
-        self._layout = Layout(
-            self.options.pipeline_parallel_size, self.options.expert_parallel_size, self.options.tensor_parallel_size
-        )
+        self._layout = Layout.of(self.options)
         self._place = self._layout.place(self.rank)
         self._phases = log.Phases(logger)
         self._bytes: dict[str, int] = {}
