@@ -127,7 +127,7 @@ def test_readers_scale_on_gpu(static: bool, dtype: torch.dtype, tokens: int) -> 
     step = 3e-2  # a few roundings to bf16, which products in fp16 take too
     gated = reference.silu_mul(expected)
     assert (kernels.silu_mul(gemm_output).float() - gated).norm() < step * gated.norm()
-    for static_scale in (None, torch.tensor(20.0, device="cuda")):
+    for static_scale in (None, torch.tensor(40.0, device="cuda")):  # 40 * 448 is beyond all of these: nothing saturates
         inner, finished = (
             kernels.silu_mul_quant_fp8(gemm_output, static_scale),
             kernels.silu_mul_quant_fp8(expected.to(dtype), static_scale),
