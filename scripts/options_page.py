@@ -20,7 +20,7 @@ from phalanx.config.serving import ServeOptions
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 HEAD = """# Options
 
-Each option is a flag (`--name`, with `_` or `-`), a key of `--config FILE.yaml`, and an environment variable (`PHALANX_NAME`).
+Each option is a flag (`--NAME`, with `_` or `-`), a key of `--config FILE.yaml`, and an environment variable (`PHALANX_NAME`).
 Engine options are also keywords of `LLM(...)`. Flags override environment variables, which override the file.
 `scripts/options_page.py` writes this page from the option models.
 """

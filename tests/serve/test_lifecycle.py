@@ -178,7 +178,7 @@ def test_port_in_use(tmp_path, tiny_model):
     [
         ("nothing-here", {}, 1, "there is no folder"),
         (None, {"chat_template": "{% if"}, 1, "cannot be compiled"),
-        (None, {"chat_template": "no-such-file.jinja"}, 2, "there is no such file"),
+        (None, {"chat_template": "no-such-file.jinja"}, 2, "chat_template='no-such-file.jinja' is neither a file nor a template"),
         (None, {"host": "192.0.2.1"}, 2, "192.0.2.1"),
         (None, {"host": "no.such.host.invalid"}, 2, "no.such.host.invalid"),
     ],
@@ -199,11 +199,11 @@ def test_a_tokenizer_that_is_not_there_is_named_as_one(tmp_path, tiny_model):
 def test_on_cpu_the_first_request_for_structured_output_waits_and_the_log_says_why(tmp_path, tiny_model):
     with fake_server(tmp_path, tiny_model, api_key=None) as served:
         served.wait_ready()
-        assert "its compiler starts with the first request for it" in served.log
-        assert "the compiler of grammars is ready" not in served.log
+        assert "the compiler of structured output starts with the first request" in served.log
+        assert "the compiler of structured output is ready" not in served.log
         with served.http() as http:
             assert http.post(PLAIN, json={**ask(1), "guided_regex": "[ab]+"}).status_code == 200
-        until(lambda: "the compiler of grammars is ready" in served.log)
+        until(lambda: "the compiler of structured output is ready" in served.log)
 
 
 def test_the_key_is_nowhere(tmp_path, tiny_model):

@@ -221,11 +221,11 @@ def test_chat(llm):
     many = llm.chat([messages, messages], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in many] == [one.outputs[0].token_ids] * 2
     for wrong, message in (
-        (["hello"], "a message is a dict"),
-        ("hello", "a chat is a list of messages"),
-        ([], "a chat is a list of messages"),
-        (messages[0], "a chat is a list of messages"),
-        (None, "a chat is a list of messages"),
+        (["hello"], "^a message must be a dict"),
+        ("hello", "^a chat must be a list of messages"),
+        ([], "^a chat must be a list of messages"),
+        (messages[0], "^a chat must be a list of messages"),
+        (None, "^a chat must be a list of messages"),
         ([messages, []], "a chat without a message"),
     ):
         with pytest.raises(RequestError, match=message):
@@ -255,9 +255,9 @@ def test_many_threads_share_the_engine(llm):
         ([384], r"token 384 .*0\.\.383"),
         ([-1], "token -1"),
         ([], "0 tokens"),
-        (3.5, "a prompt is a text or a list of token ids, not float"),
+        (3.5, "^a prompt must be a text or a list of token ids, not float"),
         ({"text": "a"}, "give either 'prompt' or 'prompt_token_ids'"),
-        (["a", 3], "a prompt is a text or a list of token ids, not int"),
+        (["a", 3], "^a prompt must be a text or a list of token ids, not int"),
         ("\ud800", "not valid Unicode"),
     ],
 )

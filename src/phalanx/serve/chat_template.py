@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phalanx.errors import ModelError, RequestError
 
-Message = Mapping[str, Any]
+MessageDict = Mapping[str, Any]
 
 
 class _GenerationTag(Extension):
@@ -54,7 +54,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageDict],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -81,7 +81,7 @@ class ChatTemplate:
             ) from None
 
 
-def _plain_message(message: Message) -> dict[str, Any]:
+def _plain_message(message: MessageDict) -> dict[str, Any]:
     """A message as plain data. A list of text parts as content is joined by newlines, as text-only templates expect."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message must be a dict with a role and content, not {_short(message)}")

@@ -20,7 +20,7 @@ from phalanx.config.sources import long_option_name, place_process
 from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import RequestError, UnknownOption
 from phalanx.serve.background_engine import BackgroundEngine
-from phalanx.serve.chat_template import Message
+from phalanx.serve.chat_template import MessageDict
 from phalanx.serve.completions import stream_completions
 from phalanx.serve.outputs import CompletionDelta, RequestOutput
 from phalanx.serve.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[MessageDict] | Sequence[Sequence[MessageDict]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -117,7 +117,7 @@ class LLM:
                 f"a chat must be a list of messages, or a list of such lists, not {_named(messages)}", next=_MESSAGE_HINT
             )
         single = isinstance(messages[0], Mapping)
-        talks = cast("list[Sequence[Message]]", [messages] if single else list(messages))
+        talks = cast("list[Sequence[MessageDict]]", [messages] if single else list(messages))
         variables = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         jobs = self._jobs([self._tokens_of_chat(talk, **variables) for talk in talks], sampling_params, single=single)
         outputs = self._finish(jobs, use_tqdm=use_tqdm and not single)
@@ -125,7 +125,7 @@ class LLM:
 
     def chat_async(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageDict],
         sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -163,7 +163,7 @@ class LLM:
             return None, list(cast("Sequence[int]", prompt))
         raise RequestError(f"a prompt must be a text or a list of token ids, not {_named(prompt)}")
 
-    def _tokens_of_chat(self, messages: Sequence[Message], **variables: Any) -> tuple[str, list[int]]:
+    def _tokens_of_chat(self, messages: Sequence[MessageDict], **variables: Any) -> tuple[str, list[int]]:
         tokenizer = self._need_tokenizer("a chat")
         if not messages:
             raise RequestError("a chat has no message", next=_MESSAGE_HINT)

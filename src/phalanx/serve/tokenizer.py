@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from phalanx.errors import ModelError, ModelNotFound, RequestError
-from phalanx.serve.chat_template import ChatTemplate, Message
+from phalanx.serve.chat_template import ChatTemplate, MessageDict
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
@@ -96,7 +96,7 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageDict],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -110,7 +110,7 @@ class Tokenizer:
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **{**self.special, **variables})
 
-    def encode_chat(self, messages: Sequence[Message], **variables: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[MessageDict], **variables: Any) -> list[int]:
         """Token ids of a conversation: `apply_chat_template`, encoded."""
         return self.encode(self.apply_chat_template(messages, **variables), add_special_tokens=False)
 
