@@ -65,6 +65,7 @@ def works() -> dict[str, Work]:
 
     eight = ["all", "llama-3-8b", "--dtype", "bf16", "--kv_cache_dtype", "fp8", *_each("-w", DECODES[:2])]
     streams = ((1, 2, 128, 65), (64, 64, 128, 129))
+    kernels = ["tests/kernels/attention", "tests/kernels/ops", "tests/kernels/sampling"]
     return {
         "tp4": Work(4, 230, scaling("4")),
         "strategies_tp4": Work(4, 230, strategies(4)),
@@ -85,7 +86,7 @@ def works() -> dict[str, Work]:
         ),
         "fp8_error": Work(1, 120, python=["-m", "benchmarks.models.fp8_error", "--device", "cuda", "--out", "OUT"]),
         "test_engine": Work(1, 300, python=_tests("gpu1", "tests/worker", "tests/bench", "tests/kernels/compiling")),
-        "test_kernels": Work(1, 300, python=_tests("gpu1", *(f"tests/kernels/{name}" for name in ("attention", "ops", "sampling")), "tests/models")),
+        "test_kernels": Work(1, 300, python=_tests("gpu1", *kernels, "tests/models")),
         "test_gemm": Work(1, 400, python=_tests("gpu1", "tests/kernels/gemm")),
         "test_two_stages": Work(2, 200, python=_tests("gpu2", "tests/kernels/compiling", "tests/architecture")),
         "test_two": Work(2, 400, python=[*_tests("gpu2", "tests/comm"), "-n", "0"]),

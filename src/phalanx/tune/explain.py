@@ -53,7 +53,7 @@ def _sequence_parallel(decide: Rules, dtype: str, hidden: int, fusions: tuple[Fu
     gemm_rs = -(-GEMM_RS_MIN_BYTES // (hidden * DTYPES[dtype].itemsize))
     if any(choose_sharded(Message("all_reduce", fusion, dtype, first, hidden, world), decide) for fusion in fusions):
         yield (
-            f"between layers of a model, with FP8 or without quantization: RS_NORM_AG from {first} tokens on, whatever follows here "
+            f"between layers of a model, in FP8 or unquantized: RS_NORM_AG from {first} tokens on, in place of what follows "
             "(reduce-scatter, residual and norm of each rank's own rows, all-gather); "
             f"from {gemm_rs} tokens on GEMM_RS: the GEMM writes its output to the ranks that sum it"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of a folder of CSVs, one HTML page with times, winners, regret and the seed's fit that needs no other file."""
+"""The plots of a folder of CSVs, and one self-contained HTML page with plots, winners, regret and the fit of the seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from phalanx.tune.fit import regret, relative_error
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-PICTURES: dict[str, Callable[..., Any]] = {
+PLOTS: dict[str, Callable[..., Any]] = {
     "heatmap": plots.visualize_2d_heatmap,
     "best_strategy": plots.visualize_2d_best_strategy,
     "strategy_difference_heatmap": plots.visualize_strategy_difference_heatmaps,
@@ -40,16 +40,16 @@ th{background:#f0f4f8}td:first-child,th:first-child{text-align:left}img{max-widt
 """
 
 
-def draw(folder: Path, told: OnFile | None = None) -> list[Path]:
-    """For every CSV and fusion `viz/{FUSION}/{stem}_{picture}.png`, and `viz/report.html`; the paths written.
+def draw(folder: Path, on_file: OnFile | None = None) -> list[Path]:
+    """Write `viz/{FUSION}/{stem}_{plot}.png` for every CSV and fusion, and `viz/report.html`; the paths written.
 
-    A CSV of several dtypes gives one picture for each, with the dtype in its name after the first. Raises TableError for a folder
-    without CSVs, or a faulty one, before anything is written.
+    A CSV of several dtypes gives one plot for each; all but the first have the dtype in their names. Raises TableError for a folder
+    without CSVs, or with a faulty one, before anything is written.
     """
     benches = records.read_folder(folder)
-    found = decide_benchmarks(benches)
+    results = decide_benchmarks(benches)
     paths: list[Path] = []
-    pictures: dict[tuple[int, int], list[tuple[str, bytes]]] = defaultdict(list)
+    plots_of: dict[tuple[int, int], list[tuple[str, bytes]]] = defaultdict(list)
     for bench in benches:
         path = records.csv_path(folder, bench.world, bench.sm)
         frame = plots.read_frame(path)
@@ -58,41 +58,41 @@ def draw(folder: Path, told: OnFile | None = None) -> list[Path]:
             for dtype in [name for name in names if ((frame["fusion"] == fusion.name) & (frame["dtype"] == name)).any()]:
                 first = not any(p.parent.name == fusion.name and p.name.startswith(f"{path.stem}_") for p in paths)
                 stem = path.stem if first else f"{path.stem}.{dtype}"
-                for name, picture in PICTURES.items():
+                for name, plot in PLOTS.items():
                     target = folder / "viz" / fusion.name / f"{stem}_{name}.png"
-                    data = _picture(picture, frame[frame["dtype"] == dtype], fusion, target)
+                    data = _draw(plot, frame[frame["dtype"] == dtype], fusion, target)
                     if data is not None:
-                        pictures[bench.sm, bench.world].append((f"{fusion.name} {dtype}: {name.replace('_', ' ')}", data))
+                        plots_of[bench.sm, bench.world].append((f"{fusion.name} {dtype}: {name.replace('_', ' ')}", data))
                         paths.append(target)
-                        if told is not None:
-                            told(str(target))
-    write_whole(folder / REPORT, page(found, pictures))
+                        if on_file is not None:
+                            on_file(str(target))
+    write_whole(folder / REPORT, page(results, plots_of))
     return [*paths, folder / REPORT]
 
 
-def _picture(picture: Callable[..., Any], frame: DataFrame, fusion: Fusion, target: Path) -> bytes | None:
-    """Draw one; None where only AUTO was measured, which has no winner."""
-    if picture is plots.visualize_2d_best_strategy and set(frame.loc[frame["fusion"] == fusion.name, "strategy"]) == {"AUTO"}:
+def _draw(plot: Callable[..., Any], frame: DataFrame, fusion: Fusion, target: Path) -> bytes | None:
+    """Draw one plot; None where only AUTO was measured, which has no winner."""
+    if plot is plots.visualize_2d_best_strategy and set(frame.loc[frame["fusion"] == fusion.name, "strategy"]) == {"AUTO"}:
         return None
-    picture(frame, fusion.name, target)
+    plot(frame, fusion.name, target)
     return target.read_bytes()
 
 
-def page(found: list[DecidedBenchmark], pictures: dict[tuple[int, int], list[tuple[str, bytes]]]) -> str:
-    """The report's text. Raises TableError for no benchmarks."""
-    if not found:
+def page(results: list[DecidedBenchmark], plots_of: dict[tuple[int, int], list[tuple[str, bytes]]]) -> str:
+    """The HTML of the report. Raises TableError for no benchmarks."""
+    if not results:
         raise TableError("no benchmark to report on", next="measure with `phalanx allreduce bench`")
     out = io.StringIO()
     out.write(f'<!doctype html><html lang="en"><meta charset="utf-8"><title>All-reduce</title><style>{_STYLE}</style>\n')
     out.write("<h1>All-reduce: what is fastest where</h1>\n")
     out.write('<p class="note">Times are microseconds: the median of the replays of the slowest rank. Regret is how much slower a ')
     out.write("decision is than the fastest measured choice of the same cell.</p>\n")
-    for one in found:
-        _section(out, one, pictures.get((one.bench.sm, one.bench.world), []))
+    for one in results:
+        _section(out, one, plots_of.get((one.bench.sm, one.bench.world), []))
     return out.getvalue() + "</html>\n"
 
 
-def _section(out: io.StringIO, one: DecidedBenchmark, pictures: list[tuple[str, bytes]]) -> None:
+def _section(out: io.StringIO, one: DecidedBenchmark, images: list[tuple[str, bytes]]) -> None:
     bench, table = one.bench, one.table
     out.write(f"<h2>{html.escape(str(table.fingerprint))}</h2>\n<p>Table digest <code>{table.digest}</code></p>\n")
     _table(out, ["fact", "value"], [[name, text] for name, text in bench.facts.items()])
@@ -100,11 +100,11 @@ def _section(out: io.StringIO, one: DecidedBenchmark, pictures: list[tuple[str, 
     _table(out, ["fusion", "cells", "won by", "regret of the table", "regret of the seed"], _verdicts(one))
     out.write("<h3>The seed's fit: time = a + b x bytes + c x tokens</h3>\n")
     _table(out, ["fusion", "choice", "a (us)", "b (us per MiB)", "c (us per 1024 tokens)", "median error"], _models(one))
-    for title, data in pictures:
+    for title, data in images:
         encoded = base64.b64encode(data).decode()
         out.write(f'<h3>{html.escape(title)}</h3>\n<img alt="{html.escape(title)}" src="data:image/png;base64,{encoded}">\n')
     if bench.skips:
-        out.write(f"<details><summary>{len(bench.skips)} candidates were left out</summary>\n")
+        out.write(f"<details><summary>{len(bench.skips)} candidates were skipped</summary>\n")
         by_reason: dict[str, list[str]] = defaultdict(list)
         for task, reason in bench.skips.items():
             by_reason[reason].append(str(task))

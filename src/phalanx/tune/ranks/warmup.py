@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,4 +67,5 @@ def arguments(task: Task, device: torch.device) -> tuple[Tensor, ResidualRmsNorm
     static = task.fusion.quant != "none" and not task.fusion.token_scale
     scale = torch.empty((), dtype=torch.float32, device=device) if static else None
     weight = torch.empty(task.hidden, dtype=dtype, device=device)
-    return x, ResidualRmsNorm(torch.empty_like(x), weight, 1e-5, task.fusion.quant, scale, task.fusion.keeps_norm)  # type: ignore[arg-type]
+    quant: Any = task.fusion.quant
+    return x, ResidualRmsNorm(torch.empty_like(x), weight, 1e-5, quant, scale, task.fusion.keeps_norm)
