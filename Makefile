@@ -16,7 +16,7 @@ demo: $(VENV)/.bare
 
 test: $(VENV)/.dev
 	@echo "== tests (several minutes: they start real ranks and servers)"
-	@$(PY) -m pytest -q -n 2 --dist loadfile
+	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev
 	@echo "== ruff" && $(VENV)/bin/ruff check --no-cache src tests scripts benchmarks && $(VENV)/bin/ruff format --check src tests scripts benchmarks

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.sources import ROOT, SRC, module_name, python_files, tree_of
+from tests.conftest import SLOW_FILES
 
 MAX_FILE, MAX_FUNCTION, MAX_PACKAGE = 600, 60, 20
 LONG_FILES: dict[str, str] = {}
@@ -84,3 +85,7 @@ def test_helpers_of_tests_are_in_support():
         folder = path.relative_to(ROOT / "tests").parts[0]
         if folder not in {"support", "gpu"} and path.name not in {"conftest.py", "__init__.py"}:
             assert path.stem.startswith("test_") or path.relative_to(ROOT) == Path("tests/architecture/sources.py"), path
+
+
+def test_slow_files_exist():
+    assert [name for name in SLOW_FILES if not (ROOT / "tests" / name).is_file()] == []
