@@ -259,13 +259,13 @@ def verify(board: Board) -> None:
             for output, right, theirs in zip(outputs, wanted[:-1], first[:-1], strict=True):
                 same(output, right, f"{call} on rank {rank}")
                 assert torch.equal(output.view(torch.uint8), theirs.view(torch.uint8)), f"{call}: rank {rank} differs from rank 0"
-            (own_rows,) = rank_rows(call.rows, call.rows, rank, board.world)
+            (local_rows,) = rank_rows(call.rows, call.rows, rank, board.world)
             same(
-                residual[own_rows.start : own_rows.stop],
-                wanted[-1][own_rows.start : own_rows.stop],
+                residual[local_rows.start : local_rows.stop],
+                wanted[-1][local_rows.start : local_rows.stop],
                 f"{call}: residual of rank {rank}",
             )
-            others = torch.cat((residual[: own_rows.start], residual[own_rows.stop :]))
+            others = torch.cat((residual[: local_rows.start], residual[local_rows.stop :]))
             assert others.isnan().all(), "a rank wrote rows that it does not reduce"
 
 

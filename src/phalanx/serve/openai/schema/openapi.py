@@ -51,7 +51,7 @@ def responses_of(
 
 def _event(chunk: str) -> dict[str, Any]:
     """The schema of one server-sent event (OpenAPI 3.1 cannot describe a sequence of them)."""
-    bodies = [{"$ref": _REF.format(model=name)} for name in (chunk, "ErrorAnswer")]
+    bodies = [{"$ref": _REF.format(model=name)} for name in (chunk, ErrorResponse.__name__)]
     parsed = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}}
     data = {"anyOf": [{"const": "[DONE]"}, parsed]}
     description = f"One event: a {chunk}, or the error that ended the stream; the last one is [DONE]."
