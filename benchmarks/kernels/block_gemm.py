@@ -143,10 +143,10 @@ def candidates(p: Operands) -> Iterator[tuple[str, Candidate]]:
     tokens, inputs = p.x.shape
     yield "chosen", Candidate(lambda w: block_gemm.block_scaled_mm(p.x, w, p.scale, dtype=BF16), p.quantized)
     if tokens == 1:
-        for tiling in ROWS:
+        for row_tiling in ROWS:
             if inputs <= 8192:
-                yield f"row {tuple(tiling)}", Candidate(partial(row, p, tiling, False), p.quantized)
-            yield f"quantized, row {tuple(tiling)}", Candidate(partial(row, p, tiling, True), p.quantized)
+                yield f"row {tuple(row_tiling)}", Candidate(partial(row, p, row_tiling, False), p.quantized)
+            yield f"quantized, row {tuple(row_tiling)}", Candidate(partial(row, p, row_tiling, True), p.quantized)
     if tokens > 1 and block_gemm.cublas_supports(p.scale.shape[0], inputs, 0, p.x.device):
         by_block = block_gemm.one_scale_per_block(p.scale)
         yield "torch", Candidate(lambda w: block_gemm._cublas(p.x, w, by_block), p.quantized)

@@ -40,7 +40,7 @@ def args_of(kind: str, outputs: int, inputs: int, dtype: torch.dtype, *, bias: b
 
 
 def output_of(args: GemvArgs, tiling: tuple[int, int, int]) -> Tensor:
-    """By one row's own kernel."""
+    """By the GEMV kernel without a fused op."""
     from phalanx.kernels.gemm.gemv import gemv
     from phalanx.kernels.gemm.gemv_fp8 import gemv_fp8
     from phalanx.kernels.gemm.heuristics import GemvTiling
@@ -76,7 +76,7 @@ def check_qkv_rope_store() -> None:
         (torch.bfloat16, (6, 3, 16, 16), True, 0),
         (torch.bfloat16, (4, 2, 8, 8), False, -1),
     ]  # fmt: skip
-    for kind, (dtype, (q_heads, kv_heads, head_dim, pairs), fp8, slot) in itertools.output(KINDS, cases):
+    for kind, (dtype, (q_heads, kv_heads, head_dim, pairs), fp8, slot) in itertools.product(KINDS, cases):
         heads = q_heads + 2 * kv_heads
         args = args_of(kind, heads * head_dim, 48, dtype)
         angles, slots = torch.rand(1, head_dim // 2) * 7, torch.tensor([slot])
