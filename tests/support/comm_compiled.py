@@ -26,22 +26,23 @@ Launched = tuple[str, tuple[int, ...], Any]
 class _Driver:
     """What Triton asks of a driver to compile."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, capability: int, device: int) -> None:
+        self.capability, self.device = capability, device
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton keeps compiled kernels by device
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 @contextmanager
-def only(capability: int) -> Iterator[list[Launched]]:
-    """Inside, launches are compiled for this capability and listed."""
+def only(capability: int, device: int | None = None) -> Iterator[list[Launched]]:
+    """Inside, launches are compiled for this capability and listed. device: Triton keeps compiled kernels by device, so that
+    another number finds none of those that were compiled before in this process."""
     launches: list[Launched] = []
     plain = JITFunction.run
 
@@ -51,7 +52,7 @@ def only(capability: int) -> Iterator[list[Launched]]:
         return made
 
     before = driver._active
-    driver.set_active(_Driver(capability))
+    driver.set_active(_Driver(capability, capability if device is None else device))
     JITFunction.run = run
     try:
         yield launches
