@@ -90,9 +90,9 @@ def _ready(address: str) -> bool:
 
 def test_the_requests_of_the_quick_start(served):
     assert shutil.which("curl"), "the quick start asks with curl"
-    asked = [command.words for command in commands(DOCS / "quickstart.md") if command.words[0] == "curl"]
-    assert len(asked) == 2
-    answer, metrics = (run(*(word.replace(PORT, served) for word in words), "-sSf") for words in asked)
+    requests = [command.words for command in commands(DOCS / "quickstart.md") if command.words[0] == "curl"]
+    assert len(requests) == 2
+    answer, metrics = (run(*(word.replace(PORT, served) for word in words), "-sSf") for words in requests)
     assert RANK.strip() in answer
     assert "phalanx:generation_tokens_total" in metrics
     script = python(DOCS / "quickstart.md", "python served")

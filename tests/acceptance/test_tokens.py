@@ -61,12 +61,12 @@ def reference(request, tmp_path_factory) -> Reference:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts, tokens, logprobs = _prompts(), [], []
     for prompt in prompts:
-        whole = torch.tensor([prompt])
+        sequence = torch.tensor([prompt])
         with torch.inference_mode():
             for _ in range(NEW_TOKENS):
-                whole = torch.cat([whole, model(whole).logits[:, -1:].argmax(-1)], dim=1)
-            scores = model(whole).logits[0].log_softmax(-1)
-        new = whole[0, len(prompt) :].tolist()
+                sequence = torch.cat([sequence, model(sequence).logits[:, -1:].argmax(-1)], dim=1)
+            scores = model(sequence).logits[0].log_softmax(-1)
+        new = sequence[0, len(prompt) :].tolist()
         tokens.append(new)
         logprobs.append([scores[len(prompt) - 1 + i, token].item() for i, token in enumerate(new)])
     return Reference(folder, prompts, tokens, logprobs)
@@ -92,9 +92,9 @@ def test_tokens_equal_transformers(reference, launcher, tp, pp):
         for _ in range(2):  # the second time, prompts hit blocks that the first left behind
             outputs = llm.generate(reference.prompts, params, use_tqdm=False)
             for output, tokens, logprobs in zip(outputs, reference.tokens, reference.logprobs, strict=True):
-                made = output.outputs[0]
-                assert made.token_ids == tokens
-                assert [entry.logprob for entry in made.logprobs] == pytest.approx(logprobs, abs=1e-4)
+                completion = output.outputs[0]
+                assert completion.token_ids == tokens
+                assert [entry.logprob for entry in completion.logprobs] == pytest.approx(logprobs, abs=1e-4)
         stats = llm.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hits > 0

@@ -28,7 +28,7 @@ def one_gpu() -> ModuleType:
 def test_all_ranks_stand_on_the_first_gpu_and_each_is_a_host_to_nccl(one_gpu: ModuleType, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     ran = subprocess.run([sys.executable, SCRIPT, copy, "--gpus", "3"], capture_output=True, text=True, check=True)
-    assert ran.stdout == f"{copy}: its ranks share GPU 0, which stands for 3\n"
+    assert ran.stdout == f"{copy}: its ranks share GPU 0, which replaces 3\n"
     edited = {edit.file for edit in one_gpu.edits(3)}
     for file in edited:
         ast.parse((copy / file).read_text(encoding="utf-8"))
@@ -74,5 +74,5 @@ def test_a_place_that_has_changed_is_named(one_gpu: ModuleType, tmp_path: Path, 
     monkeypatch.setattr(one_gpu, "edits", lambda gpus: iter([gone]))
     with pytest.raises(SystemExit, match=r"errors.py has 0 places like 'what was there once', not one"):
         one_gpu.make(tmp_path / "copy", 2)
-    with pytest.raises(SystemExit, match="is there already"):
+    with pytest.raises(SystemExit, match="exists: name a new folder"):
         one_gpu.make(tmp_path, 2)
