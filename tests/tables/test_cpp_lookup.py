@@ -107,7 +107,7 @@ def test_a_header_in_their_formatting():
         (lambda text: "", "holds no"),
         (lambda text: text[: len(text) // 2], "never closed"),
         (lambda text: text.replace("{4,4,4,4,4,4,4,4,4,4,4,4,0,0,0},", "{4,4},", 1), "different lengths"),
-        (lambda text: text.replace("0,0,0}", "0,0,77}", 1), "77 is no strategy"),
+        (lambda text: text.replace("0,0,0}", "0,0,77}", 1), "77 is not a strategy's number"),
         (lambda text: text.replace("0,0,0}", "0,0,kNone}", 1), "not a table of numbers"),
         (lambda text: text.replace("0,0,0}", "0,0}").replace("0,0,0}", "0,0}"), "different lengths"),
     ],

@@ -47,7 +47,7 @@ def test_reasons():
     assert "1.50x the speed of NCCL" in inside.reason
     assert outside.source == "seed"
     assert "not measured at this size" in outside.reason
-    assert "nothing of its kind" in table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 1, 128).reason
+    assert "this dtype and fusion were not measured" in table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 1, 128).reason
 
 
 def test_stand_ins():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a checkpoint and their bytes, from config.json alone: what stages are balanced by, and what a load expects."""
+"""The tensors of a checkpoint and their bytes, from config.json alone. Stages are balanced by them, and a load checks them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from phalanx.config.quantization import ON_LOAD
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 Tensors = dict[str, tuple[int, ...]]
-"""Name of a checkpoint tensor -> its whole shape."""
+"""Name of a checkpoint tensor -> its complete shape."""
 
 
 class WeightBytes(NamedTuple):
-    """Bytes of the whole model's parts, all ranks of a tensor-parallel group together.
+    """Bytes of the parts of a model, all ranks of a tensor-parallel group together.
 
-    layers: one per layer. embedding: on the first stage. head: final norm and output head on the last stage; a tied head counts
-    here too, as a stage without the embedding holds a copy.
+    layers: one per layer. embedding: on the first stage. head: final norm and output head, on the last stage. A tied head counts
+    here, too, as a stage without the embedding holds a copy.
     """
 
     layers: list[int]
@@ -31,9 +31,10 @@ class WeightBytes(NamedTuple):
 
 def layer_bytes(shape: ModelShape, dtype: str) -> WeightBytes:
     """For `plan.layout.stages(layers, pp, first_bytes=embedding, last_bytes=head)`. dtype: "fp32", "fp16", "bf16", or "fp8" for
-    products in FP8, their scales among them, and 2 bytes elsewhere. Products that the checkpoint has in FP8 stay so with each.
+    linear layers in FP8 with their scales, and 2 bytes elsewhere. Layers that the checkpoint has in FP8 stay in FP8 with each
+    dtype.
 
-    A rank that holds a slice of a product's columns has scales of its own for it; they are counted once here. Static scales of
+    A rank with a slice of a weight's columns has scales of its own for it; they are counted once here. Static scales of
     activations, 4 bytes each, are not counted.
     """
     size = _itemsize(dtype)
@@ -49,7 +50,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _kinds(shape: ModelShape) -> range:
-    """The layers that may differ in bytes: with a quantization that ignores some, any; else one stands for all."""
+    """The layers that may differ in bytes: all, with a quantization that ignores some layers; else the first stands for all."""
     ignores = shape.quantization is not None and (shape.quantization.ignore or shape.quantization.targets)
     return range(shape.num_layers if ignores else 1)
 
@@ -63,32 +64,32 @@ def _bytes(shape: ModelShape, name: str, dims: tuple[int, ...], dtype: str) -> i
 
 
 def tensors(shape: ModelShape) -> Tensors:
-    """Every tensor of a checkpoint; a tied head has none of its own."""
-    found: Tensors = {EMBEDDING: (shape.vocab_size, shape.hidden_size), FINAL_NORM: (shape.hidden_size,)}
+    """Every tensor of a checkpoint. A tied head has none of its own."""
+    shapes: Tensors = {EMBEDDING: (shape.vocab_size, shape.hidden_size), FINAL_NORM: (shape.hidden_size,)}
     if not shape.tie_word_embeddings:
-        found[HEAD] = (shape.vocab_size, shape.hidden_size)
+        shapes[HEAD] = (shape.vocab_size, shape.hidden_size)
     for layer in range(shape.num_layers):
-        found |= layer_tensors(shape, layer)
-    return found
+        shapes |= layer_tensors(shape, layer)
+    return shapes
 
 
 def scales(shape: ModelShape) -> set[str]:
     """The names that the scales of a checkpoint may have."""
-    found: set[str] = set()
+    names: set[str] = set()
     quantization = shape.quantization
     for layer in range(shape.num_layers):
         for name in layer_tensors(shape, layer):
-            product = name.removesuffix(".weight")
-            if name.endswith("_proj.weight") and quantization is not None and quantization.covers(product):
-                found |= {f"{product}.{quantization.scale_name}", f"{product}.input_scale"}
-        found.update(*kv_scales(layer).values())
-    return found
+            layer_name = name.removesuffix(".weight")
+            if name.endswith("_proj.weight") and quantization is not None and quantization.covers(layer_name):
+                names |= {f"{layer_name}.{quantization.scale_name}", f"{layer_name}.input_scale"}
+        names.update(*kv_scales(layer).values())
+    return names
 
 
 def kv_scales(layer: int) -> dict[str, tuple[str, ...]]:
-    """What tools call the scales of one layer's keys ("k") and values ("v") in a cache: llm-compressor and AutoFP8 the first,
-    ModelOpt the second, Quark and older ones the third, which speaks of what a product yields. The last is the oldest: one scale
-    for both."""
+    """The names that tools give to the scales of one layer's keys ("k") and values ("v") in a cache: the first by llm-compressor
+    and AutoFP8, the second by ModelOpt, the third by Quark and older tools (a scale of the layer's output). The last is the oldest:
+    one scale for both."""
     attention = f"model.layers.{layer}.self_attn"
     return {
         kind: tuple(
@@ -99,14 +100,14 @@ def kv_scales(layer: int) -> dict[str, tuple[str, ...]]:
 
 
 def layer_tensors(shape: ModelShape, layer: int) -> Tensors:
-    """Those of one decoder layer."""
+    """The tensors of one decoder layer."""
     return {f"model.layers.{layer}.{name}": dims for name, dims in _layer(shape)}
 
 
 def _layer(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    products = [
+    linears = [
         ("self_attn.q_proj", query, hidden, shape.qkv_bias),
         ("self_attn.k_proj", key, hidden, shape.qkv_bias),
         ("self_attn.v_proj", key, hidden, shape.qkv_bias),
@@ -115,7 +116,7 @@ def _layer(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         ("mlp.up_proj", inner, hidden, shape.mlp_bias),
         ("mlp.down_proj", hidden, inner, shape.mlp_bias),
     ]
-    for name, out, into, bias in products:
+    for name, out, into, bias in linears:
         yield f"{name}.weight", (out, into)
         if bias:
             yield f"{name}.bias", (out,)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured: messages, strategies, tables by ranges, and the seed where nothing was. No torch here."""
+"""Tables of all-reduce measurements: messages, strategies, tables by ranges, and the seed for what was not measured. No torch
+here."""
 
 from phalanx.tables.admit import admit
 from phalanx.tables.message import Fusion, Message

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own C++ header: the tables by ranges, and a `lookup` that answers like `Table.lookup` on every size."""
+"""The C++ header of Phalanx: the tables by ranges, and a `lookup` that gives the answers of `Table.lookup` for every size."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ inline Answer lookup(const Table& table, Dtype dtype, int fusion, std::int64_t t
 
 
 def emit(tables: Sequence[Table]) -> str:
-    """The header for these tables, of any machines; at least one."""
+    """The header for these tables, at least one, of any machines."""
     if not tables:
         raise TableError("no table to write", next="measure one with `phalanx allreduce tune`")
     ordered = sorted(tables, key=lambda table: (table.fingerprint.sm, table.fingerprint.link, table.fingerprint.world))
@@ -118,7 +118,7 @@ def emit(tables: Sequence[Table]) -> str:
 
 
 def _table(table: Table, number: int, lines: list[str]) -> str:
-    """Write the arrays of one table to `lines`; gives its place in the array of tables."""
+    """Write the arrays of one table to `lines`; returns its entry of the array of tables."""
     written: dict[tuple[str, Fusion], str] = {}
     sections = []
     for dtype in DTYPES:

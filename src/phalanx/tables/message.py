@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One collective call: what is summed, of which size, and what is fused behind the sum."""
+"""One collective call: its operation, its size, and the fusion that follows the sum."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx.errors import OptionError
 
 
 class Fusion(IntEnum):
-    """What follows the sum. Numbers below 64 are TensorRT-LLM's and are never renumbered.
+    """The operations that follow the sum. Numbers below 64 are TensorRT-LLM's and never change.
 
-    The FP8 members quantize with a static scale; their TOKEN_SCALE twins (number + 64) find one scale per token.
+    The FP8 members quantize with a static scale; their TOKEN_SCALE variants (number + 64) compute one scale per token.
     Outputs: NONE [sum]; RESIDUAL_RMS_NORM [norm, residual]; QUANT_* [quantized, (scales,) residual]; OUT_QUANT_* the norm first.
     """
 
@@ -28,7 +28,7 @@ class Fusion(IntEnum):
 
     @classmethod
     def named(cls, name: str) -> Fusion:
-        """The member of that name. Raises OptionError that lists the names."""
+        """The member with this name. Raises OptionError that lists the names."""
         try:
             return cls[name]
         except KeyError:
@@ -36,7 +36,7 @@ class Fusion(IntEnum):
 
     @classmethod
     def of(cls, quant: str, *, token_scale: bool, keep_norm: bool) -> Fusion:
-        """The fusion of a `ResidualRmsNorm` with these fields; token_scale: fp8 without a given scale."""
+        """The fusion of a `ResidualRmsNorm` with these fields. token_scale: fp8 without a static scale."""
         out = "OUT_" if keep_norm else ""
         if quant == "none":
             return cls.RESIDUAL_RMS_NORM
@@ -57,8 +57,8 @@ class Fusion(IntEnum):
         return self.name.endswith("TOKEN_SCALE")
 
 
-# Where a fusion was not measured, the nearest one that does the same work on the wire answers for it (TensorRT-LLM's table, too,
-# holds OUT_QUANT in the place of QUANT).
+# Where a fusion was not measured, the nearest one that sends the same bytes answers for it. (TensorRT-LLM's table also holds
+# OUT_QUANT in the place of QUANT.)
 STANDS_IN = {
     Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8: (Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,),
     Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4: (Fusion.RESIDUAL_RMS_NORM_QUANT_NVFP4,),
@@ -69,6 +69,7 @@ STANDS_IN = {
         Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,
     ),
 }
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
