@@ -163,7 +163,7 @@ def test_a_real_engine_that_does_not_fit(tiny_shape):
     with scaling.offline.target(requested_options(tiny_shape, kv_cache_bytes=16)) as target:
         row = scaling.run(target, [(1, 1)], BATCH, DECODE)["rows"][0]
     assert row["status"] == "OOM"
-    assert "not a single block fits" in row["why"]
+    assert "not a single KV block fits" in row["why"]
 
 
 def test_a_real_engine(tiny_shape):

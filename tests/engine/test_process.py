@@ -21,6 +21,7 @@ from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.engine.executor import FAKE_EXECUTOR, RANK_EXECUTOR
 from phalanx.engine.fake import fake_tokens
+from phalanx.engine.limits import window_blocks
 from phalanx.engine.messages import (
     AddRequest,
     EngineFacts,
@@ -33,7 +34,7 @@ from phalanx.engine.messages import (
     Started,
     Stopped,
 )
-from phalanx.engine.process import _longer, facts_line
+from phalanx.engine.process import _fit_length, _longer, facts_line
 
 SHAPE = {
     "architectures": ["MistralForCausalLM"], "vocab_size": 90, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -149,8 +150,8 @@ def test_a_layout_that_does_not_suit_the_model_starts_no_rank(engine: Callable[.
     process = engine({"model": str(tmp_path), "tensor_parallel_size": 3}, executor=RANK_EXECUTOR)
     error = process.hear(Failed).error
     assert error["kind"] == "LayoutError"
-    assert error["failure"] == "tensor_parallel_size=3 was asked for"  # a rank would have named itself
-    assert error["next"].endswith(": 1, 2")
+    assert error["failure"] == "tensor_parallel_size=3 does not divide num_attention_heads=2"  # a rank would have named itself
+    assert error["next"] == "use one of 1, 2"
     assert process.child.process.wait(20) == 1
 
 
@@ -182,3 +183,13 @@ def test_the_line_of_facts_has_the_numbers() -> None:
     line = facts_line(facts)
     for part in ("3.5 s", "8,000 tokens", "8.0 requests of full length 1,000", "rank 0 (cpu): weights 3.0 MiB, kv 5.00 GiB"):
         assert part in line
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(3, 256), (2, 16)])
+def test_a_window_needs_as_many_blocks_as_the_scheduler_says(num_blocks: int, expected: int) -> None:
+    """With a window of 13 and blocks of 8 tokens, a request of any length needs 3 blocks."""
+    options = EngineOptions.of(model="x", device="cpu", kv_block_size=8)
+    shape = SimpleNamespace(window=13)
+    resolved = options.model_copy(update={"max_seq_len": 256})
+    assert window_blocks(13, 8) == 3
+    assert _fit_length(options, resolved, shape, num_blocks, {}) == expected

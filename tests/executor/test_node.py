@@ -221,7 +221,7 @@ def test_ranks_that_do_not_spread_over_the_nodes_are_refused(tmp_path: Path) -> 
 
 
 def test_a_layout_that_the_model_cannot_have_is_refused_on_every_host(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match=r"tensor_parallel_size=5 .*sizes that divide"):
+    with pytest.raises(LayoutError, match=r"tensor_parallel_size=5 does not divide .*use one of"):
         join(options(write_checkpoint(tmp_path / "llama", "llama"), tensor_parallel_size=5, nnodes=5, node_rank=1))
 
 

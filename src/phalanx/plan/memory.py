@@ -44,8 +44,8 @@ def blocks_in(budget: int, specs: Sequence[KvSpec], block_size: int, *, what: st
     count = budget // one
     if count < 1:
         raise CapacityError(
-            f"{what} gives the KV cache {budget:,} bytes", held=f"one block of {block_size} tokens takes {one:,} bytes",
-            why="not a single block fits",
+            "not a single KV block fits",
+            held=f"{what} gives the KV cache {budget:,} bytes; one block of {block_size} tokens takes {one:,} bytes",
             next=f"give at least {one:,} bytes, a larger tensor_parallel_size, or a smaller kv_block_size",
         )  # fmt: skip
     return count
