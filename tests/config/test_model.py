@@ -92,6 +92,15 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     assert load_config(tmp_path)["generation_config"] == {"eos_token_id": [7, 2, 9]}
 
 
+def test_eos_ids_beyond_the_vocabulary_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each request lists the eos ids as stop tokens, and one that the model lacks would have every request rejected."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, SMALL["vocab_size"], 2]}))
+    assert ModelShape.from_folder(tmp_path).eos_token_ids == (1, 2)
+    assert len(caplog.messages) == 1
+    assert f"[{SMALL['vocab_size']}]" in caplog.messages[0]
+
+
 def test_yarn_stretches_the_context() -> None:
     yarn = shape(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256})
     assert yarn.max_positions == 1024

@@ -61,6 +61,26 @@ def test_kernels_are_kept_where_the_option_says(
     assert len(caplog.messages) == 1, "a variable that says the same is no conflict"
 
 
+@pytest.mark.parametrize("part", ["", "triton"])
+def test_a_kernel_folder_that_others_can_write_is_refused(tmp_path: Path, part: str) -> None:
+    kernels = tmp_path / "kernels"
+    kernel_folders(str(kernels))
+    (kernels / part).chmod(0o777)
+    with pytest.raises(OptionError, match=r"is not safe; .*every user can write it \(mode 777\).*run: chmod o-w"):
+        kernel_folders(str(kernels))
+    (kernels / part).chmod(0o755)
+    kernel_folders(str(kernels))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not run: only root can give a folder away")
+@pytest.mark.parametrize(("owner", "group", "mode"), [(12345, 0, 0o755), (0, 12345, 0o775)])
+def test_a_kernel_folder_of_another_user_is_refused(tmp_path: Path, owner: int, group: int, mode: int) -> None:
+    tmp_path.chmod(mode)
+    os.chown(tmp_path, owner, group)
+    with pytest.raises(OptionError, match=r"is not safe; .*12345"):
+        kernel_folders(str(tmp_path))
+
+
 def test_kernels_that_cannot_be_kept_are_an_error_before_any_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     executor = RankExecutor(options(Path("x"), kernel_cache_dir=str(tmp_path / "file")))

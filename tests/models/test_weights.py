@@ -127,6 +127,16 @@ def test_a_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
     assert INDEX in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "notes.txt", ""])
+def test_an_index_names_files_of_its_folder_only(name: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A path of the index could lead to any file of the host."""
+    (folder.parent / "elsewhere.safetensors").write_bytes((folder / SINGLE).read_bytes())
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(WeightError, match=r"no \*\.safetensors file of its folder") as caught:
+        load(folder)
+    assert "bytes" not in str(caught.value), "nothing is told of a file outside the checkpoint"
+
+
 @pytest.mark.parametrize("text", ["{", '{"weight_map": 3}', "{}"])
 def test_a_faulty_index_is_named(text: str, folder: Path) -> None:
     (folder / INDEX).write_text(text)

@@ -181,3 +181,27 @@ def test_loading_does_not_wait_for_transformers(tmp_path):
     code += "t.apply_chat_template([]); import json; print(json.dumps(sorted({'torch', 'transformers'} & set(sys.modules))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("file", ["vocab.json", "tokenizer.model", "vocab.txt"])
+def test_code_of_a_checkpoint_is_never_run(tmp_path, file):
+    """Without tokenizer.json transformers reads the folder, and would ask on standard input whether to run its code."""
+    (tmp_path / file).write_text("{}", encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("", encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}', encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}', encoding="utf-8"
+    )
+    (tmp_path / "evil.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
+        f"pathlib.Path({str(tmp_path / 'ran')!r}).touch()\nclass Evil: pass\nclass Config: pass\n", encoding="utf-8"
+    )  # fmt: skip
+    code = (
+        "import pathlib, sys\nfrom phalanx.errors import ModelError\nfrom phalanx.serve.tokenizer import Tokenizer\n"
+        f"try:\n    Tokenizer.load(pathlib.Path({str(tmp_path)!r}))\nexcept ModelError as error:\n    print(error)\n"
+        "print('left of the input:', sys.stdin.read())"
+    )
+    process = subprocess.run([sys.executable, "-c", code], input="y\ny\ny", capture_output=True, text=True, check=True)
+    assert not (tmp_path / "ran").exists()
+    assert "cannot be converted" in process.stdout
+    assert "left of the input: y\ny\ny" in process.stdout, "a question was put to standard input"

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,9 @@ from phalanx.config.json_fields import Fields
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import Rope, read_rope
 from phalanx.errors import ModelError, UnsupportedArchitecture
+from phalanx.log import get_logger
+
+log = get_logger(__name__)
 
 CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
 
@@ -105,10 +108,10 @@ class ModelShape:
         max_positions = fields.count("max_position_embeddings", family.max_positions)
         rope = read_rope(fields, max_positions)
         attention_bias = family.reads_attention_bias and fields.flag("attention_bias", False)
-        bos = fields.ids("bos_token_id")
+        bos, vocab_size = fields.ids("bos_token_id"), fields.count("vocab_size")
         return cls(
             architecture=architecture,
-            vocab_size=fields.count("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=fields.count("hidden_size"),
             intermediate_size=fields.count("intermediate_size"),
             num_layers=num_layers,
@@ -127,7 +130,7 @@ class ModelShape:
             quantization=read_quantization(fields),
             dtype=_dtype(fields),
             bos_token_id=bos[0] if bos else None,
-            eos_token_ids=_eos(fields),
+            eos_token_ids=_eos(fields, vocab_size),
         )
 
 
@@ -220,6 +223,17 @@ def _dtype(fields: Fields) -> str:
     return _DTYPES[name]
 
 
-def _eos(fields: Fields) -> tuple[int, ...]:
+def _eos(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     generation = Fields(fields.optional_mapping("generation_config") or {}, file=GENERATION)
-    return tuple(dict.fromkeys(generation.ids("eos_token_id") + fields.ids("eos_token_id")))
+    ids = tuple(dict.fromkeys(generation.ids("eos_token_id") + fields.ids("eos_token_id")))
+    return known_eos_ids(ids, vocab_size, f"{GENERATION} or {fields.file}")
+
+
+def known_eos_ids(eos_token_ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
+    """The ids that a model with so many tokens can sample. The others are dropped, with a warning that names `source`: every
+    request that lists one as a stop token would be rejected."""
+    ids = tuple(eos_token_ids)
+    unknown = [token for token in ids if not 0 <= token < vocab_size]
+    if unknown:
+        log.warning("eos ids %s of %s are dropped: the model has tokens 0..%d", unknown, source, vocab_size - 1)
+    return tuple(token for token in ids if token not in unknown)

@@ -64,8 +64,7 @@ def length_limit(add: AddRequest, options: SchedulerOptions) -> int:
     size, limit = options.block_size, options.max_seq_len
     if add.params.max_tokens is not None:
         limit = min(limit, length + add.params.max_tokens)
-    # With a window, blocks are released while the request runs: a decode needs those that the window touches, and one more.
-    reach = None if options.window is None else options.window // size + 2
+    reach = None if options.window is None else window_blocks(options.window, size)
     if reach is None or reach > options.num_blocks:
         limit = min(limit, options.num_blocks * size + 1)  # the last token is never computed
     needed = -(-length // size)
@@ -78,6 +77,12 @@ def length_limit(add: AddRequest, options: SchedulerOptions) -> int:
             next="shorten the prompt or give the KV cache more memory",
         )  # fmt: skip
     return limit
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """The most KV blocks that a decode of a request needs in a model all of whose layers have this window, in tokens. Blocks before
+    the window are released while the request runs: what is left are those that the window touches, and one for the next token."""
+    return window // block_size + 2
 
 
 def _reject_unknown_tokens(add: AddRequest, vocab_size: int | None) -> None:

@@ -28,6 +28,7 @@ from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
 from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
+from phalanx.engine.limits import window_blocks
 from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_to_engine
 from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped
 from phalanx.engine.resolve_options import resolve_options
@@ -173,7 +174,7 @@ def _fit_length(
 ) -> int:
     """max_seq_len, lowered to what the KV cache holds unless the user gave one."""
     wanted, capacity = _resolved(options.max_seq_len), num_blocks * options.kv_block_size
-    if capacity >= wanted or (shape.window is not None and shape.window + 2 * options.kv_block_size <= capacity):
+    if capacity >= wanted or (shape.window is not None and window_blocks(shape.window, options.kv_block_size) <= num_blocks):
         return wanted
     if given_options.max_seq_len is None:
         reasons["max_seq_len"] = f"{capacity}: what the KV cache holds; the model's own limit is {wanted}"

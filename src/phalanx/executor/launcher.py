@@ -8,7 +8,9 @@ connect to the engine's socket themselves.
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -191,11 +193,29 @@ class LocalLauncher:
             self._watch.close()
 
 
+def _reject_shared_folder(kernel_cache_dir: str, folder: Path) -> None:
+    """Raise OptionError when users other than this one, root and the members of this process's group can write the folder:
+    libraries are loaded from it, so that they could run code in the ranks."""
+    status = folder.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        reason, cure = f"it belongs to user {status.st_uid}", "give a folder of this user"
+    elif status.st_mode & stat.S_IWOTH:
+        reason, cure = f"every user can write it (mode {stat.S_IMODE(status.st_mode):o})", f"run: chmod o-w {folder}"
+    elif status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid():
+        reason, cure = f"group {status.st_gid} can write it (mode {stat.S_IMODE(status.st_mode):o})", f"run: chmod g-w {folder}"
+    else:
+        return
+    raise OptionError(
+        f"kernel_cache_dir={kernel_cache_dir!r} is not safe", held=f"{folder}: {reason}",
+        why="ranks load compiled libraries from there, and whoever can write it can run code in them", next=cure,
+    )  # fmt: skip
+
+
 def kernel_folders(kernel_cache_dir: str | None) -> dict[str, str]:
     """The variables for ranks with this `kernel_cache_dir`; the folders are made. Empty where it is None.
 
     A variable that is set tells any program where it keeps kernels; the option tells this engine. The option wins, and the log
-    says so. Raises OptionError, before any rank starts, for a folder that cannot be made or written.
+    says so. Raises OptionError, before any rank starts, for a folder that cannot be made or written, or that others can write.
     """
     if kernel_cache_dir is None:
         return {}
@@ -209,9 +229,11 @@ def kernel_folders(kernel_cache_dir: str | None) -> dict[str, str]:
     for folder in folders.values():
         failed = "made"
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder).mkdir(mode=0o755, parents=True, exist_ok=True)
             failed = "written"
             tempfile.TemporaryFile(dir=folder).close()
+            for path in (root, Path(folder)):
+                _reject_shared_folder(kernel_cache_dir, path)
         except OSError as error:
             raise OptionError(
                 f"kernel_cache_dir={kernel_cache_dir!r} cannot be used", held=f"{folder} cannot be {failed}",

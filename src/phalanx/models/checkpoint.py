@@ -59,6 +59,13 @@ def _by_index(index: Path) -> dict[str, Path]:
         located = {str(name): index.parent / file for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{index} cannot be read", why=f"{type(error).__name__}: {error}", next="download it again") from None
+    for file in sorted(set(map(str, weight_map.values()))):
+        # The index comes from whoever wrote the checkpoint: a path could lead to any file of this host.
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise WeightError(
+                f"{index} names {file!r}, which is no *.safetensors file of its folder", why="an index may name plain files only",
+                next="do not use this checkpoint unless you know where it comes from",
+            )  # fmt: skip
     for file in sorted(set(located.values())):
         if not file.is_file():
             missing = [name for name, path in located.items() if path == file]

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from phalanx.config.locate import locate_tokenizer
+from phalanx.config.model import known_eos_ids
 from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.errors import OptionError, PhalanxError
@@ -115,7 +116,7 @@ class Lifecycle:
         tool_format = await asyncio.to_thread(detect, tokenizer) if tokenizer.has_chat_template else None
         client = self._client = await self._start(options)
         if not client.eos_token_ids and tokenizer.eos_token_id is not None:
-            client.eos_token_ids = [tokenizer.eos_token_id]
+            client.eos_token_ids = list(known_eos_ids([tokenizer.eos_token_id], client.facts.vocab_size, "the tokenizer"))
         facts, metrics = client.facts, service.metrics
         service.admission.begin(batch=facts.max_batch_size, max_reqs=self._serving.max_num_queued_reqs)
         metrics.startup_phases = dict(facts.phases)

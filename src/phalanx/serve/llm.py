@@ -16,6 +16,7 @@ import msgspec
 
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.locate import locate_tokenizer
+from phalanx.config.model import known_eos_ids
 from phalanx.config.sources import long_option_name, place_process
 from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import RequestError, UnknownOption
@@ -66,7 +67,7 @@ class LLM:
         self._finalizer = weakref.finalize(self, self._engine.stop)
         client = self._engine.start()
         if not client.eos_token_ids and self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            client.eos_token_ids = [self.tokenizer.eos_token_id]
+            client.eos_token_ids = list(known_eos_ids([self.tokenizer.eos_token_id], client.facts.vocab_size, "the tokenizer"))
         self.facts: EngineFacts = client.facts
 
     def generate(

@@ -201,7 +201,8 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Code of a checkpoint is never run. Left out, transformers would ask for it on standard input.
+        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return tokenizers.Tokenizer.from_str(slow.backend_tokenizer.to_str())
     except Exception as error:  # converters raise anything, depending on the file format
         raise ModelError(f"the tokenizer of {folder.name} cannot be converted to tokenizer.json", why=str(error)) from None
