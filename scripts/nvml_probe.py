@@ -136,6 +136,8 @@ def of_the_machine(record: Recorder) -> None:
             record.call("nvmlDeviceGetTopologyCommonAncestor", gpu=a, peer=b)
             for kind in ("READ", "WRITE", "NVLINK", "ATOMICS", "PCI", "PROP"):
                 index = getattr(nvml, f"NVML_P2P_CAPS_INDEX_{kind}", None)
+                if isinstance(index, tuple):
+                    index = index[0]  # pynvml 13 writes READ as (0,)
                 if index is not None:
                     record.call("nvmlDeviceGetP2PStatus", index, gpu=a, peer=b)
 
@@ -386,7 +388,7 @@ def host() -> dict[str, Any]:
 
 
 def load(nvml: Any, handles: list[Any], seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Runs bf16 GEMMs on every GPU, then copies between each pair, while NVML is sampled. Returns what ran, and the phase."""
+    """Runs GEMMs in bf16 on every GPU, then copies between each pair, while NVML is sampled: what ran, and the phase."""
     import torch
 
     if not torch.cuda.is_available():
@@ -451,6 +453,9 @@ def throughput(nvml: Any, handle: Any) -> dict[str, Any]:
     return out
 
 
+KEPT_GPM = ("NVLINK_TOTAL", "PCIE", "error")
+
+
 def copy(torch: Any, nvml: Any, handles: list[Any], a: int, b: int) -> dict[str, Any]:
     """Copies 256 MiB from GPU a to GPU b 40 times, checks the bytes, and reads the NVLink counters before and after."""
     size, times = 256 * 2**20, 40
@@ -476,7 +481,7 @@ def copy(torch: Any, nvml: Any, handles: list[Any], a: int, b: int) -> dict[str,
     return {
         "from": a, "to": b, "bytes": size * times, "ms": elapsed_ms, "gbytes_per_s": size * times / elapsed_ms / 1e6,
         "equal": bool(torch.equal(source.cpu(), target.cpu())), "peer_access": torch.cuda.can_device_access_peer(a, b),
-        "before": before, "after": after, "gpm": {name: value for name, value in sample.items() if any(part in name for part in ("NVLINK_TOTAL", "PCIE", "error"))},
+        "before": before, "after": after, "gpm": {name: value for name, value in sample.items() if any(part in name for part in KEPT_GPM)},
     }  # fmt: skip
 
 
