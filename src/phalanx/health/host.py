@@ -126,14 +126,14 @@ class Host:
     def interfaces(self) -> dict[str, list[str]]:
         """Each network interface and its addresses, IPv4 first."""
         families = {socket.AF_INET: 0, socket.AF_INET6: 1}
-        found_by_name = psutil.net_if_addrs().items()
+        entries_by_name = psutil.net_if_addrs().items()
         return {
             name: [
                 entry.address.partition("%")[0]
                 for entry in sorted(entries, key=lambda e: families.get(e.family, 2))
                 if entry.family in families
             ]
-            for name, entries in found_by_name
+            for name, entries in entries_by_name
         }
 
     def interface_is_up(self, name: str) -> bool:
@@ -183,7 +183,7 @@ class Host:
         ours = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                title = " ".join(process.cmdline()) or process.name()
+                title = title_of(process)
                 if title.startswith(("phalanx server", "phalanx engine", "phalanx rank", "phalanx node")):
                     ours.append(process)
         return ours
@@ -245,13 +245,23 @@ def _described(pid: int | None) -> tuple[str, bool]:
         return "a process of another user or container", False
     try:
         process = psutil.Process(pid)
-        return " ".join(process.cmdline()) or process.name(), is_orphan(process)
+        return title_of(process), is_orphan(process)
     except psutil.Error:
         return "a process that has ended", False
 
 
+def title_of(process: psutil.Process) -> str:
+    """The title or the command line of a process. Raises psutil.Error. A title is padded to the length of the command line before it."""
+    return " ".join(process.cmdline()).strip() or process.name()
+
+
 def is_orphan(process: psutil.Process) -> bool:
-    """Whether an engine or a rank has lost its parent: the init process, or none, is its parent. A server has none where a service
-    manager started it."""
-    title = " ".join(process.cmdline()) or process.name()
-    return title.startswith(("phalanx engine", "phalanx rank")) and process.ppid() <= 1
+    """Whether an engine or a rank has lost its parent. A server may have a service manager as its parent."""
+    title = title_of(process)
+    if not title.startswith(("phalanx engine", "phalanx rank")):
+        return False
+    parent = process.parent()
+    if parent is None or parent.pid <= 1:
+        return True
+    words = " ".join(parent.cmdline()[:1]) + parent.name()
+    return "phalanx" not in words and "python" not in words and "pytest" not in words

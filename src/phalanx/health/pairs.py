@@ -30,11 +30,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All directions that were measured. failure: why no more were, "" where all were. local_bytes_per_s: a copy on one device."""
+    """All directions that were measured. failure: why no more were, "" where all were. hung: the direction that did not end."""
 
     pairs: tuple[Measured, ...] = ()
     failure: str = ""
     seconds: float = 0.0
+    hung: tuple[int, int] | None = None
 
     def between(self, a: int, b: int) -> Measured | None:
         """The slower direction of a pair; None where it was not measured."""
@@ -42,8 +43,10 @@ class Measurements:
         return min(directions, key=lambda pair: pair.bytes_per_s, default=None)
 
 
-def measure(count: int, *, device: str = "cuda", quick: bool = False, command: list[str] | None = None) -> Measurements:
-    """Measure every direction between `count` devices. quick: a smaller copy. command: the process that measures, for tests."""
+def measure(
+    count: int, *, device: str = "cuda", quick: bool = False, command: list[str] | None = None, seconds: float | None = None
+) -> Measurements:
+    """Measure every direction between `count` devices. quick: a smaller copy. command, seconds: the process that measures, and how long it may take, for tests."""
     started = time.monotonic()
     order = [(a, b) for a in range(count) for b in range(count) if a != b]
     task = json.dumps({"count": count, "device": device, "quick": quick})
@@ -55,20 +58,21 @@ def measure(count: int, *, device: str = "cuda", quick: bool = False, command: l
         stderr=subprocess.PIPE,
         text=True,
     )
-    failure = ""
+    late = False
     try:
-        out, err = process.communicate(task, timeout=limit)
+        out, err = process.communicate(task, timeout=limit if seconds is None else seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        failure = "hang"
+        late = True
     pairs = tuple(Measured(**json.loads(line)) for line in out.splitlines() if line.startswith("{"))
-    if failure or (process.returncode and len(pairs) < len(order)):
-        a, b = order[len(pairs)] if len(pairs) < len(order) else order[-1]
-        last = err.strip().splitlines()[-1] if err.strip() else f"it ended with status {process.returncode}"
-        reason = f"no answer within {limit:.0f} s" if failure else last
-        failure = f"the copy from device {a} to device {b} did not end: {reason}"
-    return Measurements(pairs, failure, time.monotonic() - started)
+    elapsed = time.monotonic() - started
+    if len(pairs) == len(order):
+        return Measurements(pairs, "", elapsed)
+    a, b = order[len(pairs)]
+    last = err.strip().splitlines()[-1] if err.strip() else f"its process ended with status {process.returncode}"
+    reason = f"no answer within {elapsed:.0f} s" if late else last
+    return Measurements(pairs, f"the copy from device {a} to device {b} did not end: {reason}", elapsed, (a, b) if late else None)
 
 
 def line_of(pair: Measured) -> str:

@@ -151,7 +151,7 @@ def link_of(devices: Devices, gpus: tuple[Device, ...]) -> str:
 
 
 def prices_of(shape: ModelShape, devices: Devices, nodes: int = 1) -> list[Price]:
-    """The all-reduces of one decoded token at each TP size that GPUs and model allow; without GPUs over the usual links of Hopper."""
+    """The all-reduces of one decoded token at each TP size that GPUs and model allow; without GPUs over Hopper's usual links."""
     if devices.gpus:
         largest = len(devices.gpus)
         cases = [(tp, link_of(devices, devices.gpus[:tp]), devices.gpus[0].sm) for tp in (2, 4, 8) if tp <= largest]
@@ -245,7 +245,7 @@ def _advice_on_size(shape: ModelShape, model: str, gpus: tuple[Device, ...]) -> 
 
 
 def rate_of(gpu: Device) -> float:
-    """Bytes per second that a GPU's links signal in one direction: NVLink where there is any, else PCIe; 0 where NVML says nothing."""
+    """Bytes per second that a GPU's links signal in one direction: NVLink where there is any, else PCIe; 0 where unknown."""
     if gpu.active_links:
         if gpu.link_mbps:
             return gpu.nvlink_bytes_per_s

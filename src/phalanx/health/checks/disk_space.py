@@ -18,7 +18,7 @@ def examine(subject: Subject) -> list[Finding]:
     findings = []
     cache = _existing(subject.hub_cache)
     need = LEAST
-    if subject.options is not None and subject.folder is None and subject.model_shape is not None:
+    if subject.options is not None and subject.config is None and subject.folder is None and subject.model_shape is not None:
         layers, embedding, head = layer_bytes(subject.model_shape, "bf16")
         need += sum(layers) + embedding + head
     places = {"the model cache": (cache, need), "the folder of temporary files": (Path(tempfile.gettempdir()), 64 << 20)}

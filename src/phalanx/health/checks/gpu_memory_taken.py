@@ -8,6 +8,7 @@ import contextlib
 import psutil
 
 from phalanx.health.check import Check, Finding, Need, error, ok, size, skipped, warning
+from phalanx.health.host import title_of
 from phalanx.health.subject import Subject
 
 WORTH = 1 << 30
@@ -50,7 +51,7 @@ def examine(subject: Subject) -> list[Finding]:
 def _owner(pid: int) -> str | None:
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
-        return " ".join(process.cmdline())[:60] or process.name()
+        return title_of(process)[:60]
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from phalanx.health.check import Check, Finding, Need, ok, warning
+from phalanx.health.check import Check, Finding, Need, error, note, ok, warning
 from phalanx.health.subject import Subject
 
 
@@ -21,14 +21,23 @@ def examine(subject: Subject) -> Finding:
         )
     loopback = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).is_loopback]
     if loopback and len(loopback) == len(addresses):
-        address = _address(subject)
-        return warning(
-            f"the host name {name} resolves to {loopback[0]}, which no other host reaches",
-            "name the interface for gloo, or map the name to this host's address in /etc/hosts",
-            f"export GLOO_SOCKET_IFNAME={_interface(subject) or 'eth0'}",
-            f'sed -i "s/^127[0-9.]*\\s\\+{name}/{address or "ADDRESS"} {name}/" /etc/hosts',
-        )
+        return _loopback(subject, name, loopback[0])
     return ok(f"{name} resolves to {', '.join(addresses)}")
+
+
+def _loopback(subject: Subject, name: str, loopback: str) -> Finding:
+    """Harmless to Phalanx itself, which binds gloo by its route to master_addr, unless the name is master_addr, or Ray is used."""
+    options, address = subject.options, _address(subject) or "ADDRESS"
+    summary = f"the host name {name} resolves to {loopback}, which no other host reaches"
+    cure = "map the name to this host's address in /etc/hosts"
+    command = f'sed -i "s/^127[0-9.]*\\s\\+{name}/{address} {name}/" /etc/hosts'
+    if options is not None and options.master_addr == name:
+        return error(f"{summary}; it is master_addr", cure, command, f"phalanx serve ... --master_addr {address}")
+    if "RAY_ADDRESS" in subject.host.environment:
+        return warning(
+            f"{summary}, and Ray announces it", cure, command, f"export GLOO_SOCKET_IFNAME={_interface(subject) or 'eth0'}"
+        )
+    return note(f"{summary}; Phalanx binds to the interface of its route to master_addr instead", cure, command)
 
 
 def _outward(subject: Subject) -> list[tuple[str, str]]:

@@ -19,6 +19,8 @@ def examine(subject: Subject) -> Finding:
     folder, shape = subject.folder, subject.shape
     if isinstance(shape, PhalanxError):
         return error(f"the model cannot be used: {shape}", shape.next or "name another checkpoint")
+    if subject.config is not None:
+        return ok(f"{subject.options.model} is a published shape, with dummy weights")
     if folder is None:
         if subject.host.environment.get("HF_HUB_OFFLINE", "0") not in ("", "0", "false", "no"):
             command = f"HF_HUB_OFFLINE=0 hf download {subject.options.model}"

@@ -41,7 +41,7 @@ def attribute() -> bool | None:
 CHECK = Check(
     name="multicast",
     what="the driver's attribute for NVLink multicast",
-    why="fused all-reduces that need multicast crash or slow down where bridges, containers or confidential machines do not offer it",
+    why="fused all-reduces that need multicast crash or slow down where bridges or containers do not offer it",
     cure="none is needed: ONESHOT and TWOSHOT do without it",
     threads=(
         "https://github.com/vllm-project/vllm/issues/48071",

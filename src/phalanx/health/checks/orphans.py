@@ -8,7 +8,7 @@ import contextlib
 import psutil
 
 from phalanx.health.check import Check, Finding, error, ok
-from phalanx.health.host import is_orphan
+from phalanx.health.host import is_orphan, title_of
 from phalanx.health.subject import Subject
 
 
@@ -17,7 +17,7 @@ def examine(subject: Subject) -> Finding:
     for process in subject.host.processes():
         with contextlib.suppress(psutil.Error):
             if is_orphan(process):
-                orphans[process.pid] = " ".join(process.cmdline()) or process.name()
+                orphans[process.pid] = title_of(process)
     if orphans:
         named = ", ".join(f"{title} (pid {pid})" for pid, title in orphans.items())
         pids = " ".join(str(pid) for pid in orphans)

@@ -10,6 +10,16 @@ from phalanx.health.subject import Subject
 
 def examine(subject: Subject) -> list[Finding]:
     results = subject.measured if subject.measured is not None else pairs.measure(len(subject.devices.gpus), quick=True)
+    if results.hung is not None:
+        a, b = results.hung
+        return [
+            error(
+                f"copying from GPU {a} to GPU {b} hangs: {results.failure}",
+                "look for Xid errors, turn off ACS and the IOMMU; until then keep NCCL off peer access",
+                "export NCCL_P2P_DISABLE=1",
+                "dmesg | grep -i -e xid -e iommu",
+            )
+        ]
     if results.failure:
         return [skipped(f"pairs cannot be measured: {results.failure}")]
     findings = []
