@@ -251,7 +251,7 @@ def _described(pid: int | None) -> tuple[str, bool]:
 
 
 def title_of(process: psutil.Process) -> str:
-    """The title or the command line of a process. Raises psutil.Error. A title is padded to the length of the command line before it."""
+    """The title or the command line of a process, without the blanks that pad a title. Raises psutil.Error."""
     return " ".join(process.cmdline()).strip() or process.name()
 
 

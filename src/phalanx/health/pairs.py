@@ -46,7 +46,8 @@ class Measurements:
 def measure(
     count: int, *, device: str = "cuda", quick: bool = False, command: list[str] | None = None, seconds: float | None = None
 ) -> Measurements:
-    """Measure every direction between `count` devices. quick: a smaller copy. command, seconds: the process that measures, and how long it may take, for tests."""
+    """Measure every direction between `count` devices. quick: a smaller copy. command, seconds: for tests, the process
+    that measures and its time limit."""
     started = time.monotonic()
     order = [(a, b) for a in range(count) for b in range(count) if a != b]
     task = json.dumps({"count": count, "device": device, "quick": quick})

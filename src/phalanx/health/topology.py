@@ -21,7 +21,7 @@ from phalanx.health.pairs import Measurements
 from phalanx.health.subject import Subject
 from phalanx.plan.weights import layer_bytes
 from phalanx.tables.message import Fusion
-from phalanx.tables.shipped import find, seed_for
+from phalanx.tables.shipped import find, table_for
 
 ALLREDUCES_PER_LAYER = 2
 """Behind the attention's output projection, and behind the MLP's down projection."""
@@ -166,11 +166,11 @@ def price_of(shape: ModelShape, tp: int, link: str, sm: int) -> Price:
     """By the shipped table of the machine's class where there is one, else by its class alone."""
     fingerprint = Fingerprint(sm, link, tp)
     dtype = "bf16" if shape.dtype == "fp32" else shape.dtype
-    seed = seed_for(fingerprint)
+    table = table_for(fingerprint)
+    seed = table.seed
     _, us = seed.choose(dtype, Fusion.RESIDUAL_RMS_NORM, 1, shape.hidden_size)
     calls = ALLREDUCES_PER_LAYER * shape.num_layers
-    table = find(fingerprint)
-    source = f"measured: table of {fingerprint}" if table is not None else f"estimate: {seed.origin}"
+    source = f"measured: table of {fingerprint}" if find(fingerprint) is not None else f"estimate: {seed.origin}"
     return Price(tp, link, calls * us * 1e-6, us * 1e-6, calls, source)
 
 
