@@ -58,5 +58,5 @@ CHECK = Check(
     cure="restart after an upgrade; start containers with --gpus all",
     threads=("https://github.com/NVIDIA/nvidia-container-toolkit/issues/171", "https://github.com/vllm-project/vllm/issues/4940"),
     examine=examine,
-    symptoms=(r"NVML", r"no GPU", r"No CUDA", r"nvidia-smi", r"mismatch", r"cuda"),
+    symptoms=(r"NVML", r"no GPU", r"No CUDA", r"nvidia-smi", r"mismatch", r"'cuda'"),
 )

@@ -42,5 +42,5 @@ CHECK = Check(
     threads=("https://github.com/vllm-project/vllm/issues/7211",),
     examine=examine,
     needs=(Need.MODEL,),
-    symptoms=(r"GPU", r"invalid device ordinal", r"CUDA_VISIBLE_DEVICES"),
+    symptoms=(r"GPUs? of one host", r"invalid device ordinal", r"CUDA_VISIBLE_DEVICES"),
 )

@@ -70,5 +70,5 @@ CHECK = Check(
     cure="install the versions that Phalanx names",
     threads=("https://github.com/vllm-project/vllm/issues/7074", "https://github.com/vllm-project/vllm/issues/12670"),
     examine=examine,
-    symptoms=(r"ImportError", r"ModuleNotFoundError", r"AttributeError", r"[Tt]okenizer class", r"undefined symbol"),
+    symptoms=(r"ImportError", r"ModuleNotFoundError", r"AttributeError: module", r"[Tt]okenizer class", r"undefined symbol"),
 )

@@ -84,5 +84,13 @@ CHECK = Check(
     threads=("https://github.com/QwenLM/Qwen3-VL/issues/264", "https://github.com/gpustack/gpustack/issues/815"),
     examine=examine,
     needs=(Need.MODEL,),
-    symptoms=(r"safetensors", r"config\.json", r"tensor", r"incomplete", r"no such folder", r"there is no folder", r"truncated"),
+    symptoms=(
+        r"safetensors",
+        r"config\.json",
+        r"\.safetensors",
+        r"incomplete",
+        r"no such folder",
+        r"there is no folder",
+        r"truncated",
+    ),
 )

@@ -61,5 +61,5 @@ CHECK = Check(
         "https://github.com/sgl-project/sglang/issues/3226",
     ),
     examine=examine,
-    symptoms=(r"[Ss]ocket interface", r"gloo", r"Unable to find address", r"interface", r"connectFullMesh"),
+    symptoms=(r"[Ss]ocket interface", r"gloo", r"Unable to find address", r"no interface", r"connectFullMesh"),
 )

@@ -45,5 +45,5 @@ CHECK = Check(
     threads=("https://github.com/vllm-project/vllm/issues/8447", "https://github.com/vllm-project/vllm/issues/34643"),
     examine=examine,
     needs=(Need.MODEL,),
-    symptoms=(r"[Aa]ddress already in use", r"EADDRINUSE", r"port"),
+    symptoms=(r"[Aa]ddress already in use", r"EADDRINUSE", r"\bport\b"),
 )

@@ -45,5 +45,5 @@ CHECK = Check(
     threads=("https://github.com/vllm-project/vllm/issues/7074", "https://github.com/vllm-project/vllm/issues/12670"),
     examine=examine,
     needs=(Need.PEERS,),
-    symptoms=(r"agree", r"diverge", r"differs", r"version"),
+    symptoms=(r"agree", r"diverge", r"differs", r"versions? differ"),
 )
