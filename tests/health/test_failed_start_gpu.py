@@ -16,10 +16,13 @@ from tests.support.health_subject import ROOT
 FREE_BYTES = 14_000_000_000
 """Left to the model: 8B takes 18 GB in 16 bit, and 11 GB in FP8."""
 
-HOLDER = (
-    f"import torch, time; free = torch.cuda.mem_get_info()[0]; kept = torch.empty(free - {FREE_BYTES}, dtype=torch.uint8, device='cuda')\n"
-    "print('kept', flush=True); time.sleep(600)"
-)
+HOLDER = f"""
+import time, torch
+free = torch.cuda.mem_get_info()[0]
+kept = torch.empty(free - {FREE_BYTES}, dtype=torch.uint8, device="cuda")
+print("kept", flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture

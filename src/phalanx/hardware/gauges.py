@@ -6,6 +6,7 @@ A function that NVML refuses once is not called again; its gauge is left out.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +25,9 @@ class GpuSampler:
         self.refused: dict[str, str] = {}
         self._handle: Any = None
         try:
-            if nvml is None:
-                import pynvml as nvml
-            self._nvml = nvml
-            nvml.nvmlInit()
-            self._handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            self._nvml: Any = importlib.import_module("pynvml") if nvml is None else nvml
+            self._nvml.nvmlInit()
+            self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
 

@@ -5,6 +5,7 @@ raised, and nothing is changed."""
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -15,6 +16,9 @@ T = TypeVar("T")
 
 NVLINKS = 18
 ALL_LINKS = 0xFFFFFFFF
+LINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
+"""In the order of NVML's counters."""
+LINK_TO_SWITCH = 2
 NOT_SUPPORTED = 3
 FIELDS = {"link_count": 91, "tx_kib": 138, "rx_kib": 139, "remap_pending": 144, "remap_failed": 145, "link_speed_mbps": 90}
 """Fields of nvmlDeviceGetFieldValues by our name; nvml.h numbers them, and pynvml repeats it."""
@@ -159,8 +163,7 @@ class Devices:
 def read(nvml: Any = None, visible: str | None = None) -> Devices:
     """Read all GPUs. nvml: the module pynvml, or one with the same functions. visible: as CUDA_VISIBLE_DEVICES; None leaves all."""
     try:
-        if nvml is None:
-            import pynvml as nvml
+        nvml = importlib.import_module("pynvml") if nvml is None else nvml
         nvml.nvmlInit()
     except Exception as error:
         return Devices(failure=f"{type(error).__name__}: {error}")
@@ -196,6 +199,12 @@ class _Asker:
     def __call__(self, function: str, *args: Any) -> Any:
         handles = () if self.handle is None else (self.handle,)
         return self.attempt(function, lambda: getattr(self.nvml, function)(*handles, *args))
+
+    def silently(self, function: str, *args: Any) -> Any:
+        """As a call, of what many GPUs do not have."""
+        answer = self(function, *args)
+        self.unanswered.pop(function, None)
+        return answer
 
     def attempt(self, name: str, act: Callable[[], T]) -> T | None:
         try:
@@ -276,28 +285,26 @@ def _holders(ask: _Asker) -> tuple[Holder, ...] | None:
 def _links(ask: _Asker) -> tuple[Link, ...]:
     links = []
     for index in range(NVLINKS):
-        state = ask.attempt(f"nvlink {index}", lambda index=index: ask.nvml.nvmlDeviceGetNvLinkState(ask.handle, index))  # type: ignore[misc]
-        if state is None:
-            ask.unanswered.pop(f"nvlink {index}") if index else None
+        state = ask.silently("nvmlDeviceGetNvLinkState", index)
+        if state is None:  # a link that this GPU does not have
             continue
         if not state:
             links.append(Link(index, False))
             continue
-        remote = ask.attempt("nvlink remote", lambda index=index: ask.nvml.nvmlDeviceGetNvLinkRemotePciInfo(ask.handle, index))  # type: ignore[misc]
-        kind = ask.attempt(
-            "nvlink remote type", lambda index=index: ask.nvml.nvmlDeviceGetNvLinkRemoteDeviceType(ask.handle, index)
-        )  # type: ignore[misc]
-        errors = {}
-        for counter, name in enumerate(("replay", "recovery", "crc_flit", "crc_data")):
-            count = ask.attempt(
-                "nvlink errors",
-                lambda index=index, counter=counter: ask.nvml.nvmlDeviceGetNvLinkErrorCounter(ask.handle, index, counter),  # type: ignore[misc]
+        remote = ask("nvmlDeviceGetNvLinkRemotePciInfo", index)
+        kind = ask("nvmlDeviceGetNvLinkRemoteDeviceType", index)
+        version = ask("nvmlDeviceGetNvLinkVersion", index)
+        counts = {name: ask("nvmlDeviceGetNvLinkErrorCounter", index, counter) for counter, name in enumerate(LINK_ERRORS)}
+        links.append(
+            Link(
+                index,
+                True,
+                None if version is None else int(version),
+                "" if remote is None else _text(remote.busId).lower(),
+                None if kind is None else kind == LINK_TO_SWITCH,
+                {name: int(count) for name, count in counts.items() if count},
             )
-            if count:
-                errors[name] = int(count)
-        version = ask.attempt("nvlink version", lambda index=index: int(ask.nvml.nvmlDeviceGetNvLinkVersion(ask.handle, index)))  # type: ignore[misc]
-        pci = "" if remote is None else _text(remote.busId).lower()
-        links.append(Link(index, True, version, pci, None if kind is None else kind == 2, errors))
+        )
     return tuple(links)
 
 

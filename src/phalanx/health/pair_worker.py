@@ -60,7 +60,7 @@ def _seconds(devices: list[torch.device], act: Callable[[], object], repeats: in
             act()
         return time.perf_counter() - begin
     with torch.cuda.device(devices[0]):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(repeats):
             act()

@@ -16,7 +16,7 @@ from phalanx.config.serving import ServeOptions
 from phalanx.errors import PhalanxError
 from phalanx.health import devices
 from phalanx.health.check import Need
-from phalanx.health.devices import Devices
+from phalanx.health.devices import Device, Devices
 from phalanx.health.host import Host
 from phalanx.health.servers import Server
 
@@ -97,7 +97,7 @@ class Subject:
         return max(len(self.devices.gpus), 1)
 
     @property
-    def gpus_in_use(self) -> tuple[devices.Device, ...]:
+    def gpus_in_use(self) -> tuple[Device, ...]:
         """The GPUs that the ranks of this host take: the first ones."""
         return self.devices.gpus[: self.ranks_here] if self.options is not None else self.devices.gpus
 

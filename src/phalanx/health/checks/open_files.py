@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from phalanx.health.check import Check, Finding, error, note, ok
+from phalanx.health.check import Check, Finding, Level, error, ok
 from phalanx.health.subject import Subject
 
 RESERVE = 512
@@ -25,7 +25,7 @@ def examine(subject: Subject) -> Finding:
             **facts,
         )
     if soft is not None and soft < need:
-        return note(f"the soft limit is {soft} open files; the server raises it to the hard one of {hard} at its start", **facts)
+        return Finding(Level.NOTE, f"the soft limit is {soft} open files; the server raises it at its start", facts=dict(facts))
     return ok(f"{soft or 'unlimited'} open files are allowed, and {need} may be needed", **facts)
 
 

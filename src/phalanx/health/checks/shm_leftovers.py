@@ -39,7 +39,7 @@ def examine(subject: Subject) -> Finding:
 
 def _mapped() -> set[str]:
     """Names of files in /dev/shm that some process has mapped or open, as far as this user may see."""
-    names = set()
+    names: set[str] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             paths = [entry.path for entry in process.memory_maps()] + [entry.path for entry in process.open_files()]
