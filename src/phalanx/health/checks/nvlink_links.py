@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from phalanx.health.check import Check, Finding, Need, error, ok
+from phalanx.health.devices import Device
 from phalanx.health.subject import Subject
 
 
@@ -12,32 +13,34 @@ def examine(subject: Subject) -> list[Finding]:
     if not gpus:
         return [ok("these GPUs have no NVLink, or NVML does not say")]
     counts = {gpu.index: len(gpu.active_links) for gpu in gpus}
-    most = max(counts.values())
-    findings = []
-    for gpu in gpus:
-        inactive = [link.index for link in gpu.links if not link.active]
-        if counts[gpu.index] < most:
-            findings.append(
-                error(
-                    f"GPU {gpu.index} has {counts[gpu.index]} active NVLinks, and GPU {max(counts, key=lambda i: counts[i])} has"
-                    f" {most}: links {', '.join(map(str, inactive))} are down",
-                    "reset the GPUs; reseat them, or check the bridges, where it returns",
-                    "nvidia-smi nvlink --status",
-                    active=counts[gpu.index],
-                    most=most,
-                )
-            )
-    linked_to_nobody = most == 0 and len(gpus) > 1
-    if linked_to_nobody and any(
-        subject.devices.pair(a, b).p2p.get("nvlink") not in (None, "not supported") for a in gpus for b in gpus if a.index < b.index
-    ):
+    best = max(counts, key=lambda index: counts[index])
+    findings = [_fewer(gpu, best, counts[best]) for gpu in gpus if counts[gpu.index] < counts[best]]
+    if not counts[best] and _should_be_linked(subject, gpus):
         findings.append(error("every NVLink is down", "check bridges and the fabric manager", "nvidia-smi nvlink --status"))
-    if findings:
-        return findings
     off = sum(not link.active for link in gpus[0].links)
-    if off and most:
-        return [ok(f"{most} of {most + off} NVLinks are active on every GPU, as a board with bridges has them", active=most)]
-    return [ok(f"{most} NVLinks are active on every GPU", active=most)]
+    if off and counts[best]:
+        by_design = f"{counts[best]} of {counts[best] + off} NVLinks are active on every GPU, as a board with bridges has them"
+        return findings or [ok(by_design, active=counts[best])]
+    return findings or [ok(f"{counts[best]} NVLinks are active on every GPU", active=counts[best])]
+
+
+def _fewer(gpu: Device, best: int, most: int) -> Finding:
+    down = [str(link.index) for link in gpu.links if not link.active]
+    named = f"link {down[0]} is down" if len(down) == 1 else f"links {', '.join(down)} are down"
+    return error(
+        f"GPU {gpu.index} has {len(gpu.active_links)} active NVLinks, and GPU {best} has {most}: {named}",
+        "reset the GPUs; reseat them, or check the bridges, where it returns",
+        "nvidia-smi nvlink --status",
+        active=len(gpu.active_links),
+        most=most,
+    )
+
+
+def _should_be_linked(subject: Subject, gpus: list[Device]) -> bool:
+    """Whether NVML names a reason other than the kind of GPU for which a pair has no NVLink. A guest may show links as inactive
+    that work: then the pairs say so."""
+    states = [subject.devices.pair(a, b).p2p.get("nvlink") for a in gpus for b in gpus if a.index < b.index]
+    return any(state not in (None, "ok", "not supported", "GPU not supported") for state in states)
 
 
 CHECK = Check(

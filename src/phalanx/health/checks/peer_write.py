@@ -9,6 +9,8 @@ from phalanx.health.subject import Subject
 
 
 def examine(subject: Subject) -> list[Finding]:
+    if subject.servers:
+        return [skipped("a running server has the GPUs: copies would disturb it")]
     results = subject.measured if subject.measured is not None else pairs.measure(len(subject.devices.gpus), quick=True)
     if results.hung is not None:
         a, b = results.hung
