@@ -215,10 +215,10 @@ def test_experts():
 
 def test_several_servers_one_of_which_is_gone():
     with served(loaded(False), loaded(True)) as url:
-        watch = monitor.Watch([url, "http://127.0.0.1:9"])
-        watch.read()
-        time.sleep(0.05)
-        watch.read()
+        with monitor.Watch([url, "http://127.0.0.1:9"]) as watch:
+            watch.read()
+            time.sleep(0.05)
+            watch.read()
     shown = watch.frame()
     assert not watch.reached
     assert shown.servers[0].running == 256
@@ -249,7 +249,8 @@ def test_live_ends_with_ctrl_c(monkeypatch):
 
         monkeypatch.setattr(monitor.time, "sleep", nap)
         out = io.StringIO()
-        monitor.live(monitor.Watch([url]), 0.5, Console(file=out, width=150))
+        with monitor.Watch([url]) as watch:
+            monitor.live(watch, 0.5, Console(file=out, width=150))
     assert naps == [0.5] * 3
     assert "llama-3-70b" in out.getvalue()
 

@@ -112,6 +112,12 @@ class Watch:
         """Whether every server answered the last time."""
         return not self._failures
 
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
     def read(self) -> None:
         """One scrape of each server. A server that does not answer is shown as such."""
         for url in self.urls:

@@ -101,14 +101,15 @@ def monitor(
 
     if interval <= 0:
         raise OptionError(f"interval={interval:g} is no time", next="use a positive number of seconds")
-    watch = view.Watch(urls_of(url or ["http://localhost:8000"]))
-    if json is not None or once:
+    with view.Watch(urls_of(url or ["http://localhost:8000"])) as watch:
+        if json is None and not once:
+            view.live(watch, interval, _console())
+            return
         watch.read()
         time.sleep(interval)
         watch.read()
         _give(json, view.dumps(watch.frame()), lambda: _console().print(view.render(watch.frame())))
         raise typer.Exit(0 if watch.reached else 1)
-    view.live(watch, interval, _console())
 
 
 def _subject(asked: Asked, model: str | None) -> Any:
