@@ -214,11 +214,10 @@ def test_experts():
 
 
 def test_several_servers_one_of_which_is_gone():
-    with served(loaded(False), loaded(True)) as url:
-        with monitor.Watch([url, "http://127.0.0.1:9"]) as watch:
-            watch.read()
-            time.sleep(0.05)
-            watch.read()
+    with served(loaded(False), loaded(True)) as url, monitor.Watch([url, "http://127.0.0.1:9"]) as watch:
+        watch.read()
+        time.sleep(0.05)
+        watch.read()
     shown = watch.frame()
     assert not watch.reached
     assert shown.servers[0].running == 256

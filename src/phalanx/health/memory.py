@@ -90,11 +90,11 @@ def budget(options: EngineOptions, shape: ModelShape, *, on_gpu: bool) -> Budget
     first, last = embedding, head
     if shape.tie_word_embeddings and pp == 1:
         last = 0
-    held_by_stage = [
+    stage_bytes = [
         sum(per_layer[place] for place in layers) + (first if stage == 0 else 0) + (last if stage == pp - 1 else 0)
         for stage, layers in enumerate(ranges)
     ]
-    stage = max(range(pp), key=held_by_stage.__getitem__)
+    stage = max(range(pp), key=stage_bytes.__getitem__)
     itemsize = ITEMSIZE[plain]
     spec = KvSpec(
         len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv),
@@ -106,7 +106,7 @@ def budget(options: EngineOptions, shape: ModelShape, *, on_gpu: bool) -> Budget
     layer_peak = tokens * itemsize * (2 * shape.hidden_size + 3 * shape.intermediate_size // tp)
     sampler = _SAMPLER_COPIES * min(options.max_batch_size, tokens) * shape.vocab_size * 4
     return Budget(
-        -(-held_by_stage[stage] // tp),
+        -(-stage_bytes[stage] // tp),
         max(layer_peak, sampler),
         GRAPHS_BYTES if on_gpu and options.cuda_graphs else 0,
         CONTEXT_BYTES if on_gpu else 0,
