@@ -23,7 +23,7 @@ from tests.support.health_nvml import machine, struct
 from tests.support.health_subject import subject
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-BLOCK = re.compile(r"(<!-- output: (\w+) -->\n```\n)(.*?)(```\n)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- output: (\w+) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
 PAGES = ("topology.md", "troubleshooting_health.md")
 HOST = {"name": "node-0", "cores": 32, "memory": 256 << 30, "numa": {"0": "0-31"}, "shm": 16 << 30}
 NETWORK = [

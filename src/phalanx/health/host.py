@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
-from phalanx.config.sources import otherwise
+from phalanx.config.sources import differing_variables
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -85,7 +85,7 @@ class Host:
     """This host. `root`: where /proc, /sys and /dev are mounted; tests put their own files there."""
 
     root: Path = Path("/")
-    environment: Mapping[str, str] = field(default_factory=lambda: otherwise(dict.fromkeys(VARIABLES, "")))
+    environment: Mapping[str, str] = field(default_factory=lambda: differing_variables(dict.fromkeys(VARIABLES, "")))
 
     def path(self, name: str) -> Path:
         return self.root / name.lstrip("/")

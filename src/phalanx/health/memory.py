@@ -2,9 +2,9 @@
 """Bytes that a model takes on the fullest GPU of a layout, and what each change of options would free: the remedies for out of
 memory.
 
-Weights and the KV cache are exact (`plan.weights`, `plan.memory`). Activations and graphs are estimates: the engine measures them
-at its start. The formula of activations was checked against starts of 70B in FP8 on H200 (benchmarks/results/serving): 1.68, 1.37
-and 1.37 GB against 1.62, 1.40 and 1.37 measured at TP 1, 2 and 4 with max_batch_size 512.
+Weights and the KV cache are exact (`plan.weight_tensors`, `plan.memory`). Activations and graphs are estimates: the engine
+measures them at its start. The formula of activations was checked against starts of 70B in FP8 on H200
+(benchmarks/results/serving): 1.68, 1.37 and 1.37 GB against 1.62, 1.40 and 1.37 measured at TP 1, 2 and 4 with max_batch_size 512.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
@@ -20,7 +21,7 @@ from phalanx.errors import PhalanxError
 from phalanx.plan.layout import Layout, require_suits, stages
 from phalanx.plan.memory import KvSpec, block_bytes
 from phalanx.plan.shard import heads
-from phalanx.plan.weights import ITEMSIZE, layer_bytes
+from phalanx.plan.weight_tensors import layer_bytes
 
 CONTEXT_BYTES = 600 << 20
 """A CUDA context with the libraries' workspaces, and the all-reduce's buffers, which torch's allocator does not count."""
@@ -95,7 +96,7 @@ def budget(options: EngineOptions, shape: ModelShape, *, on_gpu: bool) -> Budget
         for stage, layers in enumerate(ranges)
     ]
     stage = max(range(pp), key=stage_bytes.__getitem__)
-    itemsize = ITEMSIZE[plain]
+    itemsize = DTYPES[plain].itemsize
     spec = KvSpec(
         len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv),
         shape.head_dim,

@@ -19,7 +19,7 @@ from phalanx.health.check import size
 from phalanx.health.devices import Device, Devices
 from phalanx.health.pairs import Measurements
 from phalanx.health.subject import Subject
-from phalanx.plan.weights import layer_bytes
+from phalanx.plan.weight_tensors import layer_bytes
 from phalanx.tables.message import Fusion
 from phalanx.tables.shipped import find, table_for
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.health.check import Check, Finding, error, ok, size
 from phalanx.health.subject import Subject
-from phalanx.plan.weights import layer_bytes
+from phalanx.plan.weight_tensors import layer_bytes
 
 LEAST = 512 << 20
 """Kernels, sockets, and a log."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from phalanx.health.check import Check, Finding, Need, note, ok, warning
 from phalanx.health.subject import Subject
-from phalanx.plan.weights import layer_bytes
+from phalanx.plan.weight_tensors import layer_bytes
 
 SLOW_DISK = 200e6
 """Bytes per second of a network disk, by which a load is bounded from above."""

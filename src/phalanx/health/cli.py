@@ -14,7 +14,7 @@ from rich.console import Console
 
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import Asked, build
+from phalanx.config.sources import RawOptions, build_options
 from phalanx.errors import OptionError
 
 Verb = Callable[..., None]
@@ -31,7 +31,7 @@ def register(command: typer.Typer, takes: Takes) -> None:
 
 
 def topo(
-    asked: Asked,
+    raw_options: RawOptions,
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Prices are for it: a folder, a Hub id, or a shape's name.")
     ] = None,
@@ -43,7 +43,7 @@ def topo(
     """How the GPUs of this host are joined, and what that costs a model."""
     from phalanx.health import pairs, topology
 
-    subject = _subject(asked, model)
+    subject = _subject(raw_options, model)
     count = len(subject.devices.gpus)
     measured = pairs.measure(count) if measure and count > 1 else None
     result = topology.survey(subject, measured)
@@ -51,7 +51,7 @@ def topo(
 
 
 def doctor(
-    asked: Asked,
+    raw_options: RawOptions,
     target: Annotated[
         list[str] | None, typer.Argument(metavar="[MODEL | URL ...]", help="A model with serve's options, or servers.")
     ] = None,
@@ -75,7 +75,7 @@ def doctor(
     models = [name for name in names if not servers.is_url(name)]
     if len(models) > 1:
         raise OptionError(f"several models are named: {', '.join(models)}", next="name one model, or URLs of servers")
-    subject = _subject(asked, models[0] if models else None)
+    subject = _subject(raw_options, models[0] if models else None)
     subject.servers = tuple(servers.visit(url) for url in urls)
     subject.peers = tuple(_report(path) for path in peer or [])
     report = examination.examine(subject, checks)
@@ -112,19 +112,19 @@ def monitor(
         raise typer.Exit(0 if watch.reached else 1)
 
 
-def _subject(asked: Asked, model: str | None) -> Any:
+def _subject(raw_options: RawOptions, model: str | None) -> Any:
     """Of options and a model; a shape's name stands for its published config with dummy weights."""
     from phalanx.bench.shapes import SHAPES
     from phalanx.health.subject import Subject
 
-    values = dict(asked.values)
+    values = dict(raw_options.values)
     if model is not None:
         values["model"] = model
-    asked = Asked(values, {"model": "the argument", **asked.origins})
-    serving = build(ServeOptions, asked)
+    raw_options = RawOptions(values, {"model": "the argument", **raw_options.origins})
+    serving = build_options(ServeOptions, raw_options)
     if "model" not in values:
         return Subject(serving=serving)
-    options = build(EngineOptions, asked)
+    options = build_options(EngineOptions, raw_options)
     if options.model in SHAPES:
         return Subject(serving=serving, options=options.model_copy(update={"load_format": "dummy"}), config=SHAPES[options.model])
     return Subject(serving=serving, options=options)
