@@ -264,14 +264,14 @@ def picture(shown, title: str) -> str:
 
 @pytest.mark.parametrize("name", ["monitor", "monitor_warnings"])
 def test_pictures_of_the_docs(name):
-    """docs/pictures/*.svg are made here: PHALANX_TEST_WRITE_PICTURES=1 writes them, else they must be what the code draws."""
+    """docs/pictures/*.svg are made here: HEALTH_TEST_WRITE_PICTURES=1 writes them, else they must be what the code draws."""
     healthy = view(loaded(False), loaded(True))
     changes = {"preemptions": 9, "rank_gauges": {0: gauges(**{"clock_reason/thermal": 1.0, "sm_clock_mhz": 990.0}), 1: gauges()}}
     troubled = view(loaded(False), loaded(True, **changes), url="http://prefill-1:8000")
     shown = frame(healthy) if name == "monitor" else frame(healthy, troubled)
     drawn = picture(shown, f"phalanx monitor {' '.join(server.url for server in shown.servers)}")
     file = PICTURES / f"{name}.svg"
-    if "PHALANX_TEST_WRITE_PICTURES" in os.environ:
+    if "HEALTH_TEST_WRITE_PICTURES" in os.environ:
         file.parent.mkdir(exist_ok=True)
         file.write_text(drawn, encoding="utf-8")
     assert file.read_text(encoding="utf-8") == drawn

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs in the pages docs/topology.md and docs/troubleshooting_health.md are made here, on machines whose NVML is a recording.
 
-PHALANX_TEST_WRITE_PAGES=1 writes them; else each must be what the code prints.
+HEALTH_TEST_WRITE_PAGES=1 writes them; else each must be what the code prints.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_outputs_are_what_the_code_prints(page, root):
     names = [name for _, name, _, _ in BLOCK.findall(text)]
     assert names, f"{page} has no output"
     drawn = BLOCK.sub(lambda match: match[1] + OUTPUTS[match[2]](root) + match[4], text)
-    if "PHALANX_TEST_WRITE_PAGES" in os.environ:
+    if "HEALTH_TEST_WRITE_PAGES" in os.environ:
         file.write_text(drawn, encoding="utf-8")
     assert file.read_text(encoding="utf-8") == drawn
 

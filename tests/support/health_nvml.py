@@ -197,7 +197,7 @@ def machine(
             up = link < links
             add("nvmlDeviceGetNvLinkState", int(up), at, link)
             if up:
-                add("nvmlDeviceGetNvLinkVersion", 4, at, link)
+                add("nvmlDeviceGetNvLinkVersion", 6, at, link)
                 add("nvmlDeviceGetNvLinkRemoteDeviceType", 2 if switch else 0, at, link)
                 add("nvmlDeviceGetNvLinkRemotePciInfo", struct(busId="00000000:00:00.0"), at, link)
                 for counter in range(4):

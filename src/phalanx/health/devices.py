@@ -19,6 +19,10 @@ ALL_LINKS = 0xFFFFFFFF
 LINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
 """In the order of NVML's counters."""
 LINK_TO_SWITCH = 2
+GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
+"""nvmlDeviceGetNvLinkVersion counts 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0 from 1 on."""
+LINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
+"""Bytes per second of one link in one direction, by generation, where NVML does not answer: data sheets of P100 to B200."""
 NOT_SUPPORTED = 3
 FIELDS = {"link_count": 91, "tx_kib": 138, "rx_kib": 139, "remap_pending": 144, "remap_failed": 145, "link_speed_mbps": 90}
 """Fields of nvmlDeviceGetFieldValues by our name; nvml.h numbers them, and pynvml repeats it."""
@@ -120,8 +124,10 @@ class Device:
 
     @property
     def nvlink_bytes_per_s(self) -> float:
-        """One way, over all active links, by their signalled rate."""
-        return len(self.active_links) * (self.link_mbps or 0) * 1e6
+        """One way, over all active links: by their signalled rate where NVML answers it, else by their generation's."""
+        if self.link_mbps:
+            return len(self.active_links) * self.link_mbps * 1e6
+        return sum(LINK_RATES.get(link.version or 0, 0.0) for link in self.active_links)
 
 
 @dataclass(frozen=True)
@@ -299,7 +305,7 @@ def _links(ask: _Asker) -> tuple[Link, ...]:
             Link(
                 index,
                 True,
-                None if version is None else int(version),
+                None if version is None else GENERATIONS.get(int(version)),
                 "" if remote is None else _text(remote.busId).lower(),
                 None if kind is None else kind == LINK_TO_SWITCH,
                 {name: int(count) for name, count in counts.items() if count},

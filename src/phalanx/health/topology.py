@@ -25,8 +25,6 @@ from phalanx.tables.shipped import find, table_for
 
 ALLREDUCES_PER_LAYER = 2
 """Behind the attention's output projection, and behind the MLP's down projection."""
-NVLINK_RATES = {1: 160, 2: 200, 3: 200, 4: 200, 5: 400}
-"""Gbit/s of one link in one direction, by generation, for where NVML does not answer; NVIDIA's data sheets of P100 to B200."""
 PCIE_LANE = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Bytes per second of one lane in one direction, by generation, after line coding."""
 
@@ -247,10 +245,7 @@ def _advice_on_size(shape: ModelShape, model: str, gpus: tuple[Device, ...]) -> 
 def rate_of(gpu: Device) -> float:
     """Bytes per second that a GPU's links signal in one direction: NVLink where there is any, else PCIe; 0 where unknown."""
     if gpu.active_links:
-        if gpu.link_mbps:
-            return gpu.nvlink_bytes_per_s
-        generation = gpu.active_links[0].version or 0
-        return len(gpu.active_links) * NVLINK_RATES.get(generation, 0) * 1e9 / 8
+        return gpu.nvlink_bytes_per_s
     return (gpu.max_pcie_width or 0) * PCIE_LANE.get(gpu.max_pcie_generation or 0, 0.0)
 
 
