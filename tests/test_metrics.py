@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from phalanx.engine.messages import Stats
 from phalanx.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, Metrics
 
+ALERTS = Path(__file__).resolve().parents[1] / "dashboards" / "alerts.yaml"
 DASHBOARD = Path(__file__).resolve().parents[1] / "dashboards" / "phalanx.json"
 STEMS = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket",
@@ -27,6 +29,13 @@ def filled(prefix: str = "phalanx") -> Metrics:
         running=3, waiting=2, blocks_total=100, blocks_referenced=25, preemptions=1, prefix_queries=50, prefix_hits=20,
         prompt_tokens=60, generation_tokens=70, rank_bytes={0: {"weights": 10, "kv": 20}, 1: {"weights": 11, "kv": 21}},
         allreduce={"ONESHOT/RESIDUAL_RMS_NORM": 8, "NCCL/NONE": 9},
+        rank_gauges={
+            0: {
+                "gpu_utilization_perc": 90.0, "power_watts": 650.5, "temperature_celsius": 60.0, "sm_clock_mhz": 1500.0,
+                "nvlink_tx_bytes": 2048.0, "clock_reason/power_cap": 1.0,
+            },
+            1: {"gpu_utilization_perc": 80.0, "power_limit_watts": 700.0},
+        },
         ran={"decode graph/steps": 5, "decode graph/tokens": 35, "decode graph/padding": 6, "eager/steps": 0},
     )  # fmt: skip
     metrics.startup_phases = {"weights": 1.5}
@@ -137,3 +146,34 @@ def test_the_dashboard_shows_every_series():
     for name in samples(filled()):
         if name.startswith("phalanx:") and not name.endswith(("_count", "_sum")):
             assert name in shown, f"{name} is on no panel"
+
+
+def test_gauges_of_gpus():
+    """Each as NVML answered it, by rank; what no rank answers has no series."""
+    series = samples(filled())
+
+    def value(name, **labels):
+        entries = {tuple(dict(key).get(label) for label in labels): amount for key, amount in series[f"phalanx:{name}"].items()}
+        return entries[tuple(labels.values())]
+
+    assert [value("rank_gpu_utilization_perc", rank=rank) for rank in ("0", "1")] == [90.0, 80.0]
+    assert value("rank_power_watts", rank="0") == 650.5
+    assert value("rank_power_limit_watts", rank="1") == 700.0
+    assert value("rank_nvlink_bytes_total", rank="0", direction="tx") == 2048.0
+    assert value("rank_clock_reason", rank="0", reason="power_cap") == 1.0
+    assert set(series["phalanx:rank_temperature_celsius"]) == {(("engine", "0"), ("model_name", "demo"), ("rank", "0"))}
+    bare = Metrics(prefix="phalanx", model_name="demo", version="1")
+    bare.engine = Stats(rank_bytes={0: {"kv": 1}})
+    assert not [name for name in samples(bare) if "gpu" in name or "nvlink" in name or "power" in name]
+
+
+def test_alerts_ask_for_series_that_are_there():
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"] for rule in group["rules"]]
+    assert len(rules) >= 8
+    series = samples(filled())
+    for rule in rules:
+        assert {"summary", "remedy"} <= rule["annotations"].keys()
+        for name, selector in re.findall(r"(phalanx:\w+)(?:\{([^}]*)\})?", rule["expr"]):
+            assert name in series, f"{rule['alert']} asks for {name}, which is not exported"
+            labels = {label for key in series[name] for label, _ in key}
+            assert set(re.findall(r'(\w+)(?:=~|!~|!=|=)"', selector)) <= labels, rule["alert"]

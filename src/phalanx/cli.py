@@ -26,6 +26,7 @@ from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import ALIASES, RawOptions, build_options, read_sources
 from phalanx.errors import OptionError, PhalanxError
+from phalanx.health.cli import register as register_health
 from phalanx.tune.cli import app as allreduce
 from phalanx.version import __version__
 
@@ -159,6 +160,7 @@ def version() -> None:
 
 
 register_bench(app, takes)
+register_health(app, takes)
 
 
 def main(arguments: list[str] | None = None) -> int:

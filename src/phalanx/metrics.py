@@ -24,11 +24,20 @@ ITL_BUCKETS = (*_FINE, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5
 TTFT_BUCKETS = (*_FINE, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 E2E_BUCKETS = (*_FINE, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 
+RANK_GAUGES = {
+    "gpu_utilization_perc": "Utilization of each rank's GPU, 0 to 100.",
+    "power_watts": "Power that each rank's GPU draws.",
+    "power_limit_watts": "Power that it may draw.",
+    "temperature_celsius": "Temperature of each rank's GPU.",
+    "sm_clock_mhz": "Clock of its multiprocessors.",
+}
+
 
 class EngineCounters(Protocol):
     """The engine's counts; its `Stats` message satisfies this protocol. Gauges are current, counters run since the start.
 
     rank_bytes: by rank and kind. allreduce: calls by "strategy/fusion". ran: steps by "kind/steps", "kind/tokens", "kind/padding".
+    rank_gauges: of each rank's GPU.
     """
 
     running: int
@@ -43,6 +52,7 @@ class EngineCounters(Protocol):
     rank_bytes: dict[int, dict[str, int]]
     allreduce: dict[str, int]
     ran: dict[str, int]
+    rank_gauges: dict[int, dict[str, float]]
 
 
 class Metrics:
@@ -149,6 +159,7 @@ class _EngineCollector(Collector):
         rank_bytes = counters.rank_bytes or self._metrics.rank_bytes
         by_rank = {(str(rank), kind): size for rank, kinds in sorted(rank_bytes.items()) for kind, size in kinds.items()}
         yield self._gauge("rank_memory_bytes", "Memory of each rank, by kind.", by_rank, "rank", "kind")
+        yield from self._of_gpus(counters.rank_gauges)
         calls = {tuple(f"{key}/".split("/")[:2]): count for key, count in counters.allreduce.items()}
         yield self._count("allreduce_calls", "All-reduces of rank 0, by strategy and fusion.", calls, "strategy", "fusion")
         for stem, what, help_text in (
@@ -158,6 +169,29 @@ class _EngineCollector(Collector):
         ):
             ran = {(key.removesuffix(f"/{what}"),): count for key, count in counters.ran.items() if key.endswith(f"/{what}")}
             yield self._count(stem, help_text, ran, "kind")
+
+    def _of_gpus(self, gauges: Mapping[int, Mapping[str, float]]) -> Iterable[Metric]:
+        """Of each rank's GPU, as NVML answers; what it refuses has no series."""
+        for name, help_text in RANK_GAUGES.items():
+            values = {(str(rank),): of_rank[name] for rank, of_rank in sorted(gauges.items()) if name in of_rank}
+            if values:
+                yield self._gauge(f"rank_{name}", help_text, values, "rank")
+        traffic = {
+            (str(rank), way): of_rank[f"nvlink_{way}_bytes"]
+            for rank, of_rank in sorted(gauges.items()) for way in ("tx", "rx") if f"nvlink_{way}_bytes" in of_rank
+        }  # fmt: skip
+        if traffic:
+            yield self._count(
+                "rank_nvlink_bytes", "Bytes of each rank's GPU over NVLink, by direction.", traffic, "rank", "direction"
+            )
+        reasons = {
+            (str(rank), name.partition("/")[2]): value
+            for rank, of_rank in sorted(gauges.items()) for name, value in of_rank.items() if name.startswith("clock_reason/")
+        }  # fmt: skip
+        if reasons:
+            yield self._gauge(
+                "rank_clock_reason", "1 where a rank's GPU runs below its highest clock, by reason.", reasons, "rank", "reason"
+            )
 
     def _gauge(self, stem: str, help_text: str, values: Mapping[Any, float], *labels: str) -> Metric:
         return self._fill(GaugeMetricFamily(self._metrics.name(stem), help_text, labels=self._names(labels)), values)

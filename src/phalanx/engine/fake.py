@@ -314,7 +314,7 @@ class FakeExecutor:
         return [self._read]
 
     def stats(self) -> RankStats:
-        return RankStats({rank: {"total": 0} for rank in range(self._stages)}, {}, {})
+        return RankStats({rank: {"total": 0} for rank in range(self._stages)}, {}, {}, {})
 
     def shutdown(self) -> None:
         with self._changed:

@@ -256,7 +256,7 @@ class Loop:
 
     def _queue_stats(self) -> None:
         stats = self._scheduler.stats()
-        stats.rank_bytes, stats.allreduce, stats.ran = self._executor.stats()
+        stats.rank_bytes, stats.allreduce, stats.ran, stats.rank_gauges = self._executor.stats()
         self._queue(stats)
 
     def _wake(self) -> None:

@@ -139,15 +139,17 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     rank_bytes: dict[int, dict[str, int]] = {}
     allreduce: dict[str, int] = {}  # "ONESHOT/RESIDUAL_RMS_NORM" -> calls, on rank 0
     ran: dict[str, int] = {}  # "decode graph/steps", "/tokens" and "/padding" (tokens), and so for each of STEP_KINDS, on rank 0
+    rank_gauges: dict[int, dict[str, float]] = {}  # of each rank's GPU, as `hardware.gauges` names them
 
 
 class RankStats(NamedTuple):
     """What ranks report beside results. bytes: by rank and kind. Of rank 0: allreduce, calls by "STRATEGY/FUSION"; ran, see
-    `Stats`."""
+    `Stats`. gauges: of each rank's GPU."""
 
     bytes: dict[int, dict[str, int]]
     allreduce: dict[str, int]
     ran: dict[str, int]
+    gauges: dict[int, dict[str, float]]
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):

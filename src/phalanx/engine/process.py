@@ -9,6 +9,7 @@ by default that of rank processes, "fake": settings of `FakeExecutor`, each of t
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -37,6 +38,9 @@ from phalanx.errors import EngineError, PhalanxError
 from phalanx.hardware.probe import detect_machine
 
 logger = log.get_logger(__name__)
+
+DIAGNOSIS = "phalanx.health.failed_start:explain"
+"""Looks for the cause of a failed start. It stands above the engine, which knows it by this name alone."""
 
 _LINGER_MS = 3000  # how long the last messages may take to leave when the process ends
 
@@ -79,7 +83,7 @@ def _serve(config: dict[str, Any], socket: zmq.Socket[bytes], termination: _Term
         if not isinstance(error, PhalanxError):
             logger.exception("the engine cannot start")
             error = EngineError("the engine cannot start", held="an unexpected error", why=repr(error))
-        _send(socket, Failed(error.to_wire()))
+        _send(socket, Failed(_explained(error, config).to_wire()))
         return 1
     listener.end()
     loop = Loop(socket, engine.executor, engine.scheduler, backlog=listener.frames)
@@ -89,6 +93,17 @@ def _serve(config: dict[str, Any], socket: zmq.Socket[bytes], termination: _Term
     gc.collect()
     gc.freeze()
     return loop.run()
+
+
+def _explained(error: PhalanxError, config: dict[str, Any]) -> PhalanxError:
+    """The error of a failed start with what `config["diagnosis"]` ("module:function", DIAGNOSIS by default) finds behind it."""
+    module, _, function = str(config.get("diagnosis", DIAGNOSIS)).partition(":")
+    try:
+        explained: PhalanxError = getattr(importlib.import_module(module), function)(error, config["options"])
+    except Exception as raised:  # an explanation must never take the place of what it explains
+        logger.warning("the failure could not be explained: %r", raised)
+        return error
+    return explained
 
 
 @dataclass(frozen=True)

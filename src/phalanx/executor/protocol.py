@@ -91,6 +91,7 @@ class RankHeartbeat(msgspec.Struct, tag=True, array_like=True):
     bytes: dict[str, int] = {}
     allreduce: dict[str, int] = {}
     ran: dict[str, int] = {}
+    gauges: dict[str, float] = {}
 
 
 # ---- node -> engine --------------------------------------------------------------------------------------------------

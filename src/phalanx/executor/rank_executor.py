@@ -66,6 +66,7 @@ class RankExecutor:
         self._bytes: dict[int, dict[str, int]] = {}
         self._allreduce: dict[str, int] = {}
         self._ran: dict[str, int] = {}
+        self._gauges: dict[int, dict[str, float]] = {}
         self._failed: PhalanxError | None = None
         self._last_node_heartbeat = 0.0
 
@@ -143,7 +144,7 @@ class RankExecutor:
         return [] if self._socket is None else [self._socket, self._launcher.fileno()]
 
     def stats(self) -> RankStats:
-        return RankStats(self._bytes, self._allreduce, self._ran)
+        return RankStats(self._bytes, self._allreduce, self._ran, self._gauges)
 
     def shutdown(self) -> None:
         self._end(None)
@@ -198,6 +199,8 @@ class RankExecutor:
                 self._startup.heartbeat_received(message.rank)
                 if message.bytes:
                     self._bytes[message.rank] = message.bytes
+                if message.gauges:
+                    self._gauges[message.rank] = message.gauges
                 if message.rank == 0:
                     self._allreduce, self._ran = message.allreduce, message.ran
             case protocol.Hello():

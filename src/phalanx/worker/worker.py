@@ -46,6 +46,7 @@ from phalanx.executor.protocol import (
     StoreAddress,
     StoreReady,
 )
+from phalanx.hardware.gauges import GpuSampler
 from phalanx.hardware.probe import cores
 from phalanx.plan import Layout, stages
 from phalanx.plan.weight_tensors import layer_bytes
@@ -92,6 +93,7 @@ class Worker:
         self._bytes: dict[str, int] = {}
         self._groups: Groups | None = None
         self._ran: StepCounts | None = None
+        self._sampler: GpuSampler | None = None
 
     def run(self) -> None:
         """Get ready and run steps. Raises what goes wrong; returns when told to stop."""
@@ -145,6 +147,7 @@ class Worker:
         device = torch.device("cuda", self._config["device_index"])
         torch.cuda.set_device(device)
         self._bytes["capacity"] = torch.cuda.mem_get_info(device)[1]
+        self._sampler = GpuSampler(str(torch.cuda.get_device_properties(device).uuid))
         if importlib.util.find_spec("triton") is not None:
             compile_time.count_seconds(self._phases.seconds)
         return device
@@ -326,10 +329,15 @@ class Worker:
             return {**self._bytes, "total": torch.cuda.memory_reserved(self._config["device_index"])}
         return {**self._bytes, "total": psutil.Process().memory_info().rss, "capacity": psutil.virtual_memory().total}
 
-    def _counts(self) -> tuple[dict[str, int], dict[str, int]]:
+    def _counts(self) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
         """All-reduce calls, and how steps ran: see RankHeartbeat."""
         calls = {} if self._groups is None else getattr(self._groups.tp, "calls", {})
-        return {name: count for name, count in calls.copy().items() if count}, {} if self._ran is None else self._ran.by_name
+        gauges = {} if self._sampler is None else self._sampler.read()
+        return (
+            {name: count for name, count in calls.copy().items() if count},
+            {} if self._ran is None else self._ran.by_name,
+            gauges,
+        )
 
     # ---- running steps -----------------------------------------------------------------------------------------------
 
