@@ -226,7 +226,7 @@ def test_chat(llm):
         ([], "^a chat must be a list of messages"),
         (messages[0], "^a chat must be a list of messages"),
         (None, "^a chat must be a list of messages"),
-        ([messages, []], "a chat without a message"),
+        ([messages, []], "^a chat has no message"),
     ):
         with pytest.raises(RequestError, match=message):
             llm.chat(wrong, params)
