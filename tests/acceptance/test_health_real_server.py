@@ -28,7 +28,11 @@ def url(tmp_path_factory):
     command = [sys.executable, "-m", "phalanx", "serve", "demo", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--tp_size", "2"]
     log = (tmp_path_factory.mktemp("server") / "log").open("w")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
     process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     base = f"http://127.0.0.1:{port}"
     try:

@@ -61,7 +61,7 @@ def test_shm_full_of_others_files():
     assert left["level"] == "warning"
     assert left["commands"] == ["rm /dev/shm/nccl-left"]
     assert "remove what other programs left" in finding_of(report, "shm_size")["cure"]
-    used = fill.replace("nccl-left", "nccl-used") + "; sleep 8 < /dev/shm/nccl-used > /dev/null 2>&1 & trap 'kill %1' EXIT; true"
+    used = fill.replace("nccl-left", "nccl-used") + "; sleep 40 < /dev/shm/nccl-used > /dev/null 2>&1 & trap 'kill %1' EXIT; true"
     _, report = doctor("--check", "shm_leftovers", before=used.replace("trap 'kill %1' EXIT; true", "true"))
     assert finding_of(report, "shm_leftovers")["level"] == "ok"
 

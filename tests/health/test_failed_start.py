@@ -100,7 +100,7 @@ def generate(*flags: str) -> subprocess.CompletedProcess:
         "cpu",
         *flags,
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
 
 

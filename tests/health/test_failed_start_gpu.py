@@ -50,7 +50,7 @@ def generate(folder, *flags: str) -> subprocess.CompletedProcess:
         "--load_format",
         "dummy",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=280, env=environment)
 
 

@@ -131,10 +131,10 @@ def whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_whole_blocks_on_gpu(whole_blocks: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is multiplied by torch, tokens after it are not."""
-    device, asked, ran, prompt = torch.device("cuda"), block_gemm._cublas, list[int](), 130
+    device, cublas, ran, prompt = torch.device("cuda"), block_gemm._cublas, list[int](), 130
     if not block_gemm.cublas_supports(512, 512, 0, device):
         pytest.skip("torch has no block-scaled GEMM here")
-    monkeypatch.setattr(block_gemm, "_torchs", lambda x, *others: ran.append(len(x)) or asked(x, *others))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(block_gemm, "_cublas", lambda x, *others: ran.append(len(x)) or cublas(x, *others))  # type: ignore[func-returns-value]
     as_on_a_cpu(logits(whole_blocks[0], device, torch.bfloat16, prompt=prompt), *whole_blocks, prompt)
     # Four GEMMs a layer, but for those that the form leaves in bf16.
     assert set(ran) == {prompt}

@@ -20,7 +20,7 @@ from phalanx.health.doctor import examine
 from phalanx.health.registry import every
 from phalanx.health.subject import Subject
 
-SECONDS = 5.0
+SECONDS = 15.0
 MOST_FINDINGS = 2
 
 
