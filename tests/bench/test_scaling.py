@@ -71,12 +71,12 @@ def test_efficiency_of_the_smallest_that_fits(target):
 
 
 def test_the_guides_two_tables(target, capsys):
-    document = run(target, "1,2,1x2,2x2", Machine(_1x1=CapacityError("not a single block fits")))
+    document = run(target, "1,2,1x2,2x2", Machine(_1x1=CapacityError("not a single KV block fits")))
     report.show(*scaling.tables(document))
     shown = capsys.readouterr().out
     assert "efficiency (of TP2)" in shown
     assert next(line.split() for line in shown.splitlines() if "OOM" in line)[:4] == ["1", "1", "1", "OOM"]
-    assert "TP1: OOM: not a single block fits" in shown
+    assert "TP1: OOM: not a single KV block fits" in shown
     pipelines = shown[shown.index("pipelines") :].splitlines()
     assert pipelines[2].split() == ["nodes", "TP", "PP", "GPUs", "throughput", "tok/s"]
     assert [line.split() for line in pipelines[4:8]] == [

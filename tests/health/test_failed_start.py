@@ -27,7 +27,7 @@ def names(text):
     [
         ("rank 0 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "memory_budget"),
         ("rank 0 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "gpu_memory_taken"),
-        ("0.9 of the GPU memory left (...) gives the KV cache 0 bytes; not a single block fits", "memory_budget"),
+        ("0.9 of the GPU memory left (...) gives the KV cache 0 bytes; not a single KV block fits", "memory_budget"),
         ("rank 1 (pid 17, node 0) was killed by SIGBUS", "shm_size"),
         ("rank 1 (pid 17, node 0) was killed by SIGKILL", "host_memory"),
         ("rank 0 failed: OSError: [Errno 24] Too many open files", "open_files"),

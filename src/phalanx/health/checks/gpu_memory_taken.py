@@ -68,5 +68,5 @@ CHECK = Check(
     ),
     examine=examine,
     needs=(Need.GPU,),
-    symptoms=(r"out of memory", r"OutOfMemory", r"not a single block fits", r"CUDA error", r"memory left"),
+    symptoms=(r"out of memory", r"OutOfMemory", r"not a single KV block fits", r"CUDA error", r"memory left"),
 )

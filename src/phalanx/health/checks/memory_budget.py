@@ -113,5 +113,5 @@ CHECK = Check(
     ),
     examine=examine,
     needs=(Need.MODEL,),
-    symptoms=(r"out of memory", r"OutOfMemory", r"not a single block fits", r"CapacityError"),
+    symptoms=(r"out of memory", r"OutOfMemory", r"not a single KV block fits", r"CapacityError"),
 )

@@ -38,5 +38,5 @@ CHECK = Check(
         "https://github.com/vllm-project/vllm/issues/20305",
     ),
     examine=examine,
-    symptoms=(r"out of memory", r"OutOfMemory", r"already in use", r"not a single block fits"),
+    symptoms=(r"out of memory", r"OutOfMemory", r"already in use", r"not a single KV block fits"),
 )
