@@ -49,3 +49,15 @@ def blocks_in(budget: int, specs: Sequence[KvSpec], block_size: int, *, what: st
             next=f"give at least {one:,} bytes, a larger tensor_parallel_size, or a smaller kv_block_size",
         )  # fmt: skip
     return count
+
+
+GRAPH_BYTES = 8 << 20
+"""Set aside for each CUDA graph beside the memory that all share, which the capture of the largest of each kind measures."""
+
+
+def kv_budget(fraction: float, free: int, activations: int, graphs: int) -> int:
+    """Bytes of the KV cache: the fraction of what is free once weights are there, less what activations and graphs will take of it.
+
+    The engine gives what it measured, the planner what `plan.footprint` says that it will measure.
+    """
+    return int(fraction * (free - activations - graphs))

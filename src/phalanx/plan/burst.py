@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A number of equal requests at once on one replica, step by step but not token by token: what a plan's figures are made of.
+
+The policy is the scheduler's: decodes first, then prompts in order of arrival up to max_num_tokens, as many requests as slots and KV
+tokens allow. `bench.prediction.simulate` runs the scheduler itself; this takes milliseconds for any number of tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from phalanx.plan.cost import Costs, Work
+from phalanx.plan.graphs import sizes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the engine: requests at once, tokens of a step, KV tokens of one replica."""
+
+    max_batch_size: int
+    max_num_tokens: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds and rates of one replica. ttft: the median request's; ms_per_token: mean over decode steps, of one request; running: the
+    most requests at once."""
+
+    seconds: float
+    ttft_s: float
+    ttft_last_s: float
+    ms_per_token: float
+    output_tokens_per_second: float
+    running: int
+
+
+@cache
+def _decode_sizes(rows: int) -> tuple[int, ...]:
+    return tuple(size.tokens for size in sizes(rows, 0)[0])
+
+
+def padded(rows: int, most: int) -> int:
+    """Rows of the graph that replays a step of so many rows of one token."""
+    return next((size for size in _decode_sizes(most) if size >= rows), rows)
+
+
+def decode_round(costs: Costs, requests: int, context: float, most: int = 512) -> float:
+    """Seconds in which each of so many requests gets one token, at a mean context in tokens.
+
+    A pipeline shares the requests out among as many steps as stages; a step follows another one through the slowest stage."""
+    steps = min(costs.split.pp, requests)
+    rows = -(-requests // steps)
+    stages = costs.step_seconds(Work(padded(rows, max(most, rows)), rows, rows * context))
+    return max(steps * max(stages), sum(stages))
+
+
+def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outcome:
+    """All requests at once: prompts of isl tokens, osl tokens each.
+
+    Steps that compute prompts are taken one by one, those that only decode until the next request ends are taken together."""
+    room = max(limits.kv_tokens // (isl + osl), 1)
+    most = min(requests, limits.max_batch_size, room)
+    clock, done, waiting, decode_s, decode_tokens = 0.0, 0, requests, 0.0, 0.0
+    first: list[tuple[float, int]] = []
+    ends: list[tuple[int, int]] = []  # (decode round in which they end, how many)
+    rounds, decoding, partial, contexts = 0, 0, 0, 0.0  # partial: prompt tokens of the first waiting request that are done
+    while done < requests:
+        admitted = decoding + (1 if partial else 0)
+        if waiting and admitted < most or partial:
+            budget = limits.max_num_tokens - min(decoding, limits.max_num_tokens - 1)
+            tokens = min(budget, (min(waiting, most - decoding)) * isl - partial)
+            finished, rest = divmod(partial + tokens, isl)
+            pairs = tokens * (isl / 2 if tokens + partial > isl else partial + tokens / 2)
+            kv = contexts if decoding else 0.0
+            took = _prompt_step(costs, tokens, decoding, finished, kv, pairs, waiting * isl > budget)
+            clock += took
+            partial, waiting = rest, waiting - finished
+            if finished:
+                first.append((clock, finished))
+                heapq.heappush(ends, (rounds + (1 if decoding else 0) + osl - 1, finished))
+            if decoding:
+                rounds += 1
+                decode_s, decode_tokens, contexts = decode_s + took * decoding, decode_tokens + decoding, contexts + decoding
+            decoding, contexts = decoding + finished, contexts + finished * isl
+        else:
+            steps = max(ends[0][0] - rounds, 1)
+            middle = contexts / decoding + (steps - 1) / 2
+            took = steps * decode_round(costs, decoding, middle, limits.max_batch_size)
+            clock, rounds = clock + took, rounds + steps
+            decode_s, decode_tokens, contexts = decode_s + took * decoding, decode_tokens + steps * decoding, contexts + steps * decoding
+        while ends and ends[0][0] <= rounds:
+            _, count = heapq.heappop(ends)
+            done, decoding, contexts = done + count, decoding - count, max(contexts - count * (isl + osl - 1), 0.0)
+    total = sum(count for _, count in first)
+    return Outcome(
+        clock, _at(first, total / 2), first[-1][0], 1e3 * decode_s / decode_tokens if decode_tokens else 0.0,
+        requests * osl / clock, most,
+    )  # fmt: skip
+
+
+def _prompt_step(
+    costs: Costs, tokens: int, decoding: int, finished: int, kv: float, pairs: float, more: bool
+) -> float:  # fmt: skip
+    """Seconds of a step with prompts. Where more steps follow at once, stages work on several, and one takes as long as the slowest
+    stage; the decodes in it are shared out among as many steps as stages."""
+    pp = costs.split.pp
+    rows = -(-(decoding + finished) // pp) if more else decoding + finished
+    whole = tokens + (-(-decoding // pp) if more else decoding)
+    eager = whole > costs.graph_tokens
+    stages = costs.step_seconds(Work(whole, rows, kv / pp if more else kv, pairs, eager))
+    return max(stages) if pp > 1 and more else sum(stages)
+
+
+def _at(first: list[tuple[float, int]], wanted: float) -> float:
+    """When the wanted-th request had its first token."""
+    seen = 0
+    for clock, count in first:
+        seen += count
+        if seen >= math.ceil(wanted):
+            return clock
+    return first[-1][0]
