@@ -13,6 +13,7 @@ import argparse
 import csv
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from scipy.optimize import least_squares, linprog
 
-from benchmarks.plan.rows import RESULTS, Row, Start, rows, starts
+from benchmarks.plan.rows import REFERENCE_GBPS, RESULTS, Row, Start, rows, starts
 from phalanx.hardware import catalogue
 from phalanx.plan import burst, collectives, cost, footprint, graphs
 from phalanx.plan.collectives import all_reduce_points
@@ -32,11 +33,11 @@ from phalanx.plan.families import known, shape_of
 from phalanx.plan.footprint import Split
 
 DATA = Path(__file__).resolve().parents[2] / "src/phalanx/plan/data"
-FITTED = ("e_bytes", "e_bytes_16", "landed", "tflops_per_watt", "sharpness", "e_kv", "passes", "c_layer", "c_one", "c_step", "c_hop")
-START = {"e_bytes": 0.88, "e_bytes_16": 0.9, "landed": 0.3, "tflops_per_watt": 1.75, "sharpness": 1.6, "e_kv": 0.8, "passes": 1.0, "c_layer": 17.0, "c_one": 12.0,
+FITTED = ("e_bytes", "e_bytes_16", "landed", "tflops_per_watt", "sharpness", "passes", "c_layer", "c_one", "c_step", "c_hop")
+START = {"e_bytes": 0.88, "e_bytes_16": 0.9, "landed": 0.3, "tflops_per_watt": 1.75, "sharpness": 1.6, "passes": 1.0, "c_layer": 17.0, "c_one": 12.0,
          "c_step": 50.0, "c_hop": 100.0}  # fmt: skip
-LEAST = {"tflops_per_watt": 1.0, "landed": 0.0, "sharpness": 0.8, "c_step": 0.0, "c_hop": 0.0, "c_one": 1.0, "c_layer": 1.0}
-MOST = {"e_bytes": 1.0, "e_bytes_16": 1.0, "landed": 0.9, "tflops_per_watt": 2.2, "sharpness": 4.0, "e_kv": 1.0, "passes": 8.0, "c_layer": 60.0, "c_one": 60.0,
+LEAST = {"passes": 0.0, "tflops_per_watt": 1.0, "landed": 0.0, "sharpness": 0.8, "c_step": 0.0, "c_hop": 0.0, "c_one": 1.0, "c_layer": 1.0}
+MOST = {"e_bytes": 1.0, "e_bytes_16": 1.0, "landed": 0.9, "tflops_per_watt": 2.2, "sharpness": 4.0, "passes": 8.0, "c_layer": 60.0, "c_one": 60.0,
         "c_step": 2000.0, "c_hop": 2000.0}  # fmt: skip
 LAYER_WEIGHT = 0.7
 
@@ -121,14 +122,31 @@ def uncapped() -> float:
     return operations / (document["ranks"]["4"]["one behind another"]["first_us"] * 1e-6) / peak
 
 
-def machine(coefficients: Coefficients) -> Machine:
+def decode_attention(kind: str) -> float:
+    """The part of the memory bandwidth that attention of decodes reaches beyond its start-up: the slope of time over bytes of the
+    cells of 64 requests and more, all as long as each other. kind: of the cache, "bf16" or "e4m3"."""
+    document = json.loads((RESULTS / "kernels_attention.json").read_text(encoding="utf-8"))
+    cells = []
+    for name, cell in document.items():
+        parts = name.split()
+        if parts[0] != kind or len(parts) != 4 or int(parts[2].removeprefix("R=")) < 64:
+            continue
+        us, terabytes = cell["chosen"]
+        cells.append((us * terabytes * 1e6, us))
+    sizes, times = np.array([size for size, _ in cells]), np.array([us for _, us in cells])
+    weights = 1 / times
+    slope = np.polyfit(sizes, times, 1, w=weights)[0]
+    return float(1e6 / slope / catalogue.gpu("H200").memory_bandwidth)
+
+
+def machine(coefficients: Coefficients, bandwidth: float = REFERENCE_GBPS) -> Machine:
     gpu = catalogue.gpu("H200")
-    return Machine(gpu, gpu.link, gpu.gpus_per_node, 1, None, coefficients, "table")
+    return Machine(gpu, gpu.link, gpu.gpus_per_node, 1, None, coefficients, "table", bandwidth / REFERENCE_GBPS)
 
 
 def predicted(row: Row, coefficients: Coefficients) -> float:
     """ms per token of a decode row."""
-    costs = costs_of(row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients)
+    costs = costs_of(row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients, row.bandwidth)
     context = row.workload.input_len + row.workload.output_len / 2
     return 1e3 * burst.decode_round(costs, row.workload.requests, context, row.max_batch_size)
 
@@ -143,10 +161,13 @@ def predicted_layer(layer: Layer, coefficients: Coefficients) -> float:
     return us
 
 
-def costs_of(model: str, dtype: str, kv_fp8: bool, tp: int, pp: int, strategy: str, coefficients: Coefficients) -> Costs:
+def costs_of(
+    model: str, dtype: str, kv_fp8: bool, tp: int, pp: int, strategy: str, coefficients: Coefficients,
+    bandwidth: float = REFERENCE_GBPS,
+) -> Costs:  # fmt: skip
     config = known(model)
     assert config is not None
-    return Costs(shape_of(config), dtype, 1 if kv_fp8 else 2, Split(tp, pp), machine(coefficients), strategy)
+    return Costs(shape_of(config), dtype, 1 if kv_fp8 else 2, Split(tp, pp), machine(coefficients, bandwidth), strategy)
 
 
 def fit(chosen: Sequence[Row], layer_rows: Sequence[Layer], base: dict[str, float]) -> dict[str, float]:
@@ -242,7 +263,7 @@ def main() -> int:
     (DATA / "collectives.json").write_text(_compact(collectives_document()), encoding="utf-8")
     collectives._document.cache_clear()
     bf16, fp8 = prompt_attention()
-    base = {"e_flops": round(uncapped(), 4), "e_prompt": round(bf16, 4), "e_prompt_fp8": round(fp8, 4), "c_moe": 10.0, "c_eager": graphs.HOST_SECONDS * 1e6}
+    base = {"e_flops": round(uncapped(), 4), "e_kv": round(decode_attention("bf16"), 4), "e_kv_fp8": round(decode_attention("e4m3"), 4), "e_prompt": round(bf16, 4), "e_prompt_fp8": round(fp8, 4), "c_moe": 10.0, "c_eager": graphs.HOST_SECONDS * 1e6}
     decodes, layer_rows = [row for row in rows() if row.kind == "decode"], layers()
     values = fit(decodes, layer_rows, base)
     print(values)
@@ -265,7 +286,7 @@ def main() -> int:
     document = {
         "what": "Coefficients of plan/cost.py and plan/footprint.py, by benchmarks/plan/fit.py from benchmarks/results. Residuals: parts "
         "of the measured figure, of decode rows; without: fitted without the row's group.",
-        "machines": {"H200": {"sm": 90, "coefficients": values, "residuals": residuals}},
+        "machines": {"H200": {"sm": 90, "reference_GBps": REFERENCE_GBPS, "coefficients": values, "residuals": residuals}},
         "memory": memory(),
     }  # fmt: skip
     print(document["memory"])
@@ -276,8 +297,6 @@ def main() -> int:
 
 def _compact(document: dict[str, Any]) -> str:
     text = json.dumps(document, indent=1)
-    import re
-
     return re.sub(r"\[\s+([\d.]+),\s+([\d.]+)\s+\]", r"[\1, \2]", text) + "\n"
 
 

@@ -15,12 +15,15 @@ from phalanx.bench.workloads import Workload, parse
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 SERVING = RESULTS / "serving"
 MODEL = "llama-3-70b"  # of the scaling files that do not name theirs
+REFERENCE_GBPS = 4380.0
+"""Measured memory bandwidth of the machine that a row without its own stands for: the median of the rows."""
+
 Kind = Literal["decode", "batch"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure. measured: ms per token of a decode workload, output tokens per second of a batch workload."""
+    """One measured figure. bandwidth: GB/s that the machine's memory was measured at in the same run. measured: ms per token of a decode workload, output tokens per second of a batch workload."""
 
     file: str
     commit: str
@@ -34,6 +37,7 @@ class Row:
     measured: float
     max_batch_size: int = 512
     kv_tokens: int = 0
+    bandwidth: float = REFERENCE_GBPS
 
     @property
     def kind(self) -> Kind:
@@ -72,27 +76,27 @@ def _asked(document: dict[str, Any]) -> dict[str, Any]:
     return {"model": MODEL, "kv_cache_dtype": "fp8", **found} if "rows" in document else found
 
 
-def engines() -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str, list[dict[str, Any]]]]:
-    """(file, options, engine, strategy, figures) of each engine that was started."""
+def engines() -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str, list[dict[str, Any]], float]]:
+    """(file, options, engine, strategy, figures, measured GB/s) of each engine that was started."""
     for name, document in _documents():
-        asked = _asked(document)
+        asked, gbps = _asked(document), document.get("roof", {}).get("best_GBps", REFERENCE_GBPS)
         for strategy, engine in document.get("engines", {}).items():
-            yield name, asked, engine, strategy, [r for r in document["results"] if r["allreduce_strategy"] == strategy]
+            yield name, asked, engine, strategy, [r for r in document["results"] if r["allreduce_strategy"] == strategy], gbps
         if "engine" in document:
-            yield name, asked, document["engine"], "AUTO", document["results"]
+            yield name, asked, document["engine"], "AUTO", document["results"], gbps
         for row in document.get("rows", []):
             if "engine" not in row:
                 continue
             figures = [{"workload": workload, **figure} for workload, figure in row["decodes"].items()]
             batches = [each for each in asked.get("workloads", ["batch-512x1000x1000"]) if each.startswith("batch")]
             figures += [{"workload": batches[0], "output_tok_s": row["output_tok_s"]}]
-            yield name, asked, row["engine"], "AUTO", figures
+            yield name, asked, row["engine"], "AUTO", figures, row["roof"]["best_GBps"]
 
 
 def rows() -> list[Row]:
     """Every figure of every committed run of a dense model on H200."""
     found = []
-    for name, asked, engine, strategy, figures in engines():
+    for name, asked, engine, strategy, figures, bandwidth in engines():
         shape = {"shape_8b_http": "llama-3-8b"}.get(asked["model"], asked["model"])
         for figure in figures:
             workload = parse(figure["workload"])
@@ -100,7 +104,7 @@ def rows() -> list[Row]:
             found.append(
                 Row(
                     name, figure.get("measured", {}).get("commit", ""), shape, engine["dtype"], asked.get("kv_cache_dtype") == "fp8",
-                    engine["tp"], engine["pp"], strategy, workload, measured, engine["max_batch_size"], engine["kv_tokens"],
+                    engine["tp"], engine["pp"], strategy, workload, measured, engine["max_batch_size"], engine["kv_tokens"], bandwidth,
                 )  # fmt: skip
             )
     return found + _printed()
@@ -124,7 +128,7 @@ def _printed() -> list[Row]:
 def starts() -> list[Start]:
     """What each committed start gave, the printed ones and those of `starts.json` among them (without bytes by kind)."""
     found = []
-    for name, asked, engine, _, _ in engines():
+    for name, asked, engine, _, _, _ in engines():
         shape = {"shape_8b_http": "llama-3-8b"}.get(asked["model"], asked["model"])
         found.append(
             Start(

@@ -63,36 +63,39 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
 
     Steps that compute prompts are taken one by one, those that only decode until the next request ends are taken together."""
     room = max(limits.kv_tokens // (isl + osl), 1)
-    most = min(requests, limits.max_batch_size, room)
+    most, pp = min(requests, limits.max_batch_size, room), costs.split.pp
     clock, done, waiting, decode_s, decode_tokens = 0.0, 0, requests, 0.0, 0.0
     first: list[tuple[float, int]] = []
-    ends: list[tuple[int, int]] = []  # (decode round in which they end, how many)
-    rounds, decoding, partial, contexts = 0, 0, 0, 0.0  # partial: prompt tokens of the first waiting request that are done
+    ends: list[tuple[float, int]] = []  # (decode round in which they end, how many)
+    rounds, decoding, partial, contexts = 0.0, 0, 0, 0.0  # partial: prompt tokens of the first waiting request that are done
     while done < requests:
-        admitted = decoding + (1 if partial else 0)
-        if waiting and admitted < most or partial:
-            budget = limits.max_num_tokens - min(decoding, limits.max_num_tokens - 1)
-            tokens = min(budget, (min(waiting, most - decoding)) * isl - partial)
+        if (waiting and decoding + bool(partial) < most) or partial:
+            # A step holds one share of all requests; those that are full of decodes take no prompts, and the others have the pipeline
+            # to themselves: one that prefills alone passes all stages before the next one can.
+            share = -(-min(requests, limits.max_batch_size) // pp)
+            lanes = max(pp - decoding // share, 1)
+            singles = -(-(decoding - (pp - lanes) * share) // lanes)
+            budget = limits.max_num_tokens - min(singles, limits.max_num_tokens - 1)
+            tokens = min(budget, min(waiting, most - decoding) * isl - partial)
             finished, rest = divmod(partial + tokens, isl)
             pairs = tokens * (isl / 2 if tokens + partial > isl else partial + tokens / 2)
-            kv = contexts if decoding else 0.0
-            took = _prompt_step(costs, tokens, decoding, finished, kv, pairs, waiting * isl > budget)
-            clock += took
-            partial, waiting = rest, waiting - finished
+            took = _prompt_step(costs, tokens, singles, finished, contexts * singles / max(decoding, 1), pairs, lanes if waiting * isl > budget else 1)
+            clock, partial, waiting = clock + took, rest, waiting - finished
+            if decoding:
+                rounds += 1 / lanes
+                decode_s, decode_tokens = decode_s + took * decoding, decode_tokens + decoding / lanes
+                contexts += decoding / lanes
             if finished:
                 first.append((clock, finished))
-                heapq.heappush(ends, (rounds + (1 if decoding else 0) + osl - 1, finished))
-            if decoding:
-                rounds += 1
-                decode_s, decode_tokens, contexts = decode_s + took * decoding, decode_tokens + decoding, contexts + decoding
+                heapq.heappush(ends, (rounds + osl - 1, finished))
             decoding, contexts = decoding + finished, contexts + finished * isl
         else:
-            steps = max(ends[0][0] - rounds, 1)
+            steps = max(math.ceil(ends[0][0] - rounds), 1)
             middle = contexts / decoding + (steps - 1) / 2
             took = steps * decode_round(costs, decoding, middle, limits.max_batch_size)
             clock, rounds = clock + took, rounds + steps
             decode_s, decode_tokens, contexts = decode_s + took * decoding, decode_tokens + steps * decoding, contexts + steps * decoding
-        while ends and ends[0][0] <= rounds:
+        while ends and ends[0][0] <= rounds + 1e-9:
             _, count = heapq.heappop(ends)
             done, decoding, contexts = done + count, decoding - count, max(contexts - count * (isl + osl - 1), 0.0)
     total = sum(count for _, count in first)
@@ -102,17 +105,12 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
     )  # fmt: skip
 
 
-def _prompt_step(
-    costs: Costs, tokens: int, decoding: int, finished: int, kv: float, pairs: float, more: bool
-) -> float:  # fmt: skip
-    """Seconds of a step with prompts. Where more steps follow at once, stages work on several, and one takes as long as the slowest
-    stage; the decodes in it are shared out among as many steps as stages."""
-    pp = costs.split.pp
-    rows = -(-(decoding + finished) // pp) if more else decoding + finished
-    whole = tokens + (-(-decoding // pp) if more else decoding)
-    eager = whole > costs.graph_tokens
-    stages = costs.step_seconds(Work(whole, rows, kv / pp if more else kv, pairs, eager))
-    return max(stages) if pp > 1 and more else sum(stages)
+def _prompt_step(costs: Costs, tokens: int, singles: int, finished: int, kv: float, pairs: float, lanes: int) -> float:
+    """Seconds of a step with prompts and `singles` decodes, of which so many share the pipeline: one comes after another through the
+    slowest stage, or as soon as the pipeline has passed them all on."""
+    whole = tokens + singles
+    stages = costs.step_seconds(Work(whole, singles + finished, kv, pairs, whole > costs.graph_tokens))
+    return max(max(stages), sum(stages) / lanes)
 
 
 def _at(first: list[tuple[float, int]], wanted: float) -> float:

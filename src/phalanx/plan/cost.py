@@ -39,7 +39,7 @@ LONG_STEP = 2048
 class Coefficients:
     """e_*: parts of a peak; tflops_per_watt: FP8 operations per joule, twice those in 16 bit; c_*: microseconds. c_one: a layer's chain at one token, where kernels
     are fused; c_layer: at more. c_moe: more of a chain for a layer with experts. passes: over activations, between GEMMs. c_eager: of a
-    layer whose kernels the host launches one by one, which a step without a graph takes at least. e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights
+    layer whose kernels the host launches one by one, which a step without a graph takes at least. e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights
     in 16 bit. landed: the part of an all-reduce that long steps hide, since GEMMs write into their owners' memory."""
 
     e_bytes: float
@@ -48,6 +48,7 @@ class Coefficients:
     tflops_per_watt: float
     sharpness: float
     e_kv: float
+    e_kv_fp8: float
     e_prompt: float
     e_prompt_fp8: float
     passes: float
@@ -73,7 +74,8 @@ def document() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a plan runs. network: between nodes; coefficients: of its class. known: "measured" where the coefficients were fitted on
+    """Where a plan runs. network: between nodes; coefficients: of its class; memory: bandwidth beside that of the machines that these
+    were fitted on, which differ by 3 percent. known: "measured" where the coefficients were fitted on
     this very GPU, "derived" for another of its generation, "estimated" beyond."""
 
     gpu: GpuSpec
@@ -83,6 +85,12 @@ class Machine:
     network: Network | None
     coefficients: Coefficients
     known: Label
+    memory: float = 1.0
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of one GPU's memory, before the coefficients."""
+        return self.gpu.memory_bandwidth * self.memory
 
     @property
     def gpus(self) -> int:
@@ -193,7 +201,7 @@ class Costs:
         gemms, layers, moe_layers, between = _stage_gemms(self.shape, self.dtype, split, stage)
         for gemm in gemms:
             seconds += gemm.count * self._gemm_seconds(gemm, tokens, everywhere)
-        seconds += cs.passes * tokens * between / machine.gpu.memory_bandwidth
+        seconds += cs.passes * tokens * between / machine.bandwidth
         chain = cs.c_one if tokens == 1 else cs.c_layer
         seconds += layers * chain * 1e-6 + moe_layers * cs.c_moe * 1e-6
         hidden_bytes = tokens * self.shape.hidden_size * 2.0
@@ -224,7 +232,7 @@ class Costs:
         else:
             nbytes, flops = float(gemm.weight_bytes), gemm.flops * tokens
         peak = _reached_flops(gpu, cs, gemm.fp8)
-        reached_bandwidth = (cs.e_bytes if gemm.fp8 else cs.e_bytes_16) * gpu.memory_bandwidth
+        reached_bandwidth = (cs.e_bytes if gemm.fp8 else cs.e_bytes_16) * self.machine.bandwidth
         read, compute = nbytes / reached_bandwidth, flops / peak
         top = max(read, compute)
         least = min(read, compute) / top if top else 0.0
@@ -274,7 +282,8 @@ def _attention_seconds(
         for layer in layers:
             by_window[shape.windows[layer]] = by_window.get(shape.windows[layer], 0) + 1
         nbytes = shape.kv_elements(0, split.tp) * kv_itemsize
-        reads.append(tuple((window, count * nbytes / (cs.e_kv * gpu.memory_bandwidth)) for window, count in by_window.items()))
+        read = (cs.e_kv_fp8 if kv_itemsize == 1 else cs.e_kv) * machine.bandwidth
+        reads.append(tuple((window, count * nbytes / read) for window, count in by_window.items()))
         dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.head_dim
         flops = 2.0 * shape.num_heads / split.tp * dims
         reached = cs.e_prompt_fp8 if kv_itemsize == 1 else cs.e_prompt
