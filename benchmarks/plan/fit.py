@@ -256,6 +256,18 @@ def beside_kv(start: Start) -> tuple[float, float, list[float]]:
     return taken - captured, 0.01 * cache, footprint.overhead_features(shape, split, start.max_num_tokens)
 
 
+def intervals(residuals: dict[str, dict[str, float]], decodes: Sequence[Row]) -> dict[str, Any]:
+    """Half widths of 90 percent. Of a measured class the 90th percentiles of the residuals. Of others what is known from elsewhere:
+    another GPU of the generation 0.1 (public rows of another engine on H100 under a form fitted on H200: 90th percentile 0.093),
+    another generation, link or network 0.2, experts 0.3 (nothing is measured yet)."""
+    models = {(shape_of(known(row.model) or {}).hidden_size, shape_of(known(row.model) or {}).num_layers) for row in decodes}
+    return {
+        "measured": residuals["fit"]["q90"], "table": residuals["fit"]["q90"], "layout": residuals["without its layout"]["q90"],
+        "model": residuals["without its model"]["q90"], "derived": 0.1, "estimated": 0.2, "experts": 0.3,
+        "layouts": sorted([row.tp, row.pp] for row in {(r.tp, r.pp): r for r in decodes}.values()), "models": sorted(map(list, models)),
+    }  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
@@ -288,6 +300,7 @@ def main() -> int:
         "of the measured figure, of decode rows; without: fitted without the row's group.",
         "machines": {"H200": {"sm": 90, "reference_GBps": REFERENCE_GBPS, "coefficients": values, "residuals": residuals}},
         "memory": memory(),
+        "intervals": intervals(residuals, decodes),
     }  # fmt: skip
     print(document["memory"])
     if asked.write:

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from phalanx import log
+from phalanx.bench.prediction.verbs import register as register_plan
 from phalanx.bench.verbs import register as register_bench
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
@@ -147,6 +148,7 @@ def version() -> None:
 
 
 register_bench(app, takes)
+register_plan(app)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -124,11 +124,11 @@ def _by_8(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one simulation. seconds: simulated; wall: taken; hits, queries: prompt tokens that the prefix cache had, and was asked for."""
+    """Of one simulation. seconds: simulated; cpu: seconds of one core that it took; hits, queries: prompt tokens that the prefix cache had, and was asked for."""
 
     served: list[Served]
     seconds: float
-    wall: float
+    cpu: float
     computed: int
     generated: int
     hits: int
@@ -138,9 +138,9 @@ class Result:
     replicas: int
 
     @property
-    def tokens_per_wall_second(self) -> float:
-        """Simulated tokens, computed and taken from the prefix cache, for each second of this host."""
-        return (self.computed + self.hits) / self.wall if self.wall else 0.0
+    def tokens_per_core_second(self) -> float:
+        """Simulated tokens, computed and taken from the prefix cache, for each second of a core."""
+        return (self.computed + self.hits) / self.cpu if self.cpu else 0.0
 
 
 def run(
@@ -150,7 +150,7 @@ def run(
 
     A request goes to the replica with the fewest open ones. Raises EngineError where the scheduler stands still.
     """
-    begin = time.perf_counter()
+    begin = time.process_time()
     served: dict[str, Served] = {}
     engines = [Replica(Scheduler(options), costs, served) for _ in range(replicas)]
     if concurrency is not None:
@@ -159,7 +159,7 @@ def run(
         end = _open_loop(engines, arrivals, served)
     stats = [engine.scheduler.stats() for engine in engines]
     return Result(
-        list(served.values()), end, time.perf_counter() - begin, sum(e.tokens for e in engines), sum(s.generation_tokens for s in stats),
+        list(served.values()), end, time.process_time() - begin, sum(e.tokens for e in engines), sum(s.generation_tokens for s in stats),
         sum(s.prefix_hits for s in stats), sum(s.prefix_queries for s in stats), sum(s.preemptions for s in stats),
         sum(e.busy for e in engines), replicas,
     )  # fmt: skip
