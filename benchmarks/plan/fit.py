@@ -34,11 +34,40 @@ from phalanx.plan.footprint import Split
 
 DATA = Path(__file__).resolve().parents[2] / "src/phalanx/plan/data"
 FITTED = ("e_bytes", "e_bytes_16", "landed", "tflops_per_watt", "sharpness", "passes", "c_layer", "c_one", "c_step", "c_hop")
-START = {"e_bytes": 0.88, "e_bytes_16": 0.9, "landed": 0.3, "tflops_per_watt": 1.75, "sharpness": 1.6, "passes": 1.0, "c_layer": 17.0, "c_one": 12.0,
-         "c_step": 50.0, "c_hop": 100.0}  # fmt: skip
-LEAST = {"passes": 0.0, "tflops_per_watt": 1.0, "landed": 0.0, "sharpness": 0.8, "c_step": 0.0, "c_hop": 0.0, "c_one": 1.0, "c_layer": 1.0}
-MOST = {"e_bytes": 1.0, "e_bytes_16": 1.0, "landed": 0.9, "tflops_per_watt": 2.2, "sharpness": 4.0, "passes": 8.0, "c_layer": 60.0, "c_one": 60.0,
-        "c_step": 2000.0, "c_hop": 2000.0}  # fmt: skip
+START = {
+    "e_bytes": 0.88,
+    "e_bytes_16": 0.9,
+    "landed": 0.3,
+    "tflops_per_watt": 1.75,
+    "sharpness": 1.6,
+    "passes": 1.0,
+    "c_layer": 17.0,
+    "c_one": 12.0,
+    "c_step": 50.0,
+    "c_hop": 100.0,
+}
+LEAST = {
+    "passes": 0.0,
+    "tflops_per_watt": 1.0,
+    "landed": 0.0,
+    "sharpness": 0.8,
+    "c_step": 0.0,
+    "c_hop": 0.0,
+    "c_one": 1.0,
+    "c_layer": 1.0,
+}
+MOST = {
+    "e_bytes": 1.0,
+    "e_bytes_16": 1.0,
+    "landed": 0.9,
+    "tflops_per_watt": 2.2,
+    "sharpness": 4.0,
+    "passes": 8.0,
+    "c_layer": 60.0,
+    "c_one": 60.0,
+    "c_step": 2000.0,
+    "c_hop": 2000.0,
+}
 LAYER_WEIGHT = 0.7
 
 
@@ -220,8 +249,8 @@ def left_out(decodes: list[Row], layer_rows: list[Layer], base: dict[str, float]
 
 
 def memory() -> dict[str, float]:
-    """Coefficients of `footprint.overhead_bytes`: no start took more, and KV tokens are within 1 percent of the start of each model and
-    layout that took most; margin: the part of that percent that is left at both ends."""
+    """Coefficients of `footprint.overhead_bytes`: no start took more, and KV tokens are within 1 percent of the start of each
+    model and layout that took most; margin: the part of that percent that is left at both ends."""
     hungriest: dict[tuple[Any, ...], tuple[float, float, list[float]]] = {}
     for start in starts():
         taken, slack, features = beside_kv(start)
@@ -232,11 +261,16 @@ def memory() -> dict[str, float]:
     for taken, slack, features in hungriest.values():
         above += [[-each for each in features] + [slack], [*features, slack]]
         bounds += [-taken, taken + slack]
-    done = linprog([0.0] * 5 + [-1.0], A_ub=np.array(above) / 1e9, b_ub=np.array(bounds) / 1e9, bounds=[(0, None)] * 5 + [(None, None)])
+    done = linprog(
+        [0.0] * 5 + [-1.0], A_ub=np.array(above) / 1e9, b_ub=np.array(bounds) / 1e9, bounds=[(0, None)] * 5 + [(None, None)]
+    )
     names = footprint.OVERHEADS
     if done.status != 0 or done.x[-1] < 0:
         print("no coefficients keep every start within 1 percent", done.message)
-    return {**{name: float(round(value, 4)) for name, value in zip(names, done.x, strict=False)}, "margin": round(float(done.x[-1]), 4)}
+    return {
+        **{name: float(round(value, 4)) for name, value in zip(names, done.x, strict=False)},
+        "margin": round(float(done.x[-1]), 4),
+    }
 
 
 def _requests(row: Row) -> object:
@@ -244,8 +278,8 @@ def _requests(row: Row) -> object:
 
 
 def beside_kv(start: Start) -> tuple[float, float, list[float]]:
-    """What a start took beside weights, KV cache and what is set aside for graphs, bytes; 1 percent of its KV cache; and the features
-    that `footprint.OVERHEADS` multiply."""
+    """What a start took beside weights, KV cache and what is set aside for graphs, bytes; 1 percent of its KV cache; and the
+    features that `footprint.OVERHEADS` multiply."""
     config = known(start.model)
     assert config is not None
     shape, split = shape_of(config), Split(start.tp, start.pp)
@@ -262,10 +296,16 @@ def intervals(residuals: dict[str, dict[str, float]], decodes: Sequence[Row]) ->
     another generation, link or network 0.2, experts 0.3 (nothing is measured yet)."""
     models = {(shape_of(known(row.model) or {}).hidden_size, shape_of(known(row.model) or {}).num_layers) for row in decodes}
     return {
-        "measured": residuals["fit"]["q90"], "table": residuals["fit"]["q90"], "layout": residuals["without its layout"]["q90"],
-        "model": residuals["without its model"]["q90"], "derived": 0.1, "estimated": 0.2, "experts": 0.3,
-        "layouts": sorted([row.tp, row.pp] for row in {(r.tp, r.pp): r for r in decodes}.values()), "models": sorted(map(list, models)),
-    }  # fmt: skip
+        "measured": residuals["fit"]["q90"],
+        "table": residuals["fit"]["q90"],
+        "layout": residuals["without its layout"]["q90"],
+        "model": residuals["without its model"]["q90"],
+        "derived": 0.1,
+        "estimated": 0.2,
+        "experts": 0.3,
+        "layouts": sorted([row.tp, row.pp] for row in {(r.tp, r.pp): r for r in decodes}.values()),
+        "models": sorted(map(list, models)),
+    }
 
 
 def main() -> int:
@@ -275,7 +315,15 @@ def main() -> int:
     (DATA / "collectives.json").write_text(_compact(collectives_document()), encoding="utf-8")
     collectives._document.cache_clear()
     bf16, fp8 = prompt_attention()
-    base = {"e_flops": round(uncapped(), 4), "e_kv": round(decode_attention("bf16"), 4), "e_kv_fp8": round(decode_attention("e4m3"), 4), "e_prompt": round(bf16, 4), "e_prompt_fp8": round(fp8, 4), "c_moe": 10.0, "c_eager": graphs.HOST_SECONDS * 1e6}
+    base = {
+        "e_flops": round(uncapped(), 4),
+        "e_kv": round(decode_attention("bf16"), 4),
+        "e_kv_fp8": round(decode_attention("e4m3"), 4),
+        "e_prompt": round(bf16, 4),
+        "e_prompt_fp8": round(fp8, 4),
+        "c_moe": 10.0,
+        "c_eager": graphs.HOST_SECONDS * 1e6,
+    }
     decodes, layer_rows = [row for row in rows() if row.kind == "decode"], layers()
     values = fit(decodes, layer_rows, base)
     print(values)
@@ -296,12 +344,12 @@ def main() -> int:
         residuals[f"without its {name}"] = summary(left_out(decodes, layer_rows, base, group))
         print(name, residuals[f"without its {name}"])
     document = {
-        "what": "Coefficients of plan/cost.py and plan/footprint.py, by benchmarks/plan/fit.py from benchmarks/results. Residuals: parts "
-        "of the measured figure, of decode rows; without: fitted without the row's group.",
+        "what": "Coefficients of plan/cost.py and plan/footprint.py, by benchmarks/plan/fit.py from benchmarks/results. Residuals: "
+        "parts of the measured figure, of decode rows; without: fitted without the row's group.",
         "machines": {"H200": {"sm": 90, "reference_GBps": REFERENCE_GBPS, "coefficients": values, "residuals": residuals}},
         "memory": memory(),
         "intervals": intervals(residuals, decodes),
-    }  # fmt: skip
+    }
     print(document["memory"])
     if asked.write:
         (DATA / "coefficients.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

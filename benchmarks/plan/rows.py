@@ -23,7 +23,8 @@ Kind = Literal["decode", "batch"]
 
 @dataclass(frozen=True)
 class Row:
-    """One measured figure. bandwidth: GB/s that the machine's memory was measured at in the same run. measured: ms per token of a decode workload, output tokens per second of a batch workload."""
+    """One measured figure. bandwidth: GB/s that the machine's memory was measured at in the same run. measured: ms per token of a
+    decode workload, output tokens per second of a batch workload."""
 
     file: str
     commit: str
@@ -103,9 +104,20 @@ def rows() -> list[Row]:
             measured = figure["tpot_ms"] if workload.kind == "decode" else figure["output_tok_s"]
             found.append(
                 Row(
-                    name, figure.get("measured", {}).get("commit", ""), shape, engine["dtype"], asked.get("kv_cache_dtype") == "fp8",
-                    engine["tp"], engine["pp"], strategy, workload, measured, engine["max_batch_size"], engine["kv_tokens"], bandwidth,
-                )  # fmt: skip
+                    name,
+                    figure.get("measured", {}).get("commit", ""),
+                    shape,
+                    engine["dtype"],
+                    asked.get("kv_cache_dtype") == "fp8",
+                    engine["tp"],
+                    engine["pp"],
+                    strategy,
+                    workload,
+                    measured,
+                    engine["max_batch_size"],
+                    engine["kv_tokens"],
+                    bandwidth,
+                )
             )
     return found + _printed()
 
@@ -121,7 +133,9 @@ def _printed() -> list[Row]:
                     kv_tokens=row["kv_tokens"])
             )  # fmt: skip
     for strategy, figures in document["strategies_tp2"].items():
-        found += [Row("scaling_again: tp2", "79d94aa", MODEL, "fp8", True, 2, 1, strategy, parse(w), ms) for w, ms in figures.items()]
+        found += [
+            Row("scaling_again: tp2", "79d94aa", MODEL, "fp8", True, 2, 1, strategy, parse(w), ms) for w, ms in figures.items()
+        ]
     return found
 
 
@@ -132,9 +146,18 @@ def starts() -> list[Start]:
         shape = {"shape_8b_http": "llama-3-8b"}.get(asked["model"], asked["model"])
         found.append(
             Start(
-                name, shape, engine["dtype"], asked.get("kv_cache_dtype") == "fp8", engine["tp"], engine["pp"], engine["max_batch_size"],
-                engine["max_num_tokens"], asked.get("kv_cache_free_gpu_memory_fraction", 0.9), engine["kv_tokens"], engine["rank_bytes"],
-            )  # fmt: skip
+                name,
+                shape,
+                engine["dtype"],
+                asked.get("kv_cache_dtype") == "fp8",
+                engine["tp"],
+                engine["pp"],
+                engine["max_batch_size"],
+                engine["max_num_tokens"],
+                asked.get("kv_cache_free_gpu_memory_fraction", 0.9),
+                engine["kv_tokens"],
+                engine["rank_bytes"],
+            )
         )
     again = json.loads((SERVING / "scaling_again.json").read_text(encoding="utf-8"))
     for row in again["printed"]:

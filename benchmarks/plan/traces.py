@@ -3,8 +3,9 @@
 
 `python benchmarks/plan/traces.py --azure FILE --mooncake FILE --record`. The files are not in the repository: Azure's
 AzureLLMInferenceTrace_conv.csv (Splitwise, ISCA 2024) and Mooncake's conversation_trace.jsonl (FAST 2025).
-The count knows nothing of blocks and schedulers: requests one after the other, a dictionary of beginnings, whole blocks of 16 tokens,
-and the last token of a prompt always computed. The simulator serves the same requests one at a time with room for all of them.
+The count knows nothing of blocks and schedulers: requests one after the other, a dictionary of beginnings, whole blocks of 16
+tokens, and the last token of a prompt always computed. The simulator serves the same requests one at a time with room for all of
+them.
 """
 
 from __future__ import annotations
@@ -71,11 +72,23 @@ def mooncake(path: Path, first: int) -> dict[str, Any]:
     found, asked = counted(path, first)
     real = engine("llama-3.1-70b", 4, 0).run(rows, 4)
     return {
-        "requests": len(rows), "prompt_tokens": asked, "counted_hits": found, "simulated_hits": alone.hits,
-        "counted_rate": found / asked, "simulated_rate": alone.hits / asked, "equal": found == alone.hits, "cpu_s": alone.cpu,
+        "requests": len(rows),
+        "prompt_tokens": asked,
+        "counted_hits": found,
+        "simulated_hits": alone.hits,
+        "counted_rate": found / asked,
+        "simulated_rate": alone.hits / asked,
+        "equal": found == alone.hits,
+        "cpu_s": alone.cpu,
         "tokens_per_core_second": alone.tokens_per_core_second,
-        "as_the_trace_has_it": {"replicas": 4, "tp": 4, "hit_rate": real.hits / asked, "cpu_s": real.cpu, "preemptions": real.preemptions},
-    }  # fmt: skip
+        "as_the_trace_has_it": {
+            "replicas": 4,
+            "tp": 4,
+            "hit_rate": real.hits / asked,
+            "cpu_s": real.cpu,
+            "preemptions": real.preemptions,
+        },
+    }
 
 
 def azure(path: Path) -> dict[str, Any]:

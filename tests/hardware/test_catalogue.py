@@ -44,11 +44,17 @@ def test_memory_of_h200_is_what_cuda_reported():
 @pytest.mark.parametrize(
     ("product", "name"),
     [
-        ("NVIDIA H200", "H200"), ("NVIDIA H200 NVL", "H200-NVL"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA H100 PCIe", "H100-PCIE"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80"), ("NVIDIA A100 80GB PCIe", "A100-80-PCIE"), ("NVIDIA GeForce RTX 4090", "RTX-4090"),
-        ("NVIDIA L40S", "L40S"), ("NVIDIA T4", None),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIE"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100 80GB PCIe", "A100-80-PCIE"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA T4", None),
     ],
-)  # fmt: skip
+)
 def test_what_nvml_calls_it(product, name):
     assert catalogue.of_name(product) == name
 

@@ -19,7 +19,8 @@ from phalanx.hardware.probe import Gpu
 _DATA = Path(__file__).parent / "data" / "gpus.json"
 
 DRIVER_BYTES = 645_000_000
-"""What nvidia-smi reports beyond what CUDA offers: 143,771 MiB against 150,109,880,320 bytes on H200 (benchmarks/results/serving)."""
+"""What nvidia-smi reports beyond what CUDA offers: 143,771 MiB against 150,109,880,320 bytes on H200
+(benchmarks/results/serving)."""
 
 NEEDED = ("memory_bytes", "memory_bandwidth", "bf16_flops", "link_bandwidth", "link", "pcie_bandwidth")
 
@@ -28,8 +29,8 @@ NEEDED = ("memory_bytes", "memory_bandwidth", "bf16_flops", "link_bandwidth", "l
 class GpuSpec:
     """One GPU of the catalogue. Bytes; bytes, operations per second; watts. Links in one direction.
 
-    memory_bytes: what CUDA offers. fp8_flops: None where there is no FP8 arithmetic. link: the link class between the GPUs of a node,
-    as `hardware.fingerprint.LINKS` names it. sources: field -> where it was read, and when.
+    memory_bytes: what CUDA offers. fp8_flops: None where there is no FP8 arithmetic. link: the link class between the GPUs of a
+    node, as `hardware.fingerprint.LINKS` names it. sources: field -> where it was read, and when.
     """
 
     name: str

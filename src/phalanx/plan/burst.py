@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A number of equal requests at once on one replica, step by step but not token by token: what a plan's figures are made of.
 
-The policy is the scheduler's: decodes first, then prompts in order of arrival up to max_num_tokens, as many requests as slots and KV
-tokens allow. `bench.prediction.simulate` runs the scheduler itself; this takes milliseconds for any number of tokens.
+The policy is the scheduler's: decodes first, then prompts in order of arrival up to max_num_tokens, as many requests as slots and
+KV tokens allow. `bench.prediction.simulate` runs the scheduler itself; this takes milliseconds for any number of tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds and rates of one replica. ttft: the median request's; ms_per_token: mean over decode steps, of one request; running: the
-    most requests at once."""
+    """Seconds and rates of one replica. ttft: the median request's; ms_per_token: mean over decode steps, of one request; running:
+    the most requests at once."""
 
     seconds: float
     ttft_s: float
@@ -70,8 +70,8 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
     rounds, decoding, partial, contexts = 0.0, 0, 0, 0.0  # partial: prompt tokens of the first waiting request that are done
     while done < requests:
         if (waiting and decoding + bool(partial) < most) or partial:
-            # A step holds one share of all requests; those that are full of decodes take no prompts, and the others have the pipeline
-            # to themselves: one that prefills alone passes all stages before the next one can.
+            # A step holds one share of all requests; those that are full of decodes take no prompts, and the others have the
+            # pipeline to themselves: one that prefills alone passes all stages before the next one can.
             share = -(-min(requests, limits.max_batch_size) // pp)
             lanes = max(pp - decoding // share, 1)
             singles = -(-(decoding - (pp - lanes) * share) // lanes)
@@ -79,7 +79,15 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
             tokens = min(budget, min(waiting, most - decoding) * isl - partial)
             finished, rest = divmod(partial + tokens, isl)
             pairs = tokens * (isl / 2 if tokens + partial > isl else partial + tokens / 2)
-            took = _prompt_step(costs, tokens, singles, finished, contexts * singles / max(decoding, 1), pairs, lanes if waiting * isl > budget else 1)
+            took = _prompt_step(
+                costs,
+                tokens,
+                singles,
+                finished,
+                contexts * singles / max(decoding, 1),
+                pairs,
+                lanes if waiting * isl > budget else 1,
+            )
             clock, partial, waiting = clock + took, rest, waiting - finished
             if decoding:
                 rounds += 1 / lanes
@@ -94,20 +102,28 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
             middle = contexts / decoding + (steps - 1) / 2
             took = steps * decode_round(costs, decoding, middle, limits.max_batch_size)
             clock, rounds = clock + took, rounds + steps
-            decode_s, decode_tokens, contexts = decode_s + took * decoding, decode_tokens + steps * decoding, contexts + steps * decoding
+            decode_s, decode_tokens, contexts = (
+                decode_s + took * decoding,
+                decode_tokens + steps * decoding,
+                contexts + steps * decoding,
+            )
         while ends and ends[0][0] <= rounds + 1e-9:
             _, count = heapq.heappop(ends)
             done, decoding, contexts = done + count, decoding - count, max(contexts - count * (isl + osl - 1), 0.0)
     total = sum(count for _, count in first)
     return Outcome(
-        clock, _at(first, total / 2), first[-1][0], 1e3 * decode_s / decode_tokens if decode_tokens else 0.0,
-        requests * osl / clock, most,
-    )  # fmt: skip
+        clock,
+        _at(first, total / 2),
+        first[-1][0],
+        1e3 * decode_s / decode_tokens if decode_tokens else 0.0,
+        requests * osl / clock,
+        most,
+    )
 
 
 def _prompt_step(costs: Costs, tokens: int, singles: int, finished: int, kv: float, pairs: float, lanes: int) -> float:
-    """Seconds of a step with prompts and `singles` decodes, of which so many share the pipeline: one comes after another through the
-    slowest stage, or as soon as the pipeline has passed them all on."""
+    """Seconds of a step with prompts and `singles` decodes, of which so many share the pipeline: one comes after another through
+    the slowest stage, or as soon as the pipeline has passed them all on."""
     whole = tokens + singles
     stages = costs.step_seconds(Work(whole, singles + finished, kv, pairs, whole > costs.graph_tokens))
     return max(max(stages), sum(stages) / lanes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import TableError
+from phalanx.hardware.catalogue import GpuSpec
 from phalanx.plan.cost import Coefficients
 from phalanx.tables.table_file import write_whole
 
@@ -28,6 +29,17 @@ def installed(gpu: str, where: Path | None = None) -> Coefficients | None:
         return None
     try:
         return Coefficients.from_json(json.loads(path.read_text(encoding="utf-8"))["coefficients"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise TableError(f"{path} is no calibration", why=f"{type(error).__name__}: {error}", next="calibrate again") from None
+
+
+def measured_machine(gpu: str, where: Path | None = None) -> GpuSpec | None:
+    """What a calibration found of a machine that the catalogue does not hold, such as "CPU"; None without one."""
+    path = path_of(gpu, where)
+    if not path.is_file():
+        return None
+    try:
+        return GpuSpec(**json.loads(path.read_text(encoding="utf-8"))["gpu"])
     except (ValueError, KeyError, TypeError) as error:
         raise TableError(f"{path} is no calibration", why=f"{type(error).__name__}: {error}", next="calibrate again") from None
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one collective takes on a link: measured where `data/collectives.json` holds the machine, else scaled from it or from a seed.
+"""What one collective takes on a link: measured where `data/collectives.json` holds the machine, else scaled from it or from a
+seed.
 
 Units: bytes of one rank's tensor, microseconds. Each price says how it is known.
 """
@@ -36,7 +37,8 @@ def worst(*labels: Label) -> Label:
 
 @dataclass(frozen=True)
 class Curve:
-    """Microseconds of one collective by bytes: `points` (bytes, us) rising, straight in logarithms between them, in bytes beyond."""
+    """Microseconds of one collective by bytes: `points` (bytes, us) rising, straight in logarithms between them, in bytes
+    beyond."""
 
     points: tuple[tuple[float, float], ...]
     label: Label
@@ -52,7 +54,7 @@ class Curve:
         at = bisect_left(sizes, nbytes)
         (below, start), (above, end) = self.points[at - 1], self.points[at]
         part = math.log(nbytes / below) / math.log(above / below)
-        return start * (end / start) ** part
+        return float(start * (end / start) ** part)
 
     def scaled(self, start: float, wire: float, label: Label, source: str) -> Curve:
         """Another machine's: `start` times the time of the smallest message, and `wire` times what larger ones take beyond it."""
@@ -95,9 +97,9 @@ def all_reduce(gpu: GpuSpec, link: str, world: int, network: Network | None, str
 
 
 @cache
-def all_to_all(gpu: GpuSpec, link: str, world: int, network: Network | None) -> Curve:
-    """Dispatch or combine of expert parallelism, by the bytes that one rank sends: start-up as published for DeepEP and NCCL kernels
-    on H200 (9 to 13 us within a node), then the wire at 85 percent. Nothing here is measured yet."""
+def all_to_all(gpu: GpuSpec, world: int, network: Network | None) -> Curve:
+    """Dispatch or combine of expert parallelism, by the bytes that one rank sends: start-up as published for DeepEP and NCCL
+    kernels on H200 (9 to 13 us within a node), then the wire at 85 percent. Nothing here is measured yet."""
     start = 12.0 if network is None else 30.0
     bandwidth = 0.85 * (gpu.link_bandwidth if network is None else network.bandwidth)
     apart = (world - 1) / world

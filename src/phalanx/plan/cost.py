@@ -3,15 +3,16 @@
 
 Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens of the KV cache and pair P prompt tokens with keys:
 
-    sum over layers of  sum over GEMMs ((bytes / (e_b BW))^p + (2 m n k / (e_f F))^p)^(1/p)        a soft maximum of the two ceilings
+    sum over layers of  sum over GEMMs ((bytes / (e_b BW))^p + (2 m n k / (e_f F))^p)^(1/p)        a soft maximum of the two
+    ceilings
                       + kv bytes / (e_a BW)  +  4 P heads head_dim / (e_p F16)                    attention of decode and of prompts
                       + T * activation bytes / BW                                                 what is between GEMMs
                       + 2 all-reduces (measured curve; T hidden bytes)  +  c(T)                    c: a layer's chain of kernels
     + head on R rows + c_step, and for a pipeline c_hop and the hidden states' bytes for each stage
 
-BW and F are the catalogue's; e_f F is at most what the power limit allows, watts x operations per joule, which is what binds on H200.
-Experts: bytes of those that T tokens reach, E (1 - (1 - k/E)^T) of them. Fitted by benchmarks/plan/fit.py; `data/coefficients.json`
-holds the coefficients with their residuals.
+BW and F are the catalogue's; e_f F is at most what the power limit allows, watts x operations per joule, which is what binds on
+H200. Experts: bytes of those that T tokens reach, E (1 - (1 - k/E)^T) of them. Fitted by benchmarks/plan/fit.py;
+`data/coefficients.json` holds the coefficients with their residuals.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ LONG_STEP = 2048
 
 @dataclass(frozen=True)
 class Coefficients:
-    """e_*: parts of a peak; tflops_per_watt: FP8 operations per joule, twice those in 16 bit; c_*: microseconds. c_one: a layer's chain at one token, where kernels
-    are fused; c_layer: at more. c_moe: more of a chain for a layer with experts. passes: over activations, between GEMMs. c_eager: of a
-    layer whose kernels the host launches one by one, which a step without a graph takes at least. e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights
-    in 16 bit. landed: the part of an all-reduce that long steps hide, since GEMMs write into their owners' memory."""
+    """e_*: parts of a peak; tflops_per_watt: FP8 operations per joule, twice those in 16 bit; c_*: microseconds. c_one: a layer's
+    chain at one token, where kernels are fused; c_layer: at more. c_moe: more of a chain for a layer with experts. passes: over
+    activations, between GEMMs. c_eager: of a layer whose kernels the host launches one by one, which a step without a graph takes
+    at least. e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights in 16 bit. landed: the part of an all-reduce
+    that long steps hide, since GEMMs write into their owners' memory."""
 
     e_bytes: float
     e_bytes_16: float
@@ -74,8 +76,8 @@ def document() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a plan runs. network: between nodes; coefficients: of its class; memory: bandwidth beside that of the machines that these
-    were fitted on, which differ by 3 percent. known: "measured" where the coefficients were fitted on
+    """Where a plan runs. network: between nodes; coefficients: of its class; memory: bandwidth beside that of the machines that
+    these were fitted on, which differ by 3 percent. known: "measured" where the coefficients were fitted on
     this very GPU, "derived" for another of its generation, "estimated" beyond."""
 
     gpu: GpuSpec
@@ -110,8 +112,8 @@ def coefficients_for(gpu: GpuSpec) -> tuple[Coefficients, Label]:
 
 @dataclass(frozen=True)
 class Work:
-    """One step of one replica. tokens: computed; rows: that sample; kv_tokens: read by rows of one token, over all of them; pairs: of
-    prompt tokens with the keys that each sees. eager: launched kernel by kernel, not replayed from a graph."""
+    """One step of one replica. tokens: computed; rows: that sample; kv_tokens: read by rows of one token, over all of them; pairs:
+    of prompt tokens with the keys that each sees. eager: launched kernel by kernel, not replayed from a graph."""
 
     tokens: int
     rows: int
@@ -185,9 +187,7 @@ class Costs:
         ep = self.split.ep
         if ep == 1:
             return work
-        return Work(
-            -(-work.tokens // ep), -(-work.rows // ep), work.kv_tokens / ep, work.pairs / ep, work.eager
-        )
+        return Work(-(-work.tokens // ep), -(-work.rows // ep), work.kv_tokens / ep, work.pairs / ep, work.eager)
 
     @property
     def _attention_seconds(self) -> tuple[tuple[tuple[tuple[int | None, float], ...], ...], tuple[float, ...]]:
@@ -240,7 +240,7 @@ class Costs:
 
     def _head_seconds(self, rows: int) -> float:
         width = footprint.local_shape(_head(self.shape), self.split)[0] * self.shape.hidden_size
-        gemm = _Gemm(1, width * footprint.itemsize(self.shape, self.dtype), 2.0 * width, False, False)
+        gemm = _Gemm(1, width * footprint.itemsize(self.dtype), 2.0 * width, False, False)
         return self._gemm_seconds(gemm, rows, rows)
 
     def _spans_nodes(self, ranks: int) -> bool:
@@ -252,7 +252,7 @@ class Costs:
 
     def _all_to_all(self) -> Curve:
         network = self.machine.network if self._spans_nodes(self.split.tp * self.split.ep) else None
-        return collectives.all_to_all(self.machine.gpu, self.machine.link, self.split.ep, network)
+        return collectives.all_to_all(self.machine.gpu, self.split.ep, network)
 
 
 def _reached_flops(gpu: GpuSpec, coefficients: Coefficients, fp8: bool) -> float:

@@ -97,12 +97,21 @@ def plans_table(plans: Sequence[Plan]) -> list[str]:
         other = held["activations_and_context"] + held["graphs"]
         rows.append(
             [
-                plan.layout.name, str(plan.layout.gpus), f"{plan.ms_per_token.value:.2f}", _range(plan.ms_per_token, 2),
-                f"{plan.ttft_ms.value:,.0f}", f"{plan.output_tokens_per_second.value:,.0f}", _range(plan.output_tokens_per_second, 0),
-                plan.output_tokens_per_second.label, f"{held['weights'] / 1e9:.1f}", f"{other / 1e9:.1f}", f"{held['kv'] / 1e9:.1f}",
-                f"{plan.kv_tokens:,}", f"{plan.max_concurrency:,}",
+                plan.layout.name,
+                str(plan.layout.gpus),
+                f"{plan.ms_per_token.value:.2f}",
+                _range(plan.ms_per_token, 2),
+                f"{plan.ttft_ms.value:,.0f}",
+                f"{plan.output_tokens_per_second.value:,.0f}",
+                _range(plan.output_tokens_per_second, 0),
+                plan.output_tokens_per_second.label,
+                f"{held['weights'] / 1e9:.1f}",
+                f"{other / 1e9:.1f}",
+                f"{held['kv'] / 1e9:.1f}",
+                f"{plan.kv_tokens:,}",
+                f"{plan.max_concurrency:,}",
             ]
-        )  # fmt: skip
+        )
     return _table(rows, left=1)
 
 

@@ -34,7 +34,7 @@ class Split:
         return self.tp * self.pp * self.ep
 
 
-def itemsize(shape: Shape, dtype: str) -> int:
+def itemsize(dtype: str) -> int:
     """Bytes of a value that is not in FP8 or less."""
     return ITEMSIZE[dtype]
 
@@ -49,7 +49,7 @@ def tensor_bytes(shape: Shape, tensor: Tensor, dtype: str, split: Split) -> int:
     elements = math.prod(local)
     if shape.experts is not None and shape.experts.mxfp4 and tensor.part == "experts" and tensor.gemm:
         return count * math.ceil(elements * MXFP4_BITS / 8)
-    size, quantization = itemsize(shape, dtype), shape.quantization or (ON_LOAD if dtype == "fp8" else None)
+    size, quantization = itemsize(dtype), shape.quantization or (ON_LOAD if dtype == "fp8" else None)
     covered = quantization is not None and quantization.covers(tensor.name.removesuffix(".weight"))
     if not covered or not tensor.gemm or tensor.part in ("router", "head") or quantization is None:
         return count * elements * size
@@ -101,8 +101,8 @@ def stage_layers(shape: Shape, dtype: str, pp: int) -> tuple[range, ...]:
     one = Split()
     kind_of = _kind_of(shape)
     sizes = [layer_weight_bytes(shape, kind_of[layer], dtype, one) for layer in range(shape.num_layers)]
-    vocabulary = shape.vocab_size * shape.hidden_size * itemsize(shape, dtype)
-    return tuple(stages(sizes, pp, first_bytes=vocabulary, last_bytes=vocabulary + shape.hidden_size * itemsize(shape, dtype)))
+    vocabulary = shape.vocab_size * shape.hidden_size * itemsize(dtype)
+    return tuple(stages(sizes, pp, first_bytes=vocabulary, last_bytes=vocabulary + shape.hidden_size * itemsize(dtype)))
 
 
 def _kind_of(shape: Shape) -> dict[int, int]:
@@ -112,14 +112,15 @@ def _kind_of(shape: Shape) -> dict[int, int]:
         return {layer: layer for layer in range(shape.num_layers)}
     first: dict[object, int] = {}
     return {
-        layer: first.setdefault((shape.experts_in(layer) is not None, shape.windows[layer]), layer) for layer in range(shape.num_layers)
+        layer: first.setdefault((shape.experts_in(layer) is not None, shape.windows[layer]), layer)
+        for layer in range(shape.num_layers)
     }
 
 
 @cache
 def weight_bytes(shape: Shape, dtype: str, split: Split) -> tuple[int, ...]:
     """Bytes of weights of one rank of each stage, as `RankFacts.bytes["weights"]` counts them."""
-    kind_of, size = _kind_of(shape), itemsize(shape, dtype)
+    kind_of, size = _kind_of(shape), itemsize(dtype)
     outer = {tensor.part: tensor for tensor in outer_tensors(shape)}
     vocabulary = math.prod(outer["embedding"].local(split.tp)) * size
     rotary = 4 * (shape.latent.rope if shape.latent else shape.head_dim) // 2
@@ -141,11 +142,13 @@ def kv_token_bytes(shape: Shape, kv_itemsize: int, dtype: str, split: Split) -> 
 
 
 OVERHEADS = ("constant", "ranks", "stages", "per_hidden_byte", "per_inner_byte")
-"""Coefficients of what is neither weights nor KV cache nor graphs, in GB but for the last two; `data/coefficients.json`, "memory"."""
+"""Coefficients of what is neither weights nor KV cache nor graphs, in GB but for the last two; `data/coefficients.json`,
+"memory"."""
 
 
 def overhead_features(shape: Shape, split: Split, max_num_tokens: int) -> list[float]:
-    """What `OVERHEADS` multiply, in order: 1, other ranks, other stages (1e9 each), and bytes of a full step's hidden and inner states.
+    """What `OVERHEADS` multiply, in order: 1, other ranks, other stages (1e9 each), and bytes of a full step's hidden and inner
+    states.
 
     The constant holds the CUDA context, workspaces of libraries and what grows with a step's tokens alike in all models, so that it
     grows from a step of 8,192 tokens on.
@@ -168,8 +171,8 @@ def graph_bytes(max_batch_size: int, max_num_tokens: int, pp: int) -> int:
 
 
 def overhead_bytes(shape: Shape, split: Split, max_batch_size: int, max_num_tokens: int) -> int:
-    """What one rank takes beside weights and KV cache, never less than a committed start took: activations of the largest step, CUDA
-    context, buffers of collectives, graphs."""
+    """What one rank takes beside weights and KV cache, never less than a committed start took: activations of the largest step,
+    CUDA context, buffers of collectives, graphs."""
     from phalanx.plan.cost import document
 
     held = document()["memory"]

@@ -27,7 +27,8 @@ BLOCK = 16
 @dataclass(frozen=True)
 class Wanted:
     """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of each of
-    `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part."""
+    `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part.
+    one_engine: without replicas."""
 
     dtype: str = "bf16"
     kv_cache_dtype: str = "model"
@@ -42,6 +43,7 @@ class Wanted:
     max_seq_len: int | None = None
     fraction: float = 0.9
     strategy: str = "AUTO"
+    one_engine: bool = False
 
     @property
     def seq_len(self) -> int:
@@ -150,7 +152,7 @@ def search(shape: Shape, machine: Machine, wanted: Wanted) -> Found:
     plans: list[Plan] = []
     rejected: list[Rejected] = []
     for layout in layouts(shape, machine):
-        verdict = examine(shape, machine, wanted, layout)
+        verdict = examine(shape, machine, wanted, replace(layout, replicas=1) if wanted.one_engine else layout)
         (plans if isinstance(verdict, Plan) else rejected).append(verdict)  # type: ignore[arg-type]
     plans.sort(key=lambda plan: _rank(plan, wanted.goal))
     rejected.sort(key=lambda each: (_UNEVEN in each.reason, each.short))
@@ -185,7 +187,7 @@ def examine(shape: Shape, machine: Machine, wanted: Wanted, layout: Layout) -> P
     """A plan for the layout, or why there is none: it does not divide, spans nodes, does not fit, or misses an objective."""
     if reason := _illegal(shape, machine, layout):
         return Rejected(layout, reason)
-    kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(shape, wanted.dtype)
+    kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
     share = -(-wanted.concurrency // layout.replicas)
     slots = wanted.max_batch_size or min(max(8, -(-share // 8) * 8), 512)
     held, kv_tokens, short = memory(shape, machine, wanted, layout.split, slots, kv_size)
@@ -232,7 +234,8 @@ def _illegal(shape: Shape, machine: Machine, layout: Layout) -> str:
 def memory(
     shape: Shape, machine: Machine, wanted: Wanted, split: Split, slots: int, kv_size: int
 ) -> tuple[dict[str, int], int, int]:  # fmt: skip
-    """Bytes of the fullest rank by kind, KV tokens of a replica, and the bytes that are missing for one request of the asked length."""
+    """Bytes of the fullest rank by kind, KV tokens of a replica, and the bytes that are missing for one request of the asked
+    length."""
     weights = footprint.weight_bytes(shape, wanted.dtype, split)
     other = footprint.overhead_bytes(shape, split, slots, wanted.max_num_tokens)
     graphs = footprint.graph_bytes(slots, wanted.max_num_tokens, split.pp)
@@ -288,8 +291,8 @@ TTFT_WIDER = 1.5
 
 
 def half_width(shape: Shape, machine: Machine, layout: Layout, costs: Costs) -> float:
-    """Half of the interval of 90 percent, as a part of the figure: the 90th percentile of the residuals of the class that it belongs
-    to (fitted; a layout or a model left out), or the committed width of a class that was never measured."""
+    """Half of the interval of 90 percent, as a part of the figure: the 90th percentile of the residuals of the class that it
+    belongs to (fitted; a layout or a model left out), or the committed width of a class that was never measured."""
     widths = cost.document()["intervals"]
     parts = [widths[costs.label]]
     if costs.label in ("measured", "table"):
@@ -323,11 +326,12 @@ def nearest(shape: Shape, machine: Machine, wanted: Wanted, rejected: list[Rejec
     if length := _longest(shape, machine, wanted):
         found.append(f"requests of at most {length:,} tokens (--isl and --osl together; --max_seq_len {length}) would fit")
     slower = replace(wanted, slo_ttft=None, slo_tpot=None)
-    if slower != wanted and (layout := _first(shape, machine, slower)):
-        plan = examine(shape, machine, slower, layout)
+    if slower != wanted and (fastest := _first(shape, machine, slower)):
+        plan = examine(shape, machine, slower, fastest)
         if isinstance(plan, Plan):
             found.append(
-                f"--slo_ttft {plan.ttft_ms.value / 1e3:.3g} --slo_tpot {plan.ms_per_token.value / 1e3:.3g} would be held by {layout.name}"
+                f"--slo_ttft {math.ceil(plan.ttft_ms.value)} --slo_tpot {math.ceil(plan.ms_per_token.value)} would be held by "
+                f"{fastest.name}"
             )
     return found
 
@@ -349,16 +353,14 @@ def _fewest_gpus(shape: Shape, machine: Machine, wanted: Wanted) -> tuple[str, L
 
 
 def _first(shape: Shape, machine: Machine, wanted: Wanted) -> Layout | None:
-    plans = [
-        verdict for layout in layouts(shape, machine) if isinstance(verdict := examine(shape, machine, wanted, layout), Plan)
-    ]
+    plans = [verdict for layout in layouts(shape, machine) if isinstance(verdict := examine(shape, machine, wanted, layout), Plan)]
     return min(plans, key=lambda plan: _rank(plan, wanted.goal)).layout if plans else None
 
 
 def _longest(shape: Shape, machine: Machine, wanted: Wanted) -> int:
     """Tokens of the longest request that some layout holds, 0 for none."""
     longest = 0
-    kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(shape, wanted.dtype)
+    kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
     for layout in layouts(shape, machine):
         if not _illegal(shape, machine, layout):
             slots = wanted.max_batch_size or 8

@@ -13,9 +13,9 @@ from phalanx.config.quantization import Quantization
 class Experts:
     """The experts of the layers that have them; `dense_layers` have one dense MLP of the model's intermediate_size instead.
 
-    count: routed experts; per_token: how many of them a token reaches. intermediate: width of one. shared: width of the experts that
-    every token reaches, all together; 0 for none. scoring_bias: a bias of the router's scores (V3); biases: of router and GEMMs
-    (gpt-oss). mxfp4: the routed experts' weights are stored in 4 bits with a scale of 8 for each 32.
+    count: routed experts; per_token: how many of them a token reaches. intermediate: width of one. shared: width of the experts
+    that every token reaches, all together; 0 for none. scoring_bias: a bias of the router's scores (V3); biases: of router and
+    GEMMs (gpt-oss). mxfp4: the routed experts' weights are stored in 4 bits with a scale of 8 for each 32.
     """
 
     count: int
@@ -29,7 +29,7 @@ class Experts:
 
     def touched(self, tokens: float) -> float:
         """Distinct experts that so many tokens reach, in the mean, each routed uniformly: E (1 - (1 - k/E)^T)."""
-        return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
+        return float(self.count * (1 - (1 - self.per_token / self.count) ** tokens))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from phalanx.config.locate import DEMO
 from phalanx.config.model import load_config
 from phalanx.errors import ModelError, ModelNotFound, OptionError
 from phalanx.hardware import catalogue, probe
-from phalanx.plan.calibration import installed
+from phalanx.plan.calibration import installed, measured_machine
 from phalanx.plan.cost import Machine, coefficients_for
 from phalanx.plan.families import known, shape_of
 from phalanx.plan.families.registry import names
@@ -78,7 +78,9 @@ def machine_for(
             f"the GPUs of this host cannot be planned for: {', '.join(sorted({each.name for each in gpus}))}",
             next=f"name one of the catalogue: --gpu {', '.join(catalogue.names())}",
         )  # fmt: skip
-    spec = catalogue.gpu(gpu or here or "H100")
+    name = gpu or here or "H100"
+    measured = measured_machine(name) if name.lower() not in [each.lower() for each in catalogue.names()] else None
+    spec = measured or catalogue.gpu(name)
     why = "named" if gpu else f"{len(gpus)} found here" if here else "no GPU here: --gpu names another"
     if link is not None and LINKS.get(link) is None:
         raise OptionError(f"link {link!r} is unknown", next=f"known: {', '.join(LINKS)}")

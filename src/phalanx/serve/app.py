@@ -29,6 +29,7 @@ from phalanx.config.sources import placed
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import configure, get_logger
 from phalanx.metrics import Metrics
+from phalanx.plan.auto import planned
 from phalanx.serve.admission import Admission
 from phalanx.serve.client import Engine, EngineClient
 from phalanx.serve.lifecycle import Lifecycle
@@ -53,7 +54,7 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = En
     """
     configure("phalanx server")
     try:
-        engine, local_rank = placed(engine)
+        engine, local_rank = placed(planned(engine))
         if engine.node_rank > 0:
             from phalanx.engine.executor import join
 

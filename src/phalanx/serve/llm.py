@@ -21,6 +21,7 @@ from phalanx.config.locate import locate_tokenizer
 from phalanx.config.sources import nearest_by_alias, placed
 from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import EngineClosed, RequestError, UnknownOption
+from phalanx.plan.auto import planned
 from phalanx.serve.chat_template import Message
 from phalanx.serve.client import EngineClient
 from phalanx.serve.fan_out import Piece, RequestOutput, completions, empty_output, grow
@@ -55,7 +56,7 @@ class LLM:
         for name in options:
             if long := nearest_by_alias(name):
                 raise UnknownOption(f"LLM option {name!r} is unknown", next=f"did you mean {long!r}?")
-        self.options, local_rank = placed(EngineOptions.of(model=model, **options))
+        self.options, local_rank = placed(planned(EngineOptions.of(model=model, **options)))
         if self.options.node_rank > 0:
             from phalanx.engine.executor import join
 

@@ -18,7 +18,6 @@ from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.config.sampling import SamplingParams
 from phalanx.engine.messages import Add, Admission, Row, StepBatch, StepResult, Update
-from phalanx.engine.ranks import places
 from phalanx.engine.ranks.graphs import StepGraphs
 from phalanx.engine.ranks.places import Size, sizes
 from phalanx.engine.ranks.ready import budget
@@ -29,6 +28,7 @@ from phalanx.models.batch import Batch
 from phalanx.models.layers import attention_decode
 from phalanx.models.layers.attention_decode import DecodeBackend, DecodePlan
 from phalanx.models.layers.attention_sdpa import SdpaBackend
+from phalanx.plan import graphs as plan_graphs
 from tests.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.engine.drive import BLOCK, GREEDY, expected, prompts
 from tests.engine.ranks.test_graphs import BLOCKS, CPU, ROWS, SLOTS, Counting, drive, held, make_runner
@@ -261,7 +261,7 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
 
 def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """By tokens, and by rows of several; a step that none holds is eager, as is any once graphs are dropped."""
-    monkeypatch.setattr(places, "MOST_PROMPTS", 2)
+    monkeypatch.setattr(plan_graphs, "MOST_PROMPTS", 2)
     tape = Steps(tokens=100)
     runner = step_runner(folders["llama"], tape, tokens=100)
     assert [size.tokens for size in tape.of.values() if size.prompts] == [100, 64, 32]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """When requests come and how long they are: public traces, a file of one's own, or a Poisson process.
 
-    poisson:RATE     requests a second, with --isl and --osl
-    burst            all at once
-    FILE.csv         Azure's form: TIMESTAMP,ContextTokens,GeneratedTokens
-    FILE.jsonl       Mooncake's form: timestamp (ms), input_length, output_length, hash_ids of 512 prompt tokens each
+poisson:RATE     requests a second, with --isl and --osl
+burst            all at once
+FILE.csv         Azure's form: TIMESTAMP,ContextTokens,GeneratedTokens
+FILE.jsonl       Mooncake's form: timestamp (ms), input_length, output_length, hash_ids of 512 prompt tokens each
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def of(source: str, *, isl: int, osl: int, requests: int, seed: int = 0) -> list
             found = _azure(lines) if path.suffix == ".csv" else _mooncake(lines)
     except (ValueError, KeyError, TypeError) as error:
         raise OptionError(
-            f"trace {source!r} cannot be read", why=f"{type(error).__name__}: {error}", next="a .csv as Azure's or a .jsonl as Mooncake's"
+            f"trace {source!r} cannot be read",
+            why=f"{type(error).__name__}: {error}",
+            next="a .csv as Azure's or a .jsonl as Mooncake's",
         ) from None
     if not found:
         raise OptionError(f"trace {source!r} holds no requests")

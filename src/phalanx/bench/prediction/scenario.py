@@ -53,7 +53,7 @@ class Engine:
         reason = search._illegal(shape, machine, layout)
         if reason:
             raise LayoutError(f"{layout.name} cannot run", why=reason)
-        kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(shape, wanted.dtype)
+        kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
         held, kv_tokens, short = search.memory(shape, machine, wanted, layout.split, slots, kv_size)
         if kv_tokens < wanted.seq_len:
             refused = Rejected(layout, search._too_small(held, kv_tokens, short, wanted), short)
@@ -62,9 +62,16 @@ class Engine:
             ))  # fmt: skip
         window = max((size for size in shape.windows if size), default=None) if all(shape.windows) else None
         options = SchedulerOptions(
-            num_blocks=kv_tokens // search.BLOCK, block_size=search.BLOCK, max_batch_size=slots, max_num_tokens=wanted.max_num_tokens,
-            max_seq_len=wanted.seq_len, depth=max(pp, 2), pipeline_stages=pp, window=window, prefix_caching=prefix_caching,
-        )  # fmt: skip
+            num_blocks=kv_tokens // search.BLOCK,
+            block_size=search.BLOCK,
+            max_batch_size=slots,
+            max_num_tokens=wanted.max_num_tokens,
+            max_seq_len=wanted.seq_len,
+            depth=max(pp, 2),
+            pipeline_stages=pp,
+            window=window,
+            prefix_caching=prefix_caching,
+        )
         return cls(Costs(shape, wanted.dtype, kv_size, layout.split, machine, wanted.strategy), options, layout)
 
     def run(self, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None) -> Result:
@@ -94,9 +101,10 @@ def fewest_replicas(engine: Engine, arrivals: Sequence[Arrival], bounds: Bounds)
             alone = engine.run(arrivals[:1])
             raise CapacityError(
                 f"{MOST_REPLICAS} replicas do not hold the objective",
-                held=f"alone, the first request has a TTFT of {alone.served[0].ttft * 1e3:.0f} ms and {alone.served[0].tpot * 1e3:.1f} ms per token",
+                held=f"alone, the first request has a TTFT of {alone.served[0].ttft * 1e3:.0f} ms and "
+                f"{alone.served[0].tpot * 1e3:.1f} ms per token",
                 next="take a layout with a lower latency, or loosen the objective",
-            )  # fmt: skip
+            )
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -137,20 +145,38 @@ def document(
     good = sum(map(bounds.holds, result.served))
     found: dict[str, Any] = {
         "asked": {
-            "model": model, "trace": trace, "layout": engine.layout.as_json(), "replicas": replicas, "gpus": gpus,
-            "requests": len(arrivals), "concurrency": concurrency, "kv_tokens": engine.options.num_blocks * engine.options.block_size,
-            "max_batch_size": engine.options.max_batch_size, "slo_ttft_ms": _ms(bounds.ttft), "slo_tpot_ms": _ms(bounds.tpot),
+            "model": model,
+            "trace": trace,
+            "layout": engine.layout.as_json(),
+            "replicas": replicas,
+            "gpus": gpus,
+            "requests": len(arrivals),
+            "concurrency": concurrency,
+            "kv_tokens": engine.options.num_blocks * engine.options.block_size,
+            "max_batch_size": engine.options.max_batch_size,
+            "slo_ttft_ms": _ms(bounds.ttft),
+            "slo_tpot_ms": _ms(bounds.tpot),
             "slo_part": bounds.part,
         },
-        "seconds": result.seconds, "completed": len(done), "refused": len(refused), "errors": sorted(set(refused))[:3],
+        "seconds": result.seconds,
+        "completed": len(done),
+        "refused": len(refused),
+        "errors": sorted(set(refused))[:3],
         **{name: spread([measure(each) for each in done]) for name, measure in measures.items()},
-        "requests_per_second": len(done) / seconds, "output_tokens_per_second": result.generated / seconds,
-        "goodput_requests_per_second": good / seconds, "within_slo": good / len(result.served) if result.served else 1.0,
-        "prefix_hit_rate": result.hits / result.queries if result.queries else 0.0, "prefix_hits": result.hits,
-        "prompt_tokens": sum(each.input_len for each in done), "preemptions": result.preemptions,
-        "busy": result.busy / (seconds * replicas), "simulated_tokens": result.computed + result.hits, "cpu_s": result.cpu,
-        "simulated_tokens_per_core_second": result.tokens_per_core_second, "label": engine.costs.label,
-    }  # fmt: skip
+        "requests_per_second": len(done) / seconds,
+        "output_tokens_per_second": result.generated / seconds,
+        "goodput_requests_per_second": good / seconds,
+        "within_slo": good / len(result.served) if result.served else 1.0,
+        "prefix_hit_rate": result.hits / result.queries if result.queries else 0.0,
+        "prefix_hits": result.hits,
+        "prompt_tokens": sum(each.input_len for each in done),
+        "preemptions": result.preemptions,
+        "busy": result.busy / (seconds * replicas),
+        "simulated_tokens": result.computed + result.hits,
+        "cpu_s": result.cpu,
+        "simulated_tokens_per_core_second": result.tokens_per_core_second,
+        "label": engine.costs.label,
+    }
     if gpu_hour is not None:
         price = gpu_hour * gpus * seconds / 3600
         found["cost_per_million_output_tokens"] = price / max(result.generated, 1) * 1e6
@@ -179,14 +205,16 @@ def text(found: dict[str, Any]) -> str:
         f"{found['busy']:.0%}, prefix cache {found['prefix_hit_rate']:.1%} of prompt tokens, {found['preemptions']} preempted"
     )
     if asked["slo_ttft_ms"] is not None or asked["slo_tpot_ms"] is not None:
-        lines.append(f"goodput {found['goodput_requests_per_second']:.2f} requests/s: {found['within_slo']:.1%} within the objective")
+        lines.append(
+            f"goodput {found['goodput_requests_per_second']:.2f} requests/s: {found['within_slo']:.1%} within the objective"
+        )
     if "cost_per_million_output_tokens" in found:
         lines.append(f"{found['cost_per_million_output_tokens']:.3f} per million output tokens")
     if found["refused"]:
         lines.append(f"refused {found['refused']:,}: {found['errors'][0]}")
     lines.append(
-        f"simulated {found['simulated_tokens']:,} tokens in {found['cpu_s']:.1f} s of a core: {found['simulated_tokens_per_core_second']:,.0f} "
-        f"a second; label {found['label']}"
+        f"simulated {found['simulated_tokens']:,} tokens in {found['cpu_s']:.1f} s of a core: "
+        f"{found['simulated_tokens_per_core_second']:,.0f} a second; label {found['label']}"
     )
     return "\n".join(lines)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's own scheduler, prefix cache included, on the cost model's clock: one replica or many, without a GPU.
 
-A step is submitted as soon as the scheduler gives it, up to its depth, and passes the stages one after the other, each stage one step
-at a time; its tokens are known when the last stage has ended. So a request that comes while steps are in flight waits as it would.
+A step is submitted as soon as the scheduler gives it, up to its depth, and passes the stages one after the other, each stage one
+step at a time; its tokens are known when the last stage has ended. So a request that comes while steps are in flight waits as it
+would.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _TOKEN = RowResult(token=1)  # what every row yields: nothing but its length end
 
 @dataclass(slots=True)
 class Served:
-    """One request's times in seconds from the start; None where it was refused. queued: until a step that computes it was submitted."""
+    """One request's times in seconds from the start; None where it was refused. queued: until a step that computes it was
+    submitted."""
 
     arrival: float
     input_len: int
@@ -124,7 +126,8 @@ def _by_8(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one simulation. seconds: simulated; cpu: seconds of one core that it took; hits, queries: prompt tokens that the prefix cache had, and was asked for."""
+    """Of one simulation. seconds: simulated; cpu: seconds of one core that it took; hits, queries: prompt tokens that the prefix
+    cache had, and was asked for."""
 
     served: list[Served]
     seconds: float
@@ -159,10 +162,17 @@ def run(
         end = _open_loop(engines, arrivals, served)
     stats = [engine.scheduler.stats() for engine in engines]
     return Result(
-        list(served.values()), end, time.process_time() - begin, sum(e.tokens for e in engines), sum(s.generation_tokens for s in stats),
-        sum(s.prefix_hits for s in stats), sum(s.prefix_queries for s in stats), sum(s.preemptions for s in stats),
-        sum(e.busy for e in engines), replicas,
-    )  # fmt: skip
+        list(served.values()),
+        end,
+        time.process_time() - begin,
+        sum(e.tokens for e in engines),
+        sum(s.generation_tokens for s in stats),
+        sum(s.prefix_hits for s in stats),
+        sum(s.prefix_queries for s in stats),
+        sum(s.preemptions for s in stats),
+        sum(e.busy for e in engines),
+        replicas,
+    )
 
 
 def _open_loop(engines: list[Replica], arrivals: Sequence[Arrival], served: dict[str, Served]) -> float:

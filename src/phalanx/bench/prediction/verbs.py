@@ -18,7 +18,9 @@ Nodes = Annotated[int, typer.Option("--nodes", help="Nodes.")]
 Link = Annotated[str | None, typer.Option("--link", metavar="nvlink|pcie", help="Between the GPUs of a node.")]
 Network = Annotated[str | None, typer.Option("--network", help="Between nodes, as ib-ndr.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="auto|fp32|fp16|bf16|fp8", help="auto: the checkpoint's.")]
-KvDtype = Annotated[str, typer.Option("--kv_cache_dtype", metavar="auto|model|fp8", help="auto: fp8 where the checkpoint asks for it.")]
+KvDtype = Annotated[
+    str, typer.Option("--kv_cache_dtype", metavar="auto|model|fp8", help="auto: fp8 where the checkpoint asks for it.")
+]
 Isl = Annotated[int, typer.Option("--isl", help="Tokens of a prompt.")]
 Osl = Annotated[int, typer.Option("--osl", help="New tokens of a request.")]
 SloTtft = Annotated[float | None, typer.Option("--slo_ttft", help="Bound of the time to the first token, ms.")]
@@ -51,15 +53,31 @@ def register(command: typer.Typer) -> None:
 
 
 def layouts(
-    model: Model, gpu: Gpu = None, gpus_per_node: PerNode = None, nodes: Nodes = 1, link: Link = None, network: Network = None,
-    dtype: Dtype = "auto", kv_cache_dtype: KvDtype = "auto", isl: Isl = 1024, osl: Osl = 1024,
+    model: Model,
+    gpu: Gpu = None,
+    gpus_per_node: PerNode = None,
+    nodes: Nodes = 1,
+    link: Link = None,
+    network: Network = None,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KvDtype = "auto",
+    isl: Isl = 1024,
+    osl: Osl = 1024,
     concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 64,
     goal: Annotated[str, typer.Option(metavar="latency|throughput")] = "throughput",
-    slo_ttft: SloTtft = None, slo_tpot: SloTpot = None, max_batch_size: Slots = None, max_num_tokens: StepTokens = 8192,
-    max_seq_len: SeqLen = None, json: Json = None,
-    yaml: Annotated[str | None, typer.Option("--yaml", metavar="FILE", help="Write the options of the best plan, for --config.")] = None,
-    verify: Annotated[int, typer.Option("--verify", help="Run so many of the best plans here, and set them beside the predictions.")] = 0,
-) -> None:  # fmt: skip
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    max_batch_size: Slots = None,
+    max_num_tokens: StepTokens = 8192,
+    max_seq_len: SeqLen = None,
+    json: Json = None,
+    yaml: Annotated[
+        str | None, typer.Option("--yaml", metavar="FILE", help="Write the options of the best plan, for --config.")
+    ] = None,
+    verify: Annotated[
+        int, typer.Option("--verify", help="Run so many of the best plans here, and set them beside the predictions.")
+    ] = 0,
+) -> None:
     """Every layout of a model on a machine: memory, time per token, throughput, with intervals; and why not the others."""
     from phalanx.bench import report
     from phalanx.bench.prediction import verified
@@ -69,9 +87,19 @@ def layouts(
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
     wanted = wanted_of(
-        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal, slo_ttft=slo_ttft,
-        slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len,
-    )  # fmt: skip
+        shape,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        isl=isl,
+        osl=osl,
+        concurrency=concurrency,
+        goal=goal,
+        slo_ttft=slo_ttft,
+        slo_tpot=slo_tpot,
+        max_batch_size=max_batch_size,
+        max_num_tokens=max_num_tokens,
+        max_seq_len=max_seq_len,
+    )
     found = search.search(shape, machine, wanted)
     document = explain.as_json(model, machine, wanted, found)
     if json == "-":
@@ -118,10 +146,19 @@ def wanted_of(
 
 
 def simulate(
-    trace: Annotated[str, typer.Argument(metavar="TRACE|poisson:RATE|burst", help="Azure's .csv, Mooncake's .jsonl, or a process.")],
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE|poisson:RATE|burst", help="Azure's .csv, Mooncake's .jsonl, or a process.")
+    ],
     model: Annotated[str, typer.Option("--model", help="As for `phalanx plan`.")],
-    gpu: Gpu = None, gpus_per_node: PerNode = None, nodes: Nodes = 1, link: Link = None, network: Network = None,
-    dtype: Dtype = "auto", kv_cache_dtype: KvDtype = "auto", isl: Isl = 1024, osl: Osl = 1024,
+    gpu: Gpu = None,
+    gpus_per_node: PerNode = None,
+    nodes: Nodes = 1,
+    link: Link = None,
+    network: Network = None,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KvDtype = "auto",
+    isl: Isl = 1024,
+    osl: Osl = 1024,
     tp_size: Annotated[int, typer.Option("--tp_size", help="Ranks that split every layer.")] = 1,
     pp_size: Annotated[int, typer.Option("--pp_size", help="Pipeline stages.")] = 1,
     ep_size: Annotated[int, typer.Option("--ep_size", help="Groups over which experts are split.")] = 1,
@@ -129,16 +166,29 @@ def simulate(
     requests: Annotated[int, typer.Option(help="The first so many of a trace, 0 for all.")] = 0,
     speed: Annotated[float, typer.Option(help="Times as fast as the trace.")] = 1.0,
     concurrency: Annotated[int | None, typer.Option(help="A closed loop: so many requests open at all times.")] = None,
-    slo_ttft: SloTtft = None, slo_tpot: SloTpot = None,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
     slo_part: Annotated[float, typer.Option("--slo_part", help="Of the requests, the part that must hold both bounds.")] = 0.99,
-    find_replicas: Annotated[bool, typer.Option("--find_replicas", help="The smallest number of replicas that holds the bounds.")] = False,
-    gpu_hour: Annotated[float | None, typer.Option("--gpu_hour", help="Price of one GPU for an hour, for cost per million tokens.")] = None,
-    max_batch_size: Slots = None, max_num_tokens: StepTokens = 8192, max_seq_len: SeqLen = None,
-    prefix_caching: Annotated[bool, typer.Option("--prefix_caching/--no_prefix_caching", help="Of traces that tell contents.")] = True,
-    seed: int = 0, json: Json = None,
-    plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the latencies there; needs phalanx[tune].")] = None,
-) -> None:  # fmt: skip
-    """Serve a trace with the engine's own scheduler on the cost model's clock: latencies, goodput, cost, replicas for an objective."""
+    find_replicas: Annotated[
+        bool, typer.Option("--find_replicas", help="The smallest number of replicas that holds the bounds.")
+    ] = False,
+    gpu_hour: Annotated[
+        float | None, typer.Option("--gpu_hour", help="Price of one GPU for an hour, for cost per million tokens.")
+    ] = None,
+    max_batch_size: Slots = None,
+    max_num_tokens: StepTokens = 8192,
+    max_seq_len: SeqLen = None,
+    prefix_caching: Annotated[
+        bool, typer.Option("--prefix_caching/--no_prefix_caching", help="Of traces that tell contents.")
+    ] = True,
+    seed: int = 0,
+    json: Json = None,
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw the latencies there; needs phalanx[tune].")
+    ] = None,
+) -> None:
+    """Serve a trace with the engine's own scheduler on the cost model's clock: latencies, goodput, cost, replicas for an
+    objective."""
     from phalanx.bench import report
     from phalanx.bench.prediction import arrivals, scenario
     from phalanx.plan import subject
@@ -151,14 +201,25 @@ def simulate(
     trace_rows = arrivals.paced(arrivals.of(trace, isl=isl, osl=osl, requests=requests, seed=seed), speed)
     longest = max(each.input_len + each.output_len for each in trace_rows)
     wanted = wanted_of(
-        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft, slo_tpot=slo_tpot,
-        max_batch_size=max_batch_size or 256, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len or min(longest, shape.max_positions),
-    )  # fmt: skip
+        shape,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        isl=isl,
+        osl=osl,
+        concurrency=1,
+        slo_ttft=slo_ttft,
+        slo_tpot=slo_tpot,
+        max_batch_size=max_batch_size or 256,
+        max_num_tokens=max_num_tokens,
+        max_seq_len=max_seq_len or min(longest, shape.max_positions),
+    )
     engine = scenario.Engine.of(shape, machine, wanted, tp=tp_size, pp=pp_size, ep=ep_size, prefix_caching=prefix_caching)
     bounds = scenario.Bounds(wanted.slo_ttft, wanted.slo_tpot, slo_part)
     if find_replicas:
         replicas = scenario.fewest_replicas(engine, trace_rows, bounds)
-    document = scenario.document(engine, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model)
+    document = scenario.document(
+        engine, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model
+    )
     if json == "-":
         print(json_format.dumps(document, indent=1))
     else:

@@ -81,5 +81,3 @@ def text(rows: Sequence[dict[str, Any]]) -> str:
         kv = row["measured"]["kv_tokens"]
         lines.append(f"{row['name']}: KV tokens measured {kv:,.0f}, predicted {row['predicted']['kv_tokens']:,}")
     return "\n".join(lines)
-
-

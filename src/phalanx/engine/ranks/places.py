@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from phalanx.engine.ranks.slots import Arranged, Ints, Words
 from phalanx.models.batch import Batch, leading_ones
 from phalanx.models.registry import Model
+from phalanx.plan import graphs
+from phalanx.plan.graphs import Size as Size
+from phalanx.plan.graphs import sizes as sizes
 from phalanx.plan.weights import layer_bytes
 
 NewBlocks = tuple[Ints, Words]
@@ -23,45 +26,6 @@ NewBlocks = tuple[Ints, Words]
 HOST_COPIES = 4
 """Steps whose facts may wait for the device at a time, before the host waits."""
 
-STEP_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-"""Of graphs of any rows. Up to some 128 tokens a GPU waits for weights and padding costs nothing; from there on its share."""
-
-MOST_PROMPTS, TOKENS_PER_PROMPT = 64, 4
-"""Rows of several tokens in one graph: so many, unless each would have fewer tokens than this. Their kernel looks through all of
-them to find a program's own, and has programs to spare for rows that end within a tile."""
-
-HOST_SECONDS = 1e-3
-"""That launching a layer's kernels takes, as measured on an H200's host: more with ranks that wait for each other, less without."""
-
-BYTES_PER_SECOND = 600e12
-"""Of weights that H200's products of many tokens pass, each counted once per token: in 16 bit 2 bytes at 600 TFLOPS, in FP8 1 at
-twice that. A step with so many tokens that products take longer than launches has nothing from a graph, and padding on top."""
-
-
-class Size(NamedTuple):
-    """Of a graph: tokens, of which the first `decodes` may be rows of one token; and `prompts` rows that have the others. 0 of
-    these: the graph is of rows of one token each, and ends with the likeliest tokens."""
-
-    tokens: int
-    decodes: int
-    prompts: int = 0
-
-
-def sizes(most_rows: int, most_tokens: int) -> tuple[list[Size], list[Size]]:
-    """Of what sizes there are graphs of rows of one token, up to `most_rows`, and graphs of any rows, up to as many, and up to
-    `most_tokens` tokens: few enough to capture, close enough that padding costs little. Up to `most_rows` rows of one token have
-    room where the tokens have it."""
-    rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most_rows, 32)]
-    tokens = _up_to(min(most_tokens, STEP_TOKENS[-1]), STEP_TOKENS) if most_tokens > 1 else []
-    return (
-        [Size(count, count) for count in _up_to(most_rows, rows)],
-        [Size(count, min(count, most_rows), min(-(-count // TOKENS_PER_PROMPT), most_rows, MOST_PROMPTS)) for count in tokens],
-    )
-
-
-def _up_to(most: int, found: Sequence[int]) -> list[int]:
-    return [*(each for each in found if each < most), most]
-
 
 def worth_padding(model: Model) -> int:
     """Up to how many tokens an eager step would have the GPU wait for the host. From the shape alone: ranks may differ in what they
@@ -69,7 +33,7 @@ def worth_padding(model: Model) -> int:
     fp8 = any(each.dtype == torch.float8_e4m3fn for each in model.layers[0].parameters())
     plain = "fp32" if model.seat.dtype.itemsize == 4 else "bf16"
     held = layer_bytes(model.shape, "fp8" if fp8 else plain).layers[0] / model.seat.group.size
-    return int(HOST_SECONDS * BYTES_PER_SECOND / held)
+    return graphs.worth_padding(held)
 
 
 class Places(ABC):

@@ -19,7 +19,8 @@ Part = Literal["attention", "mlp", "experts", "shared", "router", "norm", "embed
 
 @dataclass(frozen=True)
 class Tensor:
-    """name: as the checkpoint has it, with {expert} for each of `experts` tensors of this shape (0: it is none of an expert). gemm: the GEMM that it belongs to; tensors of one name are one GEMM, as "qkv". heads, kv_heads: for the splits by heads."""
+    """name: as the checkpoint has it, with {expert} for each of `experts` tensors of this shape (0: it is none of an expert).
+    gemm: the GEMM that it belongs to; tensors of one name are one GEMM, as "qkv". heads, kv_heads: for the splits by heads."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,7 +43,7 @@ class Tensor:
 
     def local(self, tp: int) -> tuple[int, ...]:
         """The shape on one of tp ranks, the largest where they differ. Raises LayoutError where tp does not divide."""
-        if self.split == "replicated" or tp == 1 and self.split != "vocabulary":
+        if self.split == "replicated" or (tp == 1 and self.split != "vocabulary"):
             return self.shape
         first, *rest = self.shape
         if self.split == "vocabulary":

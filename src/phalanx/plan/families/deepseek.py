@@ -41,9 +41,7 @@ def layer(shape: Shape, index: int) -> Iterator[Tensor]:
     yield Tensor(f"{prefix}.mlp.gate.weight", (experts.count, shape.hidden_size), "replicated", "router", "router")
     if experts.scoring_bias:
         yield Tensor(f"{prefix}.mlp.gate.e_score_correction_bias", (experts.count,), "replicated", "router")
-    yield from dense.gated_mlp(
-        f"{prefix}.mlp.experts", shape.hidden_size, experts.intermediate, "experts", experts=experts.count
-    )
+    yield from dense.gated_mlp(f"{prefix}.mlp.experts", shape.hidden_size, experts.intermediate, "experts", experts=experts.count)
     if experts.shared:
         yield from dense.gated_mlp(f"{prefix}.mlp.shared_experts", shape.hidden_size, experts.shared, "shared")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.plan.families.declare import Part, Tensor
+from phalanx.plan.families.declare import Part, Split, Tensor
 from phalanx.plan.shape import Shape
 
 
@@ -22,8 +22,10 @@ def attention(shape: Shape, prefix: str) -> Iterator[Tensor]:
     name = f"{prefix}.self_attn"
     projections: list[tuple[str, int, bool]] = [("q_proj", heads, False), ("k_proj", kv_heads, True), ("v_proj", kv_heads, True)]
     for projection, count, keys in projections:
-        split = "kv_heads" if keys else "heads"
-        yield Tensor(f"{name}.{projection}.weight", (count * dim, hidden), split, "attention", "qkv", heads=heads, kv_heads=kv_heads)
+        split: Split = "kv_heads" if keys else "heads"
+        yield Tensor(
+            f"{name}.{projection}.weight", (count * dim, hidden), split, "attention", "qkv", heads=heads, kv_heads=kv_heads
+        )
         if shape.qkv_bias:
             yield Tensor(f"{name}.{projection}.bias", (count * dim,), split, "attention", heads=heads, kv_heads=kv_heads)
     yield Tensor(f"{name}.o_proj.weight", (hidden, heads * dim), "row", "attention", "o")
