@@ -76,7 +76,8 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
             lanes = max(pp - decoding // share, 1)
             singles = -(-(decoding - (pp - lanes) * share) // lanes)
             budget = limits.max_num_tokens - min(singles, limits.max_num_tokens - 1)
-            tokens = min(budget, min(waiting, most - decoding) * isl - partial)
+            prompts = min(waiting, most - decoding, max(share - singles, 1) if pp > 1 else waiting)
+            tokens = min(budget, prompts * isl - partial)
             finished, rest = divmod(partial + tokens, isl)
             pairs = tokens * (isl / 2 if tokens + partial > isl else partial + tokens / 2)
             took = _prompt_step(
@@ -86,7 +87,7 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
                 finished,
                 contexts * singles / max(decoding, 1),
                 pairs,
-                lanes if waiting * isl > budget else 1,
+                lanes if waiting * isl - partial > tokens else 1,
             )
             clock, partial, waiting = clock + took, rest, waiting - finished
             if decoding:
