@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prices of collectives: measured points are met, other worlds and links are scaled the right way, and each says how it is known."""
+"""Prices of collectives: measured points are met, other worlds and links are scaled the right way, and each says how it is
+known."""
 
 from __future__ import annotations
 

@@ -40,7 +40,10 @@ def test_what_is_beside_weights_and_cache_grows_with_the_step_and_the_slots():
 def test_expert_parallelism_splits_experts_and_copies_the_rest():
     shape = shape_of(known("mixtral-8x22b"))
     whole = footprint.weight_bytes(shape, "fp8", Split())[0]
-    inside, groups = footprint.weight_bytes(shape, "fp8", Split(4, 1, 1, 4))[0], footprint.weight_bytes(shape, "fp8", Split(2, 1, 2))[0]
+    inside, groups = (
+        footprint.weight_bytes(shape, "fp8", Split(4, 1, 1, 4))[0],
+        footprint.weight_bytes(shape, "fp8", Split(2, 1, 2))[0],
+    )
     plain = footprint.weight_bytes(shape, "fp8", Split(4))[0]
     assert inside == pytest.approx(plain, rel=0.01)
     assert plain < groups < whole / 2

@@ -15,7 +15,13 @@ from phalanx.plan.families import known
 
 @pytest.mark.parametrize(
     "name",
-    ["meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-70B", "meta-llama/Meta-Llama-3-405B", "mistralai/Mixtral-8x22B", "demo"],
+    [
+        "meta-llama/Meta-Llama-3-8B",
+        "meta-llama/Meta-Llama-3-70B",
+        "meta-llama/Meta-Llama-3-405B",
+        "mistralai/Mixtral-8x22B",
+        "demo",
+    ],
 )
 def test_the_guides_models_need_no_network(name, monkeypatch):
     import huggingface_hub

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """At most 12 points of a running engine, and the coefficients that explain them: `phalanx plan calibrate`.
 
-Each number of requests gives two points: its prompts' step, and the time per token. Five multipliers of the class's coefficients are
-fitted (bandwidth, arithmetic, a layer's chain at one token and at more, a step's rest), in turn, each to the least sum of squared
-logarithms. A CPU, and a GPU that the catalogue does not hold, get a specification from what was measured first.
+Each number of requests gives two points: its prompts' step, and the time per token. Five multipliers of the class's coefficients
+are fitted (bandwidth, arithmetic, a layer's chain at one token and at more, a step's rest), in turn, each to the least sum of
+squared logarithms. A CPU, and a GPU that the catalogue does not hold, get a specification from what was measured first.
 """
 
 from __future__ import annotations
