@@ -138,6 +138,15 @@ class Found:
     rejected: list[Rejected]
     changes: list[str] = field(default_factory=list)
 
+    def only(self, tp: int | None = None, pp: int | None = None, ep: int | None = None) -> Found:
+        """Those layouts that have these sizes; None for any."""
+
+        def fits(layout: Layout) -> bool:
+            return tp in (None, layout.tp) and pp in (None, layout.pp) and ep in (None, layout.ep)
+
+        plans, rejected = ([each for each in group if fits(each.layout)] for group in (self.plans, self.rejected))
+        return Found(plans, rejected, self.changes)  # type: ignore[arg-type]
+
 
 def search(shape: Shape, machine: Machine, wanted: Wanted) -> Found:
     """All layouts on up to all GPUs of the machine; the nearest changes that would fit where nothing does.
@@ -319,9 +328,12 @@ def nearest(shape: Shape, machine: Machine, wanted: Wanted, rejected: list[Rejec
         choices.append(("--dtype fp8", replace(wanted, dtype="fp8")))
     if wanted.kv_cache_dtype != "fp8":
         choices += [(f"{name} --kv_cache_dtype fp8".strip(), replace(other, kv_cache_dtype="fp8")) for name, other in choices[:]]
+    fewest = math.inf
     for name, other in choices:
-        if change := _fewest_gpus(shape, machine, other):
+        change = _fewest_gpus(shape, machine, other)
+        if change and change[1].gpus < fewest:  # what needs as many GPUs as a smaller change is no help
             flags, layout = change
+            fewest = layout.gpus
             found.append(f"{' '.join(part for part in (name, flags) if part)} would run as {layout.name}")
     if length := _longest(shape, machine, wanted):
         found.append(f"requests of at most {length:,} tokens (--isl and --osl together; --max_seq_len {length}) would fit")

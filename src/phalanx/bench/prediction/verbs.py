@@ -74,13 +74,14 @@ def layouts(
     yaml: Annotated[
         str | None, typer.Option("--yaml", metavar="FILE", help="Write the options of the best plan, for --config.")
     ] = None,
-    verify: Annotated[
-        int, typer.Option("--verify", help="Run so many of the best plans here, and set them beside the predictions.")
-    ] = 0,
+    tp_size: Annotated[int | None, typer.Option("--tp_size", help="Only layouts with so many.")] = None,
+    pp_size: Annotated[int | None, typer.Option("--pp_size", help="Only layouts with so many stages.")] = None,
+    ep_size: Annotated[int | None, typer.Option("--ep_size", help="Only layouts with so many groups.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Run the best plans here, and set them beside the predictions.")] = False,
+    verify_plans: Annotated[int, typer.Option("--verify_plans", help="How many of them.")] = 3,
 ) -> None:
     """Every layout of a model on a machine: memory, time per token, throughput, with intervals; and why not the others."""
     from phalanx.bench import report
-    from phalanx.bench.prediction import verified
     from phalanx.plan import explain, search, subject
 
     report.target(json)
@@ -100,7 +101,7 @@ def layouts(
         max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len,
     )
-    found = search.search(shape, machine, wanted)
+    found = search.search(shape, machine, wanted).only(tp_size, pp_size, ep_size)
     document = explain.as_json(model, machine, wanted, found)
     if json == "-":
         print(json_format.dumps(document, indent=1))
@@ -114,7 +115,9 @@ def layouts(
     if not found.plans:
         raise typer.Exit(2)
     if verify:
-        print(verified.text(verified.run(model, machine, wanted, found.plans[:verify])))
+        from phalanx.bench.prediction import verified
+
+        print(verified.text(verified.run(model, machine, wanted, found.plans[:verify_plans])))
 
 
 def wanted_of(
