@@ -25,8 +25,8 @@ HEAD = """# The deployment guide, by commands
 Each example and each table of the guide that Phalanx implements, as a command and what it prints. This page is written by
 `scripts/guide_page.py`, and a test holds it to what the commands print now. No GPU and no network is needed.
 
-A figure has a range that holds 9 of 10 measurements, and a label: `table` (a machine class that was measured: H200 with NVLink), `derived` (scaled
-from one), `estimated` (parts of it were never measured). How the figures are made: [planner.md](planner.md).
+A figure has a range that holds 9 of 10 measurements, and a label: `table` (a machine class that was measured: H200 with NVLink),
+`derived` (scaled from one), `estimated` (parts of it were never measured). How the figures are made: [planner.md](planner.md).
 """
 
 EXAMPLES = (
@@ -81,16 +81,19 @@ def page() -> str:
     return "\n".join(parts)
 
 
-ERRS = """The guide gives neither GPU nor workload. Ours: 512 requests at once of 1,000 tokens in and out, KV cache in FP8; ms per token of one
-request of 128 tokens in. "Errs by" is the guide's figure over ours, less one; 0 inside our range.
+ERRS = """The guide gives neither GPU nor workload. Ours: 512 requests at once of 1,000 tokens in and out, KV cache in FP8; ms per
+token of one request of 128 tokens in. "Errs by" is the guide's figure over ours, less one; 0 inside our range.
 """
 
 CLOSE = """## What else the guide says
 
 - "Layers 0-40 and 41-80" for 405B: it has 126 layers; with two stages they are 0-62 and 63-125.
-- "The latency of TP is about that of one GPU, throughput 4x on 4": time per token of one request falls with TP (table above), and throughput grows less
-  than the GPUs do where one GPU has room for all requests. Where it has not, as 70B on one H200, the second GPU brings more than twice.
-- "HDR InfiniBand, under 1 us": `--network ib-hdr` is 25 GB/s a GPU. TP over nodes is rejected by its all-reduces, not by latency alone.
+- "The latency of TP is about that of one GPU, throughput 4x on 4": time per token of one request falls with TP (table above), and
+throughput grows less
+  than the GPUs do where one GPU has room for all requests. Where it has not, as 70B on one H200, the second GPU brings more than
+  twice.
+- "HDR InfiniBand, under 1 us": `--network ib-hdr` is 25 GB/s a GPU. TP over nodes is rejected by its all-reduces, not by latency
+alone.
 """
 
 

@@ -21,8 +21,9 @@ from benchmarks.plan.rows import Row, Start, rows, starts
 from phalanx.bench.prediction import arrivals, simulate
 from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.hardware import catalogue
+from phalanx.plan import coefficients as coefficients_file
 from phalanx.plan import cost, search
-from phalanx.plan.cost import Coefficients
+from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.families import known, shape_of
 from phalanx.plan.footprint import Split
 
@@ -55,7 +56,7 @@ class Line:
 
 
 def coefficients() -> Coefficients:
-    return Coefficients.from_json(cost.document()["machines"]["H200"]["coefficients"])
+    return Coefficients.from_json(coefficients_file.document()["machines"]["H200"]["coefficients"])
 
 
 def decodes() -> list[Line]:
@@ -119,7 +120,7 @@ def kv_shortfall(lines: Sequence[Line]) -> float:
 
 def figures(decode_lines: Sequence[Line], batch_lines: Sequence[Line], kv_lines: Sequence[Line]) -> dict[str, float]:
     """What `GATES` bound, but for the rows left out, which the coefficients' file holds."""
-    residuals = cost.document()["machines"]["H200"]["residuals"]
+    residuals = coefficients_file.document()["machines"]["H200"]["residuals"]
     decode, batch = [abs(line.error) for line in decode_lines], [abs(line.error) for line in batch_lines]
     return {
         "decode rows, mean": sum(decode) / len(decode),

@@ -27,8 +27,9 @@ from scipy.optimize import least_squares, linprog
 from benchmarks.plan.rows import REFERENCE_GBPS, RESULTS, Row, Start, rows, starts
 from phalanx.hardware import catalogue
 from phalanx.plan import burst, collectives, cost, footprint, graphs
+from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.collectives import all_reduce_points
-from phalanx.plan.cost import Coefficients, Costs, Machine, Work
+from phalanx.plan.cost import Costs, Machine, Work
 from phalanx.plan.families import known, shape_of
 from phalanx.plan.footprint import Split
 
@@ -118,7 +119,7 @@ def layers() -> list[Layer]:
                 continue
             model, tp = ("llama-3-8b", 1) if heads == "32/8" else ("llama-3-70b", 4)
             rows_of = int(count)
-            work = Work(rows_of, rows_of, rows_of * float(context))
+            work = Work(rows_of, rows_of, rows_of * float(context), longest=float(context))
             found.append(Layer(f"lengths {label} {name}", model, tp, work, us, False))
     for tp, model, file in ((2, "llama-3-70b", "tp2"), (4, "llama-3-70b", "tp4"), (4, "llama-3.1-405b", "tp4.llama-3.1-405b")):
         document = json.loads((RESULTS / f"models_long_steps.{file}.json").read_text(encoding="utf-8"))
@@ -138,6 +139,24 @@ def prompt_attention() -> tuple[float, float]:
         if name != "about" and not name.endswith("1x128") and "64x128" not in name:
             reached[name.split()[0]].append(cell["chosen"][1] / peak)
     return float(np.median(reached["bf16"])), float(np.median(reached["e4m3"]))
+
+
+NS_LONG_ROW = 1.6
+"""Nanoseconds of one row's attention for each token beyond 1,500: between the 1.5 and 1.7 that one request of 16,384 tokens (70B
+TP2, 13.0 ms) and of 32,768 (8B with an FP8 cache, 5.89 ms) leave, measured with the peers' method on 2026-11-22; not in the
+results."""
+
+
+def row_slope() -> float:
+    """Nanoseconds of one row's attention for each token of its context: the median over heads and dtypes of the cells of one
+    request."""
+    document = json.loads((RESULTS / "kernels_attention.json").read_text(encoding="utf-8"))
+    slopes = []
+    for name, cell in document.items():
+        if name.endswith("R=1 T=1500"):
+            short = document[name.replace("T=1500", "T=200")]
+            slopes.append((cell["chosen"][0] - short["chosen"][0]) * 1e3 / 1300)
+    return float(np.median(slopes))
 
 
 def uncapped() -> float:
@@ -321,6 +340,8 @@ def main() -> int:
         "e_kv_fp8": round(decode_attention("e4m3"), 4),
         "e_prompt": round(bf16, 4),
         "e_prompt_fp8": round(fp8, 4),
+        "ns_row": round(row_slope(), 3),
+        "ns_long_row": NS_LONG_ROW,
         "c_moe": 10.0,
         "c_eager": graphs.HOST_SECONDS * 1e6,
     }

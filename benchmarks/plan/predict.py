@@ -3,8 +3,8 @@
 benchmarks/results/plan_predictions.json, with the commit of the coefficients. `--measured FILE` sets the figures of a
 `phalanx bench all --json FILE` beside them.
 
-H100: a GPU that was never measured. Contexts of 2k to 32k on H200: the fit saw 200 tokens a row, and layers of 1,500. Mixtures of experts:
-no row of them is in the fit.
+H100: a GPU that was never measured. Contexts of 2k to 32k on H200: the fit saw 200 tokens a row, and layers of 1,500. Mixtures of
+experts: no row of them is in the fit.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.plan import accuracy
 from phalanx.hardware import catalogue
-from phalanx.plan import cost, subject
+from phalanx.plan import coefficients, cost, subject
 from phalanx.plan.cost import Costs, Work
 from phalanx.plan.families import known, shape_of
 from phalanx.plan.footprint import Split
@@ -31,7 +31,7 @@ def test_decode_rows_are_predicted_within_the_gates():
 
 
 def test_rows_left_out_of_the_fit_are_within_the_gates():
-    residuals = cost.document()["machines"]["H200"]["residuals"]
+    residuals = coefficients.document()["machines"]["H200"]["residuals"]
     assert residuals["without its model"]["mean"] <= accuracy.GATES["a model left out, mean"]
     assert residuals["without its layout"]["mean"] <= accuracy.GATES["a layout left out, mean"]
     assert residuals["without its model"]["rows"] >= 69
@@ -87,5 +87,5 @@ def test_an_eager_step_waits_for_the_host():
 
 @pytest.mark.parametrize("name", ["collectives", "coefficients"])
 def test_committed_data_say_where_they_come_from(name):
-    text = (cost._DATA.parent / f"{name}.json").read_text()
+    text = (coefficients._DATA.parent / f"{name}.json").read_text()
     assert "benchmarks/" in text

@@ -54,7 +54,7 @@ def decode_round(costs: Costs, requests: int, context: float, most: int = 512) -
     A pipeline shares the requests out among as many steps as stages; a step follows another one through the slowest stage."""
     steps = min(costs.split.pp, requests)
     rows = -(-requests // steps)
-    stages = costs.step_seconds(Work(padded(rows, max(most, rows)), rows, rows * context))
+    stages = costs.step_seconds(Work(padded(rows, max(most, rows)), rows, rows * context, longest=context))
     return max(steps * max(stages), sum(stages))
 
 
@@ -111,22 +111,15 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
         while ends and ends[0][0] <= rounds + 1e-9:
             _, count = heapq.heappop(ends)
             done, decoding, contexts = done + count, decoding - count, max(contexts - count * (isl + osl - 1), 0.0)
-    total = sum(count for _, count in first)
-    return Outcome(
-        clock,
-        _at(first, total / 2),
-        first[-1][0],
-        1e3 * decode_s / decode_tokens if decode_tokens else 0.0,
-        requests * osl / clock,
-        most,
-    )
+    per_token = 1e3 * decode_s / decode_tokens if decode_tokens else 0.0
+    return Outcome(clock, _at(first, requests / 2), first[-1][0], per_token, requests * osl / clock, most)
 
 
 def _prompt_step(costs: Costs, tokens: int, singles: int, finished: int, kv: float, pairs: float, lanes: int) -> float:
     """Seconds of a step with prompts and `singles` decodes, of which so many share the pipeline: one comes after another through
     the slowest stage, or as soon as the pipeline has passed them all on."""
     whole = tokens + singles
-    stages = costs.step_seconds(Work(whole, singles + finished, kv, pairs, whole > costs.graph_tokens))
+    stages = costs.step_seconds(Work(whole, singles + finished, kv, pairs, whole > costs.graph_tokens, kv / max(singles, 1)))
     return max(max(stages), sum(stages) / lanes)
 
 

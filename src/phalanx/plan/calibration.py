@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.errors import TableError
 from phalanx.hardware.catalogue import GpuSpec
-from phalanx.plan.cost import Coefficients
+from phalanx.plan.coefficients import Coefficients
 from phalanx.tables.table_file import write_whole
 
 

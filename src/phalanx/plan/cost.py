@@ -3,11 +3,11 @@
 
 Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens of the KV cache and pair P prompt tokens with keys:
 
-    sum over layers of  sum over GEMMs ((bytes / (e_b BW))^p + (2 m n k / (e_f F))^p)^(1/p)        a soft maximum of the two
-    ceilings
-                      + kv bytes / (e_a BW)  +  4 P heads head_dim / (e_p F16)                    attention of decode and of prompts
-                      + T * activation bytes / BW                                                 what is between GEMMs
-                      + 2 all-reduces (measured curve; T hidden bytes)  +  c(T)                    c: a layer's chain of kernels
+    sum over layers of  sum over GEMMs ((bytes / (e_b BW))^p + (2 m n k / (e_f F))^p)^(1/p)    soft maximum of two ceilings
+                      + max(kv bytes / (e_a BW), ns(longest row))                              attention of decodes
+                      + 4 P heads head_dim / (e_p F16)                                         attention of prompts
+                      + T * activation bytes / BW                                              what is between GEMMs
+                      + 2 all-reduces (measured curve; T hidden bytes)  +  c(T)                 c: a layer's chain of kernels
     + head on R rows + c_step, and for a pipeline c_hop and the hidden states' bytes for each stage
 
 BW and F are the catalogue's; e_f F is at most what the power limit allows, watts x operations per joule, which is what binds on
@@ -17,61 +17,24 @@ H200. Experts: bytes of those that T tokens reach, E (1 - (1 - k/E)^T) of them. 
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from phalanx.hardware.catalogue import GpuSpec, Network
 from phalanx.plan import collectives, footprint, graphs
+from phalanx.plan.coefficients import Coefficients, document
 from phalanx.plan.collectives import Curve, Label
 from phalanx.plan.families import layer_tensors, outer_tensors
 from phalanx.plan.footprint import Split
 from phalanx.plan.shape import Shape
 
-_DATA = Path(__file__).parent / "data" / "coefficients.json"
+SHORT_ROW, LONG_ROW = 200, 1500
+"""Tokens of a row's context up to which its attention is part of a layer's chain, and from which on it is split more finely."""
+
 LONG_STEP = 2048
 """Tokens from which on row-parallel GEMMs write to the ranks that own the rows."""
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """e_*: parts of a peak; tflops_per_watt: FP8 operations per joule, twice those in 16 bit; c_*: microseconds. c_one: a layer's
-    chain at one token, where kernels are fused; c_layer: at more. c_moe: more of a chain for a layer with experts. passes: over
-    activations, between GEMMs. c_eager: of a layer whose kernels the host launches one by one, which a step without a graph takes
-    at least. e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights in 16 bit. landed: the part of an all-reduce
-    that long steps hide, since GEMMs write into their owners' memory."""
-
-    e_bytes: float
-    e_bytes_16: float
-    e_flops: float
-    tflops_per_watt: float
-    sharpness: float
-    e_kv: float
-    e_kv_fp8: float
-    e_prompt: float
-    e_prompt_fp8: float
-    passes: float
-    landed: float
-    c_layer: float
-    c_one: float
-    c_moe: float
-    c_step: float
-    c_hop: float
-    c_eager: float
-
-    @classmethod
-    def from_json(cls, values: dict[str, float]) -> Coefficients:
-        return cls(**{each.name: float(values[each.name]) for each in fields(cls)})
-
-
-@cache
-def document() -> dict[str, Any]:
-    """The committed coefficients, their residuals and where they come from."""
-    found: dict[str, Any] = json.loads(_DATA.read_text(encoding="utf-8"))
-    return found
 
 
 @dataclass(frozen=True)
@@ -113,13 +76,15 @@ def coefficients_for(gpu: GpuSpec) -> tuple[Coefficients, Label]:
 @dataclass(frozen=True)
 class Work:
     """One step of one replica. tokens: computed; rows: that sample; kv_tokens: read by rows of one token, over all of them; pairs:
-    of prompt tokens with the keys that each sees. eager: launched kernel by kernel, not replayed from a graph."""
+    of prompt tokens with the keys that each sees. eager: launched kernel by kernel, not replayed from a graph. longest: context of
+    the longest row of one token."""
 
     tokens: int
     rows: int
     kv_tokens: float = 0.0
     pairs: float = 0.0
     eager: bool = False
+    longest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -166,12 +131,25 @@ class Costs:
         if fixed is None:
             fixed = self._fixed[key] = tuple(self._stage(stage, local) for stage in range(self.split.pp))
         per_kv, per_pair = self._attention_seconds
-        rows = max(local.rows, 1)
-        return tuple(
-            base + sum(seconds * min(local.kv_tokens, window * rows if window else local.kv_tokens) for window, seconds in each)
-            + local.pairs * pair
-            for base, each, pair in zip(fixed, per_kv, per_pair, strict=True)
-        )  # fmt: skip
+        rows, kv, longest = max(local.rows, 1), local.kv_tokens, local.longest
+        found = []
+        for base, each, pair in zip(fixed, per_kv, per_pair, strict=True):
+            seconds = base + local.pairs * pair
+            for window, layers, read in each:
+                if window is None:
+                    seconds += layers * max(kv * read, self._row_seconds(longest))
+                else:
+                    seconds += layers * max(min(kv, window * rows) * read, self._row_seconds(min(longest, window)))
+            found.append(seconds)
+        return tuple(found)
+
+    def _row_seconds(self, longest: float) -> float:
+        """What one row's attention takes however few there are: split-kv gives a row only so many programs."""
+        if longest <= SHORT_ROW:
+            return 0.0
+        cs = self.machine.coefficients
+        below, beyond = min(longest, LONG_ROW) - SHORT_ROW, max(longest - LONG_ROW, 0.0)
+        return 1e-9 * (cs.ns_row * below + cs.ns_long_row * beyond)
 
     @property
     def graph_tokens(self) -> int:
@@ -187,10 +165,10 @@ class Costs:
         ep = self.split.ep
         if ep == 1:
             return work
-        return Work(-(-work.tokens // ep), -(-work.rows // ep), work.kv_tokens / ep, work.pairs / ep, work.eager)
+        return Work(-(-work.tokens // ep), -(-work.rows // ep), work.kv_tokens / ep, work.pairs / ep, work.eager, work.longest)
 
     @property
-    def _attention_seconds(self) -> tuple[tuple[tuple[tuple[int | None, float], ...], ...], tuple[float, ...]]:
+    def _attention_seconds(self) -> tuple[tuple[tuple[tuple[int | None, int, float], ...], ...], tuple[float, ...]]:
         return _attention_seconds(self.shape, self.dtype, self.kv_itemsize, self.split, self.machine)
 
     def _stage(self, stage: int, work: Work) -> float:
@@ -273,8 +251,9 @@ def _head(shape: Shape) -> Any:
 @cache
 def _attention_seconds(
     shape: Shape, dtype: str, kv_itemsize: int, split: Split, machine: Machine
-) -> tuple[tuple[tuple[tuple[int | None, float], ...], ...], tuple[float, ...]]:
-    """Per stage: seconds for each cached token read, by window; and for each pair of a prompt's token with a key."""
+) -> tuple[tuple[tuple[tuple[int | None, int, float], ...], ...], tuple[float, ...]]:
+    """Per stage: by window the layers that have it, and a layer's seconds for each cached token read; and for each pair of a
+    prompt's token with a key."""
     cs, gpu = machine.coefficients, machine.gpu
     reads, pairs = [], []
     for layers in footprint.stage_layers(shape, dtype, split.pp):
@@ -283,7 +262,7 @@ def _attention_seconds(
             by_window[shape.windows[layer]] = by_window.get(shape.windows[layer], 0) + 1
         nbytes = shape.kv_elements(0, split.tp) * kv_itemsize
         read = (cs.e_kv_fp8 if kv_itemsize == 1 else cs.e_kv) * machine.bandwidth
-        reads.append(tuple((window, count * nbytes / read) for window, count in by_window.items()))
+        reads.append(tuple((window, count, nbytes / read) for window, count in by_window.items()))
         dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.head_dim
         flops = 2.0 * shape.num_heads / split.tp * dims
         reached = cs.e_prompt_fp8 if kv_itemsize == 1 else cs.e_prompt

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from phalanx.config.quantization import ON_LOAD
+from phalanx.plan.coefficients import document
 from phalanx.plan.families import Tensor, layer_tensors, outer_tensors
 from phalanx.plan.graphs import sizes
 from phalanx.plan.layout import stages
@@ -173,8 +174,6 @@ def graph_bytes(max_batch_size: int, max_num_tokens: int, pp: int) -> int:
 def overhead_bytes(shape: Shape, split: Split, max_batch_size: int, max_num_tokens: int) -> int:
     """What one rank takes beside weights and KV cache, never less than a committed start took: activations of the largest step,
     CUDA context, buffers of collectives, graphs."""
-    from phalanx.plan.cost import document
-
     held = document()["memory"]
     features = overhead_features(shape, split, max_num_tokens)
     rest = sum(held[name] * feature for name, feature in zip(OVERHEADS, features, strict=True))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from phalanx.errors import CapacityError, LayoutError, OptionError
 from phalanx.hardware import catalogue
-from phalanx.plan import burst, cost, footprint
+from phalanx.plan import burst, coefficients, footprint
 from phalanx.plan.burst import Limits, Outcome
 from phalanx.plan.collectives import Label
 from phalanx.plan.cost import Costs, Machine
@@ -302,7 +302,7 @@ TTFT_WIDER = 1.5
 def half_width(shape: Shape, machine: Machine, layout: Layout, costs: Costs) -> float:
     """Half of the interval of 90 percent, as a part of the figure: the 90th percentile of the residuals of the class that it
     belongs to (fitted; a layout or a model left out), or the committed width of a class that was never measured."""
-    widths = cost.document()["intervals"]
+    widths = coefficients.document()["intervals"]
     parts = [widths[costs.label]]
     if costs.label in ("measured", "table"):
         if [layout.tp, layout.pp] not in widths["layouts"]:

@@ -21,7 +21,8 @@ from phalanx.errors import OptionError
 from phalanx.hardware import catalogue, probe
 from phalanx.hardware.catalogue import GpuSpec
 from phalanx.plan import burst, calibration, cost
-from phalanx.plan.cost import Coefficients, Costs, Machine, Work
+from phalanx.plan.coefficients import Coefficients
+from phalanx.plan.cost import Costs, Machine, Work
 from phalanx.plan.footprint import Split
 from phalanx.plan.shape import Shape
 

@@ -103,20 +103,23 @@ class Replica:
 
     def _stages(self, step: Step) -> tuple[float, ...]:
         rows = step.batches[0].rows
-        tokens, kv, pairs, samples = 0, 0, 0.0, 0
+        tokens, kv, pairs, samples, longest = 0, 0, 0.0, 0, 0
         for row in rows:
             count = row.count
             tokens += count
             if count == 1:
-                kv += row.start
+                start = row.start
+                kv += start
+                if start > longest:
+                    longest = start
                 samples += 1
             else:
                 pairs += count * (row.start + count / 2)
                 samples += row.samples
         self.tokens += tokens
         if not pairs:
-            return self.costs.step_seconds(Work(padded(tokens, self.scheduler.options.most_rows), samples, kv))
-        return self.costs.step_seconds(Work(_by_8(tokens), samples, kv, pairs, tokens > self.costs.graph_tokens))
+            return self.costs.step_seconds(Work(padded(tokens, self.scheduler.options.most_rows), samples, kv, longest=longest))
+        return self.costs.step_seconds(Work(_by_8(tokens), samples, kv, pairs, tokens > self.costs.graph_tokens, longest))
 
 
 def _by_8(tokens: int) -> int:

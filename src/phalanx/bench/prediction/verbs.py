@@ -29,6 +29,14 @@ Slots = Annotated[int | None, typer.Option("--max_batch_size", help="Requests at
 StepTokens = Annotated[int, typer.Option("--max_num_tokens", help="Tokens of one step.")]
 SeqLen = Annotated[int | None, typer.Option("--max_seq_len", help="Prompt and output of one request; isl + osl at least.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="For programs: a new file, or - for stdout.")]
+Trace = Annotated[str, typer.Argument(metavar="TRACE|poisson:RATE|burst", help="Azure's .csv, Mooncake's .jsonl, or a process.")]
+FindReplicas = Annotated[bool, typer.Option("--find_replicas", help="The smallest number of replicas that holds the bounds.")]
+GpuHour = Annotated[float | None, typer.Option("--gpu_hour", help="Price of one GPU for an hour, for cost per million tokens.")]
+Prefixes = Annotated[bool, typer.Option("--prefix_caching/--no_prefix_caching", help="Of traces that tell contents.")]
+Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the latencies there; needs phalanx[tune].")]
+Yaml = Annotated[str | None, typer.Option("--yaml", metavar="FILE", help="Write the options of the best plan, for --config.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Run the best plans here, and set them beside the predictions.")]
+VerifyPlans = Annotated[int, typer.Option("--verify_plans", help="How many of them.")]
 
 
 class _PlanGroup(TyperGroup):
@@ -71,14 +79,12 @@ def layouts(
     max_num_tokens: StepTokens = 8192,
     max_seq_len: SeqLen = None,
     json: Json = None,
-    yaml: Annotated[
-        str | None, typer.Option("--yaml", metavar="FILE", help="Write the options of the best plan, for --config.")
-    ] = None,
+    yaml: Yaml = None,
     tp_size: Annotated[int | None, typer.Option("--tp_size", help="Only layouts with so many.")] = None,
     pp_size: Annotated[int | None, typer.Option("--pp_size", help="Only layouts with so many stages.")] = None,
     ep_size: Annotated[int | None, typer.Option("--ep_size", help="Only layouts with so many groups.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Run the best plans here, and set them beside the predictions.")] = False,
-    verify_plans: Annotated[int, typer.Option("--verify_plans", help="How many of them.")] = 3,
+    verify: Verify = False,
+    verify_plans: VerifyPlans = 3,
 ) -> None:
     """Every layout of a model on a machine: memory, time per token, throughput, with intervals; and why not the others."""
     from phalanx.bench import report
@@ -88,27 +94,13 @@ def layouts(
     shape = subject.shape_for(model)
     machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
     wanted = wanted_of(
-        shape,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        isl=isl,
-        osl=osl,
-        concurrency=concurrency,
-        goal=goal,
-        slo_ttft=slo_ttft,
-        slo_tpot=slo_tpot,
-        max_batch_size=max_batch_size,
-        max_num_tokens=max_num_tokens,
+        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
+        slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len,
-    )
+    )  # fmt: skip
     found = search.search(shape, machine, wanted).only(tp_size, pp_size, ep_size)
     document = explain.as_json(model, machine, wanted, found)
-    if json == "-":
-        print(json_format.dumps(document, indent=1))
-    else:
-        print(explain.text(model, shape, machine, wanted, found))
-        if (path := report.target(json)) is not None:
-            report.write(path, document)
+    _give(document, explain.text(model, shape, machine, wanted, found), json)
     if found.plans and (path := report.target(yaml)) is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(explain.yaml(explain.options(model, machine, wanted, found.plans[0])), encoding="utf-8")
@@ -118,6 +110,18 @@ def layouts(
         from phalanx.bench.prediction import verified
 
         print(verified.text(verified.run(model, machine, wanted, found.plans[:verify_plans])))
+
+
+def _give(document: dict[str, Any], text: str, json: str | None) -> None:
+    """Show a report as text, and write it as JSON where that was asked for; "-": JSON alone, on stdout."""
+    from phalanx.bench import report
+
+    if json == "-":
+        print(json_format.dumps(document, indent=1))
+        return
+    print(text)
+    if (path := report.target(json)) is not None:
+        report.write(path, document)
 
 
 def wanted_of(
@@ -149,9 +153,7 @@ def wanted_of(
 
 
 def simulate(
-    trace: Annotated[
-        str, typer.Argument(metavar="TRACE|poisson:RATE|burst", help="Azure's .csv, Mooncake's .jsonl, or a process.")
-    ],
+    trace: Trace,
     model: Annotated[str, typer.Option("--model", help="As for `phalanx plan`.")],
     gpu: Gpu = None,
     gpus_per_node: PerNode = None,
@@ -172,23 +174,15 @@ def simulate(
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
     slo_part: Annotated[float, typer.Option("--slo_part", help="Of the requests, the part that must hold both bounds.")] = 0.99,
-    find_replicas: Annotated[
-        bool, typer.Option("--find_replicas", help="The smallest number of replicas that holds the bounds.")
-    ] = False,
-    gpu_hour: Annotated[
-        float | None, typer.Option("--gpu_hour", help="Price of one GPU for an hour, for cost per million tokens.")
-    ] = None,
+    find_replicas: FindReplicas = False,
+    gpu_hour: GpuHour = None,
     max_batch_size: Slots = None,
     max_num_tokens: StepTokens = 8192,
     max_seq_len: SeqLen = None,
-    prefix_caching: Annotated[
-        bool, typer.Option("--prefix_caching/--no_prefix_caching", help="Of traces that tell contents.")
-    ] = True,
+    prefix_caching: Prefixes = True,
     seed: int = 0,
     json: Json = None,
-    plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw the latencies there; needs phalanx[tune].")
-    ] = None,
+    plot: Plot = None,
 ) -> None:
     """Serve a trace with the engine's own scheduler on the cost model's clock: latencies, goodput, cost, replicas for an
     objective."""
@@ -204,18 +198,10 @@ def simulate(
     trace_rows = arrivals.paced(arrivals.of(trace, isl=isl, osl=osl, requests=requests, seed=seed), speed)
     longest = max(each.input_len + each.output_len for each in trace_rows)
     wanted = wanted_of(
-        shape,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        isl=isl,
-        osl=osl,
-        concurrency=1,
-        slo_ttft=slo_ttft,
-        slo_tpot=slo_tpot,
-        max_batch_size=max_batch_size or 256,
-        max_num_tokens=max_num_tokens,
+        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
+        slo_tpot=slo_tpot, max_batch_size=max_batch_size or 256, max_num_tokens=max_num_tokens,
         max_seq_len=max_seq_len or min(longest, shape.max_positions),
-    )
+    )  # fmt: skip
     engine = scenario.Engine.of(shape, machine, wanted, tp=tp_size, pp=pp_size, ep=ep_size, prefix_caching=prefix_caching)
     bounds = scenario.Bounds(wanted.slo_ttft, wanted.slo_tpot, slo_part)
     if find_replicas:
@@ -223,12 +209,7 @@ def simulate(
     document = scenario.document(
         engine, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model
     )
-    if json == "-":
-        print(json_format.dumps(document, indent=1))
-    else:
-        print(scenario.text(document))
-        if (path := report.target(json)) is not None:
-            report.write(path, document)
+    _give(document, scenario.text(document), json)
     if plot is not None:
         scenario.draw(document, plot)
 
@@ -245,8 +226,4 @@ def calibrate(
 
     report.target(json)
     document = bench.run(model, device, seconds)
-    print(bench.text(document))
-    if json == "-":
-        print(json_format.dumps(document, indent=1))
-    elif (path := report.target(json)) is not None:
-        report.write(path, document)
+    _give(document, bench.text(document), json)
