@@ -29,13 +29,17 @@ A figure has a range that holds 9 of 10 measurements, and a label: `table` (a ma
 `derived` (scaled from one), `estimated` (parts of it were never measured). How the figures are made: [planner.md](planner.md).
 """
 
+SEVENTY = (
+    "phalanx plan meta-llama/Meta-Llama-3-70B --gpu A100-80 --gpus_per_node 4 --isl 512 --osl 512 --concurrency 256 --tp_size 4"
+)
+
 EXAMPLES = (
     ("8B on one A100", "`LLM(model=\"meta-llama/Meta-Llama-3-8B\", dtype=\"fp16\")`",
      "phalanx plan meta-llama/Meta-Llama-3-8B --gpu A100-80 --gpus_per_node 1 --dtype fp16 --isl 512 --osl 512"),
     ("70B on four A100", "`LLM(model=\"meta-llama/Meta-Llama-3-70B\", tensor_parallel_size=4, dtype=\"fp16\")`",
-     "phalanx plan meta-llama/Meta-Llama-3-70B --gpu A100-80 --gpus_per_node 4 --dtype fp16 --isl 512 --osl 512 --concurrency 256 --tp_size 4"),
+     f"{SEVENTY} --dtype fp16"),
     ("The same in FP8", "A100 has no FP8 arithmetic: the weights take half the memory, and GEMMs run in 16 bit.",
-     "phalanx plan meta-llama/Meta-Llama-3-70B --gpu A100-80 --gpus_per_node 4 --dtype fp8 --isl 512 --osl 512 --concurrency 256 --tp_size 4"),
+     f"{SEVENTY} --dtype fp8"),
     ("405B on eight H100, 4 x 2", "`tensor_parallel_size=4, pipeline_parallel_size=2, dtype=\"fp8\"`",
      "phalanx plan meta-llama/Meta-Llama-3-405B --gpu H100 --dtype fp8 --tp_size 4 --pp_size 2"),
     ("405B on two nodes of eight H100", "`tensor_parallel_size=8, pipeline_parallel_size=2`",
@@ -130,7 +134,8 @@ def table(model: str, gpu: str, nodes: int, claims: tuple[Claim, ...]) -> str:
         efficiency = f"{rate.value / world / base[0]:.0%} of {base[1]} GPU{'s' if base[1] > 1 else ''}"
         off = "runs" if claim.out_of_memory else _off(claim.tokens_per_second, rate)
         lines.append(
-            f"| {name} | {world} | {_claimed(claim)} | {rate.value:,.0f} ({rate.low:,.0f}-{rate.high:,.0f}, {rate.label}) | {off} | "
+            f"| {name} | {world} | {_claimed(claim)} | {rate.value:,.0f} ({rate.low:,.0f}-{rate.high:,.0f}, {rate.label}) "
+            f"| {off} | "
             f"{claim.ms_per_token or ''} | {wait.value:.1f} | {_off(claim.ms_per_token, wait)} | {efficiency} |"
         )  # fmt: skip
     return "\n".join(lines) + "\n"
@@ -149,7 +154,8 @@ def _off(claimed: float | None, figure: search.Figure) -> str:
 def weights() -> str:
     lines = ["| | guide | ours |", "|---|---|---|"]
     for name, model, dtype, layout, said in (
-        ("8B FP16 on 1", "llama-3-8b", "fp16", Layout(1, 1, 1, 1), "16 GB"), ("70B FP8 on 4", "llama-3-70b", "fp8", Layout(4, 1, 1, 1), "35 GB"),
+        ("8B FP16 on 1", "llama-3-8b", "fp16", Layout(1, 1, 1, 1), "16 GB"),
+        ("70B FP8 on 4", "llama-3-70b", "fp8", Layout(4, 1, 1, 1), "35 GB"),
         ("405B FP8 on 16", "llama-3.1-405b", "fp8", Layout(8, 2, 1, 1), "25 GB"),
     ):  # fmt: skip
         machine = subject.machine_for("H100", nodes=2)[0]

@@ -106,7 +106,8 @@ def main() -> int:
                     value = result.get("tpot_ms") or result["output_tok_s"]
                     inside = figure["low"] <= value <= figure["high"]
                     print(
-                        f"{row['gpu']} {row['model']} {row['dtype']} {result['workload']:22} predicted {figure['value']:10,.2f} measured "
+                        f"{row['gpu']} {row['model']} {row['dtype']} {result['workload']:22} "
+                        f"predicted {figure['value']:10,.2f} measured "
                         f"{value:10,.2f} {figure['value'] / value - 1:+7.1%} {'inside' if inside else 'OUTSIDE'}"
                     )
     return 0
