@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.bench import offline, report, roof
 from phalanx.bench.offline import Subject
+from phalanx.bench.prediction.beside import predicted
 from phalanx.bench.roof import Bandwidth
 from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
@@ -40,6 +41,7 @@ def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth
         "output_tok_s": workload.requests / seconds if seconds > 0 else None,
         "roof_ms": least * 1e3 if least is not None else None, "fraction_of_roof": roof.fraction(least, seconds),
         "samples_s": {"first_token": first, "all_tokens": whole},
+        "predicted": predicted(subject.shape, llm.facts, workload, subject.options.allreduce_strategy),
     }  # fmt: skip
     offline.logger.info("%s: %.3f ms per token", workload.name, found["tpot_ms"])
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.bench import offline, report, roof
 from phalanx.bench.offline import Subject
+from phalanx.bench.prediction.beside import predicted
 from phalanx.bench.roof import Bandwidth
 from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
@@ -47,6 +48,7 @@ def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth
         "preemptions": (after.preemptions - before.preemptions) // workload.repeats,
         "roof_tok_s": made / least if least is not None else None, "fraction_of_roof": roof.fraction(least, seconds),
         "samples_s": times,
+        "predicted": predicted(subject.shape, llm.facts, workload, subject.options.allreduce_strategy),
     }  # fmt: skip
     offline.logger.info("%s: %.0f output tokens/s", workload.name, found["output_tok_s"])
     return found
