@@ -22,7 +22,7 @@ def test_the_layout_of_the_best_plan_and_its_reason(caplog):
     with caplog.at_level(logging.INFO, logger="phalanx"):
         logging.getLogger("phalanx").propagate = True
         chosen = auto.choose(options(), subject.shape_for("llama-3-70b"), machine)
-    assert (chosen.tensor_parallel_size, chosen.pipeline_parallel_size, chosen.plan) == (4, 1, None)
+    assert (chosen.tensor_parallel_size, chosen.pipeline_parallel_size, chosen.plan) == (4, 1, "off")
     assert "chosen: tp 4 pp 1" in caplog.text
     assert "replicas" not in caplog.text
 
@@ -41,5 +41,5 @@ def test_a_layout_beside_it_is_a_contradiction():
 def test_without_a_gpu_one_rank(monkeypatch):
     monkeypatch.setattr(auto.probe, "look", lambda: Machine((), 1, 1, 1))
     chosen = auto.planned(options(model="demo"))
-    assert (chosen.world_size, chosen.plan) == (1, None)
+    assert (chosen.world_size, chosen.plan) == (1, "off")
     assert auto.planned(EngineOptions.of(model="demo")) == EngineOptions.of(model="demo")

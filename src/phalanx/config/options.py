@@ -49,8 +49,8 @@ class EngineOptions(BaseModel):
     seed: int = Field(0, description="Of dummy weights, and of requests that bring none.")
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="auto takes GPUs where there are any.")
 
-    plan: Literal["auto"] | None = Field(
-        None, description="auto: the planner chooses tensor_parallel_size and pipeline_parallel_size for this host, and logs why."
+    plan: Literal["off", "auto"] = Field(
+        "off", description="auto: the planner chooses tensor_parallel_size and pipeline_parallel_size for this host, and logs why."
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks that split every layer.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Stages of contiguous layers.")

@@ -23,7 +23,7 @@ def planned(options: EngineOptions) -> EngineOptions:
 
     Raises OptionError where a layout was given too, CapacityError with the nearest changes where none fits.
     """
-    if options.plan is None:
+    if options.plan == "off":
         return options
     if options.world_size > 1 or options.nnodes > 1:
         raise OptionError(
@@ -34,7 +34,7 @@ def planned(options: EngineOptions) -> EngineOptions:
         )
     if options.device == "cpu" or not probe.look().gpus:
         logger.info("plan auto: no GPU is used, so one rank on CPU")
-        return options.model_copy(update={"plan": None})
+        return options.model_copy(update={"plan": "off"})
     shape = subject.shape_for(options.model, options.revision)
     machine, _ = subject.machine_for()
     return choose(options, shape, machine)
@@ -49,7 +49,7 @@ def choose(options: EngineOptions, shape: Shape, machine: Machine) -> EngineOpti
     for line in explain.text(options.model, shape, machine, wanted, found).splitlines():
         logger.info("%s", line)
     layout = {"tensor_parallel_size": best.layout.tp, "pipeline_parallel_size": best.layout.pp}
-    return options.model_copy(update={**layout, "plan": None})
+    return options.model_copy(update={**layout, "plan": "off"})
 
 
 def wanted_of(options: EngineOptions, shape: Shape) -> Wanted:
