@@ -9,24 +9,27 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check wheel bench clean
 
 demo: $(VENV)/.bare
 	@$(PY) scripts/demo.py
 
 test: $(VENV)/.dev
 	@echo "== tests (several minutes: they start real ranks and servers)"
-	@$(PY) -m pytest -q -n 2 --dist loadfile
+	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev
 	@echo "== ruff" && $(VENV)/bin/ruff check --no-cache src tests scripts benchmarks && $(VENV)/bin/ruff format --check src tests scripts benchmarks
 	@echo "== mypy" && $(VENV)/bin/mypy
 	@echo "== import-linter" && $(VENV)/bin/lint-imports --no-logo
-	@echo "== house" && $(PY) -m pytest -q tests/house
+	@echo "== architecture" && $(PY) -m pytest -q tests/architecture
+
+wheel: $(VENV)/.dev
+	@$(PY) scripts/wheel_check.py
 
 bench: $(VENV)/.dev
-	@$(PY) benchmarks/engine/throughput.py
-	@$(PY) benchmarks/serve/overhead.py
+	@$(PY) -m benchmarks.engine.throughput
+	@$(PY) -m benchmarks.serve.overhead
 
 $(VENV)/bin/python:
 	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or later is needed (with venv); none was found. Name one: make PYTHON=/path/to/python ..."; exit 1; fi

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job on real input: serve the demo model on two ranks, ask over HTTP, stream the answer, show metrics, stop clean.
+"""The whole system on real input: serve the demo model on two ranks, stream answers over HTTP, show metrics, shut down.
 
-Run by `make demo`. Needs no GPU, no download and no port in particular. Exits 0 only if every part of it worked.
+Run by `make demo`. Needs no GPU, no download and no particular port. Exits with 0 only if every part worked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> int:
             for question in QUESTIONS:
                 print(f"\n>> {question}\n<< ", end="", flush=True)
                 if not ask(client, question).strip():
-                    raise SystemExit("the model gave no answer")
+                    raise SystemExit("the answer of the model is empty")
             print("\n\n== GET /metrics (an excerpt)")
             show_metrics(client)
         print("\n== SIGTERM: drain and stop", flush=True)
@@ -73,23 +73,23 @@ def wait_until_ready(client: httpx.Client, server: subprocess.Popen[bytes]) -> N
 
 
 def ask(client: httpx.Client, question: str) -> str:
-    """Stream one answer to the terminal, and return it whole."""
+    """Stream one answer to the terminal, and return its text."""
     body: dict[str, Any] = {
         "model": "demo", "messages": [{"role": "user", "content": question}], "stream": True, "temperature": 0, "max_tokens": 120,
     }  # fmt: skip
     text = ""
-    with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        if answer.status_code != 200:
-            raise SystemExit(f"HTTP {answer.status_code}: {answer.read().decode()}")
-        for line in answer.iter_lines():
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise SystemExit(f"HTTP {response.status_code}: {response.read().decode()}")
+        for line in response.iter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
                 raise SystemExit(event["error"]["message"])
-            piece = event["choices"][0]["delta"].get("content") or "" if event["choices"] else ""
-            text += piece
-            print(piece, end="", flush=True)
+            content = event["choices"][0]["delta"].get("content") or "" if event["choices"] else ""
+            text += content
+            print(content, end="", flush=True)
     return text
 
 
@@ -97,7 +97,7 @@ def show_metrics(client: httpx.Client) -> None:
     lines = [line for line in client.get("/metrics").text.splitlines() if not line.startswith("#")]
     shown = [line for line in lines if any(name in line for name in METRICS)]
     if not shown:
-        raise SystemExit("/metrics shows none of the metrics it should")
+        raise SystemExit("/metrics has none of the expected metrics")
     print("\n".join(shown[:16]))
 
 

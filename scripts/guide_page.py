@@ -73,7 +73,7 @@ PP_CLAIMS = (
 def page() -> str:
     parts = [HEAD]
     for title, text, command in EXAMPLES:
-        parts += [f"## {title}\n", f"{text}\n", f"```\n$ {command}\n{printed(command)}\n```\n"]
+        parts += [f"## {title}\n", f"{text}\n", f"```\n{command}\n```\n", f"```text\n{printed(command)}\n```\n"]
     parts += ["## The guide's figures, and by how much they err\n", ERRS]
     for gpu in ("H100", "H200"):
         parts += [f"### Tensor parallelism, 70B FP8 on {gpu}\n", table("llama-3-70b", gpu, 1, TP_CLAIMS)]

@@ -2,7 +2,7 @@
 """Write docs/options.md from the option models: one source for flags, keywords, environment and documentation.
 
 python scripts/options_page.py            writes the page
-python scripts/options_page.py --check    exits 1 if the page is not what the models say
+python scripts/options_page.py --check    exits with status 1 if the page is out of date
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from phalanx.config.serving import ServeOptions
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 HEAD = """# Options
 
-Each is a flag (`--name`, with `_` or `-`), a key of `--config FILE.yaml`, and an environment variable (`PHALANX_NAME`);
-those of the engine are keywords of `LLM(...)` too. File < environment < flags. This page is written by
-`scripts/options_page.py` from the option models.
+Each option is a flag (`--NAME`, with `_` or `-`), a key of `--config FILE.yaml`, and an environment variable (`PHALANX_NAME`).
+Engine options are also keywords of `LLM(...)`. Flags override environment variables, which override the file.
+`scripts/options_page.py` writes this page from the option models.
 """
 
 
@@ -40,8 +40,8 @@ def table(model: type[BaseModel]) -> str:
 
 
 def meaning(field: FieldInfo) -> str:
-    """The description, with the values that are taken where they are a fixed set."""
-    assert field.description, "an option without a description"
+    """The description, followed by the allowed values if they are a fixed set."""
+    assert field.description, f"an option without a description: {field}"
     values = [value for value in get_args(field.annotation) if isinstance(value, str)]
     return (field.description + (f" One of {', '.join(f'`{v}`' for v in values)}." if values else "")).replace("|", "\\|")
 

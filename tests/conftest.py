@@ -7,8 +7,11 @@ import os
 import re
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parent
 
 # Rank processes of the tests share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,7 +36,21 @@ def gpu_count() -> int:
     return len(choose(gpus, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
+SLOW_FILES = (
+    "acceptance/test_tokens.py", "acceptance/test_paths.py", "serve/test_llm.py", "kernels/attention/test_prefill.py",
+    "kernels/attention/test_decode.py", "kernels/sampling/test_filter_thresholds.py", "acceptance/test_documents.py",
+    "executor/test_rank_executor.py", "bench/test_load.py", "tune/test_cli.py", "kernels/gemm/test_block_gemm.py",
+    "serve/test_app_overload.py", "tune/test_html_report.py", "kernels/allreduce/test_oneshot.py", "comm/test_twoshot.py",
+    "serve/test_client.py", "serve/test_lifecycle.py", "acceptance/test_everything.py", "executor/test_node.py",
+    "acceptance/test_two_hosts.py", "comm/test_oneshot.py", "kernels/sampling/test_gumbel_argmax.py",
+    "models/layers/test_linear_gemv.py", "kernels/ops/test_embedding_rmsnorm.py", "kernels/ops/test_rope_kv_cache.py",
+)  # fmt: skip
+"""The longest files, the longest first: a file runs on one worker, and one that began last would leave the other worker idle."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {ROOT / name: place for place, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: first.get(item.path, len(first)))
     wanting = {1: [], 2: [], 4: []}
     for item in items:
         for count in wanting:

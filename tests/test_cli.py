@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: flags are the options, by all their names; what is wrong is one line and a status."""
+"""The command line: flags are the options, by all their names; an error is one line and an exit status."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def served(monkeypatch):
     """What `phalanx serve` hands to the server."""
     import phalanx.serve.app
 
-    taken = []
-    monkeypatch.setattr(phalanx.serve.app, "run", lambda engine, serving: taken.append((engine, serving)) or 0)
+    calls = []
+    monkeypatch.setattr(phalanx.serve.app, "run", lambda engine, serving: calls.append((engine, serving)) or 0)
     for name in [name for name in os.environ if name.startswith("PHALANX_")]:
         monkeypatch.delenv(name)
-    return taken
+    return calls
 
 
-def given(name, field):
+def other_value(name, field):
     """A value that is not the default, as text."""
     if field.annotation is bool:
         return None
@@ -47,12 +47,12 @@ def test_every_option_is_a_flag(served, dash):
         for name, field in model.model_fields.items():
             if name == "model":
                 continue
-            text = given(name, field)
+            text = other_value(name, field)
             flag = name if text is not None else (f"no_{name}" if field.default else name)
             line = ["serve", "demo", f"--{flag.replace('_', dash)}", *([text] if text is not None else [])]
             assert cli.main(line) == 0, line
-            found = getattr(served[-1][model is ServeOptions], name)
-            assert str(found) == (text if text is not None else str(not field.default)), line
+            value = getattr(served[-1][model is ServeOptions], name)
+            assert str(value) == (text if text is not None else str(not field.default)), line
             assert served[-1][0].model == "demo"
 
 
@@ -77,15 +77,19 @@ def test_file_then_environment_then_flags(served, monkeypatch, tmp_path):
     ("line", "status", "message"),
     [
         ("serve demo --tensor_paralel_size 2", 2, "--tensor_parallel_size"),
-        ("serve demo --tp_size two", 2, "tensor_parallel_size='two' was asked for"),
+        (
+            "serve demo --tp_size two",
+            2,
+            "phalanx: tensor_parallel_size='two' is not valid; it comes from --tensor_parallel_size; it must be a valid integer",
+        ),
         ("serve demo --tp_size 0", 2, "greater than or equal to 1"),
-        ("serve", 2, "model was not given"),
+        ("serve", 2, "phalanx: option model is missing"),
         ("serve demo --config /none.yaml", 2, "No such file"),
         ("serve demo more", 2, "unexpected extra argument"),
         ("frob", 2, "No such command 'frob'"),
         ("generate /none --prompt x", 1, "there is no folder /none"),
         ("generate demo --temperature hot --prompt x", 2, "Invalid value for '--temperature'"),
-        ("generate demo --temperature -1 --prompt x", 2, "temperature=-1.0 was asked for"),
+        ("generate demo --temperature -1 --prompt x", 2, "phalanx: temperature=-1.0 is not valid"),
         ("chat http://127.0.0.1:9", 1, "start one with `phalanx serve`"),
     ],
 )
@@ -108,7 +112,7 @@ def test_unknown_variable(served, capsys, monkeypatch):
 
 def test_a_key_is_not_shown(served, capsys):
     assert cli.main(["serve", "demo", "--api_key", ""]) == 2
-    assert "this api_key cannot be used" in capsys.readouterr().err
+    assert "phalanx: the api_key is not valid" in capsys.readouterr().err
 
 
 def test_version_and_help(capsys):
@@ -137,7 +141,7 @@ def test_what_nobody_caught_is_one_line_and_can_be_found(unbuffered):
 
 
 def test_an_error_of_the_system_without_words_is_named(monkeypatch, capsys):
-    def late(*given):
+    def late(*arguments):
         raise TimeoutError
 
     monkeypatch.setattr("phalanx.serve.app.run", late)

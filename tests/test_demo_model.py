@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from phalanx.config.locate import locate
 from phalanx.serve.tokenizer import Tokenizer
-from tests.house.sources import ROOT
+from tests.architecture.sources import ROOT
 
 FOLDER = locate("demo")
 MEGABYTES = 4.2

@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from phalanx.engine.messages import Stats
 from phalanx.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, Metrics
 
+ALERTS = Path(__file__).resolve().parents[1] / "dashboards" / "alerts.yaml"
 DASHBOARD = Path(__file__).resolve().parents[1] / "dashboards" / "phalanx.json"
 STEMS = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "time_to_first_token_seconds_bucket",
@@ -22,50 +24,57 @@ STEMS = [
 
 
 def filled(prefix: str = "phalanx") -> Metrics:
-    made = Metrics(prefix=prefix, model_name="demo", version="1.2")
-    made.engine = Stats(
+    metrics = Metrics(prefix=prefix, model_name="demo", version="1.2")
+    metrics.engine = Stats(
         running=3, waiting=2, blocks_total=100, blocks_referenced=25, preemptions=1, prefix_queries=50, prefix_hits=20,
         prompt_tokens=60, generation_tokens=70, rank_bytes={0: {"weights": 10, "kv": 20}, 1: {"weights": 11, "kv": 21}},
         allreduce={"ONESHOT/RESIDUAL_RMS_NORM": 8, "NCCL/NONE": 9},
+        rank_gauges={
+            0: {
+                "gpu_utilization_perc": 90.0, "power_watts": 650.5, "temperature_celsius": 60.0, "sm_clock_mhz": 1500.0,
+                "nvlink_tx_bytes": 2048.0, "clock_reason/power_cap": 1.0,
+            },
+            1: {"gpu_utilization_perc": 80.0, "power_limit_watts": 700.0},
+        },
         ran={"decode graph/steps": 5, "decode graph/tokens": 35, "decode graph/padding": 6, "eager/steps": 0},
     )  # fmt: skip
-    made.startup_phases = {"weights": 1.5}
-    made.queue_limits = {"requests": 16, "tokens": 1000}
-    made.queued = lambda: (4, 400)
-    return made
+    metrics.startup_phases = {"weights": 1.5}
+    metrics.queue_limits = {"requests": 16, "tokens": 1000}
+    metrics.queued = lambda: (4, 400)
+    return metrics
 
 
-def samples(made: Metrics) -> dict[str, dict[tuple, float]]:
-    found: dict[str, dict[tuple, float]] = {}
-    for family in text_string_to_metric_families(made.exposition()[0].decode()):
+def samples(metrics: Metrics) -> dict[str, dict[tuple, float]]:
+    series: dict[str, dict[tuple, float]] = {}
+    for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
         for one in family.samples:
-            found.setdefault(one.name, {})[tuple(sorted(one.labels.items()))] = one.value
-    return found
+            series.setdefault(one.name, {})[tuple(sorted(one.labels.items()))] = one.value
+    return series
 
 
 @pytest.mark.parametrize("prefix", ["phalanx", "vllm"])
 def test_names_and_labels(prefix):
-    found = samples(filled(prefix))
+    exported = samples(filled(prefix))
     for stem in STEMS:
-        series = found[f"{prefix}:{stem}"]
+        series = exported[f"{prefix}:{stem}"]
         for labels in series:
             assert {("model_name", "demo"), ("engine", "0")} <= set(labels)
-    reasons = {dict(labels)["finished_reason"] for labels in found[f"{prefix}:request_success_total"]}
+    reasons = {dict(labels)["finished_reason"] for labels in exported[f"{prefix}:request_success_total"]}
     assert {"stop", "length", "abort"} <= reasons
-    assert not any(name.endswith("_created") for name in found)
+    assert not any(name.endswith("_created") for name in exported)
 
 
 def test_values():
-    made = filled()
-    made.first_token(0.003)
-    made.next_tokens(0.008, 2)
-    made.finished("stop", 0.5)
-    made.finished("strange", 0.5)
-    made.refused("queue_full")
-    found = samples(made)
+    metrics = filled()
+    metrics.first_token(0.003)
+    metrics.next_tokens(0.008, 2)
+    metrics.finished("stop", 0.5)
+    metrics.finished("strange", 0.5)
+    metrics.refused("queue_full")
+    exported = samples(metrics)
 
     def value(name: str, **labels: str) -> float:
-        return found[f"phalanx:{name}"][tuple(sorted({"model_name": "demo", "engine": "0", **labels}.items()))]
+        return exported[f"phalanx:{name}"][tuple(sorted({"model_name": "demo", "engine": "0", **labels}.items()))]
 
     assert value("num_requests_running") == 3
     assert value("num_requests_waiting") == 2
@@ -93,9 +102,9 @@ def test_values():
 
 
 def test_before_the_engine():
-    found = samples(Metrics(prefix="phalanx", model_name="demo", version="1"))
-    assert "phalanx:build_info" in found
-    assert "phalanx:num_requests_running" not in found
+    exported = samples(Metrics(prefix="phalanx", model_name="demo", version="1"))
+    assert "phalanx:build_info" in exported
+    assert "phalanx:num_requests_running" not in exported
 
 
 @pytest.mark.parametrize("buckets", [TTFT_BUCKETS, ITL_BUCKETS, E2E_BUCKETS])
@@ -105,10 +114,10 @@ def test_buckets_are_fine_below_ten_milliseconds(buckets):
 
 
 def test_rank_bytes_of_the_start_stand_until_there_are_newer():
-    made = filled()
-    made.rank_bytes = {0: {"kv": 1}}
-    made.engine = Stats()
-    assert len(samples(made)["phalanx:rank_memory_bytes"]) == 1
+    metrics = filled()
+    metrics.rank_bytes = {0: {"kv": 1}}
+    metrics.engine = Stats()
+    assert len(samples(metrics)["phalanx:rank_memory_bytes"]) == 1
 
 
 def queries() -> list[str]:
@@ -118,16 +127,16 @@ def queries() -> list[str]:
 
 
 def test_the_dashboard_asks_for_series_that_are_there():
-    found = samples(filled())
-    asked = queries()
-    assert len(asked) > 20
-    for expr in asked:
+    exported = samples(filled())
+    queried = queries()
+    assert len(queried) > 20
+    for expr in queried:
         named = re.findall(r"((?:phalanx:|process_)\w+)(?:\{([^}]*)\})?", expr)
         assert named, f"no metric in {expr}"
         grouped = {word for group in re.findall(r"by \(([^)]*)\)", expr) for word in group.replace(",", " ").split()}
         for name, selector in named:
-            assert name in found, f"{name} of the dashboard is not exported"
-            known = {label for labels in found[name] for label, _ in labels}
+            assert name in exported, f"{name} of the dashboard is not exported"
+            known = {label for labels in exported[name] for label, _ in labels}
             wanted = grouped | set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", selector))
             assert wanted <= known, f"{expr}: {name} has no {sorted(wanted - known)}"
 
@@ -137,3 +146,34 @@ def test_the_dashboard_shows_every_series():
     for name in samples(filled()):
         if name.startswith("phalanx:") and not name.endswith(("_count", "_sum")):
             assert name in shown, f"{name} is on no panel"
+
+
+def test_gauges_of_gpus():
+    """Each as NVML answered it, by rank; what no rank answers has no series."""
+    series = samples(filled())
+
+    def value(name, **labels):
+        entries = {tuple(dict(key).get(label) for label in labels): amount for key, amount in series[f"phalanx:{name}"].items()}
+        return entries[tuple(labels.values())]
+
+    assert [value("rank_gpu_utilization_perc", rank=rank) for rank in ("0", "1")] == [90.0, 80.0]
+    assert value("rank_power_watts", rank="0") == 650.5
+    assert value("rank_power_limit_watts", rank="1") == 700.0
+    assert value("rank_nvlink_bytes_total", rank="0", direction="tx") == 2048.0
+    assert value("rank_clock_reason", rank="0", reason="power_cap") == 1.0
+    assert set(series["phalanx:rank_temperature_celsius"]) == {(("engine", "0"), ("model_name", "demo"), ("rank", "0"))}
+    bare = Metrics(prefix="phalanx", model_name="demo", version="1")
+    bare.engine = Stats(rank_bytes={0: {"kv": 1}})
+    assert not [name for name in samples(bare) if "gpu" in name or "nvlink" in name or "power" in name]
+
+
+def test_alerts_ask_for_series_that_are_there():
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"] for rule in group["rules"]]
+    assert len(rules) >= 8
+    series = samples(filled())
+    for rule in rules:
+        assert {"summary", "remedy"} <= rule["annotations"].keys()
+        for name, selector in re.findall(r"(phalanx:\w+)(?:\{([^}]*)\})?", rule["expr"]):
+            assert name in series, f"{rule['alert']} asks for {name}, which is not exported"
+            labels = {label for key in series[name] for label, _ in key}
+            assert set(re.findall(r'(\w+)(?:=~|!~|!=|=)"', selector)) <= labels, rule["alert"]

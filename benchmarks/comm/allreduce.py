@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time the all-reduce strategies and their launches on GPUs: `torchrun --nproc-per-node N benchmarks/comm/allreduce.py OUT.csv`.
+"""Time the all-reduce strategies and their launches on GPUs: `torchrun --nproc-per-node N -m benchmarks.comm.allreduce OUT.csv`.
 
 A sample is 50 calls in one CUDA graph on fixed tensors; a figure is the median of 9 replays, the maximum over ranks. NCCL and
 torch's symmetric-memory collectives run beside ours. `--sweep` tries launches beside the default ones. `--ranks 2` uses the first
@@ -11,16 +11,16 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks import harness
 from phalanx.comm import oneshot, twoshot
 from phalanx.comm.group import ResidualRmsNorm
-from phalanx.comm.symmetric import Workspace, form_workspace, share_of
+from phalanx.comm.symmetric import SymmetricWorkspace, form_workspace, part_vectors
 from phalanx.kernels import reference, residual_rms_norm_quant
 
 TOKENS = (1, 8, 32, 64, 128, 512, 2048, 8192)
@@ -30,26 +30,7 @@ Case = tuple[str, str, Callable[[], Any]]
 
 def measure(call: Callable[[], Any], group: dist.ProcessGroup) -> float:
     """Microseconds per call."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    times = []
-    for replay in range(2 + REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        dist.barrier(group)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 2:
-            times.append(begin.elapsed_time(end) * 1000 / CALLS)
-    worst = torch.tensor(statistics.median(times), device="cuda")
-    dist.all_reduce(worst, dist.ReduceOp.MAX, group)
-    return worst.item()
+    return harness.graph_us([call] * CALLS, replays=REPLAYS, discarded=2, warmups=2, group=group)
 
 
 def peers(x: torch.Tensor, group: dist.ProcessGroup, buffer: torch.Tensor) -> Iterator[Case]:
@@ -64,52 +45,54 @@ def peers(x: torch.Tensor, group: dist.ProcessGroup, buffer: torch.Tensor) -> It
     yield "torch symm_mem two_shot", "NONE", lambda: torch.ops.symm_mem.two_shot_all_reduce_(zeros, "sum", name)
 
 
-def launches_flat(vectors: int, world: int, sms: int, sweep: bool) -> Iterator[tuple[str, Any, Any]]:
+def launches_flat(vectors: int, world: int, num_sms: int, sweep: bool) -> Iterator[tuple[str, Any, Any]]:
     yield "ONESHOT", oneshot, None
     yield "TWOSHOT", twoshot, None
     if not sweep:
         return
     for warps in (1, 2, 4, 8):
         programs = -(-vectors // (32 * warps))
-        if vectors <= 1 << 17 and programs * warps <= 32 * sms:
-            yield f"ONESHOT {programs}x{32 * warps}", oneshot, oneshot.Launch(programs, 32 * warps, warps, False)
-    share = share_of(vectors, world)
+        if vectors <= 1 << 17 and programs * warps <= 32 * num_sms:
+            yield f"ONESHOT {programs}x{32 * warps}", oneshot, oneshot.OneshotLaunch(programs, 32 * warps, warps, False)
+    part = part_vectors(vectors, world)
     for warps, per_sm, moving in ((4, 1, 1), (4, 2, 2), (16, 1, 1), (16, 2, 2), (16, 2, 1), (16, 3, 2), (8, 4, 2)):
-        blocks = -(-share // (32 * warps))
-        movers = min(blocks, moving * sms)
-        programs = movers + min(blocks, (per_sm - moving) * sms)
+        blocks = -(-part // (32 * warps))
+        movers = min(blocks, moving * num_sms)
+        programs = movers + min(blocks, (per_sm - moving) * num_sms)
         registers = min(65536 // (per_sm * warps * 32) // 8 * 8, 255) if per_sm > 1 else None
-        if movers > (moving - 1) * sms:
-            launch = twoshot.Launch(programs, 32 * warps, 0, warps, movers, registers)
+        if movers > (moving - 1) * num_sms:
+            launch = twoshot.TwoshotLaunch(programs, 32 * warps, 0, warps, movers, registers)
             yield f"TWOSHOT {movers} of {programs} x{32 * warps}", twoshot, launch
 
 
-def launches_norm(rows: int, pitch: int, world: int, sms: int, sweep: bool) -> Iterator[tuple[str, Any, Any]]:
+def launches_norm(rows: int, pitch: int, world: int, num_sms: int, sweep: bool) -> Iterator[tuple[str, Any, Any]]:
     yield "ONESHOT", oneshot, None
     yield "TWOSHOT", twoshot, None
     if not sweep:
         return
     block = oneshot.row_block(pitch)
     for warps in (1, 2, 4, 8):
-        pieces = -(-pitch // (32 * warps))
-        if pieces > 1 and rows * pieces * warps <= 32 * sms:
-            yield f"ONESHOT {pieces} pieces", oneshot, oneshot.Launch(rows * pieces, 32 * warps, warps, False, pieces)
+        splits = -(-pitch // (32 * warps))
+        if splits > 1 and rows * splits * warps <= 32 * num_sms:
+            yield f"ONESHOT {splits} splits", oneshot, oneshot.OneshotLaunch(rows * splits, 32 * warps, warps, False, splits)
     for warps in (8, 16):
-        if rows <= 4 * sms:
-            yield f"ONESHOT rows {warps}w", oneshot, oneshot.Launch(rows, block, warps, False)
-    share = share_of(rows * pitch, world)
+        if rows <= 4 * num_sms:
+            yield f"ONESHOT rows {warps}w", oneshot, oneshot.OneshotLaunch(rows, block, warps, False)
+    part = part_vectors(rows * pitch, world)
     for warps, per_sm, moving in ((8, 1, 1), (16, 1, 1), (16, 2, 2), (32, 1, 1), (16, 2, 1), (8, 4, 2), (16, 3, 1)):
         if rows < 8 or (per_sm > 1 and rows < 64):
             continue
-        blocks = -(-share // (32 * warps))
-        movers = min(blocks if per_sm > moving else max(blocks, rows), moving * sms)
-        programs = movers + min(rows, (per_sm - moving) * sms)
+        blocks = -(-part // (32 * warps))
+        movers = min(blocks if per_sm > moving else max(blocks, rows), moving * num_sms)
+        programs = movers + min(rows, (per_sm - moving) * num_sms)
         registers = min(65536 // (per_sm * warps * 32) // 8 * 8, 255) if per_sm > 1 else None
-        launch = twoshot.Launch(programs, 32 * warps, block, warps, movers, registers)
+        launch = twoshot.TwoshotLaunch(programs, 32 * warps, block, warps, movers, registers)
         yield f"TWOSHOT {movers} of {programs}, {warps}w", twoshot, launch
 
 
-def cases(x: torch.Tensor, workspace: Workspace, group: dist.ProcessGroup, buffer: torch.Tensor, options: Any) -> Iterator[Case]:
+def cases(
+    x: torch.Tensor, workspace: SymmetricWorkspace, group: dist.ProcessGroup, buffer: torch.Tensor, options: Any
+) -> Iterator[Case]:
     """(implementation, fusion, call), each of ours checked before it is handed out."""
     rows, hidden = x.shape
     pitch = hidden * x.element_size() // 16
@@ -118,7 +101,7 @@ def cases(x: torch.Tensor, workspace: Workspace, group: dist.ProcessGroup, buffe
     total = reference.all_reduce(parts)
     if "NONE" in options.fusions:
         yield from peers(x, group, buffer)
-        for name, strategy, launch in launches_flat(rows * pitch, workspace.world, workspace.sms, options.sweep):
+        for name, strategy, launch in launches_flat(rows * pitch, workspace.world, workspace.num_sms, options.sweep):
             found = strategy.all_reduce(x, workspace, launch)
             verdict(torch.equal(found, total), f"{name} {rows}x{hidden}", group)
             yield name, "NONE", lambda s=strategy, k=launch: s.all_reduce(x, workspace, k)
@@ -135,7 +118,7 @@ def norm_cases(
     total: torch.Tensor,
     fusion: ResidualRmsNorm,
     name: str,
-    workspace: Workspace,
+    workspace: SymmetricWorkspace,
     group: dist.ProcessGroup,
     sweep: bool,
 ) -> Iterator[Case]:
@@ -154,7 +137,7 @@ def norm_cases(
 
     yield "NCCL + ours", name, nccl
     yield "norm alone", name, lambda: after(x)
-    for strategy_name, strategy, launch in launches_norm(rows, pitch, workspace.world, workspace.sms, sweep):
+    for strategy_name, strategy, launch in launches_norm(rows, pitch, workspace.world, workspace.num_sms, sweep):
         found = strategy.all_reduce_norm(x, fusion, workspace, launch)
         good = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=True))
         verdict(good, f"{strategy_name} {name} {rows}x{hidden}", group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours beside the peers in one run: `torchrun --nproc-per-node N benchmarks/comm/peers.py --out DIR`.
+"""Ours beside the peers in one run: `torchrun --nproc-per-node N -m benchmarks.comm.peers --out DIR`.
 
 NCCL, torch's symmetric-memory collectives, FlashInfer's fused all-reduce (one-shot and two-shot, launched programmatically), and
 ours: AUTO by the machine's table, and each strategy. A sample is 50 calls in one CUDA graph on fixed tensors; a figure is the
@@ -15,19 +15,17 @@ import argparse
 import csv
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.comm.allreduce import TOKENS, measure
 from phalanx.comm.group import Group, ResidualRmsNorm, finish
 from phalanx.comm.torch_group import TorchGroup
@@ -273,7 +271,7 @@ class Run:
             method = (
                 "50 calls in one CUDA graph on fixed tensors, median of 9 replays, maximum over ranks; compared with the oracle"
             )
-            record.write(stem, {"method": method, "left out": self.absent, "rows": len(self.rows)}, folder)
+            harness.write(stem, {"method": method, "left out": self.absent, "rows": len(self.rows)}, folder)
 
 
 def read(path: Path) -> list[Row]:
@@ -316,7 +314,7 @@ def _line(tokens: int, size: int, at: dict[str, float], families: list[str]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default=str(record.RESULTS), help="the folder of the CSV and its JSON")
+    parser.add_argument("--out", default=str(harness.RESULTS), help="the folder of the CSV and its JSON")
     parser.add_argument("--hidden", type=int, default=8192)
     parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=list(TOKENS))
     parser.add_argument("--show", nargs="+", type=Path, help="print these CSVs instead of measuring")

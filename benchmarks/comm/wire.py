@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Ceilings of the wire between GPUs: `torchrun --nproc-per-node N benchmarks/comm/wire.py`.
+"""Ceilings of the wire between GPUs: `torchrun --nproc-per-node N -m benchmarks.comm.wire`.
 
 All ranks at once push to, or pull from, all peers: bare stores and loads, no waiting for data. Prints GB/s out of (or into) a rank
 for several launches, the driver's own peer copy, and what an empty kernel costs in a chain of programmatic launches.
@@ -9,7 +9,6 @@ for several launches, the driver's own peer copy, and what an empty kernel costs
 from __future__ import annotations
 
 import os
-import statistics
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,8 @@ import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 import triton.language as tl
 
-from phalanx.kernels.signals import at, dependents
+from benchmarks import harness
+from phalanx.kernels.allreduce.signals import at, dependents
 from phalanx.kernels.vectors import load
 
 _STORES = {"weak": "st.global.v4.b32", "relaxed": "st.relaxed.sys.global.v4.b32"}
@@ -29,8 +29,8 @@ def _store_text(instruction):
 
 
 @triton.jit
-def _empty(PTX: tl.constexpr):
-    dependents(PTX)
+def _empty(SM: tl.constexpr):
+    dependents(SM)
     tl.inline_asm_elementwise("griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -64,24 +64,8 @@ def _pull(x, peers, vectors, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.
 
 
 def graph_time(call, calls: int) -> float:
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    times = []
-    for _ in range(7):
-        dist.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / calls)
-    worst = torch.tensor(statistics.median(times), device="cuda")
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return worst.item()
+    """Microseconds per call, of the slowest rank."""
+    return harness.graph_us([call] * calls, replays=7, group=dist.group.WORLD)
 
 
 def main() -> None:
@@ -97,7 +81,7 @@ def main() -> None:
     x = torch.zeros(world * vectors * 4, dtype=torch.int32, device=device)
     lines = []
     for programs, warps in ((1, 1), (32, 1), (8, 4), (1, 16), (1, 32), (132, 16)):
-        time = graph_time(lambda p=programs, w=warps: _empty[(p,)](PTX=90, num_warps=w, launch_pdl=True), 100)
+        time = graph_time(lambda p=programs, w=warps: _empty[(p,)](SM=90, num_warps=w, launch_pdl=True), 100)
         lines.append(f"empty {programs}x{warps}w {time:.2f} us")
     for kernel in (_push, _pull):
         for name, store in _STORES.items():

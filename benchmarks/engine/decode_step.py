@@ -3,13 +3,13 @@
 
 0. products: one row times each of the model's matrices by the kernels that there are, over copies that no cache holds.
 1. tokens: a small checkpoint decodes greedily in batches of several sizes; graphs and eager steps must give the same tokens.
-2. tpot: through the whole engine, (t(129 tokens) - t(1 token)) / 128 at input 128, best of 2, as the peers were measured.
+2. tpot: through the total engine, (t(129 tokens) - t(1 token)) / 128 at input 128, best of 2, as the peers were measured.
 3. prompts: steps of one prompt, which the first token waits for, from graphs and eager: milliseconds by the wall clock, of the host
    in `run`, of the kernels; the host's functions by time; whether both modes give the same token, and what graphs take to capture.
 4. steps: the runner alone, one step ahead as the engine keeps it, milliseconds per step by the wall clock; and the kernels of one
    replayed step by time (torch's profiler), with the bytes that the step must read over the time.
 
-    python benchmarks/engine/decode_step.py --out DIR [--parts products,tokens,prompts,steps,tpot] [--requests 1,64]
+    python -m benchmarks.engine.decode_step --out DIR [--parts products,tokens,prompts,steps,tpot] [--requests 1,64]
         [--prompts 16,128,256]
 """
 
@@ -27,22 +27,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
-from benchmarks import record
+from benchmarks import harness
 from phalanx import LLM, SamplingParams
 from phalanx.bench import shapes
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.engine.messages import Admission, Row, Step, StepBatch, StepResult
-from phalanx.engine.ranks.graphs import CudaTape
-from phalanx.engine.ranks.places import Size
-from phalanx.engine.runner import Runner
-from phalanx.engine.sampler import Sampler
+from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult, StepRow
 from phalanx.models import registry, weights
 from phalanx.models.batch import LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention.select import select_backend
+from phalanx.worker.cuda_graphs import CudaGraphCapturer
+from phalanx.worker.graph_buffers import GraphSize
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.sampler import Sampler
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1000)
 PROMPT, STEPS = 128, 64
@@ -50,7 +49,7 @@ PROMPT, STEPS = 128, 64
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--parts", default="products,tokens,steps,tpot")
     parser.add_argument("--requests", default="1,64")
     parser.add_argument("--prompts", default="16,128,256", help="tokens of each prompt of the part `prompts`")
@@ -60,22 +59,22 @@ def main() -> int:
     parser.add_argument("--fp8", action="store_true", help="these with weights in FP8")
     parser.add_argument("--fp8_cache", action="store_true", help="these with the KV cache in FP8")
     parser.add_argument("--name", default="decode_step", help="of the file of figures")
-    asked = parser.parse_args()
-    parts, modes = asked.parts.split(","), asked.modes.split(",")
-    requests = [int(count) for count in asked.requests.split(",")]
+    args = parser.parse_args()
+    parts, modes = args.parts.split(","), args.modes.split(",")
+    requests = [int(count) for count in args.requests.split(",")]
     figures: dict[str, Any] = {}
     for part, measure in (
         ("products", products),
         ("tokens", tokens),
-        ("prompts", lambda: prompts_of(asked)),
-        ("steps", lambda: steps(asked)),
+        ("prompts", lambda: prompts_of(args)),
+        ("steps", lambda: steps(args)),
         ("tpot", lambda: tpot(requests, modes)),
     ):
         if part in parts:
             begin = time.monotonic()
             figures[part] = measure()
             print(f"{part}: {time.monotonic() - begin:.1f} s\n{show(part, figures[part])}", flush=True)
-            record.write(asked.name, figures, asked.out)
+            harness.write(args.name, figures, args.out)
     return 0 if figures.get("tokens", {"equal": True})["equal"] else 1
 
 
@@ -83,17 +82,17 @@ def show(part: str, figure: dict[str, Any]) -> str:
     if part not in ("steps", "prompts"):
         return json.dumps(figure)
     lines = []
-    for name, found in figure.items():
-        lines.append(f"{name}: " + json.dumps({key: value for key, value in found.items() if key not in ("kernels", "functions")}))
-        lines += found.get("functions", [])
-        lines += [f"  {k['us']:9.1f} us {k['calls']:4} x  {k['name'][:100]}" for k in found.get("kernels", [])[:16]]
+    for name, values in figure.items():
+        lines.append(f"{name}: " + json.dumps({key: value for key, value in values.items() if key not in ("kernels", "functions")}))
+        lines += values.get("functions", [])
+        lines += [f"  {k['us']:9.1f} us {k['calls']:4} x  {k['name'][:100]}" for k in values.get("kernels", [])[:16]]
     return "\n".join(lines)
 
 
 def make_runner(
-    folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: Callable[[list[Size]], Sequence[Size]], fp8: bool = False,
-    fp8_cache: bool = False, blocks: int | None = None, longest: int = 320, tokens: int = 0,
-) -> Runner:  # fmt: skip
+    folder: Path, slots: int, *, graphs: bool, dummy: bool, captured: Callable[[list[GraphSize]], Sequence[GraphSize]],
+    fp8: bool = False, fp8_cache: bool = False, blocks: int | None = None, longest: int = 320, tokens: int = 0,
+) -> ModelRunner:  # fmt: skip
     """captured: the sizes of graphs, of those there are. blocks: 20 for each slot if None is given. longest: tokens of a request.
     tokens: of a step from a graph that also takes prompts, at most."""
     device, dtype = torch.device("cuda", 0), torch.bfloat16
@@ -105,15 +104,17 @@ def make_runner(
         weights.dummy(model, 0)
     else:
         weights.load(model, folder)
-    held = slots * 20 + 1 if blocks is None else blocks
-    caches = [LayerCache.zeros(held, 16, s.heads, s.head_dim, model.seat.cache_dtype, device) for s in model.kv_specs()]
-    runner = Runner(
-        model, caches, backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
+    num_blocks = slots * 20 + 1 if blocks is None else blocks
+    caches = [LayerCache.zeros(num_blocks, 16, s.heads, s.head_dim, model.context.cache_dtype, device) for s in model.kv_specs()]
+    runner = ModelRunner(
+        model, caches, select_backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
         max_batch_size=slots, max_seq_len=longest, block_size=16, dtype=dtype, device=device,
-        tape=CudaTape(device) if graphs else None, max_num_tokens=tokens,
+        capturer=CudaGraphCapturer(device) if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip
     # Kinds of layers are met in an eager step.
-    runner.run(StepBatch(admitted=[Admission(0, [5], 1, GREEDY, 1)], rows=[Row(0, 0, 1, [5], [0], samples=True)])).results()
+    runner.run(
+        StepBatch(admitted=[SlotAssignment(0, [5], 1, GREEDY, 1)], rows=[StepRow(0, 0, 1, [5], [0], samples=True)])
+    ).results()
     runner.run(StepBatch(released=[0]))
     begin = time.monotonic()
     done = list(runner.capture(captured(runner.graphs.sizes))) if runner.graphs is not None else []
@@ -133,7 +134,7 @@ VARIANTS = [
     (8, 1024, 8),
     (4, 2048, 8),
 ]
-"""(rows, block, warps) of `one_row`."""
+"""(rows, block, warps) of `gemv`."""
 
 
 def products() -> dict[str, Any]:
@@ -142,12 +143,12 @@ def products() -> dict[str, Any]:
 
     import torch.nn.functional as F
 
-    from phalanx.kernels.products.one_row import one_row
+    from phalanx.kernels.gemm.gemv import gemv
 
-    found: dict[str, Any] = {}
-    sizes = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336), "head": (128256, 4096)}
+    timings: dict[str, Any] = {}
+    sizes = {**harness.SHAPES["8b"], "head": harness.LM_HEAD_8B}
     candidates: dict[str, Any] = {"torch": F.linear}
-    candidates |= {str(v): partial(one_row, rows=v[0], block=v[1], warps=v[2]) for v in VARIANTS}
+    candidates |= {str(v): partial(gemv, rows=v[0], block=v[1], warps=v[2]) for v in VARIANTS}
     for name, (outputs, inputs) in sizes.items():
         count = max(2, (600 << 20) // (2 * outputs * inputs))
         matrices = [torch.randn(outputs, inputs, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
@@ -159,55 +160,41 @@ def products() -> dict[str, Any]:
             if not off < 5e-3:
                 row[label] = f"wrong: {off}"
                 continue
-            replay = CudaTape(torch.device("cuda", 0)).record(partial(each_of, candidate, x, matrices))
-            times = []
-            for _ in range(9):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                replay()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) / count * 1e3)
-            microseconds = sorted(times)[4]
+            microseconds = harness.graph_us([partial(candidate, x, matrix) for matrix in matrices], replays=9)
             row[label] = [round(microseconds, 2), round(2 * outputs * inputs / microseconds / 1e6, 2)]
-        found[name] = row
-    return found
-
-
-def each_of(product: Any, x: torch.Tensor, matrices: list[torch.Tensor]) -> None:
-    for matrix in matrices:
-        product(x, matrix)
+        timings[name] = row
+    return timings
 
 
 def tokens() -> dict[str, Any]:
     """Greedy tokens of graphs against the eager path's."""
-    import tests.engine.drive as drive_module
-    from tests.checkpoints import write_checkpoint
+    import tests.support.engine_drive as drive_module
+    from tests.support.checkpoints import write_checkpoint
 
     drive_module.BLOCK = 16
     with tempfile.TemporaryDirectory() as parent:
         folder = write_checkpoint(
             Path(parent) / "llama", "llama", hidden_size=512, num_attention_heads=8, num_key_value_heads=8, head_dim=128, std=0.05
         )
-        found: dict[bool, list[Any]] = {}
+        timings: dict[bool, list[Any]] = {}
         for graphs in (True, False):
             runner = make_runner(folder, 44, graphs=graphs, dummy=False, captured=list)
             results = deque[StepResult]()
 
-            def submit(step: Step, runner: Runner = runner, results: deque[StepResult] = results) -> None:
+            def submit(step: Step, runner: ModelRunner = runner, results: deque[StepResult] = results) -> None:
                 results.append(StepResult(step.number, [runner.run(step.batches[0]).results()[0] or []]))
 
             def collect(results: deque[StepResult] = results) -> list[StepResult]:
                 return [results.popleft()] if results else []
 
             drive = drive_module.Drive(submit, collect, blocks=880)
-            found[graphs] = [
+            timings[graphs] = [
                 drive.generate(drive_module.prompts(count, seed=count), 40, ahead=ahead)
                 for count in (1, 3, 17, 40)
                 for ahead in (False, True)
             ]
-    rows = [(a, b) for left, right in zip(found[True], found[False], strict=True) for a, b in zip(left, right, strict=True)]
-    return {"equal": found[True] == found[False], "requests": len(rows), "different": sum(a != b for a, b in rows)}
+    rows = [(a, b) for left, right in zip(timings[True], timings[False], strict=True) for a, b in zip(left, right, strict=True)]
+    return {"equal": timings[True] == timings[False], "requests": len(rows), "different": sum(a != b for a, b in rows)}
 
 
 def part_of(folder: Path, ranks: int) -> Path:
@@ -222,78 +209,79 @@ def part_of(folder: Path, ranks: int) -> Path:
     return folder
 
 
-def steps(asked: argparse.Namespace) -> dict[str, Any]:
+def steps(args: argparse.Namespace) -> dict[str, Any]:
     """The runner alone."""
-    requests = [int(count) for count in asked.requests.split(",")]
-    found: dict[str, Any] = {}
+    requests = [int(count) for count in args.requests.split(",")]
+    timings: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as parent:
-        folder = part_of(shapes.write(asked.shape, Path(parent) / "model"), asked.ranks)
-        for mode in asked.modes.split(","):
+        folder = part_of(shapes.write(args.shape, Path(parent) / "model"), args.ranks)
+        for mode in args.modes.split(","):
             runner = make_runner(
                 folder,
                 max(requests),
                 graphs=mode == "graphs",
                 dummy=True,
-                captured=lambda _: [Size(count, count) for count in requests],
-                fp8=asked.fp8,
-                fp8_cache=asked.fp8_cache,
+                captured=lambda _: [GraphSize(count, count) for count in requests],
+                fp8=args.fp8,
+                fp8_cache=args.fp8_cache,
             )
             for count in requests:
-                found[f"{mode} {count}"] = step_times(runner, count, profiled=mode == "graphs")
+                timings[f"{mode} {count}"] = step_times(runner, count, profiled=mode == "graphs")
             del runner
             torch.cuda.empty_cache()
-    return found
+    return timings
 
 
-def prompts_of(asked: argparse.Namespace) -> dict[str, Any]:
+def prompts_of(args: argparse.Namespace) -> dict[str, Any]:
     """Steps of one prompt each. Slots and graphs are those of a server, whose padding is in the figures, up to what the longest
     prompt needs."""
-    counts = [int(count) for count in asked.prompts.split(",")]
-    found: dict[str, Any] = {}
+    counts = [int(count) for count in args.prompts.split(",")]
+    timings: dict[str, Any] = {}
     tokens: dict[str, list[int | None]] = {}
     with tempfile.TemporaryDirectory() as parent:
-        folder = part_of(shapes.write(asked.shape, Path(parent) / "model"), asked.ranks)
-        for mode in asked.modes.split(","):
+        folder = part_of(shapes.write(args.shape, Path(parent) / "model"), args.ranks)
+        for mode in args.modes.split(","):
             runner = make_runner(
-                folder, 256, graphs=mode == "graphs", dummy=True, captured=lambda sizes: [size for size in sizes if size.prompts],
-                fp8=asked.fp8, fp8_cache=asked.fp8_cache, blocks=max(counts) // 16 + 3, longest=max(counts) + 16,
+                folder, 256, graphs=mode == "graphs", dummy=True,
+                captured=lambda sizes: [size for size in sizes if size.prefill_rows],
+                fp8=args.fp8, fp8_cache=args.fp8_cache, blocks=max(counts) // 16 + 3, longest=max(counts) + 16,
                 tokens=max(counts),
             )  # fmt: skip
             for count in counts:
                 figures, token = prompt_times(runner, count)
-                found[f"{mode} {count}"] = figures
+                timings[f"{mode} {count}"] = figures
                 tokens.setdefault(str(count), []).append(token)
             del runner
             torch.cuda.empty_cache()
-    return {**found, "same tokens": {count: len(set(given)) == 1 for count, given in tokens.items()}}
+    return {**timings, "same tokens": {count: len(set(sampled)) == 1 for count, sampled in tokens.items()}}
 
 
-def prompt_times(runner: Runner, count: int) -> tuple[dict[str, Any], int | None]:
+def prompt_times(runner: ModelRunner, count: int) -> tuple[dict[str, Any], int | None]:
     """The figures, and the token."""
-    prompt, given = list(range(100, 100 + count)), []
+    prompt, sampled = list(range(100, 100 + count)), []
 
     def step() -> tuple[float, float]:
         """Seconds until the token is there, and seconds in `run`."""
-        admitted = [Admission(0, prompt, count, GREEDY, 1)]
-        rows = [Row(0, 0, count, prompt, list(range(1, count // 16 + 2)), samples=True)]
+        admitted = [SlotAssignment(0, prompt, count, GREEDY, 1)]
+        rows = [StepRow(0, 0, count, prompt, list(range(1, count // 16 + 2)), samples=True)]
         begin = time.perf_counter()
-        outcome = runner.run(StepBatch(admitted=admitted, rows=rows))
+        output = runner.run(StepBatch(admitted=admitted, rows=rows))
         host = time.perf_counter() - begin
-        given.append((outcome.results()[0] or [])[0].token)
-        whole = time.perf_counter() - begin
+        sampled.append((output.results()[0] or [])[0].token)
+        total = time.perf_counter() - begin
         runner.run(StepBatch(released=[0]))
-        return whole, host
+        return total, host
 
-    whole, host = min(step() for _ in range(6))
+    total, host = min(step() for _ in range(6))
     profiler = cProfile.Profile()
     profiler.enable()
     step()
     profiler.disable()
     figures = {
-        "ms": round(whole * 1e3, 2), "host_ms": round(host * 1e3, 2), **profile(step),
+        "ms": round(total * 1e3, 2), "host_ms": round(host * 1e3, 2), **profile(step),
         "functions": functions(pstats.Stats(profiler)),
     }  # fmt: skip
-    return figures, given[-1]
+    return figures, sampled[-1]
 
 
 def functions(stats: pstats.Stats) -> list[str]:
@@ -302,19 +290,19 @@ def functions(stats: pstats.Stats) -> list[str]:
     return [f"{own * 1e3:8.2f} ms {calls:6} x  {Path(file).name}:{line}:{name}" for (file, line, name), (_, calls, own, *_) in rows]
 
 
-def step_times(runner: Runner, count: int, *, profiled: bool) -> dict[str, Any]:
+def step_times(runner: ModelRunner, count: int, *, profiled: bool) -> dict[str, Any]:
     prompt = list(range(100, 100 + PROMPT))
     blocks = [list(range(1 + slot * 20, 21 + slot * 20)) for slot in range(count)]
-    rows = [Row(slot, 0, PROMPT, prompt, blocks[slot], samples=True) for slot in range(count)]
+    rows = [StepRow(slot, 0, PROMPT, prompt, blocks[slot], samples=True) for slot in range(count)]
     for row in rows:
-        runner.run(StepBatch(admitted=[Admission(row.slot, prompt, PROMPT, GREEDY, 1)], rows=[row])).results()
+        runner.run(StepBatch(admitted=[SlotAssignment(row.slot, prompt, PROMPT, GREEDY, 1)], rows=[row])).results()
     at = PROMPT
 
     def step() -> Any:
         nonlocal at
-        outcome = runner.run(StepBatch(rows=[Row(slot, at, 1, [], [], samples=True) for slot in range(count)]))
+        output = runner.run(StepBatch(rows=[StepRow(slot, at, 1, [], [], samples=True) for slot in range(count)]))
         at += 1
-        return outcome
+        return output
 
     def ahead(number: int) -> tuple[float, float]:
         """Seconds per step with one step ahead of the results, and seconds per step that the host spends in `run`."""
@@ -344,9 +332,9 @@ def profile(step: Any) -> dict[str, Any]:
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(4):
-            outcome = step()
-            if not isinstance(outcome, tuple):
-                outcome.results()
+            output = step()
+            if not isinstance(output, tuple):
+                output.results()
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = {}
     for event in profiler.events():
@@ -361,7 +349,7 @@ def profile(step: Any) -> dict[str, Any]:
 
 def tpot(requests: list[int], modes: list[str]) -> dict[str, Any]:
     """Through the engine."""
-    found: dict[str, Any] = {}
+    timings: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as parent:
         folder = shapes.write("llama-3-8b", Path(parent) / "model")
         for mode in modes:
@@ -371,24 +359,24 @@ def tpot(requests: list[int], modes: list[str]) -> dict[str, Any]:
                 max_batch_size=512, max_num_tokens=8192, max_seq_len=4096, cuda_graphs=mode == "graphs",
             ) as llm:  # fmt: skip
                 rank = llm.facts.ranks[0]
-                found[f"{mode} start"] = {
+                timings[f"{mode} start"] = {
                     "seconds": round(time.monotonic() - begin, 1), "phases": {k: round(v, 2) for k, v in rank.phases.items()},
                     "bytes": rank.bytes,
                 }  # fmt: skip
                 generator = torch.Generator().manual_seed(1)
                 for count in requests:
-                    asked = torch.randint(10, 120000, (count, PROMPT), generator=generator).tolist()
+                    args = torch.randint(10, 120000, (count, PROMPT), generator=generator).tolist()
                     seconds = {}
                     for length in (1, 129):
                         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
                         runs = []
                         for _ in range(3):
                             mark = time.perf_counter()
-                            llm.generate(asked, params, use_tqdm=False)
+                            llm.generate(args, params, use_tqdm=False)
                             runs.append(time.perf_counter() - mark)
                         seconds[length] = min(runs[1:])
-                    found[f"{mode} {count}"] = {"tpot_ms": round((seconds[129] - seconds[1]) / 128 * 1e3, 3), "seconds": seconds}
-    return found
+                    timings[f"{mode} {count}"] = {"tpot_ms": round((seconds[129] - seconds[1]) / 128 * 1e3, 3), "seconds": seconds}
+    return timings
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of `benchmarks/results/serving` again, and what only GPUs can check, on one host: each work on as many GPUs as it needs,
-beside others where there is room.
+"""Measure all of `benchmarks/results/serving` again and run the checks that need GPUs, on one host: each work on as many GPUs as it
+needs, beside others where GPUs are free.
 
-    python benchmarks/engine/everything_on_gpu.py --out DIR [--only tp4,8b_http] [--seconds 1500]
-    python benchmarks/engine/everything_on_gpu.py --out DIR --device cpu      a few by the demo model, to try this script itself
+    python -m benchmarks.engine.everything_on_gpu --out DIR [--only tp4,8b_http] [--seconds 1500]
+    python -m benchmarks.engine.everything_on_gpu --out DIR --device cpu      a few works with the demo model, to test this script
 
-Works that need more GPUs go first. Reports, logs and servers' metrics go to --out and, whenever a work has ended, into one file
-(--packed; results.tgz there), so that a run that is cut off has not run in vain. What could not end within --seconds is not begun.
-Compiled kernels are kept in --kernels, so that the first work with a model says what a start takes without them, and the next with
-them.
+Works that need more GPUs come first. Reports, logs and metrics of servers go to --out and, whenever a work has ended, into one file
+(--packed; default: results.tgz there), so that an interrupted run keeps its results. A work that could not end within --seconds is
+not started. Compiled kernels are kept in --kernels, so the first work with a model measures a start without them, and the next one
+a start with them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from typing import IO, Any, NamedTuple
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
-from benchmarks.engine.side_by_side import run_jobs, visible_gpus
+from benchmarks import harness
+from benchmarks.engine.gpu_jobs import run_jobs, visible_gpus
 from benchmarks.serve import started
 
 PHALANX = [sys.executable, "-m", "phalanx"]
@@ -37,9 +36,9 @@ DECODES = ("decode-1", "decode-64", "decode-256", "decode-512")
 
 
 class Work(NamedTuple):
-    """seconds: at most. bench: a verb of `phalanx bench`, its model and options, which writes NAME.json. served: options of a
-    server of `model`, which streams (concurrency, requests, prompt, output tokens) then ask; bench goes before. python: words for
-    the interpreter, in the project's folder; OUT stands for --out."""
+    """seconds: limit. bench: a command of `phalanx bench` with its model and options; it writes NAME.json. served: options of a
+    server of `model`, which then gets the streams (concurrency, requests, prompt tokens, output tokens), after bench. python:
+    arguments of the interpreter, run in the project's folder; OUT stands for --out."""
 
     gpus: int
     seconds: int
@@ -61,16 +60,17 @@ def works() -> dict[str, Work]:
         return ["scaling", "llama-3-70b", *fp8, "--sizes", size, *_each("--decode", DECODES[:2]), *many]
 
     def strategies(tp: int) -> list[str]:
-        asked = ["--tp_size", str(tp), "--strategies", "AUTO,NCCL", *_each("-w", DECODES)]
-        return ["all", "llama-3-70b", *fp8, *asked, *many, *full]
+        options = ["--tp_size", str(tp), "--strategies", "AUTO,NCCL", *_each("-w", DECODES)]
+        return ["all", "llama-3-70b", *fp8, *options, *many, *full]
 
     eight = ["all", "llama-3-8b", "--dtype", "bf16", "--kv_cache_dtype", "fp8", *_each("-w", DECODES[:2])]
     streams = ((1, 2, 128, 65), (64, 64, 128, 129))
+    kernels = ["tests/kernels/attention", "tests/kernels/ops", "tests/kernels/sampling"]
     return {
         "tp4": Work(4, 230, scaling("4")),
         "strategies_tp4": Work(4, 230, strategies(4)),
         "tp2_pp2": Work(4, 190, scaling("2x2")),
-        "paths": Work(4, 300, python=["benchmarks/engine/paths_on_gpu.py", "--out", "OUT"]),
+        "paths": Work(4, 300, python=["-m", "tests.gpu.compare_paths", "--out", "OUT"]),
         "tp1": Work(1, 330, scaling("1")),
         "tp2": Work(2, 240, scaling("2")),
         "8b": Work(1, 200, [*eight, "-w", "batch-512x1000x1000", *many, *full]),
@@ -79,25 +79,25 @@ def works() -> dict[str, Work]:
             1, 240, ["throughput", "llama-3-8b", *fp16, "-w", "batch-64x128x1000"], "llama-3-8b", fp16, [(64, 64, 128, 1000)] * 2
         ),
         "pp2": Work(2, 200, scaling("1x2")),
-        "lengths": Work(1, 120, python=["benchmarks/models/lengths.py", "--out", "OUT"]),
+        "lengths": Work(1, 120, python=["-m", "benchmarks.models.lengths", "--out", "OUT"]),
         "405b_tp4": Work(4, 190, model="llama-3.1-405b", served=["--tp_size", "4", *fp8, *few], streams=streams),
         "405b_tp2_pp2": Work(
             4, 190, model="llama-3.1-405b", served=["--tp_size", "2", "--pp_size", "2", *fp8, *few], streams=streams
         ),
-        "fp8_error": Work(1, 120, python=["benchmarks/models/fp8_error.py", "--device", "cuda", "--out", "OUT"]),
-        "test_engine": Work(1, 300, python=_tests("gpu1", "tests/engine", "tests/bench", "tests/kernels/test_compiling.py")),
-        "test_kernels": Work(1, 300, python=_tests("gpu1", "tests/kernels/attention", "tests/kernels/between", "tests/models")),
-        "test_products": Work(1, 400, python=_tests("gpu1", "tests/kernels/products", "tests/kernels/test_scaled_mm.py")),
-        "test_two_stages": Work(2, 200, python=_tests("gpu2", "tests/kernels/test_compiling.py")),
+        "fp8_error": Work(1, 120, python=["-m", "benchmarks.models.fp8_error", "--device", "cuda", "--out", "OUT"]),
+        "test_engine": Work(1, 300, python=_tests("gpu1", "tests/worker", "tests/bench", "tests/kernels/compiling")),
+        "test_kernels": Work(1, 300, python=_tests("gpu1", *kernels, "tests/models")),
+        "test_gemm": Work(1, 400, python=_tests("gpu1", "tests/kernels/gemm")),
+        "test_two_stages": Work(2, 200, python=_tests("gpu2", "tests/kernels/compiling", "tests/architecture")),
         "test_two": Work(2, 400, python=[*_tests("gpu2", "tests/comm"), "-n", "0"]),
         "test_four": Work(4, 400, python=[*_tests("gpu4", "tests/comm"), "-n", "0"]),
-        "wide_two": Work(2, 150, python=_ranks(2, "tests.comm.rows.owned_rank", "wide")),
-        "wide_four": Work(4, 150, python=_ranks(4, "tests.comm.rows.owned_rank", "wide")),
+        "wide_two": Work(2, 150, python=_ranks(2, "tests.support.comm_sequence_parallel_rank", "wide")),
+        "wide_four": Work(4, 150, python=_ranks(4, "tests.support.comm_sequence_parallel_rank", "wide")),
     }  # fmt: skip
 
 
 def trial_works() -> dict[str, Work]:
-    """Of each kind one, by the demo model on CPU."""
+    """One work of each kind, with the demo model on a CPU."""
     small = ["--device", "cpu", "--max_batch_size", "8", "--kv_cache_bytes", "33554432"]
     return {
         "python": Work(1, 60, python=["-c", "print(1 + 1)"]),
@@ -123,51 +123,51 @@ def _each(flag: str, values: Sequence[str]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("everything"))
-    parser.add_argument("--packed", type=Path, help="one file with all that is in --out")
-    parser.add_argument("--only", default="", help="names of works; all otherwise")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="in all")
+    parser.add_argument("--packed", type=Path, help="one file with everything in --out")
+    parser.add_argument("--only", default="", help="names of works; default: all")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all works")
     parser.add_argument("--kernels", type=Path, default=Path.home() / ".cache" / "phalanx_everything")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--job", help="(internal) run one work, described as JSON")
-    asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
-    if asked.job:
-        print("RESULT " + json.dumps({"outcome": outcome(json.loads(asked.job))}), flush=True)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are ended
+    if arguments.job:
+        print("RESULT " + json.dumps({"outcome": outcome(json.loads(arguments.job))}), flush=True)
         return 0
-    known, gpus = known_on(asked.device), visible_gpus() if asked.device == "cuda" else list(range(4))
-    names = [name for name in asked.only.split(",") if name] or list(known)
+    known, gpus = known_on(arguments.device), visible_gpus() if arguments.device == "cuda" else list(range(4))
+    names = [name for name in arguments.only.split(",") if name] or list(known)
     unfit = [name for name in names if name not in known or known[name].gpus > len(gpus)]
     if unfit:
-        parser.error(f"{unfit[0]!r} is no work for {len(gpus)} GPUs; --only takes {', '.join(known)}")
-    out, begin = asked.out.resolve(), time.time()  # works run in the project's folder
+        parser.error(f"{unfit[0]!r} is not a work for {len(gpus)} GPUs; --only takes {', '.join(known)}")
+    out, begin = arguments.out.resolve(), time.time()  # works run in the project's folder
     out.mkdir(parents=True, exist_ok=True)
     common = {
         "pp": 1,
-        "device": asked.device,
+        "device": arguments.device,
         "out": str(out),
-        "kernels": str(asked.kernels.resolve()),
-        "end": begin + asked.seconds,
+        "kernels": str(arguments.kernels.resolve()),
+        "end": begin + arguments.seconds,
     }
     jobs = [{**common, "name": name, "tp": known[name].gpus} for name in names]
 
     def tell(results: list[dict[str, Any]]) -> None:
-        print(f"[{time.time() - begin:6.1f}] {results[-1]['name']}: {said_of(results[-1])}", flush=True)
-        pack(out, asked.packed or out / "results.tgz")
+        print(f"[{time.time() - begin:6.1f}] {results[-1]['name']}: {outcome_of(results[-1])}", flush=True)
+        pack(out, arguments.packed or out / "results.tgz")
 
-    results = run_jobs(jobs, gpus, Path(__file__), tell=tell)
-    return 0 if all(said_of(found) == "done" for found in results) else 1
+    results = run_jobs(jobs, gpus, "benchmarks.engine.everything_on_gpu", tell=tell)
+    return 0 if all(outcome_of(result) == "done" for result in results) else 1
 
 
 def known_on(device: str) -> dict[str, Work]:
     return works() if device == "cuda" else trial_works()
 
 
-def said_of(found: dict[str, Any]) -> str:
-    return str(found.get("error") or found["outcome"])
+def outcome_of(result: dict[str, Any]) -> str:
+    return str(result.get("error") or result["outcome"])
 
 
 def pack(folder: Path, file: Path) -> None:
-    part = folder / "results.part"  # no half of a file is ever called by its name
+    part = folder / "results.part"  # the final name never names an incomplete file
     with tarfile.open(part, "w:gz") as packed:
         for path in sorted(folder.iterdir()):
             if path.suffix in (".json", ".txt", ".png"):
@@ -176,7 +176,7 @@ def pack(folder: Path, file: Path) -> None:
 
 
 def outcome(job: dict[str, Any]) -> str:
-    """In a process of its own, which sees its GPUs alone."""
+    """Runs in a process of its own, which sees only its GPUs."""
     name, work, out = job["name"], known_on(job["device"])[job["name"]], Path(job["out"])
     if time.time() + work.seconds > job["end"]:
         return f"not begun, as it may take {work.seconds} s"
@@ -191,7 +191,7 @@ def outcome(job: dict[str, Any]) -> str:
 
 
 class Run:
-    """One work, whose processes print into `log`."""
+    """One work; its processes print into `log`."""
 
     def __init__(self, name: str, work: Work, out: Path, kernels: Path, log: IO[bytes]) -> None:
         self._name, self._work, self._out, self._log = name, work, out, log
@@ -204,21 +204,21 @@ class Run:
         self._end = time.monotonic() + work.seconds
 
     def all(self) -> int:
-        """Returns an exit status."""
+        """Run it; returns an exit status."""
         work, model, status = self._work, self._work.model, 0
         if work.python:
             return self._call([sys.executable, *(str(self._out) if word == "OUT" else word for word in work.python)])
-        if model not in ("", "demo"):  # as a server serves no bare shape
+        if model not in ("", "demo"):  # a server does not take the name of a shape
             model = str(self._out / f"shape_{self._name}")
             shutil.rmtree(model, ignore_errors=True)
             status = self._call([*PHALANX, "bench", "shape", work.model, model])
         if work.bench and not status:
-            asked = [model if word == work.model else word for word in work.bench]
-            status = self._call([*PHALANX, "bench", *asked, *self._kept, "--json", self._new(".json")])
+            command = [model if word == work.model else word for word in work.bench]
+            status = self._call([*PHALANX, "bench", *command, *self._kept, "--json", self._new(".json")])
         return status or (self._serve(model) if work.served else 0)
 
     def _serve(self, model: str) -> int:
-        """A server, streams that ask it, and its metrics."""
+        """Run a server, send it the streams, and store its metrics."""
         begin, command = time.monotonic(), [*PHALANX, "serve", model, *self._work.served, *self._kept]
         seconds = self._end - begin
         with started.server(lambda port: [*command, "--port", str(port)], seconds=seconds, log=self._log) as (_, url):
@@ -226,21 +226,21 @@ class Run:
             for number, (concurrency, requests, prompt, output) in enumerate(self._work.streams):
                 counts = ["--concurrency", concurrency, "--requests", requests, "--input_len", prompt, "--output_len", output]
                 offline = ["--offline", self._out / f"{self._name}.json"] if self._work.bench else []
-                asked = [*counts, *offline, "--warmup", min(16, concurrency), "--json", self._new(f".streams{number}.json")]
-                if status := self._call([*PHALANX, "bench", "serve", url, *map(str, asked)]):
+                options = [*counts, *offline, "--warmup", min(16, concurrency), "--json", self._new(f".streams{number}.json")]
+                if status := self._call([*PHALANX, "bench", "serve", url, *map(str, options)]):
                     return status
             facts += httpx.get(f"{url}/metrics", trust_env=False).text
         Path(self._new(".server.txt")).write_text(facts, encoding="utf-8")
         return 0
 
     def _new(self, ending: str) -> str:
-        """A report's path, where none is."""
+        """The path of a report; an earlier one is removed."""
         path = self._out / f"{self._name}{ending}"
         path.unlink(missing_ok=True)
         return str(path)
 
     def _call(self, command: Sequence[str]) -> int:
-        process = subprocess.Popen(command, cwd=record.ROOT, stdout=self._log, stderr=self._log)
+        process = subprocess.Popen(command, cwd=harness.ROOT, stdout=self._log, stderr=self._log)
         try:
             return process.wait(max(self._end - time.monotonic(), 1.0))
         except subprocess.TimeoutExpired:

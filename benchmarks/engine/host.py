@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host costs per step, without a GPU: the real loop, scheduler, executor, worker, link and slot tables.
+"""What the host costs per step, without a GPU: the real loop, scheduler, executor, worker, channel and block tables.
 
 Three processes, as in production: this one is the client, one is the engine, and each rank is one. Per kind of step it prints the
 median CPU time that the main threads of the engine and of rank 0 take, and how long the pretended device stood idle between steps.
@@ -28,25 +28,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import msgspec
 import zmq
 
+from benchmarks import harness
 from phalanx.config.options import EngineOptions
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import (
-    Add,
-    FromEngine,
+    AddRequest,
+    EngineToClient,
     RankFacts,
-    Refused,
+    RequestRejected,
+    RequestUpdate,
     RowResult,
     Shutdown,
     Started,
     Step,
     StepBatch,
     Stopped,
-    Update,
 )
 
 DECODES = (1, 64, 256, 512)
@@ -81,18 +80,18 @@ class Log:
 
     def summary(self) -> dict[str, dict[str, float]]:
         """Per kind the medians in ms: of the main thread's CPU time, of the whole process's, and of the wall's."""
-        found: dict[str, dict[str, float]] = {}
+        costs: dict[str, dict[str, float]] = {}
         for kind in KINDS:
             places = [at for at in range(1, len(self.kinds)) if self.kinds[at - 1] == self.kinds[at] == kind]
             pairs = [(self.marks[at - 1], self.marks[at]) for at in places]
             if pairs:
-                found[kind] = {
+                costs[kind] = {
                     name: 1e3 * statistics.median(b[at] - a[at] for a, b in pairs)
                     for at, name in enumerate(("thread_ms", "process_ms", "wall_ms"))
                 } | {"steps": len(pairs)}
             if self.idle.get(kind):
-                found.setdefault(kind, {})["device_idle_ms"] = 1e3 * statistics.median(self.idle[kind])
-        return found
+                costs.setdefault(kind, {})["device_idle_ms"] = 1e3 * statistics.median(self.idle[kind])
+        return costs
 
 
 def finish(name: str, log: Log, profile: cProfile.Profile | None) -> None:
@@ -108,24 +107,24 @@ def finish(name: str, log: Log, profile: cProfile.Profile | None) -> None:
 # ---- the engine's process --------------------------------------------------------------------------------------------
 
 
-def run_engine(asked: dict[str, Any]) -> None:
+def run_engine(args: dict[str, Any]) -> None:
     from phalanx.engine.loop import Loop
     from phalanx.engine.messages import EngineFacts
-    from phalanx.engine.ranks import host
-    from phalanx.engine.ranks.executor import RankExecutor
     from phalanx.engine.scheduler import Scheduler, SchedulerOptions
+    from phalanx.executor.launcher import LocalLauncher
+    from phalanx.executor.rank_executor import RankExecutor
 
     class Logged(RankExecutor):
         def submit(self, step: Step) -> None:
             log.mark(kind_of(step.batches[0]))
             super().submit(step)
 
-    host.WORKER = "benchmarks.engine.host"
-    log, profile = Log(), cProfile.Profile() if asked["profile"] else None
+    LocalLauncher.module = "benchmarks.engine.host"
+    log, profile = Log(), cProfile.Profile() if args["profile"] else None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
-    socket.connect(asked["address"])
-    executor = Logged(options(asked["ranks"]))
+    socket.connect(args["address"])
+    executor = Logged(options(args["ranks"]))
     executor.start()
     scheduler = Scheduler(
         SchedulerOptions(
@@ -158,41 +157,41 @@ def options(ranks: int) -> EngineOptions:
 
 
 def run_rank() -> None:
-    """What `ranks.worker.main` does, with a worker whose runner has a model that computes nothing."""
+    """The same as `worker.main`, with a worker whose runner computes nothing."""
     from phalanx.comm import launch
-    from phalanx.engine.ranks.link import Link
-    from phalanx.engine.ranks.wire import Allocate, Hello, Offer, Ready
-    from phalanx.engine.ranks.worker import Worker
+    from phalanx.executor.protocol import Allocate, Hello, KvCapacity, RankReady
+    from phalanx.worker.channel import EngineChannel
+    from phalanx.worker.worker import Worker
 
     config = launch.read_config()
     rank: int = config["rank"]
-    asked = json.loads((Path(os.environ["HOST_BENCH"]) / "asked.json").read_text())
-    log, profile = Log(), cProfile.Profile() if asked["profile"] else None
+    args = json.loads((Path(os.environ["HOST_BENCH"]) / "asked.json").read_text())
+    log, profile = Log(), cProfile.Profile() if args["profile"] else None
 
     class Stub(Worker):
         def _get_ready(self) -> Any:
-            self.link.start_pulse(dict, dict)
-            self.link.send(Offer(self.rank, BLOCKS))
+            self.channel.start_heartbeat(dict, dict)
+            self.channel.send(KvCapacity(self.rank, BLOCKS))
             self._await(Allocate)
-            made = stub_runner(log, asked["device_ms"] / 1e3)
-            self.link.send(Ready(self.rank, RankFacts(self.rank, 0, "stub", (0, 1))))
-            return made
+            runner = stub_runner(log, args["device_ms"] / 1e3)
+            self.channel.send(RankReady(self.rank, RankFacts(self.rank, 0, "stub", (0, 1))))
+            return runner
 
-    link = Link(rank, config["engine"])
-    link.send(Hello(rank, 0, os.getpid()))
-    worker = Stub(config, link)
+    channel = EngineChannel(rank, config["engine"])
+    channel.send(Hello(rank, 0, os.getpid()))
+    worker = Stub(config, channel)
     if profile is not None:
         profile.runcall(worker.run)
     else:
         worker.run()
     if rank == 0:
         finish("rank", log, profile)
-    link.close()
+    channel.close()
     os._exit(0)
 
 
-class Pretended:
-    """An outcome that is there once the device has come to it."""
+class StubOutput:
+    """The output of a step, which is ready at the time `due`."""
 
     def __init__(self, step: StepBatch, due: float) -> None:
         self._rows, self._due = step.rows, due
@@ -210,29 +209,29 @@ def stub_runner(log: Log, device_s: float) -> Any:
     """What a runner does on the host before it launches anything, for a device that takes so long for each step."""
     import torch
 
-    from phalanx.engine.ranks.slots import Prompts, SlotTables
+    from phalanx.worker.input_batch import BlockTables, PromptLogprobs
 
     class Slow:
         def __init__(self) -> None:
             self.free_at, self.kind = 0.0, ""
-            self.tables, self.prompts = SlotTables(512, 4096, BLOCK, torch.device("cpu")), Prompts()
+            self.tables, self.prompts = BlockTables(512, 4096, BLOCK, torch.device("cpu")), PromptLogprobs()
 
-        def run(self, step: StepBatch) -> Pretended:
+        def run(self, step: StepBatch) -> StubOutput:
             kind = kind_of(step)
             log.mark(kind)
             for slot in step.released:
                 self.prompts.release(slot)
-            for admission in step.admitted:
-                self.tables.clear(admission.slot)
-                self.prompts.admit(admission)
+            for assignment in step.admitted:
+                self.tables.clear(assignment.slot)
+                self.prompts.admit(assignment)
             if step.rows:
                 self.tables.append(step.rows)
-                self.tables.arrange(step.rows, [self.prompts.reported(row) for row in step.rows])
+                self.tables.build(step.rows, [self.prompts.reported(row) for row in step.rows])
             now = time.perf_counter()
             if kind and kind == self.kind:
                 log.idle.setdefault(kind, []).append(max(0.0, now - self.free_at))
             self.kind, self.free_at = kind, max(now, self.free_at) + device_s
-            return Pretended(step, self.free_at)
+            return StubOutput(step, self.free_at)
 
     return Slow()
 
@@ -245,7 +244,7 @@ class Client:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.bind(address)
-        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+        self._decode = msgspec.msgpack.Decoder(EngineToClient).decode
         self._number = 0
 
     def messages(self) -> Sequence[Any]:
@@ -256,23 +255,23 @@ class Client:
     def run(self, requests: int, prompt_tokens: int, new_tokens: int) -> None:
         params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True, detokenize=False)
         prompt = [index % VOCABULARY for index in range(prompt_tokens)]
-        frames = [msgspec.msgpack.encode(Add(str(self._number + i), prompt, params)) for i in range(requests)]
+        frames = [msgspec.msgpack.encode(AddRequest(str(self._number + i), prompt, params)) for i in range(requests)]
         self._number += requests
         self.socket.send_multipart(frames)
         left = requests
         while left:
             for message in self.messages():
-                assert not isinstance(message, Refused), message
-                left -= isinstance(message, Update) and message.finish_reason is not None
+                assert not isinstance(message, RequestRejected), message
+                left -= isinstance(message, RequestUpdate) and message.finish_reason is not None
 
 
-def measure(asked: argparse.Namespace, *, profile: bool) -> dict[str, Any]:
+def measure(args: argparse.Namespace, *, profile: bool) -> dict[str, Any]:
     """Run all workloads once through fresh processes."""
     with tempfile.TemporaryDirectory(prefix="host-bench-") as folder:
-        told = {"address": f"ipc://{folder}/client", "ranks": asked.ranks, "profile": profile, "device_ms": asked.device_ms}
-        (Path(folder) / "asked.json").write_text(json.dumps(told))
-        client = Client(told["address"])
-        root = str(Path(__file__).resolve().parents[2])
+        settings = {"address": f"ipc://{folder}/client", "ranks": args.ranks, "profile": profile, "device_ms": args.device_ms}
+        (Path(folder) / "asked.json").write_text(json.dumps(settings))
+        client = Client(settings["address"])
+        root = str(harness.ROOT)
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         engine = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.engine.host", "--engine", folder],
@@ -281,9 +280,9 @@ def measure(asked: argparse.Namespace, *, profile: bool) -> dict[str, Any]:
         try:
             while not any(isinstance(message, Started) for message in client.messages()):
                 pass
-            for rows in () if profile and asked.only_prefill else DECODES[-1:] if profile else DECODES:
-                client.run(rows, 16, asked.steps)
-            if not profile or asked.only_prefill:
+            for rows in () if profile and args.only_prefill else DECODES[-1:] if profile else DECODES:
+                client.run(rows, 16, args.steps)
+            if not profile or args.only_prefill:
                 client.run(128, 1000, 1)
                 client.run(512, 1000, 80)
             client.socket.send(msgspec.msgpack.encode(Shutdown()))
@@ -309,45 +308,43 @@ def main() -> int:
     parser.add_argument("--before", type=Path, help="another tree, measured in turns with this one")
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--engine", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.engine is not None:
-        run_engine(json.loads((asked.engine / "asked.json").read_text()))
+    args = parser.parse_args()
+    if args.engine is not None:
+        run_engine(json.loads((args.engine / "asked.json").read_text()))
         return 0
-    found = measure(asked, profile=False)
+    costs = measure(args, profile=False)
     before = None
-    if asked.before is not None:
-        before = measure_elsewhere(asked)
-        found, again = best(found, measure(asked, profile=False)), measure_elsewhere(asked)
+    if args.before is not None:
+        before = measure_elsewhere(args)
+        costs, again = best(costs, measure(args, profile=False)), measure_elsewhere(args)
         before = best(before, again)
-    show(found, before)
-    if asked.json is not None:
-        asked.json.write_text(json.dumps(found))
-    if asked.profile:
-        for name, text in measure(asked, profile=True).items():
+    show(costs, before)
+    if args.json is not None:
+        args.json.write_text(json.dumps(costs))
+    if args.profile:
+        for name, text in measure(args, profile=True).items():
             print(f"\n{name}\n{text}")
-    if asked.record:
-        from benchmarks import record
-
-        figures = {"asked": {"ranks": asked.ranks, "steps": asked.steps, "device_ms": asked.device_ms}, "ms_per_step": found}
+    if args.record:
+        figures = {"asked": {"ranks": args.ranks, "steps": args.steps, "device_ms": args.device_ms}, "ms_per_step": costs}
         if before is not None:
             figures["before_ms_per_step"] = before
-        print(f"written: {record.write('engine_host_cpu', figures).relative_to(record.ROOT)}")
+        print(f"written: {harness.write('engine_host_cpu', figures).relative_to(harness.ROOT)}")
     return 0
 
 
-def measure_elsewhere(asked: argparse.Namespace) -> dict[str, Any]:
+def measure_elsewhere(args: argparse.Namespace) -> dict[str, Any]:
     """The same through the sources of another tree, with this script."""
-    root = asked.before.resolve()
+    root = args.before.resolve()
     script = root / "benchmarks" / "engine" / "host.py"
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         command = [
-            sys.executable, str(script), "--ranks", str(asked.ranks), "--steps", str(asked.steps),
-            "--device_ms", str(asked.device_ms), "--json", str(figures),
+            sys.executable, str(script), "--ranks", str(args.ranks), "--steps", str(args.steps),
+            "--device_ms", str(args.device_ms), "--json", str(figures),
         ]  # fmt: skip
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(root / "src")})
-        found: dict[str, Any] = json.loads(figures.read_text())
-    return found
+        costs: dict[str, Any] = json.loads(figures.read_text())
+    return costs
 
 
 def best(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -361,14 +358,14 @@ def best(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], before: dict[str, Any] | None) -> None:
+def show(costs: dict[str, Any], before: dict[str, Any] | None) -> None:
     print(
         f"{'ms per step':12} {'engine':>8} {'rank':>8} {'wall':>8} {'idle':>8}"
         + ("   before: engine, rank, wall, idle" if before else "")
     )
     for kind in KINDS:
         line = f"{kind:12}"
-        for figures in (found, before):
+        for figures in (costs, before):
             if figures is None:
                 continue
             engine, rank = figures["engine"].get(kind, {}), figures["rank"].get(kind, {})

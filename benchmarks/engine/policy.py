@@ -13,13 +13,10 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Add, RowResult, Step, StepResult
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import AddRequest, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError
 
@@ -75,9 +72,9 @@ def simulate(
         most, stop = output_len(number)
         ends[str(number)] = stop
         params = SamplingParams(max_tokens=most, temperature=0, ignore_eos=ignore_eos)
-        scheduler.add(Add(str(number), [1] * input_len, params, [] if ignore_eos else [2], [] if ignore_eos else [2]))
+        scheduler.add(AddRequest(str(number), [1] * input_len, params, [] if ignore_eos else [2], [] if ignore_eos else [2]))
     clock = longest = 0.0
-    made: dict[str, int] = {}
+    produced: dict[str, int] = {}
     first: dict[str, float] = {}
     computed = output = 0
     flying: deque[tuple[Step, float]] = deque()
@@ -95,11 +92,11 @@ def simulate(
         results = []
         for row in step.batches[0].rows:
             name = names.get(row.slot, "")
-            count = made.get(name, 0) + 1
+            count = produced.get(name, 0) + 1
             results.append(RowResult(token=(2 if count == ends.get(name) and not ignore_eos else 1) if row.samples else None))
-        for said in scheduler.settle(StepResult(step.number, [results])):
-            made[said.request_id] = made.get(said.request_id, 0) + 1
-            first.setdefault(said.request_id, at)
+        for update in scheduler.process_result(StepResult(step.number, [results])):
+            produced[update.request_id] = produced.get(update.request_id, 0) + 1
+            first.setdefault(update.request_id, at)
             output += 1
     waits = sorted(first.values())
     return Run(clock / 1e3, output, scheduler.counters.preemptions, computed, longest, waits[len(waits) // 2] / 1e3)
@@ -119,26 +116,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--record", action="store_true", help="keep the figures in benchmarks/results")
-    asked = parser.parse_args()
-    found: dict[str, Any] = {}
+    args = parser.parse_args()
+    runs: dict[str, Any] = {}
     print(f"{'':38} {'tok/s':>8} {'seconds':>8} {'preempted':>9} {'recomputed':>10} {'longest ms':>10} {'first token s':>13}")
     for name, machine in MACHINES.items():
         works = {
-            f"{asked.requests} x 1000 / 1000": (thousand, True),
+            f"{args.requests} x 1000 / 1000": (thousand, True),
             "x 1000 / stop at 100..900 of 2048": (chat, False),
         }
         for work, (lengths, certain) in works.items():
-            run = simulate(machine, asked.requests, 1000, lengths, ignore_eos=certain)
-            again = run.computed - (asked.requests * 1000 + run.output - asked.requests)
-            found[f"{name}: {work}"] = {**vars(run), "output_tok_s": run.output / run.seconds, "recomputed": again}
+            run = simulate(machine, args.requests, 1000, lengths, ignore_eos=certain)
+            again = run.computed - (args.requests * 1000 + run.output - args.requests)
+            runs[f"{name}: {work}"] = {**vars(run), "output_tok_s": run.output / run.seconds, "recomputed": again}
             print(
                 f"{name + ': ' + work[:24]:46} {run.output / run.seconds:8.0f} {run.seconds:8.1f} {run.preemptions:9} {again:10} "
                 f"{run.longest_ms:10.0f} {run.first_token_s:13.1f}"
             )
-    if asked.record:
-        from benchmarks import record
+    if args.record:
+        from benchmarks import harness
 
-        print(f"written: {record.write('engine_policy_model', {'asked': vars(asked), 'runs': found}).relative_to(record.ROOT)}")
+        print(f"written: {harness.write('engine_policy_model', {'asked': vars(args), 'runs': runs}).relative_to(harness.ROOT)}")
     return 0
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
+from benchmarks import harness
 
 TARGET = 5.0
 
@@ -23,17 +21,17 @@ def main() -> int:
     parser.add_argument("--prompt_tokens", type=int, default=32)
     parser.add_argument("--new_tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    asked = parser.parse_args()
-    prompts = [[3 + (17 * i + 31 * j) % 500 for j in range(asked.prompt_tokens)] for i in range(asked.requests)]
-    theirs = [transformers_tokens_per_second(prompts, asked.new_tokens)]
-    ours = phalanx_tokens_per_second(prompts, asked.new_tokens, asked.repeats)
-    theirs.append(transformers_tokens_per_second(prompts, asked.new_tokens))
+    args = parser.parse_args()
+    prompts = [[3 + (17 * i + 31 * j) % 500 for j in range(args.prompt_tokens)] for i in range(args.requests)]
+    theirs = [transformers_tokens_per_second(prompts, args.new_tokens)]
+    ours = phalanx_tokens_per_second(prompts, args.new_tokens, args.repeats)
+    theirs.append(transformers_tokens_per_second(prompts, args.new_tokens))
     ratio = ours["best"] / max(theirs)
     print(f"transformers generate, one by one: {max(theirs):8.1f} tokens/s (before {theirs[0]:.1f}, after {theirs[1]:.1f})")
-    print(f"phalanx, {asked.requests} requests at once:  {ours['best']:8.1f} tokens/s")
+    print(f"phalanx, {args.requests} requests at once:  {ours['best']:8.1f} tokens/s")
     print(f"ratio: {ratio:.1f} (at least {TARGET:.0f} is asked for)")
-    figures = {"asked": vars(asked), "transformers_tokens_per_s": theirs, "phalanx_tokens_per_s": ours, "ratio": ratio}
-    print(f"written: {record.write('engine_throughput_cpu', figures).relative_to(record.ROOT)}")
+    figures = {"asked": vars(args), "transformers_tokens_per_s": theirs, "phalanx_tokens_per_s": ours, "ratio": ratio}
+    print(f"written: {harness.write('engine_throughput_cpu', figures).relative_to(harness.ROOT)}")
     return 0 if ratio >= TARGET else 1
 
 
@@ -48,9 +46,9 @@ def phalanx_tokens_per_second(prompts: list[list[int]], new_tokens: int, repeats
             begin = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - begin
-            made = sum(len(output.outputs[0].token_ids) for output in outputs)
-            assert made == len(prompts) * new_tokens, f"{made} tokens came out"
-            rates.append(made / seconds)
+            produced = sum(len(output.outputs[0].token_ids) for output in outputs)
+            assert produced == len(prompts) * new_tokens, f"{produced} tokens came out"
+            rates.append(produced / seconds)
     return {"best": max(rates), "all": rates}
 
 
@@ -66,7 +64,7 @@ def transformers_tokens_per_second(prompts: list[list[int]], new_tokens: int) ->
 
     def generate(prompt: list[int]) -> int:
         ids = torch.tensor([prompt])
-        made = model.generate(
+        produced = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens,
@@ -74,12 +72,12 @@ def transformers_tokens_per_second(prompts: list[list[int]], new_tokens: int) ->
             do_sample=False,
             pad_token_id=0,
         )
-        return made.shape[1] - len(prompt)
+        return produced.shape[1] - len(prompt)
 
     generate(few[0])
     begin = time.perf_counter()
-    made = sum(generate(prompt) for prompt in few)
-    return made / (time.perf_counter() - begin)
+    produced = sum(generate(prompt) for prompt in few)
+    return produced / (time.perf_counter() - begin)
 
 
 if __name__ == "__main__":

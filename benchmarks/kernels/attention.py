@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention's kernels in several variants beside FlashInfer, on one GPU: head_dim 128, blocks of 16, keys and values in bf16 and in
+"""Attention kernels in several tilings beside FlashInfer, on one GPU: head_dim 128, KV blocks of 16, keys and values in bf16 and in
 e4m3.
 
-decode: each variant, its programs shared out before (that alone is "cut"), is verified against the reference on some of the rows,
-then timed in a CUDA graph over enough copies of keys and values that none is in a cache: median of 4 replays, per launch; TB/s are
-of keys and values.
-prefill: verified on some of the tokens, and the others against the chosen variant's, then timed in a graph of 4 launches; TFLOP/s
-are of the keys that tokens see. Shapes are rows x tokens, and the tokens that each row has already.
+decode: each tiling is verified against the reference on some of the rows, then timed in a CUDA graph over enough copies of keys and
+values that none is in a cache: median of 4 replays, per launch; TB/s are of keys and values. Splits are planned before; "cut" is
+the time of that alone. prefill: verified on some of the tokens, and the others against the chosen tiling's, then timed in a graph
+of 4 launches; TFLOP/s are of the visible keys. Shapes are rows x tokens, and the tokens that each row has already.
 
-    python benchmarks/kernels/attention.py --out DIR [--parts decode,prefill] [--heads 32/8,64/8] [--kv bf16,e4m3]
+    python -m benchmarks.kernels.attention --out DIR [--parts decode,prefill] [--heads 32/8,64/8] [--kv bf16,e4m3]
         [--rows 1,64] [--tokens 200] [--mixed 64] [--skewed 64] [--variants none] [--shapes 8x1024,1x1024+16384]
 """
 
@@ -22,11 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.kernels.attention_launches import (
     BLOCK,
     HEAD_DIM,
@@ -40,10 +38,17 @@ from benchmarks.kernels.attention_launches import (
     tell_best,
 )  # fmt: skip
 from benchmarks.kernels.attention_prefill import prefill
-from phalanx.kernels.attention import reference
+from phalanx.kernels import reference
 from phalanx.kernels.attention.decode import decode_attention
-from phalanx.kernels.attention.shares import cut
-from phalanx.kernels.attention.split import MOST_PIECES, PROGRAMS_PER_PROCESSOR, SHORT, Split, Workspace, chosen
+from phalanx.kernels.attention.heuristics import (
+    MAX_SPLITS_PER_ROW,
+    PROGRAMS_PER_SM,
+    SHORT_KV,
+    DecodeTiling,
+    SplitKvWorkspace,
+    select_decode,
+)
+from phalanx.kernels.attention.split_kv import plan
 
 COLD = 160 << 20
 """Bytes of keys and values between two reads of the same."""
@@ -51,9 +56,13 @@ MOST_COPIES = 96
 LONG = 16384
 """Tokens of the one long row among others."""
 MANY = [(16, 1, 4, 168), (32, 1, 3, 168), (32, 2, 4, 168)]
-"""(tile, warps, stages, registers), each warp on its own."""
-FEW = [Split(0, SHORT, SHORT, 8, 2, 255, True), Split(0, 128, 128, 8, 2, 128, True), Split(0, 64, 64, 4, 2, 128, True)]
-"""Tried where few programs leave the GPU room, with a share of it."""
+"""(tile, warps, stages, registers), not cooperative."""
+FEW = [
+    DecodeTiling(0, SHORT_KV, SHORT_KV, 8, 2, 255, True),
+    DecodeTiling(0, 128, 128, 8, 2, 128, True),
+    DecodeTiling(0, 64, 64, 4, 2, 128, True),
+]
+"""Tried where programs are too few to fill the GPU, also with extra splits."""
 
 
 class Job(NamedTuple):
@@ -74,7 +83,7 @@ class Job(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--parts", default="decode", help="of decode,prefill")
     parser.add_argument("--heads", default="32/8,16/2", help="query/KV heads")
     parser.add_argument("--rows", default="1,8,64,128,256,512")
@@ -88,34 +97,34 @@ def main() -> int:
     parser.add_argument(
         "--early", action=argparse.BooleanOptionalAction, default=True, help="read lengths while the kernel before runs"
     )
-    asked = parser.parse_args()
-    pairs = [tuple(map(int, pair.split("/"))) for pair in asked.heads.split(",")]
-    if "prefill" in asked.parts.split(","):
-        prefill(asked, pairs)
-    if "decode" in asked.parts.split(","):
-        decode(asked, pairs)
+    arguments = parser.parse_args()
+    pairs = [tuple(map(int, pair.split("/"))) for pair in arguments.heads.split(",")]
+    if "prefill" in arguments.parts.split(","):
+        prefill(arguments, pairs)
+    if "decode" in arguments.parts.split(","):
+        decode(arguments, pairs)
     return 0
 
 
-def decode(asked: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
-    texts = asked.tokens, asked.rows, asked.mixed, asked.skewed
+def decode(arguments: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
+    texts = arguments.tokens, arguments.rows, arguments.mixed, arguments.skewed
     tokens, rows, mixed, skewed = ([int(each) for each in text.split(",") if each] for text in texts)
     kinds = [*((count, "") for count in rows), *((count, " mixed") for count in mixed), *((count, " skewed") for count in skewed)]
-    workspace = Workspace(torch.device("cuda"))
+    workspace = SplitKvWorkspace(torch.device("cuda"))
     figures: dict[str, Any] = {}
-    compile_ahead(partial(decodes, pairs, asked.kv.split(","), workspace, asked.early))
-    for kv in asked.kv.split(","):
+    compile_ahead(partial(decodes, pairs, arguments.kv.split(","), workspace, arguments.early))
+    for kv in arguments.kv.split(","):
         memory = Memory(kv)
         for q_heads, kv_heads in pairs:
             for count, kind in kinds:
                 for length in tokens:
                     job = memory.job(q_heads, kv_heads, count, length, kind)
                     name = f"{kv} {q_heads}/{kv_heads} R={count} T={length}{kind}"
-                    figures[name] = measure(job, workspace, asked)
+                    figures[name] = measure(job, workspace, arguments)
                     print(f"{name:28} {line(figures[name])}", flush=True)
-            record.write("kernels_attention", figures, asked.out)
+            harness.write("kernels_attention", figures, arguments.out)
         del memory
-    print("\nbest variants (shares, chunk, tile, warps, stages, registers, together), beside the chosen:")
+    print("\nbest tilings (extra_splits, chunk, tile, warps, stages, registers, cooperative), beside the chosen:")
     tell_best(figures)
 
 
@@ -136,10 +145,10 @@ class Memory:
             lengths = torch.randint(1, 2 * tokens, (rows,), generator=generator, device="cuda", dtype=torch.int32)
         elif kind == " skewed":
             lengths[(rows - 1) // 2] = LONG
-        held = (lengths + BLOCK - 1) // BLOCK
-        blocks = torch.randperm(int(held.sum()), generator=generator, device="cuda").int()
-        tables = torch.zeros(rows, int(held.max()), dtype=torch.int32, device="cuda")
-        tables[torch.arange(tables.shape[1], device="cuda") < held[:, None]] = blocks
+        block_counts = (lengths + BLOCK - 1) // BLOCK
+        blocks = torch.randperm(int(block_counts.sum()), generator=generator, device="cuda").int()
+        tables = torch.zeros(rows, int(block_counts.max()), dtype=torch.int32, device="cuda")
+        tables[torch.arange(tables.shape[1], device="cuda") < block_counts[:, None]] = blocks
         slots = torch.randperm(rows, generator=generator, device="cuda")
         tables[slots] = tables.clone()
         shape = (len(blocks), BLOCK, kv_heads, HEAD_DIM)
@@ -151,38 +160,44 @@ class Memory:
         return Job(query, copies, tables, slots, lengths, self._scales, read)  # type: ignore[arg-type]
 
 
-def variants(rows: int, kv_heads: int, processors: int) -> Iterator[Split]:
-    """shares: as many as a half or a whole of what runs at once gives each row, and for many rows a half of theirs."""
-    room = PROGRAMS_PER_PROCESSOR * processors // kv_heads
-    shares = {min(max(room // (2 * rows), 1), MOST_PIECES) * rows, min(max(room // rows, 1), MOST_PIECES) * rows, -(-rows // 2)}
-    if 2 * rows * kv_heads <= processors:
+def variants(rows: int, kv_heads: int, num_sms: int) -> Iterator[DecodeTiling]:
+    """With as many extra splits per row as fill half of the GPU or all of it, and with one for every other row."""
+    room = PROGRAMS_PER_SM * num_sms // kv_heads
+    splits = {
+        min(max(room // (2 * rows), 1), MAX_SPLITS_PER_ROW) * rows,
+        min(max(room // rows, 1), MAX_SPLITS_PER_ROW) * rows,
+        -(-rows // 2),
+    }
+    if 2 * rows * kv_heads <= num_sms:
         yield FEW[0]
-        yield from (split._replace(shares=min(room // (2 * rows), 16) * rows) for split in FEW)
-    for some in sorted(shares):
+        yield from (tiling._replace(extra_splits=min(room // (2 * rows), 16) * rows) for tiling in FEW)
+    for extra_splits in sorted(splits):
         for chunk in (128, 512):
             for tile in MANY:
-                yield Split(some, chunk, *tile)
+                yield DecodeTiling(extra_splits, chunk, *tile)
 
 
-def named(split: Split) -> str:
-    return f"({', '.join(map(str, split[:-1]))}{', together' if split.together else ''})"
+def named(tiling: DecodeTiling) -> str:
+    return f"({', '.join(map(str, tiling[:-1]))}{', cooperative' if tiling.cooperative else ''})"
 
 
-def decodes(pairs: list[tuple[int, ...]], kinds: list[str], workspace: Workspace, early: bool) -> Iterator[Callable[[], Any]]:
+def decodes(
+    pairs: list[tuple[int, ...]], kinds: list[str], workspace: SplitKvWorkspace, early: bool
+) -> Iterator[Callable[[], Any]]:
     tables, slots, lengths = (torch.zeros(64, dtype=kind, device="cuda") for kind in (torch.int32, torch.int64, torch.int32))
     for q_heads, kv_heads in pairs:
         query = torch.zeros(1, q_heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
         for kv in kinds:
             dtype = torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn
             cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(dtype)
-            for split in [*FEW, *(Split(MOST_PIECES, 64, *tile) for tile in MANY)]:
+            for tiling in [*FEW, *(DecodeTiling(MAX_SPLITS_PER_ROW, 64, *tile) for tile in MANY)]:
                 yield partial(
                     decode_attention, query, cache, cache, tables.view(1, -1), slots[:1], lengths[:1], scale=1.0, window=None,
-                    kv_scales=SCALES, workspace=workspace, split=split, early_lengths=early,
+                    kv_scales=SCALES, workspace=workspace, tiling=tiling, early_lengths=early,
                 )  # fmt: skip
 
 
-def measure(job: Job, workspace: Workspace, asked: argparse.Namespace) -> dict[str, Any]:
+def measure(job: Job, workspace: SplitKvWorkspace, arguments: argparse.Namespace) -> dict[str, Any]:
     """Of each candidate: microseconds and TB/s; or what is wrong with it."""
     rows, q_heads, _ = job.query.shape
     kv_heads, itemsize = job.copies[0][0].shape[2], job.copies[0][0].element_size()
@@ -191,26 +206,29 @@ def measure(job: Job, workspace: Workspace, asked: argparse.Namespace) -> dict[s
         job.query[sample], *job.copies[0], job.tables, job.slots[sample], job.lengths[sample], **job.options
     ).float()  # fmt: skip
     facts = (job.tables, job.slots, job.lengths)
-    short = int(job.lengths.max()) <= SHORT
-    usual = chosen(rows, kv_heads, q_heads // kv_heads, HEAD_DIM, itemsize, workspace.processors, short=short)
+    short = int(job.lengths.max()) <= SHORT_KV
+    usual = select_decode(rows, kv_heads, q_heads // kv_heads, HEAD_DIM, itemsize, workspace.num_sms, short=short)
     candidates: dict[str, Candidate] = {}
-    for label, split in [
+    for label, tiling in [
         ("chosen", usual),
-        *((named(each), each) for each in variants(rows, kv_heads, workspace.processors) if asked.variants == "all"),
+        *((named(each), each) for each in variants(rows, kv_heads, workspace.num_sms) if arguments.variants == "all"),
     ]:
-        pieces = cut(job.lengths, job.slots, split, window=None, block_size=BLOCK) if split.shares else None  # once for all layers
-        candidates[label] = lambda key, value, split=split, pieces=pieces: decode_attention(  # type: ignore[misc]
-            job.query, key, value, *facts, **job.options, workspace=workspace, split=split, pieces=pieces, early_lengths=asked.early
-        )
-    found: dict[str, Any] = {}
-    if asked.peers == "flashinfer":
+        splits = None  # planned once for all layers
+        if tiling.extra_splits:
+            splits = plan(job.lengths, job.slots, tiling, window=None, block_size=BLOCK)
+        candidates[label] = lambda key, value, tiling=tiling, splits=splits: decode_attention(  # type: ignore[misc]
+            job.query, key, value, *facts, **job.options, workspace=workspace, tiling=tiling, splits=splits,
+            early_lengths=arguments.early,
+        )  # fmt: skip
+    row: dict[str, Any] = {}
+    if arguments.peers == "flashinfer":
         try:
             candidates["flashinfer"] = flashinfers(job)
         except Exception as fault:
-            found["flashinfer"] = f"failed: {str(fault)[:120]}"
-    if usual.shares:
-        cuts = seconds(lambda *_: cut(job.lengths, job.slots, usual, window=None, block_size=BLOCK), job.copies[:2] * 8)
-        found["cut"] = [round(cuts * 1e6, 2), 0.0]
+            row["flashinfer"] = f"failed: {str(fault)[:120]}"
+    if usual.extra_splits:
+        planning = seconds(lambda *_: plan(job.lengths, job.slots, usual, window=None, block_size=BLOCK), job.copies[:2] * 8)
+        row["cut"] = [round(planning * 1e6, 2), 0.0]
     for label, candidate in candidates.items():
         try:
             for _ in range(2):  # again, over the counts that the first has left
@@ -218,14 +236,14 @@ def measure(job: Job, workspace: Workspace, asked: argparse.Namespace) -> dict[s
                 if not error < WRONG:
                     break
             if not error < WRONG:
-                found[label] = f"wrong: {error:.1e}"
+                row[label] = f"wrong: {error:.1e}"
                 continue
             microseconds = seconds(candidate, job.copies) * 1e6
-            found[label] = [round(microseconds, 2), round(job.read / microseconds / 1e6, 3)]
+            row[label] = [round(microseconds, 2), round(job.read / microseconds / 1e6, 3)]
         except Exception as fault:  # a variant that this GPU cannot run is reported, and the others go on
-            found[label] = f"failed: {str(fault)[:120]}"
+            row[label] = f"failed: {str(fault)[:120]}"
             torch.cuda.synchronize()
-    return found
+    return row
 
 
 def flashinfers(job: Job) -> Candidate:
@@ -235,10 +253,10 @@ def flashinfers(job: Job) -> Candidate:
     rows, q_heads, _ = job.query.shape
     key, _ = job.copies[0]
     tables, lengths = job.tables[job.slots].cpu(), job.lengths.cpu()
-    held = (lengths + BLOCK - 1) // BLOCK
+    block_counts = (lengths + BLOCK - 1) // BLOCK
     indptr = torch.zeros(rows + 1, dtype=torch.int32)
-    indptr[1:] = held.cumsum(0)
-    indices = tables[torch.arange(tables.shape[1]) < held[:, None]]
+    indptr[1:] = block_counts.cumsum(0)
+    indices = tables[torch.arange(tables.shape[1]) < block_counts[:, None]]
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         torch.zeros(PEER_BYTES, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True
     )

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How launches of attention's kernels are compiled ahead, timed, and told of."""
+"""How launches of attention kernels are compiled ahead, timed, and reported."""
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,11 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
+
+from benchmarks import harness
 
 HEAD_DIM, BLOCK = 128, 16
 REPLAYS = 4
@@ -29,7 +29,7 @@ Candidate = Callable[[Tensor, Tensor], Tensor]
 
 
 def compile_ahead(launches: Callable[[], Iterator[Callable[[], Any]]]) -> None:
-    """All at once: a launch only asks for its kernel here."""
+    """All at once: a launch only compiles its kernel here."""
     begin = time.monotonic()
 
     def ask(kernel: JITFunction[Any], grid: Any) -> Any:
@@ -45,30 +45,13 @@ def compile_ahead(launches: Callable[[], Iterator[Callable[[], Any]]]) -> None:
 
 def seconds(candidate: Candidate, copies: list[tuple[Tensor, Tensor]]) -> float:
     """For one launch, in a graph of one with each copy."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            for key, value in copies:
-                candidate(key, value)
-        finally:
-            graph.capture_end()
-        times: list[float] = []
-        for _ in range(REPLAYS + 1):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3 / len(copies))
-    return statistics.median(times[1:])
+    calls = [partial(candidate, key, value) for key, value in copies]
+    return harness.graph_us(calls, replays=REPLAYS, discarded=1, warmups=0) / 1e6
 
 
 def tell_best(figures: dict[str, Any]) -> None:
-    for name, found in figures.items():
-        timed = {label: row for label, row in found.items() if isinstance(row, list)}
+    for name, result in figures.items():
+        timed = {label: row for label, row in result.items() if isinstance(row, list)}
         best = sorted(timed.items(), key=lambda entry: entry[1][0])[:3]
         usual = timed.get("chosen", [0.0])[0]
         print(
@@ -77,11 +60,11 @@ def tell_best(figures: dict[str, Any]) -> None:
         )
 
 
-def line(found: dict[str, Any], unit: str = "TB/s") -> str:
-    timed = {label: row for label, row in found.items() if isinstance(row, list)}
+def line(result: dict[str, Any], unit: str = "TB/s") -> str:
+    timed = {label: row for label, row in result.items() if isinstance(row, list)}
     ours = {label: row for label, row in timed.items() if label[0] == "("}
     best = min(ours, key=lambda label: ours[label][0], default="-")
     (ours_us, ours_rate), (chosen_us, _), (peer, _) = (timed.get(label, [0.0, 0.0]) for label in (best, "chosen", "flashinfer"))
-    faults = [f"\n    {label}: {row}" for label, row in found.items() if not isinstance(row, list)]
+    faults = [f"\n    {label}: {row}" for label, row in result.items() if not isinstance(row, list)]
     text = f"{best:30} {ours_us:9.2f} us {ours_rate:5.4g} {unit}   chosen {chosen_us:9.2f}   flashinfer {peer:9.2f}"
     return text + "".join(faults)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill part of attention.py: all variants of one shape, verified and timed."""
+"""The prefill part of attention.py: all tilings of one shape, verified and timed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.kernels.attention_launches import (
     BLOCK,
     HEAD_DIM,
@@ -24,9 +24,9 @@ from benchmarks.kernels.attention_launches import (
     seconds,
     tell_best,
 )
-from phalanx.kernels.attention import prefill_tiles, reference
+from phalanx.kernels import reference
+from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, select_prefill
 from phalanx.kernels.attention.prefill import prefill_attention
-from phalanx.kernels.attention.split import PrefillChoice, prefill_choice
 
 PREFILL = {
     "bf16": [
@@ -40,27 +40,27 @@ PREFILL = {
 }  # fmt: skip
 """(rows, keys, warps, stages, registers)."""
 LAUNCHES = 4
-"""Of one graph of prefill's."""
+"""Launches of one graph."""
 
 
-def prefill(asked: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
-    kinds, figures = asked.kv.split(","), {}
-    shapes = [tuple(map(int, f"{shape}+0".replace("x", "+").split("+")[:3])) for shape in asked.shapes.split(",")]
+def prefill(arguments: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
+    kinds, figures = arguments.kv.split(","), {}
+    shapes = [tuple(map(int, f"{shape}+0".replace("x", "+").split("+")[:3])) for shape in arguments.shapes.split(",")]
     compile_ahead(partial(prefills, pairs, kinds))
     for kv in kinds:
         for q_heads, kv_heads in pairs:
             for rows, tokens, prior in shapes:
                 job = prefill_job(kv, q_heads, kv_heads, rows, tokens, prior)
                 name = f"{kv} {q_heads}/{kv_heads} {rows}x{tokens}" + (f"+{prior}" if prior else "")
-                figures[name] = found = measure_prefill(job, kv, asked.peers)
-                print(f"{name:28} {line(found, 'TFLOP/s')}", flush=True)
-            record.write("kernels_attention_prefill", figures, asked.out)
+                figures[name] = result = measure_prefill(job, kv, arguments.peers)
+                print(f"{name:28} {line(result, 'TFLOP/s')}", flush=True)
+            harness.write("kernels_attention_prefill", figures, arguments.out)
     print("\nbest variants (rows, keys, warps, stages, registers), beside the chosen:")
     tell_best(figures)
 
 
 class PrefillJob(NamedTuple):
-    """One shape's inputs, as `Job`'s; all rows alike. read: what tokens see, as FLOP."""
+    """One shape's inputs, as `Job`'s; all rows alike. flop: of the visible keys."""
 
     query: Tensor
     cache: tuple[Tensor, Tensor]
@@ -95,8 +95,8 @@ def prefills(pairs: list[tuple[int, ...]], kinds: list[str]) -> Iterator[Callabl
     for q_heads, kv_heads in pairs:
         for kv in kinds:
             job = prefill_job(kv, q_heads, kv_heads, 1, 1, 0)
-            for choice in [prefill_choice(HEAD_DIM, 2), *starmap(PrefillChoice, PREFILL[kv])]:
-                yield partial(prefill_attention, job.query, *job.cache, *job[2:6], **job.options, choice=choice)
+            for tiling in [select_prefill(HEAD_DIM, 2), *starmap(PrefillTiling, PREFILL[kv])]:
+                yield partial(prefill_attention, job.query, *job.cache, *job[2:6], **job.options, tiling=tiling)
 
 
 def measure_prefill(job: PrefillJob, kv: str, peers: str) -> dict[str, Any]:
@@ -105,44 +105,44 @@ def measure_prefill(job: PrefillJob, kv: str, peers: str) -> dict[str, Any]:
     rows, kv_heads = len(job.lengths), job.cache[0].shape[2]
     at = torch.unique(torch.linspace(0, tokens - 1, 48, device="cuda").long())
     row = at // (tokens // rows)
-    seen = job.lengths[row] - job.starts[row + 1] + at.int() + 1
-    wanted = reference.decode_attention(job.query[at], *job.cache, job.tables, job.slots[row], seen, **job.options).float()
-    tiles = prefill_tiles(job.starts.tolist(), q_heads // kv_heads)
-    choices = {"chosen": prefill_choice(HEAD_DIM, 2)}
-    choices |= {f"({', '.join(map(str, each))})": PrefillChoice(*each) for each in PREFILL[kv]}
+    visible = job.lengths[row] - job.starts[row + 1] + at.int() + 1
+    wanted = reference.decode_attention(job.query[at], *job.cache, job.tables, job.slots[row], visible, **job.options).float()
+    tiles = count_prefill_tiles(job.starts.tolist(), q_heads // kv_heads)
+    choices = {"chosen": select_prefill(HEAD_DIM, 2)}
+    choices |= {f"({', '.join(map(str, each))})": PrefillTiling(*each) for each in PREFILL[kv]}
     candidates: dict[str, Callable[[Tensor], Tensor]] = {
-        label: partial(_prefilled, job, choice, tiles) for label, choice in choices.items()
+        label: partial(_prefilled, job, tiling, tiles) for label, tiling in choices.items()
     }
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if peers == "flashinfer":
         try:
             candidates["flashinfer"] = flashinfers_prefill(job)
         except Exception as fault:
-            found["flashinfer"] = f"failed: {str(fault)[:120]}"
-    whole: Tensor | None = None
+            result["flashinfer"] = f"failed: {str(fault)[:120]}"
+    complete: Tensor | None = None
     for label, candidate in candidates.items():
         try:
             out = candidate(torch.full_like(job.query, float("nan"))).float()
-            whole = out if whole is None else whole
-            error = max(((one - other).norm() / other.norm()).item() for one, other in ((out[at], wanted), (out, whole)))
+            complete = out if complete is None else complete
+            error = max(((one - other).norm() / other.norm()).item() for one, other in ((out[at], wanted), (out, complete)))
             if not error < WRONG:
-                found[label] = f"wrong: {error:.1e}"
+                result[label] = f"wrong: {error:.1e}"
                 continue
             out = torch.empty_like(job.query)
             microseconds = seconds(lambda *_, run=candidate, out=out: run(out), [job.cache] * LAUNCHES) * 1e6
-            found[label] = [round(microseconds, 2), round(job.flop / microseconds / 1e6, 1)]
+            result[label] = [round(microseconds, 2), round(job.flop / microseconds / 1e6, 1)]
         except Exception as fault:  # a variant that this GPU cannot run is reported, and the others go on
-            found[label] = f"failed: {str(fault)[:120]}"
+            result[label] = f"failed: {str(fault)[:120]}"
             torch.cuda.synchronize()
-    return found
+    return result
 
 
-def _prefilled(job: PrefillJob, choice: PrefillChoice, tiles: int, out: Tensor) -> Tensor:
-    return prefill_attention(job.query, *job.cache, *job[2:6], **job.options, choice=choice, tiles=tiles, out=out)
+def _prefilled(job: PrefillJob, tiling: PrefillTiling, tiles: int, out: Tensor) -> Tensor:
+    return prefill_attention(job.query, *job.cache, *job[2:6], **job.options, tiling=tiling, tiles=tiles, out=out)
 
 
 def flashinfers_prefill(job: PrefillJob) -> Callable[[Tensor], Tensor]:
-    """Planned once for these rows, on what back end it chooses itself."""
+    """Planned once for these rows, on the back end that FlashInfer chooses."""
     import flashinfer
 
     rows, width = job.tables.shape

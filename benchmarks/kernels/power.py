@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the power limit of a GPU holds long steps back: the four products of a layer of Llama-3-70B in FP8 for 8,192 tokens, as
-one of several ranks has them, one layer behind another, and with pauses between layers: `benchmarks/kernels/power.py --out DIR`
+"""Whether the power limit of a GPU slows long steps: the four GEMMs of a layer of Llama-3-70B in FP8 for 8,192 tokens, as one of
+several ranks runs them, one layer behind another, and with pauses between layers:
+`python -m benchmarks.kernels.power --out DIR`
 
-us: of a layer's products alone, by events around them, median of the last half; while it runs, `nvidia-smi` reads the clock of the
-multiprocessors, the power, and whether the power limit holds the clock down. With pauses, a GPU that is held back by its power has
-some to spare for the products; one that is not takes as long for them as without.
+us: of a layer's GEMMs alone, by events around them, median of the last half; while it runs, `nvidia-smi` reads the clock of the
+multiprocessors, the power, and whether the power limit holds the clock down. With pauses, a GPU that is limited by its power runs
+the GEMMs faster; one that is not takes as long for them as without.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
-from benchmarks import record
-from benchmarks.kernels.few_rows import SHAPES
-from phalanx.kernels.scaled_mm import Quantized, quantize_fp8, scaled_mm
+from benchmarks import harness
+from benchmarks.kernels.fp8_skinny import SHAPES
+from phalanx.kernels import quantize_fp8
+from phalanx.kernels.gemm.scaled_mm import scaled_mm
+from phalanx.kernels.scaled_tensors import Quantized
 
 TOKENS = 8192
 SECONDS = 1.2
@@ -35,29 +36,29 @@ BF16 = torch.bfloat16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--ranks", default="1,2,4")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     figures: dict[str, Any] = {"tokens": TOKENS, "ranks": {}}
-    for ranks in map(int, asked.ranks.split(",")):
-        layer = products(ranks)
+    for ranks in map(int, arguments.ranks.split(",")):
+        layer = gemms(ranks)
         busy = measured(layer, pause_ms=0.0)
         figures["ranks"][ranks] = rows = {"one behind another": busy}
         for share in (0.2, 0.4):  # of a layer's time, as its all-reduces may take
             rows[f"{share:.0%} pause"] = measured(layer, pause_ms=busy["us"] / 1e3 * share / (1 - share))
         for name, row in rows.items():
             print(f"{ranks} ranks, {name:<20} {row}", flush=True)
-    record.write("kernels_power", figures, asked.out)
+    harness.write("kernels_power", figures, arguments.out)
 
 
-def products(ranks: int) -> Callable[[], None]:
-    made = []
+def gemms(ranks: int) -> Callable[[], None]:
+    operands = []
     for out, inputs in SHAPES[f"tp{ranks}"].values():
         weight, scale = quantize_fp8(torch.randn(out, inputs, device="cuda", dtype=BF16))
-        made.append((Quantized(*quantize_fp8(torch.randn(TOKENS, inputs, device="cuda", dtype=BF16))), weight, scale.view(-1)))
+        operands.append((Quantized(*quantize_fp8(torch.randn(TOKENS, inputs, device="cuda", dtype=BF16))), weight, scale.view(-1)))
 
     def layer() -> None:
-        for x, weight, scale in made:
+        for x, weight, scale in operands:
             scaled_mm(x, weight, scale, dtype=BF16)
 
     return layer
@@ -99,15 +100,15 @@ def measured(layer: Callable[[], None], *, pause_ms: float) -> dict[str, Any]:
 
 
 def read(lines: list[str]) -> dict[str, Any]:
-    found = [line.split(", ") for line in lines if line.count(",") == 2 and "N/A" not in line]
-    if not found:
+    samples = [line.split(", ") for line in lines if line.count(",") == 2 and "N/A" not in line]
+    if not samples:
         return {"readings": 0}
-    held = sum(bool(int(why, 16) & SW_POWER_CAP) for _, _, why in found)
+    limited = sum(bool(int(why, 16) & SW_POWER_CAP) for _, _, why in samples)
     return {
-        "sm_mhz": statistics.median(int(mhz) for mhz, _, _ in found),
-        "watt": statistics.median(float(watt) for _, watt, _ in found),
-        "held_by_power": round(held / len(found), 2),
-        "readings": len(found),
+        "sm_mhz": statistics.median(int(mhz) for mhz, _, _ in samples),
+        "watt": statistics.median(float(watt) for _, watt, _ in samples),
+        "held_by_power": round(limited / len(samples), 2),
+        "readings": len(samples),
     }
 
 

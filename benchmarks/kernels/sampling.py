@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From logits to tokens on one GPU: the kernels (keys, floors, race, settle), beside plain torch that sorts.
+"""From logits to tokens on one GPU: the kernels (packed_argmax_keys, filter_thresholds, gumbel_max, decode_keys), beside plain
+torch, which sorts.
 
 Logits are in bf16 and look like a model's: some tokens stand out of a normal background. `flat` has the background alone at
-temperature 1.5, where edges lie among thousands of tokens. Every way's tokens are compared with those of plain torch, which the
-same noise decides; then it is timed. us: on the device, by the kernels in a CUDA graph (median of 9 replays), by torch in a run of
+temperature 1.5, where edges lie among thousands of tokens. All tokens are compared with those of plain torch, which draws with the
+same noise. us: on the device, by the kernels in a CUDA graph (median of 9 replays), by torch in a run of
 calls; host: what a call of the kernels takes the host.
 
-    python benchmarks/kernels/sampling.py --out DIR [--rows 1,16,64,256,512] [--no_plain]
+    python -m benchmarks.kernels.sampling --out DIR [--rows 1,16,64,256,512] [--no_plain]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks import record
-from phalanx.kernels import sampling
+from benchmarks import harness
+from phalanx.kernels import reference
+from phalanx.kernels.sampling import sampling
 
 VOCABULARY, LARGER = 128_256, 151_936
 TEMPERATURE, FLAT = 0.8, 1.5
@@ -33,11 +33,11 @@ REPLAYS, CALLS, PLAIN_CALLS = 9, 10, 3
 AT_ONCE = 2**24
 """Logits that plain torch works on at a time."""
 WRONG = 0.02
-"""A share of the rows: an edge that is too close to call, or a last bit of a logarithm, moves a token once in a long while."""
+"""A fraction of the rows: a threshold that is too close to call, or the last bit of a logarithm, rarely moves a token."""
 
 
 class Kind(NamedTuple):
-    """What every row asks for; None is off."""
+    """The sampling parameters of every row; None is off."""
 
     temperature: float
     top_k: int | None = None
@@ -67,27 +67,29 @@ class Step(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--rows", default="1,16,64,256,512")
     parser.add_argument("--no_plain", action="store_true", help="leave plain torch untimed")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     figures: dict[str, Any] = {}
-    sizes = [(int(rows), VOCABULARY) for rows in asked.rows.split(",")]
+    sizes = [(int(rows), VOCABULARY) for rows in arguments.rows.split(",")]
     print(f"{'rows x vocabulary':18} {'':34} {'us':>9} {'host us':>8} {'plain us':>10} {'differ':>7}")
     for rows, width in [*sizes, (64, LARGER)]:
         for flat, kinds in ((False, KINDS), (True, FLATTER if (rows, width) == (64, VOCABULARY) else {})):
-            logits = made(rows, width, flat) if kinds else torch.empty(0)
+            logits = random_logits(rows, width, flat) if kinds else torch.empty(0)
             for name, kind in kinds.items():
-                found = measure(step_of(logits, kind), not asked.no_plain)
-                figures.setdefault(f"{rows} x {width}", {})[name] = found
-                plain_us = f"{found['plain_us']:10.1f}" if "plain_us" in found else f"{'':10}"
+                result = measure(step_of(logits, kind), not arguments.no_plain)
+                figures.setdefault(f"{rows} x {width}", {})[name] = result
+                plain_us = f"{result['plain_us']:10.1f}" if "plain_us" in result else f"{'':10}"
                 size = f"{rows} x {width}"
-                print(f"{size:18} {name:34} {found['us']:9.1f} {found['host_us']:8.1f} {plain_us} {found['differ']:7}", flush=True)
-    record.write("kernels_sampling", figures, asked.out)
+                print(
+                    f"{size:18} {name:34} {result['us']:9.1f} {result['host_us']:8.1f} {plain_us} {result['differ']:7}", flush=True
+                )
+    harness.write("kernels_sampling", figures, arguments.out)
     return 1 if any("wrong" in row for part in figures.values() for row in part.values()) else 0
 
 
-def made(rows: int, width: int, flat: bool) -> Tensor:
+def random_logits(rows: int, width: int, flat: bool) -> Tensor:
     torch.manual_seed(0)
     logits = torch.randn(rows, width, device="cuda") * 2
     if not flat:
@@ -111,18 +113,18 @@ def measure(step: Step, time_plain: bool) -> dict[str, Any]:
     act = partial(by_kernels, step)
     wanted, got = by_torch(step), act()
     differ = int((got != wanted).sum())
-    found: dict[str, Any] = {"us": round(on_device(act), 2), "host_us": round(on_host(act), 1), "differ": differ}
+    result: dict[str, Any] = {"us": round(on_device(act), 2), "host_us": round(on_host(act), 1), "differ": differ}
     if differ > (max(1, WRONG * len(got)) if len(got) >= 16 else 0):
-        found["wrong"] = f"{differ} of {len(got)} tokens are not plain torch's"
+        result["wrong"] = f"{differ} of {len(got)} tokens are not plain torch's"
     if time_plain:
-        found["plain_us"] = round(in_a_run(partial(by_torch, step)), 1)
-    return found
+        result["plain_us"] = round(in_a_run(partial(by_torch, step)), 1)
+    return result
 
 
 def by_kernels(step: Step) -> Tensor:
     if step.kind.temperature == 0.0:
-        return sampling.likeliest(step.logits)
-    return sampling.drawn(step.logits, step.temperature, step.noise, step.filters)
+        return sampling.argmax(step.logits)
+    return sampling.sample(step.logits, step.temperature, step.noise, step.filters)
 
 
 def by_torch(step: Step) -> Tensor:
@@ -133,36 +135,20 @@ def by_torch(step: Step) -> Tensor:
     parts = []
     some = max(1, AT_ONCE // width)
     for rows in (slice(at, at + some) for at in range(0, len(step.logits), some)):
-        scaled = sampling.scale(step.logits[rows].float(), step.temperature[rows])
+        scaled = reference.scale_logits(step.logits[rows].float(), step.temperature[rows])
         if step.filters is not None:
             top_k, top_p, min_p = step.filters[:, rows]
-            scaled = sampling.keep_likely(
+            scaled = reference.keep_filtered(
                 scaled, kind.top_k or width, None if kind.top_k is None else top_k.long(),
                 None if kind.top_p is None else top_p, None if kind.min_p is None else min_p.float(),
             )  # fmt: skip
-        parts.append(sampling.draw(scaled, step.noise[:, rows]))
+        parts.append(reference.draw(scaled, step.noise[:, rows]))
     return torch.cat(parts)
 
 
 def on_device(act: Callable[[], Any]) -> float:
     """us of one act, of several in a graph."""
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    times = []
-    with torch.cuda.stream(stream):
-        act()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin()
-        try:
-            for _ in range(CALLS):
-                act()
-        finally:
-            graph.capture_end()
-        for _ in range(REPLAYS):
-            times.append(between_events(graph.replay) / CALLS)
-    torch.cuda.current_stream().wait_stream(stream)
-    return statistics.median(times)
+    return harness.graph_us([act] * CALLS, replays=REPLAYS)
 
 
 def in_a_run(act: Callable[[], Any]) -> float:
@@ -172,20 +158,11 @@ def in_a_run(act: Callable[[], Any]) -> float:
         for _ in range(PLAIN_CALLS):
             act()
 
-    return between_events(run) / PLAIN_CALLS
-
-
-def between_events(act: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    act()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3
+    return harness.events_us(run) / PLAIN_CALLS
 
 
 def on_host(act: Callable[[], Any]) -> float:
-    """us until one call returns, of several that the device is behind with."""
+    """us until one call returns, of several that the device has not finished."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(CALLS):

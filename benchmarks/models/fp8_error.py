@@ -2,13 +2,13 @@
 """What FP8 costs in quality: the demo model's next-token distributions in FP8 beside those in bf16, on the questions it was taught.
 
 Each text is a question and its answer; every model reads the same tokens. Two sets of positions: those of the answers, of which the
-model is sure, and those of the questions, of which it is not. Figures: how often the likeliest token is the same (top-1), and the
+model is sure, and those of the questions, of which it is not. Figures: how often the most likely token is the same (top-1), and the
 Kullback-Leibler divergence KL(bf16 || other) in nats, its mean and its 99th percentile. fp32 shows how far bf16 itself is off.
 
 Activations are quantized per token; "static" has one scale for each layer's input instead, from the largest value in these very
 texts, which is the best that such scales can be here.
 
-Runs on CPU too: there `fp8_products` quantizes activations and multiplies them as a GPU does, but sums in fp32.
+Runs on CPU too: there `fp8_gemm` quantizes activations and multiplies them as a GPU does, but sums in fp32.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "demo_model"))
-from benchmarks import record
+from benchmarks import harness
 from phalanx.comm.group import Solo
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.serve.tokenizer import Tokenizer
 
 BLOCK = 16
@@ -39,11 +37,11 @@ ROWS = 16  # texts of one forward
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
-    "fp8 weights": {"fp8": True, "fp8_products": False},
-    "fp8 weights and activations": {"fp8": True, "fp8_products": True},
-    "fp8 weights and static activations": {"fp8": True, "fp8_products": True, "static": True},
+    "fp8 weights": {"fp8": True, "fp8_gemm": False},
+    "fp8 weights and activations": {"fp8": True, "fp8_gemm": True},
+    "fp8 weights and static activations": {"fp8": True, "fp8_gemm": True, "static": True},
     "fp8 cache": {"fp8_cache": True},
-    "fp8 weights, activations and cache": {"fp8": True, "fp8_products": True, "fp8_cache": True},
+    "fp8 weights, activations and cache": {"fp8": True, "fp8_gemm": True, "fp8_cache": True},
 }
 
 
@@ -69,7 +67,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=int, default=0, help="at most so many; 0: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     asked = parser.parse_args()
     found = compare(texts(asked.texts or None), torch.device(asked.device))
     print(f"{'':38} {'answers: top-1':>15} {'mean KL':>10} {'p99 KL':>10} {'questions: top-1':>18} {'mean KL':>10} {'p99 KL':>10}")
@@ -81,14 +79,14 @@ def main() -> int:
         )
     figures = {name: {part: asdict(error) for part, error in by_part.items()} for name, by_part in found.items()}
     name = "fp8_error" if asked.device == "cpu" else "fp8_error_gpu"
-    path = record.write(name, {"model": "demo", "reference": "bf16", "device": asked.device, "against_bf16": figures}, asked.out)
+    path = harness.write(name, {"model": "demo", "reference": "bf16", "device": asked.device, "against_bf16": figures}, asked.out)
     print(f"written: {path.name}")
     return 0
 
 
 def texts(most: int | None = None) -> list[Text]:
     """One for each answer that the demo model was taught."""
-    import corpus
+    from scripts.demo_model import corpus
 
     tokenizer = Tokenizer.load(locate("demo"))
     found = []
@@ -147,7 +145,7 @@ def loaded(device: torch.device, dtype: torch.dtype, **options: Any) -> registry
 
 def largest_inputs(read: list[Text], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Of each linear layer with weights in FP8, fp32 (), by its name."""
-    model, found = loaded(device, dtype, fp8=True, fp8_products=False), dict[str, Tensor]()
+    model, found = loaded(device, dtype, fp8=True, fp8_gemm=False), dict[str, Tensor]()
     for name, module in model.named_modules():
         if getattr(module, "fp8", None) is not None:
 
@@ -164,9 +162,10 @@ def run(model: registry.Model, read: list[Text], device: torch.device, dtype: to
     shape, found = model.shape, list[Tensor]()
     for at in range(0, len(read), ROWS):
         batch, blocks = prefill([text.tokens for text in read[at : at + ROWS]], device)
-        batch.attention = backend(device, dtype, shape.head_dim).plan(batch)
+        batch.attention = select_backend(device, dtype, shape.head_dim).plan(batch)
         caches = [
-            LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, model.seat.cache_dtype, device) for spec in model.kv_specs()
+            LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, model.context.cache_dtype, device)
+            for spec in model.kv_specs()
         ]
         found += torch.split(model(batch, caches), [len(text.tokens) for text in read[at : at + ROWS]])
     return found

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode layers of Llama-3-70B in FP8 over N ranks, with `kernels/products/few_rows.py` and without it:
-`torchrun --nproc-per-node N benchmarks/models/layers.py --out DIR [--tokens 1,4,8,16,32,64] [--layers 12] [--context 200]`
+"""Decode layers of Llama-3-70B in FP8 over N ranks, with `kernels/gemm/fp8_skinny.py` and without it:
+`torchrun --nproc-per-node N -m benchmarks.models.layers --out DIR [--tokens 1,4,8,16,32,64] [--layers 12] [--context 200]`
 
 Layers, tuned all-reduces, attention and the cache in e4m3 are the engine's, from a CUDA graph; weights are random, and the last
 layer hands on to the norm of the first, so that all are alike. Figures are microseconds a layer: medians of 30 replays that stand
 back to back, as steps do, the largest over ranks. off: how far the last norm of the two is apart, relative; 0 where the bits are
 equal. Random layers carry any other rounding on, e4m3 makes it larger, and 0.1 after 12 of them is no fault.
 
-Without: while a graph is captured, `choice.few_rows` gives no tiling, so that products fall to what comes after it. Nothing else is
-changed, here or elsewhere.
+Without: while a graph is captured, `heuristics.select_fp8_skinny` gives no tiling, so that GEMMs run in the next choice. Nothing
+else is changed, here or elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,27 +25,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import record
-from benchmarks.kernels.few_rows import Job, compile_ahead
-from benchmarks.kernels.products import off
+from benchmarks import harness
+from benchmarks.kernels.fp8_skinny import Job, compile_ahead
+from benchmarks.kernels.gemm import off
 from phalanx.bench import shapes
 from phalanx.comm.group import Group, Solo
 from phalanx.comm.torch_group import TorchGroup
 from phalanx.comm.tuned_group import tuned
 from phalanx.config.model import ModelShape
-from phalanx.engine.ranks.graphs import CudaTape
-from phalanx.kernels.products import choice
-from phalanx.kernels.products.few_rows import processors
-from phalanx.kernels.scaled_mm import Quantized
+from phalanx.kernels.capabilities import gpu
+from phalanx.kernels.gemm import heuristics
+from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.models.layers.fp8 import Activation
+from phalanx.worker.cuda_graphs import CudaGraphCapturer
 
 BF16 = torch.bfloat16
 BLOCK = 16
@@ -65,7 +63,7 @@ class Captured(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--tokens", default="1,4,8,16,32,64")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--context", type=int, default=200, help="tokens in the cache of each row")
@@ -101,7 +99,7 @@ def run(asked: argparse.Namespace, device: torch.device) -> None:
         if group.rank == 0:
             us = f"without {found['without']:.2f}, with {found['with']:.2f} us a layer"
             print(f"tp{group.size} {tokens:4} tokens: {us}, off {found['off']:.1e}", flush=True)
-            record.write(f"models_layers.tp{group.size}", figures, asked.out)
+            harness.write(f"models_layers.tp{group.size}", figures, asked.out)
 
 
 def group_of(device: torch.device, message_bytes: int) -> Group:
@@ -111,18 +109,18 @@ def group_of(device: torch.device, message_bytes: int) -> Group:
 
 
 def jobs(model: registry.Model, counts: Sequence[int]) -> list[Job]:
-    """The kernels that the layers' products will run."""
+    """The kernels that the layers' GEMMs will run."""
     layer, found = model.layers[0], []
-    for linear in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+    for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
         outputs, inputs = linear.weight.shape
         for tokens in counts:
-            tiling = choice.few_rows(tokens, outputs, inputs, processors(linear.weight.device))
+            tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, gpu(linear.weight.device).num_sms)
             found += [] if tiling is None else [Job(tokens, outputs, inputs, tiling)]
     return found
 
 
 def filled(model: registry.Model, blocks: int) -> list[LayerCache]:
-    device, dtype = model.seat.device, model.seat.cache_dtype
+    device, dtype = model.context.device, model.context.cache_dtype
     caches = [LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
     for cache in caches:
         for part in (cache.key, cache.value):
@@ -135,14 +133,14 @@ class Layers:
 
     def __init__(self, model: registry.Model, caches: Sequence[LayerCache], batch: Batch) -> None:
         self._model, self._caches = model, caches
-        device, shape = model.seat.device, model.shape
+        device, shape = model.context.device, model.shape
         drawn = torch.randn(batch.decodes, shape.hidden_size, generator=torch.Generator().manual_seed(5))
         self._hidden = drawn.to(device, BF16)
-        planner = backend(device, BF16, shape.head_dim)
+        planner = select_backend(device, BF16, shape.head_dim)
         self._batch = batch
         self._batch.attention = planner.plan(self._batch)
         self.run()  # the planner meets the kinds of layers
-        self._batch = replace(self._batch, short=planner.short_up_to(batch.decodes) >= max(batch.kv_lengths_cpu))
+        self._batch = replace(self._batch, short=planner.graphs.short_kv_limit(batch.decodes) >= max(batch.kv_lengths_cpu))
         self._batch.attention = planner.plan(self._batch)
 
     def run(self) -> Activation:
@@ -150,18 +148,18 @@ class Layers:
 
     def captured(self) -> Captured:
         outs: list[Activation] = []
-        replay = CudaTape(self._hidden.device).record(lambda: outs.append(self.run()))
+        replay = CudaGraphCapturer(self._hidden.device).capture(lambda: outs.append(self.run()))
         return Captured(replay, outs[-1])
 
 
 def through(model: registry.Model, batch: Batch, caches: Sequence[LayerCache], hidden: Tensor) -> Activation:
     """The layers as `Llama.stream` runs them. Returns the first one's norm of what the last one gives."""
     layers = model.layers
-    norms = [layer.norm for layer in layers]
+    norms = [layer.input_layernorm for layer in layers]
     x, residual = norms[0](hidden), hidden
-    turns = model.rotary(batch.positions)
+    cos_sin = model.rotary_emb(batch.positions)
     for layer, cache, next_norm in zip(layers, caches, [*norms[1:], norms[0]], strict=True):
-        x, residual = layer(x, turns, batch, cache, residual, next_norm)
+        x, residual = layer(x, cos_sin, batch, cache, residual, next_norm)
     out: Activation = x
     return out
 
@@ -184,7 +182,8 @@ def batch_of(tokens: int, context: int, device: torch.device) -> Batch:
 def compared(layers: Layers, count: int) -> dict[str, float]:
     """us of a layer, without the kernel and with it, and how far their results are apart."""
     graphs = {}
-    for name, chosen in (("without", mock.patch.object(choice, "few_rows", return_value=None)), ("with", nullcontext())):
+    without = mock.patch.object(heuristics, "select_fp8_skinny", return_value=None)
+    for name, chosen in (("without", without), ("with", nullcontext())):
         with chosen:
             graphs[name] = layers.captured()
     outs = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode layers on one GPU over rows of like and of unlike lengths: `python benchmarks/models/lengths.py --out DIR
+"""Decode layers on one GPU over rows of like and of unlike lengths: `python -m benchmarks.models.lengths --out DIR
 [--ranks 32/8,16/2] [--rows 64,256] [--layers 6] [--kv e4m3|bf16]`
 
 32/8 are the layers of Llama-3-8B, 16/2 those of one rank of four of Llama-3-70B without its all-reduces, in FP8, from a CUDA graph:
@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.models.layers import BF16, BLOCK, Layers, batch_of, filled, replayed
 from phalanx.bench import shapes
 from phalanx.comm.group import Solo
@@ -43,7 +41,7 @@ ROUNDS = 6
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--ranks", default="32/8,16/2", help="query/KV heads")
     parser.add_argument("--rows", default="34,64,128,256,512")
     parser.add_argument("--layers", type=int, default=6)
@@ -61,7 +59,7 @@ def main() -> None:
                     figures["us"][name] = found = round(measured(model, lengths) / asked.layers, 1)
                     print(f"{asked.label:8} {name:28} {found:8.1f} us", flush=True)
             del model
-            record.write(f"models_lengths{'.' if asked.label else ''}{asked.label}", figures, asked.out)
+            harness.write(f"models_lengths{'.' if asked.label else ''}{asked.label}", figures, asked.out)
 
 
 def model_of(rank: str, layers: int, *, fp8_cache: bool) -> registry.Model:
@@ -100,7 +98,7 @@ def batch_over(lengths: Sequence[int], device: torch.device) -> tuple[Batch, int
 
 def measured(model: registry.Model, lengths: Sequence[int]) -> float:
     """us of a replay of all layers."""
-    batch, blocks = batch_over(lengths, model.seat.device)
+    batch, blocks = batch_over(lengths, model.context.device)
     graph = Layers(model, filled(model, blocks), batch).captured()
     for _ in range(ROUNDS):
         replayed(graph)

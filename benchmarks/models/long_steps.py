@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long steps of Llama-3-70B, or another shape, in FP8 over N ranks, where row-parallel products land with the owners of their
-rows, and where they are handed over whole: `torchrun --nproc-per-node N benchmarks/models/long_steps.py --out DIR
+"""Long steps of Llama-3-70B, or another shape, in FP8 over N ranks, whose row-parallel layers run as GEMM_RS, and
+as RS_NORM_AG: `torchrun --nproc-per-node N -m benchmarks.models.long_steps --out DIR
 [--tokens 8192,4096,2048] [--layers 12] [--prompt 512] [--profile 256,512] [--bf16] [--shape llama-3.1-405b]`
 
 Layers, tuned all-reduces, attention and the cache in e4m3 are the engine's, run eagerly as its long steps are, on prompts of
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -25,21 +24,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import record
-from benchmarks.kernels.products import off
+from benchmarks import harness
+from benchmarks.kernels.gemm import off
 from benchmarks.models.layers import BF16, BLOCK, Layers, batch_of, filled, group_of, through
 from phalanx.bench import shapes
-from phalanx.comm.rows.owners import OnGpus
+from phalanx.comm.sequence_parallel.gemm_rs import GemmRs
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import backend
+from phalanx.models.layers.attention.select import select_backend
 from phalanx.models.layers.fp8 import Activation
 
 SHAPE = "llama-3-70b"
@@ -49,7 +47,7 @@ CONTEXT = 200
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=record.RESULTS)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS)
     parser.add_argument("--tokens", default="8192,4096,2048")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--prompt", type=int, default=512)
@@ -85,14 +83,14 @@ def run(asked: argparse.Namespace, device: torch.device) -> None:
         figures["steps"][tokens] = found = compared(step, asked.layers)
         if group.rank == 0:
             print(f"tp{group.size} {tokens:5} tokens: " + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
-            record.write(result, figures, asked.out)
+            harness.write(result, figures, asked.out)
     for tokens in profiled:
         figures["kernels"][tokens] = kernels = profile(Layers(model, caches, batch_of(tokens, CONTEXT, device)), asked.layers)
         if group.rank == 0:
             print(f"tp{group.size} {tokens} rows, us a layer: {kernels['us']}", flush=True)
             for name, us, calls in kernels["by_time"]:
                 print(f"{us:9.2f} us {calls:5.2f} x {name}")
-            record.write(result, figures, asked.out)
+            harness.write(result, figures, asked.out)
 
 
 class Step:
@@ -100,11 +98,11 @@ class Step:
 
     def __init__(self, model: registry.Model, caches: Sequence[LayerCache], tokens: int, prompt: int) -> None:
         self._model, self._caches = model, caches
-        device, shape = model.seat.device, model.shape
+        device, shape = model.context.device, model.shape
         drawn = torch.randn(tokens, shape.hidden_size, generator=torch.Generator().manual_seed(5))
         self._hidden = drawn.to(device, BF16)
         self._batch = prompts_of(tokens, prompt, device)
-        self._planner = backend(device, BF16, shape.head_dim)
+        self._planner = select_backend(device, BF16, shape.head_dim)
         self._batch.attention = self._planner.plan(self._batch)
         self.run()
 
@@ -131,7 +129,7 @@ def prompts_of(tokens: int, prompt: int, device: torch.device) -> Batch:
 
 def compared(step: Step, layers: int) -> dict[str, float]:
     wide, found = [], {}
-    with mock.patch.object(OnGpus, "pieces", return_value=None):  # all are handed over whole
+    with mock.patch.object(GemmRs, "targets", return_value=None):  # all run RS_NORM_AG
         found["whole_us"], found["whole_host_us"], out = timed(step, layers)
         wide.append(of(out))
     found["landed_us"], found["landed_host_us"], out = timed(step, layers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted against measured for every committed H200 row: `python benchmarks/plan/accuracy.py`.
+"""Predicted against measured for every committed H200 row: `python -m benchmarks.plan.accuracy`.
 
 Decode rows by the cost model, throughput rows by the engine's own scheduler on it (they are no part of the fit), KV tokens by
 plan/footprint. The residuals of models and layouts that were left out of the fit come from the coefficients' file.
@@ -12,9 +12,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.plan.fit import costs_of, predicted
 from benchmarks.plan.rows import Row, Start, rows, starts
@@ -64,9 +61,10 @@ def decodes() -> list[Line]:
     return [Line(row.name, row.file, predicted(row, now), row.measured) for row in rows() if row.kind == "decode"]
 
 
-def throughput() -> list[Line]:
-    """Each batch row through the scheduler; equal rows once."""
-    return [Line(row.name, row.file, simulated(row), row.measured) for row in rows() if row.kind == "batch"]
+def throughput(every: int = 1) -> list[Line]:
+    """Each batch row through the scheduler, or one of `every`; equal rows once."""
+    batches = [row for row in rows() if row.kind == "batch"]
+    return [Line(row.name, row.file, simulated(row), row.measured) for row in batches[::every]]
 
 
 def simulated(row: Row) -> float:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fit the planner's coefficients to the committed results, and write them with their residuals into the package.
 
-`python benchmarks/plan/fit.py --write` writes src/phalanx/plan/data/{collectives,coefficients}.json; without it, prints.
+`python -m benchmarks.plan.fit --write` writes src/phalanx/plan/data/{collectives,coefficients}.json; without it, prints.
 What is fitted: decode figures on H200 (rows.py), times of single layers (models_lengths.json, models_long_steps.*.json). Throughput
 figures are not: they are predictions. Memory: the KV tokens of every start, as a linear program that no start falls below.
 Residuals by leaving one group out (a model, a layout, a number of requests, a strategy) give the width of the intervals.
@@ -18,8 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 from scipy.optimize import least_squares, linprog

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions that are committed before anything of the kind is measured: `python benchmarks/plan/predict.py` writes
+"""Predictions that are committed before anything of the kind is measured: `python -m benchmarks.plan.predict` writes
 benchmarks/results/plan_predictions.json, with the commit of the coefficients. `--measured FILE` sets the figures of a
 `phalanx bench all --json FILE` beside them.
 
@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from benchmarks import record
+from benchmarks import harness
 from phalanx.bench.workloads import parse
 from phalanx.plan import burst, search, subject
 from phalanx.plan.burst import Limits
@@ -88,9 +86,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measured", type=Path, nargs="*", default=[], help="reports of `phalanx bench all`")
     asked = parser.parse_args()
-    path = record.RESULTS / f"{NAME}.json"
+    path = harness.RESULTS / f"{NAME}.json"
     if not asked.measured:
-        print(f"written: {record.write(NAME, {'rows': [predicted(each) for each in ASKED]}).relative_to(record.ROOT)}")
+        print(f"written: {harness.write(NAME, {'rows': [predicted(each) for each in ASKED]}).relative_to(harness.ROOT)}")
         return 0
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
     for file in asked.measured:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two public traces through the simulator: how long it takes, and the prefix cache's hits beside an independent count.
 
-`python benchmarks/plan/traces.py --azure FILE --mooncake FILE --record`. The files are not in the repository: Azure's
+`python -m benchmarks.plan.traces --azure FILE --mooncake FILE --record`. The files are not in the repository: Azure's
 AzureLLMInferenceTrace_conv.csv (Splitwise, ISCA 2024) and Mooncake's conversation_trace.jsonl (FAST 2025).
 The count knows nothing of blocks and schedulers: requests one after the other, a dictionary of beginnings, whole blocks of 16
 tokens, and the last token of a prompt always computed. The simulator serves the same requests one at a time with room for all of
@@ -16,8 +16,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from phalanx.bench.prediction import arrivals, scenario
 from phalanx.bench.prediction.arrivals import HASHED
@@ -116,9 +114,9 @@ def main() -> int:
         found["mooncake"] = mooncake(asked.mooncake, asked.first)
         print(json.dumps(found["mooncake"], indent=1))
     if asked.record:
-        from benchmarks import record
+        from benchmarks import harness
 
-        print(f"written: {record.write('plan_traces', found).relative_to(record.ROOT)}")
+        print(f"written: {harness.write('plan_traces', found).relative_to(harness.ROOT)}")
     return 0
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server costs: tokens per second through HTTP with 32 streams, beside offline `generate` with the same load.
+"""The overhead of the server: tokens per second over HTTP with 32 streams, compared to offline `generate` with the same load.
 
 Both run the demo model on CPU: 32 requests at once with the same prompt ids and lengths; over HTTP they stream. The client is that
-of `phalanx bench serve`: on a machine of few cores a slow client would be measured, not the server.
+of `phalanx bench serve`: on a machine with few cores, a slow client would limit the result.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.serve import started
 from phalanx.bench.load import Load, run
 
@@ -27,16 +25,21 @@ def main() -> int:
     parser.add_argument("--new_tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tp_size", type=int, default=1)
-    asked = parser.parse_args()
-    load = Load(requests=asked.streams, input_len=asked.prompt_tokens, output_len=asked.new_tokens, concurrency=asked.streams)
-    offline = offline_rates(load, asked.repeats, asked.tp_size)
-    served = served_rates(load, asked.repeats, asked.tp_size)
+    arguments = parser.parse_args()
+    load = Load(
+        requests=arguments.streams,
+        input_len=arguments.prompt_tokens,
+        output_len=arguments.new_tokens,
+        concurrency=arguments.streams,
+    )
+    offline = offline_rates(load, arguments.repeats, arguments.tp_size)
+    served = served_rates(load, arguments.repeats, arguments.tp_size)
     ratio = max(served) / max(offline)
     print(f"offline generate: {max(offline):8.1f} tokens/s")
-    print(f"over HTTP:        {max(served):8.1f} tokens/s with {asked.streams} streams")
-    print(f"ratio: {ratio:.2f} (at least {TARGET:.2f} is asked for)")
-    figures = {"asked": vars(asked), "offline_tokens_per_s": offline, "served_tokens_per_s": served, "ratio": ratio}
-    print(f"written: {record.write('serve_overhead_cpu', figures).relative_to(record.ROOT)}")
+    print(f"over HTTP:        {max(served):8.1f} tokens/s with {arguments.streams} streams")
+    print(f"ratio: {ratio:.2f} (target: at least {TARGET:.2f})")
+    figures = {"asked": vars(arguments), "offline_tokens_per_s": offline, "served_tokens_per_s": served, "ratio": ratio}
+    print(f"written: {harness.write('serve_overhead_cpu', figures).relative_to(harness.ROOT)}")
     return 0 if ratio >= TARGET else 1
 
 
@@ -58,9 +61,9 @@ def offline_rates(load: Load, repeats: int, tp: int) -> list[float]:
 def served_rates(load: Load, repeats: int, tp: int) -> list[float]:
     command = [sys.executable, "-m", "phalanx", "serve", "demo", "--tp_size", str(tp), "--device", "cpu"]
     with started.server(lambda port: [*command, "--port", str(port), "--no_enable_prefix_caching"]) as (_, url):
-        found = [run(url, None, load)["results"] for _ in range(repeats)]
-        assert all(each["completed"] == load.requests for each in found), found
-        return [each["output_tok_s"] for each in found]
+        results = [run(url, None, load)["results"] for _ in range(repeats)]
+        assert all(each["completed"] == load.requests for each in results), results
+        return [each["output_tok_s"] for each in results]
 
 
 if __name__ == "__main__":

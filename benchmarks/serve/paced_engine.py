@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine process that costs next to nothing: every running request gets one token per step of a fixed length.
+"""An engine process of negligible cost: every running request gets one token per step of fixed length.
 
-Speaks the messages of the real one (`phalanx.engine.loop`: a step's Updates are frames of one multipart message). What is measured
-above it is then the server's own cost. Its config is the engine's, with "paced": {"seconds" of a step, "tokens" that are said
-again and again}. A step that begins late is followed by the next at once, and counted: Stats.preemptions are late steps.
+It speaks the messages of the real engine (`phalanx.engine.loop`: the updates of a step are frames of one multipart message), so
+that a benchmark measures the cost of the server alone. Its config is the engine's, with "paced": {"seconds" of a step, "tokens"
+that repeat}. After a late step the next one begins at once; Stats.preemptions counts late steps.
 """
 
 from __future__ import annotations
@@ -16,27 +16,38 @@ import msgspec
 import zmq
 
 from phalanx.comm import launch
-from phalanx.engine.messages import Abort, Add, AskStats, Beat, Shutdown, Started, Stats, Stopped, ToEngine, Update
-from phalanx.serve.fake import fake_facts
+from phalanx.engine.messages import (
+    Abort,
+    AddRequest,
+    ClientToEngine,
+    GetStats,
+    Heartbeat,
+    RequestUpdate,
+    Shutdown,
+    Started,
+    Stats,
+    Stopped,
+)
+from phalanx.serve.fake_client import fake_facts
 
 MAX_SEQ_LEN = 1 << 20
-_LATE = 0.5  # of a step: later than this it is counted
+_LATE = 0.5  # share of a step; a step that is later counts as late
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(ToEngine).decode
+decode = msgspec.msgpack.Decoder(ClientToEngine).decode
 
 
 @dataclass
 class Running:
-    """A request, and how many tokens it has."""
+    """A request and its number of tokens."""
 
     name: str
-    wanted: int
-    made: int = 0
+    max_tokens: int
+    count: int = 0
 
 
 class PacedEngine:
-    """The loop: take what came, sleep until the step is due, send its tokens."""
+    """The loop: read messages, sleep until the step is due, send its tokens."""
 
     def __init__(self, socket: zmq.Socket[bytes], *, seconds: float, tokens: list[int]) -> None:
         self._socket, self._seconds, self._tokens = socket, seconds, tokens
@@ -53,7 +64,7 @@ class PacedEngine:
                 return
             if now > self._beat:
                 self._beat = now + 1.0
-                self._socket.send(encode(Beat()))
+                self._socket.send(encode(Heartbeat()))
             if not self._running:
                 due = time.monotonic() + self._seconds
                 continue
@@ -64,15 +75,15 @@ class PacedEngine:
                 self._step()
 
     def _take(self) -> bool:
-        """What the client sent; False when it is the end."""
+        """Handle the client's messages; False if it shuts the engine down."""
         for frame in self._socket.recv_multipart():
             match decode(frame):
-                case Add(request_id=name, params=params):
+                case AddRequest(request_id=name, params=params):
                     self._running[name] = Running(name, params.max_tokens or MAX_SEQ_LEN)
                 case Abort(request_ids=names):
                     for name in names:
                         self._running.pop(name, None)
-                case AskStats():
+                case GetStats():
                     self._counted.running = len(self._running)
                     self._socket.send(encode(self._counted))
                 case Shutdown():
@@ -81,11 +92,11 @@ class PacedEngine:
         return True
 
     def _step(self) -> None:
-        frames, said = [], self._tokens
+        frames, tokens = [], self._tokens
         for one in list(self._running.values()):
-            update = Update(one.name, [said[one.made % len(said)]])
-            one.made += 1
-            if one.made == one.wanted:
+            update = RequestUpdate(one.name, [tokens[one.count % len(tokens)]])
+            one.count += 1
+            if one.count == one.max_tokens:
                 update.finish_reason = "length"
                 del self._running[one.name]
             frames.append(encode(update))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of benchmarks, and servers among them, that are ended whatever happens."""
+"""Start and reliably end the processes of benchmarks, servers among them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, Any
 import httpx
 
 PATIENCE = 60.0
-"""Seconds in which a process that is asked to end does so."""
+"""Seconds that a process gets to end after SIGTERM."""
 
 
 @contextmanager
@@ -21,9 +21,9 @@ def server(
     command: Callable[[int], Sequence[str]], *, seconds: float = 120.0, env: Mapping[str, str] | None = None,
     log: IO[bytes] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:  # fmt: skip
-    """Run what serves on the port that `command` is given, until the block ends -> (its process, its URL), once it is ready.
+    """Run the server `command(port)` until the block ends; yields (process, URL) once it is ready.
 
-    log: for what it prints, here otherwise. Raises SystemExit where it ends before, or is not ready in `seconds`.
+    log: file for its output; None for that of this process. Raises SystemExit if it ends or is not ready within `seconds`.
     """
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
@@ -44,7 +44,7 @@ def server(
 
 
 def ended(process: subprocess.Popen[Any]) -> None:
-    """Ask it to end, if it has not, and see to it."""
+    """End a process: SIGTERM, then SIGKILL."""
     process.terminate()
     try:
         process.wait(PATIENCE)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the server itself can stream: an engine that gives every stream a token each 5 ms (`paced_engine`), the real server, and the
-client of `phalanx bench serve` in a third process.
+"""The streaming capacity of the server itself: an engine with one token per stream every 5 ms (`paced_engine`), the real server,
+and the client of `phalanx bench serve` in a third process.
 
-Says the tokens per second that arrived beside those that were offered, the CPU time of the server process per token, and the same
-for chats, for answers in one piece, and for `LLM.generate` without a server. A server that keeps up delivers what is offered; one
-that does not joins tokens into fewer events and falls behind: `events/token` and the latency show it.
+Reports the arrived and the offered tokens per second and the CPU time of the server process per token; the same for chats, for
+responses without streaming, and for `LLM.generate` without a server. A server that is too slow merges tokens into fewer events and
+falls behind: `events/token` and the latency show it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.serve import started
-from phalanx.bench import load, stream
+from phalanx.bench import load, streaming_client
 from phalanx.comm import launch
 from phalanx.config.locate import DEMO
 from phalanx.serve.tokenizer import Tokenizer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 TEXT = (
     "The ranks of a phalanx move as one. Each of them holds a part of every layer; what one has computed, the others need at once, "
@@ -51,45 +47,55 @@ def main() -> int:
     parser.add_argument("--offline_rows", type=int, default=512)
     parser.add_argument("--offline_step_ms", type=float, default=25.0)
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--name", default="serve_streams_cpu", help="of the results file; empty: none is written")
-    asked = parser.parse_args()
+    parser.add_argument("--name", default="serve_streams_cpu", help="name of the results file; empty: none is written")
+    arguments = parser.parse_args()
     rows = []
-    for kind in asked.kinds.split(","):
-        row = offline(asked) if kind == "offline" else online(kind, asked)
+    for kind in arguments.kinds.split(","):
+        row = offline(arguments) if kind == "offline" else online(kind, arguments)
         rows.append(row)
         print(_line(row))
-    if asked.name:
-        print(f"written: {record.write(asked.name, {'asked': vars(asked), 'rows': rows}).relative_to(record.ROOT)}")
+    if arguments.name:
+        path = harness.write(arguments.name, {"asked": vars(arguments), "rows": rows})
+        print(f"written: {path.relative_to(harness.ROOT)}")
     return 0
 
 
 def _line(row: dict[str, Any]) -> str:
-    said = f"{row['kind']:12s} offered {row['offered_tok_s']:7.0f} tok/s, arrived {row['tok_s']:7.0f}; "
-    said += f"CPU per token {row['cpu_us_per_token']:.1f} us, {row['of_them_in_the_kernel']:.1f} of it in the kernel"
+    line = f"{row['kind']:12s} offered {row['offered_tok_s']:7.0f} tok/s, arrived {row['tok_s']:7.0f}; "
+    line += f"CPU per token {row['cpu_us_per_token']:.1f} us, {row['of_them_in_the_kernel']:.1f} of it in the kernel"
     if "itl_ms" not in row:
-        return said
+        return line
     times = "first token p50 {:.0f} ms, between events p50 {:.2f} p99 {:.2f} ms".format(
         row["ttft_ms"]["p50"], row["itl_ms"]["p50"], row["itl_ms"]["p99"]
     )
-    return f"{said}; {row['events_per_token']:.3f} events/token; {times}; {row['late_steps']} steps of the engine began late"
+    return f"{line}; {row['events_per_token']:.3f} events/token; {times}; {row['late_steps']} steps of the engine began late"
 
 
 # ---- over HTTP -------------------------------------------------------------------------------------------------------
 
 
-def online(kind: str, asked: argparse.Namespace) -> dict[str, Any]:
+def online(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Drive the server with `streams` requests at once."""
-    with server(asked.step_ms) as (process, port):
-        drive = [sys.executable, __file__, "drive", kind, str(port), str(asked.streams), str(asked.new_tokens)]
-        subprocess.run([*drive[:-1], "20"], check=True, stdout=subprocess.DEVNULL)  # imports, caches
+    with server(arguments.step_ms) as (process, port):
+        drive = [
+            sys.executable,
+            "-m",
+            "benchmarks.serve.streams",
+            "drive",
+            kind,
+            str(port),
+            str(arguments.streams),
+            str(arguments.new_tokens),
+        ]
+        subprocess.run([*drive[:-1], "20"], check=True, stdout=subprocess.DEVNULL, cwd=harness.ROOT)  # imports, caches
         before, late = _cpu(process), _late_steps(port)
-        found = json.loads(subprocess.run(drive, check=True, capture_output=True, text=True).stdout)
-        spent, late = _per_token(before, _cpu(process), asked.streams * asked.new_tokens), _late_steps(port) - late
-    assert found["completed"] == asked.streams, found["errors"]
-    streamed = {} if kind == "whole" else {name: found[name] for name in ("events_per_token", "ttft_ms", "itl_ms")}
+        figures = json.loads(subprocess.run(drive, check=True, capture_output=True, text=True, cwd=harness.ROOT).stdout)
+        spent, late = _per_token(before, _cpu(process), arguments.streams * arguments.new_tokens), _late_steps(port) - late
+    assert figures["completed"] == arguments.streams, figures["errors"]
+    streamed = {} if kind == "whole" else {name: figures[name] for name in ("events_per_token", "ttft_ms", "itl_ms")}
     return {
-        "kind": kind, "offered_tok_s": asked.streams / asked.step_ms * 1e3, "tok_s": found["output_tok_s"], "late_steps": late,
-        **spent, **streamed,
+        "kind": kind, "offered_tok_s": arguments.streams / arguments.step_ms * 1e3, "tok_s": figures["output_tok_s"],
+        "late_steps": late, **spent, **streamed,
     }  # fmt: skip
 
 
@@ -101,7 +107,7 @@ def _late_steps(port: int) -> int:
 @contextlib.contextmanager
 def server(step_ms: float) -> Iterator[tuple[psutil.Process, int]]:
     """`phalanx serve demo` over a paced engine; its process and port."""
-    command = [sys.executable, __file__, "serve"]
+    command = [sys.executable, "-m", "benchmarks.serve.streams", "serve"]
     with started.server(lambda port: [*command, str(port), str(step_ms)], env=_environment()) as (process, url):
         yield psutil.Process(process.pid), int(url.rpartition(":")[2])
 
@@ -117,7 +123,7 @@ def _per_token(before: tuple[float, float], after: tuple[float, float], tokens: 
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": f"{harness.ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
 
 
 def serve(port: int, step_ms: float) -> int:
@@ -134,8 +140,8 @@ def serve(port: int, step_ms: float) -> int:
 def paced(step_ms: float) -> Iterator[None]:
     """Engines that are started from here are paced ones."""
     tokenizer, begin = Tokenizer.load(DEMO), launch.start
-    said = tokenizer.encode(TEXT, add_special_tokens=False)
-    pace = {"seconds": step_ms / 1e3, "tokens": said, "vocab_size": tokenizer.vocab_size}
+    token_ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    pace = {"seconds": step_ms / 1e3, "tokens": token_ids, "vocab_size": tokenizer.vocab_size}
 
     def start(module: str, config: dict[str, Any], title: str) -> launch.Child:
         assert module == "phalanx.engine"
@@ -153,32 +159,32 @@ def paced(step_ms: float) -> Iterator[None]:
             os.environ["PYTHONPATH"] = before
 
 
-class Chat(stream.Target):
-    """A server whose chats are asked for."""
+class Chat(streaming_client.Endpoint):
+    """A server for chats."""
 
     def request(self, body: dict[str, Any]) -> bytes:
         messages = [{"role": "user", "content": "What is a rank?"}]
-        asked = {name: value for name, value in body.items() if name != "prompt"}
-        return super().request({**asked, "messages": messages}).replace(b"/v1/completions", b"/v1/chat/completions", 1)
+        arguments = {name: value for name, value in body.items() if name != "prompt"}
+        return super().request({**arguments, "messages": messages}).replace(b"/v1/completions", b"/v1/chat/completions", 1)
 
 
 def drive(kind: str, port: int, streams: int, tokens: int) -> dict[str, Any]:
     """The client process: `streams` requests at once, of so many new tokens."""
     url = f"http://127.0.0.1:{port}"
-    target = (Chat if kind == "chat" else stream.Target).of(url)
+    target = (Chat if kind == "chat" else streaming_client.Endpoint).of(url)
     prompts = load.Load(requests=streams, input_len=32, output_len=tokens, concurrency=streams).prompts()
-    bodies = [stream.body_of("demo", prompt, tokens) for prompt in prompts]
+    bodies = [streaming_client.body_of("demo", prompt, tokens) for prompt in prompts]
 
-    async def every() -> list[stream.Sample]:
+    async def every() -> list[streaming_client.Sample]:
         return await asyncio.gather(
-            *(stream.send(target, body, due=time.perf_counter(), expected=tokens, timeout=300) for body in bodies)
+            *(streaming_client.send(target, body, due=time.perf_counter(), expected=tokens, timeout=300) for body in bodies)
         )
 
-    async def wholes() -> list[stream.Sample]:
+    async def wholes() -> list[streaming_client.Sample]:
         async with httpx.AsyncClient(base_url=url, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
 
-            async def one(body: dict[str, Any]) -> stream.Sample:
-                sample = stream.Sample(time.perf_counter())
+            async def one(body: dict[str, Any]) -> streaming_client.Sample:
+                sample = streaming_client.Sample(time.perf_counter())
                 answer = await client.post("/v1/completions", json={**body, "stream": False, "stream_options": None})
                 sample.end = time.perf_counter()
                 sample.arrivals.append(sample.end)
@@ -196,12 +202,18 @@ def drive(kind: str, port: int, streams: int, tokens: int) -> dict[str, Any]:
 # ---- offline ---------------------------------------------------------------------------------------------------------
 
 
-def offline(asked: argparse.Namespace) -> dict[str, Any]:
+def offline(arguments: argparse.Namespace) -> dict[str, Any]:
     """`LLM.generate` over a paced engine, in a process of its own."""
-    words = ["offline", str(asked.offline_rows), str(asked.new_tokens), str(asked.offline_step_ms)]
-    done = subprocess.run([sys.executable, __file__, *words], check=True, stdout=subprocess.PIPE, text=True, env=_environment())
-    found: dict[str, Any] = json.loads(done.stdout)
-    return {"kind": "offline", "offered_tok_s": asked.offline_rows / asked.offline_step_ms * 1e3, **found}
+    words = ["offline", str(arguments.offline_rows), str(arguments.new_tokens), str(arguments.offline_step_ms)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.serve.streams", *words],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+    )
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return {"kind": "offline", "offered_tok_s": arguments.offline_rows / arguments.offline_step_ms * 1e3, **figures}
 
 
 def generate(rows: int, tokens: int, step_ms: float) -> dict[str, float]:
@@ -215,9 +227,9 @@ def generate(rows: int, tokens: int, step_ms: float) -> dict[str, float]:
         before, began = _cpu(process), time.perf_counter()
         outputs = llm.generate([[1, 2, 3]] * rows, params, use_tqdm=False)
         seconds, after = time.perf_counter() - began, _cpu(process)
-    made = sum(len(output.outputs[0].token_ids) for output in outputs)
-    assert made == rows * tokens
-    return {"tok_s": made / seconds, **_per_token(before, after, made)}
+    count = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert count == rows * tokens
+    return {"tok_s": count / seconds, **_per_token(before, after, count)}
 
 
 if __name__ == "__main__":

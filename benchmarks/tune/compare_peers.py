@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ours beside every peer, cell by cell, as Markdown: `python benchmarks/tune/compare_peers.py [--data_dir benchmarks/results]`.
+"""Our all-reduce beside every peer, cell by cell, as Markdown:
 
-Ours is what AUTO runs: the measured time of the table's choice (of the AUTO rows where the benchmark measured them). Peers come
-from peers_allreduce_h200_nvlink.csv, whose origin its .json tells; NCCL stands twice, from there and from our own run. A cell is
-met when ours is at most 2 percent above the best peer.
+    python -m benchmarks.tune.compare_peers [--data_dir benchmarks/results/allreduce]
+
+Ours is what AUTO runs: the measured time of the table's choice, or of AUTO itself where the benchmark measured it. Peers come from
+peers_allreduce_h200_nvlink.csv; its .json names their origin. NCCL appears twice: from there, and from our own run. A cell counts
+as slower when our time is more than 2 percent above that of the fastest peer.
 """
 
 from __future__ import annotations
@@ -14,23 +16,24 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.tables.message import Fusion, dtype_named
+from phalanx.config.dtypes import parse_dtype
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
 from phalanx.tables.table import Table
 from phalanx.tune import records
-from phalanx.tune.codegen import decided
-from phalanx.tune.records import Bench
+from phalanx.tune.codegen import decide_benchmarks
+from phalanx.tune.records import Benchmark
 from phalanx.tune.sweep import Task
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 PEERS = "peers_allreduce_h200_nvlink.csv"
-MET = 1.02
-Cell = tuple[int, Fusion, int]
+TOLERANCE = 1.02
+Key = tuple[int, Fusion, int]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One cell: our time and what ran, NCCL's in the same run, and each peer family's best."""
+class Cell:
+    """One cell: our time and strategy, NCCL's time in the same run, and the best of each peer family."""
 
     tokens: int
     ours: float
@@ -43,14 +46,14 @@ class Row:
         return min(self.peers.values()) if self.peers else None
 
     @property
-    def met(self) -> bool:
-        return self.best is None or self.ours <= MET * self.best[0]
+    def slower(self) -> bool:
+        return self.best is not None and self.ours > TOLERANCE * self.best[0]
 
 
-def read_peers(paths: list[Path]) -> dict[Cell, dict[str, tuple[float, str]]]:
-    """{(world, fusion, tokens): {family: (us, implementation)}}, the best of each family (the first word of its name); ours, which
-    `comm/peers.py` timed beside them, left out."""
-    found: dict[Cell, dict[str, tuple[float, str]]] = defaultdict(dict)
+def read_peers(paths: list[Path]) -> dict[Key, dict[str, tuple[float, str]]]:
+    """{(world, fusion, tokens): {family: (us, implementation)}}, the best of each family (the first word of its name), without
+    ours, which `comm/peers.py` timed beside them."""
+    times: dict[Key, dict[str, tuple[float, str]]] = defaultdict(dict)
     for path in paths:
         with path.open(encoding="utf-8", newline="") as file:
             for line in csv.DictReader(file):
@@ -58,14 +61,14 @@ def read_peers(paths: list[Path]) -> dict[Cell, dict[str, tuple[float, str]]]:
                 name, us = line["implementation"], float(line["time (us)"])
                 family = name.split()[0]
                 if family != "Phalanx":
-                    found[cell][family] = min(found[cell].get(family, (us, name)), (us, name))
-    return found
+                    times[cell][family] = min(times[cell].get(family, (us, name)), (us, name))
+    return times
 
 
-def rows(bench: Bench, table: Table, peers: dict[Cell, dict[str, tuple[float, str]]], fusion: Fusion, hidden: int) -> list[Row]:
-    """Every cell of a fusion that was measured here, by rising tokens."""
-    dtype = dtype_named("bf16")
-    found = []
+def rows(bench: Benchmark, table: Table, peers: dict[Key, dict[str, tuple[float, str]]], fusion: Fusion, hidden: int) -> list[Cell]:
+    """The measured cells of a fusion, by rising tokens."""
+    dtype = parse_dtype("bf16")
+    cells = []
     for tokens in sorted({task.tokens for task in bench.times if task.cell == (dtype, fusion, task.tokens, hidden)}):
         entry = table.lookup(dtype, fusion, tokens, hidden)
         plain = Choice(entry.strategy)
@@ -75,21 +78,21 @@ def rows(bench: Bench, table: Table, peers: dict[Cell, dict[str, tuple[float, st
         if ours is None:
             continue
         nccl = bench.times.get(Task(dtype, fusion, tokens, hidden, INCUMBENT))
-        found.append(Row(tokens, ours, choice.name(bench.sm), nccl, peers.get((bench.world, fusion, tokens), {})))
-    return found
+        cells.append(Cell(tokens, ours, choice.name(bench.sm), nccl, peers.get((bench.world, fusion, tokens), {})))
+    return cells
 
 
-def markdown(title: str, found: list[Row], hidden: int) -> list[str]:
-    families = sorted({family for row in found for family in row.peers})
+def markdown(title: str, cells: list[Cell], hidden: int) -> list[str]:
+    families = sorted({family for row in cells for family in row.peers})
     lines = [f"### {title}", ""]
     lines.append("| tokens | KiB | **ours** | runs | NCCL, same run | " + " | ".join(families) + " | ours / best peer |")
     lines.append("|" + "---|" * (6 + len(families)))
-    for row in found:
-        cells = [_us(row.peers[family][0]) if family in row.peers else "" for family in families]
+    for row in cells:
+        shown = [_us(row.peers[family][0]) if family in row.peers else "" for family in families]
         nccl = "" if row.nccl is None else _us(row.nccl)
-        ratio = "" if row.best is None else f"{row.ours / row.best[0]:.2f}" + ("" if row.met else " miss")
+        ratio = "" if row.best is None else f"{row.ours / row.best[0]:.2f}" + (" slower" if row.slower else "")
         size = f"{row.tokens * hidden * 2 / 1024:.0f}"
-        lines.append(f"| {row.tokens} | {size} | **{_us(row.ours)}** | {row.choice} | {nccl} | {' | '.join(cells)} | {ratio} |")
+        lines.append(f"| {row.tokens} | {size} | **{_us(row.ours)}** | {row.choice} | {nccl} | {' | '.join(shown)} | {ratio} |")
     return [*lines, ""]
 
 
@@ -98,33 +101,35 @@ def _us(us: float) -> str:
 
 
 def compare(folder: Path, peers_paths: list[Path], hidden: int) -> str:
-    """The whole text: a table for each TP size and fusion, then the misses."""
+    """A table for each TP size and fusion, then the cells in which a peer is faster."""
     peers = read_peers(peers_paths)
     lines = [f"Microseconds, bf16, hidden {hidden}. A peer's column is the fastest of its kinds.", ""]
-    misses, cells = [], 0
-    for one in decided([bench for bench in records.read_folder(folder) if bench.sm > 0]):
+    slower, cells = [], 0
+    for one in decide_benchmarks([bench for bench in records.read_folder(folder) if bench.sm > 0]):
         for fusion in Fusion:
-            found = rows(one.bench, one.table, peers, fusion, hidden)
-            if not found:
+            measured = rows(one.bench, one.table, peers, fusion, hidden)
+            if not measured:
                 continue
-            lines += markdown(f"TP {one.bench.world}, {fusion.name}", found, hidden)
-            cells += sum(row.best is not None for row in found)
-            for row in found:
-                if row.best is not None and not row.met:
+            lines += markdown(f"TP {one.bench.world}, {fusion.name}", measured, hidden)
+            cells += sum(row.best is not None for row in measured)
+            for row in measured:
+                if row.best is not None and row.slower:
                     us, name = row.best
                     where = f"TP {one.bench.world} {fusion.name}, {row.tokens} tokens"
-                    misses.append(f"- {where}: {_us(row.ours)} us ({row.choice}) against {_us(us)} us of {name}")
-    lines.append(f"{cells - len(misses)} of {cells} cells with a peer are met (at most {MET - 1:.0%} above the best).")
-    return "\n".join([*lines, *(["", "Misses:", "", *misses] if misses else [])]) + "\n"
+                    slower.append(f"- {where}: {_us(row.ours)} us ({row.choice}) against {_us(us)} us of {name}")
+    lines.append(
+        f"{cells - len(slower)} of {cells} cells with a peer are at most {TOLERANCE - 1:.0%} slower than the fastest peer."
+    )
+    return "\n".join([*lines, *(["", "Slower:", "", *slower] if slower else [])]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", type=Path, default=RESULTS, help="the folder with our CSVs")
-    parser.add_argument("--peers", type=Path, nargs="+", default=[RESULTS / PEERS], help="the peers' CSVs")
+    parser.add_argument("--data_dir", type=Path, default=RESULTS, help="folder with our CSVs")
+    parser.add_argument("--peers", type=Path, nargs="+", default=[RESULTS / PEERS], help="CSVs of peers")
     parser.add_argument("--hidden", type=int, default=8192)
-    asked = parser.parse_args()
-    print(compare(asked.data_dir, asked.peers, asked.hidden), end="")
+    arguments = parser.parse_args()
+    print(compare(arguments.data_dir, arguments.peers, arguments.hidden), end="")
 
 
 if __name__ == "__main__":

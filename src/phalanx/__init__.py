@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phalanx serves large language models over many GPUs.
+"""Phalanx serves large language models on many GPUs.
 
     from phalanx import LLM, SamplingParams
 
     llm = LLM("demo", tensor_parallel_size=2)
     print(llm.generate("What is a rank?", SamplingParams(temperature=0)).outputs[0].text)
 
-Names load on first use, so that `import phalanx.plan` imports no torch.
+Names are imported on first use, so that `import phalanx.plan` imports no torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "PhalanxError", "__version__"]
 
-_HOMES = {
+_MODULES = {
     "LLM": "phalanx.serve", "RequestOutput": "phalanx.serve", "CompletionOutput": "phalanx.serve",
     "SamplingParams": "phalanx.config", "PhalanxError": "phalanx.errors",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

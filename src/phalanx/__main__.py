@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `phalanx`, and `python -m phalanx`: a Ctrl-C is answered in one word from the first import on."""
+"""The command `phalanx`, and `python -m phalanx`. Ctrl-C ends it without a traceback, even during the first imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     try:
         from phalanx.cli import main as run
     except KeyboardInterrupt:

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one exception tree.
+"""The exception tree: all errors that Phalanx raises on purpose.
 
     PhalanxError
-    +-- OptionError (ValueError)          an option, environment value or API field cannot be honoured
-    |   +-- UnknownOption (TypeError)     nobody knows this name; the nearest known one is named
+    +-- OptionError (ValueError)          an option, environment value or API field is not valid
+    |   +-- UnknownOption (TypeError)     the name is unknown; names the nearest known one
     |   +-- LayoutError                   the layout does not fit the model or the machine
     +-- ModelError                        the checkpoint cannot be used
     |   +-- ModelNotFound                 no such folder, no such Hub id, or the Hub cannot be reached
-    |   +-- UnsupportedArchitecture       lists those that are
+    |   +-- UnsupportedArchitecture       lists the supported ones
     |   +-- WeightError                   a tensor or file is missing, truncated or contradicts config.json
-    +-- CapacityError                     the memory budget does not hold what was asked for
-    +-- RequestError (ValueError)         one request is refused; the engine goes on
-    |   +-- PromptTooLong                 both numbers
-    |   +-- Overloaded                    a queue is at its cap
-    +-- TableError                        a tuning table, CSV or C++ file is faulty: file, row and cure
+    +-- CapacityError                     the memory budget is too small
+    +-- RequestError (ValueError)         one request is rejected; the engine goes on
+    |   +-- PromptTooLong                 the prompt exceeds max_seq_len; has both numbers
+    |   +-- Overloaded                    a queue is full
+    +-- TableError                        a tuning table, CSV or C++ file is faulty; names file, row and remedy
     +-- EngineError                       the engine cannot go on
         +-- RankDied                      names the rank and the signal or exit status
-        +-- RankStalled                   names the rank and how long it has stood still
+        +-- RankStalled                   names the rank and for how long it has been silent
         +-- NodeLost                      names the node
-        +-- StepDiverged                  ranks no longer agree on the step
+        +-- StepDiverged                  the ranks disagree about the step
         +-- EngineClosed                  shut down, or never started
 
-Every message says what was asked, what is held, why, and the next move. `to_wire` and `from_wire` carry an error between
-processes without pickling.
+Every message leads with the failure, then says what there is, why, and what to do next. `to_wire` and `from_wire` carry an error
+between processes without pickle.
 """
 
 from __future__ import annotations
@@ -33,28 +33,33 @@ from typing import Any
 class PhalanxError(Exception):
     """Base of all errors that Phalanx raises on purpose.
 
-    `asked` alone is a whole message; `held`, `why` and `next` complete it. They are joined with "; " in that order.
+    failure: what is wrong; a complete message, for example "tensor_parallel_size=3 does not divide num_attention_heads=32".
+    held: what there is instead. why: the cause. next: what to do, in the imperative. The parts are joined with "; " in this order.
     """
 
-    def __init__(self, asked: str, *, held: str = "", why: str = "", next: str = "") -> None:
-        self.asked, self.held, self.why, self.next = asked, held, why, next
-        super().__init__("; ".join(part for part in (asked, held, why, next) if part))
+    def __init__(self, failure: str, *, held: str = "", why: str = "", next: str = "") -> None:
+        self.failure, self.held, self.why, self.next = failure, held, why, next
+        super().__init__("; ".join(part for part in (failure, held, why, next) if part))
 
     def to_wire(self) -> dict[str, str]:
-        return {"kind": type(self).__name__, "asked": self.asked, "held": self.held, "why": self.why, "next": self.next}
+        return {"kind": type(self).__name__, "failure": self.failure, "held": self.held, "why": self.why, "next": self.next}
 
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> PhalanxError:
         kind = _KINDS.get(str(wire.get("kind")), EngineError)
-        return kind(wire["asked"], held=wire["held"], why=wire["why"], next=wire["next"])
+        return kind(wire["failure"], held=wire["held"], why=wire["why"], next=wire["next"])
+
+    def copy(self) -> PhalanxError:
+        """The same error for another waiter. An exception that is raised twice would collect the tracebacks of both."""
+        return PhalanxError.from_wire(self.to_wire())
 
 
 class OptionError(PhalanxError, ValueError):
-    """An option, environment value or API field cannot be honoured."""
+    """An option, environment value or API field is not valid."""
 
 
 class UnknownOption(OptionError, TypeError):
-    """Nobody knows this name; the nearest known one is named."""
+    """The name is unknown; the message names the nearest known one."""
 
 
 class LayoutError(OptionError):
@@ -70,7 +75,7 @@ class ModelNotFound(ModelError):
 
 
 class UnsupportedArchitecture(ModelError):
-    """Lists the architectures that are supported."""
+    """The architecture is not supported; the message lists those that are."""
 
 
 class WeightError(ModelError):
@@ -78,23 +83,23 @@ class WeightError(ModelError):
 
 
 class CapacityError(PhalanxError):
-    """The memory budget does not hold what was asked for; says what would fit."""
+    """The memory budget is too small; the message says what would fit."""
 
 
 class RequestError(PhalanxError, ValueError):
-    """One request is refused; the engine goes on."""
+    """One request is rejected; the engine goes on."""
 
 
 class PromptTooLong(RequestError):
-    """The prompt leaves no room in max_seq_len; both numbers are in the message."""
+    """The prompt is too long for max_seq_len; the message has both numbers."""
 
 
 class Overloaded(RequestError):
-    """A queue is at its cap; try again later."""
+    """A queue is full; try again later."""
 
 
 class TableError(PhalanxError):
-    """A tuning table, CSV or C++ file is faulty; names file, row and cure."""
+    """A tuning table, CSV or C++ file is faulty; the message names file, row and remedy."""
 
 
 class EngineError(PhalanxError):
@@ -102,19 +107,19 @@ class EngineError(PhalanxError):
 
 
 class RankDied(EngineError):
-    """A rank ended: its number, and the signal or exit status."""
+    """A rank ended; the message has its number, and the signal or exit status."""
 
 
 class RankStalled(EngineError):
-    """A rank stands still: its number, and for how long."""
+    """A rank stalled; the message has its number, and for how long it has been silent."""
 
 
 class NodeLost(EngineError):
-    """A node no longer answers: its number and address."""
+    """A node no longer answers; the message has its number and address."""
 
 
 class StepDiverged(EngineError):
-    """Ranks no longer agree on what step they run."""
+    """The ranks disagree about the step that they run."""
 
 
 class EngineClosed(EngineError):
@@ -122,10 +127,10 @@ class EngineClosed(EngineError):
 
 
 def _tree(kind: type[PhalanxError]) -> dict[str, type[PhalanxError]]:
-    found = {kind.__name__: kind}
+    tree = {kind.__name__: kind}
     for sub in kind.__subclasses__():
-        found |= _tree(sub)
-    return found
+        tree |= _tree(sub)
+    return tree
 
 
 _KINDS = _tree(PhalanxError)

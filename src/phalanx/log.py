@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logging: one logger tree, one format, one start-up clock.
+"""Logging: one logger tree, one format, and the timing of start-up phases.
 
-Every process of one engine logs to its stderr, which its parent inherits; a line names the process by its title.
+Every process of an engine logs to stderr, which it inherits from its parent. Each line names the process by its title.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure(title: str = "phalanx", level: str = "INFO") -> None:
-    """Set the root of the phalanx logger tree up once per process; a second call replaces the first.
+    """Set up the root of the phalanx logger tree, once per process; a second call replaces the first.
 
-    `title` is the name of the process, for example "rank 3"; `level` a standard level name.
+    title: the name of the process, for example "rank 3". level: a standard level name.
     """
     root = logging.getLogger("phalanx")
     handler = logging.StreamHandler(sys.stderr)
@@ -34,9 +34,9 @@ def configure(title: str = "phalanx", level: str = "INFO") -> None:
 
 
 class Phases:
-    """Where start-up time went: named phases in seconds, in the order in which they ended.
+    """The start-up time by phase, in seconds, in the order in which the phases ended.
 
-    No phase is silent: each logs a line when it begins and when it ends.
+    Each phase logs a line when it begins and another one when it ends.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

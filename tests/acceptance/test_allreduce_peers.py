@@ -37,6 +37,6 @@ def test_rounding_is_no_fault_and_everything_else_is():
     assert cell.differs(total.bfloat16()) is None
     assert cell.differs((total / peers.SCALE).clamp(-448, 448).to(torch.float8_e4m3fn)) == "10 of 64 values are wrong"
     for wrong in (float("nan"), float("inf"), 1.0):
-        found = total.clone()
-        found[2, 3] = wrong
-        assert cell.differs(found) == "1 of 64 values are wrong"
+        altered = total.clone()
+        altered[2, 3] = wrong
+        assert cell.differs(altered) == "1 of 64 values are wrong"

@@ -12,21 +12,21 @@ import tarfile
 import time
 from pathlib import Path
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.engine import everything_on_gpu as everything
 
-SCRIPT = [sys.executable, str(record.ROOT / "benchmarks" / "engine" / "everything_on_gpu.py"), "--device", "cpu"]
+SCRIPT = [sys.executable, "-m", "benchmarks.engine.everything_on_gpu", "--device", "cpu"]
 
 
 def test_works_on_cpu(tmp_path: Path) -> None:
     """Some beside one another, a server among them, and one for which there is no time; everything in one file."""
     out = tmp_path / "out"
-    asked = ["--out", out, "--kernels", tmp_path / "kernels", "--packed", tmp_path / "all.tgz"]
-    done = subprocess.run([*SCRIPT, *asked], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 1, done.stdout
-    assert "late: not begun, as it may take 100000 s" in done.stdout
+    arguments = ["--out", out, "--kernels", tmp_path / "kernels", "--packed", tmp_path / "all.tgz"]
+    result = subprocess.run([*SCRIPT, *arguments], cwd=harness.ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 1, result.stdout
+    assert "late: not begun, as it may take 100000 s" in result.stdout
     for name in ("python", "pair", "http"):
-        assert f"{name}: done" in done.stdout, done.stdout + done.stderr
+        assert f"{name}: done" in result.stdout, result.stdout + result.stderr
     assert (out / "python.txt").read_text() == "2\n"
     with tarfile.open(tmp_path / "all.tgz") as packed:
         assert {"pair.json", "pair.txt", "http.json", "http.streams0.json", "http.server.txt"} <= set(packed.getnames())
@@ -49,8 +49,8 @@ def test_a_work_that_fails_says_so_and_one_that_is_slow_is_cut_off(tmp_path: Pat
 
 
 def test_ended_it_leaves_nothing_behind(tmp_path: Path) -> None:
-    asked = ["--out", tmp_path / "out", "--kernels", tmp_path / "kernels", "--only", "http"]
-    script = subprocess.Popen([*SCRIPT, *asked], stdout=subprocess.DEVNULL)
+    arguments = ["--out", tmp_path / "out", "--kernels", tmp_path / "kernels", "--only", "http"]
+    script = subprocess.Popen([*SCRIPT, *arguments], cwd=harness.ROOT, stdout=subprocess.DEVNULL)
     try:
         log, end = tmp_path / "out" / "http.txt", time.monotonic() + 90
         while not (log.exists() and "is served at" in log.read_text()):
@@ -61,8 +61,8 @@ def test_ended_it_leaves_nothing_behind(tmp_path: Path) -> None:
         assert script.wait(60) == 143
     finally:
         script.kill()
-    mine = str(tmp_path).encode()
-    left = [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if mine in _read(path)]
+    folder = str(tmp_path).encode()
+    left = [path.parent.name for path in Path("/proc").glob("[0-9]*/cmdline") if folder in _read(path)]
     assert [pid for pid in left if int(pid) != os.getpid()] == []
 
 
@@ -75,9 +75,9 @@ def _read(path: Path) -> bytes:
 
 def test_every_work_fits_four_gpus_and_an_unknown_one_is_named(tmp_path: Path) -> None:
     known = everything.works()
-    assert all((record.ROOT / word).exists() for work in known.values() for word in work.python if "/" in word)
+    assert all((harness.ROOT / word).exists() for work in known.values() for word in work.python if "/" in word)
     assert all(work.gpus in (1, 2, 4) and (work.bench or work.served or work.python) for work in known.values())
-    asked = subprocess.run([*SCRIPT, "--out", tmp_path, "--only", "tp5"], capture_output=True, text=True, timeout=60)
-    assert asked.returncode == 2
-    assert "'tp5'" in asked.stderr
-    assert "python, pair, late, http" in asked.stderr
+    refused = subprocess.run([*SCRIPT, "--out", tmp_path, "--only", "tp5"], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert "'tp5'" in refused.stderr
+    assert "python, pair, late, http" in refused.stderr

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import record
+from benchmarks import harness
 from benchmarks.models import fp8_error
 
 
@@ -34,6 +34,6 @@ def test_the_figures_are_not_zero(measured: dict[str, dict[str, fp8_error.Error]
 
 
 def test_the_report_on_record_covers_every_variant() -> None:
-    kept = json.loads((record.RESULTS / "fp8_error.json").read_text(encoding="utf-8"))["against_bf16"]
+    kept = json.loads((harness.RESULTS / "fp8_error.json").read_text(encoding="utf-8"))["against_bf16"]
     assert set(kept) == set(fp8_error.VARIANTS)
     assert all(parts["answers"]["top1"] >= 0.999 for parts in kept.values())

@@ -8,6 +8,7 @@ each happened.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from phalanx import LLM, SamplingParams
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
+from tests.support.executor_forked_launcher import forked_ranks
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
 ROPE = {
@@ -59,33 +61,40 @@ def reference(request, tmp_path_factory) -> Reference:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts, tokens, logprobs = _prompts(), [], []
     for prompt in prompts:
-        whole = torch.tensor([prompt])
+        sequence = torch.tensor([prompt])
         with torch.inference_mode():
             for _ in range(NEW_TOKENS):
-                whole = torch.cat([whole, model(whole).logits[:, -1:].argmax(-1)], dim=1)
-            scores = model(whole).logits[0].log_softmax(-1)
-        new = whole[0, len(prompt) :].tolist()
+                sequence = torch.cat([sequence, model(sequence).logits[:, -1:].argmax(-1)], dim=1)
+            scores = model(sequence).logits[0].log_softmax(-1)
+        new = sequence[0, len(prompt) :].tolist()
         tokens.append(new)
         logprobs.append([scores[len(prompt) - 1 + i, token].item() for i, token in enumerate(new)])
     return Reference(folder, prompts, tokens, logprobs)
 
 
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[str]:
+    with forked_ranks() as path:
+        yield path
+
+
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=lambda n: str(n))
-def test_tokens_equal_transformers(reference, tp, pp):
+def test_tokens_equal_transformers(reference, launcher, tp, pp):
     longest = max(len(prompt) for prompt in reference.prompts) + NEW_TOKENS
     # Requests that may stop early are admitted before there are blocks for all of them, and so they preempt each other.
     never = next(token for token in range(3, 380) if not any(token in tokens for tokens in reference.tokens))
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, stop_token_ids=[never])
     with LLM(
-        reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", kv_block_size=BLOCK,
-        max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest, kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
+        reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", launcher=launcher,
+        kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
+        kv_cache_bytes=_cache_bytes(reference, tp, pp, longest),
     ) as llm:  # fmt: skip
         for _ in range(2):  # the second time, prompts hit blocks that the first left behind
             outputs = llm.generate(reference.prompts, params, use_tqdm=False)
             for output, tokens, logprobs in zip(outputs, reference.tokens, reference.logprobs, strict=True):
-                made = output.outputs[0]
-                assert made.token_ids == tokens
-                assert [entry.logprob for entry in made.logprobs] == pytest.approx(logprobs, abs=1e-4)
+                completion = output.outputs[0]
+                assert completion.token_ids == tokens
+                assert [entry.logprob for entry in completion.logprobs] == pytest.approx(logprobs, abs=1e-4)
         stats = llm.stats()
     assert stats.preemptions > 0
     assert stats.prefix_hits > 0

@@ -99,10 +99,10 @@ def test_two_hosts_serve_and_a_cut_link_is_named(hosts):
         children = [child for server in servers for child in _descendants(server)]
         assert sum("rank" in child.name() or "worker" in " ".join(child.cmdline()) for child in children) >= 4
         url = f"http://{ADDRESSES[0]}:{PORT}"
-        whole = subprocess.run(
+        complete = subprocess.run(
             hosts.command(0, sys.executable, "-c", CLIENT, url, "16"), capture_output=True, text=True, timeout=60, check=True
         )
-        assert whole.stdout.strip().endswith("data: [DONE]")
+        assert complete.stdout.strip().endswith("data: [DONE]")
 
         client = subprocess.Popen(hosts.command(0, sys.executable, "-c", CLIENT, url, "480"), stdout=subprocess.PIPE, text=True)
         assert client.stdout.readline().startswith("data: ")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.bench import offline
-from phalanx.config.sources import Asked
+from phalanx.config.sources import RawOptions
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 128,
@@ -25,20 +25,20 @@ def tiny_shape(tmp_path_factory) -> Path:
     return folder
 
 
-def asked_for(model, **options) -> Asked:
+def requested_options(model, **options) -> RawOptions:
     values = {"model": str(model), "load_format": "dummy", "device": "cpu", "kv_cache_bytes": 1 << 22, **options}
-    return Asked(values, dict.fromkeys(values, "the test"))
+    return RawOptions(values, dict.fromkeys(values, "the test"))
 
 
 @pytest.fixture
-def subject(tiny_shape):
-    with offline.subject(asked_for(tiny_shape)) as found:
+def target(tiny_shape):
+    with offline.target(requested_options(tiny_shape)) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def running(tiny_shape):
-    """(subject, LLM)"""
-    with offline.subject(asked_for(tiny_shape)) as found, offline.engine(found) as (llm, seconds):
+    """(target, LLM)"""
+    with offline.target(requested_options(tiny_shape)) as found, offline.engine(found) as (llm, seconds):
         assert seconds > 0
         yield found, llm

@@ -14,10 +14,10 @@ import pytest
 
 from phalanx.bench import load, report, shapes
 from phalanx.bench.load import Load
-from phalanx.bench.stream import Sample
+from phalanx.bench.streaming_client import Sample
 from phalanx.errors import EngineError, OptionError, RequestError
-from tests.checkpoints import write_checkpoint
-from tests.serve.processes import fake_server, rank_server, until
+from tests.support.checkpoints import write_checkpoint
+from tests.support.serve_processes import fake_server, rank_server, until
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +31,14 @@ def served(tmp_path_factory):
 
 
 def test_due_times():
-    due = load.due_times(20.0, 4000, 1)
+    due = load.arrival_times(20.0, 4000, 1)
     assert due[0] == 0
-    assert due == sorted(due) == load.due_times(20.0, 4000, 1) != load.due_times(20.0, 4000, 2)
+    assert due == sorted(due) == load.arrival_times(20.0, 4000, 1) != load.arrival_times(20.0, 4000, 2)
     gaps = [later - earlier for earlier, later in pairwise(due)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1 / 20, rel=0.06)
     assert math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) == pytest.approx(mean, rel=0.1)  # as of a Poisson process
-    assert load.due_times(math.inf, 3, 0) == [0.0] * 3
+    assert load.arrival_times(math.inf, 3, 0) == [0.0] * 3
 
 
 def test_the_arithmetic():
@@ -60,16 +60,16 @@ def test_the_arithmetic():
 
 
 def test_the_servers_words_are_kept_once():
-    refused = [Sample(0.0, error="status 400", said=f"{number} tokens are too many") for number in (7, 8)]
+    refused = [Sample(0.0, error="status 400", message=f"{number} tokens are too many") for number in (7, 8)]
     found = load.summary([*refused, Sample(0.0, error="timed out")])
     assert found["errors"] == {"status 400": 2, "timed out": 1}
     assert found["said"] == {"status 400": "7 tokens are too many"}
 
 
-@pytest.mark.parametrize("asked", [{}, {"rate": 1.0, "concurrency": 2}, {"rate": 0.0}, {"rate": math.nan}])
-def test_a_rate_or_a_concurrency(asked):
+@pytest.mark.parametrize("options", [{}, {"rate": 1.0, "concurrency": 2}, {"rate": 0.0}, {"rate": math.nan}])
+def test_a_rate_or_a_concurrency(options):
     with pytest.raises(OptionError, match="rate"):
-        Load(1, 1, 1, **asked)
+        Load(1, 1, 1, **options)
 
 
 def test_open_loop_counts_from_when_a_request_was_due():
@@ -107,7 +107,7 @@ def test_a_concurrency_on_a_real_server(served, capsys):
     report.show(load.table(document))
     shown = capsys.readouterr().out
     assert "4 streams" in shown
-    assert "roof: not known over HTTP" in shown
+    assert "roofline: unknown over HTTP" in shown
 
 
 def test_a_rate_that_is_too_much(served, capsys):
@@ -122,9 +122,9 @@ def test_a_rate_that_is_too_much(served, capsys):
 
 
 def test_every_request_refused(served):
-    with pytest.raises(RequestError, match=r"3 requests were sent to .*none was answered; status 404 \(3\): .*another"):
+    with pytest.raises(RequestError, match=r"all 3 requests to .* failed; status 404 \(3\): .*another"):
         load.run(served.url, None, Load(3, 16, 4, concurrency=1, model="another", warmup=0))
-    with pytest.raises(RequestError, match=r"none was answered; status 400 \(2\): .*600.*512"):
+    with pytest.raises(RequestError, match=r"all 2 requests to .* failed; status 400 \(2\): .*600.*512"):
         load.run(served.url, None, Load(2, 600, 4, concurrency=1))
 
 
@@ -133,17 +133,17 @@ def test_a_server_that_asks_for_a_key(tmp_path_factory):
     model = shapes.write("llama-3-8b", folder / "model")
     with fake_server(folder, model, engine={"max_seq_len": 512, "load_format": "dummy"}, api_key="secret") as found:
         url = found.wait_ready().url
-        why = r"status 401.*this server asks for a key.*; give the server's key by --api_key$"
+        why = r"status 401.*the API key is missing or wrong.*; give the server's key with --api_key$"
         for key in (None, "another"):
-            with pytest.raises(RequestError, match=f"asked for its models; it answered with {why}"):
+            with pytest.raises(RequestError, match=f"does not list its models; it answered with {why}"):
                 load.run(url, key, Load(2, 16, 4, concurrency=1))
-            with pytest.raises(RequestError, match=f"none was answered; {why}"):
+            with pytest.raises(RequestError, match=f"requests to .* failed; {why}"):
                 load.run(url, key, Load(2, 16, 4, concurrency=1, model="tiny"))
         assert load.run(url, "secret", Load(2, 16, 4, concurrency=1))["results"]["completed"] == 2
 
 
 def test_a_url_of_something_else(served):
-    with pytest.raises(RequestError, match=r"/none was asked for its models; it answered with status 404; .*; name the model by"):
+    with pytest.raises(RequestError, match=r"/none does not list its models; it answered with status 404; .*; name the model with"):
         load.run(f"{served.url}/none", None, Load(1, 1, 1, concurrency=1))
 
 
@@ -159,7 +159,7 @@ def test_a_rank_is_killed_under_load(tmp_path, capsys):
 
         killer = threading.Thread(target=kill)
         killer.start()
-        with pytest.raises(RequestError, match=r"none was answered; error event: rank_died \(3\): .*rank 1"):
+        with pytest.raises(RequestError, match=r"requests to .* failed; error event: rank_died \(3\): .*rank 1"):
             load.run(running.url, None, Load(3, 16, 8000, concurrency=3, warmup=0))
         killer.join()
 
@@ -185,8 +185,8 @@ def test_an_offline_report_that_is_none(text, tmp_path):
     file = tmp_path / "offline.json"
     if text is not None:
         file.write_text(text)
-    said = "No such file or directory" if text is None else "that is no report of `phalanx bench throughput` or `all`"
+    why = "No such file or directory" if text is None else "it is not a report of `phalanx bench throughput` or `all`"
     with pytest.raises(OptionError) as error:
         load.offline_row(file, Load(9, 16, 8, concurrency=4))
     cure = "make one with `phalanx bench throughput --workload batch-9x16x8 --json FILE`"
-    assert str(error.value) == f"the offline report {file} was asked for; {said}; {cure}"
+    assert str(error.value) == f"the offline report {file} cannot be used; {why}; {cure}"

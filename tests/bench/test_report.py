@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Percentiles are exact, and a figure says where it comes from but no folder of this machine."""
+"""Percentiles are exact, and a report is written completely or not at all."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 
 import numpy
 import pytest
@@ -34,56 +33,44 @@ def test_percent_text(fraction, text):
     assert report.percent_text(fraction) == text
 
 
-def test_about_names_the_machine_and_no_folder(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    outside = tmp_path.parent / "elsewhere" / "model"
-    flags = [str(outside), "--json", str(tmp_path / "out" / "a.json"), f"--plot={tmp_path}/b.png", "--tp_size", "4"]
-    monkeypatch.setattr(sys, "argv", ["bin/phalanx", "bench", "latency", *flags])
-    about = report.about()
-    assert about["command"] == "phalanx bench latency model --json out/a.json --plot=b.png --tp_size 4"
-    assert about["machine"]["cores"] >= 1
-    assert about["versions"]["torch"]
-    assert str(tmp_path) not in json.dumps(about)
-
-
 def test_json_to_a_file_and_to_stdout(tmp_path, capsys):
     document, table = {"a": 1}, report.table("Title", ["name", "figure"], [["x", "1"]], "caption")
-    report.give(document, [table], str(tmp_path / "new" / "r.json"))
+    report.publish(document, [table], str(tmp_path / "new" / "r.json"))
     assert json.loads((tmp_path / "new" / "r.json").read_text()) == document
     assert "Title" in capsys.readouterr().out
-    report.give(document, [table], "-")
+    report.publish(document, [table], "-")
     shown = capsys.readouterr()
     assert json.loads(shown.out) == document
     assert "caption" in shown.err
 
 
-def test_a_target_is_tried_and_left_as_it_was(tmp_path):
-    assert report.target(None) is report.target("-") is None
-    assert report.target(str(tmp_path / "a" / "b" / "r.json")) == tmp_path / "a" / "b" / "r.json"
+def test_a_path_is_tried_and_left_as_it_was(tmp_path):
+    assert report.json_path(None) is report.json_path("-") is None
+    assert report.json_path(str(tmp_path / "a" / "b" / "r.json")) == tmp_path / "a" / "b" / "r.json"
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("extends", [False, True])
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
-        ("/proc/r.json", "nothing can be written there; No such file or directory; name a file in a folder that can be written"),
-        ("/proc/a/r.json", "nothing can be written there; "),
-        ("plain/r.json", "nothing can be written there; what should be its folder is a file; "),
-        ("n" * 250 + ".json", "nothing can be written there; File name too long"),
+        ("/proc/r.json", "No such file or directory; name a file in a folder that can be written"),
+        ("/proc/a/r.json", "No such file or directory; "),
+        ("plain/r.json", "its folder is a file; "),
+        ("n" * 250 + ".json", "File name too long"),
         ("new/", "that is a folder; name a file in it"),
         ("", "that is a folder; name a file in it"),
         ("folder", "that is a folder; name a file in it"),
-        ("/dev/null", "that is no plain file; name a new file"),
+        ("/dev/null", "that is not a regular file; name a new file"),
     ],
 )
-def test_a_target_that_cannot_be_written(name, said, extends, tmp_path, monkeypatch):
+def test_a_path_that_cannot_be_written(name, message, extends, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "plain").write_text("x")
     with pytest.raises(OptionError) as error:
-        report.target(name, extends=extends)
-    assert str(error.value).startswith(f"the report was to be written to {name!r}; {said}")
+        report.json_path(name, extends=extends)
+    assert str(error.value).startswith(f"the report cannot be written to {name!r}; {message}")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "plain"]
 
 
@@ -91,19 +78,17 @@ def test_a_report_takes_no_other_files_place(tmp_path):
     file = tmp_path / "r.json"
     file.write_text("mine")
     with pytest.raises(OptionError, match="a file is there, and would be lost; name a new file"):
-        report.target(str(file))
-    assert report.target(str(file), extends=True) == file
+        report.json_path(str(file))
+    assert report.json_path(str(file), extends=True) == file
     assert file.read_text() == "mine"
 
 
 def test_what_cannot_be_written_is_shown(tmp_path, capsys):
     (tmp_path / "plain").write_text("x")
     table = report.table("Title", ["name", "figure"], [["x", "1"]])
-    with pytest.raises(
-        PhalanxError, match=r"plain/r.json'; what should be its folder is a file; its JSON went to stdout instead"
-    ) as error:
-        report.give({"a": 1}, [table], str(tmp_path / "plain" / "r.json"))
-    assert not isinstance(error.value, OptionError)  # nothing that was asked for is wrong: exit status 1
+    with pytest.raises(PhalanxError, match=r"plain/r.json'; its folder is a file; its JSON is on stdout instead") as error:
+        report.publish({"a": 1}, [table], str(tmp_path / "plain" / "r.json"))
+    assert not isinstance(error.value, OptionError)  # the options are right: exit status 1
     title, _, shown = capsys.readouterr().out.partition("{")
     assert "Title" in title
     assert json.loads("{" + shown) == {"a": 1}

@@ -15,7 +15,7 @@ import pytest
 from phalanx.bench import shapes
 from phalanx.config.model import ModelShape
 from phalanx.errors import OptionError
-from phalanx.plan.weights import tensors
+from phalanx.plan.weight_tensors import tensors
 from phalanx.serve.tokenizer import Tokenizer
 
 
@@ -55,16 +55,16 @@ def test_what_is_there_stays(tmp_path):
     with pytest.raises(OptionError, match=r"a tokenizer.json is there; name a new folder"):
         shapes.write("llama-3-8b", tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
-    with pytest.raises(OptionError, match=r"'llama-4' is unknown; known: llama-3-8b, "):
+    with pytest.raises(OptionError, match=r"'llama-4' is unknown; use one of llama-3-8b, "):
         shapes.write("llama-4", tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "plain").write_text("x")
-    with pytest.raises(OptionError, match=r"was to be written to .*plain; what should be its folder is a file; name a new folder"):
+    with pytest.raises(OptionError, match=r"cannot be written to .*plain; its folder is a file; name a new folder"):
         shapes.write("llama-3-8b", tmp_path / "plain")
-    with pytest.raises(OptionError, match=r"was to be written to /proc/x; No such file or directory; name a new folder"):
+    with pytest.raises(OptionError, match=r"cannot be written to /proc/x; No such file or directory; name a new folder"):
         shapes.write("llama-3-8b", Path("/proc/x"))
 
 

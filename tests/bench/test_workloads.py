@@ -24,18 +24,18 @@ def test_names(name, found):
     assert workloads.parse(name, found.kind) == found
 
 
-def test_those_of_the_targets_are_known():
+def test_the_default_workloads_are_known():
     assert {workloads.parse(name).kind for name in workloads.KNOWN} == {"decode", "batch"}
 
 
 @pytest.mark.parametrize("name", ["decode", "decode-0", "decode-1x2", "batch-512", "batch-1x0x1", "prefill-1", "decode-1 "])
 def test_unknown_names_tell_the_known(name):
-    with pytest.raises(OptionError, match=r"is unknown; known: decode-1, .*batch-512x1000x1000"):
+    with pytest.raises(OptionError, match=r"is unknown; use decode-1, .*batch-512x1000x1000"):
         workloads.parse(name)
 
 
 def test_a_workload_of_the_other_kind():
-    with pytest.raises(OptionError, match=r"runs batch workloads; known: batch-512x1000x1000"):
+    with pytest.raises(OptionError, match=r"is not a batch workload; use batch-512x1000x1000"):
         workloads.parse("decode-1", "batch")
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.choose import OWNED_FROM, Chooser, Rules, choose, owned_from
+from phalanx.comm.choose import SP_MIN_TOKENS, Rules, choose, decider, sp_min_tokens
 from phalanx.hardware.fingerprint import LINKS, Fingerprint
 from phalanx.tables.message import Fusion, Message
 from phalanx.tables.strategy import SUPPORTED, Strategy
@@ -102,46 +102,46 @@ def test_every_size_has_an_answer_that_can_run(
 
 
 def test_costs_less_than_a_microsecond_once_a_size_is_known() -> None:
-    chooser = Chooser(Rules(HERE, {}, says(Strategy.ONESHOT)))
-    chooser(16, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM)
+    decide = decider(Rules(HERE, {}, says(Strategy.ONESHOT)))
+    decide(16, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM)
     best = 1.0
     for _ in range(20):
         begin = time.perf_counter()
         for _ in range(1000):
-            chooser(16, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM)
+            decide(16, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM)
         best = min(best, (time.perf_counter() - begin) / 1000)
     assert best < 1e-6, f"{best * 1e6:.2f} us"
 
 
 def test_the_answers_do_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.comm.choose._MAX_CACHED", 10)
-    chooser = Chooser(Rules(HERE, {}, says(Strategy.ONESHOT)))
+    decide = decider(Rules(HERE, {}, says(Strategy.ONESHOT)))
     for tokens in range(1, 100):
-        assert chooser(tokens, 8192, "bf16", Fusion.NONE).strategy is Strategy.ONESHOT
-        assert len(chooser._kept) <= 10
+        assert decide(tokens, 8192, "bf16", Fusion.NONE).strategy is Strategy.ONESHOT
+        assert decide.cache_info().currsize <= 10  # type: ignore[attr-defined]
 
 
 @given(
     st.integers(1, 1 << 12), st.integers(1, 1 << 15), st.sampled_from(Fusion), st.integers(2, 9), st.booleans(),
     st.sampled_from([None, *SUPPORTED]),
 )  # fmt: skip
-def test_rows_have_owners_where_a_kernel_can_own_them(
+def test_the_residual_is_sharded_where_a_kernel_can(
     tokens: int, hidden: int, fusion: Fusion, world: int, pinned: bool, forced: Strategy | None
 ) -> None:
     here = Fingerprint(90, "nvlink", world)
-    rules = Rules(here, {}, says(Strategy.NCCL), forced, pinned, owned_from(here))
-    found = Chooser(rules)(tokens, hidden, "bf16", fusion, may_own=True)
+    rules = Rules(here, {}, says(Strategy.NCCL), forced, pinned, sp_min_tokens(here))
+    found = decider(rules)(tokens, hidden, "bf16", fusion, accepts_sharded=True)
     can = fusion is Fusion.RESIDUAL_RMS_NORM or (fusion.quant == "fp8" and not fusion.keeps_norm)
-    many = world in OWNED_FROM and tokens >= OWNED_FROM[world]
-    assert found.owned == (can and many and hidden % 16 == 0 and forced in (None, Strategy.TWOSHOT))
-    if found.owned:
-        assert found.name == f"TWOSHOT+OWNED/{fusion.name}"
+    many = world in SP_MIN_TOKENS and tokens >= SP_MIN_TOKENS[world]
+    assert found.sharded == (can and many and hidden % 16 == 0 and forced in (None, Strategy.TWOSHOT))
+    if found.sharded:
+        assert found.name == f"RS_NORM_AG/{fusion.name}"
         assert found.fused
-    assert not Chooser(rules)(tokens, hidden, "bf16", fusion).owned
+    assert not decider(rules)(tokens, hidden, "bf16", fusion).sharded
 
 
-def test_rows_have_no_owners_on_a_cpu_or_apart() -> None:
+def test_the_residual_is_not_sharded_on_a_cpu_or_apart() -> None:
     for link in ("shm", "pcie", "nodes"):
-        assert owned_from(Fingerprint(0 if link == "shm" else 90, link, 2)) is None
-    refused = Rules(HERE, {Strategy.TWOSHOT: "broken"}, says(Strategy.NCCL), owned_from=1)
-    assert not Chooser(refused)(4096, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM, may_own=True).owned
+        assert sp_min_tokens(Fingerprint(0 if link == "shm" else 90, link, 2)) is None
+    refused = Rules(HERE, {Strategy.TWOSHOT: "broken"}, says(Strategy.NCCL), sp_min_tokens=1)
+    assert not decider(refused)(4096, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM, accepts_sharded=True).sharded

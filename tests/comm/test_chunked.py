@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from phalanx.comm import chunked
 from phalanx.comm.group import ResidualRmsNorm
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 
 
 def space():
     pytest.importorskip("triton")
-    from tests.comm import compiled
+    from tests.support import comm_compiled
 
-    return compiled.workspace(2, 90)
+    return comm_compiled.workspace(2, 90)
 
 
 @given(st.integers(1, 50), st.integers(1, 60))
@@ -54,13 +54,13 @@ def test_rows_stay_whole(rows: int, pitch: int, rows_at_once: int) -> None:
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(0, 4))
 def test_chunks_of_an_unscaled_product_are_whole_rows_with_their_scales(rows: int, pitch: int, at_once: int, spare: int) -> None:
-    product = Unscaled(torch.rand(rows, 8 * pitch).to(torch.bfloat16), torch.rand(rows, 1), torch.rand(8 * pitch))
-    wanted = product.wide().to(torch.bfloat16)
+    output = Unscaled(torch.rand(rows, 8 * pitch).to(torch.bfloat16), torch.rand(rows, 1), torch.rand(8 * pitch))
+    wanted = output.to_fp32().to(torch.bfloat16)
 
     def scaled(source: torch.Tensor, count: int, constants: dict) -> torch.Tensor:
         values = source.reshape(-1)[: 8 * pitch // 2 * count].view(torch.bfloat16).view(count, -1)
         part = Unscaled(values, constants["row_scales"][:count], constants["column_scales"])
-        return part.wide().to(torch.bfloat16).view(-1).view(torch.int32)
+        return part.to_fp32().to(torch.bfloat16).view(-1).view(torch.int32)
 
     def launch(source, target, count, constants):
         assert constants["pitch"] == pitch
@@ -68,12 +68,12 @@ def test_chunks_of_an_unscaled_product_are_whole_rows_with_their_scales(rows: in
         target[: 4 * count] = scaled(source, count // pitch, constants)
 
     room = at_once * pitch + spare % pitch
-    assert torch.equal(chunked.all_reduce(product, space(), room, launch), wanted)
+    assert torch.equal(chunked.all_reduce(output, space(), room, launch), wanted)
 
     parts = []
-    fusion = ResidualRmsNorm(product.values, product.values[0], 1e-5)
+    fusion = ResidualRmsNorm(output.values, output.values[0], 1e-5)
     chunked.all_reduce_norm(
-        product, fusion, space(), room, lambda arguments, count, constants: parts.append(scaled(arguments[0], count, constants))
+        output, fusion, space(), room, lambda arguments, count, constants: parts.append(scaled(arguments[0], count, constants))
     )
     assert torch.equal(torch.cat(parts).view(torch.bfloat16).view_as(wanted), wanted)
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from phalanx.comm import oneshot
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.symmetric import BOARD_PLACES
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 
-SMS = 132
+NUM_SMS = 132
 
 
-def sound(launch: oneshot.Launch) -> None:
+def sound(launch: oneshot.OneshotLaunch) -> None:
     assert launch.programs >= 1
     assert launch.warps in (1, 2, 4, 8, 16, 32)
     assert launch.block & (launch.block - 1) == 0
@@ -25,7 +25,7 @@ def sound(launch: oneshot.Launch) -> None:
 
 @given(st.integers(1, 1 << 24))
 def test_a_sum_is_covered(vectors: int) -> None:
-    launch = oneshot.flat_launch(vectors, SMS)
+    launch = oneshot.flat_launch(vectors, NUM_SMS)
     sound(launch)
     assert launch.loop or launch.programs * launch.block >= vectors
     assert (launch.programs - 1) * launch.block < vectors
@@ -33,12 +33,12 @@ def test_a_sum_is_covered(vectors: int) -> None:
 
 @given(st.integers(1, 20_000), st.integers(1, 4096), st.integers(2, 8), st.booleans())
 def test_rows_are_covered(rows: int, pitch: int, world: int, whole_rows: bool) -> None:
-    launch = oneshot.row_launch(rows, pitch, world, SMS, whole_rows=whole_rows)
+    launch = oneshot.row_launch(rows, pitch, world, NUM_SMS, whole_rows=whole_rows)
     sound(launch)
-    if launch.pieces > 1:
+    if launch.splits > 1:
         assert not whole_rows
-        assert launch.pieces * launch.block >= pitch
-        assert launch.programs == rows * launch.pieces <= min(BOARD_PLACES, 4 * SMS)
+        assert launch.splits * launch.block >= pitch
+        assert launch.programs == rows * launch.splits <= min(BOARD_PLACES, 4 * NUM_SMS)
         assert launch.block % 4 == 0  # whole blocks of 16 elements, which share an NVFP4 scale
     else:
         assert launch.block >= pitch
@@ -48,14 +48,14 @@ def test_rows_are_covered(rows: int, pitch: int, world: int, whole_rows: bool) -
 @pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 2), (90, 4), (90, 8), (100, 4)])
 def test_kernels_compile(capability: int, world: int) -> None:
     pytest.importorskip("triton")
-    from tests.comm import compiled
+    from tests.support import comm_compiled
 
     one = torch.ones(())
     norms = [(3, "none", None), (3, "fp8", None), (3, "fp8", one), (3, "nvfp4", one)]
-    launches = compiled.launches(oneshot, world, capability, [(1, 8), (3, 1008), (700, 8192)], norms)
+    launches = comm_compiled.launches(oneshot, world, capability, [(1, 8), (3, 1008), (700, 8192)], norms)
     names = [name for name, _, _ in launches]
     assert names[:3] == ["oneshot"] * 3
-    assert set(names[3:]) == ({"oneshot_norm"} if world == 2 else {"oneshot_norm", "oneshot_norm_pieces"})
+    assert set(names[3:]) == ({"oneshot_norm"} if world == 2 else {"oneshot_norm", "oneshot_norm_split"})
     for name, _, made in launches:
         assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
         assert ("e4m3x2" in made.asm["ptx"]) == (name != "oneshot" and capability >= 90 and "fp8" in str(made.src.constants))
@@ -66,18 +66,18 @@ def test_kernels_compile(capability: int, world: int) -> None:
 def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
     """Loads of a vector of 16-bit values bring two vectors of scales along; the rest is as without."""
     pytest.importorskip("triton")
-    from tests.comm import compiled
+    from tests.support import comm_compiled
 
     sums, norms = [(3, 1008), (700, 8192)], [(3, "none", None), (3, "fp8", None), (600, "none", None)]
-    plain = compiled.launches(oneshot, world, capability, sums, norms)
-    with_scales = compiled.launches(oneshot, world, capability, sums, norms, scales=True)
-    loads = 2 if compiled.DTYPES[capability].itemsize == 2 else 1
+    plain = comm_compiled.launches(oneshot, world, capability, sums, norms)
+    with_scales = comm_compiled.launches(oneshot, world, capability, sums, norms, scales=True)
+    loads = 2 if comm_compiled.DTYPES[capability].itemsize == 2 else 1
     for left, right in zip(plain, with_scales, strict=True):
         assert left[:2] == right[:2]
         more = right[2].asm["ptx"].count("ld.global.v4.b32") - left[2].asm["ptx"].count("ld.global.v4.b32")
         assert more > 0
         assert more % loads == 0
-        assert compiled.fused(right) == compiled.fused(left), "a part is rounded before it is added up"
+        assert comm_compiled.fused(right) == comm_compiled.fused(left), "a part is rounded before it is added up"
         if capability >= 90:  # a row's scale is written by a kernel before, a column's by none
             early, late = right[2].asm["ptx"].split("griddepcontrol.wait")
             assert ("ld.global.b32" in early, "ld.global.b32" in late) == (False, True)
@@ -85,20 +85,20 @@ def test_kernels_that_apply_scales_compile(capability: int, world: int) -> None:
 
 def test_messages_beyond_the_workspace_go_in_chunks() -> None:
     pytest.importorskip("triton")
-    from tests.comm import compiled
+    from tests.support import comm_compiled
 
-    space = compiled.workspace(8, 90, 1 << 20)
+    space = comm_compiled.workspace(8, 90, 1 << 20)
     x = torch.zeros(100, 8192, dtype=torch.bfloat16)
-    with compiled.only(90) as launches:
+    with comm_compiled.only(90) as launches:
         oneshot.all_reduce(x, space)
         assert len(launches) == -(-x.nbytes // (16 * space.oneshot_vectors)) > 1
         launches.clear()
         outputs = oneshot.all_reduce_norm(x, ResidualRmsNorm(x, x[0], 1e-5), space)
         assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1
         launches.clear()
-        product = Unscaled(x, torch.ones(100, 1), torch.ones(8192))
-        oneshot.all_reduce(product, space)
-        assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1  # whole rows
-        oneshot.all_reduce_norm(product, ResidualRmsNorm(x, x[0], 1e-5), space)
+        output = Unscaled(x, torch.ones(100, 1), torch.ones(8192))
+        oneshot.all_reduce(output, space)
+        assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1  # chunks of rows
+        oneshot.all_reduce_norm(output, ResidualRmsNorm(x, x[0], 1e-5), space)
         assert len({made.hash for name, _, made in launches if name == "oneshot"}) == 1, "chunks of one kernel"
     assert [out.shape for out in outputs] == [x.shape, x.shape]

@@ -15,7 +15,7 @@ from phalanx.comm import shared_memory
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.errors import RankStalled
 from phalanx.kernels import reference
-from tests.comm import cpu_ranks
+from tests.support import comm_cpu_ranks
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory needs stores in order: x86-64")
 
@@ -59,7 +59,7 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_equals_the_oracles_on_every_rank(world: int, tmp_path: Path) -> None:
-    ranks = cpu_ranks.run(world, BODY, tmp_path)
+    ranks = comm_cpu_ranks.run(world, BODY, tmp_path)
     for shape, dtype in itertools.product(SHAPES, DTYPES):
         wanted = reference.all_reduce([part(rank, shape, dtype) for rank in range(world)])
         for rank, name in itertools.product(range(world), ("oneshot", "twoshot")):
@@ -86,7 +86,7 @@ group.barrier()  # the rank that made the file removes it before it gets here
 found["files"] = [path.name for path in folder.glob("phalanx-*")]
 found["sum"] = memory.oneshot(torch.ones(1, 8))
 """
-    for rank in cpu_ranks.run(2, body, tmp_path):
+    for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert rank["files"] == []
         assert torch.equal(rank["sum"], torch.full((1, 8), 2.0))
 
@@ -105,7 +105,7 @@ shared_memory.form(group, 1 << 16, folder=folder)
 group.barrier()
 found["files"] = [path.name for path in folder.glob("phalanx-*")]
 """
-    for rank in cpu_ranks.run(2, body, tmp_path):
+    for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert rank["files"] == ["phalanx-used"]
 
 
@@ -116,7 +116,7 @@ if rank == 1:
     shared_memory.refusal = lambda *_: "64 MiB free, and 100 MiB are needed"
 found["why"] = shared_memory.form(group, 1 << 20)
 """
-    assert {rank["why"] for rank in cpu_ranks.run(2, body, tmp_path)} == {"rank 1: 64 MiB free, and 100 MiB are needed"}
+    assert {rank["why"] for rank in comm_cpu_ranks.run(2, body, tmp_path)} == {"rank 1: 64 MiB free, and 100 MiB are needed"}
 
 
 def test_faster_than_gloo_for_small_messages(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ for name, call in (("ours", memory.oneshot), ("gloo", group.all_reduce)):
         times.append(time.perf_counter() - begin)
     found[name] = statistics.median(times)
 """
-    ranks = cpu_ranks.run(2, body, tmp_path)
+    ranks = comm_cpu_ranks.run(2, body, tmp_path)
     assert max(rank["ours"] for rank in ranks) < max(rank["gloo"] for rank in ranks)
 
 

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.symmetric import LIMIT_BYTES, SHARE_ALIGNMENT, Workspace, half_bytes, share_of, workspace_bytes
+from phalanx.comm.symmetric import LIMIT_BYTES, PART_ALIGNMENT, SymmetricWorkspace, half_bytes, part_vectors, workspace_bytes
 
 worlds, sizes = st.integers(2, 8), st.integers(16, 1 << 31)
 
 
-def made(world: int, message_bytes: int) -> Workspace:
+def made(world: int, message_bytes: int) -> SymmetricWorkspace:
     nothing = torch.zeros(2)
-    return Workspace(0, world, (0,) * world, half_bytes(world, message_bytes) // 16, nothing, nothing, 132, 90)
+    return SymmetricWorkspace(0, world, (0,) * world, half_bytes(world, message_bytes) // 16, nothing, nothing, 132, 90)
 
 
 @given(worlds, sizes)
@@ -32,7 +32,7 @@ def test_what_is_said_to_fit_fits(world: int, message_bytes: int) -> None:
     space = made(world, message_bytes)
     assert (world - 1) * space.oneshot_vectors <= space.half
     vectors = space.twoshot_vectors
-    assert (world - 1) * share_of(vectors, world) + vectors <= space.half
+    assert (world - 1) * part_vectors(vectors, world) + vectors <= space.half
     # Rows of up to 32 KiB (16384 x bf16), or the whole message, fit at once.
     assert min(space.oneshot_vectors, vectors) * 16 >= 32 << 10
 
@@ -44,7 +44,7 @@ def test_the_longest_message_goes_in_one_two_shot_within_the_limit(world: int, m
 
 @given(worlds, st.integers(1, 1 << 24))
 def test_shares_cover_the_message(world: int, vectors: int) -> None:
-    share = share_of(vectors, world)
-    assert share * world >= vectors
-    assert share % SHARE_ALIGNMENT == 0
-    assert share - SHARE_ALIGNMENT < -(-vectors // world)
+    part = part_vectors(vectors, world)
+    assert part * world >= vectors
+    assert part % PART_ALIGNMENT == 0
+    assert part - PART_ALIGNMENT < -(-vectors // world)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.comm.gpu_ranks import run
+from tests.support.comm_gpu_ranks import run
 
-RANK = "tests.comm.allreduce_rank"
+RANK = "tests.support.comm_allreduce_rank"
 
 CHECKS = (
     "sums", "strange_values", "fusions", "large_fusion", "graph", "two_groups", "pairs", "picked", "unscaled",

@@ -13,8 +13,8 @@ from phalanx.comm.group import ResidualRmsNorm, Solo, finish
 from phalanx.comm.local import LocalWorld
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import reference
-from phalanx.kernels.reference import Unscaled
-from tests.comm import cpu_ranks
+from phalanx.kernels.scaled_tensors import Unscaled
+from tests.support import comm_cpu_ranks
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory needs stores in order: x86-64")
 
@@ -52,7 +52,7 @@ for strategy in ("AUTO", "NCCL", "ONESHOT", "TWOSHOT"):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    return cpu_ranks.run(2, BODY, tmp_path_factory.mktemp("tuned"))
+    return comm_cpu_ranks.run(2, BODY, tmp_path_factory.mktemp("tuned"))
 
 
 def mine(rank: int, *shape: int) -> torch.Tensor:
@@ -100,7 +100,7 @@ try:
 except EngineError as error:
     found["error"] = str(error)
 """
-    for rank in cpu_ranks.run(2, body, tmp_path):
+    for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert "rank 1: ONESHOT" in rank["error"]
 
 
@@ -112,9 +112,9 @@ from phalanx.tables.message import Fusion
 shared_memory.refusal = lambda *_: "no room in /dev/shm"
 made = tuned(group, message_bytes=1 << 20, strategy="ONESHOT", tables=folder / "none")
 found["sum"] = made.all_reduce(torch.ones(1, 8))
-found["calls"], found["reason"] = made.calls, made.chooser(1, 8, "fp32", Fusion.NONE).reason
+found["calls"], found["reason"] = made.calls, made.decide(1, 8, "fp32", Fusion.NONE, False).reason
 """
-    for rank in cpu_ranks.run(2, body, tmp_path):
+    for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert torch.equal(rank["sum"], torch.full((1, 8), 2.0))
         assert rank["calls"] == {"GLOO/NONE": 1}
         assert "no room in /dev/shm" in rank["reason"]
@@ -126,15 +126,15 @@ def test_a_gpu_without_room_keeps_nobody_waiting(tmp_path: Path) -> None:
     body = """
 import time
 import torch.distributed._symmetric_memory as memory
-from phalanx.comm.tuned_group import _on_gpu
+from phalanx.comm.strategies import _on_gpu
 def empty(count, *, dtype, device):
     if rank == 1:
         raise RuntimeError("CUDA out of memory.\\nTried to allocate")
     return torch.empty(count, dtype=dtype)
 memory.empty, memory.rendezvous = empty, lambda *_: time.sleep(600)
-found["why"] = _on_gpu(group, 1 << 20, lands=True)
+found["why"] = _on_gpu(group, torch.device("cpu"), 1 << 20, gemm_rs=True)
 """
-    for rank in cpu_ranks.run(2, body, tmp_path, timeout=60):
+    for rank in comm_cpu_ranks.run(2, body, tmp_path, timeout=60):
         assert rank["why"] == "symmetric memory: rank 1 has no room for 3 MiB of it: CUDA out of memory."
 
 
@@ -145,25 +145,25 @@ def test_a_group_of_one_stays_as_it_is() -> None:
 
 
 def test_scales_of_a_product_are_applied_before_its_sum(tmp_path: Path) -> None:
-    """By every strategy, fused and not, and by the group below: as if the product had come finished."""
+    """By every strategy, fused and not, and by the group below: as if the GEMM output had come finished."""
     body = """
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.tuned_group import tuned
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 maker = torch.Generator().manual_seed(rank)
-product = Unscaled((1000 * torch.randn(5, 64, generator=maker)).bfloat16(), torch.rand(5, 1, generator=maker),
+output = Unscaled((1000 * torch.randn(5, 64, generator=maker)).bfloat16(), torch.rand(5, 1, generator=maker),
                    torch.rand(64, generator=maker))
-finished = product.wide().bfloat16()
+finished = output.to_fp32().bfloat16()
 ones = torch.ones(5, 64, dtype=torch.bfloat16)
 fusion = ResidualRmsNorm(ones, ones[0], 1e-5)
 for name in ("NCCL", "ONESHOT", "TWOSHOT", "base"):
     each = group if name == "base" else tuned(group, message_bytes=1 << 20, strategy=name, tables=folder / "none")
     found[name] = [
-        (each.all_reduce(product), each.all_reduce(finished.clone())),
-        *zip(each.all_reduce(product, fusion), each.all_reduce(finished.clone(), fusion), strict=True),
+        (each.all_reduce(output), each.all_reduce(finished.clone())),
+        *zip(each.all_reduce(output, fusion), each.all_reduce(finished.clone(), fusion), strict=True),
     ]
 """
-    for rank in cpu_ranks.run(2, body, tmp_path):
+    for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert set(rank) == {"NCCL", "ONESHOT", "TWOSHOT", "base"}
         for name, outputs in rank.items():
             assert len(outputs) == 3
@@ -172,14 +172,14 @@ for name in ("NCCL", "ONESHOT", "TWOSHOT", "base"):
 
 
 def test_one_rank_and_ranks_in_threads_finish_a_product_too() -> None:
-    product = Unscaled((1000 * torch.randn(3, 16)).bfloat16(), torch.rand(3, 1), torch.rand(16))
-    finished = product.wide().bfloat16()
+    output = Unscaled((1000 * torch.randn(3, 16)).bfloat16(), torch.rand(3, 1), torch.rand(16))
+    finished = output.to_fp32().bfloat16()
     fusion = ResidualRmsNorm(torch.ones_like(finished), torch.ones(16, dtype=torch.bfloat16), 1e-5)
-    assert torch.equal(Solo().all_reduce(product), finished)
-    for left, right in zip(Solo().all_reduce(product, fusion), finish(finished, fusion), strict=True):
+    assert torch.equal(Solo().all_reduce(output), finished)
+    for left, right in zip(Solo().all_reduce(output, fusion), finish(finished, fusion), strict=True):
         assert torch.equal(left, right)
     wanted = reference.all_reduce([finished, finished])
-    for total, fused in LocalWorld(2).run(lambda group: (group.all_reduce(product), group.all_reduce(product, fusion))):
+    for total, fused in LocalWorld(2).run(lambda group: (group.all_reduce(output), group.all_reduce(output, fusion))):
         assert torch.equal(total, wanted)
         for left, right in zip(fused, finish(wanted, fusion), strict=True):
             assert torch.equal(left, right)

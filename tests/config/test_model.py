@@ -86,10 +86,19 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "eos_token_id": 2, "bos_token_id": 1}))
     assert ModelShape.from_folder(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 9]}))
-    found = ModelShape.from_folder(tmp_path)
-    assert found.eos_token_ids == (7, 2, 9)
-    assert found.bos_token_id == 1
+    model = ModelShape.from_folder(tmp_path)
+    assert model.eos_token_ids == (7, 2, 9)
+    assert model.bos_token_id == 1
     assert load_config(tmp_path)["generation_config"] == {"eos_token_id": [7, 2, 9]}
+
+
+def test_eos_ids_beyond_the_vocabulary_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each request lists the eos ids as stop tokens, and one that the model lacks would have every request rejected."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, SMALL["vocab_size"], 2]}))
+    assert ModelShape.from_folder(tmp_path).eos_token_ids == (1, 2)
+    assert len(caplog.messages) == 1
+    assert f"[{SMALL['vocab_size']}]" in caplog.messages[0]
 
 
 def test_yarn_stretches_the_context() -> None:
@@ -107,10 +116,10 @@ def test_a_size_that_is_missing_or_no_size_is_named(name: str, value: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
-        ({"hidden_size": 50}, "hidden_size=50 and num_attention_heads=4"),
+        ({"hidden_size": 50}, "num_attention_heads=4 does not divide hidden_size=50"),
         ({"head_dim": 11}, "head_dim=11"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
@@ -124,7 +133,7 @@ def test_a_size_that_is_missing_or_no_size_is_named(name: str, value: Any) -> No
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor=0"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "default, linear, llama3, yarn"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per kind of layer"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters per type of layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high must exceed"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method='awq'"),
@@ -134,10 +143,10 @@ def test_a_size_that_is_missing_or_no_size_is_named(name: str, value: Any) -> No
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window=-1"),
     ],
 )  # fmt: skip
-def test_nonsense_is_named(changes: dict[str, Any], said: str) -> None:
+def test_nonsense_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
         shape(**changes)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None])
@@ -148,10 +157,10 @@ def test_an_unsupported_architecture_lists_those_that_are(architectures: Any) ->
     assert "".join(architectures or []) in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "No such file"), ("{", "not JSON"), ("[1]", "holds a list")])
-def test_a_faulty_file_is_named(text: str | None, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "message"), [(None, "No such file"), ("{", "not JSON"), ("[1]", "is a JSON list")])
+def test_a_faulty_file_is_named(text: str | None, message: str, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=said) as caught:
+    with pytest.raises(ModelError, match=message) as caught:
         load_config(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)

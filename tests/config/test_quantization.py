@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.fields import Fields
+from phalanx.config.json_fields import Fields
 from phalanx.config.model import ModelShape, load_config
-from phalanx.config.quantization import Quantization, read_quantization, require_whole
+from phalanx.config.quantization import Quantization, read_quantization, require_uniform
 from phalanx.errors import ModelError
 
 NUMBER = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -31,13 +31,13 @@ def read(declared: Any) -> Quantization | None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    made = copy.deepcopy(COMPRESSED)
+    declared = copy.deepcopy(COMPRESSED)
     *way, last = path.split("/")
-    inner = made
+    inner = declared
     for step in way:
         inner = inner[step]
     inner[last] = value
-    return made
+    return declared
 
 
 IN_BLOCKS = changed("config_groups/group_0/weights", {**NUMBER, "strategy": "block", "block_structure": [128, 128]})
@@ -69,10 +69,15 @@ def test_a_plain_checkpoint() -> None:
     ],
 )
 def test_what_is_read(declared: dict[str, Any], weights: str, activations: str, scale_name: str, kv: bool) -> None:
-    found = read(declared)
-    assert found is not None
-    assert (found.weights, found.activations, found.scale_name, found.kv) == (weights, activations, scale_name, kv)
-    assert found.block == ((128, 128) if weights == "block" else None)
+    quantization = read(declared)
+    assert quantization is not None
+    assert (quantization.weights, quantization.activations, quantization.scale_name, quantization.kv) == (
+        weights,
+        activations,
+        scale_name,
+        kv,
+    )
+    assert quantization.block == ((128, 128) if weights == "block" else None)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +93,10 @@ def test_what_is_read(declared: dict[str, Any], weights: str, activations: str, 
     ],
 )
 def test_which_layers_are_left_out(declared: dict[str, Any], covered: str | None, plain: str) -> None:
-    found = read(declared)
-    assert found is not None
-    assert covered is None or found.covers(f"model.layers.{covered}.up_proj")
-    assert not found.covers(f"model.layers.{plain}.up_proj")
+    quantization = read(declared)
+    assert quantization is not None
+    assert covered is None or quantization.covers(f"model.layers.{covered}.up_proj")
+    assert not quantization.covers(f"model.layers.{plain}.up_proj")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_which_layers_are_left_out(declared: dict[str, Any], covered: str | None
                     "group_0": {**IN_BLOCKS["config_groups"]["group_0"], "input_activations": {**NUMBER, "dynamic": False}}
                 },
             },
-            "beside weights scaled by block",
+            "with block-scaled weights",
         ),
         (changed("config_groups/group_0/input_activations/num_bits", 4), r"input_activations.num_bits=4"),
         (changed("config_groups/group_0/input_activations/dynamic", False), r"input_activations.strategy='token'"),
@@ -130,7 +135,7 @@ def test_which_layers_are_left_out(declared: dict[str, Any], covered: str | None
         (changed("kv_cache_scheme", {**NUMBER, "strategy": "token", "dynamic": True}), "kv_cache_scheme.strategy='token'"),
     ],
 )
-def test_what_is_refused_says_what_is_read(declared: dict[str, Any], match: str) -> None:
+def test_an_unsupported_declaration_names_what_is_supported(declared: dict[str, Any], match: str) -> None:
     with pytest.raises(ModelError, match=match) as caught:
         read(declared)
     assert "compressed-tensors" in str(caught.value)
@@ -153,9 +158,9 @@ def test_modelopt_has_a_file_of_its_own(tmp_path: Any) -> None:
 
 
 def test_what_runs_as_one_product_is_quantized_as_one() -> None:
-    found = read(changed("ignore", ["a.k_proj"]))
-    assert found is not None
-    assert require_whole(found, ["a.gate_proj", "a.up_proj"])
-    assert not require_whole(found, ["a.k_proj"])
+    quantization = read(changed("ignore", ["a.k_proj"]))
+    assert quantization is not None
+    assert require_uniform(quantization, ["a.gate_proj", "a.up_proj"])
+    assert not require_uniform(quantization, ["a.k_proj"])
     with pytest.raises(ModelError, match=r"a.q_proj is in FP8 and a.k_proj is not"):
-        require_whole(found, ["a.q_proj", "a.k_proj"])
+        require_uniform(quantization, ["a.q_proj", "a.k_proj"])

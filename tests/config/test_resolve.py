@@ -8,7 +8,7 @@ import pytest
 from phalanx.config import EngineOptions
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
-from phalanx.config.resolve import arithmetic, resolve
+from phalanx.config.resolve import compute_dtype, resolve
 from phalanx.errors import LayoutError, OptionError
 
 SHAPE = ModelShape(
@@ -17,57 +17,57 @@ SHAPE = ModelShape(
 )  # fmt: skip
 
 
-def options(**asked):
-    return EngineOptions.of(model="m", **asked)
+def options(**values):
+    return EngineOptions.of(model="m", **values)
 
 
 def test_on_cpu():
-    found = resolve(options(), SHAPE, gpus=0)
-    made = found.options
-    assert (made.device, made.dtype, made.max_num_tokens, made.max_seq_len) == ("cpu", "fp32", 2048, 16384)
-    assert (made.kv_cache_bytes, made.cuda_graphs) == (1 << 30, False)
+    resolved_options = resolve(options(), SHAPE, gpus=0)
+    chosen = resolved_options.options
+    assert (chosen.device, chosen.dtype, chosen.max_num_tokens, chosen.max_seq_len) == ("cpu", "fp32", 2048, 16384)
+    assert (chosen.kv_cache_bytes, chosen.cuda_graphs) == (1 << 30, False)
     resolved = {"device", "dtype", "kv_cache_dtype", "max_num_tokens", "max_seq_len", "kv_cache_bytes", "cuda_graphs"}
-    assert set(found.reasons) == resolved
-    assert "no GPU" in found.reasons["device"]
+    assert set(resolved_options.reasons) == resolved
+    assert "no GPU" in resolved_options.reasons["device"]
 
 
 def test_on_gpus():
-    found = resolve(options(tensor_parallel_size=2), SHAPE, gpus=4)
-    made = found.options
-    assert (made.device, made.dtype, made.max_num_tokens, made.kv_cache_bytes, made.cuda_graphs) == (
+    resolved_options = resolve(options(tensor_parallel_size=2), SHAPE, gpus=4)
+    chosen = resolved_options.options
+    assert (chosen.device, chosen.dtype, chosen.max_num_tokens, chosen.kv_cache_bytes, chosen.cuda_graphs) == (
         "cuda",
         "bf16",
         8192,
         None,
         True,
     )
-    assert "4 GPUs" in found.reasons["device"]
-    assert "checkpoint" in found.reasons["dtype"]
+    assert "4 GPUs" in resolved_options.reasons["device"]
+    assert "checkpoint" in resolved_options.reasons["dtype"]
 
 
 def test_what_is_said_stays_and_needs_no_reason():
-    asked = options(
+    fixed = options(
         device="cpu", dtype="fp16", kv_cache_dtype="fp8", max_num_tokens=7, max_seq_len=9, kv_cache_bytes=5000, cuda_graphs=False
     )
-    found = resolve(asked, SHAPE, gpus=8)
-    assert found.options == asked
-    assert found.reasons == {}
+    resolved_options = resolve(fixed, SHAPE, gpus=8)
+    assert resolved_options.options == fixed
+    assert resolved_options.reasons == {}
 
 
 def test_nothing_is_left_open():
-    made = resolve(options(), SHAPE, gpus=1).options
-    assert "auto" not in (made.device, made.dtype, made.kv_cache_dtype)
-    assert None not in (made.max_num_tokens, made.max_seq_len)
+    chosen = resolve(options(), SHAPE, gpus=1).options
+    assert "auto" not in (chosen.device, chosen.dtype, chosen.kv_cache_dtype)
+    assert None not in (chosen.max_num_tokens, chosen.max_seq_len)
 
 
 def test_fp8_stays_fp8_and_leaves_the_rest_in_16_bit():
     assert resolve(options(dtype="fp8"), SHAPE, gpus=1).options.dtype == "fp8"
-    assert arithmetic("fp8", SHAPE, "cuda") == "bf16"
-    assert arithmetic("fp8", replace(SHAPE, dtype="fp16"), "cuda") == "fp16"
-    assert arithmetic("fp8", replace(SHAPE, dtype="fp32"), "cuda") == "bf16"
-    assert arithmetic("fp8", SHAPE, "cpu") == arithmetic("auto", SHAPE, "cpu") == "fp32"
-    assert arithmetic("auto", replace(SHAPE, dtype="fp32"), "cuda") == "fp32"
-    assert arithmetic("auto", replace(SHAPE, dtype="fp32", quantization=ON_LOAD), "cuda") == "bf16"
+    assert compute_dtype("fp8", SHAPE, "cuda") == "bf16"
+    assert compute_dtype("fp8", replace(SHAPE, dtype="fp16"), "cuda") == "fp16"
+    assert compute_dtype("fp8", replace(SHAPE, dtype="fp32"), "cuda") == "bf16"
+    assert compute_dtype("fp8", SHAPE, "cpu") == compute_dtype("auto", SHAPE, "cpu") == "fp32"
+    assert compute_dtype("auto", replace(SHAPE, dtype="fp32"), "cuda") == "fp32"
+    assert compute_dtype("auto", replace(SHAPE, dtype="fp32", quantization=ON_LOAD), "cuda") == "bf16"
 
 
 @pytest.mark.parametrize("kv", [False, True])
@@ -78,36 +78,40 @@ def test_the_cache_is_fp8_where_the_checkpoint_was_made_for_it(kv):
 
 
 def test_longer_than_the_model_names_both_numbers():
-    with pytest.raises(OptionError, match=r"max_seq_len=16385 .*16384"):
+    with pytest.raises(OptionError, match=r"^max_seq_len=16385 exceeds the model's limit of 16384"):
         resolve(options(max_seq_len=16385), SHAPE, gpus=0)
 
 
 def test_whole_prompts_fit_a_step():
     assert resolve(options(enable_chunked_prefill=False), SHAPE, gpus=0).options.max_num_tokens == 16384
-    with pytest.raises(OptionError, match=r"max_num_tokens=512 .*16384"):
+    with pytest.raises(OptionError, match=r"^max_num_tokens=512 is below max_seq_len=16384"):
         resolve(options(enable_chunked_prefill=False, max_num_tokens=512), SHAPE, gpus=0)
 
 
 @pytest.mark.parametrize(
-    ("asked", "gpus", "message"),
+    ("values", "gpus", "message"),
     [
-        ({"device": "cuda"}, 0, "no GPU"),
-        ({"tensor_parallel_size": 4}, 2, "4 ranks on this host .*2 GPUs"),
+        ({"device": "cuda"}, 0, "^device='cuda' needs a GPU; .*no GPU"),
+        (
+            {"tensor_parallel_size": 4},
+            2,
+            "^tensor_parallel_size=4 x pipeline_parallel_size=1 needs 4 GPUs on this host; it has 2 GPUs",
+        ),
         (
             {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "nnodes": 2, "device": "cuda"},
             1,
-            "= 2 ranks on this host .*1 GPU;",
+            "needs 2 GPUs on this host; it has 1 GPU;",
         ),
-        ({"expert_parallel_size": 2}, 0, "has no experts"),
+        ({"expert_parallel_size": 2}, 0, "^expert_parallel_size=2 needs a model with experts; .*has no experts"),
         ({"moe_expert_parallel_size": 2}, 0, "has no experts"),
         ({"expert_parallel_size": 2, "moe_expert_parallel_size": 2}, 0, "give one of them"),
-        ({"nnodes": 2, "node_rank": 2}, 0, r"use 0\.\.1"),
-        ({"nnodes": 2, "tensor_parallel_size": 3}, 0, "nnodes is 2"),
+        ({"nnodes": 2, "node_rank": 2}, 0, r"^node_rank=2 is not below nnodes=2; .*use 0\.\.1"),
+        ({"nnodes": 2, "tensor_parallel_size": 3}, 0, "^nnodes=2 does not divide"),
     ],
 )
-def test_what_cannot_be(asked, gpus, message):
+def test_what_cannot_be(values, gpus, message):
     with pytest.raises((OptionError, LayoutError), match=message):
-        resolve(options(**asked), SHAPE, gpus)
+        resolve(options(**values), SHAPE, gpus)
 
 
 def test_more_ranks_than_gpus_is_fine_on_cpu():

@@ -5,7 +5,7 @@ import pytest
 
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import Torchrun, build, gather, otherwise, placed, torchrun
+from phalanx.config.sources import Torchrun, build_options, differing_variables, place_process, read_sources, torchrun
 from phalanx.errors import LayoutError, OptionError, UnknownOption
 
 
@@ -18,22 +18,22 @@ def written(tmp_path, text):
 def test_file_then_environment_then_flags(tmp_path):
     path = written(tmp_path, "model: of-file\ntp_size: 2\nmax-batch-size: 3\nport: 1\nseed: 1\n")
     environ = {"PHALANX_MAX_BATCH_SIZE": "4", "PHALANX_PORT": "2", "PHALANX_SEED": "2", "HOME": "/"}
-    asked = gather({"port": "3", "seed": None}, file=path, environ=environ)
-    engine, serving = build(EngineOptions, asked), build(ServeOptions, asked)
+    raw_options = read_sources({"port": "3", "seed": None}, file=path, environ=environ)
+    engine, serving = build_options(EngineOptions, raw_options), build_options(ServeOptions, raw_options)
     assert (engine.model, engine.tensor_parallel_size, engine.max_batch_size, engine.seed, serving.port) == ("of-file", 2, 4, 2, 3)
-    assert asked.origins["port"] == "--port"
-    assert asked.origins["seed"] == "PHALANX_SEED"
-    assert str(path) in asked.origins["model"]
+    assert raw_options.origins["port"] == "--port"
+    assert raw_options.origins["seed"] == "PHALANX_SEED"
+    assert str(path) in raw_options.origins["model"]
 
 
 @pytest.mark.parametrize("flag", ["tensor_parallel_size", "tp_size", "tp-size", "tensor-parallel-size"])
 def test_one_option_by_all_its_names(flag):
-    assert gather({flag: 4}, environ={}).values == {"tensor_parallel_size": 4}
+    assert read_sources({flag: 4}, environ={}).values == {"tensor_parallel_size": 4}
 
 
 def test_num_workers_is_the_number_of_nodes():
-    assert gather({"num_workers": 2}, environ={}).values == {"nnodes": 2}
-    assert gather({}, environ={"PHALANX_NUM_WORKERS": "2"}).values == {"nnodes": "2"}
+    assert read_sources({"num_workers": 2}, environ={}).values == {"nnodes": 2}
+    assert read_sources({}, environ={"PHALANX_NUM_WORKERS": "2"}).values == {"nnodes": "2"}
 
 
 @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ def test_num_workers_is_the_number_of_nodes():
 )
 def test_unknown_or_double_variables(environ, message):
     with pytest.raises(OptionError, match=message):
-        gather({}, environ=environ)
+        read_sources({}, environ=environ)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("tensor_paralel_size: 2", "did you mean 'tensor_parallel_size'"),
-        ("seed: 1\nseed: 2", "'seed' stands twice"),
+        ("seed: 1\nseed: 2", "'seed' is given twice"),
         ("tp_size: 1\ntensor_parallel_size: 2", "both are one option"),
-        ("- a\n- b", "option: value"),
+        ("- a\n- b", "is not a mapping; .*option: value"),
         ("3: 4", "option: value"),
         ("a: [", "while parsing"),
         ("!!python/object/apply:os.system ['true']", "could not determine a constructor"),
@@ -66,39 +66,40 @@ def test_unknown_or_double_variables(environ, message):
 )
 def test_bad_files(tmp_path, text, message):
     with pytest.raises(OptionError, match=message):
-        gather({}, file=written(tmp_path, text), environ={})
+        read_sources({}, file=written(tmp_path, text), environ={})
 
 
 def test_an_empty_file_asks_for_nothing(tmp_path):
-    assert gather({}, file=written(tmp_path, "# nothing\n"), environ={}).values == {}
+    assert read_sources({}, file=written(tmp_path, "# nothing\n"), environ={}).values == {}
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(OptionError, match=r"none\.yaml.*No such file"):
-        gather({}, file=tmp_path / "none.yaml", environ={})
+    with pytest.raises(OptionError, match=r"^the options file .*none\.yaml cannot be read; .*No such file"):
+        read_sources({}, file=tmp_path / "none.yaml", environ={})
 
 
 def test_unknown_flag():
     with pytest.raises(UnknownOption, match="did you mean 'tp_size'"):
-        gather({"tp_siz": 2}, environ={})
+        read_sources({"tp_siz": 2}, environ={})
 
 
 def test_a_bad_value_names_its_source():
-    with pytest.raises(OptionError, match=r"port='abc' was asked for; by PHALANX_PORT"):
-        build(ServeOptions, gather({}, environ={"PHALANX_PORT": "abc"}))
-    with pytest.raises(OptionError, match="model was not given"):
-        build(EngineOptions, gather({}, environ={}))
+    with pytest.raises(OptionError, match=r"^port='abc' is not valid; it comes from PHALANX_PORT; it must be a valid integer"):
+        build_options(ServeOptions, read_sources({}, environ={"PHALANX_PORT": "abc"}))
+    with pytest.raises(OptionError, match=r"^option model is missing"):
+        build_options(EngineOptions, read_sources({}, environ={}))
 
 
 def test_a_key_is_never_shown():
     with pytest.raises(OptionError) as refused:
-        build(ServeOptions, gather({"api_key": ["hunter2"]}, environ={}))
+        build_options(ServeOptions, read_sources({"api_key": ["hunter2"]}, environ={}))
     assert "hunter2" not in str(refused.value)
 
 
 def test_truth_values_of_the_environment():
-    asked = gather({}, environ={"PHALANX_MODEL": "m", "PHALANX_SKIP_TOKENIZER_INIT": "true", "PHALANX_CUDA_GRAPHS": "0"})
-    engine = build(EngineOptions, asked)
+    environ = {"PHALANX_MODEL": "m", "PHALANX_SKIP_TOKENIZER_INIT": "true", "PHALANX_CUDA_GRAPHS": "0"}
+    raw_options = read_sources({}, environ=environ)
+    engine = build_options(EngineOptions, raw_options)
     assert (engine.skip_tokenizer_init, engine.cuda_graphs) == (True, False)
 
 
@@ -108,7 +109,7 @@ def test_links_of_a_kubernetes_service_called_phalanx_are_not_options():
         "PHALANX_PORT": "tcp://10.0.0.1:8000", "PHALANX_PORT_8000_TCP": "tcp://10.0.0.1:8000", "PHALANX_PORT_8000_TCP_PROTO": "tcp",
         "PHALANX_PORT_8000_TCP_PORT": "8000", "PHALANX_PORT_8000_TCP_ADDR": "10.0.0.1",
     }  # fmt: skip
-    assert gather({}, environ=links).values == {}
+    assert read_sources({}, environ=links).values == {}
 
 
 def test_torchrun():
@@ -116,15 +117,15 @@ def test_torchrun():
     environ |= {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
     assert torchrun(environ) == Torchrun(3, 4, 1, "host0", 29500)
     assert torchrun({"RANK": "0", "WORLD_SIZE": "1"}) is None
-    with pytest.raises(OptionError, match="torchrun"):
+    with pytest.raises(OptionError, match="torchrun is not a number"):
         torchrun(environ | {"RANK": "first"})
-    options, gpu = placed(EngineOptions.of(model="m", tensor_parallel_size=2, pipeline_parallel_size=2), environ)
+    options, gpu = place_process(EngineOptions.of(model="m", tensor_parallel_size=2, pipeline_parallel_size=2), environ)
     assert (options.nnodes, options.node_rank, options.master_addr, options.master_port, gpu) == (4, 3, "host0", 29501, 1)
     with pytest.raises(LayoutError, match=r"torchrun started 4 processes; the layout has 2 ranks"):
-        placed(EngineOptions.of(model="m", tensor_parallel_size=2), environ)
+        place_process(EngineOptions.of(model="m", tensor_parallel_size=2), environ)
     alone = EngineOptions.of(model="m")
-    assert placed(alone, {}) == (alone, 0)
+    assert place_process(alone, {}) == (alone, 0)
 
 
 def test_variables_that_say_otherwise():
-    assert otherwise({"A": "1", "B": "2", "C": "3"}, {"A": "1", "B": "other", "D": "4"}) == {"B": "other"}
+    assert differing_variables({"A": "1", "B": "2", "C": "3"}, {"A": "1", "B": "other", "D": "4"}) == {"B": "other"}

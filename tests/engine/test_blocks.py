@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from phalanx.engine.blocks import BlockPool, Forecast
+from phalanx.engine.blocks import BlockPool
 from phalanx.errors import EngineError
 
 
@@ -19,7 +19,7 @@ def test_blocks_without_content_go_first_and_the_oldest_content_next() -> None:
     first = pool.take(3)
     assert first == [0, 1, 2]
     for block in (0, 1):
-        pool.name(block, b"%d" % block)
+        pool.register(block, b"%d" % block)
     pool.release([1, 0, 2])
     assert (pool.referenced, pool.cached, pool.available) == (0, 2, 4)
     assert pool.take(2) == [2, 3]
@@ -31,7 +31,7 @@ def test_blocks_without_content_go_first_and_the_oldest_content_next() -> None:
 def test_a_shared_block_is_free_when_the_last_holder_is_gone() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
-    pool.name(block, b"key")
+    pool.register(block, b"key")
     pool.share(block)
     pool.release([block])
     assert not pool.idle(block)
@@ -46,8 +46,8 @@ def test_a_shared_block_is_free_when_the_last_holder_is_gone() -> None:
 def test_equal_content_is_found_in_the_first_block_that_had_it() -> None:
     pool = BlockPool(2)
     a, b = pool.take(2)
-    pool.name(a, b"key")
-    pool.name(b, b"key")
+    pool.register(a, b"key")
+    pool.register(b, b"key")
     assert pool.find(b"key") == a
     pool.release([b])
     assert pool.cached == 0
@@ -85,7 +85,7 @@ def _stray_key(pool: BlockPool) -> None:
 def test_the_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(4)
     held = pool.take(2)
-    pool.name(1, b"key")
+    pool.register(1, b"key")
     pool.release([1])
     pool.check([held[:1]])
     damage(pool)
@@ -97,7 +97,7 @@ def test_the_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
 def test_the_check_sees_damage_where_nobody_holds_a_block(damage: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(4)
     pool.take(2)
-    pool.name(1, b"key")
+    pool.register(1, b"key")
     pool.release([1, 0])
     pool.check([])
     damage(pool)
@@ -125,7 +125,7 @@ class Pool(RuleBasedStateMachine):
     @rule(index=st.integers(0, 99), fresh=st.booleans())
     def name(self, index: int, fresh: bool) -> None:
         self.keys += fresh
-        self.pool.name(self.held[index % len(self.held)], b"%d" % self.keys)
+        self.pool.register(self.held[index % len(self.held)], b"%d" % self.keys)
 
     @rule(back=st.integers(0, 3))
     def share(self, back: int) -> None:
@@ -148,31 +148,3 @@ class Pool(RuleBasedStateMachine):
 
 TestPool = Pool.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-
-def peak(requests: list[tuple[int, int]], slack: int) -> int:
-    """Step by step: what requests of (tokens held, tokens to go) hold together."""
-    last = max((to_go for _, to_go in requests), default=0)
-    return max(sum(held + step + slack for held, to_go in requests if to_go >= step) for step in range(last + 1))
-
-
-@given(
-    requests=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 20)), min_size=1, max_size=8),
-    slack=st.integers(0, 4), capacity=st.integers(1, 300),
-)  # fmt: skip
-def test_a_forecast_equals_counting_step_by_step(requests: list[tuple[int, int]], slack: int, capacity: int) -> None:
-    forecast = Forecast(capacity, slack)
-    taken: list[tuple[int, int]] = []
-    for held, to_go in requests:
-        fits = peak([*taken, (held, to_go)], slack) <= capacity
-        assert forecast.admits(held, to_go) == fits
-        if fits:
-            taken.append((held, to_go))
-
-
-def test_a_forecast_sets_nothing_aside_for_what_may_end_at_any_time() -> None:
-    forecast = Forecast(100, 4)
-    forecast.add(30, None)
-    assert not forecast.admits(30, 33)
-    assert forecast.admits(30, 32)
-    assert not forecast.admits(1, None)

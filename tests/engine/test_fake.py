@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.config import SamplingParams
 from phalanx.engine.fake import FakeExecutor, StepChecker, fake_tokens
-from phalanx.engine.messages import Admission, Row, Step, StepBatch
+from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepRow
 from phalanx.errors import StepDiverged
 
 GREEDY = SamplingParams(temperature=0)
@@ -20,16 +20,16 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def admission(slot: int = 0, length: int = 6) -> Admission:
-    return Admission(slot, list(range(length)), length, GREEDY, 0)
+def admission(slot: int = 0, length: int = 6) -> SlotAssignment:
+    return SlotAssignment(slot, list(range(length)), length, GREEDY, 0)
 
 
-def step(number: int, *rows: Row, admitted: tuple[Admission, ...] = (), released: tuple[int, ...] = ()) -> Step:
+def step(number: int, *rows: StepRow, admitted: tuple[SlotAssignment, ...] = (), released: tuple[int, ...] = ()) -> Step:
     return Step(number, [StepBatch(list(released), list(admitted), list(rows))])
 
 
-def prompt_row(slot: int = 0, blocks: tuple[int, ...] = (0, 1), length: int = 6) -> Row:
-    return Row(slot, 0, length, list(range(length)), list(blocks), True)
+def prompt_row(slot: int = 0, blocks: tuple[int, ...] = (0, 1), length: int = 6) -> StepRow:
+    return StepRow(slot, 0, length, list(range(length)), list(blocks), True)
 
 
 FIRST = step(1, prompt_row(), admitted=(admission(),))
@@ -39,9 +39,9 @@ def test_a_request_by_hand_yields_its_tokens() -> None:
     checker = StepChecker(**SIZES)
     found = [
         checker.run(FIRST),
-        checker.run(step(2, Row(0, 6, 1, [], [], True))),
-        checker.run(step(3, Row(0, 7, 1, [], [], True))),
-        checker.run(step(4, Row(0, 8, 1, [], [5], True))),
+        checker.run(step(2, StepRow(0, 6, 1, [], [], True))),
+        checker.run(step(3, StepRow(0, 7, 1, [], [], True))),
+        checker.run(step(4, StepRow(0, 8, 1, [], [5], True))),
     ]
     tokens = [result.batches[0][0].token for result in found]
     assert tokens == fake_tokens(list(range(6)), GREEDY, seed=9, vocab_size=40, count=4)
@@ -56,28 +56,28 @@ def test_seeds_matter_unless_greedy() -> None:
 
 
 BAD = {
-    "a number is skipped": step(3, Row(0, 6, 1, [], [], True)),
+    "a number is skipped": step(3, StepRow(0, 6, 1, [], [], True)),
     "two batches": Step(2, [StepBatch(), StepBatch()]),
     "a free slot is released": step(2, released=(1,)),
     "a slot is taken twice": step(2, admitted=(admission(),)),
     "a slot beyond the batch": step(2, admitted=(admission(3),)),
-    "no prompt": step(2, admitted=(Admission(1, [], 0, GREEDY, 0),)),
-    "a row of a free slot": step(2, Row(2, 0, 1, [0], [2], True)),
-    "a row in a released slot": step(2, Row(0, 6, 1, [], [], True), released=(0,)),
-    "an empty row": step(2, Row(0, 6, 0, [], [], False)),
-    "two rows of a slot": step(2, Row(0, 6, 1, [], [], True), Row(0, 7, 1, [], [], True)),
-    "a position is skipped": step(2, Row(0, 7, 1, [], [], True)),
-    "beyond the tokens": step(2, Row(0, 6, 2, [1, 2], [], True)),
-    "does not sample at the end": step(2, Row(0, 6, 1, [], [], False)),
-    "other tokens": step(2, Row(0, 6, 1, [41], [], True)),
-    "no token was sampled": step(2, Row(1, 0, 1, [], [2], True), admitted=(admission(1, 1),)),
-    "a block that does not exist": step(2, Row(0, 6, 1, [], [8], True)),
+    "no prompt": step(2, admitted=(SlotAssignment(1, [], 0, GREEDY, 0),)),
+    "a row of a free slot": step(2, StepRow(2, 0, 1, [0], [2], True)),
+    "a row in a released slot": step(2, StepRow(0, 6, 1, [], [], True), released=(0,)),
+    "an empty row": step(2, StepRow(0, 6, 0, [], [], False)),
+    "two rows of a slot": step(2, StepRow(0, 6, 1, [], [], True), StepRow(0, 7, 1, [], [], True)),
+    "a position is skipped": step(2, StepRow(0, 7, 1, [], [], True)),
+    "beyond the tokens": step(2, StepRow(0, 6, 2, [1, 2], [], True)),
+    "does not sample at the end": step(2, StepRow(0, 6, 1, [], [], False)),
+    "other tokens": step(2, StepRow(0, 6, 1, [41], [], True)),
+    "no token was sampled": step(2, StepRow(1, 0, 1, [], [2], True), admitted=(admission(1, 1),)),
+    "a block that does not exist": step(2, StepRow(0, 6, 1, [], [8], True)),
     "no block for the position": step(2, prompt_row(1, (2,)), admitted=(admission(1),)),
     "another's block": step(2, prompt_row(1, (1, 2)), admitted=(admission(1),)),
-    "begins inside a block": step(2, Row(1, 3, 3, [3, 4, 5], [0, 2], True), admitted=(admission(1),)),
-    "a hit in a block of other content": step(2, Row(1, 4, 2, [4, 5], [1, 2], True), admitted=(admission(1),)),
+    "begins inside a block": step(2, StepRow(1, 3, 3, [3, 4, 5], [0, 2], True), admitted=(admission(1),)),
+    "a hit in a block of other content": step(2, StepRow(1, 4, 2, [4, 5], [1, 2], True), admitted=(admission(1),)),
     "too many tokens": step(2, prompt_row(1, (2, 3, 4, 5, 6), 17), admitted=(admission(1, 17),)),
-    "decodes last": step(2, prompt_row(1, (2, 3)), Row(0, 6, 1, [], [], True), admitted=(admission(1),)),
+    "decodes last": step(2, prompt_row(1, (2, 3)), StepRow(0, 6, 1, [], [], True), admitted=(admission(1),)),
     "beyond the longest": step(2, prompt_row(1, (2, 3, 4, 5, 6, 7), 24), admitted=(admission(1, 24),)),
 }
 
@@ -93,7 +93,7 @@ def test_a_step_that_breaks_a_rule_is_refused(name: str) -> None:
 def test_a_hit_in_the_right_block_is_taken() -> None:
     checker = StepChecker(**SIZES)
     checker.run(FIRST)
-    checker.run(step(2, Row(1, 4, 2, [4, 5], [0, 2], True), admitted=(admission(1),)))
+    checker.run(step(2, StepRow(1, 4, 2, [4, 5], [0, 2], True), admitted=(admission(1),)))
 
 
 def test_a_block_behind_the_window_may_have_a_new_writer() -> None:
@@ -102,7 +102,7 @@ def test_a_block_behind_the_window_may_have_a_new_writer() -> None:
         checker = StepChecker(**sizes)
         checker.run(FIRST)
         for later in range(2, number):
-            checker.run(step(later, Row(0, 4 + later, 1, [], [], True)))
+            checker.run(step(later, StepRow(0, 4 + later, 1, [], [], True)))
         taking = step(number, prompt_row(1, (0, 4)), admitted=(admission(1),))
         if allowed:
             checker.run(taking)
@@ -123,7 +123,7 @@ def test_results_come_in_order_and_wake_the_poller() -> None:
     assert executor.start()[1] == 8
     assert executor.collect() == []
     executor.submit(FIRST)
-    executor.submit(step(2, Row(0, 6, 1, [], [], True)))
+    executor.submit(step(2, StepRow(0, 6, 1, [], [], True)))
     wait(executor)
     assert [result.number for result in executor.collect()] == [1, 2]
     assert not select.select(executor.waitables(), [], [], 0)[0]
@@ -136,7 +136,7 @@ def test_stages_overlap() -> None:
     assert (executor.depth, len(executor.start()[0])) == (4, 4)
     begin = time.monotonic()
     executor.submit(FIRST)
-    executor.submit(step(2, Row(0, 6, 1, [], [], True)))
+    executor.submit(step(2, StepRow(0, 6, 1, [], [], True)))
     assert executor.collect() == []
     numbers: list[int] = []
     while len(numbers) < 2:

@@ -12,23 +12,23 @@ import msgspec
 import pytest
 import zmq
 
-from phalanx.config import Guide, SamplingParams
+from phalanx.config import SamplingParams, StructuredOutputParams
 from phalanx.engine.fake import FakeExecutor, fake_tokens
 from phalanx.engine.loop import Loop
 from phalanx.engine.messages import (
     Abort,
-    Add,
-    AskStats,
-    Beat,
+    AddRequest,
+    EngineToClient,
     Failed,
-    FromEngine,
-    Refused,
+    GetStats,
+    Heartbeat,
+    RequestRejected,
+    RequestUpdate,
     Shutdown,
     Stats,
     Step,
     StepResult,
     Stopped,
-    Update,
 )  # fmt: skip
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import RankDied
@@ -84,18 +84,18 @@ class Client:
             self.socket.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
 
     def add(self, name: str, prompt: list[int], **params: Any) -> None:
-        self.say(Add(name, prompt, SamplingParams(**params)))
+        self.say(AddRequest(name, prompt, SamplingParams(**params)))
 
     def hear(self, kind: type, count: int = 1, seconds: float = 30.0) -> list[Any]:
         """All messages of a kind so far, once there are so many."""
         deadline = time.monotonic() + seconds
         while sum(isinstance(message, kind) for message in self.heard) < count:
             assert self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))), f"{count} {kind.__name__} did not come"
-            self.heard += [msgspec.msgpack.decode(frame, type=FromEngine) for frame in self.socket.recv_multipart()]
+            self.heard += [msgspec.msgpack.decode(frame, type=EngineToClient) for frame in self.socket.recv_multipart()]
         return [message for message in self.heard if isinstance(message, kind)]
 
     def tokens(self, name: str) -> list[int]:
-        return [t for m in self.heard if isinstance(m, Update) and m.request_id == name for t in m.tokens]
+        return [t for m in self.heard if isinstance(m, RequestUpdate) and m.request_id == name for t in m.tokens]
 
     def finish(self) -> int | None:
         if self.thread.is_alive():
@@ -122,8 +122,8 @@ def make() -> Iterator[Callable[..., Client]]:
 
 
 def ended(client: Client, count: int) -> None:
-    while sum(isinstance(m, Update) and m.finish_reason is not None for m in client.heard) < count:
-        client.hear(Update, sum(isinstance(m, Update) for m in client.heard) + 1)
+    while sum(isinstance(m, RequestUpdate) and m.finish_reason is not None for m in client.heard) < count:
+        client.hear(RequestUpdate, sum(isinstance(m, RequestUpdate) for m in client.heard) + 1)
 
 
 def test_requests_are_answered_with_their_own_tokens(make: Callable[..., Client]) -> None:
@@ -137,7 +137,7 @@ def test_requests_are_answered_with_their_own_tokens(make: Callable[..., Client]
     client.say(Shutdown())
     client.hear(Stopped)
     assert client.finish() == 0
-    assert not [m for m in client.heard if isinstance(m, (Refused, Failed))]
+    assert not [m for m in client.heard if isinstance(m, (RequestRejected, Failed))]
 
 
 def test_stats_come_while_there_is_work_and_once_it_is_done(make: Callable[..., Client]) -> None:
@@ -148,7 +148,7 @@ def test_stats_come_while_there_is_work_and_once_it_is_done(make: Callable[..., 
     assert (last.running, last.waiting, last.blocks_referenced, last.blocks_total) == (0, 0, 0, 64)
     assert (last.prompt_tokens, last.generation_tokens) == (1, 100)
     assert last.rank_bytes == {0: {"total": 0}}
-    client.say(AskStats())
+    client.say(GetStats())
     client.hear(Stats, 3)
 
 
@@ -163,7 +163,7 @@ def test_an_idle_engine_beats_and_does_not_spin(make: Callable[..., Client]) -> 
         step()
 
     client.loop.step = counted
-    client.hear(Beat, 3)
+    client.hear(Heartbeat, 3)
     assert turns < 30
     assert not [m for m in client.heard if isinstance(m, Stats)]
 
@@ -172,12 +172,12 @@ def test_an_abort_frees_what_the_request_held(make: Callable[..., Client]) -> No
     client = make(FakeExecutor.of(vocab_size=50, **SIZES, latency=0.01))
     for name in "abcdefghijkl":
         client.add(name, [1, 2, 3], max_tokens=120)
-    client.hear(Update, 5)
+    client.hear(RequestUpdate, 5)
     client.say(Abort(list("abcdefghijkl")))
     deadline = time.monotonic() + 30
     while True:
         assert time.monotonic() < deadline
-        client.say(AskStats())
+        client.say(GetStats())
         stats = client.hear(Stats, len(client.hear(Stats, 0)) + 1)[-1]
         if not (stats.running or stats.waiting):
             break
@@ -186,13 +186,13 @@ def test_an_abort_frees_what_the_request_held(make: Callable[..., Client]) -> No
 
 def test_what_cannot_run_is_refused_and_the_rest_goes_on(make: Callable[..., Client]) -> None:
     client = make()
-    broken = msgspec.msgpack.encode(["Add", "broken", [1], {"temperature": -1.0}])
-    client.say(b"noise", msgspec.msgpack.encode(["Add"]), msgspec.msgpack.encode({"a": 1}), broken)
+    broken = msgspec.msgpack.encode(["AddRequest", "broken", [1], {"temperature": -1.0}])
+    client.say(b"noise", msgspec.msgpack.encode(["AddRequest"]), msgspec.msgpack.encode({"a": 1}), broken)
     client.add("long", [1] * 500)
     client.add("unknown token", [50])
     client.add("good", [1], max_tokens=3)
     ended(client, 1)
-    refused = {message.request_id: message.error for message in client.hear(Refused, 3)}
+    refused = {message.request_id: message.error for message in client.hear(RequestRejected, 3)}
     assert refused["broken"]["kind"] == "OptionError"
     assert "temperature" in refused["broken"]["why"]
     assert refused["long"]["kind"] == "PromptTooLong"
@@ -211,18 +211,18 @@ def test_every_open_request_hears_why_the_engine_ends(
     assert client.finish() == 1
     assert failed.error["kind"] == kind
     assert words in str(failed.error)
-    assert sorted(int(message.request_id) for message in client.hear(Refused, 12)) == list(range(12))
-    assert all(message.error == failed.error for message in client.hear(Refused))
+    assert sorted(int(message.request_id) for message in client.hear(RequestRejected, 12)) == list(range(12))
+    assert all(message.error == failed.error for message in client.hear(RequestRejected))
 
 
 def test_a_shutdown_refuses_what_is_open_and_stops(make: Callable[..., Client]) -> None:
     client = make(FakeExecutor.of(vocab_size=50, **SIZES, latency=0.05))
     client.add("a", [1], max_tokens=100)
-    client.hear(Update)
+    client.hear(RequestUpdate)
     client.loop.stop()
     client.hear(Stopped)
     assert client.finish() == 0
-    assert [message.error["kind"] for message in client.hear(Refused)] == ["EngineClosed"]
+    assert [message.error["kind"] for message in client.hear(RequestRejected)] == ["EngineClosed"]
 
 
 def test_a_broken_accounting_is_found_when_the_engine_is_idle(make: Callable[..., Client]) -> None:
@@ -230,11 +230,11 @@ def test_a_broken_accounting_is_found_when_the_engine_is_idle(make: Callable[...
     client.scheduler.pool.take(1)
     client.add("a", [1], max_tokens=2)
     (failed,) = client.hear(Failed)
-    assert "accounting is broken" in failed.error["asked"]
+    assert "accounting is broken" in failed.error["failure"]
     assert client.finish() == 1
 
 
-def test_guided_requests_wait_for_grammars_and_the_others_do_not(make: Callable[..., Client]) -> None:
+def test_constrained_requests_wait_for_grammars_and_the_others_do_not(make: Callable[..., Client]) -> None:
     gate = threading.Event()
     loads: list[int] = []
 
@@ -243,15 +243,15 @@ def test_guided_requests_wait_for_grammars_and_the_others_do_not(make: Callable[
         gate.wait(30)
 
     client = make(warm=warm)
-    for name in ("guided", "aborted", "another"):
-        client.add(name, [1], guide=Guide(regex="x", compiled="{}"))
+    for name in ("constrained", "aborted", "another"):
+        client.add(name, [1], structured_output=StructuredOutputParams(regex="x", compiled="{}"))
     client.add("free", [1], max_tokens=3)
     client.say(Abort(["aborted"]))
     ended(client, 1)
     assert len(client.tokens("free")) == 3
-    assert not client.hear(Refused, 0)
+    assert not client.hear(RequestRejected, 0)
     gate.set()
-    assert {message.request_id for message in client.hear(Refused, 2)} == {"guided", "another"}
+    assert {message.request_id for message in client.hear(RequestRejected, 2)} == {"constrained", "another"}
     assert loads == [1]
 
 

@@ -51,7 +51,7 @@ def test_the_longest_usable_beginning_is_found(held: list[bool], size: int, wind
     blocks = pool.take(len(held))
     for index, there in enumerate(held):
         if there:
-            pool.name(blocks[index], keys[index])
+            pool.register(blocks[index], keys[index])
     pool.release(blocks)
     best: list[int] = []
     for count in range(len(held), 0, -1):

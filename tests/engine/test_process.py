@@ -19,9 +19,22 @@ import zmq
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
+from phalanx.engine.executor import FAKE_EXECUTOR, RANK_EXECUTOR
 from phalanx.engine.fake import fake_tokens
-from phalanx.engine.messages import Add, Beat, EngineFacts, Failed, FromEngine, RankFacts, Shutdown, Started, Stopped, Update
-from phalanx.engine.process import _longer, facts_line
+from phalanx.engine.limits import window_blocks
+from phalanx.engine.messages import (
+    AddRequest,
+    EngineFacts,
+    EngineToClient,
+    Failed,
+    Heartbeat,
+    RankFacts,
+    RequestUpdate,
+    Shutdown,
+    Started,
+    Stopped,
+)
+from phalanx.engine.process import _fit_length, _longer, facts_line
 
 SHAPE = {
     "architectures": ["MistralForCausalLM"], "vocab_size": 90, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
@@ -36,7 +49,7 @@ class Engine:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.bind(address := f"ipc://{folder}/engine")
-        full = {"executor": "fake", "address": address, "options": {"device": "cpu", **options}, **config}
+        full = {"executor": FAKE_EXECUTOR, "address": address, "options": {"device": "cpu", **options}, **config}
         self.child = launch.start("phalanx.engine", full, "phalanx engine")
 
     def say(self, message: Any) -> None:
@@ -47,7 +60,7 @@ class Engine:
         deadline = time.monotonic() + seconds
         while self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
             for frame in self.socket.recv_multipart():
-                message = msgspec.msgpack.decode(frame, type=FromEngine)
+                message = msgspec.msgpack.decode(frame, type=EngineToClient)
                 if isinstance(message, kinds):
                     return message
         raise AssertionError(f"no {kinds} came")
@@ -75,7 +88,7 @@ def engine() -> Iterator[Callable[..., Engine]]:
 def test_a_whole_life(engine: Callable[..., Engine], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     process = engine({"model": str(tmp_path), "pipeline_parallel_size": 2})
-    process.say(Add("early", [1, 2], SamplingParams(temperature=0, max_tokens=1)))  # before it is ready
+    process.say(AddRequest("early", [1, 2], SamplingParams(temperature=0, max_tokens=1)))  # before it is ready
     facts = process.hear(Started).facts
     assert (facts.vocab_size, facts.eos_token_ids, facts.max_seq_len, facts.layout) == (90, [3], 256, (2, 1, 1))
     assert (facts.dtype, facts.device, len(facts.ranks)) == ("fp32", "cpu", 2)
@@ -83,9 +96,9 @@ def test_a_whole_life(engine: Callable[..., Engine], tmp_path: Path) -> None:
     assert facts.longer == "", "the model ends there"
     assert set(facts.phases) == {"read the model's shape", "start the ranks"}
     expected = fake_tokens([1, 2], SamplingParams(temperature=0), seed=0, vocab_size=90, count=1)
-    assert process.hear(Update).tokens == expected
+    assert process.hear(RequestUpdate).tokens == expected
     os.kill(process.child.pid, signal.SIGINT)  # Ctrl-C is the front's
-    process.hear(Beat)
+    process.hear(Heartbeat)
     process.say(Shutdown())
     process.hear(Stopped)
     assert process.child.process.wait(20) == 0
@@ -106,7 +119,7 @@ def test_a_termination_signal_is_a_shutdown(engine: Callable[..., Engine]) -> No
 def test_a_shutdown_while_ranks_start_interrupts_that(engine: Callable[..., Engine], tmp_path: Path, way: str) -> None:
     os.mkfifo(tmp_path / "config.json")  # reading it stands still, as a start may
     process = engine({"model": str(tmp_path)})
-    process.hear(Beat)
+    process.hear(Heartbeat)
     time.sleep(0.2)
     if way == "message":
         process.say(Shutdown())
@@ -128,17 +141,17 @@ def test_an_option_that_cannot_be_is_told(engine: Callable[..., Engine]) -> None
     process = engine({"model": "none", "max_batch_size": "many"}, fake={"vocab_size": 10})
     error = process.hear(Failed).error
     assert error["kind"] == "OptionError"
-    assert "max_batch_size='many'" in error["asked"]
+    assert "max_batch_size='many'" in error["failure"]
     assert process.child.process.wait(20) == 1
 
 
 def test_a_layout_that_does_not_suit_the_model_starts_no_rank(engine: Callable[..., Engine], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    process = engine({"model": str(tmp_path), "tensor_parallel_size": 3}, executor="ranks")
+    process = engine({"model": str(tmp_path), "tensor_parallel_size": 3}, executor=RANK_EXECUTOR)
     error = process.hear(Failed).error
     assert error["kind"] == "LayoutError"
-    assert error["asked"] == "tensor_parallel_size=3 was asked for"  # a rank would have named itself
-    assert error["next"].endswith(": 1, 2")
+    assert error["failure"] == "tensor_parallel_size=3 does not divide num_attention_heads=2"  # a rank would have named itself
+    assert error["next"] == "use one of 1, 2"
     assert process.child.process.wait(20) == 1
 
 
@@ -170,3 +183,13 @@ def test_the_line_of_facts_has_the_numbers() -> None:
     line = facts_line(facts)
     for part in ("3.5 s", "8,000 tokens", "8.0 requests of full length 1,000", "rank 0 (cpu): weights 3.0 MiB, kv 5.00 GiB"):
         assert part in line
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(3, 256), (2, 16)])
+def test_a_window_needs_as_many_blocks_as_the_scheduler_says(num_blocks: int, expected: int) -> None:
+    """With a window of 13 and blocks of 8 tokens, a request of any length needs 3 blocks."""
+    options = EngineOptions.of(model="x", device="cpu", kv_block_size=8)
+    shape = SimpleNamespace(window=13)
+    resolved = options.model_copy(update={"max_seq_len": 256})
+    assert window_blocks(13, 8) == 3
+    assert _fit_length(options, resolved, shape, num_blocks, {}) == expected

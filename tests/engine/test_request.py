@@ -6,13 +6,14 @@ from __future__ import annotations
 import pytest
 
 from phalanx.config import SamplingParams
-from phalanx.engine.messages import Add, RowResult, TokenLogprobs
+from phalanx.engine.messages import AddRequest, RowResult, TokenLogprobs
 from phalanx.engine.request import Request
 
 
 def request(*, limit: int = 100, **params: object) -> Request:
     return Request(
-        Add("a", [1, 2, 3], SamplingParams(**params), stop_token_ids=[7, 8], eos_token_ids=[8]), seed=1, limit=limit, matcher=None
+        AddRequest("a", [1, 2, 3], SamplingParams(**params), stop_token_ids=[7, 8], eos_token_ids=[8]),
+        seed=1, limit=limit, matcher=None,
     )  # fmt: skip
 
 
@@ -58,13 +59,13 @@ def test_logprobs_come_with_their_token() -> None:
 def test_an_admission_does_not_change_when_tokens_come() -> None:
     asked = request(min_tokens=1)
     asked.slot = 3
-    admission = asked.admission()
+    assignment = asked.assignment()
     asked.take_token(RowResult(), 4)
-    assert (admission.slot, admission.token_ids, admission.prompt_length, admission.stop_token_ids) == (3, [1, 2, 3], 3, [7, 8])
+    assert (assignment.slot, assignment.token_ids, assignment.prompt_length, assignment.stop_token_ids) == (3, [1, 2, 3], 3, [7, 8])
 
 
 def test_the_asker_keeps_its_list() -> None:
     prompt = [1, 2]
-    asked = Request(Add("a", prompt, SamplingParams()), seed=0, limit=9, matcher=None)
+    asked = Request(AddRequest("a", prompt, SamplingParams()), seed=0, limit=9, matcher=None)
     asked.take_token(RowResult(), 4)
     assert prompt == [1, 2]

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.config import Guide, SamplingParams
+from phalanx.config import SamplingParams, StructuredOutputParams
 from phalanx.engine.fake import StepChecker, fake_tokens
-from phalanx.engine.messages import Add, Refused, RowResult, Step, StepResult, Update
+from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, EngineError, PromptTooLong, RequestError, StepDiverged
 
@@ -54,13 +54,13 @@ class Ranks:
         )  # fmt: skip
         self.results: deque[StepResult] = deque()
         self.steps: list[Step] = []
-        self.updates: dict[str, list[Update]] = {}
-        self.refused: dict[str, Refused] = {}
+        self.updates: dict[str, list[RequestUpdate]] = {}
+        self.refused: dict[str, RequestRejected] = {}
 
     def add(
         self, name: str, prompt: list[int], stop: list[int] | None = None, eos: list[int] | None = None, **params: object
-    ) -> Add:
-        add = Add(name, list(prompt), SamplingParams(**params), stop or [], eos or [])
+    ) -> AddRequest:
+        add = AddRequest(name, list(prompt), SamplingParams(**params), stop or [], eos or [])
         self.scheduler.add(add)
         return add
 
@@ -69,7 +69,7 @@ class Ranks:
         if step is None:
             return False
         self.steps.append(step)
-        assert len(step.batches[0].rows) <= self.scheduler.options.most_rows, "ranks prepare for no more"
+        assert len(step.batches[0].rows) <= self.scheduler.options.max_rows, "ranks prepare for no more"
         self.results.append(self.checker.run(step))
         order = [request.id for request in (*self.scheduler.running, *self.scheduler.waiting)]
         assert order == self.scheduler.open_ids, "first come, first served"
@@ -80,8 +80,8 @@ class Ranks:
             pass
 
     def settle(self) -> None:
-        for said in self.scheduler.settle(self.results.popleft()):
-            if isinstance(said, Refused):
+        for said in self.scheduler.process_result(self.results.popleft()):
+            if isinstance(said, RequestRejected):
                 self.refused[said.request_id] = said
             else:
                 self.updates.setdefault(said.request_id, []).append(said)
@@ -100,7 +100,7 @@ class Ranks:
         return [token for update in self.updates.get(name, []) for token in update.tokens]
 
 
-def alone(add: Add, options: SchedulerOptions, seed: int) -> tuple[list[int], str, int | None]:
+def alone(add: AddRequest, options: SchedulerOptions, seed: int) -> tuple[list[int], str, int | None]:
     """What a request must yield: its tokens, finish reason and stop reason, from its own tokens alone."""
     limit = min(options.max_seq_len, len(add.token_ids) + (add.params.max_tokens or 10**9))
     if options.window is None or options.window // options.block_size + 2 > options.num_blocks:
@@ -147,7 +147,7 @@ def test_every_request_gets_its_own_tokens_whatever_happens_around_it(
     chance = random.Random(seed)
     ranks = Ranks(options)
     roots = [[chance.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
-    added: dict[str, Add] = {}
+    added: dict[str, AddRequest] = {}
     seeds: dict[str, int] = {}
     aborted: set[str] = set()
     for number in range(requests):
@@ -233,7 +233,7 @@ def test_a_step_holds_one_share_of_the_slots(slots: int, stages: int, most: int,
     for number in range(30):
         ranks.add(f"r{number}", [number], max_tokens=5 + number % 7)
     ranks.fill()
-    assert len(ranks.steps[0].batches[0].rows) == options.most_rows == most
+    assert len(ranks.steps[0].batches[0].rows) == options.max_rows == most
     ranks.finish()
     assert max(len(step.batches[0].rows) for step in ranks.steps) == most
 
@@ -283,38 +283,38 @@ def test_a_token_behind_a_late_stop_is_dropped() -> None:
     assert ranks.scheduler.pool.referenced == 0
 
 
-def test_a_guided_request_waits_for_each_of_its_tokens() -> None:
+def test_a_constrained_request_waits_for_each_of_its_tokens() -> None:
     ranks = Ranks(ROOMY)
-    ranks.add("guided", [1], max_tokens=20, guide=Guide(regex="x", compiled="4"))
+    ranks.add("constrained", [1], max_tokens=20, structured_output=StructuredOutputParams(regex="x", compiled="4"))
     ranks.add("free", [1], max_tokens=20)
     ranks.fill()
     assert [len(step.batches[0].rows) for step in ranks.steps] == [2, 1]
     ranks.finish()
-    assert len(ranks.tokens("guided")) == 4
-    assert all(token % 2 == 0 for token in ranks.tokens("guided"))
-    assert ranks.updates["guided"][-1].finish_reason == "stop"
+    assert len(ranks.tokens("constrained")) == 4
+    assert all(token % 2 == 0 for token in ranks.tokens("constrained"))
+    assert ranks.updates["constrained"][-1].finish_reason == "stop"
     assert len(ranks.tokens("free")) == 20
 
 
 def test_a_grammar_that_cannot_be_read_refuses_its_request_only() -> None:
     ranks = Ranks(ROOMY)
     with pytest.raises(RequestError, match="cannot be read"):
-        ranks.add("a", [1], guide=Guide(regex="x", compiled="not a number"))
+        ranks.add("a", [1], structured_output=StructuredOutputParams(regex="x", compiled="not a number"))
     with pytest.raises(RequestError, match="no compiled grammar"):
-        ranks.add("b", [1], guide=Guide(regex="x"))
+        ranks.add("b", [1], structured_output=StructuredOutputParams(regex="x"))
     assert ranks.scheduler.idle
 
 
 def test_a_token_that_the_grammar_does_not_take_refuses_its_request_only() -> None:
     scheduler = Scheduler(ROOMY, Evens)
-    scheduler.add(Add("a", [1], SamplingParams(guide=Guide(regex="x", compiled="4"))))
-    scheduler.add(Add("b", [1], SamplingParams(max_tokens=1)))
+    scheduler.add(AddRequest("a", [1], SamplingParams(structured_output=StructuredOutputParams(regex="x", compiled="4"))))
+    scheduler.add(AddRequest("b", [1], SamplingParams(max_tokens=1)))
     step = scheduler.schedule()
     assert step is not None
-    refused, update = scheduler.settle(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
-    assert isinstance(refused, Refused)
-    assert "token 3" in refused.error["asked"]
-    assert isinstance(update, Update)
+    refused, update = scheduler.process_result(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
+    assert isinstance(refused, RequestRejected)
+    assert "token 3" in refused.error["failure"]
+    assert isinstance(update, RequestUpdate)
     scheduler.check()
     assert scheduler.idle
 
@@ -520,7 +520,7 @@ def test_a_prompt_beyond_the_model_is_not_told_to_raise_a_limit() -> None:
 def test_a_token_that_the_model_does_not_have_is_refused(
     prompt: list[int], stop: list[int], params: dict[str, object], name: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"in {name}; the vocabulary has tokens 0..49"):
+    with pytest.raises(RequestError, match=f"in {name} is unknown; the vocabulary has tokens 0..49"):
         Ranks(ROOMY).add("a", prompt, stop, **params)
 
 
@@ -552,17 +552,17 @@ def test_a_result_of_another_step_stops_the_engine() -> None:
     ranks.add("a", [1])
     ranks.fill()
     with pytest.raises(StepDiverged):
-        ranks.scheduler.settle(ranks.results[1])
+        ranks.scheduler.process_result(ranks.results[1])
     with pytest.raises(StepDiverged):
-        ranks.scheduler.settle(StepResult(1, [[RowResult(token=1), RowResult(token=2)]]))
+        ranks.scheduler.process_result(StepResult(1, [[RowResult(token=1), RowResult(token=2)]]))
     with pytest.raises(StepDiverged):
-        ranks.scheduler.settle(StepResult(1, [[RowResult(token=None)]]))
+        ranks.scheduler.process_result(StepResult(1, [[RowResult(token=None)]]))
 
 
 def test_an_id_is_taken_once() -> None:
     ranks = Ranks(ROOMY)
     ranks.add("a", [1])
-    with pytest.raises(RequestError, match="twice"):
+    with pytest.raises(RequestError, match="in use"):
         ranks.add("a", [1])
     ranks.scheduler.abort("nobody")
 
@@ -579,7 +579,7 @@ def test_hundreds_of_requests_cost_little_time() -> None:
     options = replace(ROOMY, num_blocks=20_000, block_size=16, max_batch_size=512, max_num_tokens=8192, max_seq_len=2048)
     scheduler = Scheduler(options)
     for number in range(512):
-        scheduler.add(Add(str(number), [number % VOCAB] * 16, SamplingParams(max_tokens=1000)))
+        scheduler.add(AddRequest(str(number), [number % VOCAB] * 16, SamplingParams(max_tokens=1000)))
     best = 1.0
     for _ in range(40):
         begin = time.perf_counter()
@@ -588,7 +588,7 @@ def test_hundreds_of_requests_cost_little_time() -> None:
         assert step is not None
         result = StepResult(step.number, [[RowResult(token=7) for _ in step.batches[0].rows]])
         later = time.perf_counter()
-        scheduler.settle(result)
+        scheduler.process_result(result)
         best = min(best, time.perf_counter() - later + middle - begin)
     assert best < 0.010
 

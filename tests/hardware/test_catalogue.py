@@ -11,7 +11,7 @@ from phalanx.errors import OptionError
 from phalanx.hardware import catalogue
 from phalanx.hardware.fingerprint import LINKS
 from phalanx.hardware.probe import Gpu
-from tests.house.sources import ROOT
+from tests.architecture.sources import ROOT
 
 USABLE = [name for name in catalogue.names() if not catalogue.missing(name)]
 

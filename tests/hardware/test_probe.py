@@ -11,7 +11,7 @@ import pytest
 
 from phalanx import hardware
 from phalanx.hardware import probe
-from phalanx.hardware.probe import Gpu, address_towards, choose, cores, look
+from phalanx.hardware.probe import Gpu, address_towards, choose, cores, detect_machine
 from tests.conftest import gpu_count
 
 
@@ -38,7 +38,7 @@ def test_a_driver_that_fails_is_recorded_not_raised(monkeypatch: pytest.MonkeyPa
         raise pynvml.NVMLError(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
 
     monkeypatch.setattr(pynvml, "nvmlInit", broken)
-    machine = look()
+    machine = detect_machine()
     assert machine.gpus == ()
     assert "gpus" in machine.failures
     assert machine.host_memory >= machine.free_host_memory > 0
@@ -48,10 +48,10 @@ def test_a_driver_that_fails_is_recorded_not_raised(monkeypatch: pytest.MonkeyPa
 def test_the_environment_hides_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.hardware.probe._nvml_gpus", lambda: list(GPUS))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert [g.index for g in look().gpus] == [1]
-    assert [g.index for g in look(visible="0,2").gpus] == [0, 2]
+    assert [g.index for g in detect_machine().gpus] == [1]
+    assert [g.index for g in detect_machine(visible="0,2").gpus] == [0, 2]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert len(look().gpus) == 3
+    assert len(detect_machine().gpus) == 3
 
 
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("", 0), ("-1", 0), ("7", 0), ("GPU-b", 1), ("1,0", 2)])
@@ -78,9 +78,9 @@ def test_loopback_is_reached_from_loopback() -> None:
 
 
 def test_probing_needs_no_torch() -> None:
-    code = "import sys, phalanx.hardware as h; h.look(); sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.hardware as h; h.detect_machine(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-    assert hardware.look is look
+    assert hardware.detect_machine is detect_machine
 
 
 def test_what_a_container_holds_is_not_free(tmp_path, monkeypatch):
@@ -94,5 +94,5 @@ def test_what_a_container_holds_is_not_free(tmp_path, monkeypatch):
     (tmp_path / "memory.current").write_text("39000\n")
     assert probe.memory_limit(tmp_path) == (32000, 0)
     monkeypatch.setattr(probe, "memory_limit", lambda: (32000, 5000))
-    machine = probe.look()
+    machine = probe.detect_machine()
     assert (machine.host_memory, machine.free_host_memory) == (32000, 5000)

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from tests.kernels.interpreted import interpreted
+from tests.support.kernels_interpreted import interpreted
 
 triton = pytest.importorskip("triton")
 tl = triton.language
@@ -43,7 +43,7 @@ def main() -> None:
     wanted = values.clamp(-448, 448).to(torch.float8_e4m3fn)
     grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     nearest = (values.abs().clamp(max=6).nan_to_num().unsqueeze(1) - grid).abs()
-    found = {
+    results = {
         "e4m3": int((e4m3[good] != wanted.view(torch.uint8)[good]).sum()),
         "e4m3 NaN": int((e4m3[~good] & 0x7F != 0x7F).sum()),
         "e4m3 back": int((decoded[good] != wanted.float().abs()[good]).sum()),
@@ -52,20 +52,20 @@ def main() -> None:
     }
     for kind, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         source = torch.arange(1 << 16, dtype=torch.int32)
-        held = source.to(torch.int16).view(dtype) if dtype.itemsize == 2 else (source * 65_521).view(dtype)
-        target = torch.empty_like(held)
-        count = held.nbytes // 16
-        twice[(count // 1024,)](held.view(torch.int32), target.view(torch.int32), KIND=kind, BLOCK=1024)
-        number = ~held.isnan()
-        found[f"twice {kind}"] = int((target[number] != (held.float() + held.float()).to(dtype)[number]).sum())
-        found[f"twice {kind} NaN"] = int((~target[~number].isnan()).sum())
-    print(json.dumps(found))
+        values_in = source.to(torch.int16).view(dtype) if dtype.itemsize == 2 else (source * 65_521).view(dtype)
+        target = torch.empty_like(values_in)
+        count = values_in.nbytes // 16
+        twice[(count // 1024,)](values_in.view(torch.int32), target.view(torch.int32), KIND=kind, BLOCK=1024)
+        number = ~values_in.isnan()
+        results[f"twice {kind}"] = int((target[number] != (values_in.float() + values_in.float()).to(dtype)[number]).sum())
+        results[f"twice {kind} NaN"] = int((~target[~number].isnan()).sum())
+    print(json.dumps(results))
 
 
 def test_every_value_in_the_interpreter() -> None:
-    found = json.loads(interpreted("tests.kernels.test_quantize"))
-    assert found
-    assert not {what: wrong for what, wrong in found.items() if wrong}
+    results = json.loads(interpreted("tests.kernels.test_quantize"))
+    assert results
+    assert not {what: wrong for what, wrong in results.items() if wrong}
 
 
 if __name__ == "__main__":

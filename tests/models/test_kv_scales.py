@@ -17,9 +17,9 @@ from torch import Tensor
 
 from phalanx.errors import WeightError
 from phalanx.models.kv_scales import Pair
-from tests.checkpoints import write_checkpoint
-from tests.models.formation import Formation
-from tests.quantized_checkpoints import FORMS, declare, rewrite
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models_formation import Formation
+from tests.support.quantized_checkpoints import FORMS, declare, rewrite
 
 FOUND: Sequence[Pair] = ((0.003, 0.0005), (0.0011, 0.002))
 """By layer: so small that keys and values are clipped at them, and no two layouts of scales give the same logits."""
@@ -63,7 +63,7 @@ def logits(folder: Path, pairs: Sequence[Pair | None] = (), **options: Any) -> T
     formation = Formation(folder, fp8_cache=True, **options)
     for model in [model for stage in formation.models for model in stage]:
         for layer, pair in zip(model.layers, pairs, strict=False):
-            layer.attention.store.read_scales = pair
+            layer.self_attn.kv_store.read_scales = pair
     first = formation.step([(0, ids[:20])], padding=1)[0]
     return torch.cat([first, *(formation.step([(0, ids[at : at + 1])])[0] for at in range(20, 24))])
 
@@ -107,7 +107,7 @@ def test_without_scales_they_are_1(
     scales: dict[str, float], promised: bool, written: dict[str, tuple[Path, Path]], tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """Even where the configuration speaks of an FP8 cache. -1 stands for none. The log says what is done."""
+    """Even where the configuration declares an FP8 cache. -1 stands for no scale. The log says which scales are used."""
     stored, meant = written["one scale"]
     folder = with_scales(stored, tmp_path, scales)
     if promised:
@@ -115,10 +115,10 @@ def test_without_scales_they_are_1(
     with caplog.at_level(logging.INFO, "phalanx"):
         found = logits(folder)
     torch.testing.assert_close(found, logits(meant, (None, None)), rtol=1e-5, atol=1e-5)
-    told = [line for line in caplog.messages if "FP8 cache" in line]
-    assert len(told) == 1
-    assert ("as they are" in told[0]) == (1.0 not in scales.values())
-    assert ("-1" in told[0]) == (-1.0 in scales.values())
+    lines = [line for line in caplog.messages if "FP8 cache" in line]
+    assert len(lines) == 1
+    assert ("without scales" in lines[0]) == (1.0 not in scales.values())
+    assert ("-1" in lines[0]) == (-1.0 in scales.values())
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.models.formation import Formation
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.models_formation import Formation
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -128,7 +128,7 @@ def test_bf16_stays_near_fp32(root: Path) -> None:
     for stage in formation.models:
         for model in stage:
             model.to(torch.bfloat16)
-            model.rotary.float()
+            model.rotary_emb.float()
     formation.caches = [
         [[type(c)(c.key.bfloat16(), c.value.bfloat16()) for c in rank] for rank in stage] for stage in formation.caches
     ]

@@ -18,7 +18,7 @@ from phalanx.config.model import FAMILIES, ModelShape
 from phalanx.errors import LayoutError, WeightError
 from phalanx.models import registry, weights
 from phalanx.models.checkpoint import INDEX, SINGLE
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -64,9 +64,9 @@ def test_every_weight_is_filled_and_cast(sound: Path) -> None:
     assert not any(weight.isnan().any() for weight in model.parameters())
     held = load_file(sound / SINGLE)
     layer = model.layers[1]
-    assert torch.equal(layer.mlp.down.weight, held["model.layers.1.mlp.down_proj.weight"].bfloat16())
+    assert torch.equal(layer.mlp.down_proj.weight, held["model.layers.1.mlp.down_proj.weight"].bfloat16())
     names = [f"model.layers.1.self_attn.{part}_proj.bias" for part in "qkv"]
-    assert torch.equal(layer.attention.qkv.bias, torch.cat([held[name] for name in names]).bfloat16())
+    assert torch.equal(layer.self_attn.qkv_proj.bias, torch.cat([held[name] for name in names]).bfloat16())
 
 
 def test_ranks_hold_their_slices_and_report_only_those(sound: Path) -> None:
@@ -82,22 +82,22 @@ def test_ranks_hold_their_slices_and_report_only_those(sound: Path) -> None:
     model, seen = found[1]
     width = model.shape.head_dim
     query, key = held["model.layers.1.self_attn.q_proj.weight"], held["model.layers.1.self_attn.k_proj.weight"]
-    qkv = model.layers[0].attention.qkv
+    qkv = model.layers[0].self_attn.qkv_proj
     assert (qkv.heads.q, qkv.heads.kv) == (range(3, 6), (0, 1, 1))
     expected = torch.cat([query[3 * width : 6 * width], key[:width], key[width : 2 * width], key[width : 2 * width]])
     assert torch.equal(qkv.weight[: 6 * width], expected)
-    assert torch.equal(model.layers[0].mlp.down.weight, held["model.layers.1.mlp.down_proj.weight"][:, 20:40])
-    assert torch.equal(model.layers[0].mlp.gate_up.weight[20:], held["model.layers.1.mlp.up_proj.weight"][20:40])
+    assert torch.equal(model.layers[0].mlp.down_proj.weight, held["model.layers.1.mlp.down_proj.weight"][:, 20:40])
+    assert torch.equal(model.layers[0].mlp.gate_up_proj.weight[20:], held["model.layers.1.mlp.up_proj.weight"][20:40])
     assert not [name for name, _ in model.named_parameters() if "embedding" in name]
     done, total = zip(*seen, strict=True)
     assert list(done) == sorted(done)
     assert done[-1] == total[0] == sum(part.target.nbytes for part in weights.slices(model))
     whole = sum(tensor.nbytes for tensor in held.values())
     assert total[0] < whole / 4
-    assert model.head is not None
-    last = found[3][0].head
+    assert model.lm_head is not None
+    last = found[3][0].lm_head
     assert last is not None
-    assert last.table.held == 0  # 384 rows are 6 x 64: over 4 ranks of 2 x 64 the last holds padding only
+    assert last.table.num_tokens == 0  # 384 rows are 6 x 64: over 4 ranks of 2 x 64 the last holds padding only
     assert not last.table.weight.any()
 
 
@@ -125,6 +125,16 @@ def test_a_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
         load(sharded)
     assert gone.name in str(caught.value)
     assert INDEX in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "sub/model.safetensors", "..", "notes.txt", ""])
+def test_an_index_names_files_of_its_folder_only(name: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A path of the index could lead to any file of the host."""
+    (folder.parent / "elsewhere.safetensors").write_bytes((folder / SINGLE).read_bytes())
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(WeightError, match=r"no \*\.safetensors file of its folder") as caught:
+        load(folder)
+    assert "bytes" not in str(caught.value), "nothing is told of a file outside the checkpoint"
 
 
 @pytest.mark.parametrize("text", ["{", '{"weight_map": 3}', "{}"])
@@ -174,9 +184,9 @@ def test_a_tied_head_that_is_stored_all_the_same_is_passed_over(tmp_path: Path) 
     rewrite(folder, lm_head__weight=torch.zeros(384, 48))
     model = build(folder)
     weights.load(model, folder)
-    assert model.head is not None
-    assert model.embedding is not None
-    assert model.head.table is model.embedding
+    assert model.lm_head is not None
+    assert model.embed_tokens is not None
+    assert model.lm_head.table is model.embed_tokens
 
 
 def test_a_second_copy_in_another_format_is_passed_over(folder: Path) -> None:
@@ -240,12 +250,12 @@ def test_dummy_weights_are_the_same_model_in_every_layout(sound: Path) -> None:
 
     whole, again, other = made(Solo()), made(Solo()), made(Solo(), 6)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
-    assert not torch.equal(whole.layers[0].mlp.down.weight, other.layers[0].mlp.down.weight)
-    assert not torch.equal(whole.layers[0].mlp.down.weight, whole.layers[1].mlp.down.weight)
+    assert not torch.equal(whole.layers[0].mlp.down_proj.weight, other.layers[0].mlp.down_proj.weight)
+    assert not torch.equal(whole.layers[0].mlp.down_proj.weight, whole.layers[1].mlp.down_proj.weight)
     halves = LocalWorld(2).run(made)
-    joined = torch.cat([half.layers[0].mlp.down.weight for half in halves], dim=1)
-    assert torch.equal(joined, whole.layers[0].mlp.down.weight)
-    assert torch.equal(halves[0].layers[0].norm.weight, halves[1].layers[0].norm.weight)
+    joined = torch.cat([half.layers[0].mlp.down_proj.weight for half in halves], dim=1)
+    assert torch.equal(joined, whole.layers[0].mlp.down_proj.weight)
+    assert torch.equal(halves[0].layers[0].input_layernorm.weight, halves[1].layers[0].input_layernorm.weight)
     assert all(weight.isfinite().all() for weight in whole.parameters())
 
 

@@ -19,10 +19,10 @@ from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.errors import ModelError, WeightError
 from phalanx.models import registry, weights
-from phalanx.plan.weights import layer_bytes
-from tests.checkpoints import write_checkpoint
-from tests.models.formation import CPU, Formation
-from tests.quantized_checkpoints import FORMS, FP8, IGNORED, KV_SCALES, declare, rewrite
+from phalanx.plan.weight_tensors import layer_bytes
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models_formation import CPU, Formation
+from tests.support.quantized_checkpoints import FORMS, FP8, IGNORED, KV_SCALES, declare, rewrite
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -80,25 +80,25 @@ def test_a_checkpoint_in_fp8_gives_what_its_values_mean(form: str, tp: int, writ
     """Weights only, in fp32: exactly the model of the dequantized weights, over every number of ranks."""
     stored, meant = written[form]
     held = build(stored).layers[1].mlp
-    assert held.gate_up.weight.dtype == FP8
-    assert held.down.weight.dtype == torch.float32, f"{IGNORED} is to be ignored"
+    assert held.gate_up_proj.weight.dtype == FP8
+    assert held.down_proj.weight.dtype == torch.float32, f"{IGNORED} is to be ignored"
     torch.testing.assert_close(logits(stored, tp), logits(meant, tp), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["modelopt", "compressed static"])
 def test_static_scales_are_those_of_the_checkpoint(form: str, written: dict[str, tuple[Path, Path]]) -> None:
-    """Parts of one product keep their own weight scales, share the largest input scale; the cache has the checkpoint's scales."""
+    """Parts of one GEMM keep their own weight scales, share the largest input scale; the cache has the checkpoint's scales."""
     stored, _ = written[form]
     held, model = load_file(stored / "model.safetensors"), build(stored, fp8_cache=True)
-    qkv = model.layers[0].attention.qkv
+    qkv = model.layers[0].self_attn.qkv_proj
     parts = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     scales = [held[f"{part}.weight_scale"].reshape(1).expand(held[f"{part}.weight"].shape[0]) for part in parts]
     assert len({float(scale[0]) for scale in scales}) == 3
     assert torch.equal(qkv.weight_scale, torch.cat(scales))
     assert float(qkv.input_scale) == max(float(held[f"{part}.input_scale"]) for part in parts)
-    assert model.layers[1].attention.store.read_scales == pytest.approx(KV_SCALES)
+    assert model.layers[1].self_attn.kv_store.read_scales == pytest.approx(KV_SCALES)
     assert ModelShape.from_folder(stored).quantization.kv
-    assert build(stored).layers[1].attention.store.read_scales is None
+    assert build(stored).layers[1].self_attn.kv_store.read_scales is None
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -111,25 +111,30 @@ def test_quantized_on_load(tp: int, plain: Path) -> None:
 
     for rank, model in enumerate(LocalWorld(tp).run(act)):
         layer, width = model.layers[1], 128 // tp
-        for product, name in ((layer.mlp.down, "mlp.down_proj"), (layer.mlp.gate_up, "mlp.gate_proj")):
+        for output, name in ((layer.mlp.down_proj, "mlp.down_proj"), (layer.mlp.gate_up_proj, "mlp.gate_proj")):
             whole = held[f"model.layers.1.{name}.weight"]
             mine = (
                 whole[:, rank * width : (rank + 1) * width]
-                if product is layer.mlp.down
+                if output is layer.mlp.down_proj
                 else whole[rank * width : (rank + 1) * width]
             )
             quantized, scale = kernels.quantize_fp8(mine)
             rows = slice(0, len(mine))
-            assert torch.equal(product.weight[rows].float(), quantized.float())
-            assert torch.equal(product.weight_scale[rows], scale.squeeze(-1))
-            wide = product.fp8.widened(product.weight)[rows]
+            assert torch.equal(output.weight[rows].float(), quantized.float())
+            assert torch.equal(output.weight_scale[rows], scale.squeeze(-1))
+            wide = output.fp8.dequantized(output.weight)[rows]
             assert ((wide - mine.float()).abs() <= mine.float().abs() / 16 + scale / 512 * 1.01).all()
-        assert layer.norm.weight.dtype == model.embedding.weight.dtype == model.head.table.weight.dtype == torch.float32
+        assert (
+            layer.input_layernorm.weight.dtype
+            == model.embed_tokens.weight.dtype
+            == model.lm_head.table.weight.dtype
+            == torch.float32
+        )
 
 
 def test_quantized_on_load_is_near_the_plain_model(plain: Path) -> None:
     exact = logits(plain).softmax(-1)
-    for options in ({}, {"fp8_products": True}, {"fp8_products": True, "fp8_cache": True}):
+    for options in ({}, {"fp8_gemm": True}, {"fp8_gemm": True, "fp8_cache": True}):
         for tp in (1, 4):
             near = logits(plain, tp, fp8=True, **options).log_softmax(-1)
             assert float((exact * (exact.log() - near)).sum(-1).mean()) < 0.05
@@ -195,14 +200,14 @@ def test_dummy_weights_are_parts_of_one_model(plain: Path, monkeypatch: pytest.M
     whole = act(Solo())
     assert not any(weight.float().isnan().any() for weight in whole.parameters())
     for rank, model in enumerate(LocalWorld(4).run(act)):
-        down, every = model.layers[1].mlp.down, whole.layers[1].mlp.down
+        down, every = model.layers[1].mlp.down_proj, whole.layers[1].mlp.down_proj
         assert torch.equal(down.weight.float(), every.weight.float()[:, rank * 32 : (rank + 1) * 32])
         assert torch.equal(down.weight_scale, every.weight_scale)
-        gate, both = model.layers[0].mlp.gate_up.weight.float(), whole.layers[0].mlp.gate_up.weight.float()
+        gate, both = model.layers[0].mlp.gate_up_proj.weight.float(), whole.layers[0].mlp.gate_up_proj.weight.float()
         assert torch.equal(gate, torch.cat([part[rank * 32 : (rank + 1) * 32] for part in both.chunk(2)]))
-    inner = whole.layers[0].mlp.gate_up
-    assert float(inner.fp8.widened(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
-    assert not torch.equal(inner.weight.float(), act(Solo(), 4).layers[0].mlp.gate_up.weight.float())
+    inner = whole.layers[0].mlp.gate_up_proj
+    assert float(inner.fp8.dequantized(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
+    assert not torch.equal(inner.weight.float(), act(Solo(), 4).layers[0].mlp.gate_up_proj.weight.float())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -210,14 +215,14 @@ def test_dummy_weights_of_a_quantized_shape(form: str, written: dict[str, tuple[
     shape = ModelShape.from_folder(written[form][0])
     model = registry.build(shape, group=Solo(), layers=range(2), dtype=torch.float32, device=CPU, fp8_cache=True)
     weights.dummy(model, 0)
-    inner = model.layers[0].mlp.gate_up
-    assert float(inner.fp8.widened(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
+    inner = model.layers[0].mlp.gate_up_proj
+    assert float(inner.fp8.dequantized(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
     assert inner.fp8.input_scale is None or float(inner.fp8.input_scale) > 0
-    assert (model.layers[1].attention.store.read_scales is not None) == shape.quantization.kv
+    assert (model.layers[1].self_attn.kv_store.read_scales is not None) == shape.quantization.kv
 
 
 def test_large_dummy_weights_hold_one_tile_at_a_time() -> None:
-    """A product of 405B's width: 64 M values, made in a few seconds."""
+    """A weight of 405B's width: 64 M values, made in a few seconds."""
     part = weights.Slice("w", (4096, 16384), torch.empty(4096, 16384, dtype=FP8), scale=torch.empty(4096))
     begin = time.monotonic()
     weights._fill_fp8(part, 0)

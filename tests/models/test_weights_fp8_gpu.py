@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 checkpoints on a GPU: logits and likeliest tokens beside those of a CPU with the same numerics.
+"""FP8 checkpoints on a GPU: logits and argmax beside those of a CPU with the same numerics.
 
-A CPU with `fp8_products` quantizes what a GPU quantizes, and multiplies in fp32. Two forwards in bf16 that add up in another order
+A CPU with `fp8_gemm` quantizes what a GPU quantizes, and multiplies in fp32. Two forwards in bf16 that add up in another order
 are apart because they round at other places, and what is then quantized may fall on another side of a bound. How much that is, the
 CPU says: of the same forward in bf16 beside fp32. A GPU in bf16 is as far from fp32 for the same reasons: twice that bounds it.
 """
@@ -17,15 +17,15 @@ from torch import Tensor
 
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
-from phalanx.kernels.products import blocks
-from phalanx.kernels.scaled_mm import has_fp8_products
+from phalanx.kernels.capabilities import has_fp8_gemm
+from phalanx.kernels.gemm import block_gemm
 from phalanx.models import registry, weights
 from phalanx.models.batch import Batch, LayerCache
-from phalanx.models.layers.attention import backend
-from tests import quantized_checkpoints
-from tests.checkpoints import write_checkpoint
-from tests.models.formation import CPU
-from tests.quantized_checkpoints import FORMS, rewrite
+from phalanx.models.layers.attention.select import select_backend
+from tests.support import quantized_checkpoints
+from tests.support.checkpoints import write_checkpoint
+from tests.support.models_formation import CPU
+from tests.support.quantized_checkpoints import FORMS, rewrite
 
 CHECKPOINTS = ("blocks of 128", "modelopt", "modelopt per channel", "compressed static", "compressed dynamic", "one scale")
 SIZES: dict[str, Any] = {
@@ -47,18 +47,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
 
 
 def logits(
-    folder: Path, device: torch.device, dtype: torch.dtype, *, fp8_products: bool = True, prompt: int = PROMPT
+    folder: Path, device: torch.device, dtype: torch.dtype, *, fp8_gemm: bool = True, prompt: int = PROMPT
 ) -> Tensor:  # fmt: skip
     """[prompt + AFTER, vocabulary] fp32, on CPU, of a prompt in one step and tokens in steps of their own."""
     shape = ModelShape.from_folder(folder)
     model = registry.build(
-        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_products=fp8_products
+        shape, group=Solo(), layers=range(shape.num_layers), dtype=dtype, device=device, fp8_gemm=fp8_gemm
     )  # fmt: skip
     weights.load(model, folder)
     count = -(-(prompt + AFTER) // BLOCK)
     caches = [LayerCache.zeros(count + 1, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
     ids = torch.randint(0, 384, (prompt + AFTER,), generator=torch.Generator().manual_seed(1)).to(device)
-    attention, found = backend(device, dtype, shape.head_dim), []
+    attention, found = select_backend(device, dtype, shape.head_dim), []
     with torch.inference_mode():
         for begin, end in [(0, prompt), *((at, at + 1) for at in range(prompt, prompt + AFTER))]:
             at, table = torch.arange(begin, end, device=device), torch.arange(1, count + 1, dtype=torch.int32, device=device)
@@ -73,7 +73,7 @@ def logits(
 
 
 def as_on_a_cpu(found: Tensor, folder: Path, meant: Path, prompt: int = PROMPT) -> None:
-    """found: logits [tokens, vocabulary] in bf16 with FP8 products. Raises AssertionError where they are not those of `folder`."""
+    """found: logits [tokens, vocabulary] in bf16 with FP8 GEMMs. Raises AssertionError where they are not those of `folder`."""
     exact = logits(folder, CPU, torch.float32, prompt=prompt)
     rounded = logits(folder, CPU, torch.bfloat16, prompt=prompt)
     assert not found.isnan().any()
@@ -110,14 +110,14 @@ def test_the_bound_can_fail(form: str, written: dict[str, tuple[Path, Path]]) ->
 def test_on_gpu(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     folder, meant = written[form]
     device = torch.device("cuda")
-    if not has_fp8_products(device):
-        pytest.skip("this GPU has no FP8 products")
+    if not has_fp8_gemm(device):
+        pytest.skip("this GPU has no FP8 GEMMs")
     as_on_a_cpu(logits(folder, device, torch.bfloat16), folder, meant)
 
 
 @pytest.fixture(scope="module")
 def whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """As `written`: of sizes whose blocks torch's product takes."""
+    """As `written`: of sizes whose blocks cuBLAS takes."""
     sizes = SIZES | {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "std": 0.03}
     plain = write_checkpoint(tmp_path_factory.mktemp("plain"), "qwen2", dtype=torch.bfloat16, **sizes)
     declared, encode, scales_at = FORMS["blocks"]
@@ -131,12 +131,12 @@ def whole_blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_whole_blocks_on_gpu(whole_blocks: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is multiplied by torch, tokens after it are not."""
-    device, asked, ran, prompt = torch.device("cuda"), blocks._torchs, list[int](), 130
-    if not blocks.torch_takes(512, 512, 0, device):
-        pytest.skip("torch has no products by block here")
-    monkeypatch.setattr(blocks, "_torchs", lambda x, *others: ran.append(len(x)) or asked(x, *others))  # type: ignore[func-returns-value]
+    device, asked, ran, prompt = torch.device("cuda"), block_gemm._cublas, list[int](), 130
+    if not block_gemm.cublas_supports(512, 512, 0, device):
+        pytest.skip("torch has no block-scaled GEMM here")
+    monkeypatch.setattr(block_gemm, "_torchs", lambda x, *others: ran.append(len(x)) or asked(x, *others))  # type: ignore[func-returns-value]
     as_on_a_cpu(logits(whole_blocks[0], device, torch.bfloat16, prompt=prompt), *whole_blocks, prompt)
-    # Four products a layer, but for those that the form leaves in bf16.
+    # Four GEMMs a layer, but for those that the form leaves in bf16.
     assert set(ran) == {prompt}
     assert len(ran) > 4
 
@@ -144,9 +144,9 @@ def test_whole_blocks_on_gpu(whole_blocks: tuple[Path, Path], monkeypatch: pytes
 @pytest.mark.gpu1
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_blocks_widened_on_gpu(written: dict[str, tuple[Path, Path]]) -> None:
-    """As on a GPU without FP8 products: weights alone in FP8, within twice what bf16 makes of them on a CPU."""
+    """As on a GPU without FP8 GEMMs: weights alone in FP8, within twice what bf16 makes of them on a CPU."""
     folder, meant = written["blocks of 128"]
-    exact, rounded = logits(meant, CPU, torch.float32), logits(folder, CPU, torch.bfloat16, fp8_products=False)
-    found = logits(folder, torch.device("cuda"), torch.bfloat16, fp8_products=False)
+    exact, rounded = logits(meant, CPU, torch.float32), logits(folder, CPU, torch.bfloat16, fp8_gemm=False)
+    found = logits(folder, torch.device("cuda"), torch.bfloat16, fp8_gemm=False)
     for tokens in (slice(0, PROMPT), slice(PROMPT, None)):
         assert (found[tokens] - exact[tokens]).norm() <= 2 * (rounded[tokens] - exact[tokens]).norm()

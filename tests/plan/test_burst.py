@@ -13,7 +13,7 @@ from phalanx.plan import burst, subject
 from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs
 from phalanx.plan.footprint import Split
-from phalanx.plan.graphs import sizes
+from phalanx.plan.graphs import graph_sizes
 
 MACHINE, _ = subject.machine_for("H200")
 SHAPE = subject.shape_for("llama-3-70b")
@@ -58,6 +58,6 @@ def test_a_small_cache_runs_in_turns():
 
 
 def test_padding_is_that_of_the_captured_graphs():
-    captured = [size.tokens for size in sizes(256, 0)[0]]
+    captured = [size.tokens for size in graph_sizes(256, 0)[0]]
     assert [burst.padded(rows, 256) for rows in (1, 3, 9, 65, 250, 256)] == [1, 4, 16, 80, 256, 256]
     assert all(burst.padded(rows, 256) in captured for rows in range(1, 257))

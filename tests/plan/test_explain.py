@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from phalanx.config import EngineOptions
-from phalanx.config.sources import build, gather
+from phalanx.config.sources import build_options, read_sources
 from phalanx.plan import explain, search, subject
 from phalanx.plan.search import Wanted
 
@@ -27,10 +27,10 @@ def test_command_and_yaml_are_the_plans_options(model, tmp_path):
         words = shlex.split(explain.command(name, machine, wanted, plan)[0])
         assert words[:3] == ["phalanx", "serve", model]
         flags = {words[at].removeprefix("--"): words[at + 1] for at in range(3, len(words), 2)}
-        by_flags = build(EngineOptions, gather({**flags, "model": model}, environ={}))
+        by_flags = build_options(EngineOptions, read_sources({**flags, "model": model}, environ={}))
         file = tmp_path / "options.yaml"
         file.write_text(explain.yaml(explain.options(name, machine, wanted, plan)))
-        by_file = build(EngineOptions, gather({}, file=file, environ={}))
+        by_file = build_options(EngineOptions, read_sources({}, file=file, environ={}))
         assert by_flags == by_file
         layout = plan.layout
         assert (by_file.tensor_parallel_size, by_file.pipeline_parallel_size) == (layout.tp, layout.pp)

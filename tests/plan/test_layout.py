@@ -78,9 +78,9 @@ def test_a_layout_that_does_not_suit_the_model_names_those_that_do() -> None:
         num_kv_heads=4, head_dim=2, max_positions=64,
     )  # fmt: skip
     require_suits(Layout(pp=3, tp=12), shape)
-    with pytest.raises(LayoutError, match=r"size=5 .*num_attention_heads=24; .*: 1, 2, 3, 4, 6, 12$"):
+    with pytest.raises(LayoutError, match=r"size=5 does not divide num_attention_heads=24; use one of 1, 2, 3, 4, 6, 12$"):
         require_suits(Layout(tp=5), shape)
-    with pytest.raises(LayoutError, match=r"size=8 .*intermediate_size=36; 36 does not divide by 8; .*: 1, 2, 3, 4, 6, 12$"):
+    with pytest.raises(LayoutError, match=r"size=8 does not divide intermediate_size=36; use one of 1, 2, 3, 4, 6, 12$"):
         require_suits(Layout(tp=8), shape)
     with pytest.raises(LayoutError, match=r"pipeline_parallel_size=4 .*3 layers.*at most 3"):
         require_suits(Layout(pp=4), shape)

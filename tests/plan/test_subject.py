@@ -52,12 +52,12 @@ def test_an_unknown_model_names_the_known_ones(monkeypatch):
 
 def test_the_machine_at_hand_and_the_named_one(monkeypatch, tmp_path):
     here = [Gpu(i, f"GPU-{i}", "NVIDIA H200", 90, 150 << 30, 150 << 30) for i in range(4)]
-    monkeypatch.setattr(subject.probe, "look", lambda: Machine(tuple(here), 1, 1, 1))
+    monkeypatch.setattr(subject.probe, "detect_machine", lambda: Machine(tuple(here), 1, 1, 1))
     machine, why = subject.machine_for()
     assert (machine.gpu.name, machine.gpus_per_node, machine.nodes, why) == ("H200", 4, 1, "4 found here")
     machine, _ = subject.machine_for("h100", nodes=2)
     assert (machine.gpus, machine.network.name) == (16, "ib-ndr")
-    monkeypatch.setattr(subject.probe, "look", lambda: Machine((), 1, 1, 1))
+    monkeypatch.setattr(subject.probe, "detect_machine", lambda: Machine((), 1, 1, 1))
     assert "no GPU here" in subject.machine_for()[1]
 
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from phalanx.hardware.fingerprint import Fingerprint
-from tests.house.sources import ROOT
-from tests.tune.made_up import NVLINK2, SMALL, folder_of
+from tests.architecture.sources import ROOT
+from tests.support.tune_benchmarks import NVLINK2, SMALL, folder_of
 
 SCRIPTS = ROOT / "scripts" / "allreduce_perf"
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.house.sources import ROOT
+from tests.architecture.sources import ROOT
 
 
 def test_the_page_is_what_the_commands_print():

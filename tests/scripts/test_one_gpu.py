@@ -28,7 +28,7 @@ def one_gpu() -> ModuleType:
 def test_all_ranks_stand_on_the_first_gpu_and_each_is_a_host_to_nccl(one_gpu: ModuleType, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     ran = subprocess.run([sys.executable, SCRIPT, copy, "--gpus", "3"], capture_output=True, text=True, check=True)
-    assert ran.stdout == f"{copy}: its ranks share GPU 0, which stands for 3\n"
+    assert ran.stdout == f"{copy}: its ranks share GPU 0, which replaces 3\n"
     edited = {edit.file for edit in one_gpu.edits(3)}
     for file in edited:
         ast.parse((copy / file).read_text(encoding="utf-8"))
@@ -36,20 +36,21 @@ def test_all_ranks_stand_on_the_first_gpu_and_each_is_a_host_to_nccl(one_gpu: Mo
     assert not any((copy / file).read_bytes() != (one_gpu.ROOT / file).read_bytes() for file in unedited(copy, edited))
     asked = """if True:
         import json, sys
-        from unittest.mock import patch
+        from unittest.mock import MagicMock, patch
         from phalanx.comm import launch
         from phalanx.config.options import EngineOptions
-        from phalanx.engine.ranks import host, worker
+        from phalanx.executor.launcher import LocalLauncher, host_ranks
         from phalanx.hardware import probe
+        from phalanx.worker import worker
         with patch.object(probe, "_nvml_gpus", lambda: [probe.Gpu(0, "GPU-1", "H200", 90, 1, 1)]):
-            gpus = len(probe.look("0").gpus)
+            gpus = len(probe.detect_machine("0").gpus)
         started = []
-        with patch.object(launch, "start", lambda module, config, *_, **__: started.append(config["device_index"])):
+        with patch.object(launch, "start", lambda module, config, *_, **__: started.append(config["device_index"]) or MagicMock()):
             options = EngineOptions(model="demo", tensor_parallel_size=3)
-            host.start(host.host_of(options, 0), options, engine="", peer="", store_port=0)
+            LocalLauncher(options).start(host_ranks(options, 0), {})
         import os
         with patch.object(launch, "read_config", lambda: {"rank": 2, "node": 0, "engine": "tcp://127.0.0.1:1"}):
-            with patch.object(worker, "Link", side_effect=KeyboardInterrupt):
+            with patch.object(worker, "EngineChannel", side_effect=KeyboardInterrupt):
                 try:
                     worker.main()
                 except KeyboardInterrupt:
@@ -73,5 +74,5 @@ def test_a_place_that_has_changed_is_named(one_gpu: ModuleType, tmp_path: Path, 
     monkeypatch.setattr(one_gpu, "edits", lambda gpus: iter([gone]))
     with pytest.raises(SystemExit, match=r"errors.py has 0 places like 'what was there once', not one"):
         one_gpu.make(tmp_path / "copy", 2)
-    with pytest.raises(SystemExit, match="is there already"):
+    with pytest.raises(SystemExit, match="exists: name a new folder"):
         one_gpu.make(tmp_path, 2)

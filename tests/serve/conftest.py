@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.small_tokenizers import byte_level, write
+from tests.support.serve_small_tokenizers import byte_level, write
 
 LENGTH = 20_000
 

@@ -10,82 +10,87 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import EngineClosed, Overloaded, RankDied, RequestError
-from phalanx.serve.admission import QUEUED_BATCHES, Admission, Phase
+from phalanx.serve.admission import QUEUED_BATCHES, AdmissionControl, Phase
 
 
-def door(*, batch=2, max_reqs=3, max_tokens=None, clock=lambda: 0.0):
-    made = Admission(max_tokens=max_tokens, clock=clock)
-    made.begin(batch=batch, max_reqs=max_reqs)
-    return made
+def admission_of(*, batch=2, max_reqs=3, max_tokens=None, clock=lambda: 0.0):
+    admission = AdmissionControl(max_tokens=max_tokens, clock=clock)
+    admission.begin(batch=batch, max_reqs=max_reqs)
+    return admission
 
 
-def test_as_many_as_the_batch_and_the_queue_hold():
-    held = door()
-    tickets = [held.enter(1) for _ in range(5)]
-    with pytest.raises(Overloaded, match=r"1 more was asked for; 5 completions wait, and 5 may: 3 \(max_num_queued_reqs\) and 2"):
-        held.enter(1)
+def test_the_batch_and_the_queue_limit_what_is_accepted():
+    admission = admission_of()
+    tickets = [admission.enter(1) for _ in range(5)]
+    message = (
+        r"^the queue is full: 1 more completion does not fit; 5 completions wait, and 5 may: 3 \(max_num_queued_reqs\) and 2 for"
+    )
+    with pytest.raises(Overloaded, match=message):
+        admission.enter(1)
     for ticket in tickets[:2]:
         ticket.started(0)
     with pytest.raises(Overloaded, match=r"3 completions wait, and 3 may: 3 \(max_num_queued_reqs\) and 0 for"):
-        held.enter(1)  # the batch is full now
+        admission.enter(1)  # the batch is full now
     tickets[0].__exit__(None, None, None)
-    with held.enter(1):
-        assert (held.open, held.queued) == (5, 4)
-    assert (held.open, held.queued) == (4, 3)
+    with admission.enter(1):
+        assert (admission.open, admission.queued) == (5, 4)
+    assert (admission.open, admission.queued) == (4, 3)
 
 
-def test_all_of_a_request_or_none():
-    held = door()
-    with held.enter(4):
-        with pytest.raises(Overloaded, match="2 more were asked for; 4 completions wait, and 5 may"):
-            held.enter(2)
-        assert (held.open, held.queued) == (4, 4)
-    with pytest.raises(RequestError, match="6 completions were asked for at once; this server holds 5") as never:
-        held.enter(6)
+def test_a_request_is_accepted_as_a_whole_or_not_at_all():
+    admission = admission_of()
+    with admission.enter(4):
+        with pytest.raises(Overloaded, match="2 more completions do not fit; 4 completions wait, and 5 may"):
+            admission.enter(2)
+        assert (admission.open, admission.queued) == (4, 4)
+    with pytest.raises(RequestError, match=r"^6 completions exceed the limit of one request, 5") as never:
+        admission.enter(6)
     assert not isinstance(never.value, Overloaded)
 
 
 def test_tokens():
-    held = door(max_tokens=100)
-    with held.enter(2) as first:
+    admission = admission_of(max_tokens=100)
+    with admission.enter(2) as first:
         first.prompt([80, 80])  # the first may be longer than the queue
-        with held.enter(1) as second:
-            with pytest.raises(Overloaded, match="160 tokens are waiting, and 100 may"):
+        with admission.enter(1) as second:
+            with pytest.raises(
+                Overloaded, match=r"^the queue is full: a prompt of 1 tokens does not fit; 160 tokens wait, and 100 may"
+            ):
                 second.prompt([1])
             first.started(0)
             second.prompt([20])
-            assert held.queued_tokens == 100
+            assert admission.queued_tokens == 100
             first.started(1)
             first.started(1)
-            assert held.queued_tokens == 20
-    assert (held.open, held.queued, held.queued_tokens) == (0, 0, 0)
+            assert admission.queued_tokens == 20
+    assert (admission.open, admission.queued, admission.queued_tokens) == (0, 0, 0)
 
 
 def test_a_cap_by_default():
-    held = door(max_reqs=None)
-    assert held.max_reqs == QUEUED_BATCHES * 2
-    nothing_waits = door(max_reqs=0)
+    admission = admission_of(max_reqs=None)
+    assert admission.max_reqs == QUEUED_BATCHES * 2
+    nothing_waits = admission_of(max_reqs=0)
     with nothing_waits.enter(2), pytest.raises(Overloaded):
         nothing_waits.enter(1)
 
 
 def test_phases():
-    held = Admission()
+    admission = AdmissionControl()
     with pytest.raises(EngineClosed, match="starting"):
-        held.enter(1)
-    held.begin(batch=1, max_reqs=1)
-    with held.enter(1):
-        held.drain()
-        assert held.phase is Phase.DRAINING
+        admission.enter(1)
+    admission.begin(batch=1, max_reqs=1)
+    with admission.enter(1):
+        admission.drain()
+        assert admission.phase is Phase.DRAINING
         with pytest.raises(EngineClosed, match="shutting down"):
-            held.enter(1)
-        assert held.open == 1
-    held.fail(RankDied("rank 3 died"))
-    held.drain()
-    assert held.phase is Phase.FAILED
+            admission.enter(1)
+        assert admission.open == 1
+    admission.fail(RankDied("rank 3 died"))
+    admission.drain()
+    assert admission.phase is Phase.FAILED
     with pytest.raises(EngineClosed, match="rank 3 died"):
-        held.enter(1)
-    stopped = Admission()
+        admission.enter(1)
+    stopped = AdmissionControl()
     stopped.drain()
     stopped.begin(batch=1, max_reqs=1)
     assert stopped.phase is Phase.DRAINING
@@ -93,23 +98,23 @@ def test_phases():
 
 def test_retry_after_follows_the_rate():
     now = [0.0]
-    held = door(max_reqs=100, clock=lambda: now[0])
-    assert held.retry_after() == 1
+    admission = admission_of(max_reqs=100, clock=lambda: now[0])
+    assert admission.retry_after() == 1
     for _ in range(10):  # one leaves each second
-        with held.enter(1):
+        with admission.enter(1):
             now[0] += 1.0
-    held.enter(20)
-    assert 15 <= held.retry_after() <= 20
-    held.enter(80)
-    assert held.retry_after() == 60
+    admission.enter(20)
+    assert 15 <= admission.retry_after() <= 20
+    admission.enter(80)
+    assert admission.retry_after() == 60
 
 
 def test_emptied():
     async def wait() -> None:
-        held = door()
-        await held.emptied()
-        ticket = held.enter(1)
-        waits = asyncio.create_task(held.emptied())
+        admission = admission_of()
+        await admission.emptied()
+        ticket = admission.enter(1)
+        waits = asyncio.create_task(admission.emptied())
         await asyncio.sleep(0)
         assert not waits.done()
         ticket.__exit__(None, None, None)
@@ -121,11 +126,11 @@ def test_emptied():
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["enter", "tokens", "start", "leave"]), st.integers(0, 4)), max_size=60))
 def test_counts_never_drift(acts):
-    held, inside = door(batch=3, max_reqs=4, max_tokens=50), []
+    admission, inside = admission_of(batch=3, max_reqs=4, max_tokens=50), []
     for act, number in acts:
         try:
             if act == "enter":
-                inside.append((held.enter(number + 1), number + 1))
+                inside.append((admission.enter(number + 1), number + 1))
             elif inside:
                 ticket, size = inside[number % len(inside)]
                 if act == "tokens" and len(ticket._waiting) == size and not any(ticket._waiting.values()):
@@ -137,9 +142,9 @@ def test_counts_never_drift(acts):
                     inside.pop(number % len(inside))
         except (Overloaded, RequestError):
             pass
-        assert held.open == sum(size for _, size in inside)
-        assert 0 <= held.queued <= held.open <= 3 + 4
-        assert held.queued_tokens == sum(sum(t._waiting.values()) for t, _ in inside)
+        assert admission.open == sum(size for _, size in inside)
+        assert 0 <= admission.queued <= admission.open <= 3 + 4
+        assert admission.queued_tokens == sum(sum(t._waiting.values()) for t, _ in inside)
     for ticket, _ in inside:
         ticket.__exit__(None, None, None)
-    assert (held.open, held.queued, held.queued_tokens) == (0, 0, 0)
+    assert (admission.open, admission.queued, admission.queued_tokens) == (0, 0, 0)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks.serve.overload import GONE, TIMES, Client, closed_loop, open_loop
-from tests.serve.processes import MODEL, Served, fake_server, until
+from tests.support.serve_processes import MODEL, Served, fake_server, until
 
 SECONDS = 8.0
 """Of the rush; the benchmark takes 60."""
@@ -42,21 +42,21 @@ def test_two_hundred_streams(tmp_path, tiny_model):
                 model=MODEL, prompt=f"number {number}", max_tokens=24, temperature=0, stream=True,
                 stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
             )  # fmt: skip
-            text, made = "", 0
+            text, tokens = "", 0
             async for chunk in stream:
                 text += "".join(choice.text for choice in chunk.choices)
-                made = chunk.usage.completion_tokens if chunk.usage else made
-            return text, made
+                tokens = chunk.usage.completion_tokens if chunk.usage else tokens
+            return text, tokens
 
         async def crowd() -> None:
             async with served.async_openai() as client:
                 streams = await asyncio.gather(*(one(client, number) for number in range(200)))
-                assert {made for _, made in streams} == {24}
+                assert {tokens for _, tokens in streams} == {24}
                 for number in (0, 77, 199):
-                    whole = await client.completions.create(
+                    completion = await client.completions.create(
                         model=MODEL, prompt=f"number {number}", max_tokens=24, temperature=0, extra_body={"ignore_eos": True}
                     )
-                    assert whole.choices[0].text == streams[number][0]
+                    assert completion.choices[0].text == streams[number][0]
 
         asyncio.run(crowd())
         settled(served)
@@ -147,6 +147,6 @@ def test_queued_tokens(tmp_path, tiny_model, tokens):
         answers = asyncio.run(crowd())
         assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429]
         refused = next(answer for answer in answers if answer.status_code == 429)
-        assert "60 tokens are waiting, and 100 may" in refused.json()["error"]["message"]
+        assert "60 tokens wait, and 100 may" in refused.json()["error"]["message"]
         assert refused.json()["error"]["code"] == "overloaded"
         assert served.metric("request_refused_total") == 2

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoints import write_checkpoint
-from tests.serve.openai.served import HERMES_TEMPLATE
-from tests.serve.processes import MODEL, rank_server, until
+from tests.support.checkpoints import write_checkpoint
+from tests.support.serve_http_app import HERMES_TEMPLATE
+from tests.support.serve_processes import MODEL, rank_server, until
 
 LONG = {"model": MODEL, "prompt": "What is a rank?", "max_tokens": 5000, "temperature": 0, "extra_body": {"ignore_eos": True}}
 SCHEMA = {
@@ -45,12 +45,12 @@ def served(tmp_path_factory, model):
 
 @pytest.fixture(scope="module")
 def client(served):
-    with served.openai() as made:
-        yield made
+    with served.openai() as openai_client:
+        yield openai_client
 
 
-def complete(client, **asked):
-    return client.completions.create(**{"model": MODEL, "prompt": "What is a rank?", "max_tokens": 24, "temperature": 0, **asked})
+def complete(client, **fields):
+    return client.completions.create(**{"model": MODEL, "prompt": "What is a rank?", "max_tokens": 24, "temperature": 0, **fields})
 
 
 def test_processes_and_metrics(served, client):
@@ -78,34 +78,34 @@ def test_processes_and_metrics(served, client):
 def test_streamed_text_is_the_whole_text(client):
     """Random weights write broken characters, special tokens and all: whatever it is, in pieces it is the same."""
     for seed in range(3):
-        asked = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "logprobs": 2}
-        whole = complete(client, **asked).choices[0]
-        chunks = list(complete(client, stream=True, **asked))
-        assert "".join(c.choices[0].text for c in chunks) == whole.text
-        assert [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens] == whole.logprobs.tokens
-        assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+        fields = {"temperature": 1.0, "seed": seed, "max_tokens": 40, "logprobs": 2}
+        response = complete(client, **fields).choices[0]
+        chunks = list(complete(client, stream=True, **fields))
+        assert "".join(c.choices[0].text for c in chunks) == response.text
+        assert [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.tokens] == response.logprobs.tokens
+        assert chunks[-1].choices[0].finish_reason == response.finish_reason
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(begin=st.integers(0, 24), length=st.integers(1, 12))
 def test_any_part_of_the_text_stops_it(client, begin, length):
     """A stop string that crosses tokens, and characters of several bytes, wherever it lies."""
-    asked = {"temperature": 1.0, "seed": 3, "max_tokens": 30}
-    text = complete(client, **asked).choices[0].text
+    fields = {"temperature": 1.0, "seed": 3, "max_tokens": 30}
+    text = complete(client, **fields).choices[0].text
     stop = text[begin : begin + length]
     if not stop:
         return
-    whole = complete(client, **asked, stop=stop).choices[0]
-    assert whole.text == text[: text.index(stop)]
-    assert (whole.finish_reason, whole.stop_reason) == ("stop", stop)
-    assert "".join(c.choices[0].text for c in complete(client, **asked, stop=stop, stream=True)) == whole.text
+    response = complete(client, **fields, stop=stop).choices[0]
+    assert response.text == text[: text.index(stop)]
+    assert (response.finish_reason, response.stop_reason) == ("stop", stop)
+    assert "".join(c.choices[0].text for c in complete(client, **fields, stop=stop, stream=True)) == response.text
 
 
 def test_seeds_and_n(client):
-    asked = {"temperature": 1.0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
-    three = [choice.text for choice in complete(client, n=3, seed=5, **asked).choices]
+    fields = {"temperature": 1.0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+    three = [choice.text for choice in complete(client, n=3, seed=5, **fields).choices]
     assert len(set(three)) == 3
-    assert [complete(client, seed=5 + i, **asked).choices[0].text for i in range(3)] == three
+    assert [complete(client, seed=5 + i, **fields).choices[0].text for i in range(3)] == three
 
 
 def test_scores_of_a_prompt_are_those_of_its_completion(client):
@@ -143,16 +143,16 @@ def test_structured_output(client):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "measure"}}], ids=["required", "named"])
 def test_forced_tool_calls(client, choice):
-    asked = {
+    fields = {
         "model": MODEL, "messages": [{"role": "user", "content": "Measure it."}], "tools": TOOLS, "tool_choice": choice,
         "parallel_tool_calls": False, "temperature": 0, "max_tokens": 300,
     }  # fmt: skip
-    message = client.chat.completions.create(**asked).choices[0]
+    message = client.chat.completions.create(**fields).choices[0]
     assert message.finish_reason == "tool_calls"
     [call] = message.message.tool_calls
     assert call.function.name == "measure"
     assert set(json.loads(call.function.arguments)) == {"name", "size"}
-    pieces = [p for c in client.chat.completions.create(stream=True, **asked) for p in c.choices[0].delta.tool_calls or []]
+    pieces = [p for c in client.chat.completions.create(stream=True, **fields) for p in c.choices[0].delta.tool_calls or []]
     assert "".join(p.function.arguments or "" for p in pieces) == call.function.arguments
 
 
@@ -179,13 +179,13 @@ def broken(served, send: int, seconds: float) -> tuple[str, str, float]:
     """Send a signal to rank 1 under a stream and a whole request: what each heard, and after how long all was over."""
     heard: list[str] = []
 
-    def whole() -> None:
+    def response() -> None:
         with served.openai() as client:
             with pytest.raises(openai.InternalServerError) as error:
                 client.completions.create(**LONG)
             heard.append(str(error.value.body))
 
-    waiting = threading.Thread(target=whole)
+    waiting = threading.Thread(target=response)
     with served.openai() as client:
         stream = client.completions.create(stream=True, **LONG)
         waiting.start()
@@ -208,16 +208,16 @@ def test_a_rank_is_killed(tmp_path, model):
     with rank_server(tmp_path, model, "--tp_size", "2") as served:
         served.wait_ready()
         began = time.monotonic()
-        streamed, whole, _ = broken(served, signal.SIGKILL, 10.0)
+        streamed, response, _ = broken(served, signal.SIGKILL, 10.0)
         assert "rank 1" in streamed
-        assert "rank 1" in whole
+        assert "rank 1" in response
         assert time.monotonic() - began < 15
 
 
 def test_a_rank_is_stopped(tmp_path, model):
     with rank_server(tmp_path, model, "--tp_size", "2", "--stall_timeout", "4") as served:
         served.wait_ready()
-        streamed, whole, named = broken(served, signal.SIGSTOP, 15.0)
+        streamed, response, named = broken(served, signal.SIGSTOP, 15.0)
         assert "rank 1" in streamed
-        assert "rank 1" in whole
+        assert "rank 1" in response
         assert named < 15

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.serve.processes import MODEL, fake_server, until
+from tests.support.serve_processes import MODEL, fake_server, until
 
 EXAMPLES = 8
 """Per operation and phase, made at random; the coverage phase goes through every boundary of the schema besides."""

@@ -26,8 +26,8 @@ def port():
 @pytest.fixture(scope="module")
 def expected():
     tokenizer = Tokenizer.load(DEMO)
-    said = tokenizer.encode(streams.TEXT, add_special_tokens=False)
-    return tokenizer.decode((said * TOKENS)[:TOKENS])
+    token_ids = tokenizer.encode(streams.TEXT, add_special_tokens=False)
+    return tokenizer.decode((token_ids * TOKENS)[:TOKENS])
 
 
 async def events_of(client, path, body):
@@ -51,7 +51,7 @@ ASK = {"model": "demo", "max_tokens": TOKENS, "ignore_eos": True, "stream": True
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "text_of"),
+    ("path", "fields", "text_of"),
     [
         ("/v1/completions", {"prompt": [5, 6, 7]}, lambda choice: choice["text"]),
         (
@@ -61,8 +61,8 @@ ASK = {"model": "demo", "max_tokens": TOKENS, "ignore_eos": True, "stream": True
         ),
     ],
 )
-def test_joined_tokens_are_the_same_text(port, expected, path, asked, text_of):
-    for events in together(port, lambda client: events_of(client, path, {**ASK, **asked})):
+def test_joined_tokens_are_the_same_text(port, expected, path, fields, text_of):
+    for events in together(port, lambda client: events_of(client, path, {**ASK, **fields})):
         choices = [event["choices"][0] for event in events if event["choices"]]
         assert "".join(map(text_of, choices)) == expected
         assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
@@ -72,8 +72,8 @@ def test_joined_tokens_are_the_same_text(port, expected, path, asked, text_of):
 
 def test_whole_answers_are_the_same_text(port, expected):
     async def one(client):
-        asked = {**ASK, "prompt": [5, 6, 7], "stream": False, "stream_options": None}
-        return (await client.post("/v1/completions", json=asked)).json()
+        fields = {**ASK, "prompt": [5, 6, 7], "stream": False, "stream_options": None}
+        return (await client.post("/v1/completions", json=fields)).json()
 
     for answer in together(port, one):
         assert answer["choices"][0]["text"] == expected
@@ -86,12 +86,16 @@ def test_offline_is_the_same_text(expected, more):
     with streams.paced(0.5), LLM("demo", device="cpu") as llm:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, **more)
         outputs = llm.generate([[5, 6, 7]] * 8, params, use_tqdm=False)
-    for made in [made for output in outputs for made in output.outputs]:
-        assert made.text == expected
-        assert (len(made.token_ids), made.finish_reason) == (TOKENS, "length")
+    for completion in [completion for output in outputs for completion in output.outputs]:
+        assert completion.text == expected
+        assert (len(completion.token_ids), completion.finish_reason) == (TOKENS, "length")
 
 
 def test_offline_stops_at_a_stop_string(expected):
     with streams.paced(0.5), LLM("demo", device="cpu") as llm:
-        (made,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=TOKENS, stop="layer"), use_tqdm=False).outputs
-    assert (made.text, made.finish_reason, made.stop_reason) == (expected[: expected.index("layer")], "stop", "layer")
+        (completion,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=TOKENS, stop="layer"), use_tqdm=False).outputs
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+        expected[: expected.index("layer")],
+        "stop",
+        "layer",
+    )

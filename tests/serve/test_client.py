@@ -15,10 +15,11 @@ import pytest
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
-from phalanx.engine.messages import TokenLogprobs, Update
+from phalanx.engine.messages import RequestUpdate, TokenLogprobs
 from phalanx.errors import EngineClosed, EngineError, ModelError, PromptTooLong, RankDied, RequestError
 from phalanx.serve import client as client_module
-from phalanx.serve.client import PATIENCE, EngineClient, Stream
+from phalanx.serve.client import EngineClient
+from phalanx.serve.update_stream import COALESCED_TOKENS, UpdateStream
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +32,7 @@ def scripted(monkeypatch):
 
     def start_scripted(module, config, title):
         assert (module, title) == ("phalanx.engine", "phalanx engine")
-        started.append(begin("tests.serve.scripted_engine", config, title))
+        started.append(begin("tests.support.serve_scripted_engine", config, title))
         return started[-1]
 
     monkeypatch.setattr(launch, "start", start_scripted)
@@ -54,11 +55,11 @@ def scripted(monkeypatch):
 
 
 async def tokens(client, prompt, name="r", **params):
-    found = []
+    token_ids = []
     async with aclosing(client.add(name, prompt, SamplingParams(**params))) as updates:
         async for update in updates:
-            found += update.tokens
-    return found
+            token_ids += update.tokens
+    return token_ids
 
 
 def test_requests_and_a_clean_end(scripted):
@@ -93,7 +94,7 @@ def test_leaving_early_and_abort(scripted):
         await stream.aclose()
         waiting = asyncio.create_task(tokens(client, [14], name="b"))
         await asyncio.sleep(0)
-        with pytest.raises(RequestError, match="a request of this id is running"):
+        with pytest.raises(RequestError, match=r"^request id 'b' is in use"):
             await tokens(client, [14], name="b")
         client.abort(["b", "unknown"])
         assert await waiting == []
@@ -110,16 +111,16 @@ def test_leaving_early_and_abort(scripted):
 
 def test_what_comes_while_nobody_reads_is_joined():
     async def run():
-        stream = Stream()
-        stream.put(Update("r", [1], [TokenLogprobs(1, -1.0, 1)], prompt_logprobs=[None], cached_tokens=4))
-        stream.put(Update("r", [2, 3], [TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -1.0, 1)], cached_tokens=4))
+        stream = UpdateStream()
+        stream.put(RequestUpdate("r", [1], [TokenLogprobs(1, -1.0, 1)], prompt_logprobs=[None], cached_tokens=4))
+        stream.put(RequestUpdate("r", [2, 3], [TokenLogprobs(2, -1.0, 1), TokenLogprobs(3, -1.0, 1)], cached_tokens=4))
         joined = await stream.next()
         assert (joined.tokens, [one.token for one in joined.logprobs]) == ([1, 2, 3], [1, 2, 3])
         assert (joined.prompt_logprobs, joined.cached_tokens, joined.finish_reason) == ([None], 4, None)
         waits = asyncio.create_task(stream.next())
         await asyncio.sleep(0)
-        stream.put(Update("r", [4]))
-        stream.put(Update("r", [5], finish_reason="stop", stop_reason=5))
+        stream.put(RequestUpdate("r", [4]))
+        stream.put(RequestUpdate("r", [5], finish_reason="stop", stop_reason=5))
         last = await waits
         assert (last.tokens, last.finish_reason, last.stop_reason, stream.ended) == ([4, 5], "stop", 5, True)
 
@@ -128,11 +129,11 @@ def test_what_comes_while_nobody_reads_is_joined():
 
 def test_an_error_comes_after_the_tokens_before_it():
     async def run():
-        stream = Stream()
-        stream.put(Update("r", [1]))
-        stream.fail(EngineError("a request was running", held="it is lost"))
+        stream = UpdateStream()
+        stream.put(RequestUpdate("r", [1]))
+        stream.fail(EngineError("the engine has failed"))
         assert (await stream.next()).tokens == [1]
-        with pytest.raises(EngineError, match="it is lost"):
+        with pytest.raises(EngineError, match="the engine has failed"):
             await stream.next()
 
     asyncio.run(run())
@@ -140,15 +141,15 @@ def test_an_error_comes_after_the_tokens_before_it():
 
 def test_nothing_changes_a_stream_that_has_ended():
     async def run():
-        whole, lost = Stream(), Stream()
-        whole.put(Update("r", [1], finish_reason="length"))
-        whole.put(Update("r", [], finish_reason="abort"))  # an abort that crossed the last token
-        last = await whole.next()
+        ended, lost = UpdateStream(), UpdateStream()
+        ended.put(RequestUpdate("r", [1], finish_reason="length"))
+        ended.put(RequestUpdate("r", [], finish_reason="abort"))  # an abort that crossed the last token
+        last = await ended.next()
         assert (last.tokens, last.finish_reason) == ([1], "length")
-        lost.fail(EngineError("a request was running", held="it is lost"))
-        lost.put(Update("r", [1]))
+        lost.fail(EngineError("the engine has failed"))
+        lost.put(RequestUpdate("r", [1]))
         assert lost.ended
-        with pytest.raises(EngineError, match="it is lost"):
+        with pytest.raises(EngineError, match="the engine has failed"):
             await lost.next()
 
     asyncio.run(run())
@@ -156,17 +157,17 @@ def test_nothing_changes_a_stream_that_has_ended():
 
 def test_a_patient_reader_is_woken_at_the_end():
     async def run():
-        whole, lost = Stream(patient=True), Stream(patient=True)
-        waits = [asyncio.create_task(stream.next()) for stream in (whole, lost)]
-        for stream in (whole, lost):
-            stream.put(Update("r", [1]))
+        ended, lost = UpdateStream(coalesce=True), UpdateStream(coalesce=True)
+        waits = [asyncio.create_task(stream.next()) for stream in (ended, lost)]
+        for stream in (ended, lost):
+            stream.put(RequestUpdate("r", [1]))
         await asyncio.sleep(0.01)
         assert not any(task.done() for task in waits)
-        whole.put(Update("r", [2], finish_reason="length"))
-        lost.fail(EngineError("a request was running", held="it is lost"))
+        ended.put(RequestUpdate("r", [2], finish_reason="length"))
+        lost.fail(EngineError("the engine has failed"))
         assert (await waits[0]).tokens == [1, 2]
         assert (await waits[1]).tokens == [1]
-        with pytest.raises(EngineError, match="it is lost"):
+        with pytest.raises(EngineError, match="the engine has failed"):
             await lost.next()
 
     asyncio.run(run())
@@ -174,14 +175,14 @@ def test_a_patient_reader_is_woken_at_the_end():
 
 def test_a_patient_reader_takes_many_tokens_at_once_before_the_end():
     async def run():
-        stream = Stream(patient=True)
+        stream = UpdateStream(coalesce=True)
         wait = asyncio.create_task(stream.next())
-        for number in range(PATIENCE):
+        for number in range(COALESCED_TOKENS):
             assert not wait.done()
-            stream.put(Update("r", [number]))
+            stream.put(RequestUpdate("r", [number]))
             await asyncio.sleep(0)
-        assert (await wait).tokens == list(range(PATIENCE))
-        stream.put(Update("r", [7], finish_reason="length"))
+        assert (await wait).tokens == list(range(COALESCED_TOKENS))
+        stream.put(RequestUpdate("r", [7], finish_reason="length"))
         assert (await stream.next()).tokens == [7]
 
     asyncio.run(run())
@@ -201,7 +202,7 @@ def test_engines_that_do_not_start(scripted, way, kind, message):
 
 def test_an_engine_that_never_starts(scripted, monkeypatch):
     monkeypatch.setattr(client_module, "SILENCE", 0.5)
-    with pytest.raises(EngineError, match="not ready after 1 s"):
+    with pytest.raises(EngineError, match=r"^the engine did not start within 1 s"):
         asyncio.run(scripted.start("never starts", start_timeout=0.5))
 
 
@@ -221,7 +222,7 @@ def test_a_start_that_is_cancelled(scripted):
     [
         ("is killed", EngineError, "the engine process was killed by SIGKILL"),
         ("loses a rank", RankDied, "rank 1 .*killed by SIGKILL"),
-        ("is stopped", EngineError, "has said nothing for 1 s"),
+        ("is stopped", EngineError, "^the engine process has sent no heartbeat for 1 s"),
     ],
 )
 def test_every_open_stream_hears_of_the_end(scripted, monkeypatch, way, kind, message):
@@ -233,14 +234,14 @@ def test_every_open_stream_hears_of_the_end(scripted, monkeypatch, way, kind, me
         heard = []
         client.on_failure(heard.append)
         begin = time.monotonic()
-        found = await asyncio.gather(
+        errors = await asyncio.gather(
             tokens(client, [14], name="waits"), tokens(client, [13], name="ends it"), return_exceptions=True
         )
         assert time.monotonic() - begin < 10
-        assert [type(error) for error in found] == [kind, kind]
-        assert found[0] is not found[1]
+        assert [type(error) for error in errors] == [kind, kind]
+        assert errors[0] is not errors[1]
         assert [type(error) for error in heard] == [kind]
-        for error in (*found, *heard):
+        for error in (*errors, *heard):
             with pytest.raises(kind, match=message):
                 raise error
         with pytest.raises(kind, match=message):

@@ -13,26 +13,26 @@ from tokenizers import decoders
 from phalanx.config import SamplingParams
 from phalanx.serve.detokenize import Detokenizer, StopString
 from phalanx.serve.tokenizer import Tokenizer
-from tests.serve.small_tokenizers import byte_level, sentencepiece, write
+from tests.support.serve_small_tokenizers import byte_level, sentencepiece, write
 
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    made = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
-    return {name: Tokenizer.load(write(tmp_path_factory.mktemp(name), backend)) for name, backend in made.items()}
+    backends = {"byte_level": byte_level(), "sentencepiece": sentencepiece()}
+    return {name: Tokenizer.load(write(tmp_path_factory.mktemp(name), backend)) for name, backend in backends.items()}
 
 
 def pushed(tokenizer, ids, params, groups=()):
     """The pieces that come out, with the ids pushed in groups of these sizes (then one by one)."""
-    made = Detokenizer(tokenizer, params)
+    detokenizer = Detokenizer(tokenizer, params)
     pieces, rest = [], list(ids)
     for size in [*groups, *[1] * len(rest)]:
-        if made.stop_reason is None and rest:
-            pieces.append(made.push(rest[:size]))
+        if detokenizer.stop_reason is None and rest:
+            pieces.append(detokenizer.push(rest[:size]))
             rest = rest[size:]
-    pieces.append(made.finish())
-    assert made.text == "".join(pieces)
-    return made, pieces
+    pieces.append(detokenizer.finish())
+    assert detokenizer.text == "".join(pieces)
+    return detokenizer, pieces
 
 
 names = st.sampled_from(["byte_level", "sentencepiece"])
@@ -44,9 +44,9 @@ sizes = st.lists(st.integers(1, 5), max_size=8)
 def test_text_of_any_characters(tokenizers, name, text, groups, skip):
     tokenizer = tokenizers[name]
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id, *tokenizer.encode(text[::-1], add_special_tokens=False)]
-    made, _ = pushed(tokenizer, ids, SamplingParams(skip_special_tokens=skip), groups)
-    assert made.text == tokenizer.decode(ids, skip_special_tokens=skip)
-    assert made.count == len(ids)
+    detokenizer, _ = pushed(tokenizer, ids, SamplingParams(skip_special_tokens=skip), groups)
+    assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert detokenizer.count == len(ids)
 
 
 @settings(deadline=None, max_examples=300)
@@ -54,8 +54,8 @@ def test_text_of_any_characters(tokenizers, name, text, groups, skip):
 def test_any_tokens_of_bytes(tokenizers, ids, groups, skip):
     """Broken characters, special tokens and ids beyond the vocabulary included."""
     tokenizer = tokenizers["byte_level"]
-    made, _ = pushed(tokenizer, ids, SamplingParams(skip_special_tokens=skip), groups)
-    assert made.text == tokenizer.decode(ids, skip_special_tokens=skip)
+    detokenizer, _ = pushed(tokenizer, ids, SamplingParams(skip_special_tokens=skip), groups)
+    assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @settings(deadline=None, max_examples=300)
@@ -64,12 +64,12 @@ def test_any_tokens_with_byte_fallback(tokenizers, ids, groups):
     """A run of bytes that is no text decodes, whole, to nothing but U+FFFD; piece by piece, the characters in it are kept. So only
     what holds no such run must be the same. The grouping of tokens changes nothing."""
     tokenizer = tokenizers["sentencepiece"]
-    made, _ = pushed(tokenizer, ids, SamplingParams(), groups)
+    detokenizer, _ = pushed(tokenizer, ids, SamplingParams(), groups)
     alone, _ = pushed(tokenizer, ids, SamplingParams())
-    assert made.text == alone.text
-    whole = tokenizer.decode(ids)
-    if "�" not in whole:
-        assert made.text == whole
+    assert detokenizer.text == alone.text
+    expected = tokenizer.decode(ids)
+    if "�" not in expected:
+        assert detokenizer.text == expected
 
 
 class Nothing(dict):
@@ -103,17 +103,17 @@ def test_what_is_looked_up_comes_when_it_would_have_been_decoded(tokenizers, nam
 def test_most_tokens_are_looked_up(tokenizers, monkeypatch, name):
     tokenizer = tokenizers[name]
     ids = tokenizer.encode("hello world, the world is wide", add_special_tokens=False)
-    made = Detokenizer(tokenizer, SamplingParams())
-    first = made.push([*ids, *ids])
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    first = detokenizer.push([*ids, *ids])
     monkeypatch.setattr(Tokenizer, "decode", lambda *_, **__: pytest.fail("a token was decoded"))
-    more = "".join(made.push([token]) for token in ids)
+    more = "".join(detokenizer.push([token]) for token in ids)
     assert (first + more).replace(" ", "") == "helloworld,theworldiswide" * 3
 
 
 def test_a_decoder_that_is_not_known_is_asked_each_time(tmp_path):
-    made = byte_level()
-    made.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("l", "L")])
-    tokenizer = Tokenizer.load(write(tmp_path, made))
+    backend = byte_level()
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("l", "L")])
+    tokenizer = Tokenizer.load(write(tmp_path, backend))
     ids = tokenizer.encode("hello world", add_special_tokens=False)
     assert {tokenizer.fragments[token] for token in ids} == {None}
     assert pushed(tokenizer, ids, SamplingParams())[0].text == "heLLo worLd"
@@ -130,18 +130,18 @@ def test_a_decoder_that_is_not_known_is_asked_each_time(tmp_path):
 def test_stop_strings(tokenizers, name, text, stops, groups, keep):
     tokenizer = tokenizers[name]
     ids = tokenizer.encode(text, add_special_tokens=False)
-    whole = tokenizer.decode(ids)
-    made, _ = pushed(tokenizer, ids, SamplingParams(stop=stops, include_stop_str_in_output=keep), groups)
-    ends = [(whole.index(stop) + len(stop), -len(stop), stop) for stop in stops if stop in whole]
+    expected = tokenizer.decode(ids)
+    detokenizer, _ = pushed(tokenizer, ids, SamplingParams(stop=stops, include_stop_str_in_output=keep), groups)
+    ends = [(expected.index(stop) + len(stop), -len(stop), stop) for stop in stops if stop in expected]
     if not ends:
-        assert (made.text, made.stop_reason, made.count) == (whole, None, len(ids))
+        assert (detokenizer.text, detokenizer.stop_reason, detokenizer.count) == (expected, None, len(ids))
         return
     end, _, stop = min(ends)
-    assert made.stop_reason == stop
-    assert made.text == whole[: end if keep else end - len(stop)]
+    assert detokenizer.stop_reason == stop
+    assert detokenizer.text == expected[: end if keep else end - len(stop)]
     # The count is the first number of tokens whose text holds the stop string.
-    assert stop in tokenizer.decode(ids[: made.count])
-    assert all(other not in tokenizer.decode(ids[: made.count - 1]) for other in stops)
+    assert stop in tokenizer.decode(ids[: detokenizer.count])
+    assert all(other not in tokenizer.decode(ids[: detokenizer.count - 1]) for other in stops)
 
 
 @settings(deadline=None, max_examples=150)
@@ -149,18 +149,18 @@ def test_stop_strings(tokenizers, name, text, stops, groups, keep):
 def test_nothing_is_let_go_that_could_be_a_stop_string(tokenizers, text, stops):
     """What is out at any time is as much as can be: the rest may begin a stop string."""
     tokenizer = tokenizers["byte_level"]
-    made = Detokenizer(tokenizer, SamplingParams(stop=stops))
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=stops))
     ids = tokenizer.encode(text, add_special_tokens=False)
     for count, token in enumerate(ids, 1):
-        made.push([token])
+        detokenizer.push([token])
         so_far = tokenizer.decode(ids[:count])
-        if made.stop_reason is not None:
+        if detokenizer.stop_reason is not None:
             return
-        assert so_far.startswith(made.text)
-        held = so_far[len(made.text) :]
-        assert not held or any(stop.startswith(held) for stop in stops)
+        assert so_far.startswith(detokenizer.text)
+        held_back = so_far[len(detokenizer.text) :]
+        assert not held_back or any(stop.startswith(held_back) for stop in stops)
         longest = max((k for stop in stops for k in range(len(stop)) if so_far.endswith(stop[:k])), default=0)
-        assert len(held) == longest
+        assert len(held_back) == longest
 
 
 @pytest.mark.parametrize(("min_tokens", "text", "count"), [(0, "", 1), (1, "", 1), (2, "ab", 3), (3, "ab", 3), (4, "abababab", 8)])
@@ -168,23 +168,23 @@ def test_no_stop_before_min_tokens(tokenizers, min_tokens, text, count):
     tokenizer = tokenizers["byte_level"]
     letters = [tokenizer.backend.token_to_id(letter) for letter in "ab"]
     stops = ["a"] if min_tokens < 4 else ["zz", "aba!"]
-    made, _ = pushed(tokenizer, letters * 4, SamplingParams(stop=stops, min_tokens=min_tokens))
-    assert (made.text, made.count) == (text, count)
+    detokenizer, _ = pushed(tokenizer, letters * 4, SamplingParams(stop=stops, min_tokens=min_tokens))
+    assert (detokenizer.text, detokenizer.count) == (text, count)
 
 
 def test_min_tokens_may_fall_inside_a_stop_string(tokenizers):
     tokenizer = tokenizers["byte_level"]
     ids = [tokenizer.backend.token_to_id(letter) for letter in "xabcy"]
-    made, _ = pushed(tokenizer, ids, SamplingParams(stop="abc", min_tokens=3))
-    assert (made.text, made.stop_reason, made.count) == ("x", "abc", 4)
+    detokenizer, _ = pushed(tokenizer, ids, SamplingParams(stop="abc", min_tokens=3))
+    assert (detokenizer.text, detokenizer.stop_reason, detokenizer.count) == ("x", "abc", 4)
 
 
 def test_a_stop_token_has_no_text(tokenizers):
     tokenizer = tokenizers["byte_level"]
     ids = [tokenizer.backend.token_to_id(letter) for letter in "abc"]
-    made = Detokenizer(tokenizer, SamplingParams())
-    assert made.push(ids, silent=1) + made.finish() == "ab"
-    assert made.count == 3
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    assert detokenizer.push(ids, silent=1) + detokenizer.finish() == "ab"
+    assert detokenizer.count == 3
 
 
 def test_a_character_waits_for_its_bytes(tokenizers):
@@ -222,11 +222,11 @@ def test_time_per_token_does_not_grow(tokenizers, kind):
     def seconds(count):
         best = float("inf")
         for _ in range(3):
-            made = Detokenizer(tokenizer, SamplingParams(stop=["zzz"]))
+            detokenizer = Detokenizer(tokenizer, SamplingParams(stop=["zzz"]))
             begin = time.thread_time()  # the machine may have others to serve
             for _ in range(count):
-                made.push([token])
-            made.finish()
+                detokenizer.push([token])
+            detokenizer.finish()
             best = min(best, time.thread_time() - begin)
         return best
 

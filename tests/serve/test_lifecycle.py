@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.processes import MODEL, fake_server, free_port, until
+from tests.support.serve_processes import MODEL, fake_server, free_port, until
 
 SLOW = {"latency": 0.02}
 PLAIN = "/v1/completions"
@@ -64,11 +64,11 @@ def test_sigterm_loses_no_accepted_request(tmp_path, tiny_model):
         served.wait_ready()
         assert "is served at http://127.0.0.1" in served.log
         readers = reading(served, 100)
-        whole: list[httpx.Response] = []
+        responses: list[httpx.Response] = []
 
         def wait() -> None:
             with served.http() as http:
-                whole.append(http.post(PLAIN, json=ask(100)))
+                responses.append(http.post(PLAIN, json=ask(100)))
 
         waiting = threading.Thread(target=wait)
         waiting.start()
@@ -87,7 +87,7 @@ def test_sigterm_loses_no_accepted_request(tmp_path, tiny_model):
             assert reader.error is None
             assert reader.usage.completion_tokens == 100
         waiting.join(20)
-        assert whole[0].json()["usage"]["completion_tokens"] == 100
+        assert responses[0].json()["usage"]["completion_tokens"] == 100
         assert served.process.wait(10) == 0
         served.gone()
         assert time.monotonic() - began < 25
@@ -103,7 +103,7 @@ def test_what_does_not_finish_in_time_gets_an_error(tmp_path, tiny_model):
             assert "shut down" in str(reader.error)
         assert served.process.wait(10) == 0
         served.gone()
-        assert "did not finish in 0.5 s" in served.log
+        assert "did not finish within 0.5 s" in served.log
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -178,7 +178,7 @@ def test_port_in_use(tmp_path, tiny_model):
     [
         ("nothing-here", {}, 1, "there is no folder"),
         (None, {"chat_template": "{% if"}, 1, "cannot be compiled"),
-        (None, {"chat_template": "no-such-file.jinja"}, 2, "there is no such file"),
+        (None, {"chat_template": "no-such-file.jinja"}, 2, "chat_template='no-such-file.jinja' is neither a file nor a template"),
         (None, {"host": "192.0.2.1"}, 2, "192.0.2.1"),
         (None, {"host": "no.such.host.invalid"}, 2, "no.such.host.invalid"),
     ],
@@ -193,17 +193,17 @@ def test_what_cannot_start(tmp_path, tiny_model, model, serving, status, says):
 def test_a_tokenizer_that_is_not_there_is_named_as_one(tmp_path, tiny_model):
     with fake_server(tmp_path, tiny_model, engine={"tokenizer": "/nofile"}) as served:
         assert served.process.wait(60) == 1
-        assert "tokenizer '/nofile' was asked for; there is no folder /nofile" in served.log
+        assert "tokenizer '/nofile' was not found; there is no folder /nofile" in served.log
 
 
 def test_on_cpu_the_first_request_for_structured_output_waits_and_the_log_says_why(tmp_path, tiny_model):
     with fake_server(tmp_path, tiny_model, api_key=None) as served:
         served.wait_ready()
-        assert "its compiler starts with the first request for it" in served.log
-        assert "the compiler of grammars is ready" not in served.log
+        assert "the compiler of structured output starts with the first request" in served.log
+        assert "the compiler of structured output is ready" not in served.log
         with served.http() as http:
             assert http.post(PLAIN, json={**ask(1), "guided_regex": "[ab]+"}).status_code == 200
-        until(lambda: "the compiler of grammars is ready" in served.log)
+        until(lambda: "the compiler of structured output is ready" in served.log)
 
 
 def test_the_key_is_nowhere(tmp_path, tiny_model):

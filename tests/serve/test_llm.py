@@ -23,10 +23,11 @@ import pytest
 import torch
 
 from phalanx import LLM, SamplingParams
-from phalanx.config import Guide
+from phalanx.config import StructuredOutputParams
+from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, RequestError, UnknownOption
 from phalanx.serve.client import EngineClient
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPTS = [
@@ -62,8 +63,8 @@ def reference(folder):
 def llm(folder):
     """Two ranks, steps of 24 tokens at most, and a KV cache of 22 blocks: 352 tokens for 8 requests of up to 256."""
     block = 16 * 2 * 2 * 1 * 12 * 4  # tokens, layers, K and V, KV heads on a rank, head_dim, bytes
-    with LLM(folder, tensor_parallel_size=2, max_num_tokens=24, max_batch_size=8, kv_cache_bytes=22 * block, seed=5) as made:
-        yield made
+    with LLM(folder, tensor_parallel_size=2, max_num_tokens=24, max_batch_size=8, kv_cache_bytes=22 * block, seed=5) as loaded:
+        yield loaded
 
 
 def ids_of(llm, text):
@@ -123,27 +124,27 @@ def test_one_prompt_or_many_in_every_form(llm):
 def test_logprobs_equal_transformers(llm, reference):
     prompt = ids_of(llm, PROMPTS[1])
     output = llm.generate(prompt, SamplingParams(max_tokens=6, logprobs=3, prompt_logprobs=2, **GREEDY))
-    (made,) = output.outputs
+    (completion,) = output.outputs
     _, scores = reference(prompt, 6)
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(prompt)
-    for position, entry in enumerate([*output.prompt_logprobs[1:], *made.logprobs]):
+    for position, entry in enumerate([*output.prompt_logprobs[1:], *completion.logprobs]):
         row = scores[position]
         assert entry.logprob == pytest.approx(float(row[entry.token]), abs=1e-4)
         top = row.topk(len(entry.top))
         assert [token for token, _ in entry.top] == top.indices.tolist()
         assert [value for _, value in entry.top] == pytest.approx(top.values.tolist(), abs=1e-4)
-    assert [len(entry.top) for entry in made.logprobs] == [3] * 6
-    assert [entry.token for entry in made.logprobs] == made.token_ids
-    assert made.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in made.logprobs))
+    assert [len(entry.top) for entry in completion.logprobs] == [3] * 6
+    assert [entry.token for entry in completion.logprobs] == completion.token_ids
+    assert completion.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in completion.logprobs))
 
 
 def test_seeds_n_and_the_rest_of_the_batch(llm):
     params = SamplingParams(n=3, seed=7, temperature=1.0, max_tokens=12, ignore_eos=True)
     alone = llm.generate(PROMPTS[0], params)
     among = llm.generate([*PROMPTS, PROMPTS[0]], params, use_tqdm=False)[-1]
-    drawn = [made.token_ids for made in alone.outputs]
-    assert drawn == [made.token_ids for made in among.outputs]
+    drawn = [completion.token_ids for completion in alone.outputs]
+    assert drawn == [completion.token_ids for completion in among.outputs]
     assert len({tuple(tokens) for tokens in drawn}) == 3
     second = llm.generate(PROMPTS[0], SamplingParams(seed=8, temperature=1.0, max_tokens=12, ignore_eos=True))
     assert second.outputs[0].token_ids == drawn[1]
@@ -152,38 +153,44 @@ def test_seeds_n_and_the_rest_of_the_batch(llm):
 
 
 def test_stop_strings_and_stop_tokens(llm):
-    whole = llm.generate(PROMPTS[0], SamplingParams(max_tokens=30, **GREEDY)).outputs[0]
-    stop = next(whole.text[i : i + 3] for i in range(8, len(whole.text)) if "�" not in whole.text[i : i + 3])
-    made = llm.generate(PROMPTS[0], SamplingParams(max_tokens=30, stop=stop, **GREEDY)).outputs[0]
-    assert (made.finish_reason, made.stop_reason, made.text) == ("stop", stop, whole.text[: whole.text.index(stop)])
-    token = whole.token_ids[9]
-    at = whole.token_ids.index(token)
-    made = llm.generate(PROMPTS[0], SamplingParams(max_tokens=30, stop_token_ids=[token], **GREEDY)).outputs[0]
-    assert (made.finish_reason, made.stop_reason, made.token_ids) == ("stop", token, whole.token_ids[: at + 1])
+    expected = llm.generate(PROMPTS[0], SamplingParams(max_tokens=30, **GREEDY)).outputs[0]
+    stop = next(expected.text[i : i + 3] for i in range(8, len(expected.text)) if "�" not in expected.text[i : i + 3])
+    completion = llm.generate(PROMPTS[0], SamplingParams(max_tokens=30, stop=stop, **GREEDY)).outputs[0]
+    assert (completion.finish_reason, completion.stop_reason, completion.text) == (
+        "stop",
+        stop,
+        expected.text[: expected.text.index(stop)],
+    )
+    token = expected.token_ids[9]
+    at = expected.token_ids.index(token)
+    completion = llm.generate(PROMPTS[0], SamplingParams(max_tokens=30, stop_token_ids=[token], **GREEDY)).outputs[0]
+    assert (completion.finish_reason, completion.stop_reason, completion.token_ids) == ("stop", token, expected.token_ids[: at + 1])
     assert llm.stats().running == 0
 
 
 def test_structured_output(llm):
     schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"]}
-    guides = [Guide(json_schema=json.dumps(schema)), Guide(regex="(ab|cd){3}x")]
-    params = [SamplingParams(guide=guide, max_tokens=60, temperature=1.0, seed=1) for guide in guides]
+    guides = [StructuredOutputParams(json_schema=json.dumps(schema)), StructuredOutputParams(regex="(ab|cd){3}x")]
+    params = [
+        SamplingParams(structured_output=structured_output, max_tokens=60, temperature=1.0, seed=1) for structured_output in guides
+    ]
     outputs = llm.generate([PROMPTS[0]] * 2, params, use_tqdm=False)
     assert 0 <= json.loads(outputs[0].outputs[0].text)["n"] <= 99
     assert re.fullmatch("(ab|cd){3}x", outputs[1].outputs[0].text)
     with pytest.raises(OptionError, match="regex"):
-        llm.generate(PROMPTS[0], SamplingParams(guide=Guide(regex="(")))
+        llm.generate(PROMPTS[0], SamplingParams(structured_output=StructuredOutputParams(regex="(")))
 
 
 def test_generate_async_grows_and_equals_generate(llm):
     params = SamplingParams(max_tokens=20, n=2, **GREEDY)
-    whole = llm.generate(PROMPTS[3], params)
+    expected = llm.generate(PROMPTS[3], params)
 
     async def collect():
         return [output async for output in llm.generate_async(PROMPTS[3], params)]
 
     grown = asyncio.run(collect())
-    assert [made.token_ids for made in grown[-1].outputs] == [made.token_ids for made in whole.outputs]
-    assert [made.text for made in grown[-1].outputs] == [made.text for made in whole.outputs]
+    assert [completion.token_ids for completion in grown[-1].outputs] == [completion.token_ids for completion in expected.outputs]
+    assert [completion.text for completion in grown[-1].outputs] == [completion.text for completion in expected.outputs]
     assert [output.finished for output in grown] == [False] * (len(grown) - 1) + [True]
     lengths = [len(output.outputs[0].token_ids) for output in grown]
     assert lengths == sorted(lengths)
@@ -214,11 +221,11 @@ def test_chat(llm):
     many = llm.chat([messages, messages], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in many] == [one.outputs[0].token_ids] * 2
     for wrong, message in (
-        (["hello"], "a message is a dict"),
-        ("hello", "a chat is a list of messages"),
-        ([], "a chat is a list of messages"),
-        (messages[0], "a chat is a list of messages"),
-        (None, "a chat is a list of messages"),
+        (["hello"], "^a message must be a dict"),
+        ("hello", "^a chat must be a list of messages"),
+        ([], "^a chat must be a list of messages"),
+        (messages[0], "^a chat must be a list of messages"),
+        (None, "^a chat must be a list of messages"),
         ([messages, []], "a chat without a message"),
     ):
         with pytest.raises(RequestError, match=message):
@@ -228,17 +235,17 @@ def test_chat(llm):
 def test_many_threads_share_the_engine(llm):
     params = SamplingParams(max_tokens=10, **GREEDY)
     expected = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-    found = {}
+    outputs = {}
 
     def run(i):
-        found[i] = llm.generate(PROMPTS[i], params).outputs[0].token_ids
+        outputs[i] = llm.generate(PROMPTS[i], params).outputs[0].token_ids
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(PROMPTS))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert [found[i] for i in range(len(PROMPTS))] == expected
+    assert [outputs[i] for i in range(len(PROMPTS))] == expected
 
 
 @pytest.mark.parametrize(
@@ -248,10 +255,10 @@ def test_many_threads_share_the_engine(llm):
         ([384], r"token 384 .*0\.\.383"),
         ([-1], "token -1"),
         ([], "0 tokens"),
-        (3.5, "a prompt is a text or a list of token ids, not float"),
+        (3.5, "^a prompt must be a text or a list of token ids, not float"),
         ({"text": "a"}, "give either 'prompt' or 'prompt_token_ids'"),
-        (["a", 3], "a prompt is a text or a list of token ids, not int"),
-        ("\ud800", "not a Unicode text"),
+        (["a", 3], "^a prompt must be a text or a list of token ids, not int"),
+        ("\ud800", "not valid Unicode"),
     ],
 )
 def test_bad_prompts_lose_nothing(llm, prompt, message):
@@ -272,11 +279,11 @@ def test_what_is_no_prompt_at_all(llm, prompts):
 
 
 def test_bad_params(llm):
-    with pytest.raises(RequestError, match=r"2 sampling_params were given; there are 1 prompts"):
+    with pytest.raises(RequestError, match=r"^2 sampling_params do not match 1 prompts"):
         llm.generate(["a"], [SamplingParams()] * 2)
     with pytest.raises(RequestError, match="SamplingParams, not dict"):
         llm.generate("a", {"n": 1})
-    with pytest.raises(RequestError, match="token 9999 was given in stop_token_ids"):
+    with pytest.raises(RequestError, match="token 9999 in stop_token_ids is unknown"):
         llm.generate("a", SamplingParams(stop_token_ids=[9999]))
     with pytest.raises(OptionError, match="temperature=nan"):
         SamplingParams(temperature=math.nan)
@@ -289,7 +296,7 @@ def test_unknown_and_bad_options():
         LLM("demo", tp_size=2)
     with pytest.raises(ModelError, match="no folder /none"):
         LLM("/none")
-    with pytest.raises(ModelError, match="tokenizer '/nofile' was asked for; there is no folder /nofile"):
+    with pytest.raises(ModelError, match="tokenizer '/nofile' was not found; there is no folder /nofile"):
         LLM("demo", tokenizer="/nofile")
 
 
@@ -301,7 +308,7 @@ def test_the_engine_refuses_what_it_cannot_do(folder):
 @pytest.fixture
 def fake_ranks(monkeypatch):
     """LLMs over the real engine process with the fake executor: no model is computed."""
-    monkeypatch.setattr(EngineClient, "start", functools.partial(EngineClient.start, executor="fake"))
+    monkeypatch.setattr(EngineClient, "start", functools.partial(EngineClient.start, executor=FAKE_EXECUTOR))
 
 
 def test_token_ids_only(folder, fake_ranks):
@@ -312,7 +319,7 @@ def test_token_ids_only(folder, fake_ranks):
             lambda: llm.generate("text"),
             lambda: llm.chat([{"role": "user", "content": "x"}]),
             lambda: llm.generate([5], SamplingParams(stop="x")),
-            lambda: llm.generate([5], SamplingParams(guide=Guide(regex="a"))),
+            lambda: llm.generate([5], SamplingParams(structured_output=StructuredOutputParams(regex="a"))),
         ):
             with pytest.raises(RequestError, match="skip_tokenizer_init is set"):
                 call()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import ModelError, ModelNotFound, RequestError
 from phalanx.serve.tokenizer import Tokenizer
-from tests.serve.small_tokenizers import byte_level, sentencepiece, write
+from tests.support.serve_small_tokenizers import byte_level, sentencepiece, write
 
 LISTED = {
     "900": {"content": "<late>", "special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False},
@@ -35,11 +35,11 @@ TEXTS = ["hello world", "", " two  spaces ", "你好 🙂 é", "<s>in text</s><t
 def pairs(tmp_path_factory):
     from transformers import AutoTokenizer
 
-    made = {}
+    tokenizers = {}
     for name, (make, config) in FOLDERS.items():
         folder = write(tmp_path_factory.mktemp(name), make(), **config)
-        made[name] = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
-    return made
+        tokenizers[name] = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    return tokenizers
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -80,20 +80,20 @@ def test_chat_equals_transformers(pairs, tools, prompt):
 def test_chat_content_in_parts(pairs):
     ours, _ = pairs["byte_level"]
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    whole = ours.apply_chat_template([{"role": "user", "content": "one\ntwo"}])
-    assert ours.apply_chat_template([{"role": "user", "content": parts}]) == whole
+    expected = ours.apply_chat_template([{"role": "user", "content": "one\ntwo"}])
+    assert ours.apply_chat_template([{"role": "user", "content": parts}]) == expected
 
 
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
         ([{"role": "alien", "content": "x"}], "Unknown role: alien"),
-        ([{"content": "x"}], "a message is a dict with a role"),
-        (["x"], "a message is a dict with a role"),
-        ([{"role": "user", "content": 3}], "a text or a list of text parts"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "only parts of type 'text'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "only parts of type 'text'"),
-        ([{"role": "user", "content": "x", "more": object()}], "JSON values only"),
+        ([{"content": "x"}], "^a message must be a dict with a role"),
+        (["x"], "^a message must be a dict with a role"),
+        ([{"role": "user", "content": 3}], "^the content of a message must be a string or a list of text parts"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "a part that is not of type 'text'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "a part that is not of type 'text'"),
+        ([{"role": "user", "content": "x", "more": object()}], "^messages and tools must be JSON values"),
     ],
 )
 def test_bad_messages(pairs, messages, message):
@@ -134,11 +134,12 @@ def test_no_template_says_so(tmp_path):
 
 
 def test_saved_truncation_and_padding_do_not_change_prompts(tmp_path):
-    made = byte_level(300)
-    made.enable_truncation(max_length=3)
-    made.enable_padding(length=64)
+    backend = byte_level(300)
+    backend.enable_truncation(max_length=3)
+    backend.enable_padding(length=64)
     assert (
-        len(Tokenizer.load(write(tmp_path, made)).encode("hello " * 20)) == 1 + len(byte_level(300).encode("hello " * 20).ids) - 1
+        len(Tokenizer.load(write(tmp_path, backend)).encode("hello " * 20))
+        == 1 + len(byte_level(300).encode("hello " * 20).ids) - 1
     )
 
 
@@ -155,7 +156,7 @@ def test_broken_and_missing_files(tmp_path):
 
 
 def test_text_that_is_not_unicode(pairs):
-    with pytest.raises(RequestError, match="not a Unicode text"):
+    with pytest.raises(RequestError, match="not valid Unicode"):
         pairs["byte_level"][0].encode("\ud800")
 
 
@@ -170,8 +171,8 @@ def test_many_threads(pairs):
     texts = [f"{i} hello 你好 {i * 7}" for i in range(200)]
     with ThreadPoolExecutor(8) as pool:
         assert [ours.decode(ids) for ids in pool.map(ours.encode, texts)] == texts
-        made = pool.map(lambda text: ours.apply_chat_template([{"role": "user", "content": text}]), texts)
-        assert [text in whole for text, whole in zip(texts, made, strict=True)] == [True] * 200
+        prompts = pool.map(lambda text: ours.apply_chat_template([{"role": "user", "content": text}]), texts)
+        assert [text in prompt for text, prompt in zip(texts, prompts, strict=True)] == [True] * 200
 
 
 def test_loading_does_not_wait_for_transformers(tmp_path):
@@ -180,3 +181,27 @@ def test_loading_does_not_wait_for_transformers(tmp_path):
     code += "t.apply_chat_template([]); import json; print(json.dumps(sorted({'torch', 'transformers'} & set(sys.modules))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("file", ["vocab.json", "tokenizer.model", "vocab.txt"])
+def test_code_of_a_checkpoint_is_never_run(tmp_path, file):
+    """Without tokenizer.json transformers reads the folder, and would ask on standard input whether to run its code."""
+    (tmp_path / file).write_text("{}", encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("", encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}', encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}', encoding="utf-8"
+    )
+    (tmp_path / "evil.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
+        f"pathlib.Path({str(tmp_path / 'ran')!r}).touch()\nclass Evil: pass\nclass Config: pass\n", encoding="utf-8"
+    )  # fmt: skip
+    code = (
+        "import pathlib, sys\nfrom phalanx.errors import ModelError\nfrom phalanx.serve.tokenizer import Tokenizer\n"
+        f"try:\n    Tokenizer.load(pathlib.Path({str(tmp_path)!r}))\nexcept ModelError as error:\n    print(error)\n"
+        "print('left of the input:', sys.stdin.read())"
+    )
+    process = subprocess.run([sys.executable, "-c", code], input="y\ny\ny", capture_output=True, text=True, check=True)
+    assert not (tmp_path / "ran").exists()
+    assert "cannot be converted" in process.stdout
+    assert "left of the input: y\ny\ny" in process.stdout, "a question was put to standard input"

@@ -32,4 +32,4 @@ def test_refused():
     assert admit(Strategy.NCCL, message(hidden=1004), NVLINK) is None
     assert "multiple of 16" in admit(Strategy.NCCL, message(Fusion.RESIDUAL_RMS_NORM_QUANT_NVFP4, hidden=1000), NVLINK)
     assert "2 to 8 ranks" in admit(Strategy.ONESHOT, message(world=9), Fingerprint(90, "nvlink", 9))
-    assert "not built" in admit(Strategy.MNNVL, message(), NVLINK)
+    assert "not implemented" in admit(Strategy.MNNVL, message(), NVLINK)

@@ -17,8 +17,8 @@ from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS, TP_SIZES
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import Latency, Seed, default
 from phalanx.tables.strategy import Choice, Strategy, choices
-from phalanx.tables.table import Row, Section, Span, Table
-from tests.tables.machines import tables
+from phalanx.tables.table import HiddenRange, Section, Span, Table
+from tests.support.tables_strategies import tables
 
 # The published rows of SM90, fusion NONE: value x how many tokens, by TP size and hidden size.
 PUBLISHED = {
@@ -107,7 +107,7 @@ def test_a_header_in_their_formatting():
         (lambda text: "", "holds no"),
         (lambda text: text[: len(text) // 2], "never closed"),
         (lambda text: text.replace("{4,4,4,4,4,4,4,4,4,4,4,4,0,0,0},", "{4,4},", 1), "different lengths"),
-        (lambda text: text.replace("0,0,0}", "0,0,77}", 1), "77 is no strategy"),
+        (lambda text: text.replace("0,0,0}", "0,0,77}", 1), "77 is not a strategy's number"),
         (lambda text: text.replace("0,0,0}", "0,0,kNone}", 1), "not a table of numbers"),
         (lambda text: text.replace("0,0,0}", "0,0}").replace("0,0,0}", "0,0}"), "different lengths"),
     ],
@@ -133,7 +133,7 @@ def test_unfused_exports_as_the_best_that_can_be_said():
     unfused = Choice(Strategy.ONESHOT, unfused=True)
 
     def table(choice: Choice) -> Table:
-        rows = (Row(128, 8192, (Span(1, 16384, choice),)),)
+        rows = (HiddenRange(128, 8192, (Span(1, 16384, choice),)),)
         costs = {Choice(Strategy.NCCL): 9, Choice(Strategy.ONESHOT): 8, Choice(Strategy.TWOSHOT): 7, unfused: 1}
         models = {f: {c: Latency(costs[c], 0, 0) for c in choices(f) if c in costs} for f in Fusion}
         return Table(here, (Section("bf16", norm, rows),), Seed("", models))

@@ -15,7 +15,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import cpp_ranges
 from phalanx.tables.message import Fusion
 from phalanx.tables.table import Table
-from tests.tables.machines import edges, tables
+from tests.support.tables_strategies import edges, tables
 
 MAIN = """
 #include "tables.hpp"

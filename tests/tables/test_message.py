@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from phalanx.config.dtypes import parse_dtype
 from phalanx.errors import OptionError
-from phalanx.tables.message import STANDS_IN, Fusion, Message, dtype_named
+from phalanx.tables.message import STANDS_IN, Fusion, Message
 
 
 def test_numbers_are_the_incumbents():
@@ -30,10 +31,10 @@ def test_stand_ins_quantize_alike():
 
 
 def test_names():
-    assert {dtype_named(name) for name in ("bf16", "bfloat16", "torch.bfloat16")} == {"bf16"}
-    assert dtype_named("half") == "fp16"
+    assert {parse_dtype(name) for name in ("bf16", "bfloat16", "torch.bfloat16")} == {"bf16"}
+    assert parse_dtype("half") == "fp16"
     with pytest.raises(OptionError, match="int8"):
-        dtype_named("int8")
+        parse_dtype("int8")
     with pytest.raises(OptionError, match="RESIDUAL_RMS_NORM"):
         Fusion.named("RMS")
     assert Message("all_reduce", Fusion.NONE, "fp32", 3, 1000, 2).bytes == 12_000

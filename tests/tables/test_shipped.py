@@ -12,7 +12,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.seed import default
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tables.table_file import load, save
-from tests.tables.machines import one_span
+from tests.support.tables_strategies import one_span
 
 ODD = Fingerprint(77, "pcie_p2p", 4)
 

@@ -13,8 +13,8 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import default
 from phalanx.tables.strategy import Choice, Strategy
-from phalanx.tables.table import Row, Section, Span, Table
-from tests.tables.machines import edges, one_span, tables
+from phalanx.tables.table import HiddenRange, Section, Span, Table
+from tests.support.tables_strategies import edges, one_span, tables
 
 MACHINE = Fingerprint(90, "nvlink", 2)
 TWOSHOT = Choice(Strategy.TWOSHOT)
@@ -28,7 +28,7 @@ def test_lookup_equals_a_plain_search(table):
         section = table.section_for(dtype, fusion)
         spans = [
             span
-            for row in (section.rows if section else ())
+            for row in (section.hidden_ranges if section else ())
             if row.first <= hidden <= row.last
             for span in row.spans
             if span.first <= tokens <= span.last
@@ -47,11 +47,11 @@ def test_reasons():
     assert "1.50x the speed of NCCL" in inside.reason
     assert outside.source == "seed"
     assert "not measured at this size" in outside.reason
-    assert "nothing of its kind" in table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 1, 128).reason
+    assert "this dtype and fusion were not measured" in table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 1, 128).reason
 
 
 def test_stand_ins():
-    fused = Section("bf16", Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, (Row(8, 8, (Span(1, 1, TWOSHOT),)),))
+    fused = Section("bf16", Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, (HiddenRange(8, 8, (Span(1, 1, TWOSHOT),)),))
     table = Table(MACHINE, (fused,), default(MACHINE))
     for fusion in Fusion:
         answered = table.lookup("fp16", fusion, 1, 8)
@@ -79,12 +79,12 @@ def test_the_digest_is_of_what_decides():
     "rows",
     [
         (),
-        (Row(1, 2, ()),),
-        (Row(2, 1, (Span(1, 1, TWOSHOT),)),),
-        (Row(0, 1, (Span(1, 1, TWOSHOT),)),),
-        (Row(1, 2**31, (Span(1, 1, TWOSHOT),)),),
-        (Row(1, 4, (Span(1, 1, TWOSHOT),)), Row(4, 5, (Span(1, 1, TWOSHOT),))),
-        (Row(1, 4, (Span(1, 3, TWOSHOT), Span(3, 4, TWOSHOT))),),
+        (HiddenRange(1, 2, ()),),
+        (HiddenRange(2, 1, (Span(1, 1, TWOSHOT),)),),
+        (HiddenRange(0, 1, (Span(1, 1, TWOSHOT),)),),
+        (HiddenRange(1, 2**31, (Span(1, 1, TWOSHOT),)),),
+        (HiddenRange(1, 4, (Span(1, 1, TWOSHOT),)), HiddenRange(4, 5, (Span(1, 1, TWOSHOT),))),
+        (HiddenRange(1, 4, (Span(1, 3, TWOSHOT), Span(3, 4, TWOSHOT))),),
     ],
 )
 def test_faulty_ranges(rows):

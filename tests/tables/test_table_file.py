@@ -13,7 +13,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import table_file
 from phalanx.tables.seed import default
 from phalanx.tables.strategy import Choice, Strategy
-from tests.tables.machines import one_span, tables
+from tests.support.tables_strategies import one_span, tables
 
 MACHINE = Fingerprint(90, "nvlink", 2)
 TABLE = one_span(MACHINE, default(MACHINE), Choice(Strategy.TWOSHOT))
@@ -24,7 +24,7 @@ TABLE = one_span(MACHINE, default(MACHINE), Choice(Strategy.TWOSHOT))
 def test_round_trip(table):
     again = table_file.loads(table_file.dumps(table))
     assert again == table
-    assert (again.made, again.digest) == (table.made, table.digest)
+    assert (again.provenance, again.digest) == (table.provenance, table.digest)
     assert [list(m) for m in again.seed.models.values()] == [list(m) for m in table.seed.models.values()]
 
 

@@ -12,7 +12,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Strategy
 from phalanx.tables.table_file import load
 from phalanx.tune import codegen, records
-from tests.tune.made_up import NVLINK2, SMALL, bench, folder_of
+from tests.support.tune_benchmarks import NVLINK2, SMALL, bench, folder_of
 
 NVLINK4, OFF_GPU = Fingerprint(90, "nvlink", 4), Fingerprint(0, "shm", 2)
 
@@ -33,8 +33,8 @@ def test_a_folder_of_several_machines(tmp_path):
         assert table == one.table
         assert f"sha256:{table.digest}" in text
         assert f"// {table.fingerprint} sha256:{table.digest}" in header
-        assert table.made["gpu"] == "made up"
-        assert table.made["regret of the table"].startswith("mean ")
+        assert table.provenance["gpu"] == "synthetic"
+        assert table.provenance["regret of the table"].startswith("mean ")
 
 
 def test_the_lookup_table_says_what_was_measured(tmp_path):
@@ -80,7 +80,11 @@ def test_nothing_is_written_where_one_file_is_faulty(tmp_path):
 
 
 def test_two_links_have_no_place_in_one_lookup_table(tmp_path):
-    tables = [one.table for link in ("nvlink", "pcie_p2p") for one in codegen.decided([bench(Fingerprint(90, link, 2), **SMALL)])]
+    tables = [
+        one.table
+        for link in ("nvlink", "pcie_p2p")
+        for one in codegen.decide_benchmarks([bench(Fingerprint(90, link, 2), **SMALL)])
+    ]
     with pytest.raises(TableError, match=r"two tables of sm90 and tp2: sm90\.nvlink\.tp2 and sm90\.pcie_p2p\.tp2"):
         codegen.write_code(tables, tmp_path)
     with pytest.raises(TableError, match="phalanx allreduce tune"):
@@ -89,7 +93,7 @@ def test_two_links_have_no_place_in_one_lookup_table(tmp_path):
 
 
 def test_tables_alone_make_the_same_header(tmp_path):
-    (one,) = codegen.decided([bench(NVLINK2, **SMALL)])
+    (one,) = codegen.decide_benchmarks([bench(NVLINK2, **SMALL)])
     codegen.write_code([one.table], tmp_path / "a", [one.expressible])
     codegen.write_code([one.table], tmp_path / "b")
     assert (tmp_path / "a" / codegen.HEADER).read_text() == (tmp_path / "b" / codegen.HEADER).read_text()

@@ -14,7 +14,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy, choices
 from phalanx.tune.decide import UNSAMPLED, decide, noise, ranges
 from phalanx.tune.sweep import Task
-from tests.tune.made_up import NVLINK2, bench
+from tests.support.tune_benchmarks import NVLINK2, bench
 
 ONE, TWO = Choice(Strategy.ONESHOT), Choice(Strategy.TWOSHOT)
 
@@ -51,7 +51,7 @@ def test_a_flicker_within_the_noise_is_smoothed():
     win = {INCUMBENT: 10.0, ONE: 5.0, TWO: 5.1}
     flicker = {INCUMBENT: 10.0, ONE: 5.1, TWO: 5.0}
     table = decide(row((1, win), (2, flicker), (4, win), (8, flicker), (16, win)), NVLINK2)
-    assert len(table.sections[0].rows[0].spans) == 1
+    assert len(table.sections[0].hidden_ranges[0].spans) == 1
     # A tie with the incumbent between two clear wins goes with its neighbours; by itself it stays the incumbent's.
     tie = {INCUMBENT: 5.0, ONE: 5.0, TWO: 9.0}
     assert chosen(decide(row((1, win), (2, tie), (4, win)), NVLINK2), 2).strategy is Strategy.ONESHOT
@@ -60,7 +60,7 @@ def test_a_flicker_within_the_noise_is_smoothed():
 
 def test_a_change_beyond_the_noise_stays():
     table = decide(row((1, {ONE: 5.0, TWO: 9.0}), (2, {ONE: 9.0, TWO: 5.0}), (4, {ONE: 5.0, TWO: 9.0})), NVLINK2)
-    assert [span.choice for span in table.sections[0].rows[0].spans] == [ONE, TWO, ONE]
+    assert [span.choice for span in table.sections[0].hidden_ranges[0].spans] == [ONE, TWO, ONE]
 
 
 def test_rows_agree_where_noise_allows():
@@ -72,11 +72,11 @@ def test_rows_agree_where_noise_allows():
 
 def test_the_change_is_where_the_times_cross():
     table = decide(row((64, {ONE: 10.0, TWO: 20.0}), (128, {ONE: 40.0, TWO: 30.0})), NVLINK2)
-    spans = table.sections[0].rows[0].spans
+    spans = table.sections[0].hidden_ranges[0].spans
     assert [(span.first, span.last) for span in spans] == [(64, 96), (97, 128)]
     # Without both times at both sizes, the nearer one by ratio.
     table = decide(row((64, {ONE: 10.0}), (128, {TWO: 30.0})), NVLINK2)
-    assert [(span.first, span.last) for span in table.sections[0].rows[0].spans] == [(64, 90), (91, 128)]
+    assert [(span.first, span.last) for span in table.sections[0].hidden_ranges[0].spans] == [(64, 90), (91, 128)]
 
 
 def test_far_apart_is_unmeasured():
@@ -127,6 +127,6 @@ def test_a_whole_benchmark():
     assert [(section.dtype, section.fusion) for section in table.sections] == [
         ("bf16", Fusion.NONE), ("bf16", Fusion.RESIDUAL_RMS_NORM),
     ]  # fmt: skip
-    row_ = table.sections[0].rows[-1]
+    row_ = table.sections[0].hidden_ranges[-1]
     assert row_.spans[0].choice.strategy is Strategy.ONESHOT
     assert row_.spans[0].gain > 1.5

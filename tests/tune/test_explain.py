@@ -6,18 +6,18 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from phalanx.comm.choose import OWNED_FROM
+from phalanx.comm.choose import SP_MIN_TOKENS
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import default
 from phalanx.tables.table import Table
-from phalanx.tune.codegen import decided
+from phalanx.tune.codegen import decide_benchmarks
 from phalanx.tune.explain import lines
-from tests.tune.made_up import NVLINK2, bench
+from tests.support.tune_benchmarks import NVLINK2, bench
 
 
 def test_ranges_cover_every_size():
-    (one,) = decided([bench(NVLINK2)])
+    (one,) = decide_benchmarks([bench(NVLINK2)])
     text = list(lines(one.table, "bf16", 8192, (Fusion.RESIDUAL_RMS_NORM,)))
     assert text[0].startswith("sm90.nvlink.tp2: ")
     assert any("regret of the seed" in line for line in text)
@@ -33,15 +33,15 @@ def test_ranges_cover_every_size():
     assert "not measured at this size: the seed" in text[-1]
 
 
-def test_it_says_from_where_on_rows_have_owners():
+def test_it_says_from_how_many_tokens_on_layers_run_sequence_parallel():
     here = Fingerprint(90, "nvlink", 2)
     table = Table(here, (), default(here))
-    said = [line for line in lines(table, "bf16", 8192, (Fusion.RESIDUAL_RMS_NORM,)) if "OWNED" in line]
-    assert len(said) == 1
-    assert f"from {OWNED_FROM[2]} tokens on" in said[0]
-    assert "from 2048 tokens on TWOSHOT+LANDED" in said[0]
+    sharded = [line for line in lines(table, "bf16", 8192, (Fusion.RESIDUAL_RMS_NORM,)) if "RS_NORM_AG" in line]
+    assert len(sharded) == 1
+    assert f"from {SP_MIN_TOKENS[2]} tokens on" in sharded[0]
+    assert "from 2048 tokens on GEMM_RS" in sharded[0]
     cpu = Fingerprint(0, "shm", 2)
-    assert not any("OWNED" in line for line in lines(Table(cpu, (), default(cpu)), "bf16", 8192, (Fusion.RESIDUAL_RMS_NORM,)))
+    assert not any("RS_NORM_AG" in line for line in lines(Table(cpu, (), default(cpu)), "bf16", 8192, (Fusion.RESIDUAL_RMS_NORM,)))
 
 
 def test_what_cannot_run_is_said():

@@ -13,7 +13,7 @@ from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tune.decide import decide
 from phalanx.tune.fit import fit, fit_seed, regret, relative_error
 from phalanx.tune.sweep import Task
-from tests.tune.made_up import NVLINK2, bench
+from tests.support.tune_benchmarks import NVLINK2, bench
 
 
 def test_finds_the_model_through_outliers():

@@ -10,7 +10,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tune.journal import Journal, journal_path
 from phalanx.tune.sweep import Task
-from tests.tune.made_up import NVLINK2
+from tests.support.tune_benchmarks import NVLINK2
 
 HEAD = {"fingerprint": str(NVLINK2), "torch": "2.11"}
 ONE = Task("bf16", Fusion.NONE, 1, 128, Choice(Strategy.NCCL))
@@ -19,7 +19,7 @@ TWO = Task("bf16", Fusion.NONE, 1, 128, Choice(Strategy.ONESHOT))
 
 def written(path) -> bytes:
     journal = Journal(path, HEAD)
-    journal.done(ONE, [1.5, 2.0])
+    journal.record(ONE, [1.5, 2.0])
     journal.skip(TWO, "it hangs")
     journal.close()
     return path.read_bytes()
@@ -34,7 +34,7 @@ def test_resumes_after_any_cut(tmp_path):
         journal = Journal(path, HEAD)
         whole = sum(end <= cut for end in ends)
         assert journal.resumed == max(whole - 1, 0)
-        journal.done(ONE, [3.0])
+        journal.record(ONE, [3.0])
         journal.close()
         again = Journal(path, HEAD)
         assert again.samples[ONE] == [3.0]
@@ -72,13 +72,13 @@ def test_what_is_measured_again_stands_until_then_and_is_not_asked_for_twice(tmp
     path = tmp_path / "j"
     written(path)
     journal = Journal(path, HEAD)
-    assert journal.again([ONE, TWO]) == 2
+    assert journal.remeasure([ONE, TWO]) == 2
     assert journal.samples == {ONE: [1.5, 2.0]}
-    journal.done(TWO, [4.0])
+    journal.record(TWO, [4.0])
     assert (journal.pending, journal.skips) == ({ONE}, {})
     journal.close()
     journal = Journal(path, HEAD)
-    assert journal.again([ONE, TWO]) == 0
+    assert journal.remeasure([ONE, TWO]) == 0
     assert (journal.pending, journal.samples, journal.skips) == ({ONE}, {ONE: [1.5, 2.0], TWO: [4.0]}, {})
     journal.skip(ONE, "it hangs now")
     journal.close()
@@ -103,26 +103,26 @@ def test_what_is_to_be_replaced_is_kept(tmp_path):
     path = tmp_path / "j"
     written(path)
     journal = Journal(path, HEAD)
-    assert not journal.anew
-    journal.begin_anew()
+    assert not journal.replaces_csv
+    journal.mark_csv_replaced()
     journal.close()
     journal = Journal(path, HEAD)
-    assert journal.anew
+    assert journal.replaces_csv
     assert journal.resumed == 2
     journal.close()
     journal = Journal(path, HEAD, restart=True)
-    assert not journal.anew
+    assert not journal.replaces_csv
     journal.close()
 
 
-def test_who_measured_is_kept(tmp_path):
+def test_sessions_are_kept(tmp_path):
     path = tmp_path / "j"
     written(path)
     for commit in ("one", "two"):
         journal = Journal(path, HEAD)
-        journal.sit_down({"date": "today", "commit": commit})
+        journal.begin_session({"date": "today", "commit": commit})
         journal.close()
     journal = Journal(path, HEAD)
-    assert [sitting["commit"] for sitting in journal.sittings] == ["one", "two"]
+    assert [session["commit"] for session in journal.sessions] == ["one", "two"]
     assert journal.resumed == 2
     journal.close()

@@ -8,7 +8,7 @@ from matplotlib.colors import LogNorm
 
 from phalanx.errors import OptionError, TableError
 from phalanx.tune import plots, records
-from tests.tune.made_up import bench
+from tests.support.tune_benchmarks import bench
 
 NORM = "RESIDUAL_RMS_NORM"
 
@@ -103,7 +103,7 @@ def test_missing_cells_stay_empty(frame):
 
 def test_refusals(frame, tmp_path):
     path = tmp_path / "x.png"
-    with pytest.raises(OptionError, match=r"nothing of fusion 'X'.*measured: NONE, RESIDUAL_RMS_NORM"):
+    with pytest.raises(OptionError, match=r"fusion 'X' was not measured; measured: NONE, RESIDUAL_RMS_NORM"):
         plots.visualize_2d_heatmap(frame, "X", path)
     with pytest.raises(TableError, match="lacks the column 'strategy'"):
         plots.visualize_2d_heatmap(frame.drop(columns="strategy"), save_path=path)

@@ -13,7 +13,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tune import records
 from phalanx.tune.sweep import Task
-from tests.tune.made_up import NVLINK2, SMALL, bench
+from tests.support.tune_benchmarks import NVLINK2, SMALL, bench
 
 HEADER = "world_size,dtype,size,num_tokens,hidden_size,strategy,fusion,op,time (us)"
 ROW = "2,bfloat16,16384,1,8192,ONESHOT,NONE,all_reduce,2.5"
@@ -62,11 +62,11 @@ FAULTS = {
     f"{HEADER}\n": "has a header and no rows",
     f"{HEADER.replace('strategy,', '')}\n{ROW}": r"line 1: the column 'strategy' is missing",
     f"{HEADER},colour\n{ROW},red": r"line 1: the column 'colour' is unknown",
-    f"{HEADER},fusion_op\n{ROW},NONE": r"line 1: the column 'fusion' stands there twice",
+    f"{HEADER},fusion_op\n{ROW},NONE": r"line 1: the column 'fusion' appears twice",
     f"{HEADER}\n{ROW.replace('ONESHOT', 'RING')}": r"line 2: strategy 'RING' is unknown",
     f"{HEADER}\n{ROW.replace('NONE', 'RMS')}": r"line 2: fusion 'RMS' is unknown",
     f"{HEADER}\n{ROW.replace('bfloat16', 'int4')}": r"line 2: dtype 'int4' is unknown",
-    f"{HEADER}\n{ROW}\n{ROW}": r"line 3: .* stands in the file twice",
+    f"{HEADER}\n{ROW}\n{ROW}": r"line 3: .* appears in the file twice",
     f"{HEADER}\n{ROW.replace('16384,1,', '49152,3,')}": r"line 2: tokens 3 is not on the grid",
     f"{HEADER}\n{ROW.replace('16384,1,8192', '10240,1,5120')}": r"line 2: hidden 5120 is not on the grid",
     f"{HEADER}\n{ROW.replace('16384', '16383')}": r"line 2: size 16383, but 1 x 8192 x 2 is 16384 bytes",
@@ -91,7 +91,7 @@ def test_faults_name_file_row_and_cure(text, tmp_path):
 
 
 def test_names_and_missing_files(tmp_path):
-    with pytest.raises(TableError, match="names no benchmark"):
+    with pytest.raises(TableError, match="is not the name of a benchmark"):
         read(tmp_path, f"{HEADER}\n{ROW}", "times.csv")
     with pytest.raises(TableError, match="cannot be read"):
         records.read(tmp_path / "benchmark.tp2.sm80.csv")
@@ -107,7 +107,7 @@ def test_a_sidecar_names_its_own_grid(tmp_path):
 @pytest.mark.parametrize("text", ["", "{}", '{"format": "x", "version": 1}', "[]"])
 def test_a_faulty_sidecar(text, tmp_path):
     (tmp_path / "benchmark.tp2.sm90.json").write_text(text, encoding="utf-8")
-    with pytest.raises(TableError, match=r"benchmark\.tp2\.sm90\.json is no sidecar"):
+    with pytest.raises(TableError, match=r"benchmark\.tp2\.sm90\.json is not a sidecar"):
         read(tmp_path, f"{HEADER}\n{ROW}")
 
 

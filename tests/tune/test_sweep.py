@@ -16,7 +16,7 @@ NVLINK = Fingerprint(90, "nvlink", 4)
 
 
 def test_the_guides_grid():
-    tasks, skipped = Sweep.of(NVLINK).plan()
+    tasks, skipped = Sweep.from_text(NVLINK).plan()
     assert not skipped
     assert len(tasks) == len(set(tasks)) == len(TOKENS) * len(HIDDEN) * sum(len(choices(fusion)) for fusion in Fusion)
     assert (TOKENS[0], TOKENS[-1], len(TOKENS)) == (1, 16384, 15)
@@ -24,7 +24,7 @@ def test_the_guides_grid():
 
 
 def test_the_widest_column_and_the_lookup_fusions_come_first():
-    tasks, _ = Sweep.of(NVLINK).plan()
+    tasks, _ = Sweep.from_text(NVLINK).plan()
     column = [task for task in tasks if task.hidden == 8192 and task.fusion in LOOKUP_FUSIONS]
     assert tasks[: len(column)] == column
     cells = [task.cell for task in tasks]
@@ -32,7 +32,9 @@ def test_the_widest_column_and_the_lookup_fusions_come_first():
 
 
 def test_what_was_asked():
-    sweep = Sweep.of(NVLINK, dtype="float16", tokens="1, 16,256", hidden="5120", fusions="NONE", strategies="GLOO,TWOSHOT,AUTO")
+    sweep = Sweep.from_text(
+        NVLINK, dtype="float16", tokens="1, 16,256", hidden="5120", fusions="NONE", strategies="GLOO,TWOSHOT,AUTO"
+    )
     tasks, _ = sweep.plan()
     assert [str(task) for task in tasks[:3]] == ["fp16 NONE 1x5120 NCCL", "fp16 NONE 1x5120 TWOSHOT", "fp16 NONE 1x5120 AUTO"]
     assert sweep.grid() == {"dtype": "fp16", "tokens": [1, 16, 256], "hidden": [5120], "fusions": ["NONE"]}
@@ -40,12 +42,12 @@ def test_what_was_asked():
 
 
 def test_what_is_left_out_says_why():
-    sweep = Sweep.of(NVLINK, tokens="1,2048", hidden="1000,8192", max_bytes=1 << 20)
+    sweep = Sweep.from_text(NVLINK, tokens="1,2048", hidden="1000,8192", max_bytes=1 << 20)
     tasks, skipped = sweep.plan()
     assert {task.bytes > 1 << 20 for task in tasks} == {False}
     assert "32.0 MiB is more than --max_mib 1" in skipped[Task("bf16", Fusion.NONE, 2048, 8192, Choice(Strategy.NCCL))]
     assert "multiple of 16" in skipped[Task("bf16", Fusion.RESIDUAL_RMS_NORM_QUANT_NVFP4, 1, 1000, Choice(Strategy.NCCL))]
-    _, alone = Sweep.of(Fingerprint(90, "pcie", 4), tokens="1", hidden="128", fusions="NONE").plan()
+    _, alone = Sweep.from_text(Fingerprint(90, "pcie", 4), tokens="1", hidden="128", fusions="NONE").plan()
     assert {str(task.choice) for task in alone} == {"ONESHOT", "TWOSHOT"}
 
 
@@ -59,9 +61,9 @@ def test_what_is_left_out_says_why():
 )  # fmt: skip
 def test_bad_options(bad):
     with pytest.raises(OptionError):
-        Sweep.of(NVLINK, **bad)
+        Sweep.from_text(NVLINK, **bad)
 
 
 def test_one_rank_has_nothing_to_reduce():
     with pytest.raises(OptionError, match="at least 2"):
-        Sweep.of(Fingerprint(90, "nvlink", 1))
+        Sweep.from_text(Fingerprint(90, "nvlink", 1))

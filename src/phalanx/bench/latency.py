@@ -1,55 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast tokens come when a fixed number of requests decode together: `phalanx bench latency`."""
+"""Time per token while a fixed number of requests decode together: `phalanx bench latency`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.bench import offline, report, roof
-from phalanx.bench.offline import Subject
+from phalanx.bench import offline, report, roofline
+from phalanx.bench.offline import BenchmarkTarget
 from phalanx.bench.prediction.beside import predicted
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
 
 _WARM_TOKENS = 8
 
 
-def run(subject: Subject, workloads: Sequence[Workload]) -> report.Document:
+def run(target: BenchmarkTarget, workloads: Sequence[Workload]) -> report.Document:
     """Start an engine, measure every workload, end it; the report. Raises what an LLM raises."""
-    offline.check(subject, workloads)
-    bandwidth = roof.measure(subject.device)
-    with offline.engine(subject) as (llm, start_s):
-        results = [measure(subject, llm, workload, bandwidth) for workload in workloads]
-        return offline.document(subject, llm.facts, bandwidth, start_s, results)
+    offline.check(target, workloads)
+    bandwidth = roofline.measure(target.device)
+    with offline.engine(target) as (llm, start_s):
+        results = [measure(target, llm, workload, bandwidth) for workload in workloads]
+        return offline.document(target, llm.facts, bandwidth, start_s, results)
 
 
-def measure(subject: Subject, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
-    """One decode workload: ms per token, ms to the first token, and the fraction of the roof."""
-    ids = prompts(workload, llm.facts.vocab_size, subject.options.seed)
+def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Bandwidth) -> dict[str, Any]:
+    """One decode workload: ms per token, seconds to the first token, and the fraction of the roofline."""
+    ids = prompts(workload, llm.facts.vocab_size, target.options.seed)
     offline.seconds_of(llm, ids, min(_WARM_TOKENS, workload.output_len))
-    first, whole = [], []
+    first, complete = [], []
     for _ in range(workload.repeats):
         first.append(offline.seconds_of(llm, ids, 1))
-        whole.append(offline.seconds_of(llm, ids, workload.output_len))
-    seconds = per_token(whole, first, workload.output_len)
-    least = roof.decode_seconds(subject.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
-    found = {
+        complete.append(offline.seconds_of(llm, ids, workload.output_len))
+    seconds = seconds_per_token(complete, first, workload.output_len)
+    least = roofline.decode_seconds(target.shape, llm.facts, workload, bandwidth.best) if bandwidth.best else None
+    row = {
         "workload": workload.name, "requests": workload.requests, "input_len": workload.input_len,
         "output_len": workload.output_len, "tpot_ms": seconds * 1e3, "prefill_s": min(first),
         "output_tok_s": workload.requests / seconds if seconds > 0 else None,
-        "roof_ms": least * 1e3 if least is not None else None, "fraction_of_roof": roof.fraction(least, seconds),
-        "samples_s": {"first_token": first, "all_tokens": whole},
-        "predicted": predicted(subject.shape, llm.facts, workload, subject.options.allreduce_strategy),
+        "roof_ms": least * 1e3 if least is not None else None, "fraction_of_roof": roofline.fraction(least, seconds),
+        "samples_s": {"first_token": first, "all_tokens": complete},
+        "predicted": predicted(target.shape, llm.facts, workload, target.options.allreduce_strategy),
     }  # fmt: skip
-    offline.logger.info("%s: %.3f ms per token", workload.name, found["tpot_ms"])
-    return found
+    offline.logger.info("%s: %.3f ms per token", workload.name, row["tpot_ms"])
+    return row
 
 
-def per_token(whole: Sequence[float], first: Sequence[float], output_len: int) -> float:
+def seconds_per_token(complete: Sequence[float], first: Sequence[float], output_len: int) -> float:
     """Seconds per token after the first: (t(output_len tokens) - t(1 token)) / (output_len - 1), the best of each."""
-    return (min(whole) - min(first)) / (output_len - 1)
+    return (min(complete) - min(first)) / (output_len - 1)
 
 
 def table(document: report.Document) -> Any:
@@ -60,7 +60,7 @@ def table(document: report.Document) -> Any:
         ]
         for row in document["results"]
     ]  # fmt: skip
-    columns = ["workload", "ms per token", "first token s", "output tok/s", "roof ms", "of the roof"]
+    columns = ["workload", "ms per token", "first token s", "output tok/s", "roofline ms", "of roofline"]
     return report.table(report.title(document), columns, rows, report.caption(document))
 
 

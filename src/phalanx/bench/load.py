@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A running OpenAI-compatible server under load: `phalanx bench serve`.
 
-At a rate (open loop) requests are due at the times of a Poisson process, whatever the server does, and their times count from then,
-so that a server that holds up its clients does not look fast. At a concurrency (closed loop) each stream sends its next request
-when its last has ended.
+With a rate (open loop), requests are due at the times of a Poisson process, whatever the server does. Their latencies count from
+then, so that a server that blocks its clients does not look fast. With a concurrency (closed loop), each stream sends its next
+request when its last one has ended.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from typing import Any
 import httpx
 
 from phalanx.bench import report
-from phalanx.bench.stream import Sample, Target, body_of, refusal, send
+from phalanx.bench.streaming_client import Endpoint, Sample, body_of, refusal, send
 from phalanx.errors import EngineError, OptionError, RequestError
+from phalanx.hardware import provenance
 
 PERCENTS = (50, 90, 95, 99)
 _WARM_TOKENS = 8
 _FIRST_ID = 3  # below it lie the ids that mark beginnings and ends
 
-_NO_ROOF = "roof: not known over HTTP; --offline takes a report of `phalanx bench throughput` on the same machine"
+_NO_ROOFLINE = "roofline: unknown over HTTP; --offline takes a report of `phalanx bench throughput` on the same machine"
 
-_KEY = "give the server's key by --api_key"
+_KEY = "give the server's key with --api_key"
 
-One = Callable[[int, float], Awaitable[Sample]]
+SendOne = Callable[[int, float], Awaitable[Sample]]
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the server is asked for. rate: requests per second, inf for all at once; concurrency: streams; one of them is given.
+    """The load. rate: requests per second, inf for all at once. concurrency: streams. Exactly one of them is given.
 
-    vocab_size: prompts are random ids from 3 up to it; every server's vocabulary holds a few hundred. timeout: seconds of one
-    request. model: as the server calls it; None: its first.
+    vocab_size: prompts are random token ids from 3 up to it; every server's vocabulary has a few hundred. timeout: seconds of one
+    request. model: by the server's name for it; None: the server's first model.
     """
 
     requests: int
@@ -59,101 +60,108 @@ class Load:
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.concurrency is None):
             raise OptionError(
-                f"rate={self.rate} and concurrency={self.concurrency} were asked for",
-                why="one of them says when requests are sent", next="give --rate or --concurrency",
+                f"rate={self.rate} and concurrency={self.concurrency} do not say when requests are sent",
+                why="exactly one of them is needed", next="give --rate or --concurrency",
             )  # fmt: skip
         if self.rate is not None and not self.rate > 0:
-            raise OptionError(f"rate={self.rate} was asked for", why="it is a number of requests per second above 0, or inf")
+            raise OptionError(f"rate={self.rate} is not above 0", next="give requests per second, or inf")
         if self.vocab_size <= _FIRST_ID:
-            raise OptionError(f"vocab_size={self.vocab_size} was asked for", why=f"ids below {_FIRST_ID} are left out")
+            raise OptionError(f"vocab_size={self.vocab_size} leaves no token ids", why=f"ids below {_FIRST_ID} are not used")
 
     def prompts(self) -> list[list[int]]:
-        chance = random.Random(self.seed)
-        return [[chance.randrange(_FIRST_ID, self.vocab_size) for _ in range(self.input_len)] for _ in range(self.requests)]
+        rng = random.Random(self.seed)
+        return [[rng.randrange(_FIRST_ID, self.vocab_size) for _ in range(self.input_len)] for _ in range(self.requests)]
 
 
-def due_times(rate: float, count: int, seed: int) -> list[float]:
-    """Seconds after the begin at which `count` requests are due: a Poisson process of this rate, the first at 0."""
+def arrival_times(rate: float, count: int, seed: int) -> list[float]:
+    """Seconds after the start at which `count` requests are due: a Poisson process of this rate, the first at 0."""
     if math.isinf(rate):
         return [0.0] * count
-    chance, now, found = random.Random(seed), 0.0, []
+    rng, now, times = random.Random(seed), 0.0, []
     for _ in range(count):
-        found.append(now)
-        now += chance.expovariate(rate)
-    return found
+        times.append(now)
+        now += rng.expovariate(rate)
+    return times
 
 
 def run(url: str, key: str | None, load: Load, offline_file: Path | None = None, commit: str | None = None) -> report.Document:
-    """Drive the server, and report.
+    """Drive the server; returns the report.
 
-    offline_file: a report of `phalanx bench throughput` or `all` with the same numbers of requests and tokens; its figure and its
-    roof are what the server's throughput is set against. (Over HTTP nobody knows the layout, and so the roof.)
-    Raises EngineError when nobody answers at `url`, RequestError when nothing was answered well, OptionError for a bad file.
+    offline_file: a report of `phalanx bench throughput` or `all` with the same numbers of requests and tokens. The server's
+    throughput is compared with its figure and its roofline. (Over HTTP the layout is unknown, and so is the roofline.)
+    Raises EngineError when no server answers at `url`, RequestError when every request failed, OptionError for a bad file.
     """
-    target = Target.of(url, key)
+    endpoint = Endpoint.of(url, key)
     offline = None if offline_file is None else offline_row(offline_file, load)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        model, samples = runner.run(_drive(target, load))
+        model, samples = runner.run(_drive(endpoint, load))
     figures = summary(samples)
     if not figures["completed"]:
-        said = {error: f": {words}" for error, words in figures["said"].items()}
-        errors = ", ".join(f"{error} ({count}){said.get(error, '')}" for error, count in figures["errors"].items())
+        messages = {error: f": {message}" for error, message in figures["said"].items()}
+        errors = ", ".join(f"{error} ({count}){messages.get(error, '')}" for error, count in figures["errors"].items())
         raise RequestError(
-            f"{load.requests} requests were sent to {target.base}", held="none was answered", why=errors,
+            f"all {load.requests} requests to {endpoint.base} failed", why=errors,
             next=_KEY if {"status 401", "status 403"} & figures["errors"].keys() else "",
         )  # fmt: skip
-    asked = {name: value for name, value in vars(load).items() if value is not None} | {"url": target.base, "model": model}
+    requested = {name: value for name, value in vars(load).items() if value is not None} | {"url": endpoint.base, "model": model}
     if load.rate is not None:
-        asked["rate"] = "inf" if math.isinf(load.rate) else load.rate
-    return {"about": report.about(commit), "asked": asked, "results": {**figures, **against(figures["output_tok_s"], offline)}}
+        requested["rate"] = "inf" if math.isinf(load.rate) else load.rate
+    return {
+        "about": provenance.collect(commit).as_json(),
+        "asked": requested,
+        "results": {**figures, **relative_throughput(figures["output_tok_s"], offline)},
+    }
 
 
 def offline_row(path: Path, load: Load) -> dict[str, Any]:
-    """The row of an offline report that did the same work. Raises OptionError."""
+    """The row of an offline report with the same work. Raises OptionError."""
     workload = f"batch-{load.requests}x{load.input_len}x{load.output_len}"
-    asked = f"the offline report {path} was asked for"
+    failure = f"the offline report {path} cannot be used"
     cure = f"make one with `phalanx bench throughput --workload {workload} --json FILE`"
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["results"]
-        found = [
+        matching = [
             row for row in rows
             if (row["requests"], row["input_len"], row["output_len"]) == (load.requests, load.input_len, load.output_len)
             and "roof_tok_s" in row
         ]  # fmt: skip
     except OSError as error:
-        raise OptionError(asked, why=error.strerror or str(error), next=cure) from None
+        raise OptionError(failure, why=error.strerror or str(error), next=cure) from None
     except (ValueError, LookupError, TypeError):
-        raise OptionError(asked, held="that is no report of `phalanx bench throughput` or `all`", next=cure) from None
-    if not found:
-        raise OptionError(asked, held=f"it has no {workload}", next=cure)
-    row: dict[str, Any] = found[0]
+        raise OptionError(failure, held="it is not a report of `phalanx bench throughput` or `all`", next=cure) from None
+    if not matching:
+        raise OptionError(failure, held=f"it has no {workload}", next=cure)
+    row: dict[str, Any] = matching[0]
     return row
 
 
-def against(rate: float, offline: dict[str, Any] | None) -> dict[str, float | None]:
-    """The server's throughput as fractions of the offline figure and of its roof; None where they are not known."""
+def relative_throughput(rate: float, offline: dict[str, Any] | None) -> dict[str, float | None]:
+    """The server's throughput as fractions of the offline figure and of its roofline; None where they are unknown."""
     offline_rate = offline["output_tok_s"] if offline else None
-    roof = offline["roof_tok_s"] if offline else None
-    return {"fraction_of_offline": rate / offline_rate if offline_rate else None, "fraction_of_roof": rate / roof if roof else None}
+    roofline_rate = offline["roof_tok_s"] if offline else None
+    return {
+        "fraction_of_offline": rate / offline_rate if offline_rate else None,
+        "fraction_of_roof": rate / roofline_rate if roofline_rate else None,
+    }
 
 
-async def _drive(target: Target, load: Load) -> tuple[str, list[Sample]]:
-    model = load.model or await _model_of(target)
+async def _drive(endpoint: Endpoint, load: Load) -> tuple[str, list[Sample]]:
+    model = load.model or await _model_of(endpoint)
     prompts = load.prompts()
 
     async def one(number: int, due: float, tokens: int = load.output_len) -> Sample:
         body = body_of(model, prompts[number], tokens)
-        return await send(target, body, due=due, expected=tokens, timeout=load.timeout)
+        return await send(endpoint, body, due=due, expected=tokens, timeout=load.timeout)
 
     warm = range(min(load.warmup, load.requests))
     await asyncio.gather(*(one(number, time.perf_counter(), min(_WARM_TOKENS, load.output_len)) for number in warm))
     if load.rate is not None:
-        return model, await open_loop(one, due_times(load.rate, load.requests, load.seed))
+        return model, await open_loop(one, arrival_times(load.rate, load.requests, load.seed))
     assert load.concurrency is not None
     return model, await closed_loop(one, load.requests, load.concurrency)
 
 
-async def open_loop(one: One, due: Sequence[float]) -> list[Sample]:
+async def open_loop(one: SendOne, due: Sequence[float]) -> list[Sample]:
     begin = time.perf_counter()
 
     async def at(number: int) -> Sample:
@@ -163,7 +171,7 @@ async def open_loop(one: One, due: Sequence[float]) -> list[Sample]:
     return await asyncio.gather(*(at(number) for number in range(len(due))))
 
 
-async def closed_loop(one: One, requests: int, concurrency: int) -> list[Sample]:
+async def closed_loop(one: SendOne, requests: int, concurrency: int) -> list[Sample]:
     numbers, samples = iter(range(requests)), []
 
     async def stream() -> None:
@@ -174,22 +182,23 @@ async def closed_loop(one: One, requests: int, concurrency: int) -> list[Sample]
     return samples
 
 
-async def _model_of(target: Target) -> str:
-    """The first model that the server names. Raises EngineError where nobody answers, RequestError where it names none."""
-    asked = f"{target.base} was asked for its models"
+async def _model_of(endpoint: Endpoint) -> str:
+    """The first model that the server names. Raises EngineError where no server answers, RequestError where it names none."""
     try:
-        async with httpx.AsyncClient(base_url=target.base, headers=target.headers, timeout=10.0) as client:
+        async with httpx.AsyncClient(base_url=endpoint.base, headers=endpoint.headers, timeout=10.0) as client:
             answer = await client.get("/v1/models")
     except httpx.TransportError as error:
-        raise EngineError(asked, held=f"{type(error).__name__}: {error}", next="start it with `phalanx serve`") from None
-    name = "name the model by --model, and the URL that /v1 follows"
+        failure = f"no server answers at {endpoint.base}"
+        raise EngineError(failure, why=f"{type(error).__name__}: {error}", next="start it with `phalanx serve`") from None
+    failure = f"{endpoint.base} does not list its models"
+    cure = "name the model with --model, and give the URL that /v1 follows"
     if answer.status_code != 200:
-        next_move = _KEY if answer.status_code in (401, 403) else name
-        raise RequestError(asked, held=f"it answered with status {answer.status_code}", why=refusal(answer.content), next=next_move)
+        cure = _KEY if answer.status_code in (401, 403) else cure
+        raise RequestError(failure, held=f"it answered with status {answer.status_code}", why=refusal(answer.content), next=cure)
     try:
         return str(answer.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
-        raise RequestError(asked, held="its answer names none", why=refusal(answer.content), next=name) from None
+        raise RequestError(failure, held="its answer names none", why=refusal(answer.content), next=cure) from None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -200,19 +209,19 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-# ---- what it means ---------------------------------------------------------------------------------------------------
+# ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
 def summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Percentiles over the requests that were answered whole; the others are counted by what went wrong with them.
+    """Percentiles over the requests that were answered completely; the others are counted by error.
 
     ttft: due to first event. itl: between events of one stream, over all streams. tpot: per request, last event less first, over
-    the tokens after the first. e2e: due to end. All in ms. output_tok_s: tokens of whole answers, over first due to last end.
-    said: for what went wrong, the server's words about it, where it has any; those of the first such request.
+    the tokens after the first. e2e: due to end. All in ms. output_tok_s: tokens of complete answers, over first due to last end.
+    said: by error, the server's message for the first such request, where there is one.
     """
     good = [sample for sample in samples if sample.ok and sample.arrivals]
     errors = Counter(sample.error or "no tokens" for sample in samples if not (sample.ok and sample.arrivals))
-    said = {str(sample.error): sample.said for sample in reversed(samples) if sample.said}
+    messages = {str(sample.error): sample.message for sample in reversed(samples) if sample.message}
     span = max((s.end for s in samples), default=0.0) - min((s.begin for s in samples), default=0.0)
     tokens = sum(sample.completion_tokens for sample in good)
     times = {
@@ -227,37 +236,39 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     }
     return {
         "completed": len(good), "failed": len(samples) - len(good), "errors": dict(errors.most_common()),
-        "said": {error: said[error] for error in errors if error in said}, "seconds": span,
+        "said": {error: messages[error] for error in errors if error in messages}, "seconds": span,
         "output_tok_s": tokens / span if span > 0 else 0.0, "requests_s": len(good) / span if span > 0 else 0.0,
-        "output_tokens": tokens, **{name: spread(values) for name, values in times.items()},
+        "output_tokens": tokens, **{name: percentiles(values) for name, values in times.items()},
     }  # fmt: skip
 
 
-def spread(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in ms; None of nothing."""
+def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Mean, percentiles and maximum in ms; None for no values."""
     if not seconds:
         return None
-    found = {"mean": sum(seconds) / len(seconds), **{f"p{p}": report.percentile(seconds, p) for p in PERCENTS}, "max": max(seconds)}
-    return {name: 1e3 * value for name, value in found.items()}
+    figures = {
+        "mean": sum(seconds) / len(seconds),
+        **{f"p{p}": report.percentile(seconds, p) for p in PERCENTS},
+        "max": max(seconds),
+    }
+    return {name: 1e3 * value for name, value in figures.items()}
 
 
 def table(document: report.Document) -> Any:
-    asked, figures = document["asked"], document["results"]
+    load, figures = document["asked"], document["results"]
     names = ["mean", *(f"p{p}" for p in PERCENTS), "max"]
-    words = {"ttft_ms": "first token", "itl_ms": "between events", "tpot_ms": "per token, of a request", "e2e_ms": "whole request"}
+    titles = {"ttft_ms": "first token", "itl_ms": "between events", "tpot_ms": "per token, of a request", "e2e_ms": "whole request"}
     rows = [
-        [text, *(f"{figures[name][column]:.2f}" if figures[name] else "-" for column in names)] for name, text in words.items()
+        [text, *(f"{figures[name][column]:.2f}" if figures[name] else "-" for column in names)] for name, text in titles.items()
     ]  # fmt: skip
-    how = f"{asked['rate']} requests/s" if asked.get("rate") is not None else f"{asked['concurrency']} streams"
-    title = (
-        f"{asked['model']} at {asked['url']}: {asked['requests']} x {asked['input_len']} in / {asked['output_len']} out, {how}; ms"
-    )
+    how = f"{load['rate']} requests/s" if load.get("rate") is not None else f"{load['concurrency']} streams"
+    work = f"{load['requests']} x {load['input_len']} in / {load['output_len']} out"
     errors = "".join(f"; {count} x {error}" for error, count in figures["errors"].items())
-    said = "".join(f"\n{error}: {words}" for error, words in figures["said"].items())
-    shares = [figures["fraction_of_offline"], figures["fraction_of_roof"]]
-    roof = "of the offline figure {}, of its roof {}".format(*map(report.percent_text, shares)) if shares[0] else _NO_ROOF
+    messages = "".join(f"\n{error}: {message}" for error, message in figures["said"].items())
+    fractions = [figures["fraction_of_offline"], figures["fraction_of_roof"]]
+    shown = "of the offline figure {}, of its roofline {}".format(*map(report.percent_text, fractions))
     caption = (
         f"{figures['output_tok_s']:,.0f} output tok/s, {figures['requests_s']:.2f} requests/s over {figures['seconds']:.1f} s; "
-        f"{figures['completed']} whole, {figures['failed']} failed{errors}{said}\n{roof}"
+        f"{figures['completed']} complete, {figures['failed']} failed{errors}{messages}\n{shown if fractions[0] else _NO_ROOFLINE}"
     )
-    return report.table(title, ["", *names], rows, caption)
+    return report.table(f"{load['model']} at {load['url']}: {work}, {how}; ms", ["", *names], rows, caption)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine under test, offline: options as in the method of the targets, a start that is timed, and timed calls."""
+"""The engine under test, offline: default options of the benchmarks, a start that is timed, and timed calls."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.bench import report, shapes
-from phalanx.bench.roof import Bandwidth
+from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, longest, params
 from phalanx.config import EngineOptions
 from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.resolve import resolve
-from phalanx.config.sources import Asked, build
+from phalanx.config.sources import RawOptions, build_options
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import EngineError, OptionError
-from phalanx.hardware import probe
+from phalanx.hardware import probe, provenance
 from phalanx.log import get_logger
 from phalanx.serve.llm import LLM
 
@@ -28,13 +28,14 @@ logger = get_logger(__name__)
 METHOD: dict[str, Any] = {
     "max_batch_size": 512, "max_num_tokens": 8192, "max_seq_len": 4096, "enable_prefix_caching": False, "skip_tokenizer_init": True,
 }  # fmt: skip
-"""What the peers ran with. A flag, a variable or a file may say otherwise, and the report says so."""
+"""Default options, with which other engines were measured, too. A flag, a variable or a file overrides them; the report names what
+differs from an engine's defaults."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is measured. name: the model as it was asked for; device: "cuda" or "cpu"; gpus: how many this host shows; commit: of
-    the sources, where they came without their history."""
+class BenchmarkTarget:
+    """What is measured. name: the model as the user gave it. device: "cuda" or "cpu". gpus: GPUs of this host. commit: recorded
+    where the sources are not a git checkout."""
 
     name: str
     options: EngineOptions
@@ -45,83 +46,86 @@ class Subject:
 
 
 @contextmanager
-def subject(asked: Asked, commit: str | None = None) -> Iterator[Subject]:
-    """Settle what was asked for. A shape's name stands for dummy weights of that shape. Nothing is started.
+def target(raw_options: RawOptions, commit: str | None = None) -> Iterator[BenchmarkTarget]:
+    """Resolve options and shape. The name of a shape means dummy weights of that shape. Nothing is started.
 
-    Raises what `build`, `locate` and `ModelShape.from_folder` raise.
+    Raises what `build_options`, `locate` and `ModelShape.from_folder` raise.
     """
-    first = build(EngineOptions, asked)
+    first = build_options(EngineOptions, raw_options)
     with shapes.folder_of(first.model) as folder:
         shape = ModelShape.from_folder(locate(folder, first.revision))
         method = {**METHOD, "max_seq_len": min(METHOD["max_seq_len"], shape.max_positions)}
         if folder != first.model:
             method["load_format"] = "dummy"
-        values = {**method, **asked.values, "model": folder}
-        options = build(EngineOptions, Asked(values, {**dict.fromkeys(values, "the method of the bench"), **asked.origins}))
-        gpus = len(probe.look().gpus)
+        values = {**method, **raw_options.values, "model": folder}
+        origins = {**dict.fromkeys(values, "the method of the bench"), **raw_options.origins}
+        options = build_options(EngineOptions, RawOptions(values, origins))
+        gpus = len(probe.detect_machine().gpus)
         device = options.device if options.device != "auto" else "cuda" if gpus else "cpu"
-        yield Subject(first.model, options, shape, device, gpus, commit)
+        yield BenchmarkTarget(first.model, options, shape, device, gpus, commit)
 
 
-def check(subject: Subject, workloads: Sequence[Workload]) -> None:
-    """Refuse, before anything is started, what the engine could not run. Raises OptionError or LayoutError."""
-    options = resolve(subject.options, subject.shape, subject.gpus).options
+def check(target: BenchmarkTarget, workloads: Sequence[Workload]) -> None:
+    """Raise OptionError or LayoutError, before anything is started, for what the engine cannot run."""
+    options = resolve(target.options, target.shape, target.gpus).options
     if options.max_seq_len is not None and longest(workloads) > options.max_seq_len:
         raise OptionError(
-            f"requests of {longest(workloads)} tokens were asked for", held=f"max_seq_len is {options.max_seq_len}",
-            next="give a larger --max_seq_len where the model has one, or a workload of shorter requests",
+            f"requests of {longest(workloads)} tokens do not fit max_seq_len={options.max_seq_len}",
+            next="give a larger --max_seq_len if the model allows it, or a workload of shorter requests",
         )  # fmt: skip
     for workload in workloads:
         if workload.kind == "decode" and workload.requests > options.max_batch_size:
             raise OptionError(
-                f"{workload.name} was asked for", held=f"max_batch_size is {options.max_batch_size}",
-                why="its requests decode together, or the time per token is that of several rounds",
+                f"{workload.name} does not fit max_batch_size={options.max_batch_size}",
+                why="its requests must decode together, or the time per token would be that of several rounds",
                 next="give a larger --max_batch_size, or other workloads",
             )  # fmt: skip
 
 
 @contextmanager
-def engine(subject: Subject) -> Iterator[tuple[LLM, float]]:
-    """The running LLM, and the seconds that its start took. It has ended when the context has."""
+def engine(target: BenchmarkTarget) -> Iterator[tuple[LLM, float]]:
+    """The running LLM, and the seconds of its start. It ends with the context."""
     begin = time.perf_counter()
-    with LLM(**subject.options.model_dump()) as llm:
+    with LLM(**target.options.model_dump()) as llm:
         seconds = time.perf_counter() - begin
-        logger.info("%s is up after %.1f s", subject.name, seconds)
+        logger.info("%s started in %.1f s", target.name, seconds)
         yield llm, seconds
 
 
 def seconds_of(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int) -> float:
-    """Seconds until every prompt has so many new tokens. Raises EngineError when the engine gave another number."""
+    """Seconds until every prompt has `output_len` new tokens. Raises EngineError when the engine gave another number."""
     begin = time.perf_counter()
     outputs = llm.generate(list(prompts), params(output_len), use_tqdm=False)
     seconds = time.perf_counter() - begin
     for output in outputs:
         if len(output.outputs[0].token_ids) != output_len:
             raise EngineError(
-                f"{output_len} new tokens were asked for", held=f"{len(output.outputs[0].token_ids)} came",
-                why="a figure of other work would mean nothing",
+                f"the engine gave {len(output.outputs[0].token_ids)} new tokens instead of {output_len}",
+                why="the figure would be that of other work",
             )  # fmt: skip
     return seconds
 
 
-def document(subject: Subject, facts: EngineFacts, bandwidth: Bandwidth, start_s: float, results: list[Any]) -> report.Document:
+def document(
+    target: BenchmarkTarget, facts: EngineFacts, bandwidth: Bandwidth, start_s: float, results: list[Any]
+) -> report.Document:
     """The JSON report of one engine."""
     return {
-        "about": report.about(subject.commit),
-        "asked": asked_for(subject),
-        "engine": engine_facts(facts, start_s),
+        "about": provenance.collect(target.commit).as_json(),
+        "asked": requested_options(target),
+        "engine": engine_summary(facts, start_s),
         "roof": bandwidth.as_json(),
         "results": results,
     }
 
 
-def asked_for(subject: Subject) -> dict[str, Any]:
-    """The options that differ from an engine's defaults, and the model by the name that it was asked for."""
-    given = {name: value for name, value in subject.options if value != EngineOptions.model_fields[name].default}
-    return {**given, "model": subject.name}
+def requested_options(target: BenchmarkTarget) -> dict[str, Any]:
+    """The options that differ from an engine's defaults, and the model as the user gave it."""
+    changed = {name: value for name, value in target.options if value != EngineOptions.model_fields[name].default}
+    return {**changed, "model": target.name}
 
 
-def engine_facts(facts: EngineFacts, start_s: float) -> dict[str, Any]:
+def engine_summary(facts: EngineFacts, start_s: float) -> dict[str, Any]:
     pp, dp, tp = facts.layout
     slowest: dict[str, float] = {}
     for rank in facts.ranks:

@@ -1,99 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a figure is kept with (machine, versions, commit, command), and how figures are shown: JSON and tables."""
+"""Reports of benchmarks: how they are written as JSON, extended by a later run, and shown as tables."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
-import platform
-import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import OptionError, PhalanxError
-from phalanx.hardware import probe
 from phalanx.log import get_logger
 from phalanx.tables.table_file import write_whole
 
 logger = get_logger(__name__)
 
-_PACKAGES = (
-    "phalanx",
-    "torch",
-    "triton",
-    "transformers",
-    "flashinfer-python",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "numpy",
-    "pyzmq",
-)
-_HERE = Path(__file__).resolve().parent
-
 Document = dict[str, Any]
+ResultRow = dict[str, Any]
+"""One measurement of a report."""
 
 
-def about(commit: str | None = None) -> Document:
-    """Where a figure comes from. What cannot be found out is left out, or "unknown". commit: of a tree without its history."""
-    machine = probe.look()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": _commit() or commit or "unknown",
-        "command": _command(),
-        "machine": {
-            "cpu": _cpu(), "cores": machine.cores, "gpus": [gpu.name for gpu in machine.gpus],
-            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0],
-        },
-        "python": platform.python_version(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name))},
-    }  # fmt: skip
-
-
-def measured(about: Document) -> Document:
-    """For a row of a file that is extended: since when, and at which commit, it stands there."""
+def measured_at(about: Document) -> Document:
+    """Date and commit of a row, for a file that a later run extends."""
     return {name: about[name] for name in ("date", "commit")}
 
 
-def target(json_file: str | None, *, extends: bool = False) -> Path | None:
-    """Where a report is to be written; None for "-" and for nowhere. To be called before anything runs.
+def json_path(json_file: str | None, *, extends: bool = False) -> Path | None:
+    """The path of a report; None for "-" (stdout) and for no report. Call it before anything runs.
 
-    extends: what a file there holds is read and kept (`held`). Raises OptionError where the report could not be written, or would
-    take the place of another file.
+    extends: a file that is there is read and kept (`earlier`). Raises OptionError where the report cannot be written, or would
+    replace another file.
     """
     if json_file is None or json_file == "-":
         return None
-    path, asked = Path(json_file), f"the report was to be written to {json_file!r}"
+    path, failure = Path(json_file), f"the report cannot be written to {json_file!r}"
     if json_file.endswith("/"):
-        raise OptionError(asked, held="that is a folder", next="name a file in it")
-    try_to_write(path, asked)
+        raise OptionError(failure, held="that is a folder", next="name a file in it")
+    require_writable(path, failure)
     if path.exists() and not extends:
-        raise OptionError(asked, held="a file is there, and would be lost", next="name a new file")
+        raise OptionError(failure, held="a file is there, and would be lost", next="name a new file")
     return path
 
 
-def try_to_write(path: Path, asked: str) -> None:
-    """Refuse a file that cannot be written, by writing another beside it: what rights say is not all that a file system refuses.
-    Leaves nothing behind. Raises OptionError that begins with `asked`."""
+def require_writable(path: Path, failure: str) -> None:
+    """Raise OptionError that begins with `failure` where a file cannot be written. Tries it with another file beside it, as a file
+    system refuses more than permissions tell. Leaves nothing behind."""
     missing: list[Path] = []
     try:
         if path.is_dir():
-            raise OptionError(asked, held="that is a folder", next="name a file in it")
+            raise OptionError(failure, held="that is a folder", next="name a file in it")
         if path.exists() and not path.is_file():
-            raise OptionError(asked, held="that is no plain file", next="name a new file")
+            raise OptionError(failure, held="that is not a regular file", next="name a new file")
         missing = [folder for folder in path.parents if not folder.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent):  # named as `write_whole` names its own
             pass
     except OSError as error:
-        cure = "name a file in a folder that can be written"
-        raise OptionError(asked, held="nothing can be written there", why=reason(error), next=cure) from None
+        raise OptionError(failure, why=os_failure(error), next="name a file in a folder that can be written") from None
     finally:
         for folder in missing:
             with contextlib.suppress(OSError):
@@ -101,47 +66,47 @@ def try_to_write(path: Path, asked: str) -> None:
 
 
 def write(path: Path, document: Document) -> None:
-    """Write a document as JSON, whole or not at all. Raises OSError."""
+    """Write a document as JSON, completely or not at all. Raises OSError."""
     write_whole(path, json.dumps(document, indent=1) + "\n")
 
 
-def reason(error: OSError) -> str:
-    """Why a file cannot be written, without the name of the one that was tried."""
+def os_failure(error: OSError) -> str:
+    """Why a file cannot be written, without its name."""
     if isinstance(error, (FileExistsError, NotADirectoryError)):
-        return "what should be its folder is a file"
+        return "its folder is a file"
     return error.strerror or str(error)
 
 
-def keep(path: Path | None, document: Document) -> None:
-    """Write what is known so far, if it is to be written. Where that fails, the log says so, and what is measured goes on: `give`
-    tries again."""
+def save_progress(path: Path | None, document: Document) -> None:
+    """Write what is known so far, if there is a path. A failure is logged and the benchmark goes on: `publish` tries again."""
     if path is None:
         return
     try:
         write(path, document)
     except OSError as error:
-        logger.warning("%s cannot be written (%s); it is tried again with what comes next", path, reason(error))
+        logger.warning("%s cannot be written (%s); the next result tries again", path, os_failure(error))
 
 
-def held(path: Path | None, asked: Document) -> Document | None:
-    """What an earlier run of the same wrote; None where there is no such file. Raises OptionError for a file of something else."""
+def earlier(path: Path | None, requested: Document) -> Document | None:
+    """The report of an earlier run with the same options; None where there is no file. Raises OptionError for a file of something
+    else."""
     if path is None or not path.exists():
         return None
     try:
-        found: Document = json.loads(path.read_text(encoding="utf-8"))
-        before = dict(found["asked"])
+        document: Document = json.loads(path.read_text(encoding="utf-8"))
+        before = dict(document["asked"])
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise OptionError(f"{path} was to be extended", why=f"{type(error).__name__}: {error}", next="name a new file") from None
-    differs = sorted(name for name in {*before, *asked} if before.get(name) != json.loads(json.dumps(asked.get(name))))
+        raise OptionError(f"{path} cannot be extended", why=f"{type(error).__name__}: {error}", next="name a new file") from None
+    differs = sorted(name for name in {*before, *requested} if before.get(name) != json.loads(json.dumps(requested.get(name))))
     if differs:
-        raise OptionError(f"{path} was to be extended", held=f"its {', '.join(differs)} differ", next="name a new file")
-    return found
+        raise OptionError(f"{path} cannot be extended", held=f"its {', '.join(differs)} differ", next="name a new file")
+    return document
 
 
-def give(document: Document, tables: Sequence[Any], json_file: str | None) -> None:
-    """Show a report: tables on stdout and, where asked for, the JSON in a file. "-": JSON on stdout, and tables on stderr.
+def publish(document: Document, tables: Sequence[Any], json_file: str | None) -> None:
+    """Show the tables on stdout, and write the JSON to a file if one is named. "-": JSON on stdout, and tables on stderr.
 
-    Raises PhalanxError where the file cannot be written; all is shown by then, the JSON on stdout.
+    Raises PhalanxError where the file cannot be written; tables and JSON are on stdout by then.
     """
     if json_file == "-":
         print(json.dumps(document, indent=1))
@@ -153,13 +118,13 @@ def give(document: Document, tables: Sequence[Any], json_file: str | None) -> No
     except OSError as error:
         print(json.dumps(document, indent=1))
         raise PhalanxError(
-            f"the report was to be written to {json_file!r}", why=reason(error),
-            next="its JSON went to stdout instead, behind the tables",
+            f"the report cannot be written to {json_file!r}", why=os_failure(error),
+            next="its JSON is on stdout instead, after the tables",
         ) from None  # fmt: skip
 
 
 def show(*parts: Any, to_stderr: bool = False) -> None:
-    """Print tables and lines; as wide as they are where nobody looks on. What stands in brackets is text, whoever wrote it."""
+    """Print tables and lines, 160 columns wide off a terminal. Brackets are text, not markup."""
     from rich.console import Console
 
     console = Console(stderr=to_stderr, highlight=False, markup=False, emoji=False)
@@ -170,20 +135,20 @@ def show(*parts: Any, to_stderr: bool = False) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Any:
-    """A rich table: the first column to the left, the figures to the right."""
+    """A rich table: the first column is left-aligned, the figures right-aligned."""
     from rich import box
     from rich.table import Table
 
-    made = Table(title=title, caption=caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
+    rich_table = Table(title=title, caption=caption or None, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left", no_wrap=True)
+        rich_table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:
-        made.add_row(*row)
-    return made
+        rich_table.add_row(*row)
+    return rich_table
 
 
 def title(document: Document) -> str:
-    """One line that says what ran."""
+    """One line: model, dtype, layout, device and the seconds of the start."""
     engine, machine = document["engine"], document["about"]["machine"]
     where = machine["gpus"][0] if engine["device"].startswith("cuda") and machine["gpus"] else machine["cpu"]
     layout = f"tp {engine['tp']} pp {engine['pp']}"
@@ -191,76 +156,31 @@ def title(document: Document) -> str:
 
 
 def caption(document: Document) -> str:
-    """What the roof is, and where the start's time went."""
-    measured = document["roof"]
-    if "best_GBps" not in measured:
-        lines = [f"roof: bandwidth not measured ({measured['not_measured']})"]
+    """What the roofline is, and the phases of the start."""
+    bandwidth = document["roof"]
+    if "best_GBps" not in bandwidth:
+        lines = [f"roofline: bandwidth not measured ({bandwidth['not_measured']})"]
     else:
-        ways = ", ".join(f"{way} {rate:,.0f}" for way, rate in measured["ways_GBps"].items())
-        lines = [f"roof: bytes that a step must read at {measured['best_GBps']:,.0f} GB/s (measured GB/s: {ways})"]
+        ways = ", ".join(f"{way} {rate:,.0f}" for way, rate in bandwidth["ways_GBps"].items())
+        lines = [f"roofline: the bytes that a step must read, at {bandwidth['best_GBps']:,.0f} GB/s (measured GB/s: {ways})"]
     phases = [f"{name} {seconds:.1f}" for name, seconds in document["engine"]["rank_phases_s"].items() if seconds >= 0.05]
     if phases:
-        lines.append(f"start, s, of the slowest rank in each phase: {', '.join(phases)}")
+        lines.append(f"start, seconds of the slowest rank in each phase: {', '.join(phases)}")
     return "\n".join(lines)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which so many percent lie, linear between the two nearest ranks; nan of nothing."""
+    """The value below which `percent` of the values lie, linear between the two nearest ranks; nan for no values."""
     if not values:
         return math.nan
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
+    rank = (len(ordered) - 1) * percent / 100
+    low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def percent_text(fraction: float | None) -> str:
     if fraction is None:
         return "not measured"
     return f"{fraction:.0%}" if fraction >= 0.0995 else f"{fraction:.1%}"
-
-
-def _commit() -> str:
-    """The commit of these sources, with a mark where they differ from it; "" where git does not know them."""
-    if not _output("git", "ls-files", Path(__file__).name):
-        return ""
-    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", "..")
-    return _output("git", "rev-parse", "--short=12", "HEAD") + (" with changes" if changed else "")
-
-
-def _command() -> str:
-    """The command line. A path is shown as seen from here, or by its last part: where a folder lies is nobody's business."""
-    words = (
-        ["phalanx", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("phalanx", "__main__") else [Path(sys.argv[0]).name, *sys.argv[1:]]
-    )
-    here = Path.cwd()
-    for place, word in enumerate(words):
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        path = Path(value)
-        if path.is_absolute():
-            words[place] = flag + equals + (str(path.relative_to(here)) if path.is_relative_to(here) else path.name)
-    return shlex.join(words)
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=_HERE, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published model shapes by name: a folder with config.json (and a stand-in tokenizer) is all that dummy weights need.
+"""Published model shapes by name. A folder with config.json and a substitute tokenizer is all that dummy weights need.
 
 Dimensions: config.json of meta-llama/Meta-Llama-3-8B, Meta-Llama-3-70B and Llama-3.1-405B on the Hugging Face Hub.
 """
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from phalanx.bench.report import reason
+from phalanx.bench.report import os_failure
 from phalanx.errors import OptionError
 
 _LLAMA_3: dict[str, Any] = {
@@ -46,16 +46,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(name: str, folder: Path) -> Path:
-    """Write config.json and a tokenizer of a shape into `folder` (made when it is missing); returns the folder.
+    """Write config.json and a tokenizer of a shape into `folder`, which is created if it is missing; returns the folder.
 
-    The tokenizer stands in for the real one, which cannot be had without a network: bytes first, then made-up words up to the
-    vocabulary's size, so that every token id has a text. It gives no idea of how many tokens a text takes.
+    The tokenizer is a substitute for the real one, which needs a network: bytes first, then invented words up to the vocabulary's
+    size, so that every token id has a text. It does not tell how many tokens a text takes.
     Raises OptionError for an unknown name, where the folder holds a model or a tokenizer already, and where it cannot be written;
-    of a shape that could not be written whole, no file is left.
+    no file is left of a shape that could not be written completely.
     """
     if name not in SHAPES:
-        raise OptionError(f"shape {name!r} is unknown", next=f"known: {', '.join(SHAPES)}")
-    config, asked = SHAPES[name], f"shape {name!r} was to be written to {folder}"
+        raise OptionError(f"shape {name!r} is unknown", next=f"use one of {', '.join(SHAPES)}")
+    config, failure = SHAPES[name], f"shape {name!r} cannot be written to {folder}"
     special = {config["bos_token_id"]: "<|begin|>", config["eos_token_id"]: "<|end|>"}
     named = {
         "bos_token": "<|begin|>",
@@ -70,8 +70,8 @@ def write(name: str, folder: Path) -> Path:
     written: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if there := [path.name for path in files if path.exists()]:
-            raise OptionError(asked, held=f"a {there[0]} is there", next="name a new folder")
+        if existing := [path.name for path in files if path.exists()]:
+            raise OptionError(failure, held=f"a {existing[0]} is there", next="name a new folder")
         for path, text in files.items():
             written.append(path)
             path.write_text(text, encoding="utf-8")
@@ -79,13 +79,13 @@ def write(name: str, folder: Path) -> Path:
         for path in written:
             with contextlib.suppress(OSError):
                 path.unlink()
-        raise OptionError(asked, why=reason(error), next="name a new folder, where files can be written") from None
+        raise OptionError(failure, why=os_failure(error), next="name a new folder, where files can be written") from None
     return folder
 
 
 @contextmanager
 def folder_of(model: str) -> Iterator[str]:
-    """The model as an engine takes it: for a shape's name a folder that lives as long as the context, else the name itself."""
+    """The model as an engine takes it: for the name of a shape a folder that lives as long as the context, else the name itself."""
     if model not in SHAPES:
         yield model
         return
@@ -124,7 +124,7 @@ def _word(number: int) -> str:
 
 
 def _byte_letters() -> list[str]:
-    """The 256 letters by which byte-level BPE writes bytes: printable ones as they are, the others from U+0100 on, in order."""
+    """The 256 letters with which byte-level BPE writes bytes: printable ones as they are, the others from U+0100 on, in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

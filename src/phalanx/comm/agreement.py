@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before ranks work together they compare what must be equal: a difference is an error that names the ranks and the fact."""
+"""Ranks compare the facts that must be equal before they start. A difference is an error that names the fact and the ranks."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from phalanx.errors import EngineError
 
 
 class Store(Protocol):
-    """Where ranks meet: what torch.distributed's stores have in common. `get` waits for the key."""
+    """What the stores of torch.distributed have in common. `get` waits for the key."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
 
 
 def agree(store: Store, rank: int, world: int, facts: Mapping[str, str], *, name: str = "start") -> None:
-    """Compare `facts` (name -> value) over all ranks through the store; every rank comes to the same verdict.
+    """Compare `facts` (name -> value) over all ranks through the store; every rank gets the same result.
 
-    `name` sets one comparison apart from another. Raises EngineError for the first fact (in alphabetical order) that differs: who
-    holds what.
+    `name` distinguishes one comparison from another. Raises EngineError for the first fact (in alphabetical order) that differs,
+    with the value of each rank.
     """
     store.set(f"agreement/{name}/{rank}", json.dumps(dict(facts), sort_keys=True))
-    held = [json.loads(store.get(f"agreement/{name}/{other}")) for other in range(world)]
-    verdict = difference(held)
-    if verdict is not None:
-        raise verdict
+    by_rank = [json.loads(store.get(f"agreement/{name}/{other}")) for other in range(world)]
+    error = difference(by_rank)
+    if error is not None:
+        raise error
 
 
-def difference(held: list[dict[str, str]]) -> EngineError | None:
-    """The verdict over every rank's facts, `held[rank]`; None when all agree."""
-    for fact in sorted(set().union(*held)):
+def difference(by_rank: list[dict[str, str]]) -> EngineError | None:
+    """The error for the facts of all ranks, by rank; None where they are equal."""
+    for fact in sorted(set().union(*by_rank)):
         holders: dict[str, list[int]] = defaultdict(list)
-        for rank, facts in enumerate(held):
+        for rank, facts in enumerate(by_rank):
             holders[facts.get(fact, "nothing")].append(rank)
         if len(holders) > 1:
             return EngineError(
-                f"all ranks must hold the same {fact}",
+                f"the ranks differ in {fact}",
                 held=", ".join(f"{_named(ranks)}: {value}" for value, ranks in holders.items()),
-                why="ranks that differ in it would compute different things",
+                why="they would compute different results",
                 next=f"give every host the same {fact}",
             )
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks agree: the `Group` seam, and the fusions of its all-reduce.
+"""The `Group` protocol, through which the ranks of a model communicate, and the fusions of its all-reduce.
 
 A model sees ranks only through the group it is given. `Solo` is the group of one; `comm.local` has in-process ranks for tests.
 """
@@ -13,12 +13,12 @@ from typing import Literal, NamedTuple, Protocol, overload
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 
 
 @dataclass(frozen=True)
 class ResidualRmsNorm:
-    """Fuse `residual + sum`, RMSNorm and quantization behind the sum.
+    """Fuse the residual add, RMSNorm and quantization to the sum.
 
     residual [T, H] in the tensor's dtype; weight [H]; eps. quant: "none", "fp8" or "nvfp4". scale: fp8 static scale (fp32 scalar
     tensor; quantized = value / scale) or nvfp4 global scale; None for fp8 means one scale per token, returned. keep_norm: return
@@ -26,8 +26,9 @@ class ResidualRmsNorm:
 
     The sum is rounded to the tensor's dtype before the residual is added, as the unfused path does.
 
-    may_own: the caller takes the new residual back as `rows.OwnedRows`, of which each rank holds its own rows alone, and hands it
-    on to the next all-reduce as its residual, or makes it whole. A group may give it back so, and need not.
+    accepts_sharded: the caller accepts the new residual as a `sequence_parallel.ShardedResidual`, of which each rank holds valid
+    values in its own rows only. It passes that on as the residual of the next all-reduce, or unshards it. A group may return a
+    sharded residual, and need not.
     """
 
     residual: Tensor
@@ -36,19 +37,20 @@ class ResidualRmsNorm:
     quant: Literal["none", "fp8", "nvfp4"] = "none"
     scale: Tensor | None = None
     keep_norm: bool = False
-    may_own: bool = False
+    accepts_sharded: bool = False
 
 
-class Spread(NamedTuple):
-    """A product [T, H] that goes straight to who owns its rows. pieces: of all ranks, this one's last: (rows, the tensor [rows, H]
-    to write them into). finish: once they are written, what `Group.all_reduce` of the product with the fusion gives."""
+class ScatterTargets(NamedTuple):
+    """Where a GEMM writes its output [T, H], so that each rank's rows go straight to that rank. targets: for every rank, this one's
+    last: (rows, the tensor [rows, H] to write them into). finish: once all are written, the result of `Group.all_reduce` of the
+    output with the fusion."""
 
-    pieces: Sequence[tuple[slice, Tensor]]
+    targets: Sequence[tuple[slice, Tensor]]
     finish: Callable[[], tuple[Tensor, ...]]
 
 
 class Group(Protocol):
-    """Ranks that work on one thing. Every method is collective: all ranks of the group call it in the same order."""
+    """Ranks that compute together. Every method is collective: all ranks of the group call it in the same order."""
 
     @property
     def rank(self) -> int:
@@ -62,30 +64,30 @@ class Group(Protocol):
     @overload
     def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]: ...
     def all_reduce(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm | None = None) -> Tensor | tuple[Tensor, ...]:
-        """The sum over ranks of x [T, H], or of a product whose scales are still to be applied; x may be overwritten. With a
+        """The sum over ranks of x [T, H], or of a GEMM output whose scales are still to be applied; x may be overwritten. With a
         fusion: (norm, residual), or as the fusion says (quantized values and scales first, the new residual last)."""
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The ranks' equally shaped tensors, joined along a dim in rank order."""
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Rank `source`'s x, written into everybody's x."""
+        """Rank `source`'s x, written into every rank's x."""
 
     def send(self, x: Tensor, to: int) -> None:
-        """Hand x to a rank of the group; x may be rewritten once this returns (on GPU: in stream order)."""
+        """Send x to a rank of the group; x may be rewritten once this returns (on GPU: in stream order)."""
 
     def receive(self, x: Tensor, source: int) -> Tensor:
-        """Fill x with what rank `source` sends."""
+        """Fill x with the tensor that rank `source` sends."""
 
     def barrier(self) -> None: ...
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor for a producer to write into and hand to all_reduce; symmetric memory where the group has it."""
+        """A tensor for a producer to write into and pass to all_reduce; symmetric memory where the group has it."""
 
-    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Spread | None:
-        """For a product [tokens, hidden] in the residual's dtype that is to be summed with `fusion`: where to write it instead of
-        handing it to `all_reduce`, or None on all ranks where the group wants it whole. One at a time: it is finished before
-        anything else is asked of the group."""
+    def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> ScatterTargets | None:
+        """For a GEMM output [tokens, hidden] in the residual's dtype that is to be summed with `fusion`: where to write it instead
+        of passing it to `all_reduce`, or None on all ranks where the group wants the tensor. One at a time: `finish` comes before
+        any other call of the group."""
 
 
 class Solo:
@@ -120,7 +122,7 @@ class Solo:
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
+    def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
         return None
 
 
@@ -134,11 +136,11 @@ def finish(total: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
 
 
 def with_scales(x: Tensor | Unscaled) -> Tensor:
-    """x, finished: for a reader that applies no scales. A product's values may be overwritten."""
+    """x with its scales applied, for a reader that applies none. The values of an Unscaled may be overwritten."""
     if not isinstance(x, Unscaled):
         return x
     if x.values.is_cuda:
-        from phalanx.kernels.products.scale_sums import scale_sums
+        from phalanx.kernels.gemm.apply_scales import apply_scales
 
-        return scale_sums(x)
-    return x.wide().to(x.values.dtype)
+        return apply_scales(x)
+    return x.to_fp32().to(x.values.dtype)

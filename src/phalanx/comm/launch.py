@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the processes of one engine, watch them, and end them: no child outlives its parent, whatever kills it.
+"""Start the processes of one engine, watch them, and end them. No child outlives its parent, however the parent ends.
 
 A child executes a module (`python -m`), so it works from a script that has no `__main__` guard. Its standard input is the death
-pipe: the parent writes one line of config and then holds the pipe open for as long as it lives. Three things end an orphan:
+pipe: the parent writes one line of config and keeps the pipe open for as long as it lives. Three things end an orphan:
 
 - the kernel: the child asks for SIGKILL on its end of the pipe, which arrives when the last writer is gone, even while the
   child's main thread sits in C code with the interpreter lock held. PR_SET_PDEATHSIG would do the same for the parent *thread*: an
@@ -11,7 +11,7 @@ pipe: the parent writes one line of config and then holds the pipe open for as l
 - its own children follow, because their pipes end with it.
 
 Children are leaders of their own sessions: Ctrl-C reaches the front process only, which then ends them in order.
-No torch here: the front and the engine start processes without waiting for it.
+This module does not import torch: the front and the engine start processes without waiting for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 @dataclass(eq=False)
 class Child:
-    """A process that we started. `title` is its name in process lists and in errors."""
+    """A process that this one started. `title` is its name in process lists and in errors."""
 
     title: str
     process: subprocess.Popen[bytes] = field(repr=False)
@@ -54,7 +54,7 @@ class Child:
         return self.process.poll() is None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the child and to whatever shares its session's first group (compilers that it runs)."""
+        """Send a signal to the child's process group, which includes the compilers that it runs."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -73,7 +73,7 @@ class Exit:
 
 
 def exit_words(code: int) -> str:
-    """`code` (as in Popen.returncode) for people: "was killed by SIGKILL", "exited with status 3"."""
+    """`code` (as in Popen.returncode) in words: "was killed by SIGKILL", "exited with status 3"."""
     if code >= 0:
         return f"exited with status {code}"
     try:
@@ -83,16 +83,15 @@ def exit_words(code: int) -> str:
 
 
 def start(module: str, config: dict[str, Any], title: str, *, environment: Mapping[str, str] | None = None) -> Child:
-    """Execute `module` in a new process that ends with this one, and hand it `config` (JSON).
+    """Execute `module` in a new process that ends with this one, and pass it `config` (JSON).
 
-    Its standard output goes to our standard error, where logs are; what we print stays ours. Its environment is ours, with the
-    variables of `environment` in it.
-    Raises EngineError when the process is gone before it took its config.
+    Its standard output goes to this process's standard error, where logs are. Its environment is that of this process with the
+    variables of `environment`. Raises EngineError when the process ends before it reads its config.
     """
     line = json.dumps({"title": title, "config": config}).encode() + b"\n"
-    # A service may have been started without a standard error: its number then belongs to some other file.
+    # A service may have been started without a standard error: its number then belongs to another file.
     log = subprocess.DEVNULL if sys.__stderr__ is None else _STDERR
-    # -P: a file called torch.py in the user's folder is not torch.
+    # -P: a file torch.py in the user's folder must not be imported as torch.
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, bufsize=0,
         env=None if environment is None else {**os.environ, **environment},
@@ -106,14 +105,14 @@ def start(module: str, config: dict[str, Any], title: str, *, environment: Mappi
     except BrokenPipeError:
         code = process.wait()
         process.stdin.close()
-        raise EngineError(f"process {title!r} was started", held=f"it {exit_words(code)} before it read its config") from None
+        raise EngineError(f"process {title!r} {exit_words(code)} before it read its config") from None
     return child
 
 
 def read_config() -> dict[str, Any]:
-    """In a child, first thing: take the config, take the title, and arrange to end with the parent.
+    """The first call of a child: read the config, set the title, and arrange to end with the parent.
 
-    Ends the process at once (status 1) when there is no parent that writes a config.
+    Ends the process at once (status 1) where no parent writes a config.
     """
     line = _read_line(0)
     pipe = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
@@ -133,14 +132,14 @@ def _read_line(descriptor: int) -> bytes:
     while not data.endswith(b"\n"):
         more = os.read(descriptor, 65536)
         if not more or len(data) > _MAX_CONFIG_BYTES:
-            print("phalanx: this module is started by an engine, with its config on standard input", file=sys.stderr)
+            print("phalanx: only an engine starts this module, with its config on standard input", file=sys.stderr)
             os._exit(1)
         data += more
     return data
 
 
 def _kill_me_at_end_of(pipe: int) -> None:
-    """Ask the kernel for SIGKILL when the pipe's last writer is gone. (Nobody writes to it any more, so nothing else raises it.)"""
+    """Ask the kernel for SIGKILL when the pipe's last writer is gone. (The parent writes no more, so nothing else raises it.)"""
     set_signal = getattr(fcntl, "F_SETSIG", None)
     if set_signal is None or not hasattr(os, "O_ASYNC"):
         return
@@ -151,16 +150,16 @@ def _kill_me_at_end_of(pipe: int) -> None:
 
 
 def _exit_at_end_of(pipe: int) -> NoReturn:
-    # Also the parent that died before the kernel was asked: then the first read is the end.
+    # Covers a parent that died before the kernel was asked: then the first read returns the end.
     while os.read(pipe, 4096):
         pass
     os._exit(1)
 
 
 class Watch:
-    """Notices the end of children. `fileno()` becomes readable when one has ended; `ended()` tells which.
+    """Reports the end of children. `fileno()` becomes readable when one has ended; `ended()` returns which.
 
-    A thread per child waits for it: no polling, and no need of pidfd.
+    A thread per child waits for it: no polling, and pidfd is not needed.
     """
 
     def __init__(self, children: Iterable[Child] = ()) -> None:
@@ -176,7 +175,7 @@ class Watch:
     def _wait(self, child: Child) -> None:
         code = child.process.wait()
         self._ended.put(Exit(child, code))
-        with contextlib.suppress(OSError):  # closed: nobody listens any more
+        with contextlib.suppress(OSError):  # closed
             os.write(self._write, b".")
 
     def fileno(self) -> int:
@@ -186,14 +185,14 @@ class Watch:
         """Those that ended since the last call, in order. Never blocks."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)
-        found = []
+        exits = []
         with contextlib.suppress(queue.Empty):
             while True:
-                found.append(self._ended.get_nowait())
-        return found
+                exits.append(self._ended.get_nowait())
+        return exits
 
     def close(self) -> None:
-        """Stop listening. Children go on."""
+        """Stop watching. The children keep running."""
         if self._read >= 0:
             os.close(self._read)
             os.close(self._write)
@@ -201,26 +200,26 @@ class Watch:
 
 
 def stop(children: Iterable[Child], grace: float) -> None:
-    """End the children and return when they are gone: SIGTERM, `grace` seconds, SIGKILL (at once with grace <= 0).
+    """End the children and return when they have ended: SIGTERM, `grace` seconds, SIGKILL (at once with grace <= 0).
 
-    A stopped process (SIGSTOP) does not hear SIGTERM; SIGKILL ends it all the same.
+    A stopped process (SIGSTOP) does not handle SIGTERM; SIGKILL ends it.
     """
-    held = list(children)
+    children = list(children)
     if grace > 0:
-        for child in held:
+        for child in children:
             child.signal(signal.SIGTERM)
-        wait(held, grace)
-    for child in held:
+        wait(children, grace)
+    for child in children:
         child.signal(signal.SIGKILL)
-    wait(held, 10.0)
-    for child in held:
+    wait(children, 10.0)
+    for child in children:
         if child.process.stdin is not None:
             with contextlib.suppress(OSError):
                 child.process.stdin.close()
 
 
 def wait(children: Iterable[Child], seconds: float) -> bool:
-    """Wait for the children's end, at most so many seconds in all. True when none is left."""
+    """Wait for the end of the children, at most `seconds` in all. True when all have ended."""
     deadline = time.monotonic() + seconds
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In-process ranks: a `Group` whose ranks are threads. The fake that ships, for tests of whatever takes a group.
+"""In-process ranks: a `Group` whose ranks are threads. A fake that is part of the package, for tests of code that takes a group.
 
     world = LocalWorld(4)
     sums = world.run(lambda group: group.all_reduce(torch.ones(1, 8) * group.rank))
@@ -19,27 +19,27 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 
 T = TypeVar("T")
 
 
 class Abandoned(RuntimeError):
-    """Another rank failed while this one waited for it; that one's error is the one to read."""
+    """Another rank failed while this one waited for it; the error of that rank is the cause."""
 
 
 class Standstill(RuntimeError):
-    """The ranks wait for one another, or for one that has ended: a real group would hang."""
+    """The ranks wait for each other, or for one that has ended: a real group would hang."""
 
 
 class LocalWorld:
-    """`size` ranks, one thread each. A rank that raises frees all that wait for it, and a standstill is an error."""
+    """`size` ranks, one thread each. Where a rank raises, the ranks that wait for it raise too; a standstill is an error."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ValueError(f"a world of {size} ranks was asked for; it has at least 1")
+            raise ValueError(f"a world has at least 1 rank, not {size}")
         self.size = size
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._failed = False
         self._arrived = 0
         self._ended = 0
@@ -49,8 +49,8 @@ class LocalWorld:
         self._post: dict[tuple[int, int], deque[Tensor]] = {}
 
     def run(self, act: Callable[[Group], T]) -> list[T]:
-        """Call `act` with each rank's group, at once; the results in rank order. The first rank's error that is not a consequence
-        of another's is raised, after all ranks have ended. Inference mode is the caller's."""
+        """Call `act` with each rank's group, at the same time; the results in rank order. Raises the first rank's error that is not
+        a consequence of another, after all ranks have ended. Inference mode is that of the caller."""
         self._failed, self._arrived, self._ended = False, 0, 0
         self._post.clear()
         inference = torch.is_inference_mode_enabled()
@@ -63,9 +63,9 @@ class LocalWorld:
                 self._failed = True
                 raise
             finally:
-                with self._turn:
+                with self._changed:
                     self._ended += 1
-                    self._turn.notify_all()
+                    self._changed.notify_all()
 
         with ThreadPoolExecutor(self.size, thread_name_prefix="rank") as pool:
             futures = [pool.submit(rank, index) for index in range(self.size)]
@@ -78,54 +78,55 @@ class LocalWorld:
         return [future.result() for future in futures]
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Under self._turn: until ready. Raises Abandoned when a rank has failed, Standstill when nobody is left to make it so."""
+        """Wait until ready; self._changed is locked. Raises Abandoned when a rank has failed, Standstill when no rank is left that
+        could change it."""
         self._waiting.append(ready)
         try:
             while not ready():
                 if self._failed:
                     raise Abandoned("another rank failed")
-                if len(self._waiting) + self._ended == self.size and not any(met() for met in self._waiting):
+                if len(self._waiting) + self._ended == self.size and not any(is_ready() for is_ready in self._waiting):
                     self._failed = True
-                    self._turn.notify_all()
-                    raise Standstill(f"{len(self._waiting)} ranks wait for one another, {self._ended} have ended")
-                self._turn.wait()
+                    self._changed.notify_all()
+                    raise Standstill(f"{len(self._waiting)} ranks wait for each other, {self._ended} have ended")
+                self._changed.wait()
         finally:
             self._waiting.remove(ready)
 
     def meet(self) -> None:
-        """Return when all ranks have come."""
-        with self._turn:
-            mine = self._generation
+        """Return when all ranks have called this."""
+        with self._changed:
+            generation = self._generation
             self._arrived += 1
             if self._arrived == self.size:
-                self._arrived, self._generation = 0, mine + 1
-                self._turn.notify_all()
-            self.wait(lambda: self._generation != mine)
+                self._arrived, self._generation = 0, generation + 1
+                self._changed.notify_all()
+            self.wait(lambda: self._generation != generation)
 
     def exchange(self, rank: int, what: str, x: Tensor) -> list[Tensor]:
-        """Everybody's x, in rank order; all must `meet` before anyone writes into what was offered. Raises ValueError when the
-        ranks are not about the same: in a real group they would hang, or corrupt memory."""
+        """The x of all ranks, in rank order. All must `meet` before any rank writes into its x. Raises ValueError when the ranks
+        call different collectives: in a real group they would hang, or corrupt memory."""
         self._offered[rank] = what, x
         self.meet()
-        kinds = [f"{name} of {list(held.shape)} {held.dtype}" for name, held in self._offered]
+        kinds = [f"{name} of {list(tensor.shape)} {tensor.dtype}" for name, tensor in self._offered]
         if len(set(kinds)) > 1:
             raise ValueError(f"the ranks called different collectives: {', '.join(kinds)}")
-        return [held for _, held in self._offered]
+        return [tensor for _, tensor in self._offered]
 
     def put(self, source: int, to: int, x: Tensor) -> None:
-        with self._turn:
+        with self._changed:
             self._post.setdefault((source, to), deque()).append(x)
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def take(self, source: int, to: int) -> Tensor:
-        with self._turn:
+        with self._changed:
             box = self._post.setdefault((source, to), deque())
             self.wait(lambda: bool(box))
             return box.popleft()
 
 
 class LocalGroup:
-    """One rank of a LocalWorld: what `run` hands to its callable. A `Group`."""
+    """One rank of a LocalWorld, which `run` passes to its callable. A `Group`."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self._world, self.rank, self.size = world, rank, world.size
@@ -170,7 +171,7 @@ class LocalGroup:
         self._require_rank(source)
         sent = self._world.take(source, self.rank)
         if sent.shape != x.shape or sent.dtype != x.dtype:
-            raise ValueError(f"rank {source} sent {list(sent.shape)} {sent.dtype}, {list(x.shape)} {x.dtype} was to be filled")
+            raise ValueError(f"rank {source} sent {list(sent.shape)} {sent.dtype}, and x is {list(x.shape)} {x.dtype}")
         return x.copy_(sent)
 
     def barrier(self) -> None:
@@ -181,7 +182,7 @@ class LocalGroup:
         """As Group."""
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
+    def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
         """As Group."""
 
     def _require_rank(self, rank: int) -> None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """ONESHOT and TWOSHOT between CPU ranks of one host: tensors in memory that all of them map.
 
-    oneshot:  every rank posts its tensor, waits for everybody's, and adds them all up
-    twoshot:  every rank adds up its share of the rows (with a fusion: and finishes them), posts it, and copies the others' shares
+    oneshot:  every rank posts its tensor, waits for the tensors of all ranks, and sums them
+    twoshot:  every rank sums its part of the rows (with a fusion: and finishes them), posts it, and copies the parts of the others
 
-Sums are in fp32, in rank order, rounded once. A rank says how far it is in a counter of its own; call n uses half n % 2 of the
-memory. Two halves are enough: who posts in call n + 1 has read all that it needed of call n - 1, and nobody goes on to call n + 1
-before all have posted in call n.
+Sums are in fp32, in rank order, rounded once. Each rank has a counter of its steps. Call n uses half n % 2 of the memory. Two
+halves are enough: a rank that posts in call n + 1 has read all that it needs of call n - 1, and no rank starts call n + 1 before
+all have posted in call n.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
 from phalanx.errors import RankStalled
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 
 FOLDER = Path("/dev/shm")
 CHUNK_BYTES = 2 << 20
-"""A rank's longest post; longer messages go in chunks."""
+"""The longest post of a rank; longer messages run in chunks."""
 _LINE = 64  # bytes of a cache line: one counter on each
 _OUTPUTS = 3  # chunks that the outputs of a fusion may take: norm, its quantization, scales, residual
 _ROUNDS_BEFORE_YIELD, _ROUNDS_BEFORE_NAP, _NAP = 50, 2000, 50e-6
@@ -43,20 +43,20 @@ def chunk_bytes(message_bytes: int) -> int:
 
 
 def memory_bytes(world: int, message_bytes: int) -> int:
-    """Shared memory that a group takes on its host, for messages of up to `message_bytes`."""
+    """Bytes of shared memory that a group takes on its host, for messages of up to `message_bytes`."""
     return world * _LINE + 2 * (world + _OUTPUTS) * chunk_bytes(message_bytes)
 
 
 def refusal(world: int, message_bytes: int, folder: Path = FOLDER) -> str | None:
-    """Why this host cannot do it, for a person; None when it can."""
+    """Why this host has no shared memory for it, in words; None where it has."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return f"shared memory needs a processor that keeps stores in order (x86-64), and this is {platform.machine()}"
+        return f"shared memory needs a processor that keeps stores in order (x86-64); this one is {platform.machine()}"
     need = memory_bytes(world, message_bytes)
     try:
-        held = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError as error:
         return f"{folder} cannot be used: {error.strerror}"
-    free = held.f_bavail * held.f_frsize
+    free = status.f_bavail * status.f_frsize
     if free >= need:
         return None
     return f"{folder} has {free >> 20} MiB free, and {-(-need >> 20)} MiB are needed (a container: --shm-size)"
@@ -72,8 +72,8 @@ class SharedMemory:
         self._calls = 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of writable buffers
-            whole = torch.frombuffer(memory, dtype=torch.uint8)
-        body = whole[world * _LINE :].view(2, (world + _OUTPUTS) * chunk)
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        body = buffer[world * _LINE :].view(2, (world + _OUTPUTS) * chunk)
         self._slots = [[half[r * chunk : (r + 1) * chunk] for r in range(world)] for half in body]
         self._outputs = [half[world * chunk :] for half in body]
         self._views: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
@@ -96,9 +96,9 @@ class SharedMemory:
         for first, last in self._chunks(flat.numel(), x.element_size()):
             half = self._post(flat[first:last])
             count = last - first
-            mine = self._share(count)
+            own = self._part_of(count)
             total = self._outputs[half][: count * x.element_size()].view(x.dtype)
-            total[mine] = self._sum(half, count, x.dtype, mine)
+            total[own] = self._sum(half, count, x.dtype, own)
             self._arrive()
             self._wait()
             out[first:last] = total
@@ -120,20 +120,19 @@ class SharedMemory:
     def _norm_chunk(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
         rows, hidden = x.shape
         half = self._post(x.reshape(-1))
-        mine = self._share(rows)
-        total = self._sum(half, x.numel(), x.dtype, slice(mine.start * hidden, mine.stop * hidden)).view(-1, hidden)
-        done = finish(total, replace(fusion, residual=fusion.residual[mine]))
+        own = self._part_of(rows)
+        total = self._sum(half, x.numel(), x.dtype, slice(own.start * hidden, own.stop * hidden)).view(-1, hidden)
+        finished = finish(total, replace(fusion, residual=fusion.residual[own]))
         outputs, at = [], 0
-        for out in done:
+        for out in finished:
             width = out.shape[1] * out.element_size()
-            held = self._outputs[half][at : at + rows * width].view(rows, width)
-            held = held.view(out.dtype)
-            held[mine] = out
-            outputs.append(held)
+            output = self._outputs[half][at : at + rows * width].view(rows, width).view(out.dtype)
+            output[own] = out
+            outputs.append(output)
             at += -(-rows * width // _LINE) * _LINE
         self._arrive()
         self._wait()
-        return tuple(held.clone() for held in outputs)
+        return tuple(output.clone() for output in outputs)
 
     def _oneshot_chunk(self, flat: Tensor) -> Tensor:
         half = self._post(flat)
@@ -144,12 +143,12 @@ class SharedMemory:
         for first in range(0, count, most):
             yield first, min(first + most, count)
 
-    def _share(self, count: int) -> slice:
+    def _part_of(self, count: int) -> slice:
         size = -(-count // self.world)
         return slice(min(self.rank * size, count), min((self.rank + 1) * size, count))
 
     def _post(self, flat: Tensor) -> int:
-        """Copy my part where all can read it, wait for everybody's; returns the half that holds them."""
+        """Copy this rank's tensor where all can read it, and wait for those of all ranks. Returns the half that has them."""
         half = self._calls % 2
         self._calls += 1
         self._parts(flat.numel(), flat.dtype)[half][self.rank].copy_(flat)
@@ -158,35 +157,35 @@ class SharedMemory:
         return half
 
     def _parts(self, count: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        """Every rank's slot in both halves, as so many values."""
-        found = self._views.get((count, dtype))
-        if found is None:
+        """The slot of every rank in both halves, as `count` values."""
+        views = self._views.get((count, dtype))
+        if views is None:
             if len(self._views) > 256:
                 self._views.clear()
-            found = [[slot[: count * dtype.itemsize].view(dtype) for slot in half] for half in self._slots]
-            self._views[count, dtype] = found
-        return found
+            views = [[slot[: count * dtype.itemsize].view(dtype) for slot in half] for half in self._slots]
+            self._views[count, dtype] = views
+        return views
 
     def _sum(self, half: int, count: int, dtype: torch.dtype, where: slice) -> Tensor:
         parts = self._parts(count, dtype)[half]
         if where.stop - where.start != count:
             parts = [part[where] for part in parts]
-        if dtype == torch.float32 or self.world == 2:  # torch adds two narrow numbers in fp32, and rounds once
+        if dtype == torch.float32 or self.world == 2:  # torch adds two 16-bit numbers in fp32, and rounds once
             total = parts[0] + parts[1]
             for part in parts[2:]:
                 total += part
             return total
-        wide = parts[0].float()
+        total = parts[0].float()
         for part in parts[1:]:
-            wide += part
-        return wide.to(dtype)
+            total += part
+        return total.to(dtype)
 
     def _arrive(self) -> None:
         self._step += 1
         self._counters[self.rank * _LINE // 8] = self._step
 
     def _wait(self) -> None:
-        """Until every rank has come as far as this one. Raises RankStalled that names the first one that has not."""
+        """Wait until every rank has done as many steps as this one. Raises RankStalled, which names the first rank that has not."""
         counters, step, rounds, began = self._counters, self._step, 0, 0.0
         for place in range(0, self.world * _LINE // 8, _LINE // 8):
             while counters[place] < step:
@@ -207,7 +206,7 @@ class SharedMemory:
 
 
 def form(group: Group, message_bytes: int, *, timeout: float = 300.0, folder: Path = FOLDER) -> SharedMemory | str:
-    """Map the group's memory, or say why not; collective, and every rank comes to the same answer.
+    """Map the group's memory, or return why that fails; collective, and the same on every rank.
 
     group: the ranks, all on this host. message_bytes: of one rank's longest message. timeout: seconds that one rank may keep the
     others waiting.
@@ -244,8 +243,8 @@ def form(group: Group, message_bytes: int, *, timeout: float = 300.0, folder: Pa
 
 
 def _create(path: Path, size: int) -> tuple[int | None, str | None]:
-    """(an open file of zeros whose pages are really there, None), or (None, why not). The file is locked for as long as it has a
-    name: the lock of one whose maker died is free, and the next engine on this host sweeps it away."""
+    """(an open file of zeros whose pages are allocated, None), or (None, why not). The file is locked for as long as it has a name:
+    where its creator died, the lock is free, and the next engine on this host removes the file."""
     handle = None
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -255,12 +254,12 @@ def _create(path: Path, size: int) -> tuple[int | None, str | None]:
         path.unlink(missing_ok=True)
         if handle is not None:
             os.close(handle)
-        return None, f"{size >> 20} MiB in {path.parent} cannot be had: {error.strerror}"
+        return None, f"{size >> 20} MiB in {path.parent} cannot be allocated: {error.strerror}"
     return handle, None
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what ranks left behind that were killed while their memory had a name."""
+    """Remove the files of ranks that were killed while their memory had a name."""
     for left in folder.glob("phalanx-*"):
         with contextlib.suppress(OSError), left.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -268,9 +267,9 @@ def _sweep(folder: Path) -> None:
 
 
 def share_text(group: Group, text: str, device: torch.device | None = None) -> list[str]:
-    """Everybody's text (the last 256 bytes of it), by rank. device: of the tensors that the group sends, None for CPU."""
-    mine = torch.zeros(256, dtype=torch.int64)
+    """The text of every rank (its last 256 bytes), by rank. device: of the tensors that the group sends, None for CPU."""
+    padded = torch.zeros(256, dtype=torch.int64)
     coded = text.encode()[-256:]
-    mine[: len(coded)] = torch.tensor(list(coded), dtype=torch.int64)
-    rows = group.all_gather(mine.view(1, -1).to(device or "cpu"), dim=0).cpu()
+    padded[: len(coded)] = torch.tensor(list(coded), dtype=torch.int64)
+    rows = group.all_gather(padded.view(1, -1).to(device or "cpu"), dim=0).cpu()
     return [bytes(value for value in row.tolist() if value).decode(errors="replace") for row in rows]

@@ -20,13 +20,14 @@ from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has 
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo, finish, with_scales
 from phalanx.errors import EngineError, LayoutError
 from phalanx.hardware.probe import address_towards
-from phalanx.kernels.reference import Unscaled
+from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.plan.layout import Layout
 
 ONE_SHOT_BYTES = 256 << 10
-"""Over gloo, up to so many bytes every rank gathers all parts and sums them; above, each sums its share and shares the sum."""
+"""Over gloo: up to so many bytes every rank gathers all tensors and sums them; above, each rank sums a part and all gather the
+sums."""
 SENDS_IN_FLIGHT = 4
-"""Over gloo, messages that a sender may be ahead of its receiver before `send` waits."""
+"""Over gloo: how many messages a sender may be ahead of its receiver before `send` waits."""
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|peer|store|process group", re.IGNORECASE
 )
@@ -34,7 +35,7 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class Groups:
-    """A rank's groups. `tp`: the slices of its layers; `pp`: its slice's stages in order; `world`: all ranks."""
+    """A rank's groups. `tp`: the ranks that split its layers; `pp`: the pipeline stages in order; `world`: all ranks."""
 
     tp: Group
     pp: Group
@@ -44,9 +45,9 @@ class Groups:
 class TorchGroup:
     """A `Group` over one torch process group. Results are the same bits on every rank.
 
-    The sum of tensors narrower than fp32 is made in fp32 and rounded once on CPU. Over gloo it is added in rank order whatever the
-    shape, so a row's sum does not depend on the batch around it: for two ranks any order is rank order, for more it is done here
-    (and takes fewer rounds than gloo's ring). On GPU it is NCCL's own sum.
+    On CPU, tensors of 16 bit are summed in fp32 and rounded once. Over gloo the sum is in rank order for every shape, so that a
+    row's sum does not depend on the batch around it: for two ranks any order is rank order, for more it is made here (in fewer
+    rounds than gloo's ring takes). On GPU it is NCCL's own sum.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
@@ -70,26 +71,27 @@ class TorchGroup:
         if x.numel() == 0:
             return x
         if self.device.type != "cpu":
-            # Synchronous calls run on the caller's stream; the group's own call takes NCCL's stream, and costs two crossings.
+            # Synchronous calls run on the caller's stream; the group's own method uses NCCL's stream and synchronizes the two
+            # twice.
             dist.all_reduce(x, group=self.process_group)
             return x
-        wide = x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
+        total = x.float() if x.is_floating_point() and x.dtype != torch.float64 else x
         if self.size == 2:
-            self.process_group.allreduce([wide]).wait()
-        elif wide.nbytes <= ONE_SHOT_BYTES:
-            wide = _in_rank_order(self._gather(wide))
+            self.process_group.allreduce([total]).wait()
+        elif total.nbytes <= ONE_SHOT_BYTES:
+            total = _in_rank_order(self._gather(total))
         else:
-            wide = self._two_shot(wide)
-        return wide.to(x.dtype)
+            total = self._two_shot(total)
+        return total.to(x.dtype)
 
     def _two_shot(self, x: Tensor) -> Tensor:
-        """Rank r sums the r-th share of everybody's x in rank order, then all gather the shares."""
-        share = -(-x.numel() // self.size)
-        padded = torch.nn.functional.pad(x.reshape(-1), (0, share * self.size - x.numel()))
+        """Rank r sums the r-th part of the x of all ranks in rank order, then all gather the sums."""
+        count = -(-x.numel() // self.size)
+        padded = torch.nn.functional.pad(x.reshape(-1), (0, count * self.size - x.numel()))
         parts = torch.empty_like(padded)
         self.process_group.alltoall_base(parts, padded, [], []).wait()
-        whole = self._gather(_in_rank_order(parts.view(self.size, share)))
-        return whole.view(-1)[: x.numel()].view(x.shape)
+        sums = self._gather(_in_rank_order(parts.view(self.size, count)))
+        return sums.view(-1)[: x.numel()].view(x.shape)
 
     def _gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]"""
@@ -110,7 +112,7 @@ class TorchGroup:
         return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """gloo hands over only once the receiver asks: x is copied, so that this rank may go on with its next step meanwhile."""
+        """gloo sends only once the receiver asks. x is copied, so that this rank can continue with its next step meanwhile."""
         if self.device.type != "cpu":
             self.process_group.send([x.contiguous()], to, 0).wait()
             return
@@ -132,7 +134,7 @@ class TorchGroup:
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    def spread(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
+    def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
         return None
 
 
@@ -145,9 +147,9 @@ def _in_rank_order(parts: Tensor) -> Tensor:
 
 
 def listen(host: str, port: int, world: int, *, timeout: float) -> tuple[TCPStore, str]:
-    """Rank 0: open the store where ranks meet, on `host` only, at `port` (0: any free one). Returns it with its address.
+    """Rank 0: open the store of the ranks, on `host` only, at `port` (0: any free one). Returns it with its address.
 
-    Raises EngineError when the port is taken.
+    Raises EngineError when the port is in use.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -156,7 +158,7 @@ def listen(host: str, port: int, world: int, *, timeout: float) -> tuple[TCPStor
             listener.bind((host, port))
         except OSError as error:
             raise EngineError(
-                f"port {port} on {host} was to be the ranks' meeting place", why=str(error), next="give another master_port"
+                f"port {port} on {host} cannot be opened", why=str(error), next="choose another master_port"
             ) from None
         listener.listen(1024)
         port = listener.getsockname()[1]
@@ -170,7 +172,7 @@ def listen(host: str, port: int, world: int, *, timeout: float) -> tuple[TCPStor
 
 
 def connect(address: str, world: int, *, timeout: float) -> TCPStore:
-    """Another rank: the store at `address` ("host:port")."""
+    """Any other rank: the store at `address` ("host:port")."""
     host, _, port = address.rpartition(":")
     return TCPStore(host, int(port), world, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
@@ -185,13 +187,13 @@ def form(
     peer: str = "127.0.0.1",
     timeout: float = 300,
 ) -> Groups:
-    """Make this rank's groups; collective over all ranks, and once per process. A group of one is `Solo`.
+    """Form this rank's groups; collective over all ranks, and once per process. A group of one is `Solo`.
 
-    `store`: an open store, or "host:port", where rank 0 listens. `peer`: the address of host 0; gloo talks over the interface from
-    which it is reached (NCCL finds its own). `timeout`: seconds that one collective may take.
+    `store`: an open store, or "host:port", where rank 0 listens. `peer`: the address of host 0; gloo uses the interface from
+    which it is reached (NCCL finds its own). `timeout`: the limit of one collective in seconds.
     """
     if world != layout.world:
-        raise LayoutError(f"{world} ranks were asked for", held=f"the layout {layout} has {layout.world}")
+        raise LayoutError(f"{world} ranks do not fit the layout", held=f"{layout} has {layout.world} ranks")
     if world == 1:
         return Groups(Solo(), Solo(), Solo())
     if isinstance(store, str):
@@ -205,43 +207,43 @@ def form(
         backend, store=store, rank=rank, world_size=world, timeout=limit,
         device_id=device if backend == "nccl" else None,
     )  # fmt: skip
-    whole = dist.group.WORLD
-    assert whole is not None
+    all_ranks = dist.group.WORLD
+    assert all_ranks is not None
 
     def axis(members: list[tuple[int, ...]]) -> Group:
-        """All ranks make all groups of an axis, in the same order; each keeps its own."""
-        mine: Group = Solo()
+        """All ranks form all groups of an axis, in the same order; each returns its own."""
+        own: Group = Solo()
         for ranks in members:
             if len(ranks) == 1:
                 continue
-            made = whole if len(ranks) == world else dist.new_group(list(ranks), backend=backend, timeout=limit)
+            process_group = all_ranks if len(ranks) == world else dist.new_group(list(ranks), backend=backend, timeout=limit)
             if rank in ranks:
-                mine = TorchGroup(made, device)
-        return mine
+                own = TorchGroup(process_group, device)
+        return own
 
     tp = axis(sorted({tuple(layout.tp_group(r)) for r in range(world)}))
     pp = axis(sorted({tuple(layout.pp_group(r)) for r in range(world)}))
-    groups = Groups(tp, pp, TorchGroup(whole, device))
+    groups = Groups(tp, pp, TorchGroup(all_ranks, device))
     for group in (groups.world, groups.tp, groups.pp):
-        group.barrier()  # connections are made now, where a failure is a failure to start
+        group.barrier()  # connects now, so that a failure is one of the start
     return groups
 
 
 def _bind_gloo(peer: str) -> None:
-    """Make gloo talk over the interface from which `peer` is reached, unless the user named one.
+    """Make gloo use the interface from which `peer` is reached, unless the user set one.
 
-    torch.distributed makes gloo's device from GLOO_SOCKET_IFNAME or the host's name, and takes it from nowhere else; a host's name
-    often leads to an address that other hosts cannot reach.
+    torch.distributed chooses gloo's interface by GLOO_SOCKET_IFNAME or by the host's name only, and the host's name often resolves
+    to an address that other hosts cannot reach.
     """
     address = address_towards(peer)
-    for interface, held in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in held):
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             return
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error says no more than that another rank is gone: a consequence, not a cause."""
+    """Whether an error only reports that another rank is gone: it is a consequence, not a cause."""
     if isinstance(error, dist.DistError | ConnectionError):
         return True
     return type(error) is RuntimeError and _LOST_PEER.search(str(error)) is not None

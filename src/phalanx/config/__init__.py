@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user says. No torch here: the planner answers on a laptop in milliseconds."""
+"""Options, sampling parameters and the shape of a model. No torch: the planner runs on a laptop in milliseconds."""
 
 from phalanx.config.options import EngineOptions
-from phalanx.config.sampling import Guide, SamplingParams
+from phalanx.config.sampling_params import SamplingParams, StructuredOutputParams
 
-__all__ = ["EngineOptions", "SamplingParams", "Guide"]
+__all__ = ["EngineOptions", "SamplingParams", "StructuredOutputParams"]

@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint's config.json says, as far as arithmetic and memory need it: `ModelShape`. No weights, no torch."""
+"""The sizes and traits of a model, as its config.json gives them: `ModelShape`. No weights, no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.fields import Fields
+from phalanx.config.dtypes import DTYPES
+from phalanx.config.json_fields import Fields
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import Rope, read_rope
 from phalanx.errors import ModelError, UnsupportedArchitecture
+from phalanx.log import get_logger
+
+log = get_logger(__name__)
 
 CONFIG, GENERATION, MODELOPT = "config.json", "generation_config.json", "hf_quant_config.json"
 
-_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_DTYPES = {dtype.long_name: dtype.name for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)
 class Family:
-    """What an architecture leaves unsaid in config.json: the defaults of its reference implementation, and its fixed traits.
+    """What config.json does not state: the defaults of the architecture's reference implementation, and its fixed traits.
 
-    kv_heads and head_dim None: derived from the query heads. window: "all" (every layer that config.json's sliding_window is given
-    for), "chosen" (use_sliding_window, max_window_layers or layer_types choose them), "none".
+    kv_heads, head_dim: None if derived from the query heads. window: the layers with a sliding window: "all" (if config.json has a
+    sliding_window), "chosen" (by use_sliding_window, max_window_layers or layer_types) or "none".
     """
 
     max_positions: int
@@ -49,8 +53,8 @@ FAMILIES = {
 class ModelShape:
     """One model's sizes and traits. Lengths in tokens; `dtype` is the checkpoint's: "fp32", "fp16" or "bf16".
 
-    windows: per layer, how many tokens a query sees, itself among them; None for all before it. eos_token_ids: those of
-    generation_config.json first, then config.json's.
+    windows: per layer, the number of tokens that a query attends to, itself included; None: all before it. eos_token_ids: those
+    of generation_config.json first, then those of config.json.
     """
 
     architecture: str
@@ -77,37 +81,37 @@ class ModelShape:
 
     @property
     def window(self) -> int | None:
-        """Blocks further back than this are of no use to any layer; None where some layer sees everything."""
+        """Tokens after which no layer needs a KV cache block any more; None if some layer attends to everything."""
         return max((size for size in self.windows if size), default=None) if all(self.windows) else None
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:
-        """Read a checkpoint's folder. Raises as `load_config` and `from_config` do."""
+        """Read the folder of a checkpoint. Raises as `load_config` and `from_config`."""
         return cls.from_config(load_config(folder), file=str(folder / CONFIG))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, file: str = CONFIG) -> ModelShape:
-        """From what `load_config` gives. Both spellings of transformers are read: `dtype` and `rope_parameters` (5 and later),
-        `torch_dtype`, `rope_theta` and `rope_scaling` (before).
+        """Build the shape from the result of `load_config`, in either spelling of transformers: `dtype` and `rope_parameters`
+        (version 5 and later), or `torch_dtype`, `rope_theta` and `rope_scaling` (before).
 
         Raises UnsupportedArchitecture, or ModelError naming file and field.
         """
         fields = Fields(config, file=file)
         architecture = _architecture(fields)
         family = FAMILIES[architecture]
-        _refuse_unread(fields)
+        _refuse_unsupported(fields)
         heads = fields.count("num_attention_heads")
         kv_heads = fields.count("num_key_value_heads", family.kv_heads or heads)
         if heads % kv_heads:
-            raise ModelError(f"{file} has num_attention_heads={heads} and num_key_value_heads={kv_heads}", why=_NO_GROUPS)
+            raise ModelError(f"{file}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}", why=_NO_GROUPS)
         num_layers = fields.count("num_hidden_layers")
         max_positions = fields.count("max_position_embeddings", family.max_positions)
         rope = read_rope(fields, max_positions)
         attention_bias = family.reads_attention_bias and fields.flag("attention_bias", False)
-        bos = fields.ids("bos_token_id")
+        bos, vocab_size = fields.ids("bos_token_id"), fields.count("vocab_size")
         return cls(
             architecture=architecture,
-            vocab_size=fields.count("vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=fields.count("hidden_size"),
             intermediate_size=fields.count("intermediate_size"),
             num_layers=num_layers,
@@ -126,18 +130,18 @@ class ModelShape:
             quantization=read_quantization(fields),
             dtype=_dtype(fields),
             bos_token_id=bos[0] if bos else None,
-            eos_token_ids=_eos(fields),
+            eos_token_ids=_eos(fields, vocab_size),
         )
 
 
-_NO_GROUPS = "each key-value head must serve the same number of query heads"
+_NO_GROUPS = "each KV head must serve the same number of query heads"
 
 
 def load_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder; generation_config.json, where there is one, stands in it under "generation_config", and
-    hf_quant_config.json under "quantization_config" where config.json has none.
+    """Read config.json of a folder.
 
-    Raises ModelError when any is missing (config.json), is not JSON, or holds something else than an object.
+    The content of generation_config.json, if there is one, is added as "generation_config"; that of hf_quant_config.json as
+    "quantization_config" if config.json has none. Raises ModelError if config.json is missing, or any of them is not a JSON object.
     """
     config = _read_json(folder / CONFIG)
     if config.get("quantization_config") is None and (folder / MODELOPT).exists():
@@ -149,57 +153,56 @@ def load_config(folder: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path} cannot be read", why=error.strerror or str(error)) from None
     except ValueError as error:
         raise ModelError(f"{path} is not JSON", why=str(error), next="download the file again") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}", why="it must be an object")
-    return found
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is a JSON {type(content).__name__}", why="it must be an object")
+    return content
 
 
 def _architecture(fields: Fields) -> str:
-    named = fields.optional_texts("architectures") or []
-    for name in named:
+    names = fields.optional_texts("architectures") or []
+    for name in names:
         if name in FAMILIES:
             return name
     raise UnsupportedArchitecture(
-        f"{fields.file} has architectures={named}", held=f"supported are: {', '.join(FAMILIES)}",
+        f"{fields.file} has architectures={names}, none of which is supported", held=f"supported are: {', '.join(FAMILIES)}",
         next="use a checkpoint of one of these families",
     )  # fmt: skip
 
 
-def _refuse_unread(fields: Fields) -> None:
-    """What config.json may ask for and nobody here computes."""
+def _refuse_unsupported(fields: Fields) -> None:
+    """Raise ModelError for fields whose values are not supported."""
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
-        raise ModelError(f"{fields.file} has hidden_act={activation!r}", why="only 'silu' is computed")
+        raise ModelError(f"{fields.file} has hidden_act={activation!r}", why="only 'silu' is supported")
 
 
 def _head_dim(fields: Fields, heads: int, family: Family) -> int:
     hidden = fields.count("hidden_size")
     if fields.values.get("head_dim") is None and family.head_dim is None and hidden % heads:
         raise ModelError(
-            f"{fields.file} has hidden_size={hidden} and num_attention_heads={heads}, and no head_dim",
-            why="the one does not divide by the other",
+            f"{fields.file}: num_attention_heads={heads} does not divide hidden_size={hidden}", why="there is no head_dim either",
         )  # fmt: skip
     head_dim = fields.count("head_dim", family.head_dim or hidden // heads)
     if head_dim % 2:
-        raise ModelError(f"{fields.file} leads to head_dim={head_dim}", why="rotary positions turn pairs, so it must be even")
+        raise ModelError(f"{fields.file} gives head_dim={head_dim}, which is odd", why="RoPE rotates pairs of values")
     return head_dim
 
 
 def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    everything: tuple[int | None, ...] = (None,) * num_layers
+    no_windows: tuple[int | None, ...] = (None,) * num_layers
     if family.window == "none":
-        return everything
-    # The reference implementations take 4096 for a missing sliding_window, and no window for null.
+        return no_windows
+    # In the reference implementations, a missing sliding_window is 4096, and null means no window.
     size = fields.count("sliding_window", 4096) if fields.values.get("sliding_window", 4096) is not None else None
     if family.window == "all":
         return (size,) * num_layers
     if size is None or not fields.flag("use_sliding_window", False):
-        return everything
+        return no_windows
     kinds = fields.optional_texts("layer_types")
     if kinds is None:
         first = int(fields.number("max_window_layers", 28))
@@ -216,10 +219,21 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
 def _dtype(fields: Fields) -> str:
     name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
     if name not in _DTYPES:
-        raise ModelError(f"{fields.file} has dtype={name!r}", held=f"read are: {', '.join(_DTYPES)}")
+        raise ModelError(f"{fields.file} has dtype={name!r}", held=f"supported are: {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
-def _eos(fields: Fields) -> tuple[int, ...]:
+def _eos(fields: Fields, vocab_size: int) -> tuple[int, ...]:
     generation = Fields(fields.optional_mapping("generation_config") or {}, file=GENERATION)
-    return tuple(dict.fromkeys(generation.ids("eos_token_id") + fields.ids("eos_token_id")))
+    ids = tuple(dict.fromkeys(generation.ids("eos_token_id") + fields.ids("eos_token_id")))
+    return known_eos_ids(ids, vocab_size, f"{GENERATION} or {fields.file}")
+
+
+def known_eos_ids(eos_token_ids: Iterable[int], vocab_size: int, source: str) -> tuple[int, ...]:
+    """The ids that a model with so many tokens can sample. The others are dropped, with a warning that names `source`: every
+    request that lists one as a stop token would be rejected."""
+    ids = tuple(eos_token_ids)
+    unknown = [token for token in ids if not 0 <= token < vocab_size]
+    if unknown:
+        log.warning("eos ids %s of %s are dropped: the model has tokens 0..%d", unknown, source, vocab_size - 1)
+    return tuple(token for token in ids if token not in unknown)

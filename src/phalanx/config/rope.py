@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions as config.json describes them, in both spellings: `rope_parameters`, and `rope_theta` with `rope_scaling`."""
+"""Rotary position embeddings (RoPE) of config.json, in both spellings: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from phalanx.config.fields import Fields
+from phalanx.config.json_fields import Fields
 from phalanx.errors import ModelError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -14,10 +14,10 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions turn into angles. `kind` is one of ROPE_TYPES; a field that the kind does not use keeps its default.
+    """The mapping of positions to angles. kind: one of ROPE_TYPES. A field that the kind does not use keeps its default.
 
-    theta: base of the wavelengths. factor: how far the context was stretched. original_max_positions: tokens of context before
-    that. attention_factor: multiplies cosines and sines (yarn).
+    theta: base of the wavelengths. factor: by how much the context was extended. original_max_positions: context before the
+    extension, in tokens. attention_factor: multiplies cosines and sines (yarn).
     """
 
     kind: str = "default"
@@ -33,23 +33,25 @@ class Rope:
 
 
 def read_rope(fields: Fields, max_positions: int) -> Rope:
-    """Raises ModelError for a type that is not built, a missing factor or a nonsensical number."""
-    held = fields.optional_mapping("rope_parameters")
+    """Read RoPE's fields. Raises ModelError for a type that is not supported, a missing factor or an impossible number."""
+    values = fields.optional_mapping("rope_parameters")
     where = "rope_parameters"
-    if held is None:
-        held = fields.optional_mapping("rope_scaling") or {}
+    if values is None:
+        values = fields.optional_mapping("rope_scaling") or {}
         where = "rope_scaling"
-    inner = Fields(held, file=fields.file, prefix=f"{where}.")
+    inner = Fields(values, file=fields.file, prefix=f"{where}.")
     kind = inner.text("rope_type", inner.text("type", "default"))
     if kind not in ROPE_TYPES:
         raise ModelError(
-            f"{fields.file} asks for rope_type {kind!r} in {where}", held=f"built are: {', '.join(ROPE_TYPES)}",
+            f"{fields.file} has {where}.rope_type={kind!r}, which is not supported", held=f"supported are: {', '.join(ROPE_TYPES)}",
             next="use a checkpoint with one of these",
         )  # fmt: skip
-    if any(isinstance(value, dict) for value in held.values()):
-        raise ModelError(f"{fields.file} gives {where} per kind of layer", why="one setting for all layers is what is built")
+    if any(isinstance(value, dict) for value in values.values()):
+        raise ModelError(f"{fields.file} has {where} per type of layer", why="only one setting for all layers is supported")
     if inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"{fields.file} rotates a part of each head only (partial_rotary_factor)", why="whole heads are built")
+        raise ModelError(
+            f"{fields.file} has a partial_rotary_factor other than 1", why="only rotation of the whole head is supported"
+        )
     theta = inner.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
     if kind == "default":
         return Rope(theta=theta)
@@ -78,5 +80,5 @@ def _yarn(inner: Fields, theta: float, original: int, max_positions: int) -> Rop
 
 
 def _mscale(factor: float, mscale: float) -> float:
-    """YaRN (arXiv 2309.00071), equation 22: attention's temperature for a stretched context."""
+    """YaRN (arXiv 2309.00071), equation 22: the attention temperature of an extended context."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

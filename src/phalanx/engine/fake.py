@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An executor without a model: `FakeExecutor`, for tests of all above the ranks, and `StepChecker`, the rules a rank relies on.
+"""An executor without a model: `FakeExecutor`, for tests of all that is above the ranks, and `StepChecker`, the rules a rank relies
+on.
 
-The fake keeps a KV cache of numbers. Each position holds a number made of its token and of the number at the position before it,
-which is read through the block table, as a model would read it; a sampled token is a function of that number. So whatever way a
-request takes through steps, chunks, shared blocks and preemptions, its tokens equal `fake_tokens` exactly when every block held
-what it should.
+The fake keeps a KV cache of numbers. Each position has a number that is computed from its token and from the number at the position
+before it, which is read through the block table, as a model would read it; a sampled token is a function of that number. So
+whatever way a request takes through steps, chunks, shared blocks and preemptions, its tokens equal `fake_tokens` exactly when every
+block had the right content.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Admission, RankFacts, RankStats, Row, RowResult, Step, StepResult, TokenLogprobs
+from phalanx.config.model import ModelShape
+from phalanx.config.options import EngineOptions
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import RankFacts, RankStats, RowResult, SlotAssignment, Step, StepResult, StepRow, TokenLogprobs
 from phalanx.errors import StepDiverged
 
 _MASK = (1 << 64) - 1
@@ -38,7 +41,7 @@ def _extend(before: int, token: int) -> int:
 
 
 def _choose(at: int, params: SamplingParams, seed: int, vocab_size: int, forbidden: Sequence[int], mask: bytes | None) -> int:
-    """The token behind the position whose cache holds `at`. Greedy requests do not look at their seed."""
+    """The token that follows the position whose cache has `at`. Greedy requests ignore their seed."""
     token = _mix(at ^ (0 if params.greedy else seed & _MASK)) % vocab_size
     for shift in range(vocab_size):
         candidate = (token + shift) % vocab_size
@@ -50,23 +53,23 @@ def _choose(at: int, params: SamplingParams, seed: int, vocab_size: int, forbidd
 def fake_tokens(
     prompt: Sequence[int], params: SamplingParams, *, seed: int, vocab_size: int, count: int, stop_token_ids: Sequence[int] = ()
 ) -> list[int]:
-    """The first `count` tokens that follow a prompt, computed alone: what a FakeExecutor must yield for an unguided request."""
+    """The first `count` tokens that follow a prompt, computed alone: the output of a FakeExecutor for an unconstrained request."""
     at = 0
     for token in prompt:
         at = _extend(at, token)
-    found: list[int] = []
-    while len(found) < count:
-        forbidden = stop_token_ids if len(found) < params.min_tokens else ()
-        found.append(_choose(at, params, seed, vocab_size, forbidden, None))
-        at = _extend(at, found[-1])
-    return found
+    tokens: list[int] = []
+    while len(tokens) < count:
+        forbidden = stop_token_ids if len(tokens) < params.min_tokens else ()
+        tokens.append(_choose(at, params, seed, vocab_size, forbidden, None))
+        at = _extend(at, tokens[-1])
+    return tokens
 
 
 @dataclass
 class _Slot:
-    """What a rank knows of one slot. `cells[p]` is what the KV cache must hold at position p."""
+    """What a rank knows of one slot. `cells[p]` is what the KV cache must have at position p."""
 
-    admission: Admission
+    assignment: SlotAssignment
     tokens: list[int]
     cells: list[int] = field(default_factory=list)
     computed: int = 0
@@ -98,136 +101,136 @@ class StepChecker:
     def run(self, step: Step) -> StepResult:
         """Check and apply one step."""
         self._number += 1
-        self._demand(step.number == self._number, f"it is number {step.number}, and {self._number} is due")
-        self._demand(len(step.batches) == 1, f"it has {len(step.batches)} batches for 1 dp index")
+        self._require(step.number == self._number, f"it is number {step.number}, and {self._number} is due")
+        self._require(len(step.batches) == 1, f"it has {len(step.batches)} batches for 1 dp index")
         batch = step.batches[0]
         for slot in batch.released:
-            self._demand(slot in self.slots, f"it releases slot {slot}, which is free")
-            held = self.slots.pop(slot)
-            self._drop(slot, held, len(held.table))
-        for admission in batch.admitted:
-            self._admit(admission)
+            self._require(slot in self.slots, f"it releases slot {slot}, which is free")
+            state = self.slots.pop(slot)
+            self._drop(slot, state, len(state.table))
+        for assignment in batch.admitted:
+            self._admit(assignment)
         self._check_rows(batch.rows)
         results = [self._run_row(row) for row in batch.rows]
         if self.window is not None:
             for row in batch.rows:
-                held = self.slots[row.slot]
-                self._drop(row.slot, held, max(0, held.computed - self.window) // self.block_size)
+                state = self.slots[row.slot]
+                self._drop(row.slot, state, max(0, state.computed - self.window) // self.block_size)
         return StepResult(step.number, [results])
 
-    def _admit(self, admission: Admission) -> None:
-        slot = admission.slot
-        self._demand(0 <= slot < self.max_batch_size, f"slot {slot} is not one of {self.max_batch_size}")
-        self._demand(slot not in self.slots, f"slot {slot} is taken twice")
-        self._demand(1 <= admission.prompt_length <= len(admission.token_ids), f"slot {slot} has no prompt")
-        held = self.slots[slot] = _Slot(admission, list(admission.token_ids))
+    def _admit(self, assignment: SlotAssignment) -> None:
+        slot = assignment.slot
+        self._require(0 <= slot < self.max_batch_size, f"slot {slot} is not one of {self.max_batch_size}")
+        self._require(slot not in self.slots, f"slot {slot} is taken twice")
+        self._require(1 <= assignment.prompt_length <= len(assignment.token_ids), f"slot {slot} has no prompt")
+        state = self.slots[slot] = _Slot(assignment, list(assignment.token_ids))
         at = 0
-        for token in held.tokens:
+        for token in state.tokens:
             at = _extend(at, token)
-            held.cells.append(at)
+            state.cells.append(at)
 
-    def _check_rows(self, rows: Sequence[Row]) -> None:
+    def _check_rows(self, rows: Sequence[StepRow]) -> None:
         counts = [row.count for row in rows]
         singles = sum(count == 1 for count in counts)
-        self._demand(all(count >= 1 for count in counts), "a row is empty")
-        self._demand(sum(counts) <= self.max_num_tokens, f"it has {sum(counts)} tokens, more than {self.max_num_tokens}")
-        self._demand(all(count == 1 for count in counts[:singles]), "rows of one token do not come first")
-        self._demand(len({row.slot for row in rows}) == len(rows), "a slot has two rows")
+        self._require(all(count >= 1 for count in counts), "a row is empty")
+        self._require(sum(counts) <= self.max_num_tokens, f"it has {sum(counts)} tokens, more than {self.max_num_tokens}")
+        self._require(all(count == 1 for count in counts[:singles]), "rows of one token do not come first")
+        self._require(len({row.slot for row in rows}) == len(rows), "a slot has two rows")
 
-    def _run_row(self, row: Row) -> RowResult:
-        self._demand(row.slot in self.slots, f"a row refers to slot {row.slot}, which is free")
-        held = self.slots[row.slot]
-        self._check_start(row, held)
-        self._check_tokens(row, held)
-        self._extend_table(row, held)
-        self._read(row, held)
-        self._write(row, held)
-        held.computed = end = row.start + row.count
+    def _run_row(self, row: StepRow) -> RowResult:
+        self._require(row.slot in self.slots, f"a row refers to slot {row.slot}, which is free")
+        state = self.slots[row.slot]
+        self._check_start(row, state)
+        self._check_tokens(row, state)
+        self._extend_table(row, state)
+        self._read(row, state)
+        self._write(row, state)
+        state.computed = end = row.start + row.count
         result = RowResult()
-        if held.admission.params.prompt_logprobs is not None:
-            last = min(end, held.admission.prompt_length - 1)
-            result.prompt_logprobs = [self._logprobs(held.tokens[p], held) for p in range(row.start + 1, last + 1)]
+        if state.assignment.params.prompt_logprobs is not None:
+            last = min(end, state.assignment.prompt_length - 1)
+            result.prompt_logprobs = [self._logprobs(state.tokens[p], state) for p in range(row.start + 1, last + 1)]
         if row.samples:
-            self._sample(row, held, result)
+            self._sample(row, state, result)
         return result
 
-    def _check_start(self, row: Row, held: _Slot) -> None:
-        if held.begun:
-            self._demand(row.start == held.computed, f"slot {row.slot} goes on at {row.start}, and has {held.computed} computed")
+    def _check_start(self, row: StepRow, state: _Slot) -> None:
+        if state.begun:
+            self._require(row.start == state.computed, f"slot {row.slot} goes on at {row.start}, and has {state.computed} computed")
         else:
-            self._demand(row.start % self.block_size == 0, f"slot {row.slot} begins at {row.start}, inside a block")
-        held.begun = True
+            self._require(row.start % self.block_size == 0, f"slot {row.slot} begins at {row.start}, inside a block")
+        state.begun = True
         end = row.start + row.count
-        self._demand(end <= len(held.tokens), f"slot {row.slot} computes position {end - 1} of {len(held.tokens)} tokens")
-        self._demand(end < self.max_seq_len, f"slot {row.slot} would grow beyond {self.max_seq_len} tokens")
-        self._demand(
-            row.samples == (end == len(held.tokens)), f"slot {row.slot} samples={row.samples} at {end} of {len(held.tokens)}"
+        self._require(end <= len(state.tokens), f"slot {row.slot} computes position {end - 1} of {len(state.tokens)} tokens")
+        self._require(end < self.max_seq_len, f"slot {row.slot} would grow beyond {self.max_seq_len} tokens")
+        self._require(
+            row.samples == (end == len(state.tokens)), f"slot {row.slot} samples={row.samples} at {end} of {len(state.tokens)}"
         )
 
-    def _check_tokens(self, row: Row, held: _Slot) -> None:
+    def _check_tokens(self, row: StepRow, state: _Slot) -> None:
         if row.tokens:
-            self._demand(row.tokens == held.tokens[row.start : row.start + row.count], f"slot {row.slot} has other tokens")
+            self._require(row.tokens == state.tokens[row.start : row.start + row.count], f"slot {row.slot} has other tokens")
         else:
-            known = held.sampled and row.count == 1 and row.start == len(held.tokens) - 1
-            self._demand(known, f"slot {row.slot} has no tokens, and none was sampled into it")
+            known = state.sampled and row.count == 1 and row.start == len(state.tokens) - 1
+            self._require(known, f"slot {row.slot} has no tokens, and none was sampled into it")
 
-    def _extend_table(self, row: Row, held: _Slot) -> None:
+    def _extend_table(self, row: StepRow, state: _Slot) -> None:
         live = 0 if self.window is None else max(0, row.start - self.window) // self.block_size
         for block in row.blocks:
-            self._demand(0 <= block < len(self._holders), f"block {block} does not exist")
-            if len(held.table) >= live:
+            self._require(0 <= block < len(self._holders), f"block {block} does not exist")
+            if len(state.table) >= live:
                 self._holders[block].add(row.slot)
-            held.table.append(block)
-        held.first_live = max(held.first_live, live)
-        room = len(held.table) * self.block_size
-        self._demand(row.start + row.count <= room, f"slot {row.slot} has blocks for {room} positions")
+            state.table.append(block)
+        state.first_live = max(state.first_live, live)
+        capacity = len(state.table) * self.block_size
+        self._require(row.start + row.count <= capacity, f"slot {row.slot} has blocks for {capacity} positions")
 
-    def _read(self, row: Row, held: _Slot) -> None:
+    def _read(self, row: StepRow, state: _Slot) -> None:
         """Everything that the row's attention looks back to must be there, and be this request's own past."""
         for position in range(max(0, row.start - self._reach + 1), row.start):
-            found = self._cells[held.table[position // self.block_size] * self.block_size + position % self.block_size]
-            expected = (position, held.cells[position])
-            self._demand(found == expected, f"slot {row.slot} reads {found} where {expected} should be")
+            cell = self._cells[state.table[position // self.block_size] * self.block_size + position % self.block_size]
+            expected = (position, state.cells[position])
+            self._require(cell == expected, f"slot {row.slot} reads {cell} where {expected} should be")
 
-    def _write(self, row: Row, held: _Slot) -> None:
+    def _write(self, row: StepRow, state: _Slot) -> None:
         size = self.block_size
         for index in range(row.start // size, (row.start + row.count - 1) // size + 1):
-            holders = self._holders[held.table[index]]
-            self._demand(holders == {row.slot}, f"slot {row.slot} writes block {held.table[index]}, held by slots {holders}")
+            holders = self._holders[state.table[index]]
+            self._require(holders == {row.slot}, f"slot {row.slot} writes block {state.table[index]}, held by slots {holders}")
         for position in range(row.start, row.start + row.count):
-            self._cells[held.table[position // size] * size + position % size] = (position, held.cells[position])
+            self._cells[state.table[position // size] * size + position % size] = (position, state.cells[position])
 
-    def _sample(self, row: Row, held: _Slot, result: RowResult) -> None:
-        asked = held.admission
-        out = len(held.tokens) - asked.prompt_length
-        forbidden = asked.stop_token_ids if out < asked.params.min_tokens else ()
-        token = _choose(held.cells[-1], asked.params, asked.seed, self.vocab_size, forbidden, row.mask)
-        held.cells.append(_extend(held.cells[-1], token))
-        held.tokens.append(token)
-        held.sampled = True
+    def _sample(self, row: StepRow, state: _Slot, result: RowResult) -> None:
+        assignment = state.assignment
+        params, out = assignment.params, len(state.tokens) - assignment.prompt_length
+        forbidden = assignment.stop_token_ids if out < params.min_tokens else ()
+        token = _choose(state.cells[-1], params, assignment.seed, self.vocab_size, forbidden, row.mask)
+        state.cells.append(_extend(state.cells[-1], token))
+        state.tokens.append(token)
+        state.sampled = True
         result.token = token
-        if asked.params.logprobs is not None:
-            result.logprobs = self._logprobs(token, held)
+        if params.logprobs is not None:
+            result.logprobs = self._logprobs(token, state)
 
-    def _logprobs(self, token: int, held: _Slot) -> TokenLogprobs:
-        """Plausible numbers: the chosen token is the likeliest, and each alternative is half as likely as the one before it."""
-        wanted = held.admission.params.logprobs or held.admission.params.prompt_logprobs or 0
+    def _logprobs(self, token: int, state: _Slot) -> TokenLogprobs:
+        """Plausible numbers: the chosen token is the most likely, and each alternative is half as likely as the one before it."""
+        wanted = state.assignment.params.logprobs or state.assignment.params.prompt_logprobs or 0
         top = [((token + n) % self.vocab_size, -0.7 * (n + 1)) for n in range(min(wanted, self.vocab_size))]
         return TokenLogprobs(token, -0.7, 1, top)
 
-    def _drop(self, slot: int, held: _Slot, live: int) -> None:
-        """The slot no longer holds the blocks before entry `live` of its table."""
-        for block in held.table[held.first_live : live]:
+    def _drop(self, slot: int, state: _Slot, live: int) -> None:
+        """The slot releases the blocks before entry `live` of its table."""
+        for block in state.table[state.first_live : live]:
             self._holders[block].discard(slot)
-        held.first_live = max(held.first_live, live)
+        state.first_live = max(state.first_live, live)
 
-    def _demand(self, holds: bool, otherwise: str) -> None:
-        if not holds:
-            raise StepDiverged(f"step {self._number} breaks a rule", why=otherwise, next="report this with the log")
+    def _require(self, valid: bool, violation: str) -> None:
+        if not valid:
+            raise StepDiverged(f"step {self._number} breaks a rule", why=violation, next="report this with the log")
 
 
 class FakeExecutor:
-    """An Executor of one pretended rank per stage. Every step is checked; results come `latency` seconds after a step began.
+    """An Executor with one imagined rank per stage. Every step is checked; results come `latency` seconds after a step began.
 
     Stages overlap: with n of them, n steps take little longer than one. Other sizes as in StepChecker.
     """
@@ -244,6 +247,18 @@ class FakeExecutor:
         self._closed = False
         if latency:
             threading.Thread(target=self._wait, name="fake ranks", daemon=True).start()
+
+    @classmethod
+    def from_options(cls, options: EngineOptions, shape: ModelShape, settings: dict[str, Any]) -> FakeExecutor:
+        """settings: "num_blocks" and "latency", both optional."""
+        assert options.max_seq_len is not None
+        assert options.max_num_tokens is not None
+        blocks = settings.get("num_blocks", 512 + 8 * options.max_seq_len // options.kv_block_size)
+        return cls.of(
+            vocab_size=shape.vocab_size, num_blocks=blocks, block_size=options.kv_block_size, max_batch_size=options.max_batch_size,
+            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=shape.window,
+            pipeline_stages=options.pipeline_parallel_size, latency=settings.get("latency", 0.0),
+        )  # fmt: skip
 
     @classmethod
     def of(
@@ -290,16 +305,16 @@ class FakeExecutor:
     def collect(self) -> list[StepResult]:
         with contextlib.suppress(BlockingIOError):
             os.read(self._read, 4096)  # before looking: what comes later wakes the poller again
-        found = []
+        results = []
         while self._ready:
-            found.append(self._ready.popleft())
-        return found
+            results.append(self._ready.popleft())
+        return results
 
     def waitables(self) -> list[Any]:
         return [self._read]
 
     def stats(self) -> RankStats:
-        return RankStats({rank: {"total": 0} for rank in range(self._stages)}, {}, {})
+        return RankStats({rank: {"total": 0} for rank in range(self._stages)}, {}, {}, {})
 
     def shutdown(self) -> None:
         with self._changed:

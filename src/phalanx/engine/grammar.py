@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a grammar takes next: `Matcher`, one per guided request.
+"""Structured output inside the engine: `Matcher`, one per constrained request, tells which tokens its grammar allows next.
 
-`Guide.compiled` names two files that `serve.grammar` wrote on this host, since together they have megabytes: what xgrammar needs to
-know of the tokenizer, and the compiled grammar. Their names are digests of their content, so that each is read once.
+`StructuredOutputParams.compiled` names two files that serve wrote on this host, since together they have megabytes: xgrammar's view
+of the tokenizer, and the compiled grammar. Their names are digests of their content, so each is read once.
 xgrammar is imported when the first matcher is made, or by `warm`: it brings torch, which takes seconds.
 """
 
@@ -10,23 +10,56 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from phalanx.errors import RequestError
+from phalanx.engine.messages import AddRequest
+from phalanx.errors import PhalanxError, RequestError
+
+
+class TokenMatcher(Protocol):
+    """What a constrained request needs of its grammar; `Matcher` is the implementation."""
+
+    def mask(self) -> bytes:
+        """The tokens that may come next: int32 words of (vocab_size + 31) // 32, little endian."""
+
+    def accept(self, token: int) -> None: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+OpenMatcher = Callable[[str], TokenMatcher]
 
 
 def warm() -> None:
-    """Import what a Matcher needs. For a thread at start-up, so that the first guided request does not pay for it."""
+    """Import what a Matcher needs. For a thread, so that the loop does not wait while the first constrained request does."""
     import xgrammar  # noqa: F401
 
 
-class Matcher:
-    """Follows one request's output through its grammar.
+def request_matcher(add: AddRequest, open_matcher: OpenMatcher) -> TokenMatcher | None:
+    """The matcher of a request; None where it is unconstrained. Raises RequestError when its grammar was not compiled, or not into
+    something readable."""
+    params = add.params.structured_output
+    if params is None:
+        return None
+    if not params.compiled:
+        raise RequestError("structured output has no compiled grammar", next="compile it in serve")
+    try:
+        return open_matcher(params.compiled)
+    except PhalanxError:
+        raise
+    except Exception as error:
+        raise RequestError("the compiled grammar cannot be read", why=repr(error), next="compile it again") from error
 
-    compiled: Guide.compiled. Raises RequestError when what it names cannot be read.
+
+class Matcher:
+    """Follows the output of one request through its grammar.
+
+    compiled: StructuredOutputParams.compiled. Raises RequestError when the files that it names cannot be read.
     """
 
     def __init__(self, compiled: str) -> None:
@@ -35,12 +68,12 @@ class Matcher:
         grammar = _grammar(compiled)
         info = grammar.tokenizer_info
         self._stops = frozenset(info.stop_token_ids)
-        # Without a stop token, nothing but the end of the grammar can end it.
+        # Without a stop token, only the end of the grammar can end it.
         self._matcher = xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=not self._stops)
         self._words = np.zeros((1, (info.vocab_size + 31) // 32), dtype=np.int32)
         # xgrammar leaves the bits behind the last token set.
         bits = np.arange(32 * self._words.size) < info.vocab_size
-        self._known = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32).reshape(self._words.shape)
+        self._vocabulary = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32).reshape(self._words.shape)
 
     @property
     def finished(self) -> bool:
@@ -48,29 +81,27 @@ class Matcher:
         return bool(self._matcher.is_terminated())
 
     def mask(self) -> bytes:
-        """Row.mask for the next token: bit t is set where token t may come. A stop token may come once the text is complete; when
-        finished, nothing but a stop token may (or, where the model has none, anything: the request is over)."""
+        """StepRow.mask for the next token: bit t is set where token t is allowed. A stop token is allowed once the text is
+        complete. When finished, only a stop token is allowed (or, where the model has none, any token: the request is over)."""
         if not self.finished:
             self._matcher.fill_next_token_bitmask(self._words)
-            return (self._words & self._known).astype("<i4").tobytes()
-        words = np.zeros_like(self._words) if self._stops else self._known.copy()
+            return (self._words & self._vocabulary).astype("<i4").tobytes()
+        words = np.zeros_like(self._words) if self._stops else self._vocabulary.copy()
         for token in self._stops:
             words.view(np.uint32)[0, token // 32] |= np.uint32(1 << token % 32)
         return words.astype("<i4").tobytes()
 
     def accept(self, token: int) -> None:
-        """Take the token that was sampled; once finished, whatever comes is ignored. Raises RequestError when it does not fit."""
+        """Take the token that was sampled; once finished, any token is ignored. Raises RequestError when the grammar rejects it."""
         if not self.finished and not self._matcher.accept_token(token):
             self._matcher.fill_next_token_bitmask(self._words)
-            if not (self._words & self._known).any():  # whatever is sampled then
+            if not (self._words & self._vocabulary).any():  # no token is allowed, so whichever is sampled is rejected
                 raise RequestError(
-                    "an answer under a grammar was asked for", held="no token of this model may follow what is written of it",
-                    why="the grammar leads on to what no text satisfies, or to characters that this model has no tokens for",
-                    next="change the grammar",
+                    "structured output reached a dead end", held="the grammar allows no token of this vocabulary here",
+                    why="it leads to a branch that no text satisfies, or to characters for which this model has no tokens",
+                    next="check the grammar for unreachable or unsatisfiable branches",
                 )  # fmt: skip
-            raise RequestError(
-                f"token {token} was sampled under a grammar", why="the grammar does not take it there", next="report this as a bug"
-            )
+            raise RequestError(f"the grammar rejects the sampled token {token}", next="report this as a bug")
 
 
 @functools.lru_cache(maxsize=64)
@@ -83,8 +114,8 @@ def _grammar(compiled: str) -> Any:
         return xgrammar.CompiledGrammar.deserialize_json(text, _tokenizer_info(files["tokenizer"]))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise RequestError(
-            "this request's compiled grammar cannot be read", held=str(error) or type(error).__name__,
-            why="it has left the cache, or was compiled by another version or on another host", next="ask again",
+            "the compiled grammar of this request cannot be read", held=str(error) or type(error).__name__,
+            why="it has left the cache, or was compiled by another version or on another host", next="send the request again",
         ) from None  # fmt: skip
 
 
@@ -93,3 +124,8 @@ def _tokenizer_info(path: str) -> Any:
     import xgrammar
 
     return xgrammar.TokenizerInfo.deserialize_json(Path(path).read_text(encoding="utf-8"))
+
+
+def open_matcher(compiled: str) -> TokenMatcher:
+    """The matcher of a compiled grammar."""
+    return Matcher(compiled)

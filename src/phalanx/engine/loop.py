@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's loop: it stands between one client and the ranks, and never waits for either alone.
+"""The engine's loop: it connects one client with the ranks, and never waits for one of them alone.
 
-client -> (Add, Abort, ...) -> scheduler -> Step -> executor -> StepResult -> scheduler -> (Update, ...) -> client
+client -> (AddRequest, Abort, ...) -> scheduler -> Step -> executor -> StepResult -> scheduler -> (RequestUpdate, ...) -> client
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from phalanx.engine.messages import Abort, Add, AskStats, Beat, Failed, FromEngine, Refused, Shutdown, Stopped, ToEngine
+from phalanx.engine.messages import (
+    Abort,
+    AddRequest,
+    ClientToEngine,
+    EngineToClient,
+    Failed,
+    GetStats,
+    Heartbeat,
+    RequestRejected,
+    Shutdown,
+    Stopped,
+)
 from phalanx.engine.scheduler import Scheduler
 from phalanx.errors import EngineClosed, EngineError, OptionError, PhalanxError
 from phalanx.log import get_logger
@@ -26,36 +37,36 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 STATS_SECONDS = 0.5
 QUIET_SECONDS = 2.0
-"""For how long there must have been no work before the accounting is checked: a request that comes meanwhile waits for that."""
+"""How long the engine must have been idle before the accounting is checked: a request that comes during the check waits for it."""
 _MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
-_FRAMES_PER_TURN = 512  # so that a flood of messages does not keep the ranks waiting
+_FRAMES_PER_STEP = 512  # so that a flood of messages does not keep the ranks waiting
 
 _encode = msgspec.msgpack.Encoder().encode
-decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_engine = msgspec.msgpack.Decoder(ClientToEngine).decode
 
 
 class ClientSocket(Protocol):
-    """What the loop needs of the client's end: a zmq DEALER, or a stand-in that a zmq.Poller takes."""
+    """What the loop needs of its socket to the client: a zmq DEALER, or a fake that a zmq.Poller accepts."""
 
     def recv_multipart(self, flags: int = 0) -> list[bytes]: ...
     def send(self, data: bytes, flags: int = 0) -> Any: ...
 
 
 def warm_grammars() -> None:
-    """Load what grammars need: seconds of imports, paid by the first guided request and by nobody else."""
+    """Import what grammars need, which takes seconds. Only the first constrained request waits for it."""
     from phalanx.engine.grammar import warm
 
     warm()
 
 
 class Loop:
-    """Runs requests until it is told to stop or the ranks fail. Every message is a frame; a turn sends its frames as one multipart
-    message.
+    """Runs requests until it is told to stop or the ranks fail. Every message is a frame; an iteration sends its frames as one
+    multipart message.
 
-    `backlog`: frames that came before the loop began. `warm` runs on a thread when the first guided request comes.
+    `backlog`: frames that came before the loop began. `warm` runs on a thread when the first constrained request comes.
     """
 
     def __init__(
@@ -64,10 +75,10 @@ class Loop:
     ) -> None:  # fmt: skip
         self._socket, self._executor, self._scheduler, self._clock = socket, executor, scheduler, clock
         self._frames = list(backlog)
-        self._outbox: list[FromEngine] = []  # encoded as they leave, after ranks have their step
-        self._beat_due = self._stats_due = clock()
-        self._rested = True  # since the last work, clients were told that there is none
-        self._check_due: float | None = None  # when the accounting of that work is to be checked
+        self._outbox: list[EngineToClient] = []  # encoded when they are sent, after the ranks have their step
+        self._heartbeat_due = self._stats_due = clock()
+        self._idle_reported = True  # the client has the statistics of the idle engine
+        self._check_due: float | None = None  # when the accounting is to be checked
         self._stopping = False
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -75,10 +86,10 @@ class Loop:
         self._poller = zmq.Poller()
         self._warm = warm
         self._warmed = threading.Event()
-        self._held: list[Add] = []  # guided requests that came before grammars were loaded
+        self._delayed: list[AddRequest] = []  # constrained requests that came before grammars were imported
 
     def run(self) -> int:
-        """Turn until the end; returns an exit status, 0 if the engine was asked to end. The executor is shut down then."""
+        """Iterate until the end; returns an exit status, 0 if the engine was asked to end. The executor is shut down then."""
         try:
             while not self._stopping:
                 self.step()
@@ -86,23 +97,24 @@ class Loop:
                 self._check()
         except Exception as raised:
             error = raised if isinstance(raised, PhalanxError) else _unexpected(raised)
-            self._refuse_everybody(error)
-            self._say(Failed(error.to_wire()))
+            self._reject_all(error)
+            self._queue(Failed(error.to_wire()))
             self._send()
             self._executor.shutdown()
             return 1
-        self._refuse_everybody(EngineClosed("the engine was shut down"))
+        self._reject_all(EngineClosed("the engine was shut down"))
         self._send()  # before ranks take their time to end
         self._executor.shutdown()
-        self._say(Stopped())
+        self._queue(Stopped())
         self._send()
         return 0
 
     def step(self) -> None:
-        """One turn. What has come is settled before the next step is made, and ranks have that before anybody is told."""
+        """One iteration. Results are processed before the next step is made, and the ranks get that step before the client hears of
+        the results."""
         self._wait()
-        self._take_in()
-        self._settle()
+        self._receive()
+        self._process_results()
         self._submit()
         self._report()
         self._send()
@@ -110,27 +122,27 @@ class Loop:
             self._check()
 
     def stop(self) -> None:
-        """End `run` after this turn. May be called from a signal handler or another thread."""
+        """End `run` after this iteration. May be called from a signal handler or another thread."""
         self._stopping = True
         self._wake()
 
-    # ---- the parts of a turn -----------------------------------------------------------------------------------------
+    # ---- the parts of an iteration -----------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Until something comes from the client or the ranks, or a message is due."""
+        """Wait until something comes from the client or the ranks, or a message is due."""
         waitables = [self._socket, self._wake_read, *self._executor.waitables()]
         if waitables != self._polled:
             self._poller, self._polled = zmq.Poller(), waitables
             for waitable in waitables:
                 self._poller.register(waitable, zmq.POLLIN)
-        due = min(self._beat_due, (self._check_due or self._beat_due) if self._scheduler.idle else self._stats_due)
+        due = min(self._heartbeat_due, (self._check_due or self._heartbeat_due) if self._scheduler.idle else self._stats_due)
         seconds = 0.0 if self._frames else max(0.0, due - self._clock())
         self._poller.poll(min(int(seconds * 1000) + 1, 1000) if seconds else 0)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
-    def _take_in(self) -> None:
-        while len(self._frames) < _FRAMES_PER_TURN:
+    def _receive(self) -> None:
+        while len(self._frames) < _FRAMES_PER_STEP:
             try:
                 self._frames += self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -138,15 +150,15 @@ class Loop:
         frames, self._frames = self._frames, []
         for frame in frames:
             self._take(frame)
-        if self._held and self._warmed.is_set():
-            held, self._held = self._held, []
-            for add in held:
+        if self._delayed and self._warmed.is_set():
+            delayed, self._delayed = self._delayed, []
+            for add in delayed:
                 self._add(add)
 
-    def _settle(self) -> None:
+    def _process_results(self) -> None:
         for result in self._executor.collect():
-            for said in self._scheduler.settle(result):
-                self._say(said)
+            for message in self._scheduler.process_result(result):
+                self._queue(message)
 
     def _submit(self) -> None:
         while (step := self._scheduler.schedule()) is not None:
@@ -154,20 +166,20 @@ class Loop:
 
     def _report(self) -> None:
         now = self._clock()
-        if now >= self._beat_due:
-            self._say(Beat())
-            self._beat_due = now + BEAT_SECONDS
+        if now >= self._heartbeat_due:
+            self._queue(Heartbeat())
+            self._heartbeat_due = now + HEARTBEAT_SECONDS
         if not self._scheduler.idle:
-            self._rested, self._check_due = False, None
+            self._idle_reported, self._check_due = False, None
             if now >= self._stats_due:
-                self._say_stats()
+                self._queue_stats()
                 self._stats_due = now + STATS_SECONDS
-        elif not self._rested:
-            self._rested, self._check_due = True, now + QUIET_SECONDS
-            self._say_stats()  # gauges fall to zero
+        elif not self._idle_reported:
+            self._idle_reported, self._check_due = True, now + QUIET_SECONDS
+            self._queue_stats()  # the gauges of an idle engine
 
     def _check(self) -> None:
-        """Verify what the last work left. Raises EngineError where the accounting is broken."""
+        """Verify the accounting of blocks and slots. Raises EngineError where it is broken."""
         self._check_due = None
         self._scheduler.check()
 
@@ -185,65 +197,67 @@ class Loop:
         try:
             message = decode_to_engine(frame)
         except (msgspec.DecodeError, ValueError) as error:
-            self._refuse_unreadable(frame, error)
+            self._reject_unreadable(frame, error)
             return
         match message:
-            case Add():
+            case AddRequest():
                 self._add(message)
             case Abort():
                 for request_id in message.request_ids:
                     self._scheduler.abort(request_id)
-                    self._held = [add for add in self._held if add.request_id != request_id]
-            case AskStats():
-                self._say_stats()
+                    self._delayed = [add for add in self._delayed if add.request_id != request_id]
+            case GetStats():
+                self._queue_stats()
             case Shutdown():
                 self._stopping = True
 
-    def _add(self, add: Add) -> None:
-        if add.params.guide is not None and not self._warmed.is_set():
-            self._hold(add)
+    def _add(self, add: AddRequest) -> None:
+        if add.params.structured_output is not None and not self._warmed.is_set():
+            self._delay(add)
             return
         try:
             self._scheduler.add(add)
         except PhalanxError as error:
-            self._say(Refused(add.request_id, error.to_wire()))
+            self._queue(RequestRejected(add.request_id, error.to_wire()))
 
-    def _hold(self, add: Add) -> None:
-        """Let a guided request wait until grammars are loaded; the others go on meanwhile."""
+    def _delay(self, add: AddRequest) -> None:
+        """Let a constrained request wait until grammars are imported; the others go on meanwhile."""
 
         def load() -> None:
             try:
                 self._warm()
-            except Exception as error:  # the first matcher fails in the same way, and refuses its request
+            except Exception as error:  # the first matcher fails in the same way, and rejects its request
                 logger.warning("grammars cannot be loaded: %r", error)
             self._warmed.set()
             self._wake()
 
-        self._held.append(add)
-        if len(self._held) == 1:
+        self._delayed.append(add)
+        if len(self._delayed) == 1:
             threading.Thread(target=load, name="load grammars", daemon=True).start()
 
-    def _refuse_unreadable(self, frame: bytes, error: Exception) -> None:
-        """A request that does not decode is refused by its id, if that much can be read; the engine goes on."""
+    def _reject_unreadable(self, frame: bytes, error: Exception) -> None:
+        """Reject a request that does not decode, if its id can be read; the engine goes on."""
         logger.warning("a message of %d bytes does not decode: %s", len(frame), error)
         with contextlib.suppress(msgspec.DecodeError, ValueError):
             parts = msgspec.msgpack.decode(frame)
-            if isinstance(parts, list) and len(parts) > 1 and parts[0] == "Add" and isinstance(parts[1], str):
-                refusal = OptionError(f"request {parts[1]!r} was sent", why=str(error), next="send what messages.Add holds")
-                self._say(Refused(parts[1], refusal.to_wire()))
+            if isinstance(parts, list) and len(parts) > 1 and parts[0] == AddRequest.__name__ and isinstance(parts[1], str):
+                rejection = OptionError(
+                    f"request {parts[1]!r} cannot be decoded", why=str(error), next="send the fields of messages.AddRequest"
+                )
+                self._queue(RequestRejected(parts[1], rejection.to_wire()))
 
-    def _refuse_everybody(self, error: PhalanxError) -> None:
+    def _reject_all(self, error: PhalanxError) -> None:
         wire = error.to_wire()
-        for request_id in [*self._scheduler.open_ids, *(add.request_id for add in self._held)]:
-            self._say(Refused(request_id, wire))
+        for request_id in [*self._scheduler.open_ids, *(add.request_id for add in self._delayed)]:
+            self._queue(RequestRejected(request_id, wire))
 
-    def _say(self, message: FromEngine) -> None:
+    def _queue(self, message: EngineToClient) -> None:
         self._outbox.append(message)
 
-    def _say_stats(self) -> None:
+    def _queue_stats(self) -> None:
         stats = self._scheduler.stats()
-        stats.rank_bytes, stats.allreduce, stats.ran = self._executor.stats()
-        self._say(stats)
+        stats.rank_bytes, stats.allreduce, stats.ran, stats.rank_gauges = self._executor.stats()
+        self._queue(stats)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -251,7 +265,6 @@ class Loop:
 
 
 def _unexpected(raised: Exception) -> EngineError:
-    """A bug of ours, as an error that an asker can read."""
+    """The error that clients get for a bug."""
     logger.exception("the engine cannot go on")
-    return EngineError("a request was running", held="the engine met an error that it does not know", why=repr(raised),
-                       next="report this with the engine's log")  # fmt: skip
+    return EngineError("the engine failed with an unexpected error", why=repr(raised), next="report this with the engine's log")

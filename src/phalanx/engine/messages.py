@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between processes: typed msgspec structs, no pickles, no torch.
+"""The messages between processes: typed msgspec structs, no pickles, no torch.
 
-Three seams: client <-> engine (`Add`, `Abort`, ... / `Started`, `Update`, ...), engine -> ranks (`Step`), ranks -> engine
-(`StepResult`, and the facts each rank reports while it starts).
+Three directions: client <-> engine (`AddRequest`, ... / `Started`, `RequestUpdate`, ...), engine -> ranks (`Step`), ranks ->
+engine (`StepResult`, and the facts that each rank reports while it starts). `executor.protocol` wraps the last two.
 
-gc=False: of these there are hundreds a step, and none can be part of a cycle.
+gc=False: there are hundreds of these per step, and none can be part of a cycle.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 
-STEP_KINDS = DECODE_GRAPH, PROMPT_GRAPH, EAGER = ("decode graph", "prompt graph", "eager")
-"""How a step runs: replayed with rows of one token that all sample, replayed with any rows, or launched kernel by kernel."""
+STEP_KINDS = DECODE_GRAPH, MIXED_GRAPH, EAGER = ("decode graph", "prompt graph", "eager")
+"""How a step runs: as a graph of decode rows that all sample, as a graph of any rows (decode and prefill), or launched kernel by
+kernel. The names are labels of metrics."""
 
 # ---- client -> engine ------------------------------------------------------------------------------------------------
 
 
-class Add(msgspec.Struct, tag=True, array_like=True):
-    """A request: one completion of one prompt (n > 1 is fanned out by the client). Answered by Updates or one Refused."""
+class AddRequest(msgspec.Struct, tag=True, array_like=True):
+    """A request: one completion of one prompt (the client splits n > 1 into several). Answered by RequestUpdates or one
+    RequestRejected."""
 
     request_id: str
     token_ids: list[int]
@@ -32,20 +34,20 @@ class Add(msgspec.Struct, tag=True, array_like=True):
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
-    """Forget these requests, wherever they are; their blocks are free when in-flight steps have settled. No answer."""
+    """Drop these requests, wherever they are. No answer."""
 
     request_ids: list[str]
 
 
-class AskStats(msgspec.Struct, tag=True, array_like=True):
+class GetStats(msgspec.Struct, tag=True, array_like=True):
     """Answered by one Stats."""
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
-    """End the engine and its ranks now; every request still there gets a Refused(EngineClosed). Answered by Stopped."""
+    """End the engine and its ranks now; every open request gets a RequestRejected(EngineClosed). Answered by Stopped."""
 
 
-ToEngine = Add | Abort | AskStats | Shutdown
+ClientToEngine = AddRequest | Abort | GetStats | Shutdown
 
 # ---- engine -> client ------------------------------------------------------------------------------------------------
 
@@ -56,32 +58,32 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     token: int
     logprob: float
     rank: int  # 1 is the most likely token
-    top: list[tuple[int, float]] = []  # as many alternatives as were asked for, most likely first
+    top: list[tuple[int, float]] = []  # as many alternatives as the request wants, most likely first
 
 
-class Update(msgspec.Struct, tag=True, array_like=True, gc=False):
+class RequestUpdate(msgspec.Struct, tag=True, array_like=True, gc=False):
     """New tokens of one request, in order, exactly once. The last one has a finish_reason."""
 
     request_id: str
     tokens: list[int]
-    logprobs: list[TokenLogprobs] = []  # one per token where asked for
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # whole, once, in the first Update; [0] is None
+    logprobs: list[TokenLogprobs] = []  # one per token, where the request wants them
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # all of them, in the first update only; [0] is None
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | None = None  # the stop token id that ended it, unless that is an eos
-    cached_tokens: int = 0  # prompt tokens that the prefix cache held
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
-class Refused(msgspec.Struct, tag=True, array_like=True):
-    """This request cannot be run, or not to its end. `error` is PhalanxError.to_wire()."""
+class RequestRejected(msgspec.Struct, tag=True, array_like=True):
+    """This request cannot be run, or cannot be finished. `error` is PhalanxError.to_wire()."""
 
     request_id: str
     error: dict[str, str]
 
 
 class RankFacts(msgspec.Struct, array_like=True):
-    """What one rank reports once it is ready. Bytes by kind: "weights", "activations" (the most that the largest steps held beside
-    them), "kv", "graphs", "total" (of the device what torch's allocator holds; on CPU of memory what the process does) and
-    "capacity" (of the device, or the host)."""
+    """What one rank reports once it is ready. Bytes by kind: "weights", "activations" (their peak in the largest steps), "kv",
+    "graphs", "total" (what torch's allocator has of the device; on CPU what the process has of memory) and "capacity" (of the
+    device, or the host)."""
 
     rank: int
     node: int
@@ -94,7 +96,7 @@ class RankFacts(msgspec.Struct, array_like=True):
 
 
 class EngineFacts(msgspec.Struct, array_like=True):
-    """What the engine settled on, and the line of facts at the end of start-up."""
+    """The resolved size and layout of the engine, and how its start went."""
 
     model: str
     dtype: str
@@ -121,14 +123,14 @@ class Started(msgspec.Struct, tag=True, array_like=True):
 
 
 class Stats(msgspec.Struct, tag=True, array_like=True):
-    """Counters since start, and gauges of now. Sent twice a second while there is work, and when asked for."""
+    """Counters since the start, and gauges of now. Sent twice a second while there is work, and as the answer to GetStats."""
 
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0
     steps: int = 0
     blocks_total: int = 0
-    blocks_referenced: int = 0  # held by requests; cached but unreferenced blocks do not count
+    blocks_referenced: int = 0  # by requests; cached but unreferenced blocks do not count
     preemptions: int = 0
     prefix_queries: int = 0  # tokens
     prefix_hits: int = 0  # tokens
@@ -137,56 +139,58 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     rank_bytes: dict[int, dict[str, int]] = {}
     allreduce: dict[str, int] = {}  # "ONESHOT/RESIDUAL_RMS_NORM" -> calls, on rank 0
     ran: dict[str, int] = {}  # "decode graph/steps", "/tokens" and "/padding" (tokens), and so for each of STEP_KINDS, on rank 0
+    rank_gauges: dict[int, dict[str, float]] = {}  # of each rank's GPU, as `hardware.gauges` names them
 
 
 class RankStats(NamedTuple):
-    """What ranks report beside results. bytes: by kind, for each rank; of rank 0, allreduce: calls by "STRATEGY/FUSION", ran: see
-    `Stats`."""
+    """What ranks report beside results. bytes: by rank and kind. Of rank 0: allreduce, calls by "STRATEGY/FUSION"; ran, see
+    `Stats`. gauges: of each rank's GPU."""
 
     bytes: dict[int, dict[str, int]]
     allreduce: dict[str, int]
     ran: dict[str, int]
+    gauges: dict[int, dict[str, float]]
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
-    """The engine cannot go on and is ending; every open request gets this error. Also sent when start-up fails."""
+    """The engine cannot go on and ends; every open request gets this error. Also sent when the start fails."""
 
     error: dict[str, str]
 
 
 class Stopped(msgspec.Struct, tag=True, array_like=True):
-    """The engine and its ranks have ended as asked."""
+    """The engine and its ranks have ended, as the client asked."""
 
 
-class Beat(msgspec.Struct, tag=True, array_like=True):
-    """A sign of life, once a second."""
+class Heartbeat(msgspec.Struct, tag=True, array_like=True):
+    """The engine's heartbeat, once a second."""
 
 
-FromEngine = Update | Refused | Started | Stats | Failed | Stopped | Beat
+EngineToClient = RequestUpdate | RequestRejected | Started | Stats | Failed | Stopped | Heartbeat
 
 # ---- engine -> ranks -------------------------------------------------------------------------------------------------
 
 
-class Admission(msgspec.Struct, array_like=True):
-    """A request takes a slot (0 .. max_batch_size-1): its sampler state and block table begin anew.
+class SlotAssignment(msgspec.Struct, array_like=True):
+    """A request takes a slot (0 .. max_batch_size-1): the sampler state and the block table of the slot are reset.
 
-    `token_ids` are all tokens known so far (prompt, and output from before a preemption); the first `prompt_length` are prompt.
+    `token_ids` are all tokens known so far (the prompt, and output from before a preemption); the first `prompt_length` are prompt.
     """
 
     slot: int
     token_ids: list[int]
     prompt_length: int
     params: SamplingParams
-    seed: int  # concrete: from the params, else drawn by the engine
+    seed: int  # from the params, else drawn by the engine
     stop_token_ids: list[int] = []  # forbidden while fewer than min_tokens are out
 
 
-class Row(msgspec.Struct, array_like=True, gc=False):
-    """One request's part of one forward: positions start .. start+count-1.
+class StepRow(msgspec.Struct, array_like=True, gc=False):
+    """One request's part of a step: positions start .. start+count-1. A decode row has one token, a prefill row several.
 
-    `tokens` holds their ids; it is empty for a row of one token whose id is what an earlier step sampled into the slot (the
-    engine need not know it yet). `blocks` are appended to the slot's block table before the forward; the table's entry for a block
-    that left the sliding window goes stale and is never read. `samples`: the last position yields a token, written to the slot.
+    `tokens` holds their ids; it is empty for a row of one token whose id was sampled into the slot by an earlier step (the engine
+    need not know it yet). `blocks` are appended to the slot's block table before the forward; the table's entry for a block that
+    left the sliding window goes stale and is never read. `samples`: the last position yields a token, written to the slot.
     `mask`: xgrammar's token bitmask for that token, int32 words of (vocab_size + 31) // 32, little endian.
     """
 
@@ -200,26 +204,32 @@ class Row(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepBatch(msgspec.Struct, array_like=True):
-    """One dp index's part of a step: applied in this order. Rows of one token (decodes) come first."""
+    """One dp index's part of a step, applied in this order. Rows of one token come first."""
 
     released: list[int] = []  # slots whose request has left
-    admitted: list[Admission] = []
-    rows: list[Row] = []
+    admitted: list[SlotAssignment] = []
+    rows: list[StepRow] = []
 
 
 class Step(msgspec.Struct, array_like=True):
-    """One turn of the loop. Numbers count from 1 without a gap; a rank that sees a gap stops with StepDiverged."""
+    """One forward of all ranks. Numbers count from 1 without a gap; a rank that sees a gap stops with StepDiverged."""
 
     number: int
     batches: list[StepBatch]  # one per dp index, possibly empty
 
 
+def max_rows_per_step(max_batch_size: int, pipeline_stages: int) -> int:
+    """Rows of a step, at most, on each rank of each stage. The running requests are divided among the stages, and a step has those
+    of one. The scheduler makes no step with more rows, however few steps are in flight; ranks prepare for no more."""
+    return -(-max_batch_size // pipeline_stages)
+
+
 class RowResult(msgspec.Struct, array_like=True, gc=False):
-    """What one row yielded. `token` is None where the row does not sample."""
+    """The result of one row. `token` is None where the row does not sample."""
 
     token: int | None = None
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] = []  # for positions start+1 .. start+count that lie in the prompt
+    prompt_logprobs: list[TokenLogprobs] = []  # of the positions start+1 .. start+count that lie in the prompt
 
 
 class StepResult(msgspec.Struct, array_like=True):

@@ -1,51 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one request while the engine has it."""
+"""The state of one request inside the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
-
-from phalanx.engine.blocks import Forecast
-from phalanx.engine.limits import SchedulerOptions
-from phalanx.engine.messages import Add, Admission, RowResult, TokenLogprobs, Update
+from phalanx.engine.grammar import TokenMatcher
+from phalanx.engine.messages import AddRequest, RequestUpdate, RowResult, SlotAssignment, TokenLogprobs
 from phalanx.errors import PhalanxError, RequestError
-
-
-class TokenMatcher(Protocol):
-    """What a guided request needs of its grammar; `engine.grammar.Matcher` is the real one."""
-
-    def mask(self) -> bytes:
-        """The tokens that may come next: int32 words of (vocab_size + 31) // 32, little endian."""
-
-    def accept(self, token: int) -> None: ...
-
-    @property
-    def finished(self) -> bool: ...
-
-
-OpenMatcher = Callable[[str], TokenMatcher]
-
-
-def open_matcher(compiled: str) -> TokenMatcher:
-    """The matcher of a compiled grammar. Imported on first use: the scheduler itself needs no grammar library."""
-    from phalanx.engine.grammar import Matcher
-
-    return Matcher(compiled)
-
-
-def matcher_of(add: Add, open: OpenMatcher) -> TokenMatcher | None:
-    """The matcher of a guided request. Raises RequestError when its grammar was not compiled, or not into something readable."""
-    if add.params.guide is None:
-        return None
-    if not add.params.guide.compiled:
-        raise RequestError("structured output was asked for", held="the guide has no compiled grammar", next="compile it in serve")
-    try:
-        return open(add.params.guide.compiled)
-    except PhalanxError:
-        raise
-    except Exception as error:
-        raise RequestError("the compiled grammar cannot be read", why=repr(error), next="compile it again") from error
 
 
 class Request:
@@ -56,16 +16,16 @@ class Request:
     put into steps since the last admission, so the next row starts there. A row that reaches len(tokens) + pending samples.
 
     `limit` is the length, prompt included, at which the request ends with "length". `slot` is -1 while it waits. `blocks` holds a
-    KV block per block_size positions, -1 where a block left the sliding window; those from `first_live` on are held.
+    KV block per block_size positions, -1 where a block left the sliding window; those from `first_live` on are referenced.
     """
 
     __slots__ = (  # noqa: RUF023  grouped by meaning
-        "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "guided",
-        "steady", "submitted", "pending", "in_flight", "slot", "blocks", "shared", "sent", "first_live", "keys", "named",
-        "chunk_cap", "cached_tokens", "seen", "ended", "prompt_logprobs",
+        "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "constrained",
+        "steady", "submitted", "pending", "in_flight", "slot", "blocks", "shared", "sent", "first_live", "keys", "registered",
+        "chunk_cap", "cached_tokens", "was_admitted", "ended", "prompt_logprobs",
     )  # fmt: skip
 
-    def __init__(self, add: Add, *, seed: int, limit: int, matcher: TokenMatcher | None) -> None:
+    def __init__(self, add: AddRequest, *, seed: int, limit: int, matcher: TokenMatcher | None) -> None:
         self.id = add.request_id
         self.params = add.params
         self.tokens = list(add.token_ids)
@@ -76,49 +36,49 @@ class Request:
         self.seed = seed
         self.limit = limit
         self.matcher = matcher
-        self.guided = matcher is not None
-        self.steady = not (add.stop_token_ids or add.params.stops or self.guided)  # nothing but its limit ends it
+        self.constrained = matcher is not None
+        self.steady = not (add.stop_token_ids or add.params.stops or self.constrained)  # only its limit ends it
         self.submitted = 0
         self.pending = 0
-        self.in_flight = 0  # rows in steps that are not settled
+        self.in_flight = 0  # rows in steps whose results have not been processed
         self.slot = -1
         self.blocks: list[int] = []
         self.shared = 0  # how many of them the prefix cache gave
         self.sent = 0  # how many of them the ranks know
         self.first_live = 0
         self.keys: list[bytes] = []
-        self.named = 0  # how many of its full blocks have been offered to the prefix cache
+        self.registered = 0  # how many of its full blocks have been offered to the prefix cache
         self.chunk_cap = 0
         self.cached_tokens = 0
-        self.seen = False  # admitted at least once
+        self.was_admitted = False
         self.ended = False
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if add.params.prompt_logprobs is None else [None]
 
     @property
     def to_go(self) -> int | None:
-        """How many tokens it will still take, beyond those that are known or pending; None where it may end at any time."""
+        """How many more tokens it will take beyond those that are known or pending; None where it may end at any time."""
         return self.limit - len(self.tokens) - self.pending if self.steady else None
 
-    def admission(self) -> Admission:
-        """What the ranks learn when the request takes its slot. A copy: tokens grow while the message is on its way."""
-        return Admission(self.slot, self.tokens.copy(), self.prompt_length, self.params, self.seed, sorted(self.stop_ids))
+    def assignment(self) -> SlotAssignment:
+        """The message to the ranks when the request takes its slot. A copy: tokens grow while the message is on its way."""
+        return SlotAssignment(self.slot, self.tokens.copy(), self.prompt_length, self.params, self.seed, sorted(self.stop_ids))
 
-    def take_prompt_logprobs(self, start: int, found: list[TokenLogprobs]) -> None:
-        """Those of positions start+1 on, of which a recomputation may repeat some."""
+    def take_prompt_logprobs(self, start: int, logprobs: list[TokenLogprobs]) -> None:
+        """Append those of positions start+1 on, of which a recomputation may repeat some."""
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs += found[len(self.prompt_logprobs) - 1 - start :]
+            self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - 1 - start :]
 
-    def take_token(self, result: RowResult, token: int) -> Update:
-        """Append a sampled token, and say so; `ended` is set when it is the last one.
+    def take_token(self, result: RowResult, token: int) -> RequestUpdate:
+        """Append a sampled token and return the update for the client; `ended` is set when it is the last one.
 
-        Raises RequestError when the grammar does not know the token.
+        Raises RequestError when the grammar rejects the token.
         """
         tokens = self.tokens
         first = len(tokens) == self.prompt_length
         # The sampler forbids stop ids while fewer than min_tokens are out; so does this line.
         stopping = token in self.stop_ids and len(tokens) >= self.min_length
         tokens.append(token)
-        update = Update(self.id, [token], cached_tokens=self.cached_tokens)
+        update = RequestUpdate(self.id, [token], cached_tokens=self.cached_tokens)
         if result.logprobs is not None:
             update.logprobs = [result.logprobs]
         if first:
@@ -135,22 +95,6 @@ class Request:
         return update
 
 
-def forecast_of(running: Sequence[Request], available: int, options: SchedulerOptions) -> Forecast | None:
-    """What the requests that run will take. available: blocks that nobody holds. None with a window: blocks come back all the time.
-
-    A request that nothing but its limit ends should be admitted only if there will be blocks for all of it: to give up a place
-    means to compute everything again, which costs more than a smaller batch. For the others nothing is set aside.
-    """
-    if options.window is not None:
-        return None
-    block_size = options.block_size
-    owned = sum(len(request.blocks) - request.shared for request in running)
-    forecast = Forecast((available + owned) * block_size, block_size)
-    for request in running:
-        forecast.add(len(request.tokens) + request.pending - request.shared * block_size, request.to_go)
-    return forecast
-
-
 def _accept(matcher: TokenMatcher, token: int) -> bool:
     """Advance the grammar; whether it is complete."""
     try:
@@ -159,4 +103,4 @@ def _accept(matcher: TokenMatcher, token: int) -> bool:
     except PhalanxError:
         raise
     except Exception as error:
-        raise RequestError(f"the grammar did not take token {token}", why=repr(error)) from error
+        raise RequestError(f"the grammar failed on token {token}", why=repr(error)) from error

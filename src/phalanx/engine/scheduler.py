@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One scheduler for all ranks: it decides what each step computes, and returns it as plain data. No torch, no clock, no I/O.
+"""Continuous batching: one scheduler for all ranks decides what each step computes, and returns it as plain data. No torch, no
+clock, no I/O.
 
-First come, first served: the requests that run have all come before those that wait. When blocks run out, the one that came last
-gives up its place (preemption by recompute) and waits in front; what it computed stays in the prefix cache while there is room.
-A request that nothing but its limit ends is only admitted if there will be blocks for all of it, as `forecast_of` tells.
+First come, first served: the running requests have all come before the waiting ones. When blocks run out, the request that came
+last is preempted (by recompute) and waits in front; what it computed stays in the prefix cache while there is room. A request that
+only its limit ends is admitted only if there will be blocks for all of it (`forecast_of`).
 
-Steps are asynchronous: up to `depth` are in flight. Whatever a request gives up (slot, blocks) is free at once, also while steps
-that use it are in flight: every rank runs steps in the order of their numbers, so a later step cannot overtake them. Tokens that
-come late for a preempted request are its output like any other; those for a request that has ended are dropped.
+Steps are asynchronous: up to `depth` are in flight. The slot and blocks of a request that leaves are free at once, also while steps
+that use them are in flight: every rank runs steps in the order of their numbers, so a later step cannot overtake them. A token that
+arrives late for a preempted request is output like any other; one for a request that has ended is dropped.
 """
 
 from __future__ import annotations
@@ -17,33 +18,46 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from phalanx.engine.blocks import BlockPool
+from phalanx.engine.forecast import forecast_of
+from phalanx.engine.grammar import OpenMatcher, open_matcher, request_matcher
 from phalanx.engine.limits import SchedulerOptions, length_limit
-from phalanx.engine.messages import Add, Admission, Refused, Row, Stats, Step, StepBatch, StepResult, Update
+from phalanx.engine.messages import (
+    AddRequest,
+    RequestRejected,
+    RequestUpdate,
+    SlotAssignment,
+    Stats,
+    Step,
+    StepBatch,
+    StepResult,
+    StepRow,
+)
 from phalanx.engine.prefix import extend_keys, longest_hit
-from phalanx.engine.request import OpenMatcher, Request, forecast_of, matcher_of, open_matcher
+from phalanx.engine.request import Request
 from phalanx.errors import EngineError, PhalanxError, RequestError, StepDiverged
 
 __all__ = ["Scheduler", "SchedulerOptions"]
 
 SPLIT_FROM = 256
-"""Pipeline stages share a prompt in chunks of at least so many tokens; smaller ones read the weights more often than they gain."""
+"""With pipeline stages a prompt is split into chunks of at least this many tokens. Smaller chunks cost more, by reading the weights
+more often, than the overlap of the stages gains."""
 
 
 @dataclass
-class _Draft:
-    """A step in the making. Tokens are counted in two purses, so that neither decodes nor prefills starve the other."""
+class _StepDraft:
+    """A step that is being built. Tokens have two budgets, so that neither decodes nor prefills starve the other."""
 
     rows_left: int
-    decode_tokens: int
-    prefill_tokens: int
-    admitted: list[Admission] = field(default_factory=list)
-    singles: list[tuple[Request, Row]] = field(default_factory=list)
-    chunks: list[tuple[Request, Row]] = field(default_factory=list)
-    owed: int = 0  # blocks that running prompts will still ask for
+    decode_budget: int
+    prefill_budget: int
+    assignments: list[SlotAssignment] = field(default_factory=list)
+    decode_rows: list[tuple[Request, StepRow]] = field(default_factory=list)  # rows of one token
+    prefill_rows: list[tuple[Request, StepRow]] = field(default_factory=list)  # rows of several tokens
+    reserved_blocks: int = 0  # that running prompts will still take
 
 
 class Scheduler:
-    """`add`, `abort`, `schedule`, `settle`; each `schedule()`d step must be submitted, and settled in order."""
+    """`add`, `abort`, `schedule`, `process_result`. Each scheduled step must be submitted, and its result processed, in order."""
 
     def __init__(self, options: SchedulerOptions, open_matcher: OpenMatcher = open_matcher) -> None:
         self.options = options
@@ -55,32 +69,32 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._slots = list(range(options.max_batch_size - 1, -1, -1))
         self._released: list[int] = []
-        self._in_flight: deque[tuple[int, list[tuple[Request, Row]]]] = deque()
+        self._in_flight: deque[tuple[int, list[tuple[Request, StepRow]]]] = deque()
         self._seeds = random.Random(options.seed)
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
-    def add(self, add: Add) -> None:
-        """Take a request in. Raises PromptTooLong, CapacityError or RequestError: then nothing has changed."""
+    def add(self, add: AddRequest) -> None:
+        """Queue a request. Raises PromptTooLong, CapacityError or RequestError: then nothing has changed."""
         if add.request_id in self._requests:
-            raise RequestError(f"request id {add.request_id!r} was given twice", next="give each request its own id")
+            raise RequestError(f"request id {add.request_id!r} is in use", next="give each request its own id")
         limit = length_limit(add, self.options)
-        matcher = matcher_of(add, self._open_matcher)
+        matcher = request_matcher(add, self._open_matcher)
         seed = self._seeds.getrandbits(63) if add.params.seed is None else add.params.seed
         request = Request(add, seed=seed, limit=limit, matcher=matcher)
         self._requests[request.id] = request
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, wherever it is; one that is not there (it may just have ended) is no error."""
+        """Drop a request, wherever it is. An unknown one is no error: it may just have ended."""
         request = self._requests.get(request_id)
         if request is not None:
             request.ended = True
-            self._leave([request])
+            self._remove([request])
 
     @property
     def open_ids(self) -> list[str]:
-        """The requests that still wait for an answer, in order of arrival."""
+        """The requests that have not ended, in order of arrival."""
         return list(self._requests)
 
     @property
@@ -93,74 +107,75 @@ class Scheduler:
 
     def stats(self) -> Stats:
         """The counters, with the gauges of now. The same object each time."""
-        found = self.counters
-        found.running, found.waiting = len(self.running), len(self.waiting)
-        found.waiting_tokens = sum(len(request.tokens) for request in self.waiting)
-        found.blocks_referenced = self.pool.referenced
-        return found
+        stats = self.counters
+        stats.running, stats.waiting = len(self.running), len(self.waiting)
+        stats.waiting_tokens = sum(len(request.tokens) for request in self.waiting)
+        stats.blocks_referenced = self.pool.referenced
+        return stats
 
     def check(self) -> None:
         """Verify the accounting of blocks and slots; for idle moments. Raises EngineError."""
         self.pool.check(request.blocks for request in self.running)
-        taken = sorted(self._slots + [request.slot for request in self.running])
-        if taken != list(range(self.options.max_batch_size)):
-            raise EngineError("the slot accounting is broken", held=f"free or held: {taken}", next="report this with the log")
+        slots = sorted(self._slots + [request.slot for request in self.running])
+        if slots != list(range(self.options.max_batch_size)):
+            raise EngineError("the slot accounting is broken", held=f"free or in use: {slots}", next="report this with the log")
 
     # ---- schedule ----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        """The next step, or None when `depth` steps are in flight or no request can go on before one is settled."""
+        """The next step; None when `depth` steps are in flight, or no request can go on before a result is processed."""
         if len(self._in_flight) >= self.options.depth or not self._requests:
             return None
         draft, eligible = self._draft()
         self._continue_running(draft, eligible)
         self._admit_waiting(draft)
-        rows = draft.singles + draft.chunks
+        rows = draft.decode_rows + draft.prefill_rows
         return self._close(draft, rows) if rows else None
 
-    def _draft(self) -> tuple[_Draft, list[Request]]:
-        """How much this step may hold, and which running requests can go on."""
+    def _draft(self) -> tuple[_StepDraft, list[Request]]:
+        """The budgets of this step, and the running requests that can go on."""
         options = self.options
-        alone = options.pipeline_stages > 1  # a request whose token is on its way through the stages waits for it
+        pipelined = options.pipeline_stages > 1  # a request whose token is on its way through the stages waits for it
         eligible, decodes = [], 0
         for request in self.running:
             pending = request.pending
             goal = len(request.tokens) + pending
-            if goal >= request.limit or (pending and (alone or request.guided)):
+            if goal >= request.limit or (pending and (pipelined or request.constrained)):
                 continue
             eligible.append(request)
             decodes += goal - request.submitted == 1
-        rows = options.most_rows
-        arrivals = self._arrivals() if alone or not options.chunked_prefill else []
-        if alone:
+        rows = options.max_rows
+        arrivals = self._arrivals() if pipelined or not options.chunked_prefill else []
+        if pipelined:
             # Spread the requests evenly over the steps that are still missing, and over all stages: no stage stands still.
             missing = max(1, options.pipeline_stages - len(self._in_flight))
-            everybody = len(self.running) + len(arrivals)
-            rows = max(1, min(rows, -(-(len(eligible) + len(arrivals)) // missing), -(-everybody // options.pipeline_stages)))
+            total = len(self.running) + len(arrivals)
+            rows = max(1, min(rows, -(-(len(eligible) + len(arrivals)) // missing), -(-total // options.pipeline_stages)))
         if options.chunked_prefill:
-            decode_tokens = min(decodes, rows, options.max_num_tokens)
-            return _Draft(rows, decode_tokens, options.max_num_tokens - decode_tokens), eligible
+            decode_budget = min(decodes, rows, options.max_num_tokens)
+            return _StepDraft(rows, decode_budget, options.max_num_tokens - decode_budget), eligible
         # A prompt that must fit one step would wait for ever behind decodes: it goes first.
-        heads = [r for r in eligible if len(r.tokens) + r.pending - r.submitted > 1] or arrivals
-        head_tokens = min(len(heads[0].tokens) - heads[0].submitted, options.max_num_tokens) if heads else 0
-        return _Draft(rows, options.max_num_tokens - head_tokens, head_tokens), eligible
+        prompts = [r for r in eligible if len(r.tokens) + r.pending - r.submitted > 1] or arrivals
+        first_tokens = min(len(prompts[0].tokens) - prompts[0].submitted, options.max_num_tokens) if prompts else 0
+        return _StepDraft(rows, options.max_num_tokens - first_tokens, first_tokens), eligible
 
     def _arrivals(self) -> list[Request]:
-        """The waiting requests for which there are slots and blocks now (not counting what the prefix cache saves)."""
-        found: list[Request] = []
+        """The waiting requests for which there are slots and blocks now (without what the prefix cache saves)."""
+        arrivals: list[Request] = []
         left, forecast = self.pool.available - len(self.running), forecast_of(self.running, self.pool.available, self.options)
         for request in self.waiting:
             left -= self._blocks_for(len(request.tokens))
-            fits = forecast is None or forecast.admits(len(request.tokens), request.to_go, anyway=not (found or self.running))
-            if request.in_flight or len(found) == len(self._slots) or not fits or (left < 0 and (found or self.running)):
+            first = not (arrivals or self.running)
+            fits = forecast is None or forecast.add_if_fits(len(request.tokens), request.to_go, force=first)
+            if request.in_flight or len(arrivals) == len(self._slots) or not fits or (left < 0 and not first):
                 break
-            found.append(request)
-        return found
+            arrivals.append(request)
+        return arrivals
 
-    def _continue_running(self, draft: _Draft, eligible: list[Request]) -> None:
-        """Rows for the requests that run, in order of arrival."""
+    def _continue_running(self, draft: _StepDraft, eligible: list[Request]) -> None:
+        """Rows for the running requests, in order of arrival."""
         size = self.options.block_size
-        singles = draft.singles
+        decode_rows = draft.decode_rows
         for request in eligible:
             if not draft.rows_left:
                 return
@@ -168,55 +183,56 @@ class Scheduler:
             if len(tokens) + request.pending - start > 1:
                 self._continue_prompt(draft, request)
                 continue
-            if not draft.decode_tokens or request.slot < 0:  # it may have been preempted for one before it
+            if not draft.decode_budget or request.slot < 0:  # preempted for a request before it
                 continue
             blocks: list[int] = []
             if start >= len(request.blocks) * size:
-                self._name_blocks(request)
-                if not self._room(request, 1):
+                self._register_blocks(request)
+                if not self._fitting_positions(request, 1):
                     continue
-                blocks = self._take(request, 1)
+                blocks = self._take_blocks(request, 1)
             mask = request.matcher.mask() if request.matcher is not None else None
-            row = Row(request.slot, start, 1, [tokens[start]] if start < len(tokens) else [], blocks, True, mask)
+            row = StepRow(request.slot, start, 1, [tokens[start]] if start < len(tokens) else [], blocks, True, mask)
             request.submitted = start + 1
             request.pending += 1
-            singles.append((request, row))
+            decode_rows.append((request, row))
             draft.rows_left -= 1
-            draft.decode_tokens -= 1
+            draft.decode_budget -= 1
 
-    def _continue_prompt(self, draft: _Draft, request: Request) -> None:
+    def _continue_prompt(self, draft: _StepDraft, request: Request) -> None:
         if request.slot < 0:
             return
         left = len(request.tokens) - request.submitted
-        count = self._room(request, self._chunk(request, left, draft.prefill_tokens))
+        count = self._fitting_positions(request, self._chunk(request, left, draft.prefill_budget))
         if count:
             self._add_chunk(draft, request, count)
         else:
-            draft.owed += self._blocks_for(len(request.tokens)) - len(request.blocks)
+            draft.reserved_blocks += self._blocks_for(len(request.tokens)) - len(request.blocks)
 
-    def _admit_waiting(self, draft: _Draft) -> None:
+    def _admit_waiting(self, draft: _StepDraft) -> None:
         """Give slots to waiting requests, in order, as long as there are tokens, slots and blocks."""
         pool, size = self.pool, self.options.block_size
-        draft.prefill_tokens += draft.decode_tokens
+        draft.prefill_budget += draft.decode_budget
         forecast = forecast_of(self.running, pool.available, self.options) if self.waiting and self._slots else None
-        while self.waiting and self._slots and draft.rows_left and draft.prefill_tokens:
+        while self.waiting and self._slots and draft.rows_left and draft.prefill_budget:
             request = self.waiting[0]
             if request.in_flight:  # preempted, and its last tokens are not known yet
                 return
-            hit = self._hit(request)
-            woken = sum(block >= 0 and pool.idle(block) for block in hit)
-            # One block is left to each request that runs, so that the newcomer does not push one out at once.
-            if self.running and self._blocks_at_once(request, len(hit)) + woken + draft.owed + len(self.running) > pool.available:
+            hit = self._prefix_hit(request)
+            cached = sum(block >= 0 and pool.idle(block) for block in hit)  # blocks of the hit that `available` counts
+            # One block is kept for each running request, so that the new one does not preempt another at once.
+            reserved = draft.reserved_blocks + len(self.running)
+            if self.running and self._peak_new_blocks(request, len(hit)) + cached + reserved > pool.available:
                 return
             left = len(request.tokens) - len(hit) * size
-            if left > draft.prefill_tokens and not self._may_split(request):
+            if left > draft.prefill_budget and not self._may_split(request):
                 return
-            if forecast is not None and not forecast.admits(left + woken * size, request.to_go, anyway=not self.running):
+            if forecast is not None and not forecast.add_if_fits(left + cached * size, request.to_go, force=not self.running):
                 return
             self._admit(draft, request, hit)
-            self._add_chunk(draft, request, self._room(request, self._chunk(request, left, draft.prefill_tokens)))
+            self._add_chunk(draft, request, self._fitting_positions(request, self._chunk(request, left, draft.prefill_budget)))
 
-    def _admit(self, draft: _Draft, request: Request, hit: list[int]) -> None:
+    def _admit(self, draft: _StepDraft, request: Request, hit: list[int]) -> None:
         stages = self.options.pipeline_stages
         self.waiting.popleft()
         self.running.append(request)
@@ -224,14 +240,14 @@ class Scheduler:
         for block in hit:
             if block >= 0:
                 self.pool.share(block)
-        request.blocks, request.sent, request.named, request.shared = hit, 0, len(hit), len(hit)
+        request.blocks, request.sent, request.registered, request.shared = hit, 0, len(hit), len(hit)
         request.first_live = hit.count(-1)
         request.submitted = len(hit) * self.options.block_size
         left = len(request.tokens) - request.submitted
         request.chunk_cap = left if stages == 1 else max(SPLIT_FROM, -(-left // stages))
-        draft.admitted.append(request.admission())
-        if not request.seen:
-            request.seen = True
+        draft.assignments.append(request.assignment())
+        if not request.was_admitted:
+            request.was_admitted = True
             request.cached_tokens = request.submitted
             self.counters.prompt_tokens += request.prompt_length
             self.counters.prefix_hits += request.submitted
@@ -240,8 +256,8 @@ class Scheduler:
     def _may_hit(self, request: Request) -> bool:
         return self.options.prefix_caching and request.prompt_logprobs is None  # those need the logits of every position
 
-    def _hit(self, request: Request) -> list[int]:
-        """Blocks of the prefix cache for its beginning. The last token is always computed: somebody must yield its logits."""
+    def _prefix_hit(self, request: Request) -> list[int]:
+        """Blocks of the prefix cache for its beginning. The last token is always computed: its logits are needed."""
         if not self._may_hit(request):
             return []
         size = self.options.block_size
@@ -249,124 +265,125 @@ class Scheduler:
         extend_keys(request.keys, request.tokens, size, full)
         return longest_hit(self.pool, request.keys[:full], size, self.options.window)
 
-    def _chunk(self, request: Request, left: int, purse: int) -> int:
+    def _chunk(self, request: Request, left: int, budget: int) -> int:
         """How many of the `left` known tokens the next row takes."""
         if self._may_split(request):
-            return min(left, purse, request.chunk_cap)
-        return left if left <= purse else 0
+            return min(left, budget, request.chunk_cap)
+        return left if left <= budget else 0
 
     def _may_split(self, request: Request) -> bool:
-        """Without chunked prefill a prompt stays whole; what a preempted request computes again may be split all the same."""
+        """Without chunked prefill a prompt stays whole; what a preempted request recomputes may be split all the same."""
         return self.options.chunked_prefill or len(request.tokens) > request.prompt_length
 
-    def _add_chunk(self, draft: _Draft, request: Request, count: int) -> None:
+    def _add_chunk(self, draft: _StepDraft, request: Request, count: int) -> None:
         start = request.submitted
-        blocks = self._take(request, count)
+        blocks = self._take_blocks(request, count)
         end = request.submitted = start + count
         samples = end == len(request.tokens)
         mask = request.matcher.mask() if samples and request.matcher is not None else None
-        row = Row(request.slot, start, count, request.tokens[start:end], blocks, samples, mask)
+        row = StepRow(request.slot, start, count, request.tokens[start:end], blocks, samples, mask)
         request.pending += samples
-        (draft.singles if count == 1 else draft.chunks).append((request, row))
+        (draft.decode_rows if count == 1 else draft.prefill_rows).append((request, row))
         draft.rows_left -= 1
-        draft.prefill_tokens -= count
-        draft.owed += self._blocks_for(len(request.tokens)) - len(request.blocks)
+        draft.prefill_budget -= count
+        draft.reserved_blocks += self._blocks_for(len(request.tokens)) - len(request.blocks)
 
-    def _close(self, draft: _Draft, rows: list[tuple[Request, Row]]) -> Step:
+    def _close(self, draft: _StepDraft, rows: list[tuple[Request, StepRow]]) -> Step:
         for request, _ in rows:
             request.in_flight += 1
-        for request, _ in draft.chunks:
-            self._name_blocks(request)  # not earlier: a row must not share what another row of its own step computes
+        for request, _ in draft.prefill_rows:
+            self._register_blocks(request)  # not earlier: a row must not share what another row of its own step computes
         self.counters.steps += 1
-        step = Step(self.counters.steps, [StepBatch(self._released, draft.admitted, [row for _, row in rows])])
+        step = Step(self.counters.steps, [StepBatch(self._released, draft.assignments, [row for _, row in rows])])
         self._in_flight.append((step.number, rows))
         self._released = []
         return step
 
-    # ---- settle ------------------------------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------------------------
 
-    def settle(self, result: StepResult) -> list[Update | Refused]:
-        """Take in what the oldest step in flight yielded. One Update per request with a new token, Refused where a grammar broke.
+    def process_result(self, result: StepResult) -> list[RequestUpdate | RequestRejected]:
+        """Take in the result of the oldest step in flight. Returns one RequestUpdate per request with a new token, RequestRejected
+        where a grammar failed.
 
         Raises StepDiverged when the result is not that step's.
         """
         number, rows = self._in_flight[0] if self._in_flight else (None, [])
         if number != result.number or len(result.batches) != 1 or len(result.batches[0]) != len(rows):
             raise StepDiverged(
-                f"the result of step {result.number} came, with {[len(batch) for batch in result.batches]} rows",
+                f"the result of step {result.number} came out of order, with {[len(batch) for batch in result.batches]} rows",
                 held=f"the oldest step in flight is {number}, with {len(rows)} rows",
             )
         self._in_flight.popleft()
-        said: list[Update | Refused] = []
+        messages: list[RequestUpdate | RequestRejected] = []
         ended: list[Request] = []
-        for (request, row), found in zip(rows, result.batches[0], strict=True):
+        for (request, row), row_result in zip(rows, result.batches[0], strict=True):
             request.in_flight -= 1
             if request.ended:
                 continue
-            if found.prompt_logprobs:
-                request.take_prompt_logprobs(row.start, found.prompt_logprobs)
+            if row_result.prompt_logprobs:
+                request.take_prompt_logprobs(row.start, row_result.prompt_logprobs)
             if not row.samples:
                 continue
             request.pending -= 1
-            if found.token is None:
-                raise StepDiverged(f"step {number} was to sample a token for request {request.id}", held="its result has none")
+            if row_result.token is None:
+                raise StepDiverged(f"step {number} sampled no token for request {request.id}", held="its row was to sample one")
             try:
-                said.append(request.take_token(found, found.token))
+                messages.append(request.take_token(row_result, row_result.token))
             except PhalanxError as error:
                 request.ended = True
-                said.append(Refused(request.id, error.to_wire()))
+                messages.append(RequestRejected(request.id, error.to_wire()))
             if request.ended:
                 ended.append(request)
-        self.counters.generation_tokens += len(said)
+        self.counters.generation_tokens += len(messages)
         if ended:
-            self._leave(ended)
-        return said
+            self._remove(ended)
+        return messages
 
     # ---- blocks and slots --------------------------------------------------------------------------------------------
 
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.options.block_size)
 
-    def _blocks_at_once(self, request: Request, held: int) -> int:
-        """How many blocks the request takes before it gives any back, beyond the `held` entries of its hit."""
-        needed = self._blocks_for(len(request.tokens)) - held
+    def _peak_new_blocks(self, request: Request, shared: int) -> int:
+        """How many blocks the request takes before it gives any back, beyond the `shared` entries of its prefix hit."""
+        needed = self._blocks_for(len(request.tokens)) - shared
         if self.options.window is None or not self._may_split(request):
             return needed
         reach = self._blocks_for(self.options.window + self.options.max_num_tokens) + 1
         return min(needed, reach)
 
-    def _room(self, request: Request, count: int) -> int:
-        """For how many of the next `count` positions there are blocks, once those that came later have given up theirs."""
-        self._name_blocks(request)
-        self._drop_dead_blocks(request)
+    def _fitting_positions(self, request: Request, count: int) -> int:
+        """For how many of the next `count` positions there are blocks; later requests are preempted for them."""
+        self._register_blocks(request)
+        self._release_out_of_window(request)
         needed = self._blocks_for(request.submitted + count) - len(request.blocks)
         while self.pool.available < needed and self.running[-1] is not request:
             self._preempt(self.running[-1])
-        found = min(count, (len(request.blocks) + self.pool.available) * self.options.block_size - request.submitted)
-        return found if found == count or self._may_split(request) else 0
+        fitting = min(count, (len(request.blocks) + self.pool.available) * self.options.block_size - request.submitted)
+        return fitting if fitting == count or self._may_split(request) else 0
 
-    def _take(self, request: Request, count: int) -> list[int]:
-        """Take the blocks of the next `count` positions; what the ranks' block table of the slot still lacks."""
+    def _take_blocks(self, request: Request, count: int) -> list[int]:
+        """Take the blocks of the next `count` positions. Returns those that the ranks' block table of the slot still lacks."""
         blocks = request.blocks
         blocks += self.pool.take(self._blocks_for(request.submitted + count) - len(blocks))
-        unsent = [max(block, 0) for block in blocks[request.sent :]]  # any id does where the window never reaches
+        unsent = [max(block, 0) for block in blocks[request.sent :]]  # any id will do where the window never reaches
         request.sent = len(blocks)
         return unsent
 
-    def _name_blocks(self, request: Request) -> None:
+    def _register_blocks(self, request: Request) -> None:
         """Offer the blocks that its steps have filled, as far as their tokens are known, to the prefix cache."""
         if not self.options.prefix_caching:
             return
         full = min(request.submitted, len(request.tokens)) // self.options.block_size
-        if full > request.named:
+        if full > request.registered:
             extend_keys(request.keys, request.tokens, self.options.block_size, full)
-            for index in range(request.named, full):
+            for index in range(request.registered, full):
                 if request.blocks[index] >= 0:
-                    self.pool.name(request.blocks[index], request.keys[index])
-            request.named = full
+                    self.pool.register(request.blocks[index], request.keys[index])
+            request.registered = full
 
-    def _drop_dead_blocks(self, request: Request) -> None:
-        """Give back the blocks that lie wholly before the window of its next position."""
+    def _release_out_of_window(self, request: Request) -> None:
+        """Release the blocks that lie entirely before the window of its next position."""
         if self.options.window is None:
             return
         live = max(0, request.submitted - self.options.window) // self.options.block_size
@@ -376,25 +393,25 @@ class Scheduler:
         request.first_live = max(request.first_live, live)
 
     def _preempt(self, request: Request) -> None:
-        """Take its place from the request that came last of those that run; it will compute its tokens again."""
+        """Move the request that came last of the running ones back to the queue; it will compute its tokens again."""
         self.running.pop()
-        self._give_up(request)
+        self._release(request)
         self.waiting.appendleft(request)
         self.counters.preemptions += 1
 
-    def _give_up(self, request: Request) -> None:
-        """Slot and blocks are free for the next step."""
-        self._name_blocks(request)
+    def _release(self, request: Request) -> None:
+        """Free its slot and blocks for the next step."""
+        self._register_blocks(request)
         self.pool.release(reversed(request.blocks[request.first_live :]))
         self._released.append(request.slot)
         self._slots.append(request.slot)
         request.blocks, request.slot, request.submitted = [], -1, 0
 
-    def _leave(self, ended: list[Request]) -> None:
+    def _remove(self, ended: list[Request]) -> None:
         for request in ended:
             del self._requests[request.id]
             if request.slot < 0:
                 self.waiting.remove(request)
             else:
-                self._give_up(request)
+                self._release(request)
         self.running = [request for request in self.running if not request.ended]

@@ -62,8 +62,8 @@ class Network:
 
 @cache
 def _document() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_DATA.read_text(encoding="utf-8"))
-    return found
+    loaded: dict[str, Any] = json.loads(_DATA.read_text(encoding="utf-8"))
+    return loaded
 
 
 def names() -> list[str]:
@@ -84,31 +84,31 @@ def missing(name: str) -> list[str]:
 def gpu(name: str) -> GpuSpec:
     """The GPU of a name, in either case. Raises OptionError with the known names, or with the figures that are missing."""
     known = {each.lower(): each for each in names()}
-    found = known.get(name.lower().replace("_", "-"))
-    if found is None:
+    spelled = known.get(name.lower().replace("_", "-"))
+    if spelled is None:
         raise OptionError(f"gpu {name!r} is not in the catalogue", next=f"known: {', '.join(names())}")
-    if lacks := missing(found):
+    if lacks := missing(spelled):
         raise OptionError(
-            f"gpu {found} cannot be planned for", why=f"no source was read for its {', '.join(lacks)}",
+            f"gpu {spelled} cannot be planned for", why=f"no source was read for its {', '.join(lacks)}",
             next="measure such a machine with `phalanx plan calibrate`, or name another GPU",
         )  # fmt: skip
     document = _document()
-    entry = document["gpus"][found]
-    value = {figure: held["value"] for figure, held in entry.items() if isinstance(held, dict)}
-    sources = {figure: _source(document, held["source"]) for figure, held in entry.items() if isinstance(held, dict)}
+    entry = document["gpus"][spelled]
+    value = {figure: fact["value"] for figure, fact in entry.items() if isinstance(fact, dict)}
+    sources = {figure: _source(document, fact["source"]) for figure, fact in entry.items() if isinstance(fact, dict)}
     return GpuSpec(
-        found, entry["sm"], value["memory_bytes"] - DRIVER_BYTES, value["memory_bandwidth"], value["bf16_flops"],
+        spelled, entry["sm"], value["memory_bytes"] - DRIVER_BYTES, value["memory_bandwidth"], value["bf16_flops"],
         value.get("fp8_flops"), value["link"], value["link_bandwidth"], value["pcie_bandwidth"], value.get("power"),
-        document["gpus_per_node"][found], sources,
+        document["gpus_per_node"][spelled], sources,
     )  # fmt: skip
 
 
 def network(name: str) -> Network:
     """The network of a name. Raises OptionError with the known names."""
-    held = _document()["networks"].get(name)
-    if held is None:
+    entry = _document()["networks"].get(name)
+    if entry is None:
         raise OptionError(f"network {name!r} is not in the catalogue", next=f"known: {', '.join(networks())}")
-    return Network(name, held["bandwidth"]["value"], _source(_document(), held["bandwidth"]["source"]))
+    return Network(name, entry["bandwidth"]["value"], _source(_document(), entry["bandwidth"]["source"]))
 
 
 def of_name(product: str) -> str | None:
@@ -125,5 +125,5 @@ def at_hand(gpus: Sequence[Gpu]) -> str | None:
 
 
 def _source(document: dict[str, Any], name: str) -> str:
-    held = document["sources"][name]
-    return f"{held['where']} ({held['date']}; read {held['read']})"
+    source = document["sources"][name]
+    return f"{source['where']} ({source['date']}; read {source['read']})"

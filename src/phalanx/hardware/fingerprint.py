@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which machine a measurement holds for: SM version, link class and world size."""
+"""The machine for which a measurement is valid: SM version, link class and world size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINKS = {
     "nvlink_multicast": "NVLink through switches that multicast",
     "pcie_p2p": "every pair of GPUs reaches each other's memory over PCIe",
     "pcie": "at least one pair of GPUs on this host cannot reach each other's memory",
-    "nodes": "the ranks stand on several hosts",
+    "nodes": "the ranks run on several hosts",
     "shm": "CPU ranks of one host that share memory",
 }
 
@@ -22,7 +22,7 @@ _TEXT = re.compile(r"sm(\d+)\.([a-z0-9_]+)\.tp(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The key of a tuning table. sm: compute capability x 10 (90 is Hopper), 0 off a GPU; link: one of LINKS; world: ranks."""
+    """The key of a tuning table. sm: compute capability x 10 (90 is Hopper), 0 for CPU ranks. link: one of LINKS. world: ranks."""
 
     sm: int
     link: str
@@ -30,9 +30,9 @@ class Fingerprint:
 
     def __post_init__(self) -> None:
         if self.link not in LINKS:
-            raise OptionError(f"link class {self.link!r} is unknown", next=f"known: {', '.join(LINKS)}")
+            raise OptionError(f"link class {self.link!r} is unknown", next=f"use one of {', '.join(LINKS)}")
         if self.sm < 0 or self.world < 1:
-            raise OptionError(f"sm={self.sm}, world={self.world} name no machine", next="sm >= 0 and world >= 1")
+            raise OptionError(f"sm={self.sm}, world={self.world} is not a machine", next="use sm >= 0 and world >= 1")
 
     def __str__(self) -> str:
         return f"sm{self.sm}.{self.link}.tp{self.world}"
@@ -42,7 +42,7 @@ class Fingerprint:
         """The inverse of str(). Raises OptionError."""
         match = _TEXT.fullmatch(text)
         if match is None:
-            raise OptionError(f"{text!r} is no machine's fingerprint", next="write it like sm90.nvlink.tp4")
+            raise OptionError(f"{text!r} is not a fingerprint of a machine", next="write it like sm90.nvlink.tp4")
         return cls(int(match[1]), match[2], int(match[3]))
 
     @property
@@ -56,10 +56,10 @@ class Fingerprint:
 
 
 def link_class(*, device: str, hosts: int = 1, peer_access: bool = False, nvlink: bool = False, multicast: bool = False) -> str:
-    """The link class of a group, from facts that every rank of the group must hold alike.
+    """The link class of a group, from facts that must be equal on every rank of the group.
 
-    device: "cuda" or "cpu"; hosts: how many the group spans; peer_access: every pair of GPUs can map each other's memory; nvlink:
-    every pair does so over NVLink; multicast: the NVLink switches multicast, and it is usable.
+    device: "cuda" or "cpu". hosts: number of hosts. peer_access: every pair of GPUs can map each other's memory. nvlink: every pair
+    does so over NVLink. multicast: multicast of the NVLink switches is usable.
     """
     if hosts > 1:
         return "nodes"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether GPUs are joined by NVLink, by NVML or, where its bindings are missing, by `nvidia-smi`. No torch here."""
+"""Whether GPUs are connected by NVLink, from NVML or, without its Python bindings, from `nvidia-smi`. No torch here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def nvlink_everywhere(uuids: Sequence[str]) -> bool:
-    """Whether each pair of these GPUs (UUIDs, with or without "GPU-") reaches the other over NVLink; False where unknown."""
+    """Whether each pair of these GPUs is connected by NVLink; False where unknown. uuids: with or without "GPU-"."""
     names = [uuid if uuid.startswith("GPU-") else f"GPU-{uuid}" for uuid in uuids]
     try:
         return _by_nvml(names)

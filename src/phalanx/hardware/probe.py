@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this host has: GPUs through NVML, memory and cores. What cannot be found out is recorded, never raised.
+"""The resources of this host: GPUs through NVML, memory and cores. Failures are recorded, never raised.
 
-NVML needs no CUDA context: looking costs no GPU memory and takes milliseconds. No torch here.
+NVML needs no CUDA context: a probe takes no GPU memory and only milliseconds. No torch here.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found. `gpus`: those this process may use. Bytes; `cores` and memory as the container allows.
-
-    `failures`: what could not be found out -> why.
-    """
+    """gpus: those this process may use. Memory in bytes; memory and cores within the container's limits. failures: what could not
+    be determined -> why."""
 
     gpus: tuple[Gpu, ...]
     host_memory: int
@@ -44,18 +42,18 @@ class Machine:
     failures: dict[str, str] = field(default_factory=dict)
 
 
-def look(visible: str | None = None) -> Machine:
-    """Look at this host. `visible`: which GPUs count, as CUDA_VISIBLE_DEVICES would say; None takes that variable, which is
-    part of what the machine is to this process: CUDA itself obeys it."""
+def detect_machine(visible: str | None = None) -> Machine:
+    """Probe this host. visible: the visible GPUs, in the format of CUDA_VISIBLE_DEVICES; None: the value of that variable, which
+    CUDA obeys, too."""
     failures: dict[str, str] = {}
     if visible is None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus: list[Gpu] = _noted(failures, "gpus", _nvml_gpus, [])
-    total, free = _noted(failures, "host memory", _memory, (0, 0))
-    limit = _noted(failures, "container memory limit", memory_limit, None)
+    gpus: list[Gpu] = _recorded(failures, "gpus", _nvml_gpus, [])
+    total, free = _recorded(failures, "host memory", _memory, (0, 0))
+    limit = _recorded(failures, "container memory limit", memory_limit, None)
     if limit is not None:
         total, free = min(total, limit[0]), min(free, limit[1])
-    return Machine(tuple(choose(gpus, visible)), total, free, _noted(failures, "cores", cores, 1), failures)
+    return Machine(tuple(choose(gpus, visible)), total, free, _recorded(failures, "cores", cores, 1), failures)
 
 
 def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -70,25 +68,25 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def address_towards(peer: str) -> str:
-    """This host's address on the interface from which `peer` (a name or address) is reached. Nothing is sent.
+    """This host's address on the interface that leads to `peer` (a name or address). Nothing is sent.
 
-    Raises OSError for an unknown name, or where no route leads.
+    Raises OSError for an unknown name, or without a route.
     """
     family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as asked:
-        asked.connect(address)
-        return str(asked.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
 
 
 def choose(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
-    """Those of `gpus` that a CUDA_VISIBLE_DEVICES of this value leaves, in its order; None leaves all.
+    """The GPUs that a CUDA_VISIBLE_DEVICES of this value leaves, in its order; None leaves all.
 
-    As CUDA reads it: indices or unambiguous beginnings of UUIDs; the first entry that names nothing ends the list, and one that
-    is named twice leaves none.
+    As CUDA reads it: indices or unambiguous prefixes of UUIDs. The first entry that matches no GPU ends the list; a GPU that is
+    named twice leaves none.
     """
     if visible is None:
         return list(gpus)
-    found: list[Gpu] = []
+    visible_gpus: list[Gpu] = []
     for entry in (part.strip() for part in visible.split(",")):
         if entry.isdigit():
             named = [gpu for gpu in gpus if gpu.index == int(entry)]
@@ -96,10 +94,10 @@ def choose(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
             named = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
         if len(named) != 1:
             break
-        if named[0] in found:
+        if named[0] in visible_gpus:
             return []
-        found.append(named[0])
-    return found
+        visible_gpus.append(named[0])
+    return visible_gpus
 
 
 def _nvml_gpus() -> list[Gpu]:
@@ -130,18 +128,17 @@ def _memory() -> tuple[int, int]:
 
 
 def memory_limit(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
-    """Bytes that a container may hold, and how many of them it does not; None for no limit. Pages of files that nobody uses are
-    given up when memory is wanted."""
+    """(limit, free) bytes of the container; None for no limit. Inactive pages of files count as free: the kernel reclaims them."""
     limit = cgroup / "memory.max"
     text = limit.read_text().strip() if limit.is_file() else "max"
     if text == "max":
         return None
-    held = int((cgroup / "memory.current").read_text())
+    used = int((cgroup / "memory.current").read_text())
     facts = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    return int(text), max(int(text) - held + int(facts.get("inactive_file", 0)), 0)
+    return int(text), max(int(text) - used + int(facts.get("inactive_file", 0)), 0)
 
 
-def _noted(failures: dict[str, str], what: str, find: Callable[[], _T], otherwise: _T) -> _T:
+def _recorded(failures: dict[str, str], what: str, find: Callable[[], _T], otherwise: _T) -> _T:
     try:
         return find()
     except Exception as error:

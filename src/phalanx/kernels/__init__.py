@@ -1,26 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one GPU computes: one op per file; `reference` has every op again in plain torch.
+"""How one GPU computes: one op per file, and `reference` with every op in plain torch.
 
-The names here pick the kernel for the tensor's device; importing this room loads no Triton.
+The functions here pick the kernel for the tensors' device. Importing this package loads no Triton.
 """
 
-from phalanx.kernels.between import rms_norm, rope_store, silu_mul
-from phalanx.kernels.norms import residual_rms_norm_quant
-from phalanx.kernels.products import linear
+from phalanx.kernels.gemm.linear import linear
+from phalanx.kernels.gemm.scaled_mm import scaled_mm
+from phalanx.kernels.ops.dispatch import (
+    embed,
+    embed_norm,
+    index_put_,
+    quantize_fp8,
+    residual_rms_norm_quant,
+    rms_norm,
+    rope_cos_sin,
+    rope_store,
+    silu_mul,
+    silu_mul_quant_fp8,
+)
 from phalanx.kernels.reference import dequantize, quantize_nvfp4, rope, write_kv
-from phalanx.kernels.scaled_mm import quantize_fp8, scaled_mm, silu_mul_quant_fp8
+from phalanx.kernels.warmup import warmup_row_counts, warmup_token_counts
 
 __all__ = [
     "dequantize",
+    "embed",
+    "embed_norm",
+    "index_put_",
     "linear",
     "quantize_fp8",
     "quantize_nvfp4",
     "residual_rms_norm_quant",
     "rms_norm",
     "rope",
+    "rope_cos_sin",
     "rope_store",
     "scaled_mm",
     "silu_mul",
     "silu_mul_quant_fp8",
+    "warmup_token_counts",
+    "warmup_row_counts",
     "write_kv",
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""Quantization of a row in Triton, behind a norm: FP8 (e4m3) with one scale, NVFP4 (e2m1) with a scale per 16 elements.
+"""Device functions in Triton that quantize rows: FP8 (e4m3) with one scale, NVFP4 (e2m1) with a scale per 16 elements.
 
 The equivalent plain code is `reference.quantize_fp8` and `reference.quantize_nvfp4`; results are equal bit for bit.
 """
@@ -25,25 +25,25 @@ def e4m3_bits(value):
     bits = size.to(tl.int32, bitcast=True)
     # Exponent bias 127 becomes 7, and 20 of the 23 mantissa bits are rounded off.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 the step is 2^-9: adding 1.5 x 2^23 rounds size / 2^-9 to an integer, which lands in the low mantissa bits.
+    # Below 2^-6 the step is 2^-9: adding 1.5 x 2^23 rounds size / 2^-9 to an integer in the low mantissa bits.
     small = (size * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 0xF
     code = tl.where(size < 0.015625, small, normal)
     return tl.where(value == value, code, 0x7F) | ((value.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
 @triton.jit
-def clipped(value, PTX: tl.constexpr):
-    """What `e4m3_byte` takes, of any fp32: clipped to +-448 unless that does so. NaN stays NaN. A row times the inverse of its
-    `scale_of` needs none of it: what is beyond 448 is so by its rounding, which e4m3's own takes back."""
-    if PTX >= 89:
+def clipped(value, SM: tl.constexpr):
+    """Any fp32 as `e4m3_byte` takes it: clipped to +-448 unless that function does so. NaN stays NaN. A row times the inverse of
+    its `scale_of` needs no clipping: it exceeds 448 only by its rounding, which the rounding to e4m3 takes back."""
+    if SM >= 89:
         value = tl.clamp(value, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     return value
 
 
 @triton.jit
-def e4m3_byte(value, PTX: tl.constexpr):
-    """fp32 rounded to nearest even e4m3, by the processor where it can, in uint8; NaN stays NaN. See `clipped`."""
-    if PTX >= 89:
+def e4m3_byte(value, SM: tl.constexpr):
+    """fp32 rounded to nearest even e4m3, by the hardware where it can (from Ada on), in uint8; NaN stays NaN. See `clipped`."""
+    if SM >= 89:
         byte = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         byte = e4m3_bits(value).to(tl.uint8)
@@ -58,14 +58,14 @@ def e4m3_value(code):
 
 
 @triton.jit
-def widened(code, like, PTX: tl.constexpr):
+def widened(code, like, SM: tl.constexpr):
     """e4m3 bytes (uint8) in the dtype of `like`, exactly; NaN stays NaN."""
-    if PTX >= 89:
+    if SM >= 89:
         value = code.to(tl.float8e4nv, bitcast=True).to(like.dtype)
     else:
         bits = code.to(tl.int32)
         size = bits & 0x7F
-        # Exponent and mantissa where fp32 has them: exponent bias 7 is read as 127, which the factor 2^120 makes good.
+        # Exponent and mantissa at fp32's bits: the exponent bias 7 is read as 127, which the factor 2^120 corrects.
         size = tl.where(size == 0x7F, 0x7F800001, size << 20)
         value = ((size | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36).to(like.dtype)
     return value
@@ -82,9 +82,9 @@ def e2m1_bits(value):
 
 
 @triton.jit
-def _e4m3_pair(low, high, PTX: tl.constexpr):
+def _e4m3_pair(low, high, SM: tl.constexpr):
     """Two lanes as two bytes, in an int32."""
-    if PTX >= 89:
+    if SM >= 89:
         both = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], tl.int16, is_pure=True, pack=1
         )
@@ -95,12 +95,12 @@ def _e4m3_pair(low, high, PTX: tl.constexpr):
 
 
 @triton.jit
-def fp8_vector(lanes, inverse, PTX: tl.constexpr):
+def fp8_vector(lanes, inverse, SM: tl.constexpr):
     """A vector's lanes times `inverse` as e4m3 bytes: int64 for 8 lanes, int32 for 4."""
     scaled = multiply(lanes, inverse)
-    first = _e4m3_pair(scaled[0], scaled[1], PTX) | (_e4m3_pair(scaled[2], scaled[3], PTX) << 16)
+    first = _e4m3_pair(scaled[0], scaled[1], SM) | (_e4m3_pair(scaled[2], scaled[3], SM) << 16)
     if len(lanes) == 8:
-        second = _e4m3_pair(scaled[4], scaled[5], PTX) | (_e4m3_pair(scaled[6], scaled[7], PTX) << 16)
+        second = _e4m3_pair(scaled[4], scaled[5], SM) | (_e4m3_pair(scaled[6], scaled[7], SM) << 16)
         packed = (first.to(tl.int64) & 0xFFFFFFFF) | (second.to(tl.int64) << 32)
     else:
         packed = first

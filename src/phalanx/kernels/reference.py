@@ -1,79 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op in plain torch, under the name of its kernel: the oracle of the kernels' tests, and what runs on CPU."""
+"""Every op in plain torch, under the name of its dispatcher: the oracle of the kernels' tests, and the code that runs on CPU.
+
+In the order of a forward pass: embedding, norm, quantization, GEMM, RoPE and KV cache, attention, SiLU, all-reduce, sampling.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.kernels.scaled_tensors import Unscaled
 
-class Unscaled(NamedTuple):
-    """A product whose scales its reader applies: values [T, ...], N of them for each token, times rows [T, 1] fp32 times columns
-    [N] fp32. What comes of one is computed in fp32 and rounded once, to the values' dtype."""
-
-    values: Tensor
-    rows: Tensor
-    columns: Tensor
-
-    def view(self, *shape: int) -> Unscaled:
-        """The same with values of another shape [T, ...]."""
-        return self._replace(values=self.values.view(*shape))
-
-    def wide(self) -> Tensor:
-        """The finished product, fp32."""
-        flat = self.values.float().flatten(1) * self.rows * self.columns
-        return flat.view(self.values.shape)
-
-    @staticmethod
-    def parts(product: Tensor | Unscaled) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(values, rows, columns), the scales None for a finished product."""
-        return product if isinstance(product, Unscaled) else (product, None, None)
+_NEVER = float("-inf")
+_LOGITS_AT_ONCE = 2**24  # logits that sampling makes temporaries of at a time: 64 MiB of fp32
+_BELOW_ONE = 1.0 - 2.0**-24  # the largest fp32 below 1
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] / rms(x) * weight [H]; arithmetic in fp32, rounded to x's dtype before the weight (as transformers does)."""
-    wide = x.float()
-    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * scaled.to(x.dtype)
+# Embedding and rotation angles
 
 
 def embed(ids: Tensor, table: Tensor, begin: int = 0, last: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """(rows `id - begin` of table [V, H] for ids [T] int64, zeros for an id that it does not hold; zeros), both [T, H].
+    """(embeddings, zeros), both [T, H]: rows `id - begin` of table [V, H] for ids [T] int64, zeros for an id outside the table.
 
     last: (last_tokens [slots], slots [T]), both int64: a negative id stands for last_tokens[slots[t]].
     """
     if last is not None:
         ids = torch.where(ids < 0, last[0][last[1]], ids)
     row = ids - begin
-    elsewhere = (row < 0) | (row >= len(table))
-    found = torch.nn.functional.embedding(row.masked_fill(elsewhere, 0), table).masked_fill(elsewhere.unsqueeze(-1), 0)
-    return found, torch.zeros_like(found)
+    outside = (row < 0) | (row >= len(table))
+    vectors = torch.nn.functional.embedding(row.masked_fill(outside, 0), table).masked_fill(outside.unsqueeze(-1), 0)
+    return vectors, torch.zeros_like(vectors)
 
 
 def embed_norm(
     ids: Tensor, table: Tensor, last: tuple[Tensor, Tensor] | None, weight: Tensor, eps: float,
     quant: Literal["none", "fp8", "nvfp4"] = "none", scale: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """residual_rms_norm_quant of the vectors that `embed` finds in the whole table: (norm, vectors), or quantized."""
-    found, zeros = embed(ids, table, 0, last)
-    return residual_rms_norm_quant(zeros, found, weight, eps, quant=quant, scale=scale)
+    """`embed` from the whole table, then `residual_rms_norm_quant` of the embeddings: (norm, embeddings), or quantized."""
+    vectors, zeros = embed(ids, table, 0, last)
+    return residual_rms_norm_quant(zeros, vectors, weight, eps, quant=quant, scale=scale)
 
 
-def turns(positions: Tensor, inverse_wavelengths: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions [T] int64 times inverse_wavelengths [half] fp32, times factor; both [T, half] fp32."""
-    angles = positions.float().unsqueeze(-1) * inverse_wavelengths
+def rope_cos_sin(positions: Tensor, inv_freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions [T] int64 times inv_freq [half] fp32, times factor; both [T, half] fp32."""
+    angles = positions.float().unsqueeze(-1) * inv_freq
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
-def store_words(table: Tensor, places: Tensor, values: Tensor) -> None:
+def index_put_(table: Tensor, places: Tensor, values: Tensor) -> None:
     """table[places[k]] = values[k], for a flat table and places and values [K] int64, except where places[k] is negative. The
-    others are distinct."""
-    real = places >= 0
-    table[places[real]] = values[real].to(table.dtype)
+    other places are distinct."""
+    valid = places >= 0
+    table[places[valid]] = values[valid].to(table.dtype)
+
+
+# Norm and quantization
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H] / rms(x) * weight [H]; arithmetic in fp32, rounded to x's dtype before the weight (as transformers does)."""
+    values = x.float()
+    scaled = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype)
 
 
 def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -82,55 +76,41 @@ def residual_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     return rms_norm(residual, weight, eps), residual
 
 
-def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
-    """silu(gate) * up for gate_up [T, 2 * I], gate in the first half of the columns -> [T, I]; both in gate_up's dtype."""
-    if isinstance(gate_up, Unscaled):
-        return silu_mul(gate_up.wide()).to(gate_up.values.dtype)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+def residual_rms_norm_quant(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    quant: Literal["none", "fp8", "nvfp4"] = "none",
+    scale: Tensor | None = None,
+    keep_norm: bool = False,
+) -> tuple[Tensor, ...]:
+    """residual_rms_norm and the norm's quantization: (norm, residual), or ([norm if keep_norm,] quantized, [scales,] residual).
 
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each head of x [T, heads, D] by its token's angles, cos and sin [T, D / 2] fp32; element i pairs with i + D / 2.
-
-    Arithmetic in fp32, rounded once to x's dtype.
+    scale: fp8's static scale, or None for one per token, which is returned; nvfp4's global scale, whose block scales are returned.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
-    """Store key and value [T, kv_heads, D] in caches [num_blocks, block_size, kv_heads, D] at slots [T] int64, block * block_size +
-    offset; a slot of -1 stores nothing. The other slots are distinct.
-
-    Without a boolean index, whose size only the device knows: a padding token repeats what the token with the highest slot stores,
-    or, where all are padding, what slot 0 holds.
-    """
-    padding = slots < 0
-    real = slots.argmax().view(1)
-    target = torch.where(padding, slots[real].clamp(min=0), slots)
-    for part, cache in ((key, key_cache), (value, value_cache)):
-        flat = cache.view(-1, *cache.shape[2:])
-        repeated = torch.where(padding[real, None, None], flat[:1], part[real])
-        flat[target] = torch.where(padding[:, None, None], repeated, part)
-
-
-def all_reduce(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of the ranks' tensors: in fp32, in rank order, rounded once to their dtype."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
+    norm, residual = residual_rms_norm(x, residual, weight, eps)
+    if quant == "none":
+        return norm, residual
+    if quant == "fp8":
+        quantized, token_scales = quantize_fp8(norm, scale)
+        scales = (token_scales,) if scale is None else ()
+    elif scale is None:
+        raise ValueError("nvfp4 needs its global scale: a fp32 scalar tensor")
+    else:
+        quantized, block_scales = quantize_nvfp4(norm, scale)
+        scales = (block_scales,)
+    return (*((norm,) if keep_norm else ()), quantized, *scales, residual)
 
 
 def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [T, H] times 1 / scale as e4m3, clipped to +-448, and the scale (fp32): the given scalar, or one per token [T, 1], which
     maps the token's largest magnitude to 448."""
-    wide = x.float()
+    values = x.float()
     if scale is None:
-        scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
-    return (wide * (1.0 / scale.float())).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+        scale = values.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448.0
+    return (values * (1.0 / scale.float())).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
 
 
 def quantize_nvfp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,69 +132,30 @@ def quantize_nvfp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return nibble[..., ::2] | nibble[..., 1::2] << 4, codes
 
 
-def residual_rms_norm_quant(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    quant: Literal["none", "fp8", "nvfp4"] = "none",
-    scale: Tensor | None = None,
-    keep_norm: bool = False,
-) -> tuple[Tensor, ...]:
-    """residual_rms_norm and the norm's quantization: (norm, residual), or ([norm if keep_norm,] quantized, [scales,] residual).
-
-    scale: fp8's static scale, or None for one per token, which is returned; nvfp4's global scale, whose block scales are returned.
-    """
-    norm, residual = residual_rms_norm(x, residual, weight, eps)
-    if quant == "none":
-        return norm, residual
-    if quant == "fp8":
-        quantized, found = quantize_fp8(norm, scale)
-        scales = (found,) if scale is None else ()
-    elif scale is None:
-        raise ValueError("nvfp4 needs its global scale: a fp32 scalar tensor")
-    else:
-        quantized, found = quantize_nvfp4(norm, scale)
-        scales = (found,)
-    return (*((norm,) if keep_norm else ()), quantized, *scales, residual)
+def _in_groups(x: Tensor, size: int, begin: int) -> Tensor:
+    """x [T, in] -> [T, groups, size], where x's first column is column `begin` of the first group; zeros around."""
+    padded = torch.nn.functional.pad(x, (begin, -(begin + x.shape[1]) % size))
+    return padded.view(x.shape[0], padded.shape[1] // size, size)
 
 
-def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """quantize_fp8 of silu_mul: e4m3 [T, I], and the scale, given or one per token [T, 1]."""
-    return quantize_fp8(silu_mul(gate_up), scale)
-
-
-def scaled_mm(values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """(values [T, in] e4m3 * row_scale [T, 1] or ()) @ (weight [out, in] e4m3 * scale [out]).T, in fp32, rounded to `dtype`."""
-    return ((values.float() @ weight.float().t()) * row_scale * scale).to(dtype)
+def per_token_group_quant_fp8(x: Tensor, size: int = 128, begin: int = 0) -> tuple[Tensor, Tensor]:
+    """x [T, in] as e4m3 and fp32 scales [T, groups]: `quantize_fp8` of each `size` columns with a scale of their own, where the
+    first column is column `begin` of the first group."""
+    groups = _in_groups(x, size, begin)
+    values, scale = quantize_fp8(groups)
+    return values.flatten(1)[:, begin : begin + x.shape[1]].contiguous(), scale.squeeze(-1)
 
 
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype, *, block: int = 0, begin: int = 0) -> Tensor:
     """weight [out, in] e4m3 times its scales, fp32: one per row [out], or one for each `block` columns of a row [out, blocks],
-    where the first column of the weight is number `begin` of the first block. In `dtype`."""
+    where the first column of the weight is column `begin` of the first block. In `dtype`."""
     if not block:
         return (weight.float() * scale.unsqueeze(-1)).to(dtype)
-    spread = scale.repeat_interleave(block, dim=1)[:, begin : begin + weight.shape[1]]
-    return (weight.float() * spread).to(dtype)
+    by_column = scale.repeat_interleave(block, dim=1)[:, begin : begin + weight.shape[1]]
+    return (weight.float() * by_column).to(dtype)
 
 
-def rope_store(
-    qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
-    kv_scales: tuple[float, float] | None = None,
-) -> Tensor:  # fmt: skip
-    """rope of the query and key heads of qkv [T, q_heads + 2 * kv_heads, D], and write_kv of its key and value heads: the queries
-    [T, q_heads, D]. cos, sin, caches and slots as there. Into a cache in e4m3 go keys and values divided by their kv_scales (None:
-    1), clipped to +-448."""
-    wide, dtype = (qkv.wide(), qkv.values.dtype) if isinstance(qkv, Unscaled) else (qkv, qkv.dtype)
-    kv_heads = (wide.shape[1] - q_heads) // 2
-    turned = rope(wide[:, : q_heads + kv_heads], cos, sin).to(dtype)
-    parts = [turned[:, q_heads:], wide[:, q_heads + kv_heads :].to(dtype)]
-    if key_cache.dtype == torch.float8_e4m3fn:
-        scaled = [part.float() * (1.0 / scale) for part, scale in zip(parts, kv_scales or (1.0, 1.0), strict=True)]
-        parts = [part.clamp(-448.0, 448.0).to(key_cache.dtype) for part in scaled]
-    write_kv(parts[0], parts[1], key_cache, value_cache, slots)
-    return turned[:, :q_heads]
+# GEMM
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -222,27 +163,325 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() @ weight.float().t()).to(x.dtype)
 
 
-def _in_groups(x: Tensor, size: int, begin: int) -> Tensor:
-    """x [T, in] -> [T, groups, size], where x's first column is number `begin` of the first group; zeros around."""
-    padded = torch.nn.functional.pad(x, (begin, -(begin + x.shape[1]) % size))
-    return padded.view(x.shape[0], padded.shape[1] // size, size)
-
-
-def quantize_groups(x: Tensor, size: int = 128, begin: int = 0) -> tuple[Tensor, Tensor]:
-    """x [T, in] as e4m3 and fp32 scales [T, groups]: `quantize_fp8` of each `size` columns with a scale of their own, where the
-    first column is number `begin` of the first group."""
-    groups = _in_groups(x, size, begin)
-    values, scale = quantize_fp8(groups)
-    return values.flatten(1)[:, begin : begin + x.shape[1]].contiguous(), scale.squeeze(-1)
+def scaled_mm(values: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """(values [T, in] e4m3 * row_scale [T, 1] or ()) @ (weight [out, in] e4m3 * scale [out]).T, in fp32, rounded to `dtype`."""
+    return ((values.float() @ weight.float().t()) * row_scale * scale).to(dtype)
 
 
 def block_scaled_mm(
     values: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype, *, size: int = 128, begin: int = 0
 ) -> Tensor:  # fmt: skip
     """values [T, in] e4m3 with x_scale [T, groups] times weight [out, in] e4m3 with scale [out, groups], groups as in
-    `quantize_groups`: each group's product in fp32 times both of its scales, added up in fp32, rounded to `dtype`."""
+    `per_token_group_quant_fp8`: each group's GEMM in fp32 times both of its scales, added up in fp32, rounded to `dtype`."""
     total = torch.zeros(values.shape[0], weight.shape[0], device=values.device)
-    for at in range(scale.shape[1]):
-        here = slice(max(0, at * size - begin), (at + 1) * size - begin)
-        total += (values[:, here].float() @ weight[:, here].float().t()) * x_scale[:, at, None] * scale[:, at]
+    for group in range(scale.shape[1]):
+        columns = slice(max(0, group * size - begin), (group + 1) * size - begin)
+        total += (values[:, columns].float() @ weight[:, columns].float().t()) * x_scale[:, group, None] * scale[:, group]
     return total.to(dtype)
+
+
+# RoPE and the KV cache
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each head of x [T, heads, D] by its token's angles, cos and sin [T, D / 2] fp32; element i pairs with i + D / 2.
+
+    Arithmetic in fp32, rounded once to x's dtype.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+    """Store key and value [T, kv_heads, D] in caches [num_blocks, block_size, kv_heads, D] at slots [T] int64, block * block_size +
+    offset; a slot of -1 stores nothing. The other slots are distinct.
+
+    Without a boolean index, whose size only the device knows: a padding token repeats what the token with the highest slot stores,
+    or, where all are padding, what slot 0 holds.
+    """
+    padding = slots < 0
+    last = slots.argmax().view(1)
+    target = torch.where(padding, slots[last].clamp(min=0), slots)
+    for part, cache in ((key, key_cache), (value, value_cache)):
+        flat = cache.view(-1, *cache.shape[2:])
+        repeated = torch.where(padding[last, None, None], flat[:1], part[last])
+        flat[target] = torch.where(padding[:, None, None], repeated, part)
+
+
+def rope_store(
+    qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
+    kv_scales: tuple[float, float] | None = None,
+) -> Tensor:  # fmt: skip
+    """rope of the query and key heads of qkv [T, q_heads + 2 * kv_heads, D], and write_kv of its key and value heads: the queries
+    [T, q_heads, D]. cos, sin, caches and slots as there. A cache in e4m3 takes keys and values divided by their kv_scales (None:
+    1) and clipped to +-448."""
+    values, dtype = (qkv.to_fp32(), qkv.values.dtype) if isinstance(qkv, Unscaled) else (qkv, qkv.dtype)
+    kv_heads = (values.shape[1] - q_heads) // 2
+    rotated = rope(values[:, : q_heads + kv_heads], cos, sin).to(dtype)
+    parts = [rotated[:, q_heads:], values[:, q_heads + kv_heads :].to(dtype)]
+    if key_cache.dtype == torch.float8_e4m3fn:
+        scaled = [part.float() * (1.0 / scale) for part, scale in zip(parts, kv_scales or (1.0, 1.0), strict=True)]
+        parts = [part.clamp(-448.0, 448.0).to(key_cache.dtype) for part in scaled]
+    write_kv(parts[0], parts[1], key_cache, value_cache, slots)
+    return rotated[:, :q_heads]
+
+
+# Attention over the paged KV cache
+
+
+def decode_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
+    *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
+) -> Tensor:  # fmt: skip
+    """Each decode row's query over the row's cached keys: all, or the last `window` of them.
+
+    query [R, q_heads, head_dim] in bf16, fp16 or fp32; caches [blocks, block_size, kv_heads, head_dim] in its dtype, or in e4m3 to
+    be multiplied by kv_scales (keys', values') when read; q_heads is a multiple of kv_heads, neighbours share a KV head.
+    block_tables [N, W] int32: row r has its tokens in the blocks of table row table_rows[r] ([R] int32 or int64; None for r
+    itself). kv_lengths [R] int32, at least 1. Computed in fp32; returns query's shape and dtype.
+    """
+    key_scale, value_scale = kv_scales or (1.0, 1.0)
+    block_size, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
+    out = torch.empty_like(query)
+    for row, length in enumerate(kv_lengths.tolist()):
+        table = block_tables[row if table_rows is None else int(table_rows[row])]
+        token = torch.arange(0 if window is None else max(0, length - window), length, device=query.device)
+        block, offset = table[token // block_size].long(), token % block_size
+        key, value = (
+            (cache.view(torch.uint8)[block, offset].view(torch.float8_e4m3fn) if cache.dtype == torch.float8_e4m3fn
+             else cache[block, offset]).float().repeat_interleave(group, 1)
+            for cache in (key_cache, value_cache)
+        )  # fmt: skip
+        score = torch.einsum("hd,nhd->hn", query[row].float(), key) * (scale * key_scale)
+        out[row] = (torch.einsum("hn,nhd->hd", score.softmax(-1), value) * value_scale).to(query.dtype)
+    return out
+
+
+def prefill_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
+    kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Each prefill row's n tokens, the newest in the cache: token i of n attends to the row's keys 0 .. kv_length - n + i, or to
+    the last `window` of them.
+
+    query [T, q_heads, head_dim]; query_starts [P + 1] int32: row r's tokens are query[query_starts[r]:query_starts[r + 1]], none or
+    more; tokens of no row keep what `out` holds. kv_lengths [P] int32: at least the row's tokens; of a row without, anything. All
+    else as of `decode_attention`. Computed in fp32; returns `out`, of query's shape and dtype; without one, a new tensor of zeros.
+    """
+    out = torch.zeros_like(query) if out is None else out
+    starts = query_starts.tolist()
+    for row, length in enumerate(kv_lengths.tolist()):
+        begin, end = starts[row : row + 2]
+        for token in range(begin, end):
+            table = row if table_rows is None else int(table_rows[row])
+            out[token] = decode_attention(
+                query[token : token + 1], key_cache, value_cache, block_tables[table : table + 1], None,
+                kv_lengths.new_tensor([length - end + token + 1]), scale=scale, window=window, kv_scales=kv_scales,
+            )[0]  # fmt: skip
+    return out
+
+
+# SiLU and all-reduce
+
+
+def silu_mul(gate_up: Tensor | Unscaled) -> Tensor:
+    """silu(gate) * up for gate_up [T, 2 * I], gate in the first half of the columns -> [T, I]; both in gate_up's dtype."""
+    if isinstance(gate_up, Unscaled):
+        return silu_mul(gate_up.to_fp32()).to(gate_up.values.dtype)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def silu_mul_quant_fp8(gate_up: Tensor | Unscaled, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """quantize_fp8 of silu_mul: e4m3 [T, I], and the scale, given or one per token [T, 1]."""
+    return quantize_fp8(silu_mul(gate_up), scale)
+
+
+def all_reduce(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the ranks' tensors: in fp32, in rank order, rounded once to their dtype."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+# Sampling: argmax, Gumbel-max over a vocabulary that is split over ranks, and the filters
+
+
+def packed_argmax_keys(logits: Tensor, begin: int, width: int) -> Tensor:
+    """One key [S, 1] int64 for each row of logits [S, W], of which columns 0 .. width - 1 are tokens begin, begin + 1, ...
+
+    The high half of a key is the highest logit, as an integer in the order of the logits (NaN is the highest), the low half
+    2^32 - 1 - token: the larger of two keys is the higher logit's, or of equal ones the lower token's. Without columns the key is
+    the lowest integer.
+    """
+    if width == 0:
+        return torch.full((len(logits), 1), -(2**63), dtype=torch.int64, device=logits.device)
+    values = logits[:, :width]
+    column = values.argmax(-1, keepdim=True)
+    value = values.gather(1, column).float()
+    bits = torch.where(value == 0, 0.0, value).view(torch.int32)
+    order = torch.where(value.isnan(), 0x7FFFFFFF, torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    return (order.long() << 32) | (0xFFFFFFFF - begin - column)
+
+
+def decode_keys(keys: Tensor, tokens: Tensor, remember: tuple[Tensor, Tensor, Tensor] | None = None) -> None:
+    """From keys [ranks, S, parts] (see `packed_argmax_keys`) to tokens [S] int64, written there: the largest key's token of each
+    row.
+
+    remember: (last_tokens [slots], slots [S], kv_slots [S]), all int64: the token is also written to last_tokens[slots[s]], except
+    for padding, whose KV slot is negative.
+    """
+    tokens.copy_(0xFFFFFFFF - (keys.amax((0, 2)) & 0xFFFFFFFF))
+    if remember is not None:
+        last_tokens, slots, kv_slots = remember
+        valid = kv_slots >= 0
+        last_tokens[slots[valid]] = tokens[valid]
+
+
+def gumbel_max(
+    logits: Tensor, begin: int, width: int, max_keys: Tensor, temperature: Tensor, noise: Tensor, thresholds: Tensor | None = None
+) -> Tensor:
+    """As `packed_argmax_keys`, of a sample: the largest key's token has probability softmax(logits / temperature), as
+    `scale_logits` and `draw` give it for the whole vocabulary, to the bit where exp and log are the same.
+
+    max_keys [ranks, S, parts]: the keys of the logits, of all ranks. temperature [S] fp32: 0 takes the argmax. noise [2, S] int32:
+    the rows' keys, as in `draw`. thresholds [S] fp32: tokens whose scaled logit is lower are dropped (see `filter_thresholds`);
+    None: none is.
+    """
+    order = (max_keys.amax((0, 2)) >> 32).to(torch.int32)
+    top = torch.where(order < 0, order ^ 0x7FFFFFFF, order).view(torch.float32).unsqueeze(1)
+    keys = []
+    step = max(1, _LOGITS_AT_ONCE // max(width, 1))
+    for rows in (slice(first, first + step) for first in range(0, len(logits), step)):
+        values, sampled = logits[rows, :width].float(), (temperature[rows] > 0).unsqueeze(1)
+        divisor = torch.where(sampled, temperature[rows].unsqueeze(1), 1.0)
+        scores = _scale_logits(values, top[rows], divisor)
+        if thresholds is not None:
+            scores = torch.where(scores >= thresholds[rows].unsqueeze(1), scores, _NEVER)
+        scores = scores.sub_(_log_exponential(noise[:, rows], begin, begin + width))
+        keys.append(packed_argmax_keys(torch.where(sampled, scores, values), begin, width))
+    return torch.cat(keys) if keys else torch.empty(0, 1, dtype=torch.int64, device=logits.device)
+
+
+def filter_thresholds(logits: Tensor, temperature: Tensor, filters: Tensor) -> Tensor:
+    """What top-k, top-p and min-p keep of each row of logits [S, V], as the least logit, scaled as `scale_logits` does, that is
+    kept: [S] fp32, -inf where all are, and in rows of temperature 0.
+
+    temperature: up to 100. filters [3, S] fp64: top_k, top_p and min_p of each row as in `keep_filtered`, whose threshold this is;
+    off are V, 1 or more, and 0. Reads from the device which filters rows have.
+    """
+    thresholds, width = torch.full_like(temperature, _NEVER), logits.shape[1]
+    top_k, top_p, min_p = filters
+    k_on, p_on, m_on = top_k < width, top_p < 1.0, min_p > 0.0
+    filtered = ((temperature > 0) & (k_on | p_on | m_on)).nonzero()[:, 0]
+    for rows in filtered.split(max(1, _LOGITS_AT_ONCE // width)):
+        scaled = scale_logits(logits[rows].float(), temperature[rows])
+        some_k, some_p, some_m = (bool(on[rows].any()) for on in (k_on, p_on, m_on))
+        most = width if (p_on & ~k_on)[rows].any() else int(top_k[rows].where(k_on[rows], 1.0).max())
+        thresholds[rows] = _threshold(
+            scaled, most, top_k[rows].long() if some_k else None, top_p[rows].where(p_on[rows], 2.0) if some_p else None,
+            min_p[rows].float() if some_m else None,
+        )[:, 0]  # fmt: skip
+    return thresholds
+
+
+def scale_logits(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - their row's maximum) / temperature; [R, V] and [R], fp32. The maximum is 0, and nothing is NaN or +inf."""
+    return _scale_logits(logits, logits.amax(-1, keepdim=True), temperature.unsqueeze(1))
+
+
+def _scale_logits(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+    shifted = logits - torch.where(top == _NEVER, 0.0, top)
+    return shifted.div_(temperature).nan_to_num_(nan=0.0, neginf=_NEVER)
+
+
+def keep_filtered(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """What `filter_thresholds` keeps, by definition: scaled [R, V] (see `scale_logits`) with -inf at what the three filters drop;
+    each is per row [R], or None where no row has it.
+
+    top_k (int64, V is off): the k highest. top_p (fp64, above 1 is off): of those, the fewest whose probability reaches p.
+    min_p (fp32, 0 is off): those at least min_p times as likely as the most likely. `most`: no row that has a top_p has a higher
+    top_k, and none that has a top_k; V means a full sort.
+    """
+    return torch.where(scaled >= _threshold(scaled, most, top_k, top_p, min_p), scaled, _NEVER)
+
+
+def _threshold(scaled: Tensor, most: int, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """The least value that is kept, [R, 1]."""
+    threshold = torch.full_like(scaled[:, :1], _NEVER)
+    if top_k is not None or top_p is not None:
+        if most < scaled.shape[1]:
+            highest = scaled.topk(most, dim=-1).values
+        else:
+            highest = _descending(scaled)
+        if top_k is not None:
+            kth = highest.gather(1, (top_k.clamp(max=most) - 1).unsqueeze(1))
+            threshold = torch.where((top_k < scaled.shape[1]).unsqueeze(1), kth, threshold)
+        if top_p is not None:
+            threshold = torch.maximum(threshold, _nucleus_threshold(scaled, highest, threshold, top_p))
+    if min_p is not None:
+        threshold = torch.maximum(threshold, min_p.log().unsqueeze(1))
+    return threshold
+
+
+def _descending(x: Tensor) -> Tensor:
+    """Each row of x [R, V] sorted, highest first. Numpy sorts values alone with vector instructions; torch carries the indices."""
+    if x.is_cpu:
+        return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
+    return x.sort(dim=-1, descending=True).values
+
+
+def _nucleus_threshold(scaled: Tensor, highest: Tensor, threshold: Tensor, top_p: Tensor) -> Tensor:
+    """The value of the last token of the nucleus, [R, 1]. In fp64: how a sum is split must not move the edge."""
+    total = torch.where(scaled >= threshold, scaled.exp(), 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    mass = torch.where(highest >= threshold, highest, _NEVER).to(torch.float64).exp()
+    before = (mass.cumsum(-1) - mass) / total
+    inside = before < top_p.unsqueeze(1)
+    lowest = torch.where(inside, highest, float("inf")).amin(-1, keepdim=True)
+    return torch.where(top_p.unsqueeze(1) > 1.0, _NEVER, lowest)
+
+
+def draw(scaled: Tensor, keys: Tensor) -> Tensor:
+    """What `gumbel_max` samples, by definition: one token per row [R] int64 with probability softmax(scaled) [R, V], decided by
+    keys [2, R] int32 alone.
+
+    Gumbel-max: argmax(scaled - log(E)), E = -log(1 - u), u = hash(key, token). A token at -inf never wins while another is finite.
+    """
+    return (scaled - _log_exponential(keys, 0, scaled.shape[1])).argmax(-1)
+
+
+def _log_exponential(keys: Tensor, begin: int, end: int) -> Tensor:
+    return hashed_uniform(keys, end, begin).neg_().log1p_().neg_().log_()
+
+
+def hashed_uniform(keys: Tensor, tokens: int, begin: int = 0) -> Tensor:
+    """u [R, tokens - begin] fp32 in (0, 1), for tokens `begin` and on: a hash of (keys[0, r], keys[1, r], token), by 32-bit integer
+    arithmetic that wraps.
+
+    Resolution is 2^-31 near 0, where the maximum is decided. The mixing steps are Wellons' lowbias32
+    (nullprogram.com/blog/2018/07/31), once over the token and once more with the keys worked in.
+    """
+    h = _mixed_ids(tokens, keys.device)[begin:] ^ keys[0].unsqueeze(1)
+    h ^= (h >> 16) & 0xFFFF
+    h *= _A
+    h ^= (h >> 15) & 0x1FFFF
+    h += keys[1].unsqueeze(1)
+    h *= _B
+    h ^= (h >> 16) & 0xFFFF
+    h &= 0x7FFFFFFF
+    return h.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=_BELOW_ONE)
+
+
+_A = 0x7FEB352D
+_B = 0x846CA68B - 2**32  # as a signed 32-bit number
+
+
+@functools.lru_cache(maxsize=8)
+def _mixed_ids(tokens: int, device: torch.device) -> Tensor:
+    h = torch.arange(tokens, dtype=torch.int32, device=device) + (0x9E3779B9 - 2**32)
+    h = (h ^ ((h >> 16) & 0xFFFF)) * _A
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * _B
+    return h ^ ((h >> 16) & 0xFFFF)

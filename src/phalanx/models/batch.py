@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one forward works on: `Batch`, handed from layer to layer; no global context."""
+"""The input of one forward: `Batch`, passed from layer to layer; there is no global context."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from torch import Tensor
 
 @dataclass
 class Batch:
-    """A flattened batch of T tokens from R rows (one per request). All tensors on the model's device.
+    """A flattened batch of T tokens from R rows, one row per request. All tensors are on the model's device.
 
     token_ids [T] int64; positions [T] int64; kv_slots [T] int64: where each token's K and V go, block * block_size + offset, and -1
     for padding. query_starts [R+1] int32: row r's tokens are query_starts[r]..query_starts[r+1]. kv_lengths [R] int32: tokens of
-    the row in the cache once this forward has stored its own. block_tables [R, W] int32: block ids, stale or 0 beyond what is used;
-    with table_rows [R] int64, row r's table is block_tables[table_rows[r]], of more rows than the batch has.
-    logit_rows [S] int64: which of the T tokens yield logits. `attention` is what the back end planned for this batch.
-    The `*_cpu` facts are the same on the host, for back ends that plan there; `block_tables_cpu` is left out where none does. Of a
-    fixed batch they tell its size alone.
+    the row in the cache after this forward has stored its own. block_tables [R, W] int32: block ids, stale or 0 beyond those in
+    use; with table_rows [R] int64, row r's table is block_tables[table_rows[r]], and block_tables has more rows than the batch.
+    logit_rows [S] int64: which of the T tokens yield logits. `attention` is the back end's plan of this batch. The `*_cpu` fields
+    are the same on the host, for back ends that plan there; `block_tables_cpu` is None where none does. Of a fixed batch they tell
+    the size only.
 
-    fixed: a batch that a captured graph forwards again and again: every tensor stays where it is. Its tables are those of all
-    slots, its table_rows the rows' slots; a row may have any length that its table has room for. Its rows 0 .. decodes-1 have one
-    token each, row r token r; the others any number, at query_starts. A row that is not there has slot 0, no token and a KV length
-    of 0; or, where all rows are of one token, a token as well and a KV length of 1. Tokens that are not there come last, and have
-    position 0 and KV slot -1.
-    short: of a fixed batch: no row gets longer than the back end's `short_up_to` says of so many rows.
-    last: (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], what was sampled last.
+    fixed: a batch that a captured graph forwards many times: every tensor keeps its address. Its tables are those of all slots, its
+    table_rows the rows' slots; a row may have any length that its table has room for. Its rows 0 .. decodes-1 are decode rows, row
+    r with token r; the others are prefill rows of any number of tokens, at query_starts. An absent row has slot 0, no token and a
+    KV length of 0; or, where all rows are decode rows, a token and a KV length of 1. Absent tokens come last, and have position 0
+    and KV slot -1. short: of a fixed batch: no row gets longer than the back end's `short_kv_limit` for so many rows. last:
+    (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], the token sampled last.
     """
 
     token_ids: Tensor
@@ -51,14 +50,14 @@ class Batch:
     last: tuple[Tensor, Tensor] | None = None
 
 
-def leading_ones(query_starts: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> int:
-    """How many rows, from the first on, have one token. query_starts [R + 1]: see `Batch`."""
+def count_leading_decodes(query_starts: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> int:
+    """How many rows at the beginning of the batch have one token. query_starts [R + 1]: see `Batch`."""
     longer = np.diff(np.asarray(query_starts)) != 1
     return int(longer.argmax()) if longer.any() else len(longer)
 
 
 def first_block(position: int, window: int | None, block_size: int) -> int:
-    """The first block of a row that a query at `position`, or a later one, sees; entries before it may be stale."""
+    """The first block of a row that a query at `position` or later sees; table entries before it may be stale."""
     return 0 if window is None else max(0, position - window + 1) // block_size
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scales of keys and values that a checkpoint brings for a cache in FP8, whatever its configuration says of a cache.
+"""The scales of keys and values that a checkpoint has for a cache in FP8, whether or not its configuration mentions a cache.
 
-All ranks read those of all layers, so that all of them take the same, or refuse the same.
+All ranks read the scales of all layers, so that all accept or reject the same.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from phalanx.errors import WeightError
 from phalanx.log import get_logger
 from phalanx.models.checkpoint import opened, read_scale
 from phalanx.models.slices import Scale
-from phalanx.plan import weights as catalog
+from phalanx.plan import weight_tensors as catalog
 
 logger = get_logger(__name__)
 
 UNSET = -1.0
-"""What such a scale holds where nobody has found it: vLLM begins with it, and takes 1 where it stays."""
+"""The value of a scale that was not calibrated: vLLM initializes with it, and uses 1 where it remains."""
 
 Pair = tuple[float, float]
-"""What keys and what values are to be multiplied by when they are read from the cache."""
+"""The factors of keys and of values when they are read from the cache."""
 
 
 def read(files: dict[str, Path], layers: int) -> dict[int, Pair]:
-    """Of each layer that has other scales than 1. files: those that hold the checkpoint's tensors, by name.
+    """The scales of each layer that has others than 1. files: those of the checkpoint's tensors, by name.
 
     Raises WeightError where only some layers, or only keys or values, have a scale; where a scale has two names and two values; and
-    for values that are not finite and positive (-1, which stands for none, is as if it were not there).
+    for values that are not finite and positive (-1 stands for no scale).
     """
-    asked = [(layer, kind, names) for layer in range(layers) for kind, names in catalog.kv_scales(layer).items()]
-    held = _values(files, [name for _, _, names in asked for name in names if name in files])
-    given = {name: value for name, value in held.items() if value != UNSET}
-    if not given:
-        told = f"are all {UNSET:g} in the checkpoint, which stands for none" if held else "are not in the checkpoint"
-        logger.info("scales of keys and values %s: they go into the FP8 cache as they are", told)
+    known = [(layer, kind, names) for layer in range(layers) for kind, names in catalog.kv_scales(layer).items()]
+    stored = _values(files, [name for _, _, names in known for name in names if name in files])
+    calibrated = {name: value for name, value in stored.items() if value != UNSET}
+    if not calibrated:
+        reason = f"all scales in the checkpoint are {UNSET:g}, which stands for none" if stored else "the checkpoint has no scales"
+        logger.info("keys and values are stored in the FP8 cache without scales: %s", reason)
         return {}
-    found = {(layer, kind): _chosen(names, given, held) for layer, kind, names in asked}
-    logger.info("keys and values go into the FP8 cache with the checkpoint's scales")
-    pairs = {layer: (found[layer, "k"], found[layer, "v"]) for layer in range(layers)}
+    scales = {(layer, kind): _choose(names, calibrated, stored) for layer, kind, names in known}
+    logger.info("keys and values are stored in the FP8 cache with the checkpoint's scales")
+    pairs = {layer: (scales[layer, "k"], scales[layer, "v"]) for layer in range(layers)}
     return {layer: pair for layer, pair in pairs.items() if pair != (1.0, 1.0)}
 
 
 def _values(files: dict[str, Path], names: list[str]) -> dict[str, float]:
     by_file: dict[Path, list[str]] = defaultdict(list)
-    for name in dict.fromkeys(names):  # that of keys and values together is asked for twice
+    for name in dict.fromkeys(names):  # the scale of keys and values together is listed twice
         by_file[files[name]].append(name)
     values: dict[str, float] = {}
     for file, here in sorted(by_file.items()):
@@ -56,22 +56,23 @@ def _values(files: dict[str, Path], names: list[str]) -> dict[str, float]:
     return values
 
 
-def _chosen(names: tuple[str, ...], given: dict[str, float], held: dict[str, float]) -> float:
-    """The scale of one layer's keys, or of its values, by these names of it: the last is that of both together, and counts where
+def _choose(names: tuple[str, ...], calibrated: dict[str, float], stored: dict[str, float]) -> float:
+    """The scale of one layer's keys, or of its values, by its possible names: the last is that of both together, and counts where
     there is no other."""
-    own = [name for name in names[:-1] if name in given] or [name for name in names[-1:] if name in given]
+    own = [name for name in names[:-1] if name in calibrated] or [name for name in names[-1:] if name in calibrated]
     if not own:
-        unset = next((name for name in names if name in held), None)
+        unset = next((name for name in names if name in stored), None)
         raise WeightError(
             f"{names[0]} is missing" if unset is None else f"{unset} holds {UNSET:g}, which stands for no scale",
-            held=f"the checkpoint has {next(iter(given))}" + (f" and {len(given) - 1} more" if len(given) > 1 else ""),
-            why="with a cache in FP8, keys and values of all layers have scales, or none",
+            held=f"the checkpoint has {next(iter(calibrated))}"
+            + (f" and {len(calibrated) - 1} more" if len(calibrated) > 1 else ""),
+            why="with a cache in FP8, either the keys and values of all layers have scales, or none have",
             next="download the checkpoint again, or use kv_cache_dtype='model'",
         )  # fmt: skip
-    other = next((name for name in own if given[name] != given[own[0]]), None)
+    other = next((name for name in own if calibrated[name] != calibrated[own[0]]), None)
     if other is not None:
         raise WeightError(
-            f"{own[0]} and {other} differ", held=f"{given[own[0]]:g} and {given[other]:g}",
+            f"{own[0]} and {other} differ", held=f"{calibrated[own[0]]:g} and {calibrated[other]:g}",
             why="they are two names for one scale", next="download the checkpoint again, or use kv_cache_dtype='model'",
         )  # fmt: skip
-    return given[own[0]]
+    return calibrated[own[0]]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Llama 2, 3 and 3.1 (arXiv 2302.13971, 2407.21783): the decoder that the other families vary.
 
-A model holds one pipeline stage of one tensor-parallel rank. It works on the residual stream: each block hands on
-(normed, residual), because the norm that follows a block is fused to the all-reduce that ends it.
+A model holds one pipeline stage of one tensor-parallel rank. Each block takes and returns (x, residual), where x is the normalized
+residual stream: the norm that follows a block is fused to the all-reduce that ends the block.
 """
 
 from __future__ import annotations
@@ -16,150 +16,156 @@ from torch import Tensor, nn
 
 from phalanx.config.model import ModelShape
 from phalanx.models.batch import Batch, KvCache
-from phalanx.models.layers.embedding import ParallelHead, VocabParallelEmbedding
+from phalanx.models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.kv_store import KvStore
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.mlp import GatedMlp
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.layers.rope import Rotary
-from phalanx.models.slices import Seat
+from phalanx.models.slices import LayerContext
 from phalanx.plan.memory import KvSpec
 
-Turns = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of the batch's positions, [T, head_dim / 2] fp32 each."""
 
 
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions over a paged cache; the heads are split over the ranks."""
 
-    def __init__(self, name: str, shape: ModelShape, *, window: int | None, seat: Seat) -> None:
+    def __init__(self, name: str, shape: ModelShape, *, window: int | None, context: LayerContext) -> None:
         super().__init__()
         heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.qkv = QkvParallelLinear(name, shape.hidden_size, heads, kv_heads, head_dim, bias=shape.qkv_bias, seat=seat)
-        self.q_heads, self.kv_heads, self.head_dim = len(self.qkv.heads.q), len(self.qkv.heads.kv), head_dim
+        self.qkv_proj = QkvParallelLinear(
+            name, shape.hidden_size, heads, kv_heads, head_dim, bias=shape.qkv_bias, context=context
+        )  # fmt: skip
+        self.q_heads, self.kv_heads, self.head_dim = len(self.qkv_proj.heads.q), len(self.qkv_proj.heads.kv), head_dim
         self.window, self.scale = window, head_dim**-0.5
-        self.store = KvStore(name, seat=seat)
-        self.prepares = type(self).prepare is not Attention.prepare
-        mine = range(self.qkv.heads.q.start * head_dim, self.qkv.heads.q.stop * head_dim)
-        self.out = RowParallelLinear(
-            f"{name}.o_proj", heads * head_dim, shape.hidden_size, local=mine, bias=shape.output_bias, seat=seat
+        self.kv_store = KvStore(name, context=context)
+        self.has_head_norm = type(self).normalize_heads is not Attention.normalize_heads
+        local = range(self.qkv_proj.heads.q.start * head_dim, self.qkv_proj.heads.q.stop * head_dim)
+        self.o_proj = RowParallelLinear(
+            f"{name}.o_proj", heads * head_dim, shape.hidden_size, local=local, bias=shape.output_bias, context=context
         )
 
     def forward(
-        self, x: Activation, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, norm: RmsNorm
+        self, x: Activation, cos_sin: CosSin, batch: Batch, cache: KvCache, residual: Tensor, norm: RmsNorm
     ) -> tuple[Activation, Tensor]:
         """x and residual [T, hidden] -> (norm(residual + attention(x)), residual + attention(x))."""
-        query = self._queries(x, turns, batch, cache)
-        scales = self.store.read_scales
-        seen = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
-        done: tuple[Activation, Tensor] = self.out(seen.reshape(x.shape[0], -1), residual, norm)
-        return done
+        query = self._rotated_query(x, cos_sin, batch, cache)
+        scales = self.kv_store.read_scales
+        context = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
+        output: tuple[Activation, Tensor] = self.o_proj(context.reshape(x.shape[0], -1), residual, norm)
+        return output
 
-    def _queries(self, x: Activation, turns: Turns, batch: Batch, cache: KvCache) -> Tensor:
-        """Of x [T, hidden], turned, [T, q_heads, head_dim]; keys and values go into the cache."""
-        if not self.prepares:
-            query = self.store.of_one_token(x, self.qkv, turns, cache, batch.kv_slots)
+    def _rotated_query(self, x: Activation, cos_sin: CosSin, batch: Batch, cache: KvCache) -> Tensor:
+        """x [T, hidden] -> the rotated queries [T, q_heads, head_dim]; keys and values are stored in the cache."""
+        if not self.has_head_norm:
+            query = self.kv_store.fused_with_gemv(x, self.qkv_proj, cos_sin, cache, batch.kv_slots)
             if query is not None:
                 return query
-        heads = self.qkv(x, may_stay_unscaled=not self.prepares).view(x.shape[0], -1, self.head_dim)
-        out: Tensor = self.store(self.prepare(heads) if self.prepares else heads, turns, self.q_heads, cache, batch.kv_slots)
-        return out
+        heads = self.qkv_proj(x, may_stay_unscaled=not self.has_head_norm).view(x.shape[0], -1, self.head_dim)
+        if self.has_head_norm:
+            heads = self.normalize_heads(heads)
+        rotated: Tensor = self.kv_store(heads, cos_sin, self.q_heads, cache, batch.kv_slots)
+        return rotated
 
-    def prepare(self, heads: Tensor) -> Tensor:
-        """What families do to heads [T, q_heads + 2 * kv_heads, head_dim] before queries and keys are turned by their positions."""
+    def normalize_heads(self, heads: Tensor) -> Tensor:
+        """What a family does to heads [T, q_heads + 2 * kv_heads, head_dim] before rope."""
         return heads
 
 
 class DecoderLayer(nn.Module):
     """Attention, then the feed-forward block, each with its norm before it and its residual around it."""
 
-    def __init__(self, name: str, shape: ModelShape, attention: Attention, *, seat: Seat) -> None:
+    def __init__(self, name: str, shape: ModelShape, attention: Attention, *, context: LayerContext) -> None:
         super().__init__()
-        self.norm = RmsNorm(f"{name}.input_layernorm", shape.hidden_size, shape.rms_norm_eps, seat=seat)
-        self.attention = attention
-        self.mlp_norm = RmsNorm(f"{name}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps, seat=seat)
-        self.mlp = GatedMlp(f"{name}.mlp", shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias, seat=seat)
-        self.norm.feed(self.attention.qkv.fp8)
-        self.mlp_norm.feed(self.mlp.gate_up.fp8)
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm = RmsNorm(f"{name}.input_layernorm", hidden, eps, context=context)
+        self.self_attn = attention
+        self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", hidden, eps, context=context)
+        self.mlp = GatedMlp(f"{name}.mlp", hidden, shape.intermediate_size, bias=shape.mlp_bias, context=context)
+        self.input_layernorm.feed(self.self_attn.qkv_proj.fp8)
+        self.post_attention_layernorm.feed(self.mlp.gate_up_proj.fp8)
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Layers of one kind ask for the same kernels."""
-        held = [*self.named_parameters(), *self.named_buffers()]
-        return type(self.attention), self.attention.window, *((name, each.dtype, each.shape) for name, each in held)
+        """Layers of one kind run the same kernels."""
+        tensors = [*self.named_parameters(), *self.named_buffers()]
+        return type(self.self_attn), self.self_attn.window, *((name, each.dtype, each.shape) for name, each in tensors)
 
     def forward(
-        self, x: Activation, turns: Turns, batch: Batch, cache: KvCache, residual: Tensor, next_norm: RmsNorm | None
+        self, x: Activation, cos_sin: CosSin, batch: Batch, cache: KvCache, residual: Tensor, next_norm: RmsNorm | None
     ) -> tuple[Activation, Tensor]:
         """x: norm(residual) [T, hidden]. Returns (next_norm(new residual), new residual); without next_norm the latter twice."""
-        x, residual = self.attention(x, turns, batch, cache, residual, self.mlp_norm)
-        done: tuple[Activation, Tensor] = self.mlp(x, residual, next_norm)
-        return done
+        x, residual = self.self_attn(x, cos_sin, batch, cache, residual, self.post_attention_layernorm)
+        output: tuple[Activation, Tensor] = self.mlp(x, residual, next_norm)
+        return output
 
 
 class Llama(nn.Module):
-    """The stage that holds `layers` of a model: with the embedding if it is the first, with the head if it is the last."""
+    """The stage that holds `layers` of a model: with the embedding if it is the first, with the LM head if it is the last."""
 
-    def __init__(self, shape: ModelShape, *, layers: range, seat: Seat) -> None:
+    def __init__(self, shape: ModelShape, *, layers: range, context: LayerContext) -> None:
         super().__init__()
-        self.shape, self.held, self.seat = shape, layers, seat
+        self.shape, self.layer_range, self.context = shape, layers, context
         vocabulary = (shape.vocab_size, shape.hidden_size)
         first, last = layers.start == 0, layers.stop == shape.num_layers
-        self.embedding = VocabParallelEmbedding("model.embed_tokens", *vocabulary, seat=seat) if first else None
+        self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", *vocabulary, context=context) if first else None
         self.layers = [
-            DecoderLayer(f"model.layers.{i}", shape, self.attention(f"model.layers.{i}.self_attn", i), seat=seat) for i in layers
+            DecoderLayer(f"model.layers.{i}", shape, self.attention(f"model.layers.{i}.self_attn", i), context=context)
+            for i in layers
         ]
         self.registered = nn.ModuleList(self.layers)  # torch finds weights in a ModuleList, mypy finds types in a list
-        self.norm = RmsNorm("model.norm", shape.hidden_size, shape.rms_norm_eps, seat=seat) if last else None
+        self.norm = RmsNorm("model.norm", shape.hidden_size, shape.rms_norm_eps, context=context) if last else None
         name = "model.embed_tokens" if shape.tie_word_embeddings else "lm_head"
-        shared = self.embedding if shape.tie_word_embeddings else None
-        self.head = ParallelHead(name, *vocabulary, tied=shared, seat=seat) if last else None
-        self.rotary = Rotary(shape.rope, shape.head_dim, seat.device)
+        tied = self.embed_tokens if shape.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(name, *vocabulary, tied=tied, context=context) if last else None
+        self.rotary_emb = Rotary(shape.rope, shape.head_dim, context.device)
 
     def attention(self, name: str, layer: int) -> Attention:
-        """The attention of layer `layer`: what families vary."""
-        return Attention(name, self.shape, window=None, seat=self.seat)
+        """The attention of layer `layer`, which families vary."""
+        return Attention(name, self.shape, window=None, context=self.context)
 
     def forward(self, batch: Batch, caches: Sequence[KvCache], hidden: Tensor | None = None) -> Tensor:
         """As `stream`, and on the last stage the logits [S, vocab_size] fp32 of batch.logit_rows, on each of its ranks."""
         x = self.stream(batch, caches, hidden)
-        out: Tensor = x if self.head is None else self.head(x, batch.logit_rows)
-        return out
+        output: Tensor = x if self.lm_head is None else self.lm_head(x, batch.logit_rows)
+        return output
 
     def stream(self, batch: Batch, caches: Sequence[KvCache], hidden: Tensor | None = None) -> Tensor:
-        """batch: T tokens with `batch.attention` planned; caches: one per held layer; hidden: the residual stream [T, hidden_size]
-        from the stage before, None on the first.
+        """batch: T tokens with `batch.attention` planned; caches: one per layer of this stage; hidden: the residual stream
+        [T, hidden_size] from the stage before, None on the first.
 
-        Returns the residual stream [T, hidden_size], on the last stage normed, for its head.
+        Returns the residual stream [T, hidden_size], on the last stage normalized for the LM head.
         """
-        norms = [layer.norm for layer in self.layers]
-        if self.embedding is not None:
-            x, residual = self.embedding(batch.token_ids, norms[0], batch.last)
+        norms = [layer.input_layernorm for layer in self.layers]
+        if self.embed_tokens is not None:
+            x, residual = self.embed_tokens(batch.token_ids, norms[0], batch.last)
         else:
             x, residual = norms[0](hidden), hidden
-        turns = self.rotary(batch.positions)
+        cos_sin = self.rotary_emb(batch.positions)
         for layer, cache, next_norm in zip(self.layers, caches, [*norms[1:], self.norm], strict=True):
-            x, residual = layer(x, turns, batch, cache, residual, next_norm)
-        out: Tensor = x
-        return out
+            x, residual = layer(x, cos_sin, batch, cache, residual, next_norm)
+        output: Tensor = x
+        return output
 
     @contextmanager
-    def thinned(self) -> Iterator[list[int]]:
-        """Inside, the stage has no layers but the first of each kind and its last, which hands on to no other. Gives their indices
-        among those held."""
-        whole, first = self.layers, dict[Any, int]()
-        for index, layer in enumerate(whole):
+    def distinct_layers(self) -> Iterator[list[int]]:
+        """Inside, the stage has only the first of its layers of each kind and its last, which is not followed by a layer. Yields
+        their indices among the stage's layers."""
+        layers, first = self.layers, dict[Any, int]()
+        for index, layer in enumerate(layers):
             first.setdefault(layer.kind, index)
-        kept = sorted({*first.values(), len(whole) - 1})
-        self.layers = [whole[index] for index in kept]
+        kept = sorted({*first.values(), len(layers) - 1})
+        self.layers = [layers[index] for index in kept]
         try:
             yield kept
         finally:
-            self.layers = whole
+            self.layers = layers
 
     def kv_specs(self) -> list[KvSpec]:
-        """What each held layer keeps per token on this rank."""
-        size = torch.empty((), dtype=self.seat.cache_dtype, device="cpu").element_size()
-        attentions = [layer.attention for layer in self.layers]
+        """What each layer of this stage stores per token on this rank."""
+        size = torch.empty((), dtype=self.context.cache_dtype, device="cpu").element_size()
+        attentions = [layer.self_attn for layer in self.layers]
         return [KvSpec(each.kv_heads, each.head_dim, size, each.window) for each in attentions]

@@ -10,4 +10,4 @@ class Mistral(Llama):
     """A query sees the last `sliding_window` keys; what it knows of earlier ones went through the layers below."""
 
     def attention(self, name: str, layer: int) -> Attention:
-        return Attention(name, self.shape, window=self.shape.windows[layer], seat=self.seat)
+        return Attention(name, self.shape, window=self.shape.windows[layer], context=self.context)

@@ -13,4 +13,4 @@ class Qwen2(Llama):
     """Full attention in the lower layers, a window in those that config.json chooses."""
 
     def attention(self, name: str, layer: int) -> Attention:
-        return Attention(name, self.shape, window=self.shape.windows[layer], seat=self.seat)
+        return Attention(name, self.shape, window=self.shape.windows[layer], context=self.context)

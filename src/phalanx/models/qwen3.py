@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3, dense (arXiv 2505.09388): Qwen2 without its biases, and with each head's query and key normed before they are turned."""
+"""Qwen3, dense (arXiv 2505.09388): Qwen2 without its biases, and with each head's query and key normalized before rope."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 from phalanx.config.model import ModelShape
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.llama import Attention, Llama
-from phalanx.models.slices import Seat
+from phalanx.models.slices import LayerContext
 
 
 class NormedAttention(Attention):
-    """Attention whose queries and keys are RMS-normed per head, so that their product cannot grow without bound."""
+    """Attention whose queries and keys are RMS-normed per head, so that the scores cannot grow without bound."""
 
-    def __init__(self, name: str, shape: ModelShape, *, window: int | None, seat: Seat) -> None:
-        super().__init__(name, shape, window=window, seat=seat)
-        self.q_norm = RmsNorm(f"{name}.q_norm", shape.head_dim, shape.rms_norm_eps, seat=seat)
-        self.k_norm = RmsNorm(f"{name}.k_norm", shape.head_dim, shape.rms_norm_eps, seat=seat)
+    def __init__(self, name: str, shape: ModelShape, *, window: int | None, context: LayerContext) -> None:
+        super().__init__(name, shape, window=window, context=context)
+        self.q_norm = RmsNorm(f"{name}.q_norm", shape.head_dim, shape.rms_norm_eps, context=context)
+        self.k_norm = RmsNorm(f"{name}.k_norm", shape.head_dim, shape.rms_norm_eps, context=context)
 
-    def prepare(self, heads: Tensor) -> Tensor:
+    def normalize_heads(self, heads: Tensor) -> Tensor:
         query, key, value = torch.split(heads, [self.q_heads, self.kv_heads, self.kv_heads], dim=1)
         return torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
 
@@ -29,4 +29,4 @@ class Qwen3(Llama):
     """Qwen2's choice of windows, with normed heads."""
 
     def attention(self, name: str, layer: int) -> Attention:
-        return NormedAttention(name, self.shape, window=self.shape.windows[layer], seat=self.seat)
+        return NormedAttention(name, self.shape, window=self.shape.windows[layer], context=self.context)

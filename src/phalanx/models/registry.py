@@ -11,19 +11,19 @@ import torch
 from phalanx.comm.group import Group
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
-from phalanx.kernels.scaled_mm import has_fp8_products
+from phalanx.kernels.capabilities import has_fp8_gemm
 from phalanx.log import get_logger
-from phalanx.models.layers.fp8 import how_multiplied
+from phalanx.models.layers.fp8 import describe_gemm
 from phalanx.models.llama import Llama
 from phalanx.models.mistral import Mistral
 from phalanx.models.qwen2 import Qwen2
 from phalanx.models.qwen3 import Qwen3
-from phalanx.models.slices import Seat
+from phalanx.models.slices import LayerContext
 
 logger = get_logger(__name__)
 
 Model = Llama
-"""What every family is: `forward(batch, caches, hidden)`, `kv_specs()`, and the `shape` that it was built from."""
+"""The type of every family: `forward(batch, caches, hidden)`, `kv_specs()`, and the `shape` that it was built from."""
 
 MODELS: dict[str, type[Model]] = {
     "LlamaForCausalLM": Llama,
@@ -35,21 +35,21 @@ MODELS: dict[str, type[Model]] = {
 
 def build(
     shape: ModelShape, *, group: Group, layers: range, dtype: torch.dtype, device: torch.device, fp8: bool = False,
-    fp8_cache: bool = False, fp8_products: bool | None = None,
+    fp8_cache: bool = False, fp8_gemm: bool | None = None,
 ) -> Model:  # fmt: skip
     """The part of a model that holds `layers` on rank `group.rank`, with uninitialized weights (`weights.load` fills them).
 
-    dtype: of the arithmetic, and of all weights that are not in FP8. fp8: products in FP8 though the checkpoint is not; one that is
-    in FP8 (shape.quantization) is so anyway. fp8_cache: keys and values in FP8. fp8_products: whether activations are quantized and
-    multiplied in FP8; None: where the device can. It is the first stage if `layers` starts at 0, the last if it ends at
+    dtype: of the arithmetic, and of all weights that are not in FP8. fp8: linear layers in FP8 although the checkpoint is not; a
+    checkpoint in FP8 (shape.quantization) always is. fp8_cache: keys and values in FP8. fp8_gemm: whether activations are quantized
+    and multiplied in FP8; None: where the device can. It is the first stage if `layers` starts at 0, the last if it ends at
     shape.num_layers. Raises LayoutError when group.size does not divide the heads or the intermediate size.
     """
     if not (0 <= layers.start < layers.stop <= shape.num_layers and layers.step == 1):
         raise ValueError(f"{layers} is not a run of the model's {shape.num_layers} layers")
     quantization = shape.quantization or (ON_LOAD if fp8 else None)
-    products = has_fp8_products(device) if fp8_products is None else fp8_products
-    told = None if quantization is None else how_multiplied(quantization, products, device, dtype)
-    if told is not None:
-        logger.info(told)
-    seat = Seat(group, dtype, device, quantization, products, fp8_cache)
-    return MODELS[shape.architecture](shape, layers=layers, seat=seat).eval()
+    uses_fp8_gemm = has_fp8_gemm(device) if fp8_gemm is None else fp8_gemm
+    line = None if quantization is None else describe_gemm(quantization, uses_fp8_gemm, device, dtype)
+    if line is not None:
+        logger.info(line)
+    context = LayerContext(group, dtype, device, quantization, uses_fp8_gemm, fp8_cache)
+    return MODELS[shape.architecture](shape, layers=layers, context=context).eval()

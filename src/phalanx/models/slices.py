@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of which checkpoint tensor goes where: every layer says it for its own weights, and `weights` reads them."""
+"""Which part of which checkpoint tensor goes where: every layer declares its own `Slice`s, and `weights` reads them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from phalanx import kernels
 from phalanx.comm.group import Group
 from phalanx.config.quantization import Quantization
 
-_ROWS_AT_ONCE = 4096  # quantized together, so that what is held in fp32 meanwhile stays small
+_CHUNK_ROWS = 4096  # quantized together, so that their copy in fp32 stays small
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Rows (dim 0) or columns (dim 1) begin .. begin + target.shape[dim] of checkpoint tensor `name`, whose whole shape config.json
-    implies to be `shape`; they are copied into `target`, a view of a weight on this rank.
+    """Rows (dim 0) or columns (dim 1) begin .. begin + target.shape[dim] of checkpoint tensor `name`, whose full shape by
+    config.json is `shape`; they are copied into `target`, a view of a weight on this rank.
 
-    scale: where the target is e4m3 and the checkpoint is not: one per row of the target, fp32, made as it is stored. Ranks that
-    hold other columns of the same rows have scales of their own, since each multiplies its partial product by them itself.
+    scale: where the target is e4m3 and the checkpoint is not: one per row of the target, fp32, computed as the rows are stored.
+    Ranks that hold other columns of the same rows have scales of their own, since each applies them to its own partial sum.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Slice:
         return self.begin + self.target.shape[self.dim]
 
     def store(self, values: Tensor) -> None:
-        """Put what was read, of the target's shape, into its place."""
+        """Store the values that were read, of the target's shape."""
         if self.scale is None:
             self.target.copy_(values)
             return
-        for at in range(0, len(values), _ROWS_AT_ONCE):
-            rows = slice(at, at + _ROWS_AT_ONCE)
+        for at in range(0, len(values), _CHUNK_ROWS):
+            rows = slice(at, at + _CHUNK_ROWS)
             quantized, scale = kernels.quantize_fp8(values[rows].to(self.target.device))
             self.target[rows].copy_(quantized)
             self.scale[rows].copy_(scale.squeeze(-1))
@@ -50,10 +50,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Scale:
-    """A quantization scale of the checkpoint, which has one of `shapes`. `store` takes it whole, in fp32, on CPU.
+    """A quantization scale of the checkpoint, which has one of `shapes`. `store` takes all of it, in fp32, on CPU.
 
-    may_be_zero: that of weights that are all zero. unset: what stands for a scale that nobody has found. inputs: of the product
-    whose weight it scales; 0 for the scale of activations.
+    may_be_zero: the scale of weights that are all zero may be 0. unset: the value that stands for a scale that was not calibrated.
+    inputs: input features of the GEMM whose weight it scales; 0 for the scale of activations.
     """
 
     name: str
@@ -65,18 +65,18 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a layer's weights live: the ranks that share it, the dtype of weights and arithmetic, the device.
+class LayerContext:
+    """What a layer is built for: the ranks that split it, the dtype of weights and arithmetic, the device.
 
-    quantization: which products are in FP8 instead, and how. fp8_products: their activations are FP8 too; else the weights are
-    widened for each product. fp8_cache: keys and values are kept in FP8.
+    quantization: which linear layers are in FP8 instead, and how. fp8_gemm: their activations are FP8 too; else their weights are
+    dequantized for each GEMM. fp8_cache: keys and values are stored in FP8.
     """
 
     group: Group
     dtype: torch.dtype
     device: torch.device
     quantization: Quantization | None = None
-    fp8_products: bool = False
+    fp8_gemm: bool = False
     fp8_cache: bool = False
 
     @property
@@ -85,7 +85,7 @@ class Seat:
         return torch.float8_e4m3fn if self.fp8_cache else self.dtype
 
     def weight(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """An uninitialized weight, in the seat's dtype unless another is named."""
+        """An uninitialized weight, in the context's dtype unless another is given."""
         return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
 

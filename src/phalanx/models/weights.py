@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill a model: from a checkpoint, each rank reading its own slices, or with seeded random values."""
+"""Fill a model: from a checkpoint, of which each rank reads its own slices, or with seeded random values."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from phalanx.models import kv_scales
 from phalanx.models.checkpoint import locate_tensors, opened, read, read_scale, require_known
 from phalanx.models.registry import Model
 from phalanx.models.slices import Scale, Slice, Sliced
-from phalanx.plan import weights as catalog
+from phalanx.plan import weight_tensors as catalog
 
-FP8_MAX = 448.0  # e4m3's largest
-TILE = 4096  # rows and columns of dummy FP8 weights that are made at once
-ACTIVATION_MAX = 32.0  # what dummy static scales take for the largest activation
+FP8_MAX = 448.0  # the largest e4m3
+TILE = 4096  # rows and columns of dummy FP8 weights that are generated at once
+ACTIVATION_MAX = 32.0  # the largest activation, as dummy static scales assume it
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes read or made so far, bytes in all), both of this rank, in the model's dtype."""
+"""Called with (bytes read or generated so far, bytes in all), both of this rank, in the model's dtype."""
 
 
 def slices(model: Model) -> Iterator[Slice]:
-    """What this rank's part of a model reads."""
+    """The slices that this rank's part of a model reads."""
     for module in model.modules():
         if isinstance(module, Sliced):
             yield from module.slices()
@@ -44,17 +44,17 @@ def scales(model: Model) -> Iterator[Scale]:
 def load(model: Model, folder: Path, progress: Progress | None = None) -> None:
     """Read this rank's slices from the safetensors of `folder` into the model, cast to its dtype or quantized to its FP8.
 
-    Raises WeightError before anything is read for a missing file or tensor, or one that the model has no place for; and while
-    reading for a truncated file, a shape that contradicts config.json, a dtype that is not read, or scales for some of an FP8
-    cache.
+    Raises WeightError before anything is read for a missing file or tensor and for a tensor that the model does not have; while
+    reading, for a truncated file, a shape that contradicts config.json, a dtype that is not supported, or scales for a part of an
+    FP8 cache.
     """
     files = locate_tensors(folder)
     shape = model.shape
     known = catalog.tensors(shape).keys() | catalog.scales(shape)
     require_known(files, known, tied_head=catalog.HEAD if shape.tie_word_embeddings else None)
     by_file: dict[Path, list[Slice | Scale]] = defaultdict(list)
-    wanted: list[Slice | Scale] = [*slices(model), *scales(model)]
-    for part in wanted:
+    parts_to_read: list[Slice | Scale] = [*slices(model), *scales(model)]
+    for part in parts_to_read:
         if part.name in files:
             by_file[files[part.name]].append(part)
         else:
@@ -62,10 +62,10 @@ def load(model: Model, folder: Path, progress: Progress | None = None) -> None:
                 f"{part.name} is missing", held=f"{folder} holds {len(files)} tensors",
                 why="config.json implies it", next="check that config.json belongs to these weights",
             )  # fmt: skip
-    if model.seat.fp8_cache:
-        of_layers = kv_scales.read(files, shape.num_layers)
-        for index, layer in zip(model.held, model.layers, strict=True):
-            layer.attention.store.read_scales = of_layers.get(index)
+    if model.context.fp8_cache:
+        scales_by_layer = kv_scales.read(files, shape.num_layers)
+        for index, layer in zip(model.layer_range, model.layers, strict=True):
+            layer.self_attn.kv_store.read_scales = scales_by_layer.get(index)
     total = sum(part.target.nbytes for parts in by_file.values() for part in parts if isinstance(part, Slice))
     done = 0
     for file, parts in sorted(by_file.items()):
@@ -81,18 +81,18 @@ def load(model: Model, folder: Path, progress: Progress | None = None) -> None:
 
 
 def dummy(model: Model, seed: int, progress: Progress | None = None) -> None:
-    """Random weights, made on the model's device. The values depend on the seed and a tensor's name only: any layout of ranks over
-    devices of one kind holds parts of the same model. Weights in FP8 are made as such, piece by piece.
+    """Random weights, generated on the model's device. The values depend on the seed and a tensor's name only: any layout of ranks
+    on devices of one kind holds parts of the same model. Weights in FP8 are generated in FP8, tile by tile.
 
-    Products keep the size of what they are given (standard deviation 1 / sqrt(inputs)), so that activations stay sane.
+    A GEMM keeps the magnitude of its input (standard deviation 1 / sqrt(inputs)), so that activations stay in range.
     """
     for scale in scales(model):
         inputs = scale.inputs
         scale.store(torch.full(scale.shapes[0], _bound(inputs) / FP8_MAX if inputs else ACTIVATION_MAX / FP8_MAX))
-    quantization = model.seat.quantization
-    if model.seat.fp8_cache and quantization is not None and quantization.kv:
+    quantization = model.context.quantization
+    if model.context.fp8_cache and quantization is not None and quantization.kv:
         for layer in model.layers:
-            layer.attention.store.read_scales = ACTIVATION_MAX / FP8_MAX, ACTIVATION_MAX / FP8_MAX
+            layer.self_attn.kv_store.read_scales = ACTIVATION_MAX / FP8_MAX, ACTIVATION_MAX / FP8_MAX
     by_name: dict[str, list[Slice]] = defaultdict(list)
     for part in slices(model):
         by_name[part.name].append(part)
@@ -102,33 +102,33 @@ def dummy(model: Model, seed: int, progress: Progress | None = None) -> None:
             for part in parts:
                 _fill_fp8(part, seed)
         else:
-            whole = _random(name, parts[0].shape, seed, like=parts[0].target)
+            values = _random(name, parts[0].shape, seed, like=parts[0].target)
             for part in parts:
-                part.target.copy_(whole.narrow(part.dim, part.begin, part.target.shape[part.dim]))
+                part.target.copy_(values.narrow(part.dim, part.begin, part.target.shape[part.dim]))
         done += sum(part.target.nbytes for part in parts)
         if progress is not None:
             progress(done, total)
 
 
 def _random(name: str, shape: tuple[int, ...], seed: int, *, like: Tensor) -> Tensor:
-    # A generator on CPU heeds 32 bits of its seed only, so the two are hashed together.
+    # A generator on CPU uses 32 bits of its seed only, so the seed and the name are hashed together.
     generator = torch.Generator(like.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    whole = torch.empty(shape, dtype=like.dtype, device=like.device)
+    values = torch.empty(shape, dtype=like.dtype, device=like.device)
     if len(shape) == 2:
         bound = _bound(shape[1])
-        return whole.uniform_(-bound, bound, generator=generator)
+        return values.uniform_(-bound, bound, generator=generator)
     center = 0.0 if name.endswith(".bias") else 1.0
-    return whole.uniform_(center - 0.1, center + 0.1, generator=generator)
+    return values.uniform_(center - 0.1, center + 0.1, generator=generator)
 
 
 def _bound(inputs: int) -> float:
-    """Of uniform values with the standard deviation 1 / sqrt(inputs)."""
+    """The bound of uniform values with the standard deviation 1 / sqrt(inputs)."""
     return math.sqrt(3.0 / inputs)
 
 
 def _fill_fp8(part: Slice, seed: int) -> None:
-    """Uniform over e4m3's range, tile by tile of the whole tensor, so that no more than a tile is ever held in 16 bit; the scale
-    of a row that is quantized on load is what gives it the bound."""
+    """Uniform over e4m3's range, by tiles of the unsplit tensor, so that no more than a tile exists in 16 bit. The scale of a row
+    that is quantized on load gives it the bound."""
     device = part.target.device
     first_row, first_column = (part.begin, 0) if part.dim == 0 else (0, part.begin)
     rows, columns = part.target.shape

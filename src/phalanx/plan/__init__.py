@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to use the machine: layouts, shards, bytes. No torch here."""
+"""Layouts, shards and bytes of a model on a machine. No torch here."""
 
 from phalanx.plan.layout import Layout, Place, stages
 

@@ -32,7 +32,7 @@ def planned(options: EngineOptions) -> EngineOptions:
             why="either the planner or the user chooses it",
             next="leave the sizes out, or leave plan out",
         )
-    if options.device == "cpu" or not probe.look().gpus:
+    if options.device == "cpu" or not probe.detect_machine().gpus:
         logger.info("plan auto: no GPU is used, so one rank on CPU")
         return options.model_copy(update={"plan": "off"})
     shape = subject.shape_for(options.model, options.revision)
@@ -43,10 +43,10 @@ def planned(options: EngineOptions) -> EngineOptions:
 def choose(options: EngineOptions, shape: Shape, machine: Machine) -> EngineOptions:
     """The options of the best layout of one engine on the machine. Raises as `planned`."""
     wanted = wanted_of(options, shape)
-    found = search.search(shape, machine, wanted)
-    found = Found([plan for plan in found.plans if plan.layout.ep == plan.layout.moe_ep == 1], found.rejected, found.changes)
-    best = search.require(found)
-    for line in explain.text(options.model, shape, machine, wanted, found).splitlines():
+    result = search.search(shape, machine, wanted)
+    result = Found([plan for plan in result.plans if plan.layout.ep == plan.layout.moe_ep == 1], result.rejected, result.changes)
+    best = search.require(result)
+    for line in explain.text(options.model, shape, machine, wanted, result).splitlines():
         logger.info("%s", line)
     layout = {"tensor_parallel_size": best.layout.tp, "pipeline_parallel_size": best.layout.pp}
     return options.model_copy(update={**layout, "plan": "off"})

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from phalanx.plan.cost import Costs, Work
-from phalanx.plan.graphs import sizes
+from phalanx.plan.graphs import graph_sizes
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Outcome:
 
 @cache
 def _decode_sizes(rows: int) -> tuple[int, ...]:
-    return tuple(size.tokens for size in sizes(rows, 0)[0])
+    return tuple(size.tokens for size in graph_sizes(rows, 0)[0])
 
 
 def padded(rows: int, most: int) -> int:
@@ -118,16 +118,16 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
 def _prompt_step(costs: Costs, tokens: int, singles: int, finished: int, kv: float, pairs: float, lanes: int) -> float:
     """Seconds of a step with prompts and `singles` decodes, of which so many share the pipeline: one comes after another through
     the slowest stage, or as soon as the pipeline has passed them all on."""
-    whole = tokens + singles
-    stages = costs.step_seconds(Work(whole, singles + finished, kv, pairs, whole > costs.graph_tokens, kv / max(singles, 1)))
+    total = tokens + singles
+    stages = costs.step_seconds(Work(total, singles + finished, kv, pairs, total > costs.graph_tokens, kv / max(singles, 1)))
     return max(max(stages), sum(stages) / lanes)
 
 
 def _at(first: list[tuple[float, int]], wanted: float) -> float:
     """When the wanted-th request had its first token."""
-    seen = 0
+    reached = 0
     for clock, count in first:
-        seen += count
-        if seen >= math.ceil(wanted):
+        reached += count
+        if reached >= math.ceil(wanted):
             return clock
     return first[-1][0]

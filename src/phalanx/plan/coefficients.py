@@ -49,5 +49,5 @@ class Coefficients:
 @cache
 def document() -> dict[str, Any]:
     """The committed coefficients, their residuals and where they come from."""
-    found: dict[str, Any] = json.loads(_DATA.read_text(encoding="utf-8"))
-    return found
+    loaded: dict[str, Any] = json.loads(_DATA.read_text(encoding="utf-8"))
+    return loaded

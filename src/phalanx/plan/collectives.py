@@ -64,8 +64,8 @@ class Curve:
 
 @cache
 def _document() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_DATA.read_text(encoding="utf-8"))
-    return found
+    loaded: dict[str, Any] = json.loads(_DATA.read_text(encoding="utf-8"))
+    return loaded
 
 
 @cache
@@ -75,16 +75,16 @@ def all_reduce(gpu: GpuSpec, link: str, world: int, network: Network | None, str
     Measured machines answer for themselves; the same link with another world is scaled by ranks to meet and bytes on the wire, as
     `tables.seed.Seed.scaled` does; another link takes its class's seed, by the link's bandwidth.
     """
-    held = _document()["all_reduce"]
+    measured = _document()["all_reduce"]
     if network is None and link.startswith("nvlink"):
-        worlds = sorted(held["worlds"][strategy], key=lambda each: abs(math.log(int(each) / world)))
+        worlds = sorted(measured["worlds"][strategy], key=lambda each: abs(math.log(int(each) / world)))
         near = int(worlds[0])
-        curve = Curve(tuple(map(tuple, held["worlds"][strategy][worlds[0]])), "table", held["source"])
-        if near == world and gpu.link_bandwidth == held["link_bandwidth"] and gpu.sm == held["sm"]:
+        curve = Curve(tuple(map(tuple, measured["worlds"][strategy][worlds[0]])), "table", measured["source"])
+        if near == world and gpu.link_bandwidth == measured["link_bandwidth"] and gpu.sm == measured["sm"]:
             return curve
         traffic = (2 * (world - 1) / world) / (2 * (near - 1) / near)
-        source = f"{held['source']}, scaled from {near} ranks at {held['link_bandwidth'] / 1e9:.0f} GB/s"
-        return curve.scaled((3 + world) / (3 + near), traffic * held["link_bandwidth"] / gpu.link_bandwidth, "derived", source)
+        source = f"{measured['source']}, scaled from {near} ranks at {measured['link_bandwidth'] / 1e9:.0f} GB/s"
+        return curve.scaled((3 + world) / (3 + near), traffic * measured["link_bandwidth"] / gpu.link_bandwidth, "derived", source)
     kind = "nodes" if network is not None else link
     seed = seed_for(Fingerprint(gpu.sm, kind, world), Path("/nonexistent"))
     models = seed.models[Fusion.RESIDUAL_RMS_NORM]

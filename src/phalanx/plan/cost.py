@@ -64,11 +64,11 @@ class Machine:
 
 def coefficients_for(gpu: GpuSpec) -> tuple[Coefficients, Label]:
     """Those of the GPU's own class, or of the nearest measured one, and how sure that is."""
-    held = document()["machines"]
-    for name, entry in held.items():
+    machines = document()["machines"]
+    for name, entry in machines.items():
         if name == gpu.name:
             return Coefficients.from_json(entry["coefficients"]), "table"
-    entry = held["H200"]
+    entry = machines["H200"]
     label: Label = "derived" if gpu.sm == entry["sm"] else "estimated"
     return Coefficients.from_json(entry["coefficients"]), label
 
@@ -132,7 +132,7 @@ class Costs:
             fixed = self._fixed[key] = tuple(self._stage(stage, local) for stage in range(self.split.pp))
         per_kv, per_pair = self._attention_seconds
         rows, kv, longest = max(local.rows, 1), local.kv_tokens, local.longest
-        found = []
+        stage_seconds = []
         for base, each, pair in zip(fixed, per_kv, per_pair, strict=True):
             seconds = base + local.pairs * pair
             for window, layers, read in each:
@@ -140,8 +140,8 @@ class Costs:
                     seconds += layers * max(kv * read, self._row_seconds(longest))
                 else:
                     seconds += layers * max(min(kv, window * rows) * read, self._row_seconds(min(longest, window)))
-            found.append(seconds)
-        return tuple(found)
+            stage_seconds.append(seconds)
+        return tuple(stage_seconds)
 
     def _row_seconds(self, longest: float) -> float:
         """What one row's attention takes however few there are: split-kv gives a row only so many programs."""
@@ -155,7 +155,7 @@ class Costs:
     def graph_tokens(self) -> int:
         """Up to how many tokens a step with prompts is replayed from a graph."""
         per_layer = footprint.layer_weight_bytes(self.shape, 0, self.dtype, self.split)
-        return min(graphs.STEP_TOKENS[-1], graphs.worth_padding(per_layer))
+        return min(graphs.MIXED_GRAPH_TOKENS[-1], graphs.max_graph_tokens(per_layer))
 
     def seconds(self, work: Work) -> float:
         """From the first stage's start to the last one's end."""
@@ -274,7 +274,7 @@ def _attention_seconds(
 def _stage_gemms(shape: Shape, dtype: str, split: Split, stage: int) -> tuple[tuple[_Gemm, ...], int, int, float]:
     """The GEMMs of a stage; its layers; those with experts; and bytes of activations between GEMMs, for one token of all layers."""
     layers = footprint.stage_layers(shape, dtype, split.pp)[stage]
-    found: list[_Gemm] = []
+    gemms: list[_Gemm] = []
     moe, between = 0, 0.0
     for first, count in _kinds_of(shape, layers):
         groups: dict[str, list[Any]] = {}
@@ -285,12 +285,12 @@ def _stage_gemms(shape: Shape, dtype: str, split: Split, stage: int) -> tuple[tu
             sizes = [math.prod(footprint.local_shape(t, split)) * footprint.local_experts(t, split) for t in tensors]
             nbytes = sum(footprint.tensor_bytes(shape, tensor, dtype, split) for tensor in tensors)
             fp8 = footprint.in_fp8(shape, tensors[0], dtype)
-            found.append(_Gemm(count, nbytes, 2.0 * sum(sizes), fp8, bool(tensors[0].experts)))
+            gemms.append(_Gemm(count, nbytes, 2.0 * sum(sizes), fp8, bool(tensors[0].experts)))
         experts = shape.experts_in(first)
         inner = shape.intermediate_size if experts is None else experts.intermediate * experts.per_token + experts.shared
         moe += count if experts is not None else 0
         between += count * 2.0 * (4 * shape.hidden_size + 3 * inner / split.tp)
-    return tuple(found), len(layers), moe, between
+    return tuple(gemms), len(layers), moe, between
 
 
 def _kinds_of(shape: Shape, layers: range) -> list[tuple[int, int]]:
@@ -298,4 +298,4 @@ def _kinds_of(shape: Shape, layers: range) -> list[tuple[int, int]]:
     counts: dict[bool, list[int]] = {}
     for layer in layers:
         counts.setdefault(shape.experts_in(layer) is not None, []).append(layer)
-    return [(held[0], len(held)) for held in counts.values()]
+    return [(layers_of_kind[0], len(layers_of_kind)) for layers_of_kind in counts.values()]

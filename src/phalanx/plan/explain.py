@@ -53,7 +53,7 @@ def describe(machine: Machine) -> str:
     return f"{nodes} x {gpu.name} ({gpu.memory_bytes / 1e9:.1f} GB), {machine.link} at {gpu.link_bandwidth / 1e9:g} GB/s{between}"
 
 
-def text(model: str, shape: Shape, machine: Machine, wanted: Wanted, found: Found, *, rejected: int = 12) -> str:
+def text(model: str, shape: Shape, machine: Machine, wanted: Wanted, result: Found, *, rejected: int = 12) -> str:
     """All of it: what was asked, the tree, the plans, the rejected, the command. rejected: how many of these at most."""
     bounds = [
         f"{name} <= {value * 1e3:g} ms" for name, value in (("TTFT", wanted.slo_ttft), ("time per token", wanted.slo_tpot))
@@ -64,24 +64,24 @@ def text(model: str, shape: Shape, machine: Machine, wanted: Wanted, found: Foun
         f"{wanted.concurrency} requests at once, {wanted.isl:,} tokens in, {wanted.osl:,} out; dtype {wanted.dtype}, KV cache "
         f"{wanted.kv_cache_dtype}; goal {wanted.goal}{''.join(f'; {bound}' for bound in bounds)}",
         "",
-        *tree(shape, wanted, found.plans[0] if found.plans else None),
+        *tree(shape, wanted, result.plans[0] if result.plans else None),
         "",
     ]
-    if found.plans:
-        lines += plans_table(found.plans)
-        lines += ["", *(f"note: {note}" for note in found.plans[0].notes)]
-        label = found.plans[0].output_tokens_per_second.label
+    if result.plans:
+        lines += plans_table(result.plans)
+        lines += ["", *(f"note: {note}" for note in result.plans[0].notes)]
+        label = result.plans[0].output_tokens_per_second.label
         lines.append(f"label {label}: {LABELS[label]}; the range holds 9 of 10 measurements")
         lines.append("time per token = (end - first token) / (tokens - 1), mean over requests; TTFT of the median request")
     else:
-        lines += ["no layout fits", *(f"  nearest: {change}" for change in found.changes)]
-    if found.rejected:
-        lines += ["", f"rejected ({len(found.rejected)}):"]
-        lines += _table([["", each.layout.name, each.reason] for each in found.rejected[:rejected]], left=3)
-        if len(found.rejected) > rejected:
-            lines.append(f"  and {len(found.rejected) - rejected} more (--json - has all)")
-    if found.plans:
-        lines += ["", *command(model, machine, wanted, found.plans[0])]
+        lines += ["no layout fits", *(f"  nearest: {change}" for change in result.changes)]
+    if result.rejected:
+        lines += ["", f"rejected ({len(result.rejected)}):"]
+        lines += _table([["", each.layout.name, each.reason] for each in result.rejected[:rejected]], left=3)
+        if len(result.rejected) > rejected:
+            lines.append(f"  and {len(result.rejected) - rejected} more (--json - has all)")
+    if result.plans:
+        lines += ["", *command(model, machine, wanted, result.plans[0])]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -93,8 +93,8 @@ def plans_table(plans: Sequence[Plan]) -> list[str]:
     ]  # fmt: skip
     rows = [head]
     for plan in plans:
-        held = plan.bytes
-        other = held["activations_and_context"] + held["graphs"]
+        rank_bytes = plan.bytes
+        other = rank_bytes["activations_and_context"] + rank_bytes["graphs"]
         rows.append(
             [
                 plan.layout.name,
@@ -105,9 +105,9 @@ def plans_table(plans: Sequence[Plan]) -> list[str]:
                 f"{plan.output_tokens_per_second.value:,.0f}",
                 _range(plan.output_tokens_per_second, 0),
                 plan.output_tokens_per_second.label,
-                f"{held['weights'] / 1e9:.1f}",
+                f"{rank_bytes['weights'] / 1e9:.1f}",
                 f"{other / 1e9:.1f}",
-                f"{held['kv'] / 1e9:.1f}",
+                f"{rank_bytes['kv'] / 1e9:.1f}",
                 f"{plan.kv_tokens:,}",
                 f"{plan.max_concurrency:,}",
             ]
@@ -169,14 +169,14 @@ def yaml(chosen: dict[str, Any]) -> str:
     return "".join(f"{name}: {value}\n" for name, value in chosen.items())
 
 
-def as_json(model: str, machine: Machine, wanted: Wanted, found: Found) -> dict[str, Any]:
+def as_json(model: str, machine: Machine, wanted: Wanted, result: Found) -> dict[str, Any]:
     """For programs: every plan and every rejected layout."""
     document: dict[str, Any] = {
         "model": model, "machine": describe(machine), "isl": wanted.isl, "osl": wanted.osl, "concurrency": wanted.concurrency,
-        "plans": [plan.as_json() for plan in found.plans], "rejected": [each.as_json() for each in found.rejected],
+        "plans": [plan.as_json() for plan in result.plans], "rejected": [each.as_json() for each in result.rejected],
     }  # fmt: skip
-    if found.plans:
-        document["serve"] = command(model, machine, wanted, found.plans[0])[0]
+    if result.plans:
+        document["serve"] = command(model, machine, wanted, result.plans[0])[0]
     else:
-        document["changes"] = found.changes
+        document["changes"] = result.changes
     return document

@@ -7,14 +7,14 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.config.quantization import ON_LOAD
 from phalanx.plan.coefficients import document
 from phalanx.plan.families import Tensor, layer_tensors, outer_tensors
-from phalanx.plan.graphs import sizes
+from phalanx.plan.graphs import graph_sizes
 from phalanx.plan.layout import stages
 from phalanx.plan.memory import GRAPH_BYTES
 from phalanx.plan.shape import Shape
-from phalanx.plan.weights import ITEMSIZE
 
 MXFP4_BITS = 4 + 8 / 32
 """A 4-bit value, and its part of the 8-bit scale that 32 of them share (OCP Microscaling formats 1.0)."""
@@ -36,8 +36,8 @@ class Split:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of a value that is not in FP8 or less."""
-    return ITEMSIZE[dtype]
+    """Bytes of a value that is not in FP8 or less: with "fp8" that is one in 16 bit."""
+    return DTYPES["bf16" if dtype == "fp8" else dtype].itemsize
 
 
 def tensor_bytes(shape: Shape, tensor: Tensor, dtype: str, split: Split) -> int:
@@ -79,11 +79,11 @@ def kinds(shape: Shape) -> tuple[tuple[int, int], ...]:
     """(a layer, how many are like it): layers whose tensors have equal shapes and dtypes."""
     quantization = shape.quantization
     if quantization is not None and (quantization.targets or quantization.ignore):
-        found: dict[object, list[int]] = {}
+        by_size: dict[object, list[int]] = {}
         for layer in range(shape.num_layers):
             sizes = tuple(tensor_bytes(shape, tensor, "bf16", Split()) for tensor in layer_tensors(shape, layer))
-            found.setdefault((sizes, shape.windows[layer]), []).append(layer)
-        return tuple((layers[0], len(layers)) for layers in found.values())
+            by_size.setdefault((sizes, shape.windows[layer]), []).append(layer)
+        return tuple((layers[0], len(layers)) for layers in by_size.values())
     groups: dict[object, list[int]] = {}
     for layer in range(shape.num_layers):
         groups.setdefault((shape.experts_in(layer) is not None, shape.windows[layer]), []).append(layer)
@@ -125,15 +125,15 @@ def weight_bytes(shape: Shape, dtype: str, split: Split) -> tuple[int, ...]:
     outer = {tensor.part: tensor for tensor in outer_tensors(shape)}
     vocabulary = math.prod(outer["embedding"].local(split.tp)) * size
     rotary = 4 * (shape.latent.rope if shape.latent else shape.head_dim) // 2
-    found = []
+    stage_bytes = []
     ranges = stage_layers(shape, dtype, split.pp)
     for layers in ranges:
         total = sum(layer_weight_bytes(shape, kind_of[layer], dtype, split) for layer in layers) + rotary
         first, last = layers.start == 0, layers.stop == shape.num_layers
         total += vocabulary if first else 0
         total += (0 if first and shape.tie_word_embeddings else vocabulary) + shape.hidden_size * size if last else 0
-        found.append(total)
-    return tuple(found)
+        stage_bytes.append(total)
+    return tuple(stage_bytes)
 
 
 def kv_token_bytes(shape: Shape, kv_itemsize: int, dtype: str, split: Split) -> tuple[int, ...]:
@@ -168,13 +168,13 @@ def overhead_features(shape: Shape, split: Split, max_num_tokens: int) -> list[f
 def graph_bytes(max_batch_size: int, max_num_tokens: int, pp: int) -> int:
     """Set aside for CUDA graphs, as the engine does: so much for each."""
     rows = -(-max_batch_size // pp)
-    return GRAPH_BYTES * sum(map(len, sizes(rows, max_num_tokens)))
+    return GRAPH_BYTES * sum(map(len, graph_sizes(rows, max_num_tokens)))
 
 
 def overhead_bytes(shape: Shape, split: Split, max_batch_size: int, max_num_tokens: int) -> int:
     """What one rank takes beside weights and KV cache, never less than a committed start took: activations of the largest step,
     CUDA context, buffers of collectives, graphs."""
-    held = document()["memory"]
+    memory = document()["memory"]
     features = overhead_features(shape, split, max_num_tokens)
-    rest = sum(held[name] * feature for name, feature in zip(OVERHEADS, features, strict=True))
+    rest = sum(memory[name] * feature for name, feature in zip(OVERHEADS, features, strict=True))
     return int(rest) + graph_bytes(max_batch_size, max_num_tokens, split.pp)

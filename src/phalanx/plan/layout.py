@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks <-> axes of the mesh: world = pp x dp x tp, tp fastest. And which layers a stage holds."""
+"""Ranks and axes of the mesh: world = pp x dp x tp, tp fastest. And the layers of each stage."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.config.model import ModelShape
+from phalanx.config.options import EngineOptions
 from phalanx.errors import LayoutError
 
-_LARGEST_NAMED = 64  # tp sizes beyond are not listed
+_MAX_LISTED = 64  # larger tp sizes are not listed
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands on each axis."""
+    """The index of a rank on each axis."""
 
     pp_index: int
     dp_index: int
@@ -32,7 +33,12 @@ class Layout:
 
     def __post_init__(self) -> None:
         if min(self.pp, self.dp, self.tp) < 1:
-            raise LayoutError(f"layout pp={self.pp} dp={self.dp} tp={self.tp} was asked for", why="each axis is at least 1")
+            raise LayoutError(f"layout pp={self.pp} dp={self.dp} tp={self.tp} is not valid", why="each axis is at least 1")
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> Layout:
+        """The layout that these options name; dp is the number of expert-parallel groups."""
+        return cls(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size)
 
     @property
     def world(self) -> int:
@@ -41,7 +47,7 @@ class Layout:
     def place(self, rank: int) -> Place:
         """Raises LayoutError for a rank outside the world."""
         if not 0 <= rank < self.world:
-            raise LayoutError(f"rank {rank} was asked for", held=f"the world has ranks 0..{self.world - 1}")
+            raise LayoutError(f"rank {rank} does not exist", held=f"the world has ranks 0..{self.world - 1}")
         rest, tp_index = divmod(rank, self.tp)
         pp_index, dp_index = divmod(rest, self.dp)
         return Place(pp_index, dp_index, tp_index)
@@ -61,14 +67,13 @@ class Layout:
 
 
 def require_suits(layout: Layout, shape: ModelShape) -> None:
-    """Raise LayoutError where the model cannot be laid out so, naming the sizes that it can; before any rank is started."""
+    """Raise LayoutError where the model does not fit the layout; it names sizes that do. Called before any rank is started."""
     for name, size in (("num_attention_heads", shape.num_heads), ("intermediate_size", shape.intermediate_size)):
         if size % layout.tp:
             both = math.gcd(shape.num_heads, shape.intermediate_size)
-            fits = [str(tp) for tp in range(1, min(both, _LARGEST_NAMED) + 1) if both % tp == 0]
+            fits = [str(tp) for tp in range(1, min(both, _MAX_LISTED) + 1) if both % tp == 0]
             raise LayoutError(
-                f"tensor_parallel_size={layout.tp} was asked for", held=f"the model has {name}={size}",
-                why=f"{size} does not divide by {layout.tp}", next=f"sizes that divide all it must: {', '.join(fits)}",
+                f"tensor_parallel_size={layout.tp} does not divide {name}={size}", next=f"use one of {', '.join(fits)}",
             )  # fmt: skip
     _require_layers(layout.pp, shape.num_layers)
 
@@ -76,16 +81,16 @@ def require_suits(layout: Layout, shape: ModelShape) -> None:
 def _require_layers(pp: int, count: int) -> None:
     if pp > count:
         raise LayoutError(
-            f"pipeline_parallel_size={pp} was asked for", held=f"the model has {count} layers",
-            why="every stage holds at least one layer", next=f"use at most {count}",
+            f"pipeline_parallel_size={pp} is more than the model's {count} layers", why="every stage holds at least one layer",
+            next=f"use at most {count}",
         )  # fmt: skip
 
 
 def stages(layer_bytes: Sequence[int], pp: int, *, first_bytes: int = 0, last_bytes: int = 0) -> list[range]:
-    """Contiguous layer ranges, one per stage, whose largest stage in bytes is as small as can be.
+    """Contiguous layer ranges, one per stage, so that the largest stage in bytes is as small as possible.
 
-    `first_bytes` (embedding) counts for the first stage, `last_bytes` (final norm and head) for the last. Every stage holds at
-    least one layer. Among equal optima the later stages hold less, so that the last one has room for the sampler.
+    first_bytes (embedding) count for the first stage, last_bytes (final norm and head) for the last. Every stage holds at least one
+    layer. Among equal optima the later stages hold less, which leaves memory for the sampler on the last one.
     Raises LayoutError when there are more stages than layers. Dynamic programming over cut points, O(pp x layers^2).
     """
     count = len(layer_bytes)
@@ -109,10 +114,10 @@ def stages(layer_bytes: Sequence[int], pp: int, *, first_bytes: int = 0, last_by
                 worst = max(best[stage - 1][begin], cost(stage, begin, end))
                 if worst <= best[stage][end]:
                     best[stage][end], cut[stage][end] = worst, begin
-    found: list[range] = []
+    ranges: list[range] = []
     end = count
     for stage in range(pp - 1, -1, -1):
         begin = cut[stage][end] if stage else 0
-        found.append(range(begin, end))
+        ranges.append(range(begin, end))
         end = begin
-    return found[::-1]
+    return ranges[::-1]

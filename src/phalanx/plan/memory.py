@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes per rank: what a KV block costs, and how many blocks a budget holds.
+"""Bytes per rank: the size of a KV block, and how many blocks fit a budget.
 
-The engine sizes its cache with these functions, and so does the planner: what it promises is what the engine does.
+The engine and the planner both size the KV cache with these functions.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from phalanx.errors import CapacityError
 
 @dataclass(frozen=True)
 class KvSpec:
-    """What one layer keeps per token, as a model declares it for one rank of its tensor-parallel group.
+    """The KV cache of one layer per token, as a model declares it for one rank of its tensor-parallel group.
 
-    heads: KV heads on this rank (replicas counted). head_dim: elements. window: tokens that attention looks back over, None for
-    all. bytes_per_token: keys and values together.
+    heads: KV heads on this rank, replicas included. head_dim: elements. window: tokens that attention covers, None for all.
+    bytes_per_token: keys and values together.
     """
 
     heads: int
@@ -31,33 +31,33 @@ class KvSpec:
 
 
 def block_bytes(specs: Sequence[KvSpec], block_size: int) -> int:
-    """Bytes of one KV block over the layers of one stage. `specs`: one per layer."""
+    """Bytes of one KV block over the layers of one stage. specs: one per layer."""
     return block_size * sum(spec.bytes_per_token for spec in specs)
 
 
 def blocks_in(budget: int, specs: Sequence[KvSpec], block_size: int, *, what: str) -> int:
-    """How many KV blocks a rank's budget in bytes holds. `what` names the budget in the error.
+    """How many KV blocks fit a rank's budget in bytes. what: the name of the budget, for the error.
 
-    Raises CapacityError when it holds none, with the bytes of one block.
+    Raises CapacityError when none fits, with the bytes of one block.
     """
     one = block_bytes(specs, block_size)
     count = budget // one
     if count < 1:
         raise CapacityError(
-            f"{what} gives the KV cache {budget:,} bytes", held=f"one block of {block_size} tokens takes {one:,} bytes",
-            why="not a single block fits",
+            "not a single KV block fits",
+            held=f"{what} gives the KV cache {budget:,} bytes; one block of {block_size} tokens takes {one:,} bytes",
             next=f"give at least {one:,} bytes, a larger tensor_parallel_size, or a smaller kv_block_size",
         )  # fmt: skip
     return count
 
 
 GRAPH_BYTES = 8 << 20
-"""Set aside for each CUDA graph beside the memory that all share, which the capture of the largest of each kind measures."""
+"""Reserved for each CUDA graph, beside the memory that all share, which a trial capture of the largest of each kind measures."""
 
 
 def kv_budget(fraction: float, free: int, activations: int, graphs: int) -> int:
-    """Bytes of the KV cache: the fraction of what is free once weights are there, less what activations and graphs will take of it.
+    """Bytes of the KV cache: the fraction of the memory that is free after loading weights, less what activations and graphs take.
 
-    The engine gives what it measured, the planner what `plan.footprint` says that it will measure.
+    The engine passes what it measured, the planner what `plan.footprint` predicts.
     """
     return int(fraction * (free - activations - graphs))

@@ -199,12 +199,12 @@ def examine(shape: Shape, machine: Machine, wanted: Wanted, layout: Layout) -> P
     kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
     share = -(-wanted.concurrency // layout.replicas)
     slots = wanted.max_batch_size or min(max(8, -(-share // 8) * 8), 512)
-    held, kv_tokens, short = memory(shape, machine, wanted, layout.split, slots, kv_size)
+    rank_bytes, kv_tokens, short = memory(shape, machine, wanted, layout.split, slots, kv_size)
     if kv_tokens < wanted.seq_len:
-        return Rejected(layout, _too_small(held, kv_tokens, short, wanted), short)
+        return Rejected(layout, _too_small(rank_bytes, kv_tokens, short, wanted), short)
     costs = Costs(shape, wanted.dtype, kv_size, layout.split, machine, wanted.strategy)
     outcome = burst.run(costs, share, wanted.isl, wanted.osl, Limits(slots, wanted.max_num_tokens, kv_tokens))
-    plan = _plan(shape, machine, wanted, layout, costs, outcome, held, kv_tokens, slots)
+    plan = _plan(shape, machine, wanted, layout, costs, outcome, rank_bytes, kv_tokens, slots)
     for name, value, bound in (
         ("TTFT", outcome.ttft_s, wanted.slo_ttft), ("time per token", outcome.ms_per_token / 1e3, wanted.slo_tpot),
     ):  # fmt: skip
@@ -229,7 +229,7 @@ def _illegal(shape: Shape, machine: Machine, layout: Layout) -> str:
             for tensor in layer_tensors(shape, first):
                 footprint.local_shape(tensor, layout.split)
     except LayoutError as error:
-        return f"tp {tp} does not divide: {error.held or error.asked}"
+        return f"tp {tp} does not divide: {error.held or error.failure}"
     per_node, world = machine.gpus_per_node, layout.split.world
     if tp > per_node:
         network = machine.network
@@ -256,18 +256,18 @@ def memory(
     needed = -(-wanted.seq_len // BLOCK) * BLOCK * per_token[tightest]
     short = max(math.ceil((needed - budgets[tightest]) / wanted.fraction), 0)
     kv = blocks * BLOCK * per_token[tightest]
-    held = {
+    rank_bytes = {
         "weights": weights[tightest], "activations_and_context": other - graphs, "graphs": graphs, "kv": kv,
         "unused": max(total - weights[tightest] - other - kv, 0), "capacity": total,
     }  # fmt: skip
-    return held, blocks * BLOCK * split.ep, short
+    return rank_bytes, blocks * BLOCK * split.ep, short
 
 
-def _too_small(held: dict[str, int], kv_tokens: int, short: int, wanted: Wanted) -> str:
-    beside = held["activations_and_context"] + held["graphs"]
-    text = f"memory: weights {_gb(held['weights'])} and {_gb(beside)} beside them on a GPU of {_gb(held['capacity'])}"
-    if held["weights"] + beside > held["capacity"]:
-        return f"{text}: {_gb(held['weights'] + beside - held['capacity'])} too much"
+def _too_small(rank_bytes: dict[str, int], kv_tokens: int, short: int, wanted: Wanted) -> str:
+    beside = rank_bytes["activations_and_context"] + rank_bytes["graphs"]
+    text = f"memory: weights {_gb(rank_bytes['weights'])} and {_gb(beside)} beside them on a GPU of {_gb(rank_bytes['capacity'])}"
+    if rank_bytes["weights"] + beside > rank_bytes["capacity"]:
+        return f"{text}: {_gb(rank_bytes['weights'] + beside - rank_bytes['capacity'])} too much"
     return f"{text} leave room for {kv_tokens:,} KV tokens, and a request takes {wanted.seq_len:,}: {_gb(short)} short"
 
 
@@ -276,7 +276,7 @@ def _gb(count: int) -> str:
 
 
 def _plan(
-    shape: Shape, machine: Machine, wanted: Wanted, layout: Layout, costs: Costs, outcome: Outcome, held: dict[str, int],
+    shape: Shape, machine: Machine, wanted: Wanted, layout: Layout, costs: Costs, outcome: Outcome, rank_bytes: dict[str, int],
     kv_tokens: int, slots: int,
 ) -> Plan:  # fmt: skip
     label, half = costs.label, half_width(shape, machine, layout, costs)
@@ -289,7 +289,7 @@ def _plan(
     if layout.split.world > machine.gpus_per_node and layout.pp == 1:
         notes.append("expert parallelism over nodes")
     return Plan(
-        layout, held, kv_tokens, kv_tokens // wanted.seq_len * layout.replicas, slots,
+        layout, rank_bytes, kv_tokens, kv_tokens // wanted.seq_len * layout.replicas, slots,
         Figure.of(outcome.ms_per_token, half, label), Figure.of(outcome.ttft_s * 1e3, half * TTFT_WIDER, label),
         Figure.of(rate, half, label), tuple(notes),
     )  # fmt: skip
@@ -318,11 +318,11 @@ def half_width(shape: Shape, machine: Machine, layout: Layout, costs: Costs) -> 
 
 def nearest(shape: Shape, machine: Machine, wanted: Wanted, rejected: list[Rejected]) -> list[str]:
     """The smallest changes, one at a time, each of which leads to a plan."""
-    found = []
+    changes = []
     tight = [each for each in rejected if each.short]
     if tight:
         best = min(tight, key=lambda each: each.short)
-        found.append(f"{best.layout.name} is {_gb(best.short)} short on each GPU")
+        changes.append(f"{best.layout.name} is {_gb(best.short)} short on each GPU")
     choices: list[tuple[str, Wanted]] = [("", wanted)]
     if wanted.dtype != "fp8" and shape.quantization is None and machine.gpu.fp8_flops:
         choices.append(("--dtype fp8", replace(wanted, dtype="fp8")))
@@ -334,18 +334,18 @@ def nearest(shape: Shape, machine: Machine, wanted: Wanted, rejected: list[Rejec
         if change and change[1].gpus < fewest:  # what needs as many GPUs as a smaller change is no help
             flags, layout = change
             fewest = layout.gpus
-            found.append(f"{' '.join(part for part in (name, flags) if part)} would run as {layout.name}")
+            changes.append(f"{' '.join(part for part in (name, flags) if part)} would run as {layout.name}")
     if length := _longest(shape, machine, wanted):
-        found.append(f"requests of at most {length:,} tokens (--isl and --osl together; --max_seq_len {length}) would fit")
+        changes.append(f"requests of at most {length:,} tokens (--isl and --osl together; --max_seq_len {length}) would fit")
     slower = replace(wanted, slo_ttft=None, slo_tpot=None)
     if slower != wanted and (fastest := _first(shape, machine, slower)):
         plan = examine(shape, machine, slower, fastest)
         if isinstance(plan, Plan):
-            found.append(
+            changes.append(
                 f"--slo_ttft {math.ceil(plan.ttft_ms.value)} --slo_tpot {math.ceil(plan.ms_per_token.value)} would be held by "
                 f"{fastest.name}"
             )
-    return found
+    return changes
 
 
 def _fewest_gpus(shape: Shape, machine: Machine, wanted: Wanted) -> tuple[str, Layout] | None:
@@ -380,9 +380,9 @@ def _longest(shape: Shape, machine: Machine, wanted: Wanted) -> int:
     return longest if 0 < longest < wanted.seq_len else 0
 
 
-def require(found: Found) -> Plan:
+def require(result: Found) -> Plan:
     """The best plan. Raises CapacityError with the nearest changes where there is none."""
-    if found.plans:
-        return found.plans[0]
-    binding = found.rejected[0].reason if found.rejected else "there is no layout"
-    raise CapacityError("no layout fits", why=binding, next="; ".join(found.changes) or "a larger machine")
+    if result.plans:
+        return result.plans[0]
+    binding = result.rejected[0].reason if result.rejected else "there is no layout"
+    raise CapacityError("no layout fits", why=binding, next="; ".join(result.changes) or "a larger machine")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which slice is mine: pure arithmetic over a dim of a tensor and a rank of the tensor-parallel group."""
+"""The slice of a rank: pure arithmetic over a dim of a tensor and a rank of the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from phalanx.errors import LayoutError
 
 VOCAB_PADDING = 64
-"""The vocabulary is padded to a multiple of this times tp, so that every rank's slice is as long and well aligned."""
+"""The vocabulary is padded to a multiple of this times tp, so that the slices of all ranks are equally long and aligned."""
 
 
 def even(name: str, size: int, tp: int, tp_index: int) -> range:
-    """The slice of a dim that must divide. Raises LayoutError naming the tp sizes that do divide it."""
+    """The slice of a dim that tp must divide. Raises LayoutError that names the tp sizes that do."""
     require_divides(name, size, tp)
     part = size // tp
     return range(tp_index * part, (tp_index + 1) * part)
@@ -23,20 +23,19 @@ def require_divides(name: str, size: int, tp: int) -> None:
     if size % tp:
         fits = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
         raise LayoutError(
-            f"tensor_parallel_size={tp} was asked for", held=f"the model has {name}={size}", why=f"{size} does not divide by {tp}",
-            next=f"sizes that divide it: {', '.join(map(str, fits))}",
+            f"tensor_parallel_size={tp} does not divide {name}={size}", next=f"use one of {', '.join(map(str, fits))}",
         )  # fmt: skip
 
 
 def vocabulary(size: int, tp: int, tp_index: int) -> range:
-    """This rank's rows of the padded vocabulary; those at or beyond `size` are padding and hold no weight."""
+    """This rank's slice of the padded vocabulary. Entries at or beyond `size` are padding."""
     part = math.ceil(size / (VOCAB_PADDING * tp)) * VOCAB_PADDING
     return range(tp_index * part, (tp_index + 1) * part)
 
 
 @dataclass(frozen=True)
-class Heads:
-    """The attention heads of one rank: query heads `q`, and for each local KV head the global one it is a copy of.
+class HeadShard:
+    """The attention heads of one rank. q: query heads. kv: for each local KV head the global one that it copies.
 
     Each local KV head serves the same number of neighbouring query heads, len(q) / len(kv).
     """
@@ -45,12 +44,12 @@ class Heads:
     kv: tuple[int, ...]
 
 
-def heads(query_heads: int, kv_heads: int, tp: int, tp_index: int) -> Heads:
-    """Query heads split evenly; KV heads follow them, replicated where they must be.
+def heads(query_heads: int, kv_heads: int, tp: int, tp_index: int) -> HeadShard:
+    """Query heads are split evenly. KV heads follow them, replicated where necessary.
 
     A rank holds h = query_heads / tp query heads, and global KV head j serves g = query_heads / kv_heads neighbours. Runs of
     r = gcd(g, h) query heads, aligned to the rank's start (a multiple of h), never straddle two KV heads; so h / r local KV heads
-    with r query heads each are always right: kv_heads / tp of them where that divides, one where tp is a multiple of
+    with r query heads each are always correct: kv_heads / tp of them where that divides, one where tp is a multiple of
     kv_heads, and a few replicated ones for odd head counts.
     """
     require_divides("num_attention_heads", query_heads, tp)
@@ -59,4 +58,4 @@ def heads(query_heads: int, kv_heads: int, tp: int, tp_index: int) -> Heads:
     per_rank, group = query_heads // tp, query_heads // kv_heads
     run = math.gcd(group, per_rank)
     begin = tp_index * per_rank
-    return Heads(range(begin, begin + per_rank), tuple((begin + i * run) // group for i in range(per_rank // run)))
+    return HeadShard(range(begin, begin + per_rank), tuple((begin + i * run) // group for i in range(per_rank // run)))

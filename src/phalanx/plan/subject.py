@@ -41,12 +41,12 @@ def shape_for(model: str, revision: str | None = None) -> Shape:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read", why=str(error)) from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}", why="config.json must hold an object")
-    return found
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds a {type(config).__name__}", why="config.json must hold an object")
+    return config
 
 
 def _of_hub(model: str, revision: str | None) -> Mapping[str, Any]:
@@ -71,7 +71,7 @@ def machine_for(
 
     link: "nvlink" or "pcie", in place of the catalogue's; network: between nodes, ib-ndr unless named. Raises OptionError.
     """
-    gpus = () if gpu is not None else probe.look().gpus
+    gpus = () if gpu is not None else probe.detect_machine().gpus
     here = catalogue.at_hand(gpus)
     if gpu is None and gpus and here is None:
         raise OptionError(

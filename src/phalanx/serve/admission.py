@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door: which requests come in, and when the house is empty. Pure; knows no HTTP and no engine.
+"""Admission control: which requests are accepted, and when the server is idle. Pure; independent of HTTP and of the engine.
 
-A sequence (one completion of one prompt) is queued from `enter` until its first token. So many may be queued as the batch has free
-places, plus `max_reqs`; their prompts may hold `max_tokens` tokens beyond the first waiting request. `enter` asks for places before
-a prompt is even tokenized; `Ticket.prompt` then brings the token counts. Each refusal costs nothing and says when to come again.
+A sequence (one completion of one prompt) is queued from `enter` until its first token. The queue holds as many sequences as the
+batch has free places, plus `max_reqs`; their prompts may have `max_tokens` tokens beyond the first waiting request. `enter` takes
+places before the prompt is tokenized; `Ticket.prompt` then adds the token counts. A rejection is cheap and says when to try again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from types import TracebackType
 from phalanx.errors import EngineClosed, Overloaded, PhalanxError, RequestError
 
 QUEUED_BATCHES = 8
-"""Without a cap given, so many batches may wait."""
+"""Default limit of the queue, in batches."""
 _RECENT = 64
-"""Sequences that the rate of leaving is estimated from."""
+"""Number of finished sequences from which the completion rate is estimated."""
 
 
 class Phase(Enum):
-    """What the server is doing, as `/ready` says it."""
+    """The state of the server, as `/ready` reports it."""
 
     STARTING = "starting"
     READY = "ready"
@@ -33,10 +33,11 @@ class Phase(Enum):
     FAILED = "failed"
 
 
-class Admission:
-    """Counts what is inside. One per server; used from the event loop only.
+class AdmissionControl:
+    """Counts the sequences in the server. One per server; used from the event loop only.
 
-    phase: Phase. open: sequences inside. queued: those without a token. queued_tokens: their prompt tokens. why: of FAILED.
+    phase: the state of the server. failure: the error behind Phase.FAILED. open: accepted sequences that have not ended. queued:
+    those without a token yet. queued_tokens: their prompt tokens.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         refused: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """refused: told the reason of each refusal: "queue_full", "draining" or "not_ready"."""
+        """refused: called with the reason of each rejection: "queue_full", "draining" or "not_ready"."""
         self.phase = Phase.STARTING
         self.failure: PhalanxError | None = None
         self.open = self.queued = self.queued_tokens = 0
@@ -58,60 +59,60 @@ class Admission:
         self._empty.set()
 
     def begin(self, *, batch: int, max_reqs: int | None) -> None:
-        """The engine is ready and runs `batch` sequences at once. `max_reqs` None: QUEUED_BATCHES batches."""
+        """The engine is ready and runs up to `batch` sequences at once. max_reqs: None for QUEUED_BATCHES batches."""
         self.batch = batch
         self.max_reqs = QUEUED_BATCHES * batch if max_reqs is None else max_reqs
         if self.phase is Phase.STARTING:
             self.phase = Phase.READY
 
     def drain(self) -> None:
-        """Nobody comes in any more; who is inside may finish."""
+        """Accept no further requests; accepted ones may finish."""
         if self.phase is not Phase.FAILED:
             self.phase = Phase.DRAINING
 
     def fail(self, error: PhalanxError) -> None:
-        """The engine is gone."""
+        """The engine has failed."""
         self.phase, self.failure = Phase.FAILED, error
 
     async def emptied(self) -> None:
-        """Returns once nobody is inside."""
+        """Return when no sequence is open."""
         await self._empty.wait()
 
     def enter(self, sequences: int) -> Ticket:
-        """Places for so many sequences. Raises Overloaded when they would wait beyond the cap, RequestError when they never could
-        be held, EngineClosed when the server is not ready, draining, or failed."""
+        """Take places for this number of sequences. Raises Overloaded if they exceed the queue, RequestError if they exceed even an
+        empty one, EngineClosed if the server is starting, draining, or has failed."""
         if self.phase is not Phase.READY:
             self._refused("draining" if self.phase is Phase.DRAINING else "not_ready")
         if self.phase is Phase.FAILED and self.failure is not None:
-            raise EngineClosed("a completion was asked for", held="the engine has failed", why=str(self.failure))
+            raise EngineClosed("the engine has failed", why=str(self.failure))
         if self.phase is not Phase.READY:
-            said = "the server is still starting" if self.phase is Phase.STARTING else "the server is shutting down"
-            raise EngineClosed(said, next="try another server, or later")
+            state = "the server is still starting" if self.phase is Phase.STARTING else "the server is shutting down"
+            raise EngineClosed(state, next="try another server, or try again later")
         if sequences > self.max_reqs + self.batch:
             raise RequestError(
-                f"{sequences} completions were asked for at once", held=f"this server holds {self.max_reqs + self.batch} at most",
-                next="ask for fewer, in several requests",
+                f"{sequences} completions exceed the limit of one request, {self.max_reqs + self.batch}",
+                next="ask for fewer completions per request",
             )  # fmt: skip
-        self._require_room(sequences)
+        self._require_capacity(sequences)
         return Ticket(self, sequences)
 
-    def look_in(self) -> None:
-        """Before a body is even read: raises Overloaded when not one sequence more may wait, so that a refusal costs little."""
+    def require_capacity_for_one(self) -> None:
+        """Raise Overloaded if not even one more sequence may wait. Called before the body is read, so that a rejection is cheap."""
         if self.phase is Phase.READY:
-            self._require_room(1)
+            self._require_capacity(1)
 
-    def _require_room(self, sequences: int) -> None:
+    def _require_capacity(self, sequences: int) -> None:
         free = max(0, self.batch - (self.open - self.queued))
         if self.queued + sequences > self.max_reqs + free:
             self._refused("queue_full")
-            held = f"{self.queued} completions wait, and {self.max_reqs + free} may: {self.max_reqs} (max_num_queued_reqs)"
+            limit = f"{self.queued} completions wait, and {self.max_reqs + free} may: {self.max_reqs} (max_num_queued_reqs)"
             raise Overloaded(
-                f"the server is at its limit: {sequences} more {'was' if sequences == 1 else 'were'} asked for",
-                held=f"{held} and {free} for which the batch has places", next=f"try again in {self.retry_after()} s",
+                f"the queue is full: {sequences} more {'completion does' if sequences == 1 else 'completions do'} not fit",
+                held=f"{limit} and {free} for free places in the batch", next=f"try again in {self.retry_after()} s",
             )  # fmt: skip
 
     def retry_after(self) -> int:
-        """Seconds until a place is likely to be free: what waits, over the rate at which sequences left of late; 1 to 60."""
+        """Estimated seconds until a place is free, 1 to 60: the number of waiting sequences over the recent completion rate."""
         if len(self._left) < 2:
             return 1
         rate = len(self._left) / max(self._clock() - self._left[0], 1e-3)
@@ -130,9 +131,9 @@ class Admission:
 
 
 class Ticket:
-    """The places of one request. A context: leaving it gives back whatever it still holds."""
+    """The places of one request. A context manager: on exit it returns the places that it still has."""
 
-    def __init__(self, admission: Admission, sequences: int) -> None:
+    def __init__(self, admission: AdmissionControl, sequences: int) -> None:
         self._admission = admission
         self._waiting: dict[int, int] = dict.fromkeys(range(sequences), 0)
         self._open = sequences
@@ -148,20 +149,20 @@ class Ticket:
         self._open = 0
 
     def prompt(self, tokens: list[int]) -> None:
-        """The prompts' lengths, one per sequence. Raises Overloaded when they do not fit beside those that wait."""
-        held, asked = self._admission, sum(tokens)
-        if held.max_tokens is not None and held.queued_tokens and held.queued_tokens + asked > held.max_tokens:
-            held._refused("queue_full")
+        """Add the lengths of the prompts, one per sequence. Raises Overloaded if they do not fit beside those that wait."""
+        admission, total = self._admission, sum(tokens)
+        if admission.max_tokens is not None and admission.queued_tokens and admission.queued_tokens + total > admission.max_tokens:
+            admission._refused("queue_full")
             raise Overloaded(
-                f"a prompt of {asked} tokens was asked for",
-                held=f"{held.queued_tokens} tokens are waiting, and {held.max_tokens} may wait (max_num_queued_tokens)",
-                next=f"try again in {held.retry_after()} s",
+                f"the queue is full: a prompt of {total} tokens does not fit",
+                held=f"{admission.queued_tokens} tokens wait, and {admission.max_tokens} may (max_num_queued_tokens)",
+                next=f"try again in {admission.retry_after()} s",
             )
         for sequence, count in enumerate(tokens):
             self._waiting[sequence] = count
-        held._count(tokens=asked)
+        admission._count(tokens=total)
 
     def started(self, sequence: int) -> None:
-        """The sequence has its first token (or has ended without one). May be called again."""
+        """The sequence has its first token, or has ended without one. Further calls do nothing."""
         if sequence in self._waiting:
             self._admission._count(queued=-1, tokens=-self._waiting.pop(sequence))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages become one prompt text: the checkpoint's Jinja chat template, in a sandbox.
+"""Render messages into one prompt text with the checkpoint's Jinja chat template, in a sandbox.
 
-A template comes from the internet, so it runs in Jinja's immutable sandbox and sees nothing but plain JSON data. It finds what
-the format's reference renderer (transformers' `apply_chat_template`) gives it: `messages`, `tools`, `documents`,
-`add_generation_prompt`, the special tokens by name, the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
+A template comes from the internet. So it runs in Jinja's immutable sandbox and gets only plain JSON data. It has what the reference
+renderer (transformers' `apply_chat_template`) provides: `messages`, `tools`, `documents`, `add_generation_prompt`, the special
+tokens by name, the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phalanx.errors import ModelError, RequestError
 
-Message = Mapping[str, Any]
+MessageDict = Mapping[str, Any]
 
 
 class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks what an assistant wrote, for training; here its body is just rendered."""
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; here only its body is rendered."""
 
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
+    tags = {"generation"}  # noqa: RUF012 (the interface of Jinja)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -38,14 +38,14 @@ class _GenerationTag(Extension):
 
 
 class ChatTemplate:
-    """One compiled template. Rendering is safe from many threads at once."""
+    """One compiled template. Several threads may render it at once."""
 
     def __init__(self, source: str, *, origin: str) -> None:
-        """`origin` says in errors where the template came from. Raises ModelError when it does not compile."""
+        """origin: where the template comes from, for errors. Raises ModelError if it does not compile."""
         self.source, self.origin = source, origin
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
+        environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _now
         try:
             self._template = environment.from_string(source)
@@ -54,13 +54,13 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageDict],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt text. Raises RequestError when the template refuses the messages, with the template's own words."""
+        """The prompt text. Raises RequestError with the template's own message if the template rejects the messages."""
         try:
             return self._template.render(
                 messages=[_plain_message(message) for message in messages],
@@ -70,28 +70,30 @@ class ChatTemplate:
                 **variables,
             )
         except TemplateError as error:
-            raise RequestError(f"the chat template of {self.origin} refuses these messages", why=str(error)) from None
+            raise RequestError(f"the chat template of {self.origin} rejects these messages", why=str(error)) from None
+        except RequestError:
+            raise
         except RecursionError:
             raise RequestError("these messages are nested too deeply", next="flatten them") from None
-        except Exception as error:  # a template is a program: it can fail in any way on messages that it did not foresee
+        except Exception as error:  # a template is a program and can fail in any way on unexpected messages
             raise RequestError(
                 f"the chat template of {self.origin} cannot render these messages", why=f"{type(error).__name__}: {error}"
             ) from None
 
 
-def _plain_message(message: Message) -> dict[str, Any]:
-    """A message as plain data; content given as a list of text parts is joined by newlines, as text-only templates expect."""
+def _plain_message(message: MessageDict) -> dict[str, Any]:
+    """A message as plain data. A list of text parts as content is joined by newlines, as text-only templates expect."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise RequestError(f"a message is a dict with a role and content, not {_short(message)}")
+        raise RequestError(f"a message must be a dict with a role and content, not {_short(message)}")
     plain: dict[str, Any] = _plain(message)
     content = plain.get("content")
     if isinstance(content, list):
         texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
         if not all(isinstance(text, str) for text in texts):
-            raise RequestError("only parts of type 'text' can be read in a message's content", held=_short(content))
+            raise RequestError("the content of a message has a part that is not of type 'text'", held=_short(content))
         plain["content"] = "\n".join(texts)  # type: ignore[arg-type]
     elif content is not None and not isinstance(content, str):
-        raise RequestError(f"a message's content is a text or a list of text parts, not {_short(content)}")
+        raise RequestError(f"the content of a message must be a string or a list of text parts, not {_short(content)}")
     return plain
 
 
@@ -104,7 +106,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, str):
         return str.__str__(value)
-    raise RequestError(f"messages and tools hold JSON values only, not a {type(value).__name__}")
+    raise RequestError(f"messages and tools must be JSON values; {type(value).__name__} is not one")
 
 
 def _short(value: Any) -> str:
@@ -119,11 +121,11 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which a model has never seen.
+    # Jinja's own filter escapes for HTML, which models are not trained on.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _refuse(message: str) -> str:
+def _raise_exception(message: str) -> str:
     raise TemplateError(message)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The asker's end of the engine: starts its process, sends requests, streams what comes back, and notices when it is gone.
+"""The client of the engine: starts its process, sends requests, streams their updates, and detects its failure.
 
-Engine and client talk over one pair of DEALER sockets in a private folder. The client ends streams with an error in bounded time:
-when the engine says that it failed (the error names the rank), when its process ends, and when it has been silent for 25 s.
-`serve.fake` has the in-process stand-in for tests.
+Engine and client communicate over one pair of DEALER sockets in a private folder. Streams end with an error in bounded time: when
+the engine reports a failure (the error names the rank), when its process ends, and when it has sent no heartbeat for 25 s.
+`serve.fake_client` has an in-process fake for tests.
 """
 
 from __future__ import annotations
@@ -25,109 +25,73 @@ import zmq.asyncio
 
 from phalanx.comm import launch
 from phalanx.config import EngineOptions, SamplingParams
-from phalanx.engine.limits import SchedulerOptions, length_limit
-from phalanx.engine.messages import Abort, Add, AskStats, EngineFacts, Failed, FromEngine, Refused, Shutdown, Started, Stats, Update
+from phalanx.engine.executor import RANK_EXECUTOR
+from phalanx.engine.messages import (
+    Abort,
+    AddRequest,
+    EngineFacts,
+    EngineToClient,
+    Failed,
+    GetStats,
+    RequestRejected,
+    RequestUpdate,
+    Shutdown,
+    Started,
+    Stats,
+)
 from phalanx.errors import EngineClosed, EngineError, PhalanxError, RequestError
 from phalanx.log import get_logger
+from phalanx.serve.engine_requests import build_request, check_request
+from phalanx.serve.update_stream import UpdateStream
 
 SILENCE = 25.0
-"""Seconds without a sign of life from a started engine after which it is given up."""
-_LAST_WORDS = 0.5  # seconds that messages of an engine that has ended may take to arrive
+"""Seconds without a heartbeat after which a started engine counts as failed."""
+_LAST_MESSAGE_SECONDS = 0.5  # time for the last messages of an ended engine to arrive
 _NOBLOCK = int(zmq.NOBLOCK)
-_PATH_LIMIT = 80  # bytes of a folder's path; the kernel's limit for the path of a socket is 107
+_PATH_LIMIT = 80  # bytes of the folder's path; the kernel's limit for the path of a socket is 107
 
 logger = get_logger(__name__)
 
 
 class Engine(Protocol):
-    """What serve needs of an engine: `EngineClient`, and `serve.fake.FakeEngineClient`."""
+    """The engine as `serve` uses it. Implemented by `EngineClient` and by `serve.fake_client.FakeEngineClient`."""
 
     facts: EngineFacts
     eos_token_ids: list[int]
-    """Tokens that end a completion unless ignore_eos. The model's; a tokenizer may add its own."""
+    """Tokens that end a completion, unless ignore_eos is set. The model's; if it has none, the tokenizer's."""
     latest: Stats
-    """The last Stats that came."""
+    """The last Stats that arrived."""
     failure: PhalanxError | None
-    """Why the engine is of no more use; None while it is."""
+    """Why the engine cannot be used any more; None while it can."""
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise what `add` would be refused with, as far as that is known before it is sent: PromptTooLong, RequestError."""
+        """Raise the error that `add` would be rejected with, as far as it is known beforehand: PromptTooLong, RequestError."""
 
     def add(
-        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
-    ) -> AsyncGenerator[Update]:
-        """Run one completion (params.n is 1). Ends after the Update with a finish_reason; leaving early aborts the request.
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, coalesce: bool = False
+    ) -> AsyncGenerator[RequestUpdate]:
+        """Run one completion (params.n is 1). Ends after the update with a finish_reason; leaving early aborts the request.
 
-        An Update holds what came since the last one was taken. patient: nobody looks before the end, so that one may hold all.
-        Raises what the engine refuses the request with, or EngineError when the engine is lost.
+        An update has everything since the previous one. coalesce: the caller needs only the end, so updates may be merged. Raises
+        the error that the engine rejects the request with, or EngineError if the engine fails.
         """
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget these requests; their streams end with finish_reason "abort". Unknown ids are ignored."""
+        """Abort these requests; their streams end with finish_reason "abort". Unknown ids are ignored."""
 
     async def stats(self) -> Stats: ...
 
-    def on_failure(self, call: Callable[[PhalanxError], None]) -> None:
-        """Call back, on the event loop, once the engine is lost (not when it is closed)."""
+    def on_failure(self, callback: Callable[[PhalanxError], None]) -> None:
+        """Register a callback that runs on the event loop when the engine fails (not when it is closed)."""
 
     async def close(self, timeout: float = 10.0) -> None: ...
 
     def kill(self) -> None:
-        """End the engine now, without an event loop; for when there is none any more."""
-
-
-PATIENCE = 128  # tokens that a patient reader takes at once
-
-
-class Stream:
-    """Updates of one request, in order, until a finish_reason or an error. What comes while nobody reads is joined, and a reader is
-    woken once for it. patient: every `PATIENCE` tokens and at the end, so that not all of its work is left to do then."""
-
-    def __init__(self, *, patient: bool = False) -> None:
-        self.ended = False
-        """The engine has nothing more to say about this request."""
-        self._least = PATIENCE if patient else 0
-        self._held: Update | None = None
-        self._error: PhalanxError | None = None
-        self._reader: asyncio.Future[None] | None = None
-
-    def put(self, update: Update) -> None:
-        if self.ended:  # an abort that came too late must not change a whole answer, nor a late token wake a failed stream
-            return
-        held = self._held
-        if held is None:
-            self._held = held = update
-        else:
-            held.tokens += update.tokens
-            held.logprobs += update.logprobs
-            held.prompt_logprobs = held.prompt_logprobs or update.prompt_logprobs
-            held.finish_reason, held.stop_reason = update.finish_reason, update.stop_reason
-        self.ended = update.finish_reason is not None
-        if self.ended or len(held.tokens) >= self._least:
-            self._wake()
-
-    def fail(self, error: PhalanxError) -> None:
-        """Raise this, after the updates that came before it."""
-        if not self.ended:
-            self.ended, self._error = True, error
-            self._wake()
-
-    async def next(self) -> Update:
-        while (held := self._held) is None or not (self.ended or len(held.tokens) >= self._least):
-            if self._error is not None:
-                raise self._error
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        self._held = None
-        return held
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        """End the engine at once, without an event loop."""
 
 
 class EngineClient:
-    """An engine process and its requests. All methods belong to the event loop that started it. See `Engine`."""
+    """An engine process and its requests. Its methods must run on the event loop that started it. See `Engine`."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -135,14 +99,14 @@ class EngineClient:
         self.eos_token_ids: list[int] = []
         self.latest = Stats()
         self.failure: PhalanxError | None = None
-        self._streams: dict[str, Stream] = {}
-        self._stats: list[asyncio.Future[Stats]] = []
-        self._calls: list[Callable[[PhalanxError], None]] = []
+        self._streams: dict[str, UpdateStream] = {}
+        self._stats_futures: list[asyncio.Future[Stats]] = []
+        self._failure_callbacks: list[Callable[[PhalanxError], None]] = []
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ended = asyncio.Event()
         self._closing = False
-        self._heard = False
-        self._silent = 0.0  # seconds since the engine was heard
+        self._connected = False
+        self._silent = 0.0  # seconds since the last message of the engine
         self._child: launch.Child | None = None
         self._watch = launch.Watch()
         self._tasks: list[asyncio.Task[None]] = []
@@ -151,25 +115,25 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+        self._decode = msgspec.msgpack.Decoder(EngineToClient).decode
 
     @classmethod
-    async def start(cls, options: EngineOptions, *, executor: str = "ranks") -> EngineClient:
-        """Start an engine process and wait until it takes requests. executor: "ranks", or "fake" for tests of what lies above.
+    async def start(cls, options: EngineOptions, *, executor: str = RANK_EXECUTOR) -> EngineClient:
+        """Start an engine process and wait until it accepts requests. executor: the dotted path of the engine's `Executor`.
 
-        Raises what the engine could not start with (ModelError, LayoutError, CapacityError, EngineError, ...). When it raises, or
-        is cancelled, no process is left.
+        Raises the error of a failed start (ModelError, LayoutError, CapacityError, EngineError, ...). When it raises, or is
+        cancelled, no process is left.
         """
         client = cls(options)
         try:
             client._launch(executor)
-            # The engine keeps start_timeout itself; this is for one that stands still.
+            # The engine observes start_timeout itself; this limit is for an engine that hangs.
             async with asyncio.timeout(options.start_timeout + SILENCE):
                 await client._started
         except TimeoutError:
             await client.close(timeout=0)
             raise EngineError(
-                "the engine was started", held=f"it was not ready after {options.start_timeout + SILENCE:.0f} s"
+                f"the engine did not start within {options.start_timeout + SILENCE:.0f} s", next="raise start_timeout"
             ) from None
         except BaseException:
             await client.close(timeout=0)
@@ -177,15 +141,17 @@ class EngineClient:
         return client
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
-        check(self._add("", token_ids, params), self.facts, chunked_prefill=self.options.enable_chunked_prefill)
+        check_request(self._add("", token_ids, params), self.facts, chunked_prefill=self.options.enable_chunked_prefill)
 
     async def add(
-        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, patient: bool = False
-    ) -> AsyncGenerator[Update]:
-        self._refuse_when_lost()
+        self, request_id: str, token_ids: Sequence[int], params: SamplingParams, *, coalesce: bool = False
+    ) -> AsyncGenerator[RequestUpdate]:
+        self._raise_if_failed()
         if request_id in self._streams:
-            raise RequestError(f"request id {request_id!r} was given", held="a request of this id is running", next="give another")
-        stream = self._streams[request_id] = Stream(patient=patient)
+            raise RequestError(
+                f"request id {request_id!r} is in use", held="a request with this id is running", next="use another id"
+            )
+        stream = self._streams[request_id] = UpdateStream(coalesce=coalesce)
         try:
             self._send(self._add(request_id, token_ids, params))
             while True:
@@ -201,25 +167,25 @@ class EngineClient:
     def abort(self, request_ids: Iterable[str]) -> None:
         known = [request_id for request_id in request_ids if request_id in self._streams]
         for request_id in known:
-            self._streams.pop(request_id).put(Update(request_id, [], finish_reason="abort"))
+            self._streams.pop(request_id).put(RequestUpdate(request_id, [], finish_reason="abort"))
         if known and self.failure is None:
             self._send(Abort(known))
 
     async def stats(self) -> Stats:
-        self._refuse_when_lost()
+        self._raise_if_failed()
         answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
-        self._stats.append(answer)
-        self._send(AskStats())
+        self._stats_futures.append(answer)
+        self._send(GetStats())
         return await answer
 
-    def on_failure(self, call: Callable[[PhalanxError], None]) -> None:
-        self._calls.append(call)
+    def on_failure(self, callback: Callable[[PhalanxError], None]) -> None:
+        self._failure_callbacks.append(callback)
 
     async def close(self, timeout: float = 10.0) -> None:
-        """End the engine: as asked within `timeout` seconds, else killed. Open streams end with EngineClosed."""
+        """Shut the engine down; kill it after `timeout` seconds. Open streams end with EngineClosed."""
         if not self._closing:
             self._closing = True
-            self._lose(EngineClosed("the engine was shut down"))
+            self._fail(EngineClosed("the engine was shut down"))
             if timeout > 0 and self._child is not None and self._child.alive:
                 self._send(Shutdown())
                 with contextlib.suppress(TimeoutError):
@@ -228,7 +194,7 @@ class EngineClient:
         await self._end()
 
     def kill(self) -> None:
-        """End the engine's process now, without an event loop; for when there is none any more."""
+        """End the process of the engine at once, without an event loop."""
         if self._child is not None:
             launch.stop([self._child], 0.0)
         self._remove_folder()
@@ -237,7 +203,7 @@ class EngineClient:
 
     def _launch(self, executor: str) -> None:
         address = f"ipc://{self._folder}/engine"
-        # Nothing is dropped: what is in flight is bounded by the requests.
+        # No message is dropped: the requests bound what is in flight.
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.bind(address)
@@ -245,32 +211,28 @@ class EngineClient:
         self._child = launch.start("phalanx.engine", config, "phalanx engine")
         self._watch.add(self._child)
         asyncio.get_running_loop().add_reader(self._watch.fileno(), self._child_ended)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen_for_silence())]
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch_heartbeat())]
 
     def _child_ended(self) -> None:
         for end in self._watch.ended():
             self._ended.set()
             if not self._closing:
-                error = EngineError("a request was running", held=f"the engine process {end.words}", next="start it again")
-                asyncio.get_running_loop().call_later(_LAST_WORDS, self._lose, error)
+                error = EngineError(f"the engine process {end.words}", next="start it again")
+                asyncio.get_running_loop().call_later(_LAST_MESSAGE_SECONDS, self._fail, error)
 
-    async def _listen_for_silence(self) -> None:
-        """Seconds count only while this loop runs: a laptop that slept has not heard an engine that slept with it either."""
+    async def _watch_heartbeat(self) -> None:
+        """Count seconds only while this loop runs: on a laptop that was suspended, the engine was suspended, too."""
         last = time.monotonic()
         while True:
             await asyncio.sleep(1.0)
             now = time.monotonic()
             self._silent, last = self._silent + min(now - last, 2.0), now
             if self._silent > SILENCE and self._started.done():
-                self._lose(
-                    EngineError(
-                        "a request was running", held=f"the engine process has said nothing for {SILENCE:.0f} s", why=_STILL
-                    )
-                )
+                self._fail(EngineError(f"the engine process has sent no heartbeat for {SILENCE:.0f} s", why=_STALLED_WHY))
                 return
 
     async def _end(self) -> None:
-        """Make sure that the process is gone, then give everything back."""
+        """Make sure that the process has ended, then release all resources."""
         if self._child is not None:
             launch.stop([self._child], 0.0)
         loop = asyncio.get_running_loop()
@@ -287,81 +249,81 @@ class EngineClient:
 
     # ---- messages --------------------------------------------------------------------------------------------------------
 
-    def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> Add:
-        return message(request_id, token_ids, params, self.eos_token_ids)
+    def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AddRequest:
+        return build_request(request_id, token_ids, params, self.eos_token_ids)
 
-    def _send(self, message: Add | Abort | AskStats | Shutdown) -> None:
-        # There is no high-water mark, so it is queued at once and the future is done.
+    def _send(self, message: AddRequest | Abort | GetStats | Shutdown) -> None:
+        # Without a high-water mark it is queued at once, and the future is done.
         self._socket.send(self._encode(message))
 
     async def _read(self) -> None:
-        """Each frame is a message of its own. The first is waited for; the others of its step are there with it."""
+        """Read messages, one per frame. The first one of a step is awaited; the others of the step have arrived with it."""
         decode, streams = self._decode, self._streams
-        at_hand: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
+        arrived: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         while True:
             frame = await self._socket.recv()
             self._silent = 0.0
-            if not self._heard:
-                # Connected: the path has served. Nothing is left behind then, however this process ends.
-                self._heard = True
+            if not self._connected:
+                # The engine is connected, so the folder is not needed. Nothing is left behind, however this process ends.
+                self._connected = True
                 self._remove_folder()
             with contextlib.suppress(zmq.Again):
                 while True:
                     message = decode(frame)
-                    if type(message) is not Update:
-                        self._take(message)
+                    if type(message) is not RequestUpdate:
+                        self._handle(message)
                     elif (stream := streams.get(message.request_id)) is not None:
                         stream.put(message)
-                    frame = at_hand.recv(_NOBLOCK)
+                    frame = arrived.recv(_NOBLOCK)
 
-    def _take(self, message: Any) -> None:
-        """What is said once in a while; not the updates of each step."""
+    def _handle(self, message: Any) -> None:
+        """Handle the rare messages: all but the updates of each step."""
         match message:
-            case Refused(request_id=request_id, error=error) if request_id in self._streams:
+            case RequestRejected(request_id=request_id, error=error) if request_id in self._streams:
                 self._streams[request_id].fail(PhalanxError.from_wire(error))
             case Stats():
                 self.latest = message
-                for answer in self._stats:
+                for answer in self._stats_futures:
                     if not answer.done():
                         answer.set_result(message)
-                self._stats.clear()
+                self._stats_futures.clear()
             case Started(facts=facts):
                 self.facts, self.eos_token_ids = facts, list(facts.eos_token_ids)
                 if not self._started.done():
                     self._started.set_result(None)
             case Failed(error=error):
-                self._lose(PhalanxError.from_wire(error))
+                self._fail(PhalanxError.from_wire(error))
             case _:
-                pass  # a sign of life, a goodbye, or the refusal of a request that nobody waits for any more
+                pass  # a heartbeat, a goodbye, or the rejection of a request that has no stream any more
 
-    def _refuse_when_lost(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self.failure is not None:
-            raise again(self.failure)
+            raise self.failure.copy()
 
-    def _lose(self, error: PhalanxError) -> None:
-        """Nothing more comes: everybody who waits gets the error. The first one counts."""
+    def _fail(self, error: PhalanxError) -> None:
+        """The engine has failed: every waiter gets the error. Only the first error counts."""
         if self.failure is not None:
             return
         self.failure = error
         for stream in self._streams.values():
-            stream.fail(again(error))
-        for answer in self._stats:
+            stream.fail(error.copy())
+        for answer in self._stats_futures:
             if not answer.done():
-                answer.set_exception(again(error))
-        self._stats.clear()
+                answer.set_exception(error.copy())
+        self._stats_futures.clear()
         starting = not self._started.done()
         if starting:
-            self._started.set_exception(again(error))
-            self._started.exception()  # nobody may be waiting
+            self._started.set_exception(error.copy())
+            self._started.exception()  # so that asyncio does not complain if nobody awaits it
         if not self._closing:
-            if not starting:  # then it is raised to the one who starts it, and need not be said twice
+            if not starting:  # an error of the start is raised by `start`, so it is not logged, too
                 logger.error("%s", error)
-            for call in self._calls:
-                call(error)
-            self._tasks.append(asyncio.create_task(self._end_lost(5.0 if self._silent < SILENCE else 0.0)))
+            for callback in self._failure_callbacks:
+                callback(error)
+            self._tasks.append(asyncio.create_task(self._end_failed(5.0 if self._silent < SILENCE else 0.0)))
 
-    async def _end_lost(self, grace: float) -> None:
-        """A failed engine ends itself, and its ranks with it; one that stands still does not."""
+    async def _end_failed(self, grace: float) -> None:
+        """A failed engine ends itself and its ranks; an engine that hangs does not, and is killed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 await self._ended.wait()
@@ -369,29 +331,7 @@ class EngineClient:
             self._child.signal(signal.SIGKILL)
 
 
-def message(request_id: str, token_ids: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int]) -> Add:
-    """The request as the engine takes it, with the tokens that end it."""
-    eos = [] if params.ignore_eos else list(eos_token_ids)
-    stops = list(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
-    return Add(request_id, list(token_ids), params, stop_token_ids=stops, eos_token_ids=eos)
-
-
-def check(add: Add, facts: EngineFacts, *, chunked_prefill: bool = True) -> None:
-    """Raise what an engine with these facts refuses the request with, as far as that can be known outside of it."""
-    limits = SchedulerOptions(
-        num_blocks=1 << 40,  # only the engine knows how many a model with a sliding window needs at once
-        block_size=facts.block_size, max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens,
-        max_seq_len=facts.max_seq_len, chunked_prefill=chunked_prefill, vocab_size=facts.vocab_size, longer=facts.longer,
-    )  # fmt: skip
-    length_limit(add, limits)
-
-
-def again(error: PhalanxError) -> PhalanxError:
-    """The same error for another who waits: an exception that is raised twice would collect the tracebacks of both."""
-    return PhalanxError.from_wire(error.to_wire())
-
-
-_STILL = "it is stopped, or its machine has no time for it"
+_STALLED_WHY = "it is stopped, or its machine is overloaded"
 _NO_FACTS = EngineFacts("", "", "", 0, (0, 0, 0), 0, 0, 0, 0, 0, 0, [])
 
 

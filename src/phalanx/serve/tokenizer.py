@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and back: the checkpoint's tokenizer.
 
-`tokenizer.json` is read by the `tokenizers` library itself: importing transformers costs seconds (it brings torch), and would be
-the longest part of a server's start. What transformers adds from `tokenizer_config.json` is done here in the same way, and tested
-against it: named special tokens, tokens that only the config lists, and the chat template. A folder without `tokenizer.json` (an
-old SentencePiece model) is converted by transformers.
+The `tokenizers` library reads `tokenizer.json`: importing transformers takes seconds (it imports torch) and would be the longest
+part of a server's start. What transformers adds from `tokenizer_config.json` is added here in the same way, and tested against it:
+named special tokens, tokens that only the config lists, and the chat template. transformers converts a folder without
+`tokenizer.json` (an old SentencePiece model).
 
-As with transformers 5, `tokenizer.json` alone says which tokens stand around a text (`add_bos_token` in the config is not read),
-and the text of a special token inside a prompt becomes that token.
+As in transformers 5, `tokenizer.json` alone defines the tokens around a text (`add_bos_token` in the config is not read), and the
+text of a special token inside a prompt becomes that token.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import tokenizers
 from tokenizers import AddedToken
 
 from phalanx.errors import ModelError, ModelNotFound, RequestError
-from phalanx.serve.chat_template import ChatTemplate, Message
+from phalanx.serve.chat_template import ChatTemplate, MessageDict
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
 class Tokenizer:
-    """A tokenizer. All methods may be called from many threads at once.
+    """A tokenizer. Several threads may call its methods at once.
 
-    backend: the `tokenizers.Tokenizer`. special: the named special tokens, for example {"bos_token": "<s>"}. special_ids: those
-    that `skip_special_tokens` drops. eos_token_id: the id of its eos token, or None. origin: the folder's name, for errors.
+    backend: the `tokenizers.Tokenizer`. special: the named special tokens, for example {"bos_token": "<s>"}. special_ids: the
+    ids that `skip_special_tokens` drops. eos_token_id: the id of the eos token, or None. origin: name of the folder, for errors.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special: dict[str, Any], templates: dict[str, str], *, origin: str) -> None:
@@ -46,7 +46,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """Read the tokenizer of a checkpoint folder. Raises ModelNotFound when there is none, ModelError when it is broken."""
+        """Read the tokenizer of a checkpoint folder. Raises ModelNotFound if there is none, ModelError if it cannot be read."""
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
         named = {**_read_json(folder / "special_tokens_map.json"), **config}
@@ -63,26 +63,26 @@ class Tokenizer:
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError("this prompt is not a Unicode text", why=str(error)) from None
+            raise RequestError("the prompt is not valid Unicode", why=str(error)) from None
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that the tokenizer does not know (a model's padding of its vocabulary) have none."""
+        """The text of token ids. Unknown ids (the padding of the model's vocabulary) have no text."""
         text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, special tokens included; an incomplete character is U+FFFD."""
+        """The text of a single token, special tokens included; an incomplete character is U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
 
     @cached_property
     def known_ids(self) -> frozenset[int]:
-        """Every id that has a text."""
+        """All ids that have a text."""
         return frozenset(self.backend.get_vocab(with_added_tokens=True).values())
 
     @cached_property
     def fragments(self) -> Fragments:
-        """What each token adds to a text, where that can be said of it alone."""
+        """The text that each token adds, for tokens where it does not depend on their neighbours."""
         return Fragments(self)
 
     @property
@@ -90,53 +90,53 @@ class Tokenizer:
         return bool(self._sources)
 
     def set_chat_template(self, source: str, *, origin: str) -> None:
-        """Use this template in place of the model's own. Raises ModelError when it does not compile."""
+        """Use this template instead of the model's own. Raises ModelError if it does not compile."""
         compiled = ChatTemplate(source, origin=origin)
         self._sources, self._compiled = {"default": source}, {"default": compiled}
 
     def apply_chat_template(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageDict],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation; encode it with add_special_tokens=False, since the template writes them.
+        """The prompt text of a conversation. Encode it with add_special_tokens=False, because the template writes these tokens.
 
-        `variables` reach the template (for example enable_thinking). Raises RequestError when the model has no template, or when
-        the template refuses the messages.
+        variables: passed to the template (for example enable_thinking). Raises RequestError if the model has no template, or if
+        the template rejects the messages.
         """
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **{**self.special, **variables})
 
-    def encode_chat(self, messages: Sequence[Message], **asked: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[MessageDict], **variables: Any) -> list[int]:
         """Token ids of a conversation: `apply_chat_template`, encoded."""
-        return self.encode(self.apply_chat_template(messages, **asked), add_special_tokens=False)
+        return self.encode(self.apply_chat_template(messages, **variables), add_special_tokens=False)
 
     def _template(self, name: str) -> ChatTemplate:
         if name not in self._sources:
             raise RequestError(
-                f"a chat was asked of {self.origin}",
-                held="the model has no chat template" if not self._sources else f"its chat templates are {sorted(self._sources)}",
-                why="only a template says how messages become a prompt",
+                f"{self.origin} has no chat template" if not self._sources else f"{self.origin} has no default chat template",
+                held=f"its chat templates are {sorted(self._sources)}" if self._sources else "",
+                why="a chat template turns messages into a prompt",
                 next="use generate with a plain prompt, or give a chat template",
             )
-        if name not in self._compiled:  # two threads may both compile; either result serves
+        if name not in self._compiled:  # if two threads compile it at once, either result is right
             self._compiled[name] = ChatTemplate(self._sources[name], origin=self.origin)
         return self._compiled[name]
 
     def _id_of(self, name: str) -> int | None:
-        found: int | None = self.backend.token_to_id(self.special[name]) if name in self.special else None
-        return found
+        token_id: int | None = self.backend.token_to_id(self.special[name]) if name in self.special else None
+        return token_id
 
 
 class Fragments(dict[int, "str | None"]):
-    """Token id -> the text that it adds to any text whose characters are whole, special tokens skipped or not. None for a token
-    that must be decoded with its neighbours: a piece of a character, a special or unknown token, or any token of a decoder that
-    looks further. Filled as tokens are asked for; one dictionary serves all completions.
+    """Token id -> the text that it adds to any text that ends with a complete character, whether special tokens are skipped or not.
 
-    from_start: this holds for the first token of a text, too (a decoder may drop the space before the first word).
+    None for a token that must be decoded together with its neighbours: a part of a character, a special or unknown token, or any
+    token of a decoder with more context. Filled on demand; all completions share one dictionary.
+    from_start: true if this also holds for the first token of a text (a decoder may drop the space before the first word).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -145,14 +145,14 @@ class Fragments(dict[int, "str | None"]):
         decoder = tokenizer.backend.decoder
         parts = _parts(json.loads(decoder.__getstate__())) if decoder is not None else []
         kinds = [part["type"] for part in parts]
-        self._bytes = self.from_start = kinds == ["ByteLevel"]  # each letter stands for a byte, and the bytes are joined
+        self._bytes = self.from_start = kinds == ["ByteLevel"]  # each letter stands for one byte
         self._replaced: list[tuple[str, str]] | None = None
         head = kinds.count("Replace")
         if kinds[head:] in (["ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Strip"]) and kinds[:head] == ["Replace"] * head:
-            # SentencePiece: each token is replaced by itself, bytes are joined with bytes, and only the whole text's ends are cut.
-            found = [(part["pattern"].get("String"), part["content"]) for part in parts[:head]]
-            if all(pattern for pattern, _ in found) and parts[-1].get("stop", 0) == 0:
-                self._replaced = found
+            # SentencePiece: replacements apply to each token alone, only bytes are joined, and only the ends of the text are cut.
+            patterns = [(part["pattern"].get("String"), part["content"]) for part in parts[:head]]
+            if all(pattern for pattern, _ in patterns) and parts[-1].get("stop", 0) == 0:
+                self._replaced = patterns
 
     def __missing__(self, token_id: int) -> str | None:
         text = self[token_id] = self._text(token_id)
@@ -176,7 +176,7 @@ class Fragments(dict[int, "str | None"]):
 
 
 def _parts(decoder: dict[str, Any]) -> list[dict[str, Any]]:
-    """A decoder as the steps that it takes."""
+    """The steps of a decoder, in order."""
     return [part for one in decoder["decoders"] for part in _parts(one)] if decoder["type"] == "Sequence" else [decoder]
 
 
@@ -186,50 +186,53 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{path.name} of {folder.name} cannot be read", why=str(error), next="fetch the file again") from None
-        # A truncation or padding that somebody saved with the tokenizer would change prompts in silence.
+            raise ModelError(
+                f"{path.name} of {folder.name} cannot be read", why=str(error), next="download the file again"
+            ) from None
+        # A truncation or padding that was saved with the tokenizer would change prompts silently.
         backend.no_truncation()
         backend.no_padding()
         return backend
     if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model")):
         raise ModelNotFound(
-            f"a tokenizer was looked for in {folder.name}", held="there is no tokenizer.json",
-            next="name one with tokenizer=..., or set skip_tokenizer_init and pass token ids",
+            f"{folder.name} has no tokenizer", held="there is no tokenizer.json in it",
+            next="give one with tokenizer=..., or set skip_tokenizer_init and pass token ids",
         )  # fmt: skip
     from transformers import AutoTokenizer
 
     try:
-        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Code of a checkpoint is never run. Left out, transformers would ask for it on standard input.
+        slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         return tokenizers.Tokenizer.from_str(slow.backend_tokenizer.to_str())
-    except Exception as error:  # converters raise whatever their file format makes them raise
+    except Exception as error:  # converters raise anything, depending on the file format
         raise ModelError(f"the tokenizer of {folder.name} cannot be converted to tokenizer.json", why=str(error)) from None
 
 
 def _add_missing_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], special: dict[str, Any]) -> None:
-    """Tokens that only the config lists join the vocabulary; named special tokens are special."""
-    have = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    """Add the tokens that only the config lists to the vocabulary, and mark the named special tokens as special."""
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     listed = sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    backend.add_tokens([AddedToken(**_token_fields(token)) for _, token in listed if _content(token) not in have])
-    have = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([AddedToken(**_token_fields(token)) for _, token in listed if _content(token) not in added])
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     named = [special[name] for name in _NAMED if name in special]
-    missing = [text for text in named if text not in have or not have[text].special]
-    missing += [text for text in special.get("additional_special_tokens", []) if text not in have and text not in missing]
+    missing = [text for text in named if text not in added or not added[text].special]
+    missing += [text for text in special.get("additional_special_tokens", []) if text not in added and text not in missing]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
 
 
 def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Name -> source. The file chat_template.jinja wins over what the config holds."""
-    found: dict[str, str] = {}
-    given = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(given, str):
-        found["default"] = given
-    elif isinstance(given, list):
-        found.update({entry["name"]: entry["template"] for entry in given})
+    """Name -> source. The file chat_template.jinja overrides the template in the config."""
+    templates: dict[str, str] = {}
+    source = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(source, str):
+        templates["default"] = source
+    elif isinstance(source, list):
+        templates.update({entry["name"]: entry["template"] for entry in source})
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = path.read_text(encoding="utf-8")
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    return found
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -238,7 +241,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelError(f"{path.name} of {path.parent.name} cannot be read", why=str(error), next="fetch the file again") from None
+        raise ModelError(
+            f"{path.name} of {path.parent.name} cannot be read", why=str(error), next="download the file again"
+        ) from None
     if not isinstance(content, dict):
         raise ModelError(f"{path.name} of {path.parent.name} cannot be read", why="it is not a JSON object")
     return content

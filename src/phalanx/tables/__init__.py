@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured: messages, strategies, tables by ranges, and the seed where nothing was. No torch here."""
+"""Tables of all-reduce measurements: messages, strategies, tables by ranges, and the seed for what was not measured. No torch
+here."""
 
 from phalanx.tables.admit import admit
-from phalanx.tables.message import Fusion, Message, dtype_named
+from phalanx.tables.message import Fusion, Message
 from phalanx.tables.seed import Seed
 from phalanx.tables.shipped import advice, find, table_for
 from phalanx.tables.strategy import Choice, Strategy
@@ -18,7 +19,6 @@ __all__ = [
     "Table",
     "admit",
     "advice",
-    "dtype_named",
     "find",
     "table_for",
 ]

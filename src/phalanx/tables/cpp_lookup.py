@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorRT-LLM's look-up table as C++ text: write it from our tables, and read it into them.
+"""TensorRT-LLM's look-up table as C++ text: written from tables of Phalanx, and read into them.
 
-[tp][fusion][hidden][tokens] = strategy number. It knows powers of two and no unfused strategies; our own header (`cpp_ranges`)
-holds all that a table says.
+[tp][fusion][hidden][tokens] = strategy number. It has powers of two only, and no unfused strategies. The header of Phalanx
+(`cpp_ranges`) holds complete tables.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import seed as seeds
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS, TP_SIZES
-from phalanx.tables.message import DTYPE_BYTES, Fusion
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
-from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tables.table import HiddenRange, Section, Span, Table
 
 _TYPE = "AllReduceBestStrategyTableType"
 _NAME = re.compile(r"\bAllReduceBestStrategyTableSM(\d+)\s*=\s*(?=\{)")
@@ -31,7 +32,7 @@ Values = tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
 
 @dataclass(frozen=True)
 class Lookup:
-    """One SM version's table. values[tp][fusion][hidden][tokens]; notes: per TP size, what the comment says of its source."""
+    """The table of one SM version: values[tp][fusion][hidden][tokens]. notes: the source of each TP size, for the comment."""
 
     sm: int
     values: Values
@@ -43,10 +44,10 @@ class Lookup:
 
 
 def sample(sm: int, tables: Mapping[int, Table], dtype: str = "bf16", expressible: Mapping[int, Table] | None = None) -> Lookup:
-    """Our tables of one SM version (by TP size, at least one) at the points of the grid.
+    """The tables of one SM version (by TP size, at least one) at the points of the grid.
 
-    A TP size that is not there is filled from the seed of the nearest one. An unfused choice cannot be said; there the
-    `expressible` table (decided without such choices) answers, or where none is given the seed among what can be said.
+    A missing TP size is filled from the seed of the nearest one. An unfused choice cannot be expressed: there the `expressible`
+    table answers, which was decided without such choices, or, if there is none, the seed among expressible choices.
     """
     if not tables:
         raise TableError(f"no table of sm{sm} to write", next="measure one with `phalanx allreduce tune`")
@@ -61,29 +62,29 @@ def sample(sm: int, tables: Mapping[int, Table], dtype: str = "bf16", expressibl
             notes.append(f"not measured; every value is the seed's ({seed.origin})")
         else:
             notes.append(f"digest sha256:{table.digest}")
-        plainer = (expressible or {}).get(tp)
+        substitute = (expressible or {}).get(tp)
         cells = [
-            [[_value(table, plainer, dtype, fusion, t, h) for t in TOKENS] for h in HIDDEN] for fusion in LOOKUP_FUSIONS
+            [[_value(table, substitute, dtype, fusion, t, h) for t in TOKENS] for h in HIDDEN] for fusion in LOOKUP_FUSIONS
         ]  # fmt: skip
         values.append(tuple(tuple(tuple(row) for row in rows) for rows in cells))
     return Lookup(sm, tuple(values), tuple(notes))
 
 
-def _value(table: Table, plainer: Table | None, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> int:
+def _value(table: Table, substitute: Table | None, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> int:
     entry = table.lookup(dtype, fusion, tokens, hidden)
-    # NCCL's number means collective then kernel in both worlds; ONESHOT's and TWOSHOT's mean one kernel in theirs.
+    # In both projects, NCCL's number means the collective and then a kernel. In TensorRT-LLM, ONESHOT and TWOSHOT mean one kernel.
     if fusion is Fusion.NONE or entry.fused or not Choice(entry.strategy).fuses(fusion):
         return int(entry.strategy)
-    if plainer is not None:
-        return int(plainer.lookup(dtype, fusion, tokens, hidden).strategy)
-    nbytes = tokens * hidden * DTYPE_BYTES[dtype]
+    if substitute is not None:
+        return int(substitute.lookup(dtype, fusion, tokens, hidden).strategy)
+    nbytes = tokens * hidden * DTYPES[dtype].itemsize
     models = {choice: model for choice, model in table.seed.models[fusion].items() if not choice.unfused}
     return int(min(models, key=lambda choice: models[choice].fs(tokens, nbytes), default=INCUMBENT).strategy)
 
 
 def emit(lookups: Sequence[Lookup]) -> str:
     """The text of generated_lookup_table.cpp: one table for each SM version, rising."""
-    return "\n".join(_emit_one(lookup) for lookup in sorted(lookups, key=lambda found: found.sm))
+    return "\n".join(_emit_one(lookup) for lookup in sorted(lookups, key=lambda lookup: lookup.sm))
 
 
 def _emit_one(lookup: Lookup) -> str:
@@ -108,15 +109,15 @@ def _emit_one(lookup: Lookup) -> str:
 
 
 def parse(text: str, source: str = "the C++ text") -> list[Lookup]:
-    """Every table in a file of TensorRT-LLM's (a whole header of theirs, too). Raises TableError: none there, a ragged shape, axes
-    that are not known, or a number that is no strategy."""
-    found = []
+    """Every table in a file of TensorRT-LLM, complete headers included. Raises TableError for a file without a table, a ragged
+    shape, unknown axes, or a number that is not a strategy's."""
+    lookups = []
     for match in _NAME.finditer(text):
         where = f"{source}: AllReduceBestStrategyTableSM{match[1]}"
-        found.append(_lookup(int(match[1]), _braces(text[match.end() :], where), text[: match.start()], where))
-    if not found:
+        lookups.append(_lookup(int(match[1]), _braces(text[match.end() :], where), text[: match.start()], where))
+    if not lookups:
         raise TableError(f"{source} holds no AllReduceBestStrategyTableSM<version> = {{...}}", next="give a generated table")
-    return found
+    return lookups
 
 
 def _braces(text: str, where: str) -> list[object]:
@@ -146,7 +147,8 @@ def _lookup(sm: int, read: list[object], before: str, where: str) -> Lookup:
         counts = {len(item) for item in level if isinstance(item, list)}
         if len(counts) != 1 or 0 in counts:
             raise TableError(
-                f"{where}: rows of different lengths {sorted(counts)}", next="[tp][fusion][hidden][tokens] is a full box"
+                f"{where}: rows of different lengths {sorted(counts)}",
+                next="[tp][fusion][hidden][tokens] needs rows of equal length",
             )
         shape.append(counts.pop())
         level = [cell for item in level if isinstance(item, list) for cell in item]
@@ -155,7 +157,7 @@ def _lookup(sm: int, read: list[object], before: str, where: str) -> Lookup:
     known = {int(strategy) for strategy in Strategy}
     for cell in level:
         if not isinstance(cell, int) or cell not in known:
-            raise TableError(f"{where}: {cell!r} is no strategy's number", next=f"known: {sorted(known)}")
+            raise TableError(f"{where}: {cell!r} is not a strategy's number", next=f"use one of {sorted(known)}")
     axes = {name: tuple(json.loads(values)) for name, values in _AXES.findall(before)}
     tp_sizes = _axis("TP", shape[0], axes, TP_SIZES, where)
     hidden = _axis("Hidden", shape[2], axes, HIDDEN, where)
@@ -170,7 +172,7 @@ def _lookup(sm: int, read: list[object], before: str, where: str) -> Lookup:
 
 
 def _axis(name: str, length: int, axes: dict[str, tuple[int, ...]], usual: tuple[int, ...], where: str) -> tuple[int, ...]:
-    """The axis that the comment names, if it fits the table (TensorRT-LLM's comments do not always); else the usual one."""
+    """The axis that the comment names if it fits the table (TensorRT-LLM's comments do not always), else the usual one."""
     stated = axes.get(name, ())
     if len(stated) == length and list(stated) == sorted(set(stated)) and stated[0] > 0:
         return stated
@@ -182,22 +184,22 @@ def _axis(name: str, length: int, axes: dict[str, tuple[int, ...]], usual: tuple
 
 
 def tables_of(lookup: Lookup, link: str, dtype: str = "bf16") -> dict[int, Table]:
-    """One table of ours for each TP size; between two points the nearer one (by ratio) answers, outside the seed."""
-    made = {"by": f"imported from a look-up table of sm{lookup.sm}"}
+    """One table for each TP size. Between two points the nearer one (by ratio) answers, outside them the seed."""
+    provenance = {"by": f"imported from a look-up table of sm{lookup.sm}"}
     hidden, tokens = _ranges(lookup.hidden), _ranges(lookup.tokens)
     tables = {}
     for tp, by_fusion in zip(lookup.tp_sizes, lookup.values, strict=True):
         sections = []
         for fusion, rows in zip(lookup.fusions, by_fusion, strict=True):
-            ranged = (Row(*ends, _spans(row, tokens)) for ends, row in zip(hidden, rows, strict=True))
+            ranged = (HiddenRange(*ends, _spans(row, tokens)) for ends, row in zip(hidden, rows, strict=True))
             sections.append(Section(dtype, fusion, tuple(ranged)))
         fingerprint = Fingerprint(lookup.sm, link, tp)
-        tables[tp] = Table(fingerprint, tuple(sections), seeds.default(fingerprint), made)
+        tables[tp] = Table(fingerprint, tuple(sections), seeds.default(fingerprint), provenance)
     return tables
 
 
 def _ranges(points: Sequence[int]) -> list[tuple[int, int]]:
-    """Each point's range: up to the geometric mean with the next; the outermost points end their ranges."""
+    """The range of each point: up to the geometric mean with the next one. The outermost points end their ranges."""
     ends = [max(math.isqrt(a * b), a) for a, b in pairwise(points)]
     firsts = [points[0], *(end + 1 for end in ends)]
     return list(zip(firsts, [*ends, points[-1]], strict=True))

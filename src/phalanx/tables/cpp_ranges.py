@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own C++ header: the tables by ranges, and a `lookup` that answers like `Table.lookup` on every size."""
+"""The C++ header of Phalanx: the tables by ranges, and a `lookup` that gives the answers of `Table.lookup` for every size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
-from phalanx.tables.message import DTYPE_BYTES, Fusion
+from phalanx.tables.message import Fusion
 from phalanx.tables.seed import MAX_BYTES, MAX_TOKENS
 from phalanx.tables.table import Section, Table
 
@@ -94,7 +95,7 @@ inline Answer lookup(const Table& table, Dtype dtype, int fusion, std::int64_t t
 
 
 def emit(tables: Sequence[Table]) -> str:
-    """The header for these tables, of any machines; at least one."""
+    """The header for these tables, at least one, of any machines."""
     if not tables:
         raise TableError("no table to write", next="measure one with `phalanx allreduce tune`")
     ordered = sorted(tables, key=lambda table: (table.fingerprint.sm, table.fingerprint.link, table.fingerprint.world))
@@ -103,24 +104,24 @@ def emit(tables: Sequence[Table]) -> str:
     lines += ["static constexpr Table kTables[] = {", *places, "};"]
     head = _HEAD.format(
         digests="\n".join(f"// {table.fingerprint} sha256:{table.digest}" for table in ordered),
-        dtypes=", ".join(DTYPE_BYTES),
-        dtype_count=len(DTYPE_BYTES),
+        dtypes=", ".join(DTYPES),
+        dtype_count=len(DTYPES),
         fusion_count=len(Fusion),
     )
     tail = _TAIL.format(
         places="\n".join(f"        case {int(fusion)}: return {place};  // {fusion.name}" for place, fusion in enumerate(Fusion)),
         max_bytes=MAX_BYTES,
         max_tokens=MAX_TOKENS,
-        items=", ".join(map(str, DTYPE_BYTES.values())),
+        items=", ".join(map(str, (dtype.itemsize for dtype in DTYPES.values()))),
     )
     return head + "\n".join(lines) + tail
 
 
 def _table(table: Table, number: int, lines: list[str]) -> str:
-    """Write the arrays of one table to `lines`; gives its place in the array of tables."""
+    """Write the arrays of one table to `lines`; returns its entry of the array of tables."""
     written: dict[tuple[str, Fusion], str] = {}
     sections = []
-    for dtype in DTYPE_BYTES:
+    for dtype in DTYPES:
         for fusion in Fusion:
             section = table.section_for(dtype, fusion)
             if section is None:
@@ -148,7 +149,7 @@ def _table(table: Table, number: int, lines: list[str]) -> str:
 
 def _section(section: Section, name: str, lines: list[str]) -> str:
     rows = []
-    for index, row in enumerate(section.rows):
+    for index, row in enumerate(section.hidden_ranges):
         spans = [
             f"{{{span.first}, {span.last}, {int(span.choice.strategy)}, {_bool(span.choice.fuses(section.fusion))}}}"
             for span in row.spans

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The axes of a benchmark and of TensorRT-LLM's look-up table: stated here and nowhere else."""
+"""The axes of a benchmark and of TensorRT-LLM's look-up table. The only place that states them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ LOOKUP_FUSIONS = (
     Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,
     Fusion.RESIDUAL_RMS_NORM_QUANT_NVFP4,
 )
-"""A fusion's place in the look-up table is its index here, not its number."""
+"""In the look-up table, a fusion's index is its index here, not its number."""
 
 WIDE_TOKENS = tuple(2**power for power in range(21))
 WIDE_HIDDEN = (*HIDDEN, 16384)
-"""Beyond the look-up table, for our own: a CSV may hold these without a sidecar that names them."""
+"""Larger axes than those of the look-up table, for tables of Phalanx: a CSV may hold these sizes without a sidecar."""

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One collective call: what is summed, of which size, and what is fused behind the sum."""
+"""One collective call: its operation, its size, and the fusion that follows the sum."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import OptionError
 
 
 class Fusion(IntEnum):
-    """What follows the sum. Numbers below 64 are TensorRT-LLM's and are never renumbered.
+    """The operations that follow the sum. Numbers below 64 are TensorRT-LLM's and never change.
 
-    The FP8 members quantize with a static scale; their TOKEN_SCALE twins (number + 64) find one scale per token.
+    The FP8 members quantize with a static scale; their TOKEN_SCALE variants (number + 64) compute one scale per token.
     Outputs: NONE [sum]; RESIDUAL_RMS_NORM [norm, residual]; QUANT_* [quantized, (scales,) residual]; OUT_QUANT_* the norm first.
     """
 
@@ -27,7 +28,7 @@ class Fusion(IntEnum):
 
     @classmethod
     def named(cls, name: str) -> Fusion:
-        """The member of that name. Raises OptionError that lists the names."""
+        """The member with this name. Raises OptionError that lists the names."""
         try:
             return cls[name]
         except KeyError:
@@ -35,7 +36,7 @@ class Fusion(IntEnum):
 
     @classmethod
     def of(cls, quant: str, *, token_scale: bool, keep_norm: bool) -> Fusion:
-        """The fusion of a `ResidualRmsNorm` with these fields; token_scale: fp8 without a given scale."""
+        """The fusion of a `ResidualRmsNorm` with these fields. token_scale: fp8 without a static scale."""
         out = "OUT_" if keep_norm else ""
         if quant == "none":
             return cls.RESIDUAL_RMS_NORM
@@ -56,8 +57,8 @@ class Fusion(IntEnum):
         return self.name.endswith("TOKEN_SCALE")
 
 
-# Where a fusion was not measured, the nearest one that does the same work on the wire answers for it (TensorRT-LLM's table, too,
-# holds OUT_QUANT in the place of QUANT).
+# Where a fusion was not measured, the nearest one that sends the same bytes answers for it. (TensorRT-LLM's table also holds
+# OUT_QUANT in the place of QUANT.)
 STANDS_IN = {
     Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8: (Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,),
     Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_NVFP4: (Fusion.RESIDUAL_RMS_NORM_QUANT_NVFP4,),
@@ -68,20 +69,6 @@ STANDS_IN = {
         Fusion.RESIDUAL_RMS_NORM_QUANT_FP8,
     ),
 }
-
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-LONG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_DTYPES = (
-    {name: name for name in DTYPE_BYTES} | {long: short for short, long in LONG_DTYPES.items()} | {"half": "fp16", "float": "fp32"}
-)
-
-
-def dtype_named(name: str) -> str:
-    """ "bf16", "fp16" or "fp32" for any of their spellings (also "bfloat16", "torch.bfloat16"). Raises OptionError."""
-    try:
-        return _DTYPES[name.removeprefix("torch.")]
-    except KeyError:
-        raise OptionError(f"dtype {name!r} is unknown", next=f"known: {', '.join(_DTYPES)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,4 +85,4 @@ class Message:
     @property
     def bytes(self) -> int:
         """Of one rank's tensor."""
-        return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
+        return self.tokens * self.hidden * DTYPES[self.dtype].itemsize

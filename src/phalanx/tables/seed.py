@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seed: a latency model per fusion and strategy, which decides where nothing was measured.
 
-time = a + b x bytes + c x tokens, in whole femtoseconds, so that Python and the generated C++ agree on every comparison.
-`tune.fit` makes one from measurements; `default` is one from a machine's class alone.
+time = a + b x bytes + c x tokens, in integer femtoseconds, so that Python and the generated C++ agree on every comparison.
+`tune.fit` computes one from measurements; `default` computes one from a machine's class alone.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.message import DTYPE_BYTES, Fusion
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy, choices
 
-# Beyond these sizes the model stops growing, so that the sum fits 64 unsigned bits:
+# The model does not grow beyond these sizes, so that the sum fits into 64 unsigned bits:
 # 2^60 + 2^24 x 2^38 + 2^34 x 2^28 < 2^64.
 MAX_A, MAX_B, MAX_C = 2**60, 2**24, 2**34
 MAX_BYTES, MAX_TOKENS = 2**38, 2**28
@@ -32,9 +33,9 @@ class Latency(NamedTuple):
 
     @classmethod
     def of_us(cls, a: float, b: float, c: float) -> Latency:
-        """From microseconds, microseconds per byte and microseconds per token; clipped to what the format holds."""
-        wide = (round(a * _FS_PER_US), round(b * _FS_PER_US), round(c * _FS_PER_US))
-        return cls(*(min(max(value, 0), top) for value, top in zip(wide, (MAX_A, MAX_B, MAX_C), strict=True)))
+        """From microseconds, microseconds per byte and microseconds per token; clipped to the range of the format."""
+        values = (round(a * _FS_PER_US), round(b * _FS_PER_US), round(c * _FS_PER_US))
+        return cls(*(min(max(value, 0), top) for value, top in zip(values, (MAX_A, MAX_B, MAX_C), strict=True)))
 
     def fs(self, tokens: int, nbytes: int) -> int:
         return self.a + self.b * min(nbytes, MAX_BYTES) + self.c * min(tokens, MAX_TOKENS)
@@ -45,7 +46,8 @@ class Latency(NamedTuple):
 
 @dataclass(frozen=True)
 class Seed:
-    """models: every fusion, each with at least one choice, in the order in which ties are broken. origin: where they come from."""
+    """models: for every fusion at least one choice, in the order in which ties are broken. origin: where they come from, as
+    text."""
 
     origin: str
     models: dict[Fusion, dict[Choice, Latency]]
@@ -61,15 +63,15 @@ class Seed:
                         raise TableError(f"the seed's {fusion.name} {choice}: {value} is outside 0..{top} femtoseconds")
 
     def choose(self, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> tuple[Choice, float]:
-        """The choice whose model is lowest, and its estimate in microseconds."""
-        nbytes = tokens * hidden * DTYPE_BYTES[dtype]
+        """The choice with the lowest estimate, and this estimate in microseconds."""
+        nbytes = tokens * hidden * DTYPES[dtype].itemsize
         models = self.models[fusion]
         best = min(models, key=lambda choice: models[choice].fs(tokens, nbytes))
         return best, models[best].us(tokens, nbytes)
 
     def scaled(self, world_from: int, world_to: int, origin: str) -> Seed:
-        """The same machine's seed for another number of ranks: start-up grows with the ranks to meet, b with the bytes that
-        each rank moves: one-shot W - 1 tensors, the others 2 (W - 1) / W."""
+        """The seed of the same machine for another number of ranks: a grows with the number of ranks, b with the bytes that each
+        rank receives: W - 1 tensors with ONESHOT, 2 (W - 1) / W with the others."""
 
         def move(choice: Choice, model: Latency) -> Latency:
             traffic = _traffic(choice.strategy, world_to) / _traffic(choice.strategy, world_from)
@@ -81,13 +83,14 @@ class Seed:
 
 
 def _traffic(strategy: Strategy, world: int) -> float:
-    """Tensors that a rank takes in: the wire's share of b."""
+    """Tensors that a rank receives: the part of b that belongs to the wire."""
     return world - 1 if strategy is Strategy.ONESHOT else 2 * (world - 1) / world
 
 
 class _Link(NamedTuple):
-    """Microseconds to start (of two ranks, and more for each rank beyond), picoseconds per byte on the wire, by strategy; then
-    what the fusion adds: in the collective's kernel, as a kernel of its own, and picoseconds per byte for each."""
+    """start, wire: by strategy, microseconds to start (for two ranks, and for each rank more) and picoseconds per byte. fused,
+    following: what a fusion adds in the collective's kernel and as a kernel of its own, in microseconds and picoseconds per
+    byte."""
 
     start: dict[Strategy, tuple[float, float]]
     wire: dict[Strategy, float]
@@ -121,7 +124,7 @@ _LINKS = {"nvlink": _NVLINK, "nvlink_multicast": _NVLINK, "pcie_p2p": _PCIE, "pc
 
 
 def default(fingerprint: Fingerprint) -> Seed:
-    """From the machine's class alone; holds only what can run there at all."""
+    """The seed of a machine's class. It holds only strategies that can run there."""
     link, world = _LINKS[fingerprint.link], max(fingerprint.world, 2)
 
     def model(choice: Choice, fusion: Fusion) -> Latency:

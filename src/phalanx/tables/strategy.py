@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a collective can run: the strategies by number, and a choice among them.
+"""The strategies of a collective by number, and a choice among them.
 
-To add a strategy, give it a free number here, and its numeric class below if its arithmetic differs; the CSVs, tables, C++ and
-pictures take it from here (TensorRT-LLM's `strategy_name_to_enum`; the axes of its `Constants` are in `grid`).
+To add a strategy, give it a free number here, and its numeric class below if its arithmetic differs. CSVs, tables, C++ and plots
+take it from here (in TensorRT-LLM: `strategy_name_to_enum`; the axes of its `Constants` are in `grid`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phalanx.tables.message import Fusion
 
 
 class Strategy(IntEnum):
-    """TensorRT-LLM's numbers, never renumbered. Off a GPU, GLOO stands in NCCL's place (number 0)."""
+    """TensorRT-LLM's numbers, which never change. Between CPU ranks, GLOO takes the place of NCCL (number 0)."""
 
     NCCL = 0
     MIN_LATENCY = 1
@@ -30,11 +30,11 @@ class Strategy(IntEnum):
 
 
 SUPPORTED = (Strategy.NCCL, Strategy.ONESHOT, Strategy.TWOSHOT)
-"""What Phalanx runs; the other numbers are read, kept and written."""
+"""The strategies that Phalanx runs. The other numbers are read, kept and written."""
 
-# Tuning compares only strategies of one class: another arithmetic is never chosen because it is faster.
+# Tuning compares only strategies of one class: a strategy with other arithmetic is never chosen for its speed.
 _OTHER_CLASS = {Strategy.LOWPRECISION: "quantized wire", Strategy.AUTO: "none of its own"}
-# These run the work behind the sum in a kernel of its own, always.
+# These always run the fusion in a kernel of its own.
 _NEVER_FUSED = (Strategy.NCCL, Strategy.NCCL_SYMMETRIC, Strategy.AUTO)
 
 _UNFUSED = "+UNFUSED"
@@ -47,7 +47,7 @@ def numeric_class(strategy: Strategy) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Choice:
-    """A strategy, and whether the fusion runs as a following kernel (which NCCL's always does, so it is not said there)."""
+    """A strategy, and whether the fusion runs as a following kernel. (For NCCL it always does, so unfused is False there.)"""
 
     strategy: Strategy
     unfused: bool = False
@@ -56,7 +56,7 @@ class Choice:
         return self.name()
 
     def name(self, sm: int = 90) -> str:
-        """As CSVs have it: "NCCL", "ONESHOT", "ONESHOT+UNFUSED"; on sm 0, "GLOO" is 0's name."""
+        """As in CSVs: "NCCL", "ONESHOT", "ONESHOT+UNFUSED"; on sm 0, number 0 is "GLOO"."""
         plain = "GLOO" if sm == 0 and self.strategy is Strategy.NCCL else self.strategy.name
         return plain + (_UNFUSED if self.unfused else "")
 
@@ -77,11 +77,11 @@ class Choice:
 
 
 INCUMBENT = Choice(Strategy.NCCL)
-"""What a challenger must beat."""
+"""The choice that a challenger must beat."""
 
 
 def choices(fusion: Fusion) -> tuple[Choice, ...]:
-    """Everything of ours that can run `fusion`, the incumbent first."""
+    """All supported choices for `fusion`, the incumbent first."""
     fused = [Choice(strategy) for strategy in SUPPORTED]
     unfused = [Choice(strategy, unfused=True) for strategy in SUPPORTED if strategy not in _NEVER_FUSED]
     return (*fused, *(unfused if fusion is not Fusion.NONE else ()))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tuning table: which strategy runs at which size on one machine, by ranges of tokens and hidden sizes.
 
-Every size has an answer: inside what was measured the table's, outside it the seed's, and the answer says which.
+Every size has an answer: inside the measured ranges from the table, outside from the seed. The answer names its source.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.message import DTYPE_BYTES, STANDS_IN, Fusion
+from phalanx.tables.message import STANDS_IN, Fusion
 from phalanx.tables.seed import Seed
 from phalanx.tables.strategy import Choice, Strategy
 
@@ -24,8 +25,8 @@ _MAX_CACHED = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The answer for one size. fused: the fusion runs in the collective's own kernel. source: "table" where it was measured,
-    "seed" where not."""
+    """The answer for one size. fused: the fusion runs in the collective's own kernel. source: "table" where the size was measured,
+    else "seed"."""
 
     strategy: Strategy
     fused: bool
@@ -35,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """first..last tokens, both included. gain: how many times faster than the incumbent it was (geometric mean of the cells), None
+    """first..last tokens, inclusive. gain: by which factor it is faster than the incumbent (geometric mean of the cells); None
     where times are unknown."""
 
     first: int
@@ -45,8 +46,8 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """first..last hidden sizes, both included, and their spans by rising tokens; a gap between spans is unmeasured."""
+class HiddenRange:
+    """first..last hidden sizes, inclusive, and their spans by rising tokens; a gap between spans is unmeasured."""
 
     first: int
     last: int
@@ -55,41 +56,41 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One dtype and fusion: rows by rising hidden size; a gap between rows is unmeasured."""
+    """One dtype and fusion: ranges of rising hidden sizes; a gap between them is unmeasured."""
 
     dtype: str
     fusion: Fusion
-    rows: tuple[Row, ...]
+    hidden_ranges: tuple[HiddenRange, ...]
 
 
 @dataclass(frozen=True)
 class Table:
-    """What one machine measured. made: free facts for people (versions, date, commit), outside the digest.
+    """The measurements of one machine. provenance: facts for people (versions, date, commit), not part of the digest.
 
-    Raises TableError where ranges overlap, run backwards or leave 1 .. 2^31-1.
+    Raises TableError where ranges overlap, decrease or leave 1 .. 2^31-1.
     """
 
     fingerprint: Fingerprint
     sections: tuple[Section, ...]
     seed: Seed
-    made: dict[str, str] = field(default_factory=dict, compare=False)
+    provenance: dict[str, str] = field(default_factory=dict, compare=False)
     _answers: dict[tuple[str, Fusion, int, int], Entry] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _found: dict[tuple[str, Fusion], _Index | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _indices: dict[tuple[str, Fusion], _Index | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         keys = [(section.dtype, section.fusion) for section in self.sections]
         if len(set(keys)) != len(keys):
-            raise TableError(f"the table of {self.fingerprint} holds a dtype and fusion twice")
+            raise TableError(f"the table of {self.fingerprint} has two sections of one dtype and fusion")
         for section in self.sections:
             where = f"{self.fingerprint} {section.dtype} {section.fusion.name}"
-            if section.dtype not in DTYPE_BYTES:
-                raise TableError(f"{where}: unknown dtype", next=f"known: {', '.join(DTYPE_BYTES)}")
-            _check_ranges([(row.first, row.last) for row in section.rows], f"{where}: hidden sizes")
-            for row in section.rows:
+            if section.dtype not in DTYPES:
+                raise TableError(f"{where}: unknown dtype", next=f"use one of {', '.join(DTYPES)}")
+            _check_ranges([(row.first, row.last) for row in section.hidden_ranges], f"{where}: hidden sizes")
+            for row in section.hidden_ranges:
                 _check_ranges([(span.first, span.last) for span in row.spans], f"{where} hidden {row.first}: tokens")
 
     def lookup(self, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> Entry:
-        """What to run for a tensor [tokens, hidden] per rank. Pure: equal tables answer alike on every rank.
+        """What to run for a tensor [tokens, hidden] per rank. Pure: equal tables give equal answers on every rank.
 
         Raises ValueError unless tokens and hidden are at least 1, KeyError for an unknown dtype.
         """
@@ -104,28 +105,28 @@ class Table:
 
     def section_for(self, dtype: str, fusion: Fusion) -> Section | None:
         """The section that answers for a dtype and fusion: its own, else that of the other 2-byte dtype (the same bytes on the
-        same wire), else the fusion that stands in."""
-        held = {(section.dtype, section.fusion): section for section in self.sections}
+        wire), else that of the substitute fusion."""
+        sections = {(section.dtype, section.fusion): section for section in self.sections}
         twin = {"bf16": "fp16", "fp16": "bf16"}.get(dtype)
         for candidate in (fusion, *STANDS_IN.get(fusion, ())):
             for name in (dtype, twin):
-                if name is not None and (name, candidate) in held:
-                    return held[name, candidate]
+                if name is not None and (name, candidate) in sections:
+                    return sections[name, candidate]
         return None
 
     @property
     def digest(self) -> str:
-        """sha256 over all that decides (fingerprint, ranges, seed) in canonical form; ranks compare it at start."""
+        """sha256 over everything that decides (fingerprint, ranges, seed) in canonical form. Ranks compare it at start."""
         decides = json.dumps(self.deciding(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(decides.encode()).hexdigest()
 
     def deciding(self) -> dict[str, Any]:
-        """All that decides, as plain data: the file without `made`."""
+        """Everything that decides, as plain data: the file without `provenance`."""
         fingerprint = {"sm": self.fingerprint.sm, "link": self.fingerprint.link, "world": self.fingerprint.world}
         seed = {
             "origin": self.seed.origin,
             "models": {f.name: {str(c): list(m) for c, m in models.items()} for f, models in self.seed.models.items()},
-            # Ties are broken by order, which a JSON object does not keep once its keys are sorted.
+            # Ties are broken by order, which a JSON object loses when its keys are sorted.
             "order": {f.name: [str(c) for c in models] for f, models in self.seed.models.items()},
         }
         sections = [
@@ -134,7 +135,7 @@ class Table:
                 "fusion": section.fusion.name,
                 "rows": [
                     {"hidden": [row.first, row.last], "spans": [[s.first, s.last, str(s.choice), s.gain] for s in row.spans]}
-                    for row in section.rows
+                    for row in section.hidden_ranges
                 ],
             }
             for section in self.sections
@@ -144,44 +145,44 @@ class Table:
     def _answer(self, dtype: str, fusion: Fusion, tokens: int, hidden: int) -> Entry:
         if tokens < 1 or hidden < 1:
             raise ValueError(f"no message has {tokens} tokens of hidden size {hidden}")
-        if dtype not in DTYPE_BYTES:
+        if dtype not in DTYPES:
             raise KeyError(dtype)
-        if (dtype, fusion) not in self._found:
+        if (dtype, fusion) not in self._indices:
             section = self.section_for(dtype, fusion)
-            self._found[dtype, fusion] = None if section is None else _Index(section, dtype, fusion, self.fingerprint)
-        index = self._found[dtype, fusion]
+            self._indices[dtype, fusion] = None if section is None else _Index(section, dtype, fusion, self.fingerprint)
+        index = self._indices[dtype, fusion]
         entry = None if index is None else index.find(tokens, hidden)
         if entry is not None:
             return entry
         choice, us = self.seed.choose(dtype, fusion, tokens, hidden)
-        what = "nothing of its kind was measured" if index is None else "not measured at this size"
+        what = "this dtype and fusion were not measured" if index is None else "not measured at this size"
         reason = f"{what}: the seed ({self.seed.origin}) expects {us:.1f} us of {choice.name(self.fingerprint.sm)}"
         return Entry(choice.strategy, choice.fuses(fusion), "seed", reason)
 
 
 class _Index:
-    """A section laid out for bisection, its answers ready."""
+    """A section prepared for bisection, with its answers."""
 
     def __init__(self, section: Section, dtype: str, fusion: Fusion, fingerprint: Fingerprint) -> None:
-        self._rows = [row.first for row in section.rows]
-        self._ends = [row.last for row in section.rows]
-        self._spans = [[span.first for span in row.spans] for row in section.rows]
-        self._span_ends = [[span.last for span in row.spans] for row in section.rows]
+        self._firsts = [row.first for row in section.hidden_ranges]
+        self._ends = [row.last for row in section.hidden_ranges]
+        self._spans = [[span.first for span in row.spans] for row in section.hidden_ranges]
+        self._span_ends = [[span.last for span in row.spans] for row in section.hidden_ranges]
         proxy = "" if (section.dtype, section.fusion) == (dtype, fusion) else f" with {section.dtype} {section.fusion.name}"
 
         def entry(span: Span) -> Entry:
             name = Choice(Strategy.NCCL).name(fingerprint.sm)
             if span.choice.strategy is Strategy.NCCL:
-                won = ": nothing beat it by more than the noise"
+                gain = ": nothing is faster by more than the noise"
             else:
-                won = "" if span.gain is None else f": {span.gain:.2f}x the speed of {name}"
-            reason = f"table of {fingerprint}{proxy}, {span.first}..{span.last} tokens{won}"
+                gain = "" if span.gain is None else f": {span.gain:.2f}x the speed of {name}"
+            reason = f"table of {fingerprint}{proxy}, {span.first}..{span.last} tokens{gain}"
             return Entry(span.choice.strategy, span.choice.fuses(fusion), "table", reason)
 
-        self._entries = [[entry(span) for span in row.spans] for row in section.rows]
+        self._entries = [[entry(span) for span in row.spans] for row in section.hidden_ranges]
 
     def find(self, tokens: int, hidden: int) -> Entry | None:
-        row = bisect_right(self._rows, hidden) - 1
+        row = bisect_right(self._firsts, hidden) - 1
         if row < 0 or hidden > self._ends[row]:
             return None
         span = bisect_right(self._spans[row], tokens) - 1
@@ -191,11 +192,13 @@ class _Index:
 
 
 def _check_ranges(ranges: list[tuple[int, int]], where: str) -> None:
-    """Rising, apart, and each within 1 .. MAX_SIZE; at least one."""
+    """Raise TableError unless the ranges rise, do not overlap, and lie within 1 .. MAX_SIZE; and for no ranges."""
     before = 0
     for first, last in ranges:
         if not before < first <= last <= MAX_SIZE:
-            raise TableError(f"{where}: the range {first}..{last} does not rise from {before}", next="tune again, or mend the file")
+            raise TableError(
+                f"{where}: the range {first}..{last} does not rise from {before}", next="tune again, or correct the file"
+            )
         before = last
     if not ranges:
         raise TableError(f"{where}: no ranges at all", next="leave the section out")

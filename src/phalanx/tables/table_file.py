@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table as a JSON file: written whole or not at all, and read strictly.
+"""A table as a JSON file: written completely or not at all, and read strictly.
 
 {"format": "phalanx-allreduce-table", "version": 1, "digest": sha256, "fingerprint": {sm, link, world}, "made": {fact: text},
  "sections": [{dtype, fusion, rows: [{hidden: [first, last], spans: [[first, last, choice, gain or null]]}]}],
@@ -20,13 +20,13 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import Latency, Seed
 from phalanx.tables.strategy import Choice
-from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tables.table import HiddenRange, Section, Span, Table
 
 _FORMAT, _VERSION = "phalanx-allreduce-table", 1
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Put `text` at `path` whole or not at all: readers see the old file or the new one. Makes the folder."""
+    """Write `text` to `path` completely or not at all: readers see the old file or the new one. Creates the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -42,8 +42,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def dumps(table: Table) -> str:
-    """The text of the file. Sections and rows one a line, so that two tables can be compared by eye."""
-    head = {"format": _FORMAT, "version": _VERSION, "digest": table.digest, "made": table.made}
+    """The text of the file, with one section or row a line, so that tables can be compared."""
+    head = {"format": _FORMAT, "version": _VERSION, "digest": table.digest, "made": table.provenance}
     plain = table.deciding()
     lines = ["{"]
     lines += [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -86,7 +86,7 @@ def loads(text: str) -> Table:
         raise TableError(f"format {top['format']!r} version {top['version']}", held=f"this reads {_FORMAT!r} version {_VERSION}")
     key = _fields(top["fingerprint"], "fingerprint", sm=int, link=str, world=int)
     if not all(isinstance(text, str) for text in top["made"].values()):
-        raise TableError("made holds something that is not text")
+        raise TableError("made holds a value that is not text")
     table = Table(
         Fingerprint(key["sm"], key["link"], key["world"]),
         tuple(_section(item) for item in top["sections"]),
@@ -106,7 +106,7 @@ def _section(data: Any) -> Section:
         row = _fields(item, f"{where}: a row", hidden=list, spans=list)
         first, last = _values(row["hidden"], f"{where}: hidden", int, int)
         spans = [_values(span, f"{where}: a span", int, int, str, float) for span in row["spans"]]
-        rows.append(Row(first, last, tuple(Span(a, b, Choice.parse(choice), gain) for a, b, choice, gain in spans)))
+        rows.append(HiddenRange(first, last, tuple(Span(a, b, Choice.parse(choice), gain) for a, b, choice, gain in spans)))
     return Section(section["dtype"], Fusion.named(section["fusion"]), tuple(rows))
 
 
@@ -116,11 +116,11 @@ def _seed(data: Any) -> Seed:
         raise TableError("seed: models and order name different fusions")
     models: dict[Fusion, dict[Choice, Latency]] = {}
     for name, order in seed["order"].items():
-        held = seed["models"][name]
-        if not isinstance(held, dict) or not isinstance(order, list) or sorted(map(str, order)) != sorted(held):
+        by_choice = seed["models"][name]
+        if not isinstance(by_choice, dict) or not isinstance(order, list) or sorted(map(str, order)) != sorted(by_choice):
             raise TableError(f"seed: models and order of {name} name different choices")
-        found = {Choice.parse(c): Latency(*_values(held[c], f"seed {name} {c}", int, int, int)) for c in order}
-        models[Fusion.named(name)] = found
+        latencies = {Choice.parse(c): Latency(*_values(by_choice[c], f"seed {name} {c}", int, int, int)) for c in order}
+        models[Fusion.named(name)] = latencies
     return Seed(seed["origin"], models)
 
 
@@ -130,7 +130,7 @@ def _fields(data: Any, where: str, **kinds: type) -> dict[str, Any]:
         raise TableError(f"{where} is not an object")
     for name in data:
         if name not in kinds:
-            raise TableError(f"{where} has the unknown field {name!r}", next=f"known: {', '.join(kinds)}")
+            raise TableError(f"{where} has the unknown field {name!r}", next=f"use {', '.join(kinds)}")
     for name, kind in kinds.items():
         if name not in data:
             raise TableError(f"{where} lacks the field {name!r}")
@@ -151,4 +151,4 @@ def _kind(value: Any, kind: type, where: str) -> None:
     fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
     fits = fits or (kind is float and value is None)
     if not fits or (kind is float and value is not None and not (math.isfinite(value) and value > 0)):
-        raise TableError(f"{where} holds {value!r}, which is no {kind.__name__}")
+        raise TableError(f"{where} holds {value!r}, which is not {kind.__name__}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a folder of CSVs to tables, and from those to C++: everything is decided first, then each file is written whole."""
+"""From CSVs to tables, and from tables to C++. Everything is decided first; then each file is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.tables import cpp_lookup, cpp_ranges
-from phalanx.tables.message import DTYPE_BYTES
 from phalanx.tables.shipped import file_name
 from phalanx.tables.table import Table
 from phalanx.tables.table_file import dumps, write_whole
 from phalanx.tune.decide import decide
 from phalanx.tune.fit import fit_seed, regret
-from phalanx.tune.records import Bench
+from phalanx.tune.records import Benchmark
 
 LOOKUP = Path("gen_heuristic_code") / "generated_lookup_table.cpp"
 HEADER = Path("gen_heuristic_code") / "allreduce_tables.hpp"
@@ -23,44 +23,44 @@ TABLES = Path("tables")
 
 
 @dataclass(frozen=True)
-class Decided:
-    """One benchmark and what came of it. expressible: the table among choices that TensorRT-LLM's C++ can say."""
+class DecidedBenchmark:
+    """A benchmark and its tables. expressible: the table among the choices that TensorRT-LLM's C++ can express."""
 
-    bench: Bench
+    bench: Benchmark
     table: Table
     expressible: Table
 
 
-def decided(benches: list[Bench], link: str | None = None) -> list[Decided]:
-    """Decide each benchmark. link: of CSVs that do not say. Raises TableError for one with nothing to decide by."""
-    found = []
+def decide_benchmarks(benches: list[Benchmark], link: str | None = None) -> list[DecidedBenchmark]:
+    """Decide each benchmark. link: of CSVs without a sidecar. Raises TableError for a benchmark without usable times."""
+    results = []
     for bench in benches:
         fingerprint = bench.fingerprint(link)
         seed = fit_seed(bench.times, fingerprint)
-        made = dict(bench.facts)
+        provenance = dict(bench.facts)
         table = decide(bench.times, fingerprint, samples=bench.samples, seed=seed)
-        for name, held in (("regret of the table", regret(bench.times, table)), ("regret of the seed", regret(bench.times, seed))):
-            if held is not None:
-                made[name] = str(held)
-        table = Table(fingerprint, table.sections, seed, made)
+        for name, value in (("regret of the table", regret(bench.times, table)), ("regret of the seed", regret(bench.times, seed))):
+            if value is not None:
+                provenance[name] = str(value)
+        table = Table(fingerprint, table.sections, seed, provenance)
         plain = decide(bench.times, fingerprint, samples=bench.samples, seed=seed, expressible=True)
-        found.append(Decided(bench, table, plain))
-    return found
+        results.append(DecidedBenchmark(bench, table, plain))
+    return results
 
 
-def write_tables(found: list[Decided], folder: Path) -> list[Path]:
+def write_tables(results: list[DecidedBenchmark], folder: Path) -> list[Path]:
     """`tables/{fingerprint}.json` for each."""
-    texts = {folder / TABLES / file_name(one.table.fingerprint): dumps(one.table) for one in found}
+    texts = {folder / TABLES / file_name(one.table.fingerprint): dumps(one.table) for one in results}
     for path, text in texts.items():
         write_whole(path, text)
     return list(texts)
 
 
 def write_code(tables: list[Table], folder: Path, expressible: list[Table] | None = None) -> list[Path]:
-    """TensorRT-LLM's look-up table, one for each SM version, and our header with every table, under `folder`.
+    """Write TensorRT-LLM's look-up table, one for each SM version, and the header of Phalanx with every table, under `folder`.
 
-    Raises TableError: no tables, or two of one SM version and TP size (over different links) for the former, which has no place
-    for both.
+    Raises TableError for no tables, and for two of one SM version and TP size over different links, as the look-up table cannot
+    hold both.
     """
     if not tables:
         raise TableError("no tables to write as C++", next="measure with `phalanx allreduce tune`")
@@ -74,10 +74,10 @@ def write_code(tables: list[Table], folder: Path, expressible: list[Table] | Non
                 next="give one of them",
             )
         by_sm[sm][world] = table
-    plainer: dict[int, dict[int, Table]] = defaultdict(dict)
+    by_sm_expressible: dict[int, dict[int, Table]] = defaultdict(dict)
     for table in expressible or []:
-        plainer[table.fingerprint.sm][table.fingerprint.world] = table
-    lookups = [cpp_lookup.sample(sm, held, _dtype(held), plainer[sm]) for sm, held in by_sm.items()]
+        by_sm_expressible[table.fingerprint.sm][table.fingerprint.world] = table
+    lookups = [cpp_lookup.sample(sm, own, _dtype(own), by_sm_expressible[sm]) for sm, own in by_sm.items()]
     texts = {folder / LOOKUP: cpp_lookup.emit(lookups), folder / HEADER: cpp_ranges.emit(tables)}
     for path, text in texts.items():
         write_whole(path, text)
@@ -85,14 +85,14 @@ def write_code(tables: list[Table], folder: Path, expressible: list[Table] | Non
 
 
 def _dtype(tables: dict[int, Table]) -> str:
-    """The look-up table has no dtype: bf16 where it was measured, else what was."""
+    """The dtype for the look-up table, which has none: bf16 where it was measured, else the one that was."""
     measured = {section.dtype for table in tables.values() for section in table.sections}
-    return next((name for name in DTYPE_BYTES if name in measured), "bf16")
+    return next((name for name in DTYPES if name in measured), "bf16")
 
 
-def generate(benches: list[Bench], folder: Path, link: str | None = None) -> tuple[list[Decided], list[Path]]:
-    """Tables and C++ of a folder's benchmarks, written below it."""
-    found = decided(benches, link)
-    paths = write_tables(found, folder)
-    paths += write_code([one.table for one in found], folder, [one.expressible for one in found])
-    return found, paths
+def generate(benches: list[Benchmark], folder: Path, link: str | None = None) -> tuple[list[DecidedBenchmark], list[Path]]:
+    """Write tables and C++ of these benchmarks below `folder`; (the decided benchmarks, the paths written)."""
+    results = decide_benchmarks(benches, link)
+    paths = write_tables(results, folder)
+    paths += write_code([one.table for one in results], folder, [one.expressible for one in results])
+    return results, paths

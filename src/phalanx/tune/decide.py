@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times become a table: a challenger must beat the incumbent by more than the noise, and neighbours agree where noise allows."""
+"""From times to a table: a challenger must beat the incumbent by more than the noise, and neighbouring cells agree where the noise
+allows it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.seed import Seed
 from phalanx.tables.strategy import INCUMBENT, Choice
-from phalanx.tables.table import Row, Section, Span, Table
+from phalanx.tables.table import HiddenRange, Section, Span, Table
 from phalanx.tune.fit import by_cell, fit_seed
 from phalanx.tune.sweep import Task
 
 FLOOR = 0.01
-"""Differences below this fraction are noise whatever the samples say: they do not repeat from day to day."""
+"""Differences below this fraction count as noise: they do not repeat from day to day."""
 UNSAMPLED = 0.03
-"""The noise of a time that comes without samples, as a fraction."""
-# Between two measured points the nearer one answers, unless they are further apart than this: then what lies between is unmeasured.
+"""The noise of a time without samples, as a fraction."""
+# Between two measured points the nearer one answers. Between points further apart
+# than these factors, the range is unmeasured.
 _BRIDGED_TOKENS, _BRIDGED_HIDDEN = 16, 4
 
 Times = Mapping[Choice, float]
@@ -46,11 +49,11 @@ def decide(
     samples: Mapping[Task, Sequence[float]] | None = None,
     expressible: bool = False,
     seed: Seed | None = None,
-    made: dict[str, str] | None = None,
+    provenance: dict[str, str] | None = None,
 ) -> Table:
-    """The table of one machine. expressible: only choices that TensorRT-LLM's table can say (none unfused).
+    """The table of one machine. expressible: only choices that TensorRT-LLM's table can express (none unfused).
 
-    AUTO and strategies of another numeric class take no part. Raises TableError where nothing is left to decide among.
+    AUTO and strategies of another numeric class are ignored. Raises TableError where no time is left.
     """
     samples = samples or {}
     cells = {
@@ -80,20 +83,20 @@ def decide(
         }
         chosen = agree(grid, allowed)
         sections.append(Section(dtype, fusion, _rows(grid, chosen)))
-    return Table(fingerprint, tuple(sections), seed or fit_seed(times, fingerprint), made or {})
+    return Table(fingerprint, tuple(sections), seed or fit_seed(times, fingerprint), provenance or {})
 
 
 def within_noise(measured: Times, margin: Callable[[Choice, Choice], float]) -> list[Choice]:
-    """What a cell may choose: the fastest, and all that are slower by no more than the noise between the two."""
+    """The choices that a cell allows: the fastest, and all that are slower by no more than the noise between the two."""
     best = min(measured, key=lambda choice: measured[choice])
     return [choice for choice, us in measured.items() if us - measured[best] <= margin(best, choice)]
 
 
 def agree(grid: dict[int, dict[int, Times]], allowed: dict[int, dict[int, list[Choice]]]) -> dict[int, dict[int, Choice]]:
-    """One choice for each cell, {hidden: {tokens: choice}}, among those that its noise allows.
+    """One choice for each cell, {hidden: {tokens: choice}}, among those that the cell allows.
 
-    Row by row, the sequence along tokens with the fewest changes; then the one that differs least from the row before; then the
-    one in which most challengers have beaten the incumbent by more than the noise; then the fastest.
+    For each hidden size: the sequence along tokens with the fewest changes; then the one that differs least from the hidden size
+    before; then the one with the fewest challengers that are within the noise of the incumbent; then the fastest.
     """
     chosen: dict[int, dict[int, Choice]] = {}
     before: dict[int, Choice] = {}
@@ -121,11 +124,11 @@ def agree(grid: dict[int, dict[int, Times]], allowed: dict[int, dict[int, list[C
     return chosen
 
 
-def _rows(grid: dict[int, dict[int, Times]], chosen: dict[int, dict[int, Choice]]) -> tuple[Row, ...]:
+def _rows(grid: dict[int, dict[int, Times]], chosen: dict[int, dict[int, Choice]]) -> tuple[HiddenRange, ...]:
     sizes = sorted(chosen)
     rows = []
     for (first, last), hidden in zip(ranges(sizes, _BRIDGED_HIDDEN, _middle), sizes, strict=True):
-        rows.append(Row(first, last, _spans(grid[hidden], chosen[hidden])))
+        rows.append(HiddenRange(first, last, _spans(grid[hidden], chosen[hidden])))
     return tuple(rows)
 
 
@@ -133,7 +136,7 @@ def _spans(row: dict[int, Times], chosen: dict[int, Choice]) -> tuple[Span, ...]
     points = sorted(chosen)
 
     def change(low: int, high: int) -> int:
-        """The last size at which the lower point's choice is the faster one: where the lines between the times cross."""
+        """The last size at which the lower point's choice is faster: where the lines between the times cross."""
         here, there = chosen[low], chosen[high]
         if all(choice in row[point] for choice in (here, there) for point in (low, high)):
             ahead = row[low][there] - row[low][here]
@@ -158,8 +161,8 @@ def _spans(row: dict[int, Times], chosen: dict[int, Choice]) -> tuple[Span, ...]
 
 
 def ranges(points: Sequence[int], bridged: int, change: Callable[[int, int], int]) -> list[tuple[int, int]]:
-    """The range of each rising point: up to where `change` says (at most the next point less 1); the outermost points end the
-    ranges, and so do two that are more than `bridged` times apart."""
+    """The range of each of the rising points: up to the result of `change` (at most the next point less 1). The outermost points
+    end their ranges, and so do two points that are more than `bridged` times apart."""
     firsts, lasts = [points[0]], []
     for low, high in pairwise(points):
         end = change(low, high) if high <= bridged * low else low

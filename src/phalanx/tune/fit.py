@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit the seed: time = a + b x bytes + c x tokens per fusion and choice, by least absolute deviations; and price it."""
+"""Fit the seed, time = a + b x bytes + c x tokens for each fusion and choice, by least absolute deviations. And its regret."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def fit_seed(times: Mapping[Task, float], fingerprint: Fingerprint) -> Seed:
     default = seeds.default(fingerprint)
     models: dict[Fusion, dict[Choice, Latency]] = {}
     for fusion in Fusion:
-        measured = [choice for found, choice in points if found is fusion]
+        measured = [choice for measured_fusion, choice in points if measured_fusion is fusion]
         order = [c for c in choices(fusion) if c in measured] + sorted(c for c in measured if c not in choices(fusion))
         models[fusion] = {choice: fit(points[fusion, choice]) for choice in order} or default.models[fusion]
     return Seed(f"fitted to {len(times)} times of {fingerprint}", models)
 
 
 def fit(points: list[tuple[int, int, float]]) -> Latency:
-    """The model whose relative errors sum to the least, over (bytes, tokens, us) points; coefficients are never negative.
+    """The model with the smallest sum of relative errors over (bytes, tokens, us) points. Coefficients are not negative.
 
     minimize sum(u_i)  with  -u_i <= (a + b x bytes_i + c x tokens_i) / us_i - 1 <= u_i   and  a, b, c >= 0
 
-    (the linear program of least absolute deviations). Relative, since a choice is lost by a factor, not by microseconds.
+    (the linear program of least absolute deviations). Errors are relative, as a wrong choice costs a factor, not microseconds.
     """
     import numpy
     from scipy.optimize import linprog
@@ -66,7 +66,7 @@ def relative_error(points: list[tuple[int, int, float]], model: Latency) -> floa
 
 @dataclass(frozen=True)
 class Regret:
-    """How much slower than the best measured choice of a cell a decision is, as fractions over cells."""
+    """By how much a decision is slower than the best measured choice of a cell, as a fraction, over cells."""
 
     cells: int
     mean: float
@@ -89,8 +89,8 @@ def by_cell(times: Mapping[Task, float]) -> dict[tuple[str, Fusion, int, int], d
 
 
 def regret(times: Mapping[Task, float], decide: Table | Seed) -> Regret | None:
-    """The regret of a table or a seed over all measured cells in which its choice was measured, too; None without any."""
-    found: list[tuple[float, str]] = []
+    """The regret of a table or a seed over all cells in which its choice was measured; None if there are none."""
+    slowdowns: list[tuple[float, str]] = []
     for (dtype, fusion, tokens, hidden), measured in by_cell(times).items():
         if isinstance(decide, Seed):
             choice = decide.choose(dtype, fusion, tokens, hidden)[0]
@@ -100,14 +100,14 @@ def regret(times: Mapping[Task, float], decide: Table | Seed) -> Regret | None:
             choice = plain if entry.fused or not plain.fuses(fusion) else Choice(entry.strategy, unfused=True)
         if choice in measured:
             slower = measured[choice] / min(measured.values()) - 1
-            found.append((slower, f"{fusion.name} {tokens} x {hidden} {dtype}, {choice.name(decide_sm(decide))}"))
-    if not found:
+            slowdowns.append((slower, f"{fusion.name} {tokens} x {hidden} {dtype}, {choice.name(sm_of(decide))}"))
+    if not slowdowns:
         return None
-    ordered = sorted(slower for slower, _ in found)
-    worst, where = max(found)
-    return Regret(len(found), statistics.fmean(ordered), ordered[int(0.95 * (len(ordered) - 1))], worst, where)
+    ordered = sorted(slower for slower, _ in slowdowns)
+    worst, where = max(slowdowns)
+    return Regret(len(slowdowns), statistics.fmean(ordered), ordered[int(0.95 * (len(ordered) - 1))], worst, where)
 
 
-def decide_sm(decide: Table | Seed) -> int:
-    """For the names of strategies: a seed does not say."""
+def sm_of(decide: Table | Seed) -> int:
+    """The SM version for names of strategies; a seed has none."""
     return decide.fingerprint.sm if isinstance(decide, Table) else 90

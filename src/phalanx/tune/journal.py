@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a run: a line for each result as it comes, so that a broken run resumes. One process writes it.
+"""The journal of a run: a line for each result as it comes, so that an interrupted run resumes. One process writes it.
 
-The first line says what the run is of; each other line is a task and its samples, or why it was skipped, or which tasks are to be
-measured again, or who sat down to measure, and when, or that the CSV beside it is to be replaced. A last line that was cut short is
-dropped: its task is measured again.
+The first line is the head: what the run measures, and with which versions. Each other line is a task with its samples, or with the
+reason why it was skipped; or tasks that are to be measured again; or a session (date and commit of one start); or a note that the
+CSV beside the journal is to be replaced. A last line that was cut short is dropped: its task is measured again.
 """
 
 from __future__ import annotations
@@ -25,76 +25,76 @@ def journal_path(folder: Path, world: int, sm: int) -> Path:
 
 
 class Journal:
-    """samples: microseconds by task; skips: reasons by task; both as of before this run and from it. pending: tasks of these that
-    are to be measured again and have not been yet. sittings: who measured, and when, oldest first. anew: whether the results are to
-    replace a CSV that was there before."""
+    """samples: microseconds by task. skips: reasons by task. Both hold earlier results and those of this run. pending: tasks among
+    these that are still to be measured again. sessions: date and commit of each start, oldest first. replaces_csv: whether the
+    results are to replace a CSV that was there before."""
 
     def __init__(self, path: Path, head: dict[str, Any], *, restart: bool = False) -> None:
-        """Open or begin a journal at `path`. head: what must be equal for results to belong together.
-        A version that one of the two heads does not tell is no difference.
+        """Open or begin a journal at `path`. head: what must be equal for results to belong together; a key that only one of
+        the two heads has is no difference.
 
-        Raises OptionError where another run's journal is there, TableError where the file is none.
+        Raises OptionError where the file is the journal of another run, TableError where it is not a journal.
         """
         self.path = path
         self.samples: dict[Task, list[float]] = {}
         self.skips: dict[Task, str] = {}
         self.pending: set[Task] = set()
-        self.sittings: list[dict[str, str]] = []
-        self.anew = False
-        self._asked_again: set[Task] = set()
+        self.sessions: list[dict[str, str]] = []
+        self.replaces_csv = False
+        self._remeasured: set[Task] = set()
         path.parent.mkdir(parents=True, exist_ok=True)
         if restart:
             path.unlink(missing_ok=True)
-        whole = self._read(head) if path.exists() else 0
-        self._file = path.open("r+b" if whole else "wb")
-        self._file.seek(whole)
+        complete = self._read(head) if path.exists() else 0
+        self._file = path.open("r+b" if complete else "wb")
+        self._file.seek(complete)
         self._file.truncate()
-        if not whole:
+        if not complete:
             self._write({"head": head})
 
     @property
     def resumed(self) -> int:
         return len(self.samples) + len(self.skips)
 
-    def begin_anew(self) -> None:
-        """Note that the CSV is to be replaced, so that a broken run may go on without being told again."""
-        self.anew = True
+    def mark_csv_replaced(self) -> None:
+        """Note that the CSV is to be replaced, so that an interrupted run continues without --restart."""
+        self.replaces_csv = True
         self._write({"anew": True})
 
     def keep_csv(self) -> None:
-        """Note that the CSV is to be kept, whatever was asked for before."""
-        if self.anew:
-            self.anew = False
+        """Note that the CSV is to be kept, whatever an earlier start noted."""
+        if self.replaces_csv:
+            self.replaces_csv = False
             self._write({"anew": False})
 
-    def sit_down(self, facts: dict[str, str]) -> None:
-        """Note who measures what comes now."""
-        self.sittings.append(facts)
+    def begin_session(self, facts: dict[str, str]) -> None:
+        """Note the date and commit of what is measured from here on."""
+        self.sessions.append(facts)
         self._write({"sitting": facts})
 
-    def again(self, tasks: Iterable[Task]) -> int:
-        """Have these measured again; what is known of them stands until then. How many are new to that: a task is measured again
-        once in the life of a journal, so that a broken run goes on instead of beginning anew."""
-        new = [task for task in tasks if task not in self._asked_again]
+    def remeasure(self, tasks: Iterable[Task]) -> int:
+        """Mark these to be measured again; their results stay until then. Returns how many were not marked before: a task is
+        measured again once in the life of a journal, so that an interrupted run continues instead of starting over."""
+        new = [task for task in tasks if task not in self._remeasured]
         if new:
-            self._ask_again(new)
+            self._add_pending(new)
             self._write({"again": [str(task) for task in new]})
         return len(new)
 
-    def done(self, task: Task, samples: list[float]) -> None:
-        self._take(task, samples)
+    def record(self, task: Task, samples: list[float]) -> None:
+        self._set_result(task, samples)
         self._write({"task": str(task), "samples": samples})
 
     def skip(self, task: Task, reason: str) -> None:
-        self._take(task, reason)
+        self._set_result(task, reason)
         self._write({"task": str(task), "skip": reason})
 
-    def _ask_again(self, tasks: list[Task]) -> None:
-        self._asked_again.update(tasks)
+    def _add_pending(self, tasks: list[Task]) -> None:
+        self._remeasured.update(tasks)
         self.pending.update(tasks)
 
-    def _take(self, task: Task, result: list[float] | str) -> None:
-        """The last word on a task."""
+    def _set_result(self, task: Task, result: list[float] | str) -> None:
+        """Replace what is known of a task."""
         self.pending.discard(task)
         self.samples.pop(task, None)
         self.skips.pop(task, None)
@@ -104,12 +104,12 @@ class Journal:
             self.samples[task] = result
 
     def finish(self) -> None:
-        """The results are in their CSV: the journal has done its work."""
+        """Remove the journal: its results are in the CSV."""
         self.close()
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """May be called again."""
+        """May be called more than once."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -119,39 +119,39 @@ class Journal:
         self._file.flush()
 
     def _read(self, head: dict[str, Any]) -> int:
-        """Take what is there; gives how many bytes of it are whole lines."""
+        """Take what the file holds; returns how many bytes of it are complete lines."""
         data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        for number, text in enumerate(data[:whole].splitlines(), 1):
+        complete = data.rfind(b"\n") + 1
+        for number, text in enumerate(data[:complete].splitlines(), 1):
             try:
                 line = json.loads(text)
                 if number == 1:
-                    held = line["head"]
+                    first = line["head"]
                 elif "samples" in line:
-                    self._take(Task.parse(line["task"]), [float(us) for us in line["samples"]])
+                    self._set_result(Task.parse(line["task"]), [float(us) for us in line["samples"]])
                 elif "again" in line:
-                    self._ask_again([Task.parse(task) for task in line["again"]])
+                    self._add_pending([Task.parse(task) for task in line["again"]])
                 elif "anew" in line:
-                    self.anew = bool(line["anew"])
+                    self.replaces_csv = bool(line["anew"])
                 elif "sitting" in line:
-                    self.sittings.append({str(key): str(value) for key, value in line["sitting"].items()})
+                    self.sessions.append({str(key): str(value) for key, value in line["sitting"].items()})
                 else:
-                    self._take(Task.parse(line["task"]), str(line["skip"]))
+                    self._set_result(Task.parse(line["task"]), str(line["skip"]))
             except (ValueError, KeyError, TypeError, AttributeError, OptionError) as error:
                 raise TableError(
-                    f"{self.path.name} line {number} is no line of a journal",
+                    f"{self.path.name} line {number} is not a line of a journal",
                     why=f"{type(error).__name__}: {error}",
-                    next=f"give --restart to begin anew{_KEEP}, or another --save_csv_dir",
+                    next=f"give --restart to start over{_KEEP}, or another --save_csv_dir",
                 ) from None
-        if whole and (differs := differences(held, head)):
+        if complete and (differs := differences(first, head)):
             raise OptionError(
-                f"{self.path} holds a broken run of something else",
+                f"{self.path} belongs to an interrupted run of something else",
                 why=f"it differs in {', '.join(differs)}",
-                next=f"give --restart to drop it and begin anew{_KEEP}, or another --save_csv_dir",
+                next=f"give --restart to drop it and start over{_KEEP}, or another --save_csv_dir",
             )
-        return whole
+        return complete
 
 
-def differences(held: dict[str, Any], head: dict[str, Any]) -> list[str]:
+def differences(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """The keys that both have, with different values."""
-    return sorted(key for key in held.keys() & head.keys() if held[key] != head[key])
+    return sorted(key for key in first.keys() & second.keys() if first[key] != second[key])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three pictures of a benchmark: times, winners, and how far each strategy is from the winner. x is tokens, y is hidden size.
+"""Three plots of a benchmark: times, the fastest strategies, and how much slower each strategy is. x is tokens, y is hidden size.
 
-Frames have the columns of a benchmark's CSV (`fusion_op`, `time_us` and `time_ms` are read, too), of one TP size and dtype.
+Frames have the columns of a benchmark's CSV (or `fusion_op`, `time_us`, `time_ms`), of one TP size and dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-# Hue is the strategy, lightness whether it is fused; told apart in grey, too.
+# The hue is the strategy, the lightness whether it is fused. The colours differ in greyscale, too.
 _COLOURS = {
     "NCCL": "#5b6770", "GLOO": "#5b6770", "ONESHOT": "#d9822b", "TWOSHOT": "#2b6cb0", "ONESHOT+UNFUSED": "#f5cf9f",
     "TWOSHOT+UNFUSED": "#a9cdec", "AUTO": "#7b5ea7", "NCCL_SYMMETRIC": "#3d8f63", "SYMM_MEM": "#8dc6a4", "MIN_LATENCY": "#c2557a",
@@ -26,7 +26,7 @@ _COLOURS = {
 _OTHER = "#999999"
 _UNMEASURED = "#eceff1"
 _INK = "#1f2933"
-_SLOWEST_SHOWN = 100.0  # percent at which the difference map's red is full
+_SLOWEST_SHOWN = 100.0  # percent at which the red of the difference plot is full
 
 _NEEDED = ("num_tokens", "hidden_size", "strategy", "fusion", "time (us)")
 
@@ -34,8 +34,8 @@ _NEEDED = ("num_tokens", "hidden_size", "strategy", "fusion", "time (us)")
 def visualize_2d_heatmap(df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None) -> Figure:
     """One panel per strategy, coloured by time on one logarithmic scale in microseconds, each cell with its time.
 
-    Gives the figure; with `save_path` writes it there, too. Raises OptionError where `df` holds nothing of that fusion, TableError
-    where a column is missing.
+    Returns the figure, and writes it to `save_path` if one is given. Raises OptionError where `df` has no rows of the fusion,
+    TableError where a column is missing.
     """
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import FuncFormatter, LogLocator
@@ -64,26 +64,26 @@ def visualize_2d_heatmap(df: DataFrame, fusion_op: str = "NONE", save_path: str 
 
 
 def visualize_2d_best_strategy(df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None) -> Figure:
-    """The fastest strategy of each cell, its time in the cell, and how many cells each wins. Arguments as above."""
+    """The fastest strategy of each cell with its time, and how many cells each strategy wins. Arguments as above."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     frame, title = _prepare(df, fusion_op)
     frame = frame[frame["strategy"] != "AUTO"]
     if frame.empty:
-        raise OptionError(f"only AUTO was measured for {fusion_op}", next="measure the strategies that it chooses among, too")
+        raise OptionError(f"only AUTO was measured for {fusion_op}", next="also measure the strategies that it chooses among")
     names = _names(frame)
     best = frame.loc[frame.groupby(["num_tokens", "hidden_size"])["time (us)"].idxmin()].copy()
-    best["place"] = best["strategy"].map(names.index)
-    grid = _grid(best, "place", frame)
+    best["index"] = best["strategy"].map(names.index)
+    grid = _grid(best, "index", frame)
     times = _grid(best, "time (us)", frame)
     colours = [_COLOURS.get(name, _OTHER) for name in names]
     colour_map = ListedColormap(colours).with_extremes(bad=_UNMEASURED)
     figure, (axes,) = _panels(frame, 1, f"{title}: fastest strategy (time in us)")
     axes.imshow(grid, cmap=colour_map, vmin=-0.5, vmax=len(names) - 0.5, aspect="auto", origin="lower")
-    dark = {place: _luminance(colour) < 0.45 for place, colour in enumerate(colours)}
-    for row, column, place in _cells(grid):
-        ink = "white" if dark[int(place)] else _INK
+    dark = {index: _luminance(colour) < 0.45 for index, colour in enumerate(colours)}
+    for row, column, index in _cells(grid):
+        ink = "white" if dark[int(index)] else _INK
         _write(axes, column, row, _time_text(times[row, column]), ink)
     counts = best["strategy"].value_counts()
     handles = [
@@ -106,7 +106,7 @@ def visualize_strategy_difference_heatmaps(df: DataFrame, fusion_op: str = "NONE
     concrete = frame[frame["strategy"] != "AUTO"]
     best = (frame if concrete.empty else concrete).groupby(["num_tokens", "hidden_size"])["time (us)"].min().rename("best")
     frame = frame.join(best, on=["num_tokens", "hidden_size"])
-    # AUTO may be faster than the fastest of the others by noise: no less than optimal.
+    # Noise may make AUTO faster than the fastest of the others: it counts as optimal.
     frame["slower"] = ((frame["time (us)"] / frame["best"] - 1) * 100).clip(lower=0)
     fades = ["#ffffff", "#fcd5ce", "#f28482", "#c1121f", "#7f0d15"]
     reds = LinearSegmentedColormap.from_list("optimal to slower", fades).with_extremes(bad=_UNMEASURED)
@@ -115,8 +115,8 @@ def visualize_strategy_difference_heatmaps(df: DataFrame, fusion_op: str = "NONE
     for axes, name in zip(panels, names, strict=True):
         grid = _grid(frame[frame["strategy"] == name], "slower", frame)
         image = axes.imshow(grid, cmap=reds, vmin=0, vmax=_SLOWEST_SHOWN, aspect="auto", origin="lower")
-        share = float((frame.loc[frame["strategy"] == name, "slower"] == 0).mean())
-        axes.set_title(f"{name}  (optimal in {share:.0%} of its cells)", loc="left", color=_INK, fontweight="bold")
+        optimal = float((frame.loc[frame["strategy"] == name, "slower"] == 0).mean())
+        axes.set_title(f"{name}  (optimal in {optimal:.0%} of its cells)", loc="left", color=_INK, fontweight="bold")
         _annotate(axes, grid, _percent_text, lambda value: value > 0.6 * _SLOWEST_SHOWN)
     bar = figure.colorbar(image, ax=panels, shrink=0.9, pad=0.015, aspect=45, extend="max")
     bar.set_label("percent slower")
@@ -124,16 +124,16 @@ def visualize_strategy_difference_heatmaps(df: DataFrame, fusion_op: str = "NONE
 
 
 def read_frame(path: Path) -> DataFrame:
-    """A benchmark's CSV, checked row by row as `records.read` does, as a frame."""
+    """A benchmark's CSV as a frame, with the checks of `records.read`."""
     import pandas
 
-    from phalanx.tables.message import LONG_DTYPES
+    from phalanx.config.dtypes import DTYPES
     from phalanx.tune import records
 
     bench = records.read(path)
     rows = [
         (
-            bench.world, LONG_DTYPES[task.dtype], task.bytes, task.tokens, task.hidden, task.choice.name(bench.sm),
+            bench.world, DTYPES[task.dtype].long_name, task.bytes, task.tokens, task.hidden, task.choice.name(bench.sm),
             task.fusion.name, "all_reduce", us,
         )
         for task, us in bench.times.items()
@@ -142,7 +142,7 @@ def read_frame(path: Path) -> DataFrame:
 
 
 def _prepare(df: DataFrame, fusion_op: str) -> tuple[DataFrame, str]:
-    """The rows of a fusion under the usual names, and the picture's title."""
+    """The rows of a fusion with the usual column names, and the title of the plot."""
     all_rows = df.rename(columns={"fusion_op": "fusion", "time_us": "time (us)"})
     if "time_ms" in all_rows.columns and "time (us)" not in all_rows.columns:
         all_rows = all_rows.assign(**{"time (us)": all_rows["time_ms"] * 1000.0})
@@ -151,15 +151,15 @@ def _prepare(df: DataFrame, fusion_op: str) -> tuple[DataFrame, str]:
         raise TableError(f"the frame lacks the column {missing[0]!r}", next=f"it needs {', '.join(_NEEDED)}")
     frame = all_rows[all_rows["fusion"] == fusion_op].copy()
     if frame.empty:
-        held = ", ".join(sorted(set(all_rows["fusion"]))) or "no rows at all"
-        raise OptionError(f"nothing of fusion {fusion_op!r} was measured", held=f"measured: {held}")
+        measured = ", ".join(sorted(set(all_rows["fusion"]))) or "no rows at all"
+        raise OptionError(f"fusion {fusion_op!r} was not measured", held=f"measured: {measured}")
     title = [fusion_op]
     for column, text in (("world_size", "TP {}"), ("dtype", "{}")):
         if column in frame.columns:
             values = sorted(set(frame[column]))
             if len(values) > 1:
                 raise OptionError(
-                    f"a picture of {column} {values}", why="a cell would hold several times", next="give one at a time"
+                    f"a plot cannot show {column} {values}", why="a cell would have several times", next="plot one at a time"
                 )
             title.append(text.format(values[0]))
     return frame, ", ".join(title)
@@ -171,13 +171,13 @@ def _names(frame: DataFrame) -> list[str]:
     return sorted(set(frame["strategy"]), key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
-def _grid(part: DataFrame, column: str, whole: DataFrame) -> Any:
-    """[hidden, tokens] of a column over the whole's axes, NaN (masked) where not measured."""
+def _grid(part: DataFrame, column: str, frame: DataFrame) -> Any:
+    """[hidden, tokens] of a column over the axes of `frame`; masked where not measured."""
     import numpy
 
-    hidden, tokens = sorted(set(whole["hidden_size"])), sorted(set(whole["num_tokens"]))
-    wide = part.pivot_table(index="hidden_size", columns="num_tokens", values=column, aggfunc="min")
-    return numpy.ma.masked_invalid(wide.reindex(index=hidden, columns=tokens).to_numpy(dtype=float))
+    hidden, tokens = sorted(set(frame["hidden_size"])), sorted(set(frame["num_tokens"]))
+    table = part.pivot_table(index="hidden_size", columns="num_tokens", values=column, aggfunc="min")
+    return numpy.ma.masked_invalid(table.reindex(index=hidden, columns=tokens).to_numpy(dtype=float))
 
 
 def _panels(frame: DataFrame, count: int, title: str) -> tuple[Figure, list[Axes]]:
@@ -190,8 +190,8 @@ def _panels(frame: DataFrame, count: int, title: str) -> tuple[Figure, list[Axes
     width = max(5.5, 0.72 * len(tokens) + 1.2) * columns + 1.6
     height = max(2.4, 0.42 * len(hidden) + 1.0) * rows + 1.1
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    made = figure.subplots(rows, columns, squeeze=False)
-    panels = list(made.flat)
+    grid = figure.subplots(rows, columns, squeeze=False)
+    panels = list(grid.flat)
     for spare in panels[count:]:
         spare.set_visible(False)
     for axes in panels[:count]:

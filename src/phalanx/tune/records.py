@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark's CSV and its sidecar: read strictly, written whole.
+"""A benchmark's CSV and its sidecar: read strictly, written completely or not at all.
 
 `benchmark.tp{N}.sm{V}.csv` has the columns of TensorRT-LLM's tools. Beside it, `benchmark.tp{N}.sm{V}.json` holds machine,
-versions, commit, grid, every sample and every skip; a CSV without one (TensorRT-LLM's) is read all the same.
+versions, commit, grid, every sample and every skip. A CSV without a sidecar (TensorRT-LLM's) is read, too.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.dtypes import DTYPES, parse_dtype
 from phalanx.errors import OptionError, TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.grid import WIDE_HIDDEN, WIDE_TOKENS
-from phalanx.tables.message import DTYPE_BYTES, LONG_DTYPES, Fusion, dtype_named
+from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice
 from phalanx.tables.table_file import write_whole
 from phalanx.tune.sweep import Task
 
 COLUMNS = ("world_size", "dtype", "size", "num_tokens", "hidden_size", "strategy", "fusion", "op", "time (us)")
 _SPELLINGS = {"fusion_op": "fusion", "time_us": "time (us)", "time_ms": "time (us)"}
-_IGNORED = {"version"}  # an older column of TensorRT-LLM's: rows that differ in nothing else are duplicates
+_IGNORED = {"version"}  # an older column of TensorRT-LLM: rows that differ only in it are duplicates
 _NAME = re.compile(r"benchmark\.tp(\d+)\.sm(\d+)\.csv")
 _FORMAT, _VERSION = "phalanx-allreduce-bench", 1
 
 
 @dataclass
-class Bench:
-    """What was measured at one TP size of one SM version.
+class Benchmark:
+    """The results of one TP size on one SM version.
 
-    times: microseconds, the slowest rank's median; samples: that rank's replays; skips: what was not measured, and why; facts:
-    machine, versions, commit, command; grid: the sizes that were asked for (None: a CSV without a sidecar).
+    times: microseconds, the median of the slowest rank. samples: that rank's replays. skips: what was not measured, and why. facts:
+    machine, versions, commit, command. grid: the sizes of the run (None: a CSV without a sidecar).
     """
 
     sm: int
@@ -50,7 +50,7 @@ class Bench:
     link: str | None = None
 
     def fingerprint(self, link: str | None = None) -> Fingerprint:
-        """link: of a CSV that does not say; nvlink on GPUs by default, as TensorRT-LLM's tables assume."""
+        """link: of a CSV without a sidecar; nvlink on GPUs by default, as TensorRT-LLM's tables assume."""
         return Fingerprint(self.sm, self.link or link or ("shm" if self.sm == 0 else "nvlink"), self.world)
 
 
@@ -58,14 +58,14 @@ def csv_path(folder: Path, world: int, sm: int) -> Path:
     return folder / f"benchmark.tp{world}.sm{sm}.csv"
 
 
-def write(bench: Bench, folder: Path) -> Path:
-    """The CSV and its sidecar, each whole or not at all; the sidecar first, so that a CSV never stands beside another's."""
+def write(bench: Benchmark, folder: Path) -> Path:
+    """Write the sidecar, then the CSV, each completely or not at all, so that a CSV never has the sidecar of another one."""
     path = csv_path(folder, bench.world, bench.sm)
     rows = io.StringIO()
     out = csv.writer(rows, lineterminator="\n")
     out.writerow(COLUMNS)
     for task, us in sorted(bench.times.items(), key=_order):
-        dtype, name = LONG_DTYPES[task.dtype], task.choice.name(bench.sm)
+        dtype, name = DTYPES[task.dtype].long_name, task.choice.name(bench.sm)
         out.writerow(
             [bench.world, dtype, task.bytes, task.tokens, task.hidden, name, task.fusion.name, "all_reduce", f"{us:.3f}"]
         )  # fmt: skip
@@ -79,7 +79,7 @@ def _order(item: tuple[Task, float]) -> tuple[Any, ...]:
     return task.dtype, list(Fusion).index(task.fusion), task.hidden, task.tokens, task.choice
 
 
-def _sidecar_text(bench: Bench) -> str:
+def _sidecar_text(bench: Benchmark) -> str:
     head = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -97,32 +97,32 @@ def _sidecar_text(bench: Bench) -> str:
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def read_folder(folder: Path, sm: int | None = None) -> list[Bench]:
+def read_folder(folder: Path, sm: int | None = None) -> list[Benchmark]:
     """Every benchmark.tp*.sm*.csv of a folder (of one SM version if given), by SM version and TP size.
 
     Raises TableError: no folder, none in it, or a faulty one.
     """
     paths = sorted(path for path in folder.glob("benchmark.tp*.sm*.csv") if _NAME.fullmatch(path.name))
-    found = [read(path) for path in paths if sm is None or _NAME.fullmatch(path.name)[2] == str(sm)]  # type: ignore[index]
-    if not found:
+    benches = [read(path) for path in paths if sm is None or _NAME.fullmatch(path.name)[2] == str(sm)]  # type: ignore[index]
+    if not benches:
         of = "" if sm is None else f" of sm{sm}"
         raise TableError(
             f"{folder} holds no benchmark.tp<size>.sm<version>.csv{of}",
             next="measure with `phalanx allreduce bench --save_csv_dir`, or give another folder",
         )
-    return sorted(found, key=lambda bench: (bench.sm, bench.world))
+    return sorted(benches, key=lambda bench: (bench.sm, bench.world))
 
 
-def read(path: Path) -> Bench:
-    """One CSV, with its sidecar where there is one. Raises TableError that names file, row and cure; no row is lost in silence."""
+def read(path: Path) -> Benchmark:
+    """One CSV, with its sidecar if there is one. Raises TableError that names file, row and cure; no row is dropped silently."""
     name = _NAME.fullmatch(path.name)
     if name is None:
-        raise TableError(f"{path.name} names no benchmark", next="call it benchmark.tp<size>.sm<version>.csv")
+        raise TableError(f"{path.name} is not the name of a benchmark", next="call it benchmark.tp<size>.sm<version>.csv")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise TableError(f"{path} cannot be read", why=str(error), next="check the path, or measure again") from None
-    bench = Bench(int(name[2]), int(name[1]), {})
+    bench = Benchmark(int(name[2]), int(name[1]), {})
     if path.with_suffix(".json").is_file():
         _read_sidecar(path.with_suffix(".json"), bench)
     lines = csv.reader(io.StringIO(text), strict=True)
@@ -131,7 +131,7 @@ def read(path: Path) -> Bench:
         columns = _columns(header, path)
         for row in lines:
             if row:
-                _take(row, columns, header, bench, f"{path.name} line {lines.line_num}")
+                _add_row(row, columns, header, bench, f"{path.name} line {lines.line_num}")
     except csv.Error as error:
         raise TableError(f"{path.name} line {lines.line_num}: {error}", next="restore the file, or measure again") from None
     if not bench.times:
@@ -140,63 +140,65 @@ def read(path: Path) -> Bench:
 
 
 def _columns(header: list[str], path: Path) -> dict[str, int]:
-    """Where each column stands, under its first spelling."""
+    """The index of each column, by its current name."""
     if not header:
         raise TableError(f"{path.name} is empty", next="measure again, or remove the file")
-    found: dict[str, int] = {}
-    for place, name in enumerate(header):
+    columns: dict[str, int] = {}
+    for index, name in enumerate(header):
         plain = _SPELLINGS.get(name.strip(), name.strip())
         if plain in _IGNORED:
             continue
         if plain not in COLUMNS:
             raise TableError(f"{path.name} line 1: the column {name!r} is unknown", next=f"remove it; known: {', '.join(COLUMNS)}")
-        if plain in found:
-            raise TableError(f"{path.name} line 1: the column {plain!r} stands there twice", next="keep one of them")
-        found[plain] = place
+        if plain in columns:
+            raise TableError(f"{path.name} line 1: the column {plain!r} appears twice", next="keep one of them")
+        columns[plain] = index
     for name in COLUMNS:
-        if name not in found and name != "op":
+        if name not in columns and name != "op":
             raise TableError(f"{path.name} line 1: the column {name!r} is missing", next="restore it, or measure again")
-    return found
+    return columns
 
 
-def _take(row: list[str], columns: dict[str, int], header: list[str], bench: Bench, where: str) -> None:
+def _add_row(row: list[str], columns: dict[str, int], header: list[str], bench: Benchmark, where: str) -> None:
     """Check one row and put it into `bench`."""
     if len(row) != len(header):
         raise TableError(f"{where}: {len(row)} fields under {len(header)} columns", next="restore the row, or remove it")
-    text = {name: row[place].strip() for name, place in columns.items()}
-    world, size, tokens, hidden = (_whole(text[name], name, where) for name in ("world_size", "size", "num_tokens", "hidden_size"))
+    text = {name: row[index].strip() for name, index in columns.items()}
+    world, size, tokens, hidden = (
+        _positive_int(text[name], name, where) for name in ("world_size", "size", "num_tokens", "hidden_size")
+    )
     try:
-        task = Task(dtype_named(text["dtype"]), Fusion.named(text["fusion"]), tokens, hidden, Choice.parse(text["strategy"]))
+        task = Task(parse_dtype(text["dtype"]), Fusion.named(text["fusion"]), tokens, hidden, Choice.parse(text["strategy"]))
     except OptionError as error:
-        raise TableError(f"{where}: {error.asked}", next=f"{error.next}; correct the row, or remove it") from None
+        raise TableError(f"{where}: {error.failure}", next=f"{error.next}; correct the row, or remove it") from None
     if world != bench.world:
         raise TableError(f"{where}: world_size {world} in a file of tp{bench.world}", next="move the row to its own file")
     if size != task.bytes:
         raise TableError(
-            f"{where}: size {size}, but {tokens} x {hidden} x {DTYPE_BYTES[task.dtype]} is {task.bytes} bytes",
+            f"{where}: size {size}, but {tokens} x {hidden} x {DTYPES[task.dtype].itemsize} is {task.bytes} bytes",
             next="correct size, num_tokens, hidden_size or dtype",
         )
     _on_grid(task, bench, where)
     us = _microseconds(text["time (us)"], where) * (1000.0 if header[columns["time (us)"]].strip() == "time_ms" else 1.0)
     if task in bench.times:
-        raise TableError(f"{where}: {task} stands in the file twice", next="remove one of the two rows")
+        raise TableError(f"{where}: {task} appears in the file twice", next="remove one of the two rows")
     bench.times[task] = us
 
 
-def _on_grid(task: Task, bench: Bench, where: str) -> None:
+def _on_grid(task: Task, bench: Benchmark, where: str) -> None:
     grid = bench.grid or {"tokens": WIDE_TOKENS, "hidden": WIDE_HIDDEN}
     for axis, value in (("tokens", task.tokens), ("hidden", task.hidden)):
         if value not in grid[axis]:
-            says = "the sidecar's grid" if bench.grid else "the grid (powers of two; hidden 128 to 16384)"
+            grid_name = "the sidecar's grid" if bench.grid else "the grid (powers of two; hidden 128 to 16384)"
             raise TableError(
-                f"{where}: {axis} {value} is not on {says}",
+                f"{where}: {axis} {value} is not on {grid_name}",
                 next="remove the row, or measure that size with `phalanx allreduce bench`, whose sidecar names its grid",
             )
 
 
-def _whole(text: str, name: str, where: str) -> int:
+def _positive_int(text: str, name: str, where: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) < 2**63:
-        raise TableError(f"{where}: {name} is {text!r}, no whole number from 1", next="correct the row, or remove it")
+        raise TableError(f"{where}: {name} is {text!r}, not a whole number from 1", next="correct the row, or remove it")
     return int(text)
 
 
@@ -206,12 +208,12 @@ def _microseconds(text: str, where: str) -> float:
     except ValueError:
         us = math.nan
     if not (math.isfinite(us) and us > 0):
-        raise TableError(f"{where}: the time is {text!r}, no positive number", next="measure that cell again, or remove the row")
+        raise TableError(f"{where}: the time is {text!r}, not a positive number", next="measure that cell again, or remove the row")
     return us
 
 
-def _read_sidecar(path: Path, bench: Bench) -> None:
-    """Grid, facts, samples and skips into `bench`."""
+def _read_sidecar(path: Path, bench: Benchmark) -> None:
+    """Read grid, facts, samples and skips into `bench`."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if (data["format"], data["version"]) != (_FORMAT, _VERSION):
@@ -224,12 +226,7 @@ def _read_sidecar(path: Path, bench: Bench) -> None:
         bench.skips = {Task.parse(task): str(reason) for task, reason in data["skips"]}
     except (OSError, ValueError, KeyError, TypeError, OptionError) as error:
         raise TableError(
-            f"{path.name} is no sidecar of {path.with_suffix('.csv').name}",
+            f"{path.name} is not a sidecar of {path.with_suffix('.csv').name}",
             why=f"{type(error).__name__}: {error}",
             next="measure again, or remove the sidecar: the CSV is read without it",
         ) from None
-
-
-def merged(benches: Iterable[Bench]) -> dict[Task, float]:
-    """All times of benches of one machine and TP size."""
-    return {task: us for bench in benches for task, us in bench.times.items()}

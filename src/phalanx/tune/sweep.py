@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be measured, in which order: pure, so that every rank and the parent hold the same list."""
+"""What to measure, in which order. Pure, so that every rank and the parent hold the same list."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from phalanx.config.dtypes import DTYPES, parse_dtype
 from phalanx.errors import OptionError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.admit import admit
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS
-from phalanx.tables.message import DTYPE_BYTES, Fusion, Message, dtype_named
+from phalanx.tables.message import Fusion, Message
 from phalanx.tables.strategy import SUPPORTED, Choice, Strategy, choices
 
 _Item = TypeVar("_Item")
@@ -40,7 +41,7 @@ class Task:
     @property
     def bytes(self) -> int:
         """Of one rank's tensor."""
-        return self.tokens * self.hidden * DTYPE_BYTES[self.dtype]
+        return self.tokens * self.hidden * DTYPES[self.dtype].itemsize
 
     @property
     def cell(self) -> tuple[str, Fusion, int, int]:
@@ -49,7 +50,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A grid of cells, and the choices to measure in each. max_bytes: larger tensors are left out, with that reason."""
+    """A grid of cells, and the choices to measure in each. max_bytes: larger tensors are skipped, with that reason."""
 
     fingerprint: Fingerprint
     dtype: str = "bf16"
@@ -61,7 +62,7 @@ class Sweep:
     max_bytes: int | None = None
 
     @classmethod
-    def of(
+    def from_text(
         cls,
         fingerprint: Fingerprint,
         *,
@@ -73,30 +74,30 @@ class Sweep:
         auto: bool = False,
         max_bytes: int | None = None,
     ) -> Sweep:
-        """From what a command line says (comma-separated lists; None is the guide's grid and everything that runs).
+        """From comma-separated lists, as a command line has them. None: the default grid, and everything that runs.
 
-        Raises OptionError for a name nobody knows, a strategy that does not run here, a size below 1, or one given twice.
+        Raises OptionError for an unknown name, a strategy that does not run here, a size below 1, or one given twice.
         """
-        asked = cls(fingerprint, dtype_named(dtype), auto=auto, max_bytes=max_bytes)
+        sweep = cls(fingerprint, parse_dtype(dtype), auto=auto, max_bytes=max_bytes)
         if tokens is not None:
-            asked = replace(asked, tokens=_sizes(tokens, "--tokens"))
+            sweep = replace(sweep, tokens=_parse_sizes(tokens, "--tokens"))
         if hidden is not None:
-            asked = replace(asked, hidden=_sizes(hidden, "--hidden"))
+            sweep = replace(sweep, hidden=_parse_sizes(hidden, "--hidden"))
         if fusions is not None:
-            asked = replace(asked, fusions=_once([Fusion.named(name) for name in _names(fusions)], "--fusions"))
+            sweep = replace(sweep, fusions=_unique([Fusion.named(name) for name in _split(fusions)], "--fusions"))
         if strategies is not None:
-            parsed = named(strategies, "--strategies")
-            asked = replace(asked, strategies=tuple(s for s in parsed if s is not Strategy.AUTO))
-            asked = replace(asked, auto=auto or Strategy.AUTO in parsed)
+            parsed = parse_strategies(strategies, "--strategies")
+            sweep = replace(sweep, strategies=tuple(s for s in parsed if s is not Strategy.AUTO))
+            sweep = replace(sweep, auto=auto or Strategy.AUTO in parsed)
         if fingerprint.world < 2:
-            raise OptionError(f"--tp_size {fingerprint.world} has nothing to reduce", next="give at least 2")
-        return asked
+            raise OptionError(f"--tp_size {fingerprint.world} has nothing to reduce", next="use at least 2")
+        return sweep
 
     def plan(self) -> tuple[list[Task], dict[Task, str]]:
-        """(what to measure, in order; what is left out, and why).
+        """(what to measure, in order; what is skipped, and why).
 
-        The widest hidden size first, the four fusions of the look-up table before the others, and all choices of a cell one after
-        the other: they share tensors and compiled kernels, and a run that is cut short has whole columns.
+        The largest hidden size first, the four fusions of the look-up table before the others, and all choices of a cell one after
+        the other: they share tensors and compiled kernels, and a run that is interrupted has complete columns.
         """
         tasks: list[Task] = []
         skipped: dict[Task, str] = {}
@@ -115,15 +116,15 @@ class Sweep:
         return tasks, skipped
 
     def _choices(self, fusion: Fusion) -> list[Choice]:
-        found = [choice for choice in choices(fusion) if choice.strategy in self.strategies]
-        return [*found, Choice(Strategy.AUTO)] if self.auto else found
+        planned = [choice for choice in choices(fusion) if choice.strategy in self.strategies]
+        return [*planned, Choice(Strategy.AUTO)] if self.auto else planned
 
     def _refuses(self, task: Task) -> str | None:
         if self.max_bytes is not None and task.bytes > self.max_bytes:
             return f"{task.bytes / 2**20:.1f} MiB is more than --max_mib {self.max_bytes / 2**20:g}"
         message = Message("all_reduce", task.fusion, task.dtype, task.tokens, task.hidden, self.fingerprint.world)
-        asked = Strategy.NCCL if task.choice.strategy is Strategy.AUTO else task.choice.strategy
-        return admit(asked, message, self.fingerprint)
+        strategy = Strategy.NCCL if task.choice.strategy is Strategy.AUTO else task.choice.strategy
+        return admit(strategy, message, self.fingerprint)
 
     def grid(self) -> dict[str, Any]:
         """As plain data, for the sidecar."""
@@ -135,37 +136,37 @@ class Sweep:
         }
 
 
-def named(text: str, flag: str) -> tuple[Strategy, ...]:
+def parse_strategies(text: str, flag: str) -> tuple[Strategy, ...]:
     """The strategies of a comma-separated list. Raises OptionError for an unknown one, one that does not run here, or one given
     twice."""
-    found = [Choice.parse(name).strategy for name in _names(text)]
-    for strategy in found:
+    strategies = [Choice.parse(name).strategy for name in _split(text)]
+    for strategy in strategies:
         if strategy not in (*SUPPORTED, Strategy.AUTO):
             raise OptionError(
-                f"{flag} {strategy.name} was asked for",
-                held="Phalanx knows the name from TensorRT-LLM's tables and does not run it",
+                f"{flag} {strategy.name} does not run here",
+                held="Phalanx knows the name from TensorRT-LLM's tables only",
                 next=f"choose among {', '.join(one.name for one in SUPPORTED)} (between CPU ranks NCCL is GLOO) and AUTO",
             )
-    return _once(found, flag)
+    return _unique(strategies, flag)
 
 
-def _names(text: str) -> list[str]:
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not found:
-        raise OptionError("an empty list was given", next="name at least one, separated by commas, or leave the flag out")
-    return found
+def _split(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise OptionError("a list is empty", next="give at least one name, separated by commas, or leave the flag out")
+    return names
 
 
-def _sizes(text: str, flag: str) -> tuple[int, ...]:
+def _parse_sizes(text: str, flag: str) -> tuple[int, ...]:
     sizes = []
-    for name in _names(text):
+    for name in _split(text):
         if not name.isdecimal() or not 1 <= int(name) < 2**31:
-            raise OptionError(f"{flag} {name!r} is no size", next="whole numbers from 1, separated by commas")
+            raise OptionError(f"{flag} {name!r} is not a size", next="give whole numbers from 1, separated by commas")
         sizes.append(int(name))
-    return _once(sizes, flag)
+    return _unique(sizes, flag)
 
 
-def _once(items: Sequence[_Item], flag: str) -> tuple[_Item, ...]:
+def _unique(items: Sequence[_Item], flag: str) -> tuple[_Item, ...]:
     if len(set(items)) != len(items):
         raise OptionError(f"{flag} names something twice", next="name each once")
     return tuple(items)

@@ -25,7 +25,7 @@ def facts(device):
 
 def test_it_is_what_the_accuracy_command_says(monkeypatch):
     here = tuple(Gpu(index, f"GPU-{index}", "NVIDIA H200", 90, 1, 1) for index in range(4))
-    monkeypatch.setattr(beside.subject.probe, "look", lambda: Machine(here, 1, 1, 1))
+    monkeypatch.setattr(beside.subject.probe, "detect_machine", lambda: Machine(here, 1, 1, 1))
     same = [r for r in rows() if r.model == "llama-3-70b" and r.tp == 4 and r.workload.name == "decode-64" and r.strategy == "AUTO"]
     name = next(r.name for r in same if r.bandwidth < 4385)
     line = next(each for each in accuracy.decodes() if each.what == name)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import Split
-from tests.kernels.interpreted import interpreted
+from phalanx.kernels.attention.heuristics import DecodeTiling
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
 
@@ -35,10 +35,10 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
     fp8: bool = False
     indirect: bool = True
-    shares: int = 8
+    extra_splits: int = 8
     tile: int = 32
     warps: int = 2
-    together: bool = False
+    cooperative: bool = False
 
 
 class Inputs(NamedTuple):
@@ -50,8 +50,8 @@ class Inputs(NamedTuple):
     lengths: Tensor
 
 
-def made(case: Case, seed: int = 0) -> Inputs:
-    """Blocks in no order; whatever no row sees is NaN, in the cache as it is in memory that was used before."""
+def inputs_of(case: Case, seed: int = 0) -> Inputs:
+    """Blocks in random order; whatever no row attends to is NaN, as stale memory may be."""
     generator = torch.Generator().manual_seed(seed)
     rows, width = len(case.lengths), -(-max(case.lengths) // case.block_size) + 2
     used = [-(-length // case.block_size) for length in case.lengths]
@@ -80,36 +80,23 @@ def made(case: Case, seed: int = 0) -> Inputs:
     return Inputs(query.to(case.dtype), *caches, tables, torch.tensor(slots) if case.indirect else None, lengths)
 
 
-def check(case: Case, workspace: object = None, seed: int = 0) -> None:
-    from phalanx.kernels.attention import reference
+def check(case: Case, workspace: Any = None, seed: int = 0) -> None:
+    from phalanx.kernels import reference
     from phalanx.kernels.attention.decode import decode_attention
-    from phalanx.kernels.attention.split import Split, Workspace
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
 
-    inputs = made(case, seed)
+    inputs = inputs_of(case, seed)
     rest = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
     wanted = reference.decode_attention(*inputs, **rest)
-    held = workspace or Workspace(CPU)
-    split = Split(case.shares, 40, case.tile, case.warps, 2, 255, case.together)
-    out = decode_attention(*inputs, **rest, workspace=held, split=split)
+    workspace = workspace or SplitKvWorkspace(CPU)
+    tiling = DecodeTiling(case.extra_splits, 40, case.tile, case.warps, 2, 255, case.cooperative)
+    out = decode_attention(*inputs, **rest, workspace=workspace, tiling=tiling)
     assert not wanted.isnan().any()
     step = torch.finfo(case.dtype).eps
     torch.testing.assert_close(
         out, wanted, rtol=2 * step, atol=2 * step if case.dtype != torch.float32 else 1e-5, msg=lambda m: f"{case}: {m}"
     )
-    assert all(int(given[3].abs().sum()) == 0 for given in held._given), "the counts are 0 again"
-
-
-def let_loops_begin_anywhere() -> None:
-    """The interpreter's scalars are arrays of one element, which numpy no longer takes for an integer, as a loop's bounds are."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        tensor.__index__ = lambda self: self.handle.data.item()
-
-    interpreter._patch_lang_tensor = patched
+    assert all(int(counts.abs().sum()) == 0 for *_, counts in workspace._buffers), "the counts are 0 again"
 
 
 def check_ratios_of_heads() -> None:
@@ -130,13 +117,13 @@ def check_head_dims_dtypes_and_quantized_caches() -> None:
 
 
 def check_lengths_about_the_edges() -> None:
-    """Of tiles (32), of chunks (40), and enough for every piece; one piece alone, and more than a row needs."""
+    """Of tiles (32), of chunks (40), and enough for every split; one split alone, and more than a row needs."""
     lengths = [1, 2, 31, 32, 33, 40, 41, 64, 65, 80, 81, 128, 129, 160, 161, 330]
-    for shares in (0, 1, 16, 200):
-        check(Case(lengths, 1, 2, 16, shares=shares))
+    for extra_splits in (0, 1, 16, 200):
+        check(Case(lengths, 1, 2, 16, extra_splits=extra_splits))
     check(Case(lengths, 1, 2, 16, tile=64, warps=1, indirect=False))
-    check(Case(lengths, 1, 2, 16, tile=64, warps=4, shares=48))
-    check(Case(lengths, 1, 2, 16, tile=64, warps=4, shares=48, together=True))
+    check(Case(lengths, 1, 2, 16, tile=64, warps=4, extra_splits=48))
+    check(Case(lengths, 1, 2, 16, tile=64, warps=4, extra_splits=48, cooperative=True))
     check(Case(lengths, 1, 2, 16, tile=16, warps=1))
 
 
@@ -151,39 +138,41 @@ def check_block_sizes_and_windows() -> None:
         for window in windows:
             case = Case([1, 49, 50, 51, 150], 1, 4, 16, block_size=block_size, window=window, fp8=window == 50)
             check(case)
-            check(case._replace(together=True))
+            check(case._replace(cooperative=True))
 
 
 def check_one_long_row_among_short_ones() -> None:
     """Which has more programs than there are rows; some rows are not there."""
     lengths = [3] * 9 + [900] + [70] * 5
-    check(Case(lengths, 2, 4, 16, shares=30))
-    check(Case([0, *lengths, 0, 1], 1, 2, 16, shares=18, indirect=False))
-    check(Case(lengths * 5, 1, 1, 16, shares=75, fp8=True))
-    check(Case(lengths, 1, 4, 16, shares=15, window=200))
+    check(Case(lengths, 2, 4, 16, extra_splits=30))
+    check(Case([0, *lengths, 0, 1], 1, 2, 16, extra_splits=18, indirect=False))
+    check(Case(lengths * 5, 1, 1, 16, extra_splits=75, fp8=True))
+    check(Case(lengths, 1, 4, 16, extra_splits=15, window=200))
 
 
 def check_launches_share_a_workspace() -> None:
     """As replays of captured launches do, with other lengths each time; and a larger launch that makes it grow."""
-    from phalanx.kernels.attention.split import Workspace
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
 
-    workspace = Workspace(CPU)
+    workspace = SplitKvWorkspace(CPU)
     for seed, lengths in enumerate(([200, 3], [1, 1], [90, 201], [41, 700], [200] * 7, [3, 200])):
-        check(Case(lengths, 2, 3, 32, shares=6 * len(lengths)), workspace, seed)
-    assert len(workspace._given) == 2
+        check(Case(lengths, 2, 3, 32, extra_splits=6 * len(lengths)), workspace, seed)
+    assert len(workspace._buffers) == 2
 
 
 def check_queries_of_any_size_meet_a_quantized_cache() -> None:
-    """bf16 reaches further than fp16, which products with e4m3 are made in."""
-    from phalanx.kernels.attention import reference
+    """bf16 has a wider range than fp16, in which GEMMs with e4m3 run."""
+    from phalanx.kernels import reference
     from phalanx.kernels.attention.decode import decode_attention
-    from phalanx.kernels.attention.split import Split, Workspace
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
 
-    query, *rest = made(Case([60, 60], 1, 4, 32, fp8=True))
+    query, *rest = inputs_of(Case([60, 60], 1, 4, 32, fp8=True))
     for factor, scale in ((1e30, 1e-30), (1e-30, 1e30), (0.0, 1.0)):
         options = {"scale": scale, "window": None, "kv_scales": SCALES}
         wanted = reference.decode_attention(query * factor, *rest, **options)
-        out = decode_attention(query * factor, *rest, **options, workspace=Workspace(CPU), split=Split(1, 64, 32, 2, 2, 255))
+        out = decode_attention(
+            query * factor, *rest, **options, workspace=SplitKvWorkspace(CPU), tiling=DecodeTiling(1, 64, 32, 2, 2, 255)
+        )
         torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
 
 
@@ -199,7 +188,7 @@ def test_in_the_interpreter() -> None:
 
 
 SIGNATURE = {
-    "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "pieces_of"), "*i32"),
+    "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "splits"), "*i32"),
     **dict.fromkeys(("tops", "totals", "outs"), "*fp32"), **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
     **dict.fromkeys(("table_stride", "window"), "i32"),
 }  # fmt: skip
@@ -216,102 +205,99 @@ SIGNATURE = {
 )  # fmt: skip
 def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, arch: int) -> None:
     """Down to machine code, as it is launched for so many rows: on tensor cores, with reads of 16 bytes under way."""
-    from phalanx.kernels.attention.split import chosen
+    from phalanx.kernels.attention.heuristics import select_decode
 
-    split = chosen(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
-    compiled = compiled_as(split, dtype, fp8=fp8, group=4, head_dim=head_dim, early=fp8 or short, arch=arch)
+    tiling = select_decode(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
+    compiled = compiled_as(tiling, dtype, fp8=fp8, group=4, head_dim=head_dim, early=fp8 or short, arch=arch)
     assert len(compiled.asm["cubin"]) > 0
     ptx = compiled.asm["ptx"]
     assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
     assert "mma.sync" in ptx
-    vectors = 2 * split.tile * head_dim * (1 if fp8 else 2) // 16 // (32 * split.warps)
-    assert ptx.count("cp.async.cg.shared.global") >= vectors * (split.stages - 1), "keys or values are read in small pieces"
-    assert ("atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx) == (split.shares > 0)
+    vectors = 2 * tiling.tile * head_dim * (1 if fp8 else 2) // 16 // (32 * tiling.warps)
+    assert ptx.count("cp.async.cg.shared.global") >= vectors * (tiling.stages - 1), "keys or values are not read by 16 bytes"
+    assert ("atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx) == (tiling.extra_splits > 0)
 
 
 @pytest.mark.parametrize(
-    ("arch", "held", "dtype", "fp8", "group", "head_dim"),
+    ("arch", "kib", "dtype", "fp8", "group", "head_dim"),
     [
         (90, 227, "*bf16", False, 16, 128), (90, 227, "*fp16", False, 12, 64), (90, 227, "*bf16", True, 16, 128),
         (90, 227, "*fp32", True, 4, 256), (80, 163, "*fp32", True, 4, 128), (80, 163, "*bf16", False, 8, 128),
         (89, 99, "*bf16", False, 4, 128), (89, 99, "*bf16", False, 1, 64),
     ],
 )  # fmt: skip
-def test_a_short_rows_program_fits_a_processor(
-    arch: int, held: int, dtype: str, fp8: bool, group: int, head_dim: int
+def test_a_short_rows_program_fits_a_multiprocessor(
+    arch: int, kib: int, dtype: str, fp8: bool, group: int, head_dim: int
 ) -> None:  # fmt: skip
     """Of so many KiB of shared memory; else short rows have the program of all others."""
-    from phalanx.kernels.attention.split import chosen
+    from phalanx.kernels.attention.heuristics import select_decode
 
     itemsize = 1 if fp8 else {"*fp32": 4}.get(dtype, 2)
-    split = chosen(1, 2, group, head_dim, itemsize, 132, short=True, shared=held << 10)
-    compiled = compiled_as(split, dtype, fp8=fp8, group=group, head_dim=head_dim, early=False, arch=arch)
-    assert compiled.metadata.shared <= held << 10
+    tiling = select_decode(1, 2, group, head_dim, itemsize, 132, short=True, shared_memory=kib << 10)
+    compiled = compiled_as(tiling, dtype, fp8=fp8, group=group, head_dim=head_dim, early=False, arch=arch)
+    assert compiled.metadata.shared <= kib << 10
 
 
-def compiled_as(split: Split, dtype: str, *, fp8: bool, group: int, head_dim: int, early: bool, arch: int) -> Any:
+def compiled_as(tiling: DecodeTiling, dtype: str, *, fp8: bool, group: int, head_dim: int, early: bool, arch: int) -> Any:
     """The kernel as Triton compiles it for 8 KV heads."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from phalanx.kernels.attention import decode
-    from phalanx.kernels.attention.split import MOST_PIECES
+    from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW
 
     heads, lanes = 8 if group <= 8 else 16, triton.next_power_of_2(group)
     constants = {
         "GROUP": group, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "HEADS": heads, "LANES": lanes,
-        "BLOCK_SIZE": 16, "MOST": MOST_PIECES, "AT_ONCE": min(MOST_PIECES, 16 * split.warps // lanes),
-        "TILE": split.tile,
-        "APART": 1 if split.together else split.warps, "STAGES": split.stages, "INDIRECT": not split.shares,
-        "WINDOWED": False, "EARLY": early, "PTX": arch, **({} if split.shares else {"pieces_of": None}),
+        "BLOCK_SIZE": 16, "MOST": MAX_SPLITS_PER_ROW, "AT_ONCE": min(MAX_SPLITS_PER_ROW, 16 * tiling.warps // lanes),
+        "TILE": tiling.tile,
+        "APART": 1 if tiling.cooperative else tiling.warps, "STAGES": tiling.stages, "INDIRECT": not tiling.extra_splits,
+        "WINDOWED": False, "EARLY": early, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
     }  # fmt: skip
     signature = {}
     for name in decode._decode.arg_names:
         kind = "*u8" if fp8 and name.endswith("cache") else dtype
         signature[name] = "constexpr" if name in constants else SIGNATURE.get(name, kind)
     aligned = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(signature.values()) if kind[0] == "*"}
-    options = {"num_warps": split.warps, "maxnreg": split.registers}
+    options = {"num_warps": tiling.warps, "maxnreg": tiling.registers}
     source = ASTSource(decode._decode, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def test_how_rows_are_split() -> None:
-    """No further than into what the GPU runs at once, or than each row in two on average; and every piece is a multiple of what
-    tensor cores take."""
-    from phalanx.kernels.attention.split import MOST_PIECES, ROWS_CLASSES, chosen
+    """No further than into as many programs as the GPU runs at once, or than each row in two on average; and the tile of a warp is
+    one that tensor cores take. Few rows are split more, so that the GPU is full; more than the planning kernel takes are not
+    tiling."""
+    from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, ROW_CLASSES, select_decode
 
     shapes = ((8, 4, 128, 2), (1, 32, 64, 1), (2, 1, 256, 4))
     for rows, shape, short in itertools.product((1, 2, 8, 34, 64, 512), shapes, (False, True)):
-        split, kv_heads = chosen(rows, *shape, 132, short=short), shape[0]
-        assert split.tile // split.warps >= 16
-        assert split.shares % rows == 0
-        assert split.shares <= MOST_PIECES * rows
-        assert split.shares <= rows or split.shares * kv_heads <= 8 * 132
-        assert (split.shares == 0) == split.together
-    assert chosen(1, 8, 4, 128, 2, 132).shares > 8
-    assert chosen(512, 8, 4, 128, 2, 132).shares == 512
-    # Two programs of a warp, or one of two, where a processor would have three or four; more where it would have two.
-    middle = [chosen(64, 8, 4, 128, itemsize, 132) for itemsize in (1, 2)]
-    assert [(split.shares, split.warps) for split in middle] == [(64, 2), (128, 1)]
-    assert chosen(34, 8, 4, 128, 1, 132).shares == 3 * 34
-    assert chosen(ROWS_CLASSES[-1], 8, 4, 128, 2, 132).shares > 0
-    assert chosen(ROWS_CLASSES[-1] + 1, 8, 4, 128, 2, 132).shares == 0
+        tiling, kv_heads = select_decode(rows, *shape, 132, short=short), shape[0]
+        assert tiling.tile // tiling.warps >= 16
+        assert tiling.extra_splits % rows == 0
+        assert tiling.extra_splits <= MAX_SPLITS_PER_ROW * rows
+        assert tiling.extra_splits <= rows or tiling.extra_splits * kv_heads <= 8 * 132
+        assert (tiling.extra_splits == 0) == tiling.cooperative
+    assert select_decode(1, 8, 4, 128, 2, 132).extra_splits > 8
+    assert select_decode(512, 8, 4, 128, 2, 132).extra_splits == 512
+    assert select_decode(ROW_CLASSES[-1], 8, 4, 128, 2, 132).extra_splits > 0
+    assert select_decode(ROW_CLASSES[-1] + 1, 8, 4, 128, 2, 132).extra_splits == 0
 
 
 def test_few_short_rows_have_a_program_each() -> None:
     """Which reads all at once; for many rows, and for what it does not know, shortness makes no difference."""
-    from phalanx.kernels.attention import Heads, short_up_to
-    from phalanx.kernels.attention.split import SHORT, chosen
+    from phalanx.kernels.attention.dispatch import HeadLayout, short_kv_limit
+    from phalanx.kernels.attention.heuristics import SHORT_KV, select_decode
 
-    few = Heads(8, 4, 128, 2)
-    split = chosen(8, *few, 132, short=True)
-    assert (split.shares, split.together) == (0, True)
-    assert split.tile >= SHORT
-    assert not chosen(8, *few, 132).together
-    assert [short_up_to(rows, few, 132) for rows in (1, 8, 9, 512)] == [SHORT, SHORT, 0, 0]
-    assert short_up_to(1, few._replace(head_dim=256), 132) == 0
-    assert [short_up_to(1, few, 132, held << 10) for held in (163, 99)] == [SHORT, 0]
+    few = HeadLayout(8, 4, 128, 2)
+    tiling = select_decode(8, *few, 132, short=True)
+    assert (tiling.extra_splits, tiling.cooperative) == (0, True)
+    assert tiling.tile >= SHORT_KV
+    assert not select_decode(8, *few, 132).cooperative
+    assert [short_kv_limit(rows, few, 132) for rows in (1, 8, 9, 512)] == [SHORT_KV, SHORT_KV, 0, 0]
+    assert short_kv_limit(1, few._replace(head_dim=256), 132) == 0
+    assert [short_kv_limit(1, few, 132, kib << 10) for kib in (163, 99)] == [SHORT_KV, 0]
 
 
 @pytest.mark.gpu1
@@ -323,21 +309,23 @@ def test_few_short_rows_have_a_program_each() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize(("early", "short"), [(False, False), (True, False), (True, True)])
 def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool, short: bool) -> None:
-    """Captured once with rows of one token, replayed with those of the case, longest first and last; each time the same bits.
-    What is made for short rows is right for the others too. early: programs are shared out first, as an engine's graphs do."""
-    from phalanx.kernels.attention import Kind, Workspace, cut_rows, decode_attention, reference
+    """Captured once with lengths of 1, replayed with those of the case, longest first and last; each time the same bits. A launch
+    for short rows is right for the others, too. early: splits are planned first, as an engine's graphs do."""
+    from phalanx.kernels import reference
+    from phalanx.kernels.attention.dispatch import LayerSpec, SplitKvWorkspace, decode_attention, plan_splits
 
-    inputs = Inputs(*(None if each is None else each.cuda() for each in made(case)))  # type: ignore[arg-type]
+    inputs = Inputs(*(None if each is None else each.cuda() for each in inputs_of(case)))  # type: ignore[arg-type]
     options = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
-    workspace, lengths = Workspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
-    held = inputs._replace(lengths=lengths)
+    workspace, lengths = SplitKvWorkspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
+    replayed = inputs._replace(lengths=lengths)
 
     def act() -> Tensor:
-        pieces = None
+        splits = None
         if early:
-            pieces = cut_rows(lengths, held.rows, Kind.of(held.query, held.key, case.window), workspace, short=short)
+            spec = LayerSpec.of(replayed.query, replayed.key, case.window)
+            splits = plan_splits(lengths, replayed.rows, spec, workspace, short=short)
             lengths.clone()  # a launch without programmatic dependence
-        return decode_attention(*held, **options, workspace=workspace, short=short, pieces=pieces, early_lengths=early)
+        return decode_attention(*replayed, **options, workspace=workspace, short=short, splits=splits, early_lengths=early)
 
     torch.cuda.synchronize()
     act()
@@ -346,13 +334,13 @@ def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool, short: bo
     with torch.cuda.graph(graph):
         out = act()
     lengths.copy_(inputs.lengths)
-    wanted, seen = reference.decode_attention(*inputs, **options), []
+    wanted, outputs = reference.decode_attention(*inputs, **options), []
     for _ in range(20):
         graph.replay()
-        seen.append(out.clone())
-    assert all(torch.equal(each, seen[0]) for each in seen)
+        outputs.append(out.clone())
+    assert all(torch.equal(each, outputs[0]) for each in outputs)
     step = 2 * torch.finfo(case.dtype).eps
-    torch.testing.assert_close(seen[0], wanted, rtol=step, atol=step)
+    torch.testing.assert_close(outputs[0], wanted, rtol=step, atol=step)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,16 @@ The interpreter is chosen when a kernel is defined, so what runs in it runs in a
 from __future__ import annotations
 
 import random
-import re
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.split import PrefillChoice, most_prefill_tiles, prefill_choice, prefill_tiles, tile_tokens
-from tests.kernels.attention.test_decode import SCALES, let_loops_begin_anywhere
-from tests.kernels.interpreted import interpreted
+from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, max_prefill_tiles, select_prefill, tile_tokens
+from tests.kernels.attention.test_decode import SCALES
+from tests.support.kernels_compiled import spilled
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
 
@@ -42,7 +39,7 @@ class Case(NamedTuple):
     before: int = 2
     after: int = 3
     padding: int = 3
-    choice: PrefillChoice = PrefillChoice(64, 32, 4, 2)
+    tiling: PrefillTiling = PrefillTiling(64, 32, 4, 2)
 
 
 class Inputs(NamedTuple):
@@ -55,8 +52,8 @@ class Inputs(NamedTuple):
     lengths: Tensor
 
 
-def made(case: Case, seed: int = 0) -> Inputs:
-    """Blocks in no order; whatever no row sees is NaN, in the cache as it is in memory that was used before."""
+def inputs_of(case: Case, seed: int = 0) -> Inputs:
+    """Blocks in random order; whatever no row attends to is NaN, as stale memory may be."""
     generator = torch.Generator().manual_seed(seed)
     rows = [*case.rows, *([(0, 1)] * case.padding)]
     used = [-(-length // case.block_size) for count, length in rows if count]
@@ -96,17 +93,17 @@ def options(case: Case) -> dict[str, Any]:
 def assert_near(case: Case, out: Tensor, wanted: Tensor) -> None:
     step = 2 * torch.finfo(case.dtype).eps
     assert not wanted.isnan().any()
-    torch.testing.assert_close(out, wanted, rtol=step, atol=max(step, 1e-5), msg=lambda said: f"{case}: {said}")
+    torch.testing.assert_close(out, wanted, rtol=step, atol=max(step, 1e-5), msg=lambda message: f"{case}: {message}")
 
 
 def check(case: Case, seed: int = 0, tiles: int | None = None) -> None:
-    from phalanx.kernels.attention import reference
+    from phalanx.kernels import reference
     from phalanx.kernels.attention.prefill import prefill_attention
 
-    inputs = made(case, seed)
+    inputs = inputs_of(case, seed)
     wanted = reference.prefill_attention(*inputs, **options(case), out=torch.full_like(inputs.query, KEPT))
     out = torch.full_like(inputs.query, KEPT)
-    assert prefill_attention(*inputs, **options(case), choice=case.choice, tiles=tiles, out=out) is out
+    assert prefill_attention(*inputs, **options(case), tiling=case.tiling, tiles=tiles, out=out) is out
     assert_near(case, out, wanted)
 
 
@@ -125,8 +122,8 @@ def check_head_dims_dtypes_and_quantized_caches() -> None:
 def check_rows_about_the_edges_of_tiles() -> None:
     """Of tiles of 32 tokens, whose halves are programs, and of 32 keys; rows without tokens between."""
     rows = [(0, 9), (1, 33), (31, 31), (0, 1), (32, 32), (33, 64), (16, 65), (17, 96), (64, 97), (65, 65)]
-    for choice in (PrefillChoice(64, 32, 4, 2), PrefillChoice(128, 64, 8, 3), PrefillChoice(64, 16, 4, 2)):
-        check(Case(rows, 1, 4, 16, choice=choice))
+    for tiling in (PrefillTiling(64, 32, 4, 2), PrefillTiling(128, 64, 8, 3), PrefillTiling(64, 16, 4, 2)):
+        check(Case(rows, 1, 4, 16, tiling=tiling))
     check(Case(rows, 1, 4, 16, indirect=False, before=0, after=0, padding=0))
     check(Case(rows, 1, 4, 16, padding=40))  # more than there is room for in the smallest kernel
 
@@ -139,7 +136,7 @@ def check_block_sizes_and_windows() -> None:
 
 def check_as_many_programs_as_tiles_or_more() -> None:
     case = Case([(40, 50), (0, 3), (9, 9)], 2, 4, 16)
-    exact = prefill_tiles(made(case).starts.tolist(), 4)
+    exact = count_prefill_tiles(inputs_of(case).starts.tolist(), 4)
     assert exact == 3
     for tiles in (exact, exact + 5):
         check(case, tiles=tiles)
@@ -147,18 +144,18 @@ def check_as_many_programs_as_tiles_or_more() -> None:
 
 
 def check_queries_of_any_size_meet_a_quantized_cache() -> None:
-    """bf16 reaches further than fp16, which products with e4m3 are made in; and a scale's product with it further than fp32."""
-    from phalanx.kernels.attention import reference
+    """bf16 has a wider range than fp16, in which GEMMs with e4m3 run; and times a scale it exceeds fp32's."""
+    from phalanx.kernels import reference
     from phalanx.kernels.attention.prefill import prefill_attention
 
     case = Case([(30, 60)], 1, 4, 32, fp8=True, before=0, after=0)
-    inputs = made(case)
+    inputs = inputs_of(case)
     query = inputs.query
     for factor, scale in ((1e30, 1e-30), (1e-30, 1e30), (1e-30, 1e-30), (1e-39, 1.0), (0.0, 1.0)):
-        chosen = options(case) | {"scale": scale}
+        arguments = options(case) | {"scale": scale}
         inputs = inputs._replace(query=query * factor)
-        wanted = reference.prefill_attention(*inputs, **chosen)
-        out = prefill_attention(*inputs, **chosen, choice=case.choice)
+        wanted = reference.prefill_attention(*inputs, **arguments)
+        out = prefill_attention(*inputs, **arguments, tiling=case.tiling)
         torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
 
 
@@ -174,21 +171,21 @@ def test_in_the_interpreter() -> None:
 
 def test_tiles_are_counted_by_row() -> None:
     """And from shapes alone never too few."""
-    assert prefill_tiles([3, 3, 4, 20, 37, 37], 8) == 1 + 1 + 2
+    assert count_prefill_tiles([3, 3, 4, 20, 37, 37], 8) == 1 + 1 + 2
     assert [tile_tokens(group) for group in (1, 3, 8, 128, 200)] == [128, 42, 16, 1, 1]
-    drawn = random.Random(0)
+    rng = random.Random(0)
     for _ in range(200):
-        group, starts = drawn.choice((1, 3, 8, 64)), [drawn.randrange(4)]
-        for _ in range(drawn.randrange(9)):
-            starts.append(starts[-1] + drawn.choice((0, 1, 15, 16, 17, 130)))
-        assert prefill_tiles(starts, group) <= most_prefill_tiles(starts[-1], len(starts) - 1, group)
+        group, starts = rng.choice((1, 3, 8, 64)), [rng.randrange(4)]
+        for _ in range(rng.randrange(9)):
+            starts.append(starts[-1] + rng.choice((0, 1, 15, 16, 17, 130)))
+        assert count_prefill_tiles(starts, group) <= max_prefill_tiles(starts[-1], len(starts) - 1, group)
 
 
 SIGNATURE = {
     "table_rows": "*i64", **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
     **dict.fromkeys(("score_scale", "value_scale"), "fp32"), **dict.fromkeys(("table_stride", "rows", "window"), "i32"),
 }  # fmt: skip
-HELD = {80: 163, 89: 99, 90: 227, 100: 227}
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that a program may have."""
 
 
@@ -198,28 +195,28 @@ HELD = {80: 163, 89: 99, 90: 227, 100: 227}
     [(128, "*bf16", False, False), (128, "*bf16", True, False), (80, "*fp16", False, True), (256, "*bf16", True, True)],
 )
 def test_compiles(head_dim: int, dtype: str, fp8: bool, window: bool, arch: int) -> None:
-    """Down to machine code that a processor has room for: on tensor cores, with reads of 16 bytes under way."""
-    choice = prefill_choice(head_dim, 2)
-    compiled = compiled_as(choice, dtype, fp8=fp8, head_dim=head_dim, window=window, arch=arch)
+    """Down to machine code that fits a multiprocessor: on tensor cores, with loads of 16 bytes in flight."""
+    tiling = select_prefill(head_dim, 2)
+    compiled = compiled_as(tiling, dtype, fp8=fp8, head_dim=head_dim, window=window, arch=arch)
     ptx = compiled.asm["ptx"]
-    assert compiled.metadata.shared <= HELD[arch] << 10
+    assert compiled.metadata.shared <= SHARED_KIB[arch] << 10
     assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
-    vectors = 2 * choice.keys * head_dim * (1 if fp8 else 2) // 16 // (32 * choice.warps)
+    vectors = 2 * tiling.keys * head_dim * (1 if fp8 else 2) // 16 // (32 * tiling.warps)
     if arch >= 90:
-        assert ptx.count("cp.async.cg.shared.global") >= vectors * (choice.stages - 1), "keys or values are read in small pieces"
+        assert ptx.count("cp.async.cg.shared.global") >= vectors * (tiling.stages - 1), "keys or values are not read by 16 bytes"
     assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
     if arch == 90 and head_dim == 128:
         assert spilled(compiled) == 0
 
 
 @pytest.mark.parametrize(("arch", "head_dim", "fp8"), [(89, 128, False), (89, 128, True), (90, 80, True), (90, 128, False)])
-def test_fp32_fits_a_processor_too(arch: int, head_dim: int, fp8: bool) -> None:
-    choice = prefill_choice(head_dim, 4)
-    compiled = compiled_as(choice, "*fp32", fp8=fp8, head_dim=head_dim, window=False, arch=arch)
-    assert compiled.metadata.shared <= HELD[arch] << 10
+def test_fp32_fits_a_multiprocessor_too(arch: int, head_dim: int, fp8: bool) -> None:
+    tiling = select_prefill(head_dim, 4)
+    compiled = compiled_as(tiling, "*fp32", fp8=fp8, head_dim=head_dim, window=False, arch=arch)
+    assert compiled.metadata.shared <= SHARED_KIB[arch] << 10
 
 
-def compiled_as(choice: PrefillChoice, dtype: str, *, fp8: bool, head_dim: int, window: bool, arch: int) -> Any:
+def compiled_as(tiling: PrefillTiling, dtype: str, *, fp8: bool, head_dim: int, window: bool, arch: int) -> Any:
     """The kernel as Triton compiles it for 16 query and 2 KV heads."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -229,8 +226,8 @@ def compiled_as(choice: PrefillChoice, dtype: str, *, fp8: bool, head_dim: int, 
 
     constants = {
         "GROUP": 8, "KV_HEADS": 2, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
-        "TOKENS": tile_tokens(8), "ROWS": choice.rows, "KEYS": choice.keys, "STAGES": choice.stages, "MOST": 32, "INDIRECT": True,
-        "WINDOWED": window, "EARLY": fp8, "PTX": arch,
+        "TOKENS": tile_tokens(8), "ROWS": tiling.rows, "KEYS": tiling.keys, "STAGES": tiling.stages, "MOST": 32, "INDIRECT": True,
+        "WINDOWED": window, "EARLY": fp8, "SM": arch,
     }  # fmt: skip
     signature = {}
     for name in prefill._prefill.arg_names:
@@ -239,24 +236,10 @@ def compiled_as(choice: PrefillChoice, dtype: str, *, fp8: bool, head_dim: int, 
     aligned = {
         (at,): [["tt.divisibility", 16]] for at, name in enumerate(signature) if signature[name][0] == "*" and name not in SIGNATURE
     }
-    given = {"num_warps": choice.warps} | ({} if choice.registers is None else {"maxnreg": choice.registers})
+    launch = {"num_warps": tiling.warps} | ({} if tiling.registers is None else {"maxnreg": tiling.registers})
     return triton.compile(
-        ASTSource(prefill._prefill, signature, constants, aligned), target=GPUTarget("cuda", arch, 32), options=given
+        ASTSource(prefill._prefill, signature, constants, aligned), target=GPUTarget("cuda", arch, 32), options=launch
     )
-
-
-def spilled(compiled: Any) -> int:
-    """Bytes of a thread's local memory."""
-    import triton.backends.nvidia
-
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60).stdout
-    found = re.search(r"STACK:(\d+).*LOCAL:(\d+)", said)
-    assert found, said
-    return int(found[1]) + int(found[2])
 
 
 @pytest.mark.gpu1
@@ -272,27 +255,28 @@ def spilled(compiled: Any) -> int:
 @pytest.mark.parametrize("early", [False, True])
 def test_replayed_on_a_gpu_with_other_rows(case: Case, early: bool) -> None:
     """Captured with rows that have no token, replayed with those of the case; each time the same bits."""
-    from phalanx.kernels.attention import prefill_attention, reference
+    from phalanx.kernels import reference
+    from phalanx.kernels.attention.dispatch import prefill_attention
 
-    inputs = Inputs(*(None if each is None else each.cuda() for each in made(case)))  # type: ignore[arg-type]
-    held = inputs._replace(starts=torch.zeros_like(inputs.starts), lengths=torch.ones_like(inputs.lengths))
+    inputs = Inputs(*(None if each is None else each.cuda() for each in inputs_of(case)))  # type: ignore[arg-type]
+    replayed = inputs._replace(starts=torch.zeros_like(inputs.starts), lengths=torch.ones_like(inputs.lengths))
     out = torch.full_like(inputs.query, KEPT)
     torch.cuda.synchronize()
-    prefill_attention(*held, **options(case), early_lengths=early, out=out)
+    prefill_attention(*replayed, **options(case), early_lengths=early, out=out)
     torch.cuda.synchronize()
     assert bool((out == KEPT).all())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        prefill_attention(*held, **options(case), early_lengths=early, out=out)
-    held.starts.copy_(inputs.starts)
-    held.lengths.copy_(inputs.lengths)
+        prefill_attention(*replayed, **options(case), early_lengths=early, out=out)
+    replayed.starts.copy_(inputs.starts)
+    replayed.lengths.copy_(inputs.lengths)
     wanted = reference.prefill_attention(*inputs, **options(case), out=torch.full_like(inputs.query, KEPT))
-    seen = []
+    outputs = []
     for _ in range(5):
         graph.replay()
-        seen.append(out.clone())
-    assert all(torch.equal(each, seen[0]) for each in seen)
-    assert_near(case, seen[0], wanted)
+        outputs.append(out.clone())
+    assert all(torch.equal(each, outputs[0]) for each in outputs)
+    assert_near(case, outputs[0], wanted)
 
 
 if __name__ == "__main__":

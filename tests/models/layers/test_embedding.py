@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vocabulary at both ends, over ranks: vectors and their norm, logits, and the likeliest tokens without the logits."""
+"""The vocabulary at both ends, over ranks: vectors and their norm, logits, and argmax without gathering the logits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
-from phalanx.models.layers.embedding import ParallelHead, VocabParallelEmbedding
+from phalanx.models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import Seat
+from phalanx.models.slices import LayerContext
 from tests.models.layers.test_linear import fill
 
 CPU = torch.device("cpu")
@@ -27,17 +27,17 @@ def test_the_vocabulary_at_both_ends(tp: int, tied: bool, vocab: int) -> None:
     unknown = torch.where(torch.arange(20) % 3 == 0, -1, ids)
 
     def act(group: Group) -> tuple[torch.Tensor, ...]:
-        seat = Seat(group, torch.float32, CPU)
-        embedding, norm = VocabParallelEmbedding("e", vocab, 8, seat=seat), RmsNorm("n", 8, 1e-5, seat=seat)
-        head = ParallelHead("h", vocab, 8, tied=embedding if tied else None, seat=seat)
+        context = LayerContext(group, torch.float32, CPU)
+        embedding, norm = VocabParallelEmbedding("e", vocab, 8, context=context), RmsNorm("n", 8, 1e-5, context=context)
+        head = ParallelLMHead("h", vocab, 8, tied=embedding if tied else None, context=context)
         for layer in (embedding, head.table, norm):
             fill(layer, whole)
         normed, vectors = embedding(ids, norm)
         known = embedding(unknown, norm, (last_tokens, slots))[1]
         local = head.local(vectors)
         assert local.shape == (20, head.width)
-        assert head.keys(local).shape == (group.size, 20, 1)
-        return vectors, normed, known, head(vectors, rows), head.likeliest(local), head.local(vectors[:0])
+        assert head.argmax_keys(local).shape == (group.size, 20, 1)
+        return vectors, normed, known, head(vectors, rows), head.argmax(local), head.local(vectors[:0])
 
     vectors = whole["e.weight"][ids]
     table = whole["e.weight" if tied else "h.weight"]
@@ -60,10 +60,10 @@ def test_the_lowest_of_equals_wins_on_every_rank(tp: int) -> None:
     hidden = torch.randn(40, 16).round().bfloat16()
 
     def act(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        head = ParallelHead("h", 200, 16, tied=None, seat=Seat(group, torch.bfloat16, CPU))
+        head = ParallelLMHead("h", 200, 16, tied=None, context=LayerContext(group, torch.bfloat16, CPU))
         fill(head.table, {"h.weight": table})
         local = head.local(hidden)
-        return head.likeliest(local), head.gather(local)
+        return head.argmax(local), head.gather(local)
 
     with torch.inference_mode():
         for tokens, logits in LocalWorld(tp).run(act):

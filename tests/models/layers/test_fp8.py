@@ -13,21 +13,20 @@ import torch
 from phalanx import kernels
 from phalanx.comm.group import Group, ResidualRmsNorm, Solo
 from phalanx.comm.local import LocalWorld
-from phalanx.comm.rows import whole
+from phalanx.comm.sequence_parallel import unshard
 from phalanx.config.quantization import ON_LOAD, Quantization
 from phalanx.kernels import reference
-from phalanx.kernels.reference import Unscaled
-from phalanx.kernels.scaled_mm import Quantized
+from phalanx.kernels.scaled_tensors import Quantized, Unscaled
 from phalanx.models.layers import fp8
-from phalanx.models.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, Rows
+from phalanx.models.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear, WeightRows
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import Seat, Sliced
+from phalanx.models.slices import LayerContext, Sliced
 from phalanx.plan import shard
-from tests.checkpoints import write_checkpoint
-from tests.comm.rows.poisoned import poisoned
-from tests.models.formation import CPU, Formation
+from tests.support.checkpoints import write_checkpoint
+from tests.support.comm_poisoned import poisoned
+from tests.support.models_formation import CPU, Formation
 
-SEAT = Seat(Solo(), torch.float32, CPU, ON_LOAD, fp8_products=True)
+CONTEXT = LayerContext(Solo(), torch.float32, CPU, ON_LOAD, fp8_gemm=True)
 
 
 def fill(*layers: Sliced) -> None:
@@ -38,23 +37,24 @@ def fill(*layers: Sliced) -> None:
             part.store(whole.narrow(part.dim, part.begin, part.target.shape[part.dim]))
 
 
-def merged(seat: Seat) -> MergedColumnParallelLinear:
-    return MergedColumnParallelLinear(["gate_proj", "up_proj"], 32, 64, what="inner", bias=True, seat=seat)
+def merged(context: LayerContext) -> MergedColumnParallelLinear:
+    return MergedColumnParallelLinear(["gate_proj", "up_proj"], 32, 64, what="inner", bias=True, context=context)
 
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: int, bias: bool) -> None:
-    """(values, scale, residual) come from the all-reduce, and the next product is that of the plain norm, quantized then."""
+    """(values, scale, residual) come from the all-reduce, and the output of the next layer is that of the plain norm, quantized
+    then."""
     x, residual = torch.randn(5, 64), torch.randn(5, 32)
     quantization = replace(ON_LOAD, activations="static" if static else "token")
 
     def act(group: Group) -> None:
-        seat = replace(SEAT, group=group, quantization=quantization)
+        context = replace(CONTEXT, group=group, quantization=quantization)
         mine = shard.even("inputs", 64, tp, group.rank)
-        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=bias, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
-        after = merged(seat)
+        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=bias, context=context), RmsNorm("n", 32, 1e-5, context=context)
+        after = merged(context)
         fill(out, norm, after)
         for layer in (out, after):
             if static:
@@ -68,7 +68,7 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
         values, scale = kernels.quantize_fp8(plain, after.fp8.input_scale)
         assert torch.equal(fused.values.float(), values.float())
         assert torch.equal(fused.scale, scale.expand(5, 1))
-        wide = after.fp8.widened(after.weight)
+        wide = after.fp8.dequantized(after.weight)
         torch.testing.assert_close(after(fused), (values.float() * scale) @ wide.t() + after.bias, rtol=1e-5, atol=1e-5)
         assert torch.equal(after(fused), after(plain))
         assert isinstance(norm(residual), Quantized)
@@ -78,24 +78,24 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
 
 
 def test_what_the_norm_asks_of_the_all_reduce() -> None:
-    norm, layer = RmsNorm("n", 32, 1e-5, seat=SEAT), merged(SEAT)
-    assert norm.after(torch.zeros(1, 32)).quant == "none"
+    norm, layer = RmsNorm("n", 32, 1e-5, context=CONTEXT), merged(CONTEXT)
+    assert norm.fusion(torch.zeros(1, 32)).quant == "none"
     norm.feed(layer.fp8)
-    asked: ResidualRmsNorm = norm.after(torch.zeros(1, 32))
+    asked: ResidualRmsNorm = norm.fusion(torch.zeros(1, 32))
     assert (asked.quant, asked.scale) == ("fp8", None)
-    norm.feed(merged(replace(SEAT, fp8_products=False)).fp8)
-    assert norm.after(torch.zeros(1, 32)).quant == "none"
+    norm.feed(merged(replace(CONTEXT, fp8_gemm=False)).fp8)
+    assert norm.fusion(torch.zeros(1, 32)).quant == "none"
 
 
-def test_sizes_that_fp8_products_cannot_have(caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_that_fp8_gemms_cannot_have(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="phalanx"):
-        layer = MergedColumnParallelLinear(["gate_proj", "up_proj"], 40, 64, what="inner", bias=False, seat=SEAT)
+        layer = MergedColumnParallelLinear(["gate_proj", "up_proj"], 40, 64, what="inner", bias=False, context=CONTEXT)
     assert "128 x 40" in caplog.text
     assert "multiples of 16" in caplog.text
-    assert not layer.fp8.products
+    assert not layer.fp8.fp8_gemm
     fill(layer)
     x = torch.randn(3, 40)
-    assert torch.equal(layer(x), x @ layer.fp8.widened(layer.weight).t())
+    assert torch.equal(layer(x), x @ layer.fp8.dequantized(layer.weight).t())
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -104,14 +104,14 @@ def test_a_model_with_its_seams_is_the_model_without(tp: int, tmp_path: Path) ->
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "std": 0.15}
     folder = write_checkpoint(tmp_path / "m", "qwen3", **sizes)
     ids = torch.randint(0, 384, (9,))
-    fused = Formation(folder, tp=tp, fp8=True, fp8_products=True)
-    apart = Formation(folder, tp=tp, fp8=True, fp8_products=True)
+    fused = Formation(folder, tp=tp, fp8=True, fp8_gemm=True)
+    apart = Formation(folder, tp=tp, fp8=True, fp8_gemm=True)
     for model in apart.models[0]:
         for layer in model.layers:
-            layer.norm.feed(None)
-            layer.mlp_norm.feed(None)
+            layer.input_layernorm.feed(None)
+            layer.post_attention_layernorm.feed(None)
     assert torch.equal(fused.step([(0, ids)])[0], apart.step([(0, ids)])[0])
-    widened = Formation(folder, tp=tp, fp8=True, fp8_products=False)
+    widened = Formation(folder, tp=tp, fp8=True, fp8_gemm=False)
     assert not torch.equal(fused.step([(1, ids)])[0], widened.step([(1, ids)])[0])
 
 
@@ -122,7 +122,7 @@ def test_scales_are_left_to_what_reads_a_product(
     """To the SiLU of each layer, and to rope where neither a bias nor a norm of the heads stands between, and to the
     sums of several ranks; with the same logits."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "std": 0.15}
-    model = Formation(write_checkpoint(tmp_path / "m", family, **sizes), tp=tp, fp8=True, fp8_products=True)
+    model = Formation(write_checkpoint(tmp_path / "m", family, **sizes), tp=tp, fp8=True, fp8_gemm=True)
     ids = torch.randint(0, 384, (9,))
     finished = model.step([(0, ids)])[0]
     asked: list[int] = []
@@ -140,76 +140,83 @@ BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="wei
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_scales_once_a_block_where_rows_begin_with_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's product takes them: of merged layers, and of slices of layers, as they come from a checkpoint."""
-    monkeypatch.setattr(fp8.blocks, "_torch_multiplies", lambda device: True)
-    seat = replace(SEAT, quantization=BLOCKS)
+def test_scales_by_block_where_rows_begin_with_one(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cuBLAS takes them: of merged layers, and of slices of layers, as they come from a checkpoint."""
+    monkeypatch.setattr(fp8.block_gemm, "_cublas_scales_by_block", lambda device: True)
+    context = replace(CONTEXT, quantization=BLOCKS)
 
-    def held(*runs: Rows) -> ColumnParallelLinear:
-        layer = ColumnParallelLinear(list(runs), 512, bias=False, seat=seat)
+    def held(*runs: WeightRows) -> ColumnParallelLinear:
+        layer = ColumnParallelLinear(list(runs), 512, bias=False, context=context)
         for scale in layer.scales():  # of a checkpoint: block (r, c) of a layer has 10 r + c, and the second layer 100 more
             rows, columns = scale.shapes[0]
             scale.store(torch.arange(rows)[:, None] * 10.0 + torch.arange(columns) + 100 * ("b" in scale.name))
         return layer
 
-    whole = held(Rows("a", 512, 256 * rank, 256), Rows("b", 256, 128 * rank, 128))
+    whole = held(WeightRows("a", 512, 256 * rank, 256), WeightRows("b", 256, 128 * rank, 128))
     assert whole.fp8 is not None
     assert whole.fp8.whole_blocks
     first = torch.tensor([2 * rank, 2 * rank + 1, 10 + rank])[:, None] * 10.0
-    found = whole.fp8._once_a_block()
+    found = whole.fp8._scale_per_block()
     assert torch.equal(found, first + torch.arange(4))
-    assert whole.fp8._once_a_block() is found
-    for runs in ((Rows("a", 512, 64, 256),), (Rows("a", 512, 0, 192), Rows("b", 256, 0, 128)), (Rows("a", 512, 0, 320),)):
+    assert whole.fp8._scale_per_block() is found
+    for runs in (
+        (WeightRows("a", 512, 64, 256),),
+        (WeightRows("a", 512, 0, 192), WeightRows("b", 256, 0, 128)),
+        (WeightRows("a", 512, 0, 320),),
+    ):
         layer = held(*runs)
         assert layer.fp8 is not None
         assert not layer.fp8.whole_blocks
-    monkeypatch.setattr(fp8.blocks, "_torch_multiplies", lambda device: False)
-    plain = held(Rows("a", 512, 0, 256)).fp8
+    monkeypatch.setattr(fp8.block_gemm, "_cublas_scales_by_block", lambda device: False)
+    plain = held(WeightRows("a", 512, 0, 256)).fp8
     assert plain is not None
     assert not plain.whole_blocks
 
 
 @pytest.mark.parametrize("kind", ["blocks", "widened", "fp32"])
-def test_products_that_cannot_come_in_pieces_are_handed_over_whole(kind: str) -> None:
+def test_gemms_that_cannot_write_to_targets_return_a_tensor(kind: str) -> None:
     quantization = BLOCKS if kind == "blocks" else ON_LOAD
     dtype = torch.float32 if kind == "fp32" else torch.bfloat16
     x, residual, scales = torch.randn(7, 64).to(dtype), torch.randn(7, 32).to(dtype), torch.rand(3, 3) + 0.1
 
     def act(base: Group) -> None:
-        group = poisoned(base, lands_from=1)
-        seat = replace(SEAT, group=group, quantization=quantization, dtype=dtype, fp8_products=kind != "widened")
+        group = poisoned(base, gemm_rs_min_tokens=1)
+        context = replace(CONTEXT, group=group, quantization=quantization, dtype=dtype, fp8_gemm=kind != "widened")
         mine = shard.even("inputs", 64, 2, group.rank)
-        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
+        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, context=context), RmsNorm("n", 32, 1e-5, context=context)
         (fill_blocks(out, scales) if kind == "blocks" else fill(out))
         fill(norm)
         out(x[:, mine.start : mine.stop].contiguous(), residual, norm)
-        assert group.calls == {"TWOSHOT+OWNED/RESIDUAL_RMS_NORM": 1}
+        assert group.calls == {"RS_NORM_AG/RESIDUAL_RMS_NORM": 1}
 
     with torch.inference_mode():
         LocalWorld(2).run(act)
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_product_in_pieces_is_the_whole_one(static: bool) -> None:
-    """Each rank's rows go to their owner, with the scales of these rows."""
+def test_gemm_rs_gives_the_outputs_of_the_gemm(static: bool) -> None:
+    """The rows of each rank go to that rank, with the scales of these rows."""
     x, residual = torch.randn(7, 64).bfloat16(), torch.randn(7, 32).bfloat16()
     x *= torch.logspace(-3, 2, 7)[:, None]  # scales that are far apart
     quantization = replace(ON_LOAD, activations="static" if static else "token")
 
     def act(base: Group) -> None:
         outputs = []
-        for group in (base, poisoned(base, lands_from=1)):
-            seat = replace(SEAT, group=group, quantization=quantization, dtype=torch.bfloat16)
+        for group in (base, poisoned(base, gemm_rs_min_tokens=1)):
+            context = replace(CONTEXT, group=group, quantization=quantization, dtype=torch.bfloat16)
             mine = shard.even("inputs", 64, 2, group.rank)
-            out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
+            out, norm = (
+                RowParallelLinear("o", 64, 32, local=mine, bias=False, context=context),
+                RmsNorm("n", 32, 1e-5, context=context),
+            )
             fill(out, norm)
             if static:
                 out.fp8.input_scale.fill_(0.5)
             norm.weight.fill_(1)
             found, new = out(x[:, mine.start : mine.stop].contiguous(), residual, norm)
-            outputs.append((found, whole(new, group)))
+            outputs.append((found, unshard(new, group)))
             if group is not base:
-                assert group.calls == {"TWOSHOT+LANDED/RESIDUAL_RMS_NORM": 1}
+                assert group.calls == {"GEMM_RS/RESIDUAL_RMS_NORM": 1}
         for left, right in zip(*outputs, strict=True):
             torch.testing.assert_close(left, right)
 
@@ -231,39 +238,42 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
     x, residual, scales = torch.randn(5, 320), torch.randn(5, 32), torch.rand(3, 3) + 0.1
 
     def act(group: Group) -> torch.Tensor:
-        seat = replace(SEAT, group=group, quantization=BLOCKS)
+        context = replace(CONTEXT, group=group, quantization=BLOCKS)
         mine = shard.even("inputs", 320, tp, group.rank)
-        out, norm = RowParallelLinear("o", 320, 32, local=mine, bias=False, seat=seat), RmsNorm("n", 32, 1e-5, seat=seat)
-        after = merged(seat)
+        out, norm = (
+            RowParallelLinear("o", 320, 32, local=mine, bias=False, context=context),
+            RmsNorm("n", 32, 1e-5, context=context),
+        )
+        after = merged(context)
         fill_blocks(out, scales)
         fill_blocks(after, scales)
         fill(norm)
         norm.feed(after.fp8)
-        assert out.fp8.by_group
-        assert not out.fp8.products
+        assert out.fp8.quantizes_groups
+        assert not out.fp8.fp8_gemm
         assert out.weight_scale.shape == (32, -(-mine.stop // 128) - mine.start // 128)
-        product = out.fp8.linear(x[:, mine.start : mine.stop], out.weight)
+        output = out.fp8.linear(x[:, mine.start : mine.stop], out.weight)
         begin, columns = mine.start % 128, slice(mine.start, mine.stop)
-        values, x_scale = reference.quantize_groups(x[:, columns], 128, begin)
+        values, x_scale = reference.per_token_group_quant_fp8(x[:, columns], 128, begin)
         meant = reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin)
-        torch.testing.assert_close(product, meant @ out.fp8.widened(out.weight).t(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output, meant @ out.fp8.dequantized(out.weight).t(), rtol=1e-5, atol=1e-5)
         normed, _ = out(x[:, columns], residual, norm)
         assert isinstance(normed, torch.Tensor)
-        wide = after.fp8.widened(after.weight)
-        values, x_scale = reference.quantize_groups(normed)
+        wide = after.fp8.dequantized(after.weight)
+        values, x_scale = reference.per_token_group_quant_fp8(normed)
         wanted = reference.dequantize(values, x_scale, torch.float32, block=128) @ wide.t() + after.bias
         torch.testing.assert_close(after(normed, may_stay_unscaled=True), wanted, rtol=1e-5, atol=1e-5)
         for token in range(5):  # alone or beside others, but for the order of sums
             torch.testing.assert_close(after(normed[token : token + 1]), wanted[token : token + 1], rtol=1e-5, atol=1e-5)
-        return product
+        return output
 
     with torch.inference_mode():
         parts = LocalWorld(tp).run(act)
-        seat = replace(SEAT, quantization=BLOCKS, fp8_products=False)
-        plain = RowParallelLinear("o", 320, 32, local=range(320), bias=False, seat=seat)
+        context = replace(CONTEXT, quantization=BLOCKS, fp8_gemm=False)
+        plain = RowParallelLinear("o", 320, 32, local=range(320), bias=False, context=context)
         fill_blocks(plain, scales)
-        assert not plain.fp8.by_group
-        wanted = x @ plain.fp8.widened(plain.weight).t()
+        assert not plain.fp8.quantizes_groups
+        wanted = x @ plain.fp8.dequantized(plain.weight).t()
         assert torch.equal(plain.fp8.linear(x, plain.weight), wanted)
         error = (sum(parts) - wanted).norm() / wanted.norm()
     assert 1e-3 < float(error) < 2**-4  # of e4m3, a sixteenth of each activation at most
@@ -271,16 +281,16 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
 
 def test_what_the_log_says_of_blocks(caplog: pytest.LogCaptureFixture) -> None:
     cuda, bf16 = torch.device("cuda"), torch.bfloat16
-    how = fp8.how_multiplied
+    how = fp8.describe_gemm
     assert "a scale per token and 128 columns" in (how(BLOCKS, True, cuda, bf16) or "")
     none = how(BLOCKS, False, cuda, bf16) or ""
-    assert "run in bfloat16: this cuda has no FP8 products; up to 64 tokens" in none
+    assert "run in bfloat16: this cuda has no FP8 GEMM; up to 64 tokens" in none
     assert "blocks have 20 columns" in (how(replace(BLOCKS, block=(24, 20)), True, cuda, bf16) or "")
     assert "does not quantize activations" in (how(replace(BLOCKS, activations="none"), True, cuda, bf16) or "")
     assert how(ON_LOAD, True, cuda, bf16) is None
     assert "does not quantize activations" in (how(replace(ON_LOAD, activations="none"), True, cuda, bf16) or "")
     with caplog.at_level(logging.INFO, logger="phalanx"):
-        seat = replace(SEAT, quantization=BLOCKS)
-        layer = RowParallelLinear("o", 64, 32, local=range(8, 56), bias=False, seat=seat)
+        context = replace(CONTEXT, quantization=BLOCKS)
+        layer = RowParallelLinear("o", 64, 32, local=range(8, 56), bias=False, context=context)
     assert "from column 8 on" in caplog.text
-    assert not layer.fp8.by_group
+    assert not layer.fp8.quantizes_groups

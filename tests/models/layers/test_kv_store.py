@@ -11,15 +11,15 @@ import torch
 from phalanx.comm.group import Solo
 from phalanx.models.batch import LayerCache
 from phalanx.models.layers.kv_store import KvStore
-from phalanx.models.slices import Seat
+from phalanx.models.slices import LayerContext
 
 CPU = torch.device("cpu")
-SEAT = Seat(Solo(), torch.float32, CPU)
+CONTEXT = LayerContext(Solo(), torch.float32, CPU)
 
 
 def stored(store: KvStore, key: torch.Tensor, value: torch.Tensor) -> LayerCache:
     """Of positions that turn nothing; slot 5, none, slot 8."""
-    cache = LayerCache.zeros(3, 4, 2, 8, store.seat.cache_dtype, CPU)
+    cache = LayerCache.zeros(3, 4, 2, 8, store.context.cache_dtype, CPU)
     query = torch.randn(3, 4, 8)
     unturned = torch.ones(3, 4), torch.zeros(3, 4)
     heads = torch.cat((query, key, value), dim=1)
@@ -29,7 +29,7 @@ def stored(store: KvStore, key: torch.Tensor, value: torch.Tensor) -> LayerCache
 
 def test_as_they_are() -> None:
     key, value = torch.randn(2, 3, 2, 8)
-    cache = stored(KvStore("a", seat=SEAT), key, value)
+    cache = stored(KvStore("a", context=CONTEXT), key, value)
     assert torch.equal(cache.key[1, 1], key[0])
     assert torch.equal(cache.value[2, 0], value[2])
 
@@ -38,7 +38,7 @@ def test_as_they_are() -> None:
 def test_in_fp8(scales: tuple[float, float] | None) -> None:
     key, value = torch.randn(2, 3, 2, 8)
     key[0, 0, 0], value[2, 1, 7] = 1e4, -1e4
-    store = KvStore("a", seat=replace(SEAT, fp8_cache=True))
+    store = KvStore("a", context=replace(CONTEXT, fp8_cache=True))
     store.read_scales = scales
     cache = stored(store, key, value)
     for held, given, scale in ((cache.key, key, (scales or (1.0,))[0]), (cache.value, value, (scales or (1.0, 1.0))[1])):

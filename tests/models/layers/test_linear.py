@@ -14,11 +14,11 @@ from phalanx.comm.local import LocalWorld
 from phalanx.models import registry
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import Seat, Sliced
+from phalanx.models.slices import LayerContext, Sliced
 from phalanx.plan import shard
-from tests.checkpoints import write_checkpoint
-from tests.comm.rows.poisoned import poisoned
-from tests.models.formation import Formation
+from tests.support.checkpoints import write_checkpoint
+from tests.support.comm_poisoned import poisoned
+from tests.support.models_formation import Formation
 
 CPU = torch.device("cpu")
 
@@ -37,8 +37,11 @@ def test_row_parallel_adds_its_bias_once(tp: int, bias: bool, normed: bool) -> N
     x, residual = torch.randn(5, 16), torch.randn(5, 12)
 
     def act(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        seat, mine = Seat(group, torch.float32, CPU), shard.even("inputs", 16, group.size, group.rank)
-        layer, norm = RowParallelLinear("o", 16, 12, local=mine, bias=bias, seat=seat), RmsNorm("n", 12, 1e-5, seat=seat)
+        context, mine = LayerContext(group, torch.float32, CPU), shard.even("inputs", 16, group.size, group.rank)
+        layer, norm = (
+            RowParallelLinear("o", 16, 12, local=mine, bias=bias, context=context),
+            RmsNorm("n", 12, 1e-5, context=context),
+        )
         fill(layer, whole)
         fill(norm, whole)
         done: tuple[torch.Tensor, torch.Tensor] = layer(x[:, mine.start : mine.stop], residual, norm if normed else None)
@@ -61,7 +64,7 @@ def test_qkv_holds_the_heads_of_its_rank(q: int, kv: int, tp: int) -> None:
     full = [F.linear(x, whole[f"{name}.weight"], whole[f"{name}.bias"]).view(3, -1, 4) for name in names]
 
     def act(group: Group) -> None:
-        layer = QkvParallelLinear("a", 10, q, kv, 4, bias=True, seat=Seat(group, torch.float32, CPU))
+        layer = QkvParallelLinear("a", 10, q, kv, 4, bias=True, context=LayerContext(group, torch.float32, CPU))
         fill(layer, whole)
         held = layer.heads
         out = layer(x).view(3, -1, 4)
@@ -75,17 +78,17 @@ def test_qkv_holds_the_heads_of_its_rank(q: int, kv: int, tp: int) -> None:
 class _Owning(Formation):
     """Its ranks own rows, by chunks of five; whoever reads a row that another owns reads NaN."""
 
-    lands_from = 1 << 30
+    gemm_rs_min_tokens = 1 << 30
 
     def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
-        self.groups = [*getattr(self, "groups", []), made := poisoned(group, lands_from=self.lands_from)]
+        self.groups = [*getattr(self, "groups", []), made := poisoned(group, gemm_rs_min_tokens=self.gemm_rs_min_tokens)]
         return super()._rank(made, layers, folder)
 
 
-class _Landing(_Owning):
-    """Products of three tokens and more go to owners in pieces; what is not written there is NaN."""
+class _GemmRs(_Owning):
+    """GEMM outputs of three tokens and more are written to the ranks that sum them; other values are NaN."""
 
-    lands_from = 3
+    gemm_rs_min_tokens = 3
 
 
 @pytest.mark.parametrize(("family", "tp", "pp"), [("llama", 2, 1), ("llama", 4, 2), ("qwen2", 2, 2), ("qwen3", 3, 1)])
@@ -93,7 +96,7 @@ class _Landing(_Owning):
 def test_a_model_whose_rows_have_owners_says_the_same(family: str, tp: int, pp: int, fp8: bool, tmp_path: Path) -> None:
     heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 96, "intermediate_size": 192}
     folder = write_checkpoint(tmp_path, family, **heads)
-    options = {"fp8": fp8, "fp8_products": fp8}
+    options = {"fp8": fp8, "fp8_gemm": fp8}
     whole = Formation(folder, tp=tp, pp=pp, **options)
     owning = _Owning(folder, tp=tp, pp=pp, **options)
     tokens = torch.arange(11) % 7
@@ -102,18 +105,18 @@ def test_a_model_whose_rows_have_owners_says_the_same(family: str, tp: int, pp: 
             assert not found.isnan().any()
             assert torch.equal(found, wanted)
     calls = owning.groups[0].calls
-    assert any("OWNED" in name and ("FP8" in name) == fp8 for name in calls), calls
+    assert any("RS_NORM_AG" in name and ("FP8" in name) == fp8 for name in calls), calls
 
 
 @pytest.mark.parametrize(("family", "tp", "pp"), [("llama", 2, 1), ("qwen3", 3, 2)])
-def test_a_model_whose_products_land_with_owners_says_the_same(family: str, tp: int, pp: int, tmp_path: Path) -> None:
-    """But for the order in which a product of fewer rows adds up on a CPU. Steps of two tokens do not land."""
+def test_a_model_with_gemm_rs_gives_the_same(family: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """But for the order of sums in a GEMM of fewer rows on a CPU. Steps of two tokens run RS_NORM_AG."""
     folder = write_checkpoint(
         tmp_path, family, num_attention_heads=12, num_key_value_heads=12, hidden_size=96, intermediate_size=192
     )
-    whole, landing = Formation(folder, tp=tp, pp=pp), _Landing(folder, tp=tp, pp=pp)
+    plain, gemm_rs = Formation(folder, tp=tp, pp=pp), _GemmRs(folder, tp=tp, pp=pp)
     tokens = torch.arange(11) % 7
     for step in ([(0, tokens), (1, tokens[:3])], [(0, tokens[:1]), (1, tokens[:1])], [(1, tokens[:4])]):
-        for found, wanted in zip(landing.step(step), whole.step(step), strict=True):
+        for found, wanted in zip(gemm_rs.step(step), plain.step(step), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert set(landing.groups[0].calls) >= {"TWOSHOT+OWNED/RESIDUAL_RMS_NORM", "TWOSHOT+LANDED/RESIDUAL_RMS_NORM"}
+    assert set(gemm_rs.groups[0].calls) >= {"RS_NORM_AG/RESIDUAL_RMS_NORM", "GEMM_RS/RESIDUAL_RMS_NORM"}

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from phalanx import kernels
 from phalanx.config.model import ModelShape
 from phalanx.config.rope import ROPE_TYPES, Rope
-from phalanx.models.layers.rope import Rotary, inverse_wavelengths
+from phalanx.models.layers.rope import Rotary, inv_freq
 
 BASE: dict[str, Any] = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 512}
 
@@ -39,27 +39,27 @@ def test_wavelengths_are_transformers(parameters: dict[str, Any]) -> None:
     expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](reference, torch.device("cpu"))
     config = {"architectures": ["LlamaForCausalLM"], **sizes, "num_hidden_layers": 1, "rope_parameters": parameters}
     rope = ModelShape.from_config(config).rope
-    torch.testing.assert_close(inverse_wavelengths(rope, 128), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inv_freq(rope, 128), expected, rtol=1e-6, atol=0)
     assert rope.attention_factor == pytest.approx(factor)
     if parameters["rope_type"] != "linear":
-        plain = inverse_wavelengths(Rope(theta=10000.0), 128)
-        assert plain[0] == inverse_wavelengths(rope, 128)[0]
-        assert inverse_wavelengths(rope, 128)[-1] == pytest.approx(plain[-1].item() / 8.0)
+        plain = inv_freq(Rope(theta=10000.0), 128)
+        assert plain[0] == inv_freq(rope, 128)[0]
+        assert inv_freq(rope, 128)[-1] == pytest.approx(plain[-1].item() / 8.0)
 
 
 def test_every_kind_that_config_reads_is_built() -> None:
     for kind in ROPE_TYPES:
-        assert inverse_wavelengths(Rope(kind, factor=2.0, original_max_positions=64), 16).shape == (8,)
+        assert inv_freq(Rope(kind, factor=2.0, original_max_positions=64), 16).shape == (8,)
     with pytest.raises(ValueError, match="spiral"):
-        inverse_wavelengths(Rope("spiral"), 16)
+        inv_freq(Rope("spiral"), 16)
 
 
 def test_a_head_is_turned_as_complex_numbers_are() -> None:
     rotary = Rotary(Rope(theta=100.0), 8, torch.device("cpu"))
     x, positions = torch.randn(5, 3, 8), torch.tensor([0, 1, 7, 200, 4000])
-    turned = kernels.rope(x, *rotary(positions))
+    rotated = kernels.rope(x, *rotary(positions))
     angles = positions[:, None].double() * 100.0 ** (-torch.arange(0, 8, 2).double() / 8)
     number = torch.complex(x[..., :4].double(), x[..., 4:].double()) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    torch.testing.assert_close(turned, torch.cat((number.real, number.imag), dim=-1).float(), rtol=1e-3, atol=1e-3)
-    assert torch.equal(turned[0], x[0])
+    torch.testing.assert_close(rotated, torch.cat((number.real, number.imag), dim=-1).float(), rtol=1e-3, atol=1e-3)
+    assert torch.equal(rotated[0], x[0])
     assert kernels.rope(x.bfloat16(), *rotary(positions)).dtype == torch.bfloat16

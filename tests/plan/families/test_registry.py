@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.config.model import ModelShape
 from phalanx.errors import LayoutError, UnsupportedArchitecture
-from phalanx.plan import weights
+from phalanx.plan import weight_tensors
 from phalanx.plan.families import registry
 from phalanx.plan.families.registry import layer_tensors, outer_tensors, shape_of
 
@@ -31,7 +31,7 @@ def test_declared_tensors_add_up_to_the_published_parameters(name):
 def test_dense_families_declare_what_the_loader_expects(name):
     model = ModelShape.from_config(registry.known(name))
     _, tensors = every(name)
-    assert {t.name: t.shape for t in tensors} == weights.tensors(model)
+    assert {t.name: t.shape for t in tensors} == weight_tensors.tensors(model)
 
 
 @pytest.mark.parametrize("name", registry.names())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.serve.openai.served import Live, Scripted, live
+from tests.support.serve_http_app import Live, Scripted, live
 
 TEXT = "Hello wörld 🙂🙃, this is a rank. 你好!"
 
@@ -18,11 +18,11 @@ def server() -> Live:
 
 @pytest.fixture(scope="module")
 def client(server):
-    with server.openai() as made:
-        yield made
+    with server.openai() as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
 def http(server):
-    with server.client() as made:
-        yield made
+    with server.client() as client:
+        yield client

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from phalanx.serve.openai.body import MAX_BODY_BYTES
-from phalanx.serve.openai.schema.answers import ErrorAnswer
-from tests.serve.openai.served import MODEL
+from phalanx.serve.openai.schema.responses import ErrorResponse
+from tests.support.serve_http_app import MODEL
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 
@@ -26,7 +26,7 @@ def post(http, path, content, **headers):
 
 def refused(answer, status=400):
     assert answer.status_code == status, answer.text
-    error = ErrorAnswer.model_validate(answer.json()).error
+    error = ErrorResponse.model_validate(answer.json()).error
     assert len(error.message) < 2000
     return error
 

@@ -9,9 +9,9 @@ import msgspec
 import openai
 import pytest
 
-from phalanx.serve.openai.schema.answers import ChatAnswer, ChatChunk
+from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
 from tests.serve.openai.conftest import TEXT
-from tests.serve.openai.served import HERMES_TEMPLATE, LLAMA_TEMPLATE, MODEL, Scripted, live, tokenizer_of
+from tests.support.serve_http_app import HERMES_TEMPLATE, LLAMA_TEMPLATE, MODEL, Scripted, live, tokenizer_of
 
 ASK = [{"role": "user", "content": "What?"}]
 TOKENS = tokenizer_of().encode(TEXT, add_special_tokens=False)
@@ -28,17 +28,17 @@ TOOLS = [
 ]
 
 
-def stream_of(client, **asked):
-    chunks = list(client.chat.completions.create(model=MODEL, stream=True, **asked))
+def stream_of(client, **fields):
+    chunks = list(client.chat.completions.create(model=MODEL, stream=True, **fields))
     for chunk in chunks:
-        ChatChunk.model_validate(chunk.to_dict())
+        ChatCompletionChunk.model_validate(chunk.to_dict())
     assert len({chunk.id for chunk in chunks}) == 1
     return chunks
 
 
 def test_whole_answer(client):
     answer = client.chat.completions.create(model=MODEL, messages=ASK)
-    ChatAnswer.model_validate(answer.to_dict())
+    ChatCompletionResponse.model_validate(answer.to_dict())
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
     assert choice.message.tool_calls is None
@@ -96,12 +96,12 @@ def test_neutral_fields_are_taken(client):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says", "param"),
+    ("fields", "message", "param"),
     [
-        ({"store": True}, "store cannot be honoured: answers are not stored", "store"),
-        ({"audio": {"voice": "x", "format": "wav"}}, "audio cannot be honoured", "audio"),
-        ({"modalities": ["text", "audio"]}, "modalities cannot be honoured", "modalities"),
-        ({"service_tier": "flex"}, "one tier", "service_tier"),
+        ({"store": True}, "store is not supported: answers are not stored", "store"),
+        ({"audio": {"voice": "x", "format": "wav"}}, "audio is not supported", "audio"),
+        ({"modalities": ["text", "audio"]}, "modalities is not supported", "modalities"),
+        ({"service_tier": "flex"}, "the only tier is", "service_tier"),
         ({"extra_body": {"temprature": 1}}, "unknown field 'temprature'; did you mean 'temperature'", "temprature"),
         ({"extra_body": {"messages": []}}, "messages", "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only", None),
@@ -110,19 +110,19 @@ def test_neutral_fields_are_taken(client):
         ({"messages": [{"role": "user"}]}, "required", "messages[0].content"),
         ({"top_logprobs": 2}, "needs logprobs", "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "contradict", "max_tokens"),
-        ({"tools": TOOLS}, "chat template teaches neither", "tools"),
+        ({"tools": TOOLS}, "chat template describes neither", "tools"),
         ({"tool_choice": "required"}, "needs tools", "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "none of the tools", "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "not one of the tools", "tool_choice"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
          "response_format", "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}},
          "response_format.json_schema.schema: ", "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"anyOf": []}}}},
-         "an empty 'anyOf'; nothing satisfies it", "response_format"),
+         "has an empty 'anyOf' at #; no value satisfies it", "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
          "no finite text satisfies it", "response_format"),
-        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "comes from the request", "chat_template_kwargs"),
-        ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "comes from the request", "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "is set by the server", "chat_template_kwargs"),
+        ({"extra_body": {"chat_template_kwargs": {"self": 1}}}, "is set by the server", "chat_template_kwargs"),
         ({"extra_body": {"temperature": "1"}}, "temperature", "temperature"),
         ({"extra_body": {"n": 1.5}}, "n:", "n"),
         ({"n": 129}, "n:", "n"),
@@ -131,19 +131,19 @@ def test_neutral_fields_are_taken(client):
         ({"max_tokens": 0}, "max_tokens", "max_tokens"),
     ],
 )  # fmt: skip
-def test_what_is_refused(client, asked, says, param):
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**{"model": MODEL, "messages": ASK, **asked})
-    assert says in refused.value.body["message"]
-    assert refused.value.body["type"] == "invalid_request_error"
+def test_what_is_rejected(client, fields, message, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**{"model": MODEL, "messages": ASK, **fields})
+    assert message in error.value.body["message"]
+    assert error.value.body["type"] == "invalid_request_error"
     if param is not None:
-        assert refused.value.param == param
+        assert error.value.param == param
 
 
 def test_unknown_model(client):
-    with pytest.raises(openai.NotFoundError) as refused:
+    with pytest.raises(openai.NotFoundError) as error:
         client.chat.completions.create(model="gpt-4o", messages=ASK)
-    assert refused.value.code == "model_not_found"
+    assert error.value.code == "model_not_found"
 
 
 def test_structured_output_reaches_the_engine(server, client):
@@ -156,11 +156,11 @@ def test_structured_output_reaches_the_engine(server, client):
         {"extra_body": {"guided_grammar": 'root ::= "a" | "b"'}},
     ]
     kinds = []
-    for asked in formats:
-        client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, **asked)
-        guide = server.engine.added[-1].params.guide
-        assert guide.compiled
-        kinds += [name for name in ("json_schema", "json_object", "regex", "grammar") if getattr(guide, name)]
+    for fields in formats:
+        client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, **fields)
+        structured_output = server.engine.added[-1].params.structured_output
+        assert structured_output.compiled
+        kinds += [name for name in ("json_schema", "json_object", "regex", "grammar") if getattr(structured_output, name)]
     assert kinds == ["json_schema", "json_object", "json_schema", "regex", "grammar"]
 
 
@@ -173,13 +173,13 @@ CALLS = {
 
 @pytest.mark.parametrize("template", list(CALLS), ids=["hermes", "llama"])
 def test_tool_calls(template):
-    said = "I look." if template is HERMES_TEMPLATE else None
+    content = "I look." if template is HERMES_TEMPLATE else None
     engine = Scripted(CALLS[template])
     with live(engine, template=template) as server, server.openai() as client:
         answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS)
-        ChatAnswer.model_validate(answer.to_dict())
+        ChatCompletionResponse.model_validate(answer.to_dict())
         choice = answer.choices[0]
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", said)
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", content)
         calls = [(c.type, c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls]
         assert calls == [("function", "weather", {"city": "Köln"}), ("function", "noon", {})]
         assert len({c.id for c in choice.message.tool_calls}) == 2
@@ -188,12 +188,12 @@ def test_tool_calls(template):
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
         pieces = [p for c in chunks for p in c.choices[0].delta.tool_calls or []]
         for i, call in enumerate(choice.message.tool_calls):
-            mine = [p for p in pieces if p.index == i]
-            assert mine[0].id.startswith("call_")
-            assert mine[0].function.name == call.function.name
-            assert "".join(p.function.arguments or "" for p in mine) == call.function.arguments
+            parts = [p for p in pieces if p.index == i]
+            assert parts[0].id.startswith("call_")
+            assert parts[0].function.name == call.function.name
+            assert "".join(p.function.arguments or "" for p in parts) == call.function.arguments
         assert len([p for p in pieces if p.index == 0]) > 3, "arguments stream in pieces"
-        assert ("".join(c.choices[0].delta.content or "" for c in chunks) or None) == said
+        assert ("".join(c.choices[0].delta.content or "" for c in chunks) or None) == content
 
         # What was called comes back, with the tool's answer.
         history = [
@@ -211,29 +211,29 @@ def test_tool_calls(template):
 
 
 @pytest.mark.parametrize("template", list(CALLS), ids=["hermes", "llama"])
-def test_forced_calls_have_a_guide(template):
+def test_forced_calls_have_a_structural_tag(template):
     engine = Scripted(CALLS[template])
     named = {"type": "function", "function": {"name": "weather"}}
     strict = msgspec.json.decode(msgspec.json.encode(TOOLS))
     strict[0]["function"]["strict"] = True
     with live(engine, template=template) as server, server.openai() as client:
-        for asked, tags, once in (
+        for fields, tags, once in (
             ({"tools": TOOLS, "tool_choice": "required"}, 2, False),
             ({"tools": TOOLS, "tool_choice": named}, 1, True),
             ({"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False}, 2, True),
             ({"tools": strict}, 2, False),
         ):
-            client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, **asked)
-            guide = engine.added[-1].params.guide
-            layout = json.loads(guide.structural_tag)["format"]
-            assert guide.compiled
+            client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, **fields)
+            structured_output = engine.added[-1].params.structured_output
+            layout = json.loads(structured_output.structural_tag)["format"]
+            assert structured_output.compiled
             assert (len(layout["tags"]), layout["stop_after_first"]) == (tags, once)
         client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, tools=TOOLS)
-        assert engine.added[-1].params.guide is None
+        assert engine.added[-1].params.structured_output is None
         answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, parallel_tool_calls=False)
         assert [c.function.name for c in answer.choices[0].message.tool_calls] == ["weather"]
         both = {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}
-        with pytest.raises(openai.BadRequestError, match="contradict"):
+        with pytest.raises(openai.BadRequestError, match="exclude each other"):
             client.chat.completions.create(model=MODEL, messages=ASK, **both)
         bad = [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "["}}]}]
         with pytest.raises(openai.BadRequestError, match="not valid JSON"):

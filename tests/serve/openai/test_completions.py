@@ -8,23 +8,23 @@ import asyncio
 import openai
 import pytest
 
-from phalanx.serve.openai.schema.answers import CompletionAnswer
+from phalanx.serve.openai.schema.responses import CompletionResponse
 from tests.serve.openai.conftest import TEXT
-from tests.serve.openai.served import MODEL, tokenizer_of
+from tests.support.serve_http_app import MODEL, tokenizer_of
 
 TOKENS = tokenizer_of().encode(TEXT, add_special_tokens=False)
 
 
-def stream_of(client, **asked):
-    chunks = list(client.completions.create(model=MODEL, stream=True, **asked))
+def stream_of(client, **fields):
+    chunks = list(client.completions.create(model=MODEL, stream=True, **fields))
     for chunk in chunks:
-        CompletionAnswer.model_validate(chunk.to_dict())
+        CompletionResponse.model_validate(chunk.to_dict())
     return chunks
 
 
 def test_whole_answer(client):
     answer = client.completions.create(model=MODEL, prompt="What?", max_tokens=100)
-    CompletionAnswer.model_validate(answer.to_dict())
+    CompletionResponse.model_validate(answer.to_dict())
     assert answer.choices[0].text == TEXT
     assert answer.choices[0].finish_reason == "stop"
     prompt = len(tokenizer_of().encode("What?"))
@@ -51,15 +51,15 @@ def test_streamed_text_is_the_whole_text(client):
 @pytest.mark.parametrize("stop", ["wör", "🙃", "is a", [" rank", "this is"], "你好", "d 🙂"])
 def test_stop_strings_cross_tokens(client, stop):
     first = min(TEXT.index(one) for one in ([stop] if isinstance(stop, str) else stop))
-    whole = client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop=stop).choices[0]
-    assert whole.text == TEXT[:first]
-    assert whole.finish_reason == "stop"
-    assert whole.stop_reason in ([stop] if isinstance(stop, str) else stop)
+    choice = client.completions.create(model=MODEL, prompt="x", max_tokens=100, stop=stop).choices[0]
+    assert choice.text == TEXT[:first]
+    assert choice.finish_reason == "stop"
+    assert choice.stop_reason in ([stop] if isinstance(stop, str) else stop)
     chunks = stream_of(client, prompt="x", max_tokens=100, stop=stop)
-    assert "".join(c.choices[0].text for c in chunks) == whole.text
+    assert "".join(c.choices[0].text for c in chunks) == choice.text
     assert client.completions.create(
         model=MODEL, prompt="x", max_tokens=100, stop=stop, extra_body={"include_stop_str_in_output": True}
-    ).choices[0].text == TEXT[:first] + whole.stop_reason  # fmt: skip
+    ).choices[0].text == TEXT[:first] + choice.stop_reason  # fmt: skip
 
 
 @pytest.mark.parametrize("stop", ["wör", "rank"])
@@ -71,9 +71,9 @@ def test_a_stop_string_aborts_what_runs(server, client, stop):
 
 def test_every_cut_by_max_tokens(client):
     for limit in range(1, len(TOKENS) + 1):
-        whole = client.completions.create(model=MODEL, prompt="x", max_tokens=limit).choices[0]
-        assert whole.text == tokenizer_of().decode(TOKENS[:limit])
-        assert "".join(c.choices[0].text for c in stream_of(client, prompt="x", max_tokens=limit)) == whole.text
+        choice = client.completions.create(model=MODEL, prompt="x", max_tokens=limit).choices[0]
+        assert choice.text == tokenizer_of().decode(TOKENS[:limit])
+        assert "".join(c.choices[0].text for c in stream_of(client, prompt="x", max_tokens=limit)) == choice.text
 
 
 def test_many_prompts_and_n(client):
@@ -91,7 +91,7 @@ def test_token_ids(server, client):
     assert server.engine.added[-1].token_ids == [5, 6, 7]
     answer = client.completions.create(model=MODEL, prompt=[[5], [6, 7]], max_tokens=1)
     assert len(answer.choices) == 2
-    with pytest.raises(openai.BadRequestError, match="none of this model's"):
+    with pytest.raises(openai.BadRequestError, match="outside of this model's vocabulary"):
         client.completions.create(model=MODEL, prompt=[10**6], max_tokens=1)
 
 
@@ -139,10 +139,10 @@ def test_fields_reach_the_engine(server, client):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("fields", "message"),
     [
-        ({"best_of": 3}, "best_of=3 cannot be honoured"),
-        ({"suffix": "x"}, "suffix cannot be honoured"),
+        ({"best_of": 3}, "best_of=3 is not supported"),
+        ({"suffix": "x"}, "suffix is not supported"),
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream"),
         ({"prompt": ""}, None),  # the begin token makes it a prompt
         ({"prompt": []}, "prompt"),
@@ -152,19 +152,19 @@ def test_fields_reach_the_engine(server, client):
         ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"logprobs": 21}, "logprobs"),
-        ({"extra_body": {"guided_regex": "a", "guided_json": {}}}, "contradict"),
+        ({"extra_body": {"guided_regex": "a", "guided_json": {}}}, "exclude each other"),
         ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
         ({"extra_body": {"guided_json": "{"}}, "guided_json"),
     ],
 )
-def test_what_is_refused(client, asked, says):
-    asked = {"model": MODEL, "prompt": "x", "max_tokens": 1, **asked}
-    if says is None:
-        client.completions.create(**asked)
+def test_what_is_rejected(client, fields, message):
+    fields = {"model": MODEL, "prompt": "x", "max_tokens": 1, **fields}
+    if message is None:
+        client.completions.create(**fields)
         return
-    with pytest.raises(openai.BadRequestError, match=says) as refused:
-        client.completions.create(**asked)
-    assert set(refused.value.body) == {"message", "type", "param", "code"}
+    with pytest.raises(openai.BadRequestError, match=message) as error:
+        client.completions.create(**fields)
+    assert set(error.value.body) == {"message", "type", "param", "code"}
 
 
 def test_async_client(server):

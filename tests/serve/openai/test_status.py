@@ -10,16 +10,16 @@ import openai
 import pytest
 
 from phalanx.errors import RankDied
-from phalanx.serve.openai.schema.answers import ErrorAnswer, ModelList, StatusAnswer
+from phalanx.serve.openai.schema.responses import ErrorResponse, ModelList, StatusResponse
 from phalanx.version import __version__
-from tests.serve.openai.served import MODEL, Scripted, live
+from tests.support.serve_http_app import MODEL, Scripted, live
 
 ASK = {"model": MODEL, "prompt": "x", "max_tokens": 1}
 
 
 def statuses(http: httpx.Client) -> list[int]:
     for path in ("/live", "/ready", "/health"):
-        StatusAnswer.model_validate(http.get(path).json())
+        StatusResponse.model_validate(http.get(path).json())
     return [http.get(path).status_code for path in ("/live", "/ready", "/health")]
 
 
@@ -40,7 +40,7 @@ def test_starting():
         answer = http.post("/v1/completions", json=ASK)
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
-        assert "still starting" in ErrorAnswer.model_validate(answer.json()).error.message
+        assert "still starting" in ErrorResponse.model_validate(answer.json()).error.message
         assert http.get("/metrics").status_code == 200
 
 
@@ -82,7 +82,7 @@ def test_key(key, caplog):
             ):
                 answer = http.request(method, path, headers=headers)
                 assert answer.status_code == 401, (headers, path)
-                assert ErrorAnswer.model_validate(answer.json()).error.code == "invalid_api_key"
+                assert ErrorResponse.model_validate(answer.json()).error.code == "invalid_api_key"
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert key not in answer.text
         headers = {"Authorization": right}

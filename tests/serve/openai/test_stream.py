@@ -16,9 +16,9 @@ import openai
 import pytest
 
 from phalanx.errors import RankDied
-from phalanx.serve.openai.schema.answers import ErrorAnswer
+from phalanx.serve.openai.schema.responses import ErrorResponse
 from phalanx.serve.openai.stream import chunks, event
-from tests.serve.openai.served import MODEL, Live, Scripted, live
+from tests.support.serve_http_app import MODEL, Live, Scripted, live
 
 LONG = "What is a rank? " * 200
 ASK = {"model": MODEL, "prompt": "x", "max_tokens": 600, "ignore_eos": True}
@@ -34,33 +34,33 @@ def until(condition, seconds=10.0):
 def test_a_chunk_is_its_head_with_one_choice():
     head = {"id": 'a"b', "created": 1, "usage": None}
     choice = {"index": 0, "text": 'x"\n\u2028\U0001f642\x00', "logprobs": None}
-    said = chunks(head)(choice)
-    assert (said[:6], said[-2:]) == (b"data: ", b"\n\n")
-    assert json.loads(said[6:]) == {**head, "choices": [choice]} == json.loads(event({**head, "choices": [choice]})[6:])
-    assert said.count(b"\n") == 2  # an event ends with an empty line, and must hold no other
+    chunk = chunks(head)(choice)
+    assert (chunk[:6], chunk[-2:]) == (b"data: ", b"\n\n")
+    assert json.loads(chunk[6:]) == {**head, "choices": [choice]} == json.loads(event({**head, "choices": [choice]})[6:])
+    assert chunk.count(b"\n") == 2  # an event ends with an empty line, and must hold no other
 
 
 def raw(server: Live, body: dict) -> socket.socket:
     """A connection that has asked and reads nothing."""
     where = urlsplit(server.url)
-    made = socket.create_connection((where.hostname, where.port))
+    connection = socket.create_connection((where.hostname, where.port))
     data = json.dumps(body).encode()
-    made.sendall(
+    connection.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data)
         + data
     )
-    return made
+    return connection
 
 
 @pytest.mark.parametrize(
-    "asked", [{"stream": True}, {}, {"n": 3}, {"stream": True, "n": 3}, {"prompt": ["a", "b"], "stream": True}]
+    "fields", [{"stream": True}, {}, {"n": 3}, {"stream": True, "n": 3}, {"prompt": ["a", "b"], "stream": True}]
 )
-def test_a_client_that_goes_aborts(asked):
+def test_a_client_that_goes_aborts(fields):
     with live(Scripted(LONG, delay=0.01)) as server:
-        count = asked.get("n", 1) * len(asked.get("prompt", "x"))
-        gone = raw(server, {**ASK, **asked})
+        count = fields.get("n", 1) * len(fields.get("prompt", "x"))
+        gone = raw(server, {**ASK, **fields})
         until(lambda: len(server.engine.added) == count)
-        if asked.get("stream"):
+        if fields.get("stream"):
             assert gone.recv(100).startswith(b"HTTP/1.1 200")
         gone.close()
         until(lambda: len(server.engine.aborted) == count)
@@ -89,10 +89,10 @@ def test_many_that_go_at_random_moments():
     with live(Scripted(LONG, delay=0.002), max_num_queued_reqs=1000) as server:
 
         async def one(client: httpx.AsyncClient, chance: random.Random) -> None:
-            asked = {**ASK, "stream": chance.random() < 0.7, "n": chance.choice([1, 1, 2])}
+            fields = {**ASK, "stream": chance.random() < 0.7, "n": chance.choice([1, 1, 2])}
             try:
                 async with asyncio.timeout(chance.uniform(0.0, 0.3)):
-                    async with client.stream("POST", "/v1/completions", json=asked) as answer:
+                    async with client.stream("POST", "/v1/completions", json=fields) as answer:
                         async for _ in answer.aiter_lines():
                             pass
             except TimeoutError:
@@ -132,18 +132,18 @@ def test_a_slow_reader_holds_up_nobody():
 
 def test_an_engine_that_fails_in_mid_stream():
     with live(Scripted(LONG, delay=0.01)) as server, server.client() as http, server.openai() as client:
-        whole: list[httpx.Response] = []
-        waits = threading.Thread(target=lambda: whole.append(http.post("/v1/completions", json=ASK)))
+        responses: list[httpx.Response] = []
+        waits = threading.Thread(target=lambda: responses.append(http.post("/v1/completions", json=ASK)))
         waits.start()
         stream = client.completions.create(model=MODEL, prompt="x", max_tokens=600, stream=True, extra_body={"ignore_eos": True})
-        seen = [next(iter(stream))]
+        received = [next(iter(stream))]
         until(lambda: len(server.engine.added) == 2)
-        server.on_loop(server.engine.fail, RankDied("a request was running", held="rank 1 was ended by SIGKILL", next="restart"))
+        server.on_loop(server.engine.fail, RankDied("rank 1 was ended by SIGKILL", next="restart"))
         with pytest.raises(openai.APIError, match="rank 1 was ended by SIGKILL"):
-            seen.extend(stream)
+            received.extend(stream)
         waits.join(10)
-        assert whole[0].status_code == 500
-        error = ErrorAnswer.model_validate(whole[0].json()).error
+        assert responses[0].status_code == 500
+        error = ErrorResponse.model_validate(responses[0].json()).error
         assert "rank 1 was ended by SIGKILL" in error.message
         assert error.code == "rank_died"
 
@@ -157,4 +157,4 @@ def test_an_aborted_request_is_told_so():
         server.on_loop(server.engine.abort, [server.engine.added[0].request_id])
         waits.join(10)
         assert answers[0].status_code == 503
-        assert "stopped it" in answers[0].json()["error"]["message"]
+        assert "the server stopped the completion" in answers[0].json()["error"]["message"]

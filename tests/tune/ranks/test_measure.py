@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from phalanx.comm.detect import detect_fingerprint
 from phalanx.comm.group import Solo
+from phalanx.comm.strategies import AllReduce, Strategies
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
-from phalanx.tune.ranks.candidates import Built, fingerprint_here
+from phalanx.tune.ranks.candidates import StrategyCandidates
 from phalanx.tune.ranks.measure import Method, Rank
 from phalanx.tune.sweep import Task
 
@@ -18,10 +20,9 @@ ONE = Choice(Strategy.ONESHOT)
 
 
 def rank(total=lambda x: x.clone(), norm=None, **method):
-    built = Built(fingerprint_here(2, CPU))
-    built.add(Strategy.ONESHOT, total, norm)
-    built.refuse(Strategy.TWOSHOT, "no shared memory")
-    return Rank(Solo(), CPU, built, Method(**{"calls": 3, "replays": 5} | method))
+    runs = {Strategy.ONESHOT: AllReduce(total, norm)}
+    strategies = Strategies(detect_fingerprint(CPU, 2), runs, {Strategy.TWOSHOT: "no shared memory"})
+    return Rank(Solo(), CPU, StrategyCandidates(strategies), Method(**{"calls": 3, "replays": 5} | method))
 
 
 def task(choice=ONE, fusion=Fusion.NONE, tokens=4):
@@ -88,10 +89,11 @@ def test_fused_and_unfused_run_what_they_say(fusion):
 def test_auto_asks_the_machines_table(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     ran = []
-    built = Built(fingerprint_here(2, CPU))
+    strategies = Strategies(detect_fingerprint(CPU, 2))
     for strategy in (Strategy.NCCL, Strategy.ONESHOT, Strategy.TWOSHOT):
-        built.add(strategy, lambda x, s=strategy: (ran.append(s), x.clone())[1], None)
+        strategies.runs[strategy] = AllReduce(lambda x, s=strategy: (ran.append(s), x.clone())[1])
+    built = StrategyCandidates(strategies)
     for tokens in (1, 4096):
         built.get(Choice(Strategy.AUTO))(torch.zeros(tokens, 128, dtype=torch.bfloat16), None)
-    expected = [built._chooser(tokens, 128, "bf16", Fusion.NONE).strategy for tokens in (1, 4096)]
+    expected = [built._decide(tokens, 128, "bf16", Fusion.NONE, False).strategy for tokens in (1, 4096)]
     assert ran == expected

@@ -19,7 +19,7 @@ def cell(fusion, dtype=torch.bfloat16, tokens=17, hidden=128):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_integers_sum_exactly(dtype):
-    parts = [verify.part(rank, 17, 1000, dtype, CPU).double() for rank in range(8)]
+    parts = [verify.rank_input(rank, 17, 1000, dtype, CPU).double() for rank in range(8)]
     assert torch.equal(sum(parts), cell_sum(dtype))
     assert max(part.abs().max() for part in parts) == 4
     assert any(torch.signbit(part[part == 0]).any() for part in parts)
@@ -35,7 +35,7 @@ def cell_sum(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_oracle_passes(fusion, dtype):
     made = cell(fusion, dtype)
-    assert verify.fault(fusion, tuple(t.clone() for t in made.expected), made.expected) is None
+    assert verify.mismatch(fusion, tuple(t.clone() for t in made.expected), made.expected) is None
 
 
 @pytest.mark.parametrize("fusion", Fusion)
@@ -45,8 +45,8 @@ def test_every_output_can_fail(fusion):
         for damage in (_unwritten, _shifted):
             got = [t.clone() for t in made.expected]
             got[place] = damage(got[place])
-            assert verify.fault(fusion, tuple(got), made.expected).startswith(name), (name, damage)
-    assert "outputs instead of" in verify.fault(fusion, made.expected[1:], made.expected)
+            assert verify.mismatch(fusion, tuple(got), made.expected).startswith(name), (name, damage)
+    assert "outputs instead of" in verify.mismatch(fusion, made.expected[1:], made.expected)
 
 
 def _unwritten(tensor):
@@ -62,7 +62,7 @@ def _shifted(tensor):
 def test_a_missing_rank_is_seen(fusion):
     made = cell(fusion)
     less = verify.cell(fusion, 17, 128, torch.bfloat16, CPU, rank=1, world=3)
-    assert verify.fault(fusion, less.expected, made.expected) is not None
+    assert verify.mismatch(fusion, less.expected, made.expected) is not None
 
 
 def test_tolerances_can_fail():
@@ -70,16 +70,16 @@ def test_tolerances_can_fail():
     norm, residual = made.expected
     one = norm.clone()
     one[3, 5] *= 1 + 2.0**-8
-    assert verify.fault(Fusion.RESIDUAL_RMS_NORM, (one, residual), made.expected) is None
+    assert verify.mismatch(Fusion.RESIDUAL_RMS_NORM, (one, residual), made.expected) is None
     one[3, 5] *= 1 + 2.0**-6
-    assert "first [3, 5]" in verify.fault(Fusion.RESIDUAL_RMS_NORM, (one, residual), made.expected)
+    assert "first [3, 5]" in verify.mismatch(Fusion.RESIDUAL_RMS_NORM, (one, residual), made.expected)
     fp8 = Fusion.RESIDUAL_RMS_NORM_QUANT_FP8
     quantized, residual = cell(fp8).expected
     bits = quantized.view(torch.uint8).clone()
     bits[0, 0] ^= 1
-    assert verify.fault(fp8, (bits.view(torch.float8_e4m3fn), residual), cell(fp8).expected) is None
+    assert verify.mismatch(fp8, (bits.view(torch.float8_e4m3fn), residual), cell(fp8).expected) is None
     bits[:, ::2] ^= 1
-    assert "differ by a step" in verify.fault(fp8, (bits.view(torch.float8_e4m3fn), residual), cell(fp8).expected)
+    assert "differ by a step" in verify.mismatch(fp8, (bits.view(torch.float8_e4m3fn), residual), cell(fp8).expected)
 
 
 def test_nan_filled_is_undone():

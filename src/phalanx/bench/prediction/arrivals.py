@@ -59,17 +59,17 @@ def of(source: str, *, isl: int, osl: int, requests: int, seed: int = 0) -> list
         raise OptionError(f"trace {source!r} has an unknown form", next="a .csv as Azure's or a .jsonl as Mooncake's")
     try:
         with path.open(encoding="utf-8", newline="") as lines:
-            found = _azure(lines) if path.suffix == ".csv" else _mooncake(lines)
+            arrivals = _azure(lines) if path.suffix == ".csv" else _mooncake(lines)
     except (ValueError, KeyError, TypeError) as error:
         raise OptionError(
             f"trace {source!r} cannot be read",
             why=f"{type(error).__name__}: {error}",
             next="a .csv as Azure's or a .jsonl as Mooncake's",
         ) from None
-    if not found:
+    if not arrivals:
         raise OptionError(f"trace {source!r} holds no requests")
-    found.sort(key=lambda each: each.at)
-    return found[:requests] if requests else found
+    arrivals.sort(key=lambda each: each.at)
+    return arrivals[:requests] if requests else arrivals
 
 
 def _poisson(source: str, isl: int, osl: int, requests: int, seed: int) -> list[Arrival]:
@@ -79,25 +79,25 @@ def _poisson(source: str, isl: int, osl: int, requests: int, seed: int) -> list[
         rate = math.nan
     if not 0 < rate < math.inf:
         raise OptionError(f"arrivals {source!r} have no rate", next="write requests a second, as poisson:2.5")
-    draw, at, found = random.Random(seed), 0.0, []
+    draw, at, arrivals = random.Random(seed), 0.0, []
     for _ in range(requests):
-        found.append(Arrival(at, isl, osl))
+        arrivals.append(Arrival(at, isl, osl))
         at += draw.expovariate(rate)
-    return found
+    return arrivals
 
 
 def _azure(lines: Iterable[str]) -> list[Arrival]:
-    found, first = [], None
+    arrivals, first = [], None
     for row in csv.DictReader(lines):
         text, _, part = row["TIMESTAMP"].partition(".")
         stamp = datetime.fromisoformat(text).timestamp() + float(f"0.{part or 0}")
         first = stamp if first is None else first
-        found.append(Arrival(stamp - first, int(row["ContextTokens"]), max(int(row["GeneratedTokens"]), 1)))
-    return found
+        arrivals.append(Arrival(stamp - first, int(row["ContextTokens"]), max(int(row["GeneratedTokens"]), 1)))
+    return arrivals
 
 
 def _mooncake(lines: Iterable[str]) -> list[Arrival]:
-    found = []
+    arrivals = []
     for line in lines:
         if not line.strip():
             continue
@@ -105,8 +105,8 @@ def _mooncake(lines: Iterable[str]) -> list[Arrival]:
         length, blocks = int(row["input_length"]), tuple(int(block) for block in row["hash_ids"])
         if len(blocks) != -(-length // HASHED):
             raise ValueError(f"{len(blocks)} hash ids for {length} tokens")
-        found.append(Arrival(float(row["timestamp"]) / 1e3, length, max(int(row["output_length"]), 1), blocks))
-    return found
+        arrivals.append(Arrival(float(row["timestamp"]) / 1e3, length, max(int(row["output_length"]), 1), blocks))
+    return arrivals
 
 
 def paced(arrivals: Sequence[Arrival], speed: float) -> list[Arrival]:

@@ -26,9 +26,9 @@ def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, strateg
         return None
     shape, layout = Shape.of(model), Layout(tp, pp, ep, 1)
     tokens = facts.num_blocks * facts.block_size
-    held = sum(rank.bytes.get("kv", 0) for rank in facts.ranks)
+    kv_bytes = sum(rank.bytes.get("kv", 0) for rank in facts.ranks)
     elements = sum(shape.kv_elements(layer, tp) for layer in range(shape.num_layers)) * tp * tokens
-    kv_size = max(round(held / elements), 1) if elements else 2
+    kv_size = max(round(kv_bytes / elements), 1) if elements else 2
     costs = Costs(shape, facts.dtype, kv_size, layout.split, machine, "NCCL" if strategy == "NCCL" else "AUTO")
     if workload.kind == "decode":
         value = 1e3 * burst.decode_round(costs, workload.requests, workload.mean_context, facts.max_batch_size)

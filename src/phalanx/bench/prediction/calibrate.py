@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.bench import offline, report, roof
+from phalanx.bench import offline, roofline
 from phalanx.bench.workloads import Workload, prompts
-from phalanx.config.sources import Asked
+from phalanx.config.sources import RawOptions
 from phalanx.errors import OptionError
-from phalanx.hardware import catalogue, probe
+from phalanx.hardware import catalogue, probe, provenance
 from phalanx.hardware.catalogue import GpuSpec
 from phalanx.plan import burst, calibration, cost
 from phalanx.plan.coefficients import Coefficients
@@ -46,7 +46,7 @@ def run(model: str, device: str = "auto", seconds: float = 120.0) -> dict[str, A
     """Measure, fit, and keep the coefficients for this host's GPU (or CPU). Raises what an LLM raises, and OptionError."""
     begin = time.perf_counter()
     values = {"model": model, "enable_prefix_caching": False, "device": device, "skip_tokenizer_init": True}
-    with offline.subject(Asked(values, {})) as subject:
+    with offline.target(RawOptions(values, {})) as subject:
         spec = _spec(subject.device)
         with offline.engine(subject) as (llm, _):
             points = _measure(llm, seconds - (time.perf_counter() - begin))
@@ -57,27 +57,27 @@ def run(model: str, device: str = "auto", seconds: float = 120.0) -> dict[str, A
     if subject.device == "cpu":
         base = replace(base, c_eager=0.0)
     fitted, error = fit(points, shape, dtype, kv_size, spec, base)
-    found = {
-        "about": report.about(),
+    document = {
+        "about": provenance.collect().as_json(),
         "model": model,
         "gpu": {name: value for name, value in asdict(spec).items() if name != "sources"},
         "points": [asdict(point) for point in points],
         "mean_error": error,
     }
-    path = calibration.install(spec.name, fitted, found)
-    return {**found, "coefficients": asdict(fitted), "file": str(path)}
+    path = calibration.install(spec.name, fitted, document)
+    return {**document, "coefficients": asdict(fitted), "file": str(path)}
 
 
 def _spec(device: str) -> GpuSpec:
     """Of the GPU at hand, or of this host's CPU: memory bandwidth as it copies, arithmetic as a matrix product in fp32 has it."""
     if device != "cpu":
-        name = catalogue.at_hand(probe.look().gpus)
+        name = catalogue.at_hand(probe.detect_machine().gpus)
         if name is None:
             raise OptionError("the GPUs of this host are not in the catalogue", next=f"known: {', '.join(catalogue.names())}")
         return catalogue.gpu(name)
     import numpy
 
-    bandwidth = roof.measure("cpu").best or 10e9
+    bandwidth = roofline.measure("cpu").best or 10e9
     side = 1024
     left = numpy.ones((side, side), dtype=numpy.float32)
     numpy.matmul(left, left)
@@ -86,7 +86,7 @@ def _spec(device: str) -> GpuSpec:
         begin = time.perf_counter()
         numpy.matmul(left, left)
         best = min(best, time.perf_counter() - begin)
-    memory = probe.look().host_memory
+    memory = probe.detect_machine().host_memory
     return GpuSpec("CPU", 0, memory, bandwidth, 2.0 * side**3 / best, None, "shm", bandwidth, bandwidth, None, 1)
 
 
@@ -102,8 +102,8 @@ def _measure(llm: Any, seconds: float) -> list[Point]:
         ids = prompts(workload, llm.facts.vocab_size, 0)
         offline.seconds_of(llm, ids, 4)
         first = min(offline.seconds_of(llm, ids, 1) for _ in range(3))
-        whole = min(offline.seconds_of(llm, ids, _TOKENS + 1) for _ in range(3))
-        points += [Point("prompt", requests, first), Point("decode", requests, (whole - first) / _TOKENS)]
+        all_tokens = min(offline.seconds_of(llm, ids, _TOKENS + 1) for _ in range(3))
+        points += [Point("prompt", requests, first), Point("decode", requests, (all_tokens - first) / _TOKENS)]
     return points
 
 
@@ -165,10 +165,10 @@ def predicted(point: Point, shape: Shape, dtype: str, kv_size: int, spec: GpuSpe
     return costs.seconds(Work(tokens, point.requests, 0.0, tokens * _PROMPT / 2, tokens > costs.graph_tokens))
 
 
-def text(found: dict[str, Any]) -> str:
+def text(document: dict[str, Any]) -> str:
     """What was measured, and how well the fit explains it."""
-    lines = [f"{len(found['points'])} points of {found['model']} on {found['gpu']['name']}:"]
-    for point in found["points"]:
+    lines = [f"{len(document['points'])} points of {document['model']} on {document['gpu']['name']}:"]
+    for point in document["points"]:
         lines.append(f"  {point['kind']:7} {point['requests']:4} requests  {point['seconds'] * 1e3:10.3f} ms")
-    lines.append(f"mean error of the fit {found['mean_error']:.1%}; kept in {found['file']}")
+    lines.append(f"mean error of the fit {document['mean_error']:.1%}; kept in {document['file']}")
     return "\n".join(lines)

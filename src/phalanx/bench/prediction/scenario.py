@@ -54,9 +54,9 @@ class Engine:
         if reason:
             raise LayoutError(f"{layout.name} cannot run", why=reason)
         kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
-        held, kv_tokens, short = search.memory(shape, machine, wanted, layout.split, slots, kv_size)
+        rank_bytes, kv_tokens, short = search.memory(shape, machine, wanted, layout.split, slots, kv_size)
         if kv_tokens < wanted.seq_len:
-            refused = Rejected(layout, search._too_small(held, kv_tokens, short, wanted), short)
+            refused = Rejected(layout, search._too_small(rank_bytes, kv_tokens, short, wanted), short)
             raise CapacityError(f"{layout.name} does not fit", why=refused.reason, next="; ".join(
                 search.nearest(shape, machine, wanted, [refused])
             ))  # fmt: skip
@@ -124,9 +124,9 @@ def percentile(values: Sequence[float], part: float) -> float:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Mean and percentiles, in ms of seconds."""
-    found = {"mean": sum(values) / len(values) if values else 0.0}
-    found |= {f"p{round(part * 100)}": percentile(values, part) for part in (0.5, 0.9, 0.99)}
-    return {name: value * 1e3 for name, value in found.items()}
+    statistics = {"mean": sum(values) / len(values) if values else 0.0}
+    statistics |= {f"p{round(part * 100)}": percentile(values, part) for part in (0.5, 0.9, 0.99)}
+    return {name: value * 1e3 for name, value in statistics.items()}
 
 
 def document(
@@ -143,7 +143,7 @@ def document(
         "ttft_ms": lambda s: s.ttft, "tpot_ms": lambda s: s.tpot, "e2e_ms": lambda s: s.e2e, "queued_ms": lambda s: s.queued,
     }  # fmt: skip
     good = sum(map(bounds.holds, result.served))
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "asked": {
             "model": model,
             "trace": trace,
@@ -179,47 +179,48 @@ def document(
     }
     if gpu_hour is not None:
         price = gpu_hour * gpus * seconds / 3600
-        found["cost_per_million_output_tokens"] = price / max(result.generated, 1) * 1e6
-    found["samples"] = {"ttft_ms": [each.ttft * 1e3 for each in done], "tpot_ms": [each.tpot * 1e3 for each in done]}
-    return found
+        report["cost_per_million_output_tokens"] = price / max(result.generated, 1) * 1e6
+    report["samples"] = {"ttft_ms": [each.ttft * 1e3 for each in done], "tpot_ms": [each.tpot * 1e3 for each in done]}
+    return report
 
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-def text(found: dict[str, Any]) -> str:
+def text(report: dict[str, Any]) -> str:
     """The report for people."""
-    asked = found["asked"]
-    layout = {name: size for name, size in asked["layout"].items() if name not in ("replicas",) and (size > 1 or name == "tp")}
+    request = report["asked"]
+    layout = {name: size for name, size in request["layout"].items() if name not in ("replicas",) and (size > 1 or name == "tp")}
     lines = [
-        f"{asked['model']}, {asked['trace']}: {found['completed']:,} requests, {' '.join(f'{n} {s}' for n, s in layout.items())} x "
-        f"{asked['replicas']} replicas on {asked['gpus']} GPUs, {found['seconds']:,.1f} s",
+        f"{request['model']}, {request['trace']}: {report['completed']:,} requests, "
+        f"{' '.join(f'{n} {s}' for n, s in layout.items())} x {request['replicas']} replicas on "
+        f"{request['gpus']} GPUs, {report['seconds']:,.1f} s",
         f"{'':12}{'mean':>12}{'p50':>12}{'p90':>12}{'p99':>12}",
     ]
     for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queued_ms"):
-        values = found[name]
+        values = report[name]
         lines.append(f"{name:12}" + "".join(f"{values[each]:12,.1f}" for each in ("mean", "p50", "p90", "p99")))
     lines.append(
-        f"{found['output_tokens_per_second']:,.0f} output tokens/s, {found['requests_per_second']:.2f} requests/s, busy "
-        f"{found['busy']:.0%}, prefix cache {found['prefix_hit_rate']:.1%} of prompt tokens, {found['preemptions']} preempted"
+        f"{report['output_tokens_per_second']:,.0f} output tokens/s, {report['requests_per_second']:.2f} requests/s, busy "
+        f"{report['busy']:.0%}, prefix cache {report['prefix_hit_rate']:.1%} of prompt tokens, {report['preemptions']} preempted"
     )
-    if asked["slo_ttft_ms"] is not None or asked["slo_tpot_ms"] is not None:
+    if request["slo_ttft_ms"] is not None or request["slo_tpot_ms"] is not None:
         lines.append(
-            f"goodput {found['goodput_requests_per_second']:.2f} requests/s: {found['within_slo']:.1%} within the objective"
+            f"goodput {report['goodput_requests_per_second']:.2f} requests/s: {report['within_slo']:.1%} within the objective"
         )
-    if "cost_per_million_output_tokens" in found:
-        lines.append(f"{found['cost_per_million_output_tokens']:.3f} per million output tokens")
-    if found["refused"]:
-        lines.append(f"refused {found['refused']:,}: {found['errors'][0]}")
+    if "cost_per_million_output_tokens" in report:
+        lines.append(f"{report['cost_per_million_output_tokens']:.3f} per million output tokens")
+    if report["refused"]:
+        lines.append(f"refused {report['refused']:,}: {report['errors'][0]}")
     lines.append(
-        f"simulated {found['simulated_tokens']:,} tokens in {found['cpu_s']:.1f} s of a core: "
-        f"{found['simulated_tokens_per_core_second']:,.0f} a second; label {found['label']}"
+        f"simulated {report['simulated_tokens']:,} tokens in {report['cpu_s']:.1f} s of a core: "
+        f"{report['simulated_tokens_per_core_second']:,.0f} a second; label {report['label']}"
     )
     return "\n".join(lines)
 
 
-def draw(found: dict[str, Any], file: str) -> None:
+def draw(report: dict[str, Any], file: str) -> None:
     """How many requests are within which latency, as a picture. Raises OptionError without matplotlib or for an unknown suffix."""
     try:
         from matplotlib.figure import Figure
@@ -230,9 +231,9 @@ def draw(found: dict[str, Any], file: str) -> None:
     if path.suffix.removeprefix(".") not in kinds:
         raise OptionError(f"the picture {file!r} has an unknown kind", next=f"known: {', '.join(sorted(kinds))}")
     for axes, name, bound in zip(
-        figure.subplots(1, 2), ("ttft_ms", "tpot_ms"), (found["asked"]["slo_ttft_ms"], found["asked"]["slo_tpot_ms"]), strict=True
+        figure.subplots(1, 2), ("ttft_ms", "tpot_ms"), (report["asked"]["slo_ttft_ms"], report["asked"]["slo_tpot_ms"]), strict=True
     ):
-        ordered = sorted(found["samples"][name])
+        ordered = sorted(report["samples"][name])
         axes.plot(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))], color="#2b6cb0")
         if bound is not None:
             axes.axvline(bound, color="#d9822b", linestyle="--")
@@ -240,6 +241,6 @@ def draw(found: dict[str, Any], file: str) -> None:
         axes.set_ylabel("part of the requests")
         axes.set_ylim(0, 1)
         axes.grid(alpha=0.3)
-    figure.suptitle(f"{found['asked']['model']}, {found['asked']['trace']}, {found['asked']['replicas']} replicas", fontsize=10)
+    figure.suptitle(f"{report['asked']['model']}, {report['asked']['trace']}, {report['asked']['replicas']} replicas", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

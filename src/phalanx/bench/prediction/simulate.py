@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phalanx.bench.prediction.arrivals import Arrival
-from phalanx.config.sampling import SamplingParams
-from phalanx.engine.messages import Add, RowResult, Step, StepResult
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import AddRequest, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError, PhalanxError
 from phalanx.plan.burst import padded
@@ -87,7 +87,7 @@ class Replica:
         step, end = self.flying.popleft()
         rows = step.batches[0].rows
         served, scheduler = self.served, self.scheduler
-        for update in scheduler.settle(StepResult(step.number, [[_TOKEN] * len(rows)])):
+        for update in scheduler.process_result(StepResult(step.number, [[_TOKEN] * len(rows)])):
             entry = served[update.request_id]
             if not entry.first:
                 entry.first = end
@@ -96,10 +96,10 @@ class Replica:
         return end
 
     def _note_admitted(self, now: float) -> None:
-        seen = {request.id for request in self.scheduler.running}
-        for name in self.waiting_first & seen:
+        running = {request.id for request in self.scheduler.running}
+        for name in self.waiting_first & running:
             self.served[name].queued = now - self.served[name].arrival
-        self.waiting_first -= seen
+        self.waiting_first -= running
 
     def _stages(self, step: Step) -> tuple[float, ...]:
         rows = step.batches[0].rows
@@ -118,7 +118,7 @@ class Replica:
                 samples += row.samples
         self.tokens += tokens
         if not pairs:
-            return self.costs.step_seconds(Work(padded(tokens, self.scheduler.options.most_rows), samples, kv, longest=longest))
+            return self.costs.step_seconds(Work(padded(tokens, self.scheduler.options.max_rows), samples, kv, longest=longest))
         return self.costs.step_seconds(Work(_by_8(tokens), samples, kv, pairs, tokens > self.costs.graph_tokens, longest))
 
 
@@ -248,7 +248,7 @@ def _take(engine: Replica, number: int, arrival: Arrival, now: float, served: di
     served[name] = Served(now, arrival.input_len, arrival.output_len)
     params = SamplingParams(max_tokens=arrival.output_len, temperature=0, ignore_eos=True)
     try:
-        engine.scheduler.add(Add(name, arrival.tokens(number), params))
+        engine.scheduler.add(AddRequest(name, arrival.tokens(number), params))
     except PhalanxError as error:
         served[name].refused = str(error)
         return

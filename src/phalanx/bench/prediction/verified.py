@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.bench import offline
 from phalanx.bench.workloads import Workload
 from phalanx.config import EngineOptions
-from phalanx.config.sources import Asked
+from phalanx.config.sources import RawOptions
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.plan import explain
 from phalanx.plan.cost import Machine
@@ -50,16 +50,16 @@ def measure(model: str, machine: Machine, wanted: Wanted, plan: Plan, device: st
         values |= {"dtype": "fp32", "kv_cache_dtype": "model"}
     known = {name: value for name, value in values.items() if name in EngineOptions.model_fields}
     workload = Workload("burst", "batch", share, wanted.isl, wanted.osl, repeats=1)
-    with offline.subject(Asked(known, {})) as subject, offline.engine(subject) as (llm, _):
+    with offline.target(RawOptions(known, {})) as subject, offline.engine(subject) as (llm, _):
         from phalanx.bench.workloads import prompts
 
         ids = prompts(workload, llm.facts.vocab_size, 0)
         offline.seconds_of(llm, ids[: min(share, 8)], min(4, wanted.osl))
         first = offline.seconds_of(llm, ids, 1)
-        whole = offline.seconds_of(llm, ids, wanted.osl) if wanted.osl > 1 else first
+        all_tokens = offline.seconds_of(llm, ids, wanted.osl) if wanted.osl > 1 else first
         return {
-            "output_tokens_per_second": wanted.concurrency * wanted.osl / whole,
-            "ms_per_token": 1e3 * (whole - first) / max(wanted.osl - 1, 1), "last_first_token_ms": first * 1e3,
+            "output_tokens_per_second": wanted.concurrency * wanted.osl / all_tokens,
+            "ms_per_token": 1e3 * (all_tokens - first) / max(wanted.osl - 1, 1), "last_first_token_ms": first * 1e3,
             "kv_tokens": float(llm.facts.num_blocks * llm.facts.block_size),
         }  # fmt: skip
 

@@ -2,19 +2,18 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
 # ruff: noqa: RUF005 (Triton's lists grow by +)
-"""Attention of rows of one token over paged keys and values, in one launch that nobody plans on the host.
+"""Decode attention over the paged KV cache with split-KV (flash-decoding), in one launch that nobody plans on the host.
 
     out[r, h] = softmax(scale * query[r, h] . keys[begin:length]) @ values[begin:length]        see `reference.decode_attention`
 
 A program has some tokens of one row for one KV head and up to 16 of its query heads. Scores are [tokens, heads] and outputs
-[dims, heads]: a tensor core's 16 rows are then all of use, and of its 8 columns as many as there are heads. Where tokens are to
-pass at the rate of the memory, each warp takes tokens of its own through the whole loop, with a maximum, a sum and an output of its
-own; where few tokens are to be done soon, the warps are `together`: one maximum, and each has dims of the output to itself.
+[dims, heads]: all 16 rows of a tensor core are then used, and of its 8 columns as many as there are heads. Where throughput counts,
+each warp takes tokens of its own through the entire loop, with a maximum, a sum and an output of its own; where the latency of few
+tokens counts, the warps are `cooperative`: they have one maximum, and each has dims of the output to itself.
 
-How many programs share a row is decided on the device, from all rows' lengths (`shares`). Where several do, each leaves what it has
-in a workspace and counts itself; the last one to arrive adds all up in the order of the tokens, so that the result does not depend
-on who is last, and sets the count back to 0 for the next launch.
-"""
+How many programs share a row is decided on the device, from all rows' lengths (`split_kv`). Where several do, each leaves its
+partial result in a workspace and counts itself; the last one to arrive adds all up in the order of the tokens, so that the result
+does not depend on which is last, and sets the count back to 0 for the next launch."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.shares import cut, piece_at, seen_of
-from phalanx.kernels.attention.split import MOST_PIECES, Split, Workspace
+from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, DecodeTiling, SplitKvWorkspace
+from phalanx.kernels.attention.split_kv import load_split, plan, visible_range
+from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
-from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
 LOG2_E = 1.4426950408889634
 
-MOST_HEADS = 16
+MAX_HEADS = 16
 """Query heads that a program computes, at most."""
 
 LOWEST = tl.constexpr(-1e30)
@@ -40,9 +39,9 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _half(pairs, like, ODD: tl.constexpr, PTX: tl.constexpr):
-    """Of two e4m3 bytes in each element of 16 bits, the first or the second, in the dtype of `like`, exactly."""
-    if PTX >= 89:
+def _half(pairs, like, ODD: tl.constexpr, SM: tl.constexpr):
+    """The first or (ODD) the second of the two e4m3 bytes in each element of 16 bits, in the dtype of `like`, exactly."""
+    if SM >= 89:
         if ODD:
             value = tl.inline_asm_elementwise(
                 "{ .reg .b32 two; .reg .b16 low, high; prmt.b32 two, $1, 0, 0x4431; mov.b32 {low, high}, two;"
@@ -56,31 +55,31 @@ def _half(pairs, like, ODD: tl.constexpr, PTX: tl.constexpr):
                 "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
             )  # fmt: skip
     else:
-        value = widened((pairs >> (8 if ODD else 0)).to(tl.uint8), like, PTX)
+        value = widened((pairs >> (8 if ODD else 0)).to(tl.uint8), like, SM)
     return value
 
 
 @triton.jit
-def _product(left, right, total, PTX: tl.constexpr):
+def _dot(left, right, total, SM: tl.constexpr):
     """left @ right + total in fp32. Triton's interpreter multiplies no bf16."""
-    if PTX == 0:
+    if SM == 0:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
 
 
 @triton.jit
 def _in_fp16(query):
-    """bf16 [HEADS, WIDTH] -> (the same over powers of two [HEADS], in fp16; those powers). Then fp16 holds all that e4m3 is to
-    meet: from e4m3 to fp16 is one instruction for two values, and to bf16 five."""
-    wide = query.to(tl.float32)
-    power = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    """bf16 [HEADS, WIDTH] -> (the same divided by powers of two [HEADS], in fp16; those powers). Then e4m3 may be widened to fp16,
+    which takes one instruction for two values; to bf16 it takes five."""
+    values = query.to(tl.float32)
+    power = tl.max(tl.abs(values), 1).to(tl.int32, bitcast=True) & 0x7F800000
     inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
-    return (wide * inverse[:, None]).to(tl.float16), power.to(tl.float32, bitcast=True)
+    return (values * inverse[:, None]).to(tl.float16), power.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _blocks(table, at, end, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Where tokens at .. at + TILE - 1 are: one block for RUN of them."""
+    """The KV blocks of tokens at .. at + TILE - 1: one block for RUN of them."""
     first = at + tl.arange(0, TILE // RUN) * RUN
     return tl.load(table + first // BLOCK_SIZE, first < end, 0)
 
@@ -90,11 +89,12 @@ def _places(
     block, at, head, APART: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
-    """Of a head in TILE tokens, in APART groups if that is more than 1. HEAD, SLOT: elements from one head or token to the next."""
+    """Offsets of a head of TILE tokens, in APART groups if that is more than 1. HEAD, SLOT: elements from one head or token to the
+    next."""
     run = at + tl.arange(0, TILE // RUN) * RUN
     first = (block * BLOCK_SIZE + run % BLOCK_SIZE).to(tl.int64) * SLOT
     each = first[:, None] + tl.arange(0, RUN)[None, :] * SLOT
-    # Said, as it is lost where shapes change: so a read takes 16 bytes.
+    # Stated, since Triton loses it where shapes change: with it a load takes 16 bytes.
     ALIGNED: tl.constexpr = HEAD & -HEAD
     if APART > 1:
         place = tl.multiple_of(tl.reshape(each, [APART, TILE // APART]) + head * HEAD, [ALIGNED, ALIGNED])
@@ -105,7 +105,7 @@ def _places(
 
 @triton.jit
 def _joined(top, total, out, odd, APART: tl.constexpr, PAIRS: tl.constexpr):
-    """What APART groups of tokens have, in one; and even and odd dims in turn."""
+    """Merge the results of APART groups of tokens; and interleave even and odd dims."""
     if APART > 1:
         groups, top = top, tl.max(top, 0)
         fade = tl.exp2(groups - top[None, :])
@@ -121,7 +121,7 @@ def _joined(top, total, out, odd, APART: tl.constexpr, PAIRS: tl.constexpr):
 def _part(
     query, scales, key_cache, value_cache, table, block, begin, low, end, head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr,
-    TILE: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr,
+    TILE: tl.constexpr, APART: tl.constexpr, STAGES: tl.constexpr, WINDOWED: tl.constexpr, PAIRS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """query [HEADS, WIDTH] over tokens low .. end - 1 of a row, begin <= low a multiple of RUN -> (maximum [HEADS], sum [HEADS],
     output [WIDTH, HEADS], yet to be divided by the sum). scales [HEADS]: of the scores, log2(e) among them; block: of tile one.
@@ -144,71 +144,72 @@ def _part(
     odd = out
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
         token = at + tl.reshape(tl.arange(0, TILE), GROUPS + [TILE // APART])
-        seen = token < end
+        visible = token < end
         if WINDOWED:
-            seen &= token >= low
-        coming = _blocks(table, at + TILE, end, TILE, RUN, BLOCK_SIZE)
+            visible &= token >= low
+        next_block = _blocks(table, at + TILE, end, TILE, RUN, BLOCK_SIZE)
         place = _places(block, at, head, APART, TILE, RUN, BLOCK_SIZE, DIM, KV_HEADS * DIM)
-        # Keys that are not seen may be read, from whatever block, as their scores are replaced.
+        # Keys that are not visible may be read, from any block, as their scores are replaced.
         there = tl.expand_dims(place, AXIS + 1) + key_dim
         key = tl.load(key_cache + there) if DIM == WIDTH else tl.load(key_cache + there, key_dim < DIM, 0)
         if FP8:
-            key = widened(key, query, PTX)
-        score = _product(key, queries, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), PTX) * scales
-        score = tl.where(tl.expand_dims(seen, AXIS + 1), score, float("-inf"))
+            key = widened(key, query, SM)
+        score = _dot(key, queries, tl.zeros(GROUPS + [TILE // APART, HEADS], tl.float32), SM) * scales
+        score = tl.where(tl.expand_dims(visible, AXIS + 1), score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, AXIS))
         weight = tl.exp2(score - tl.expand_dims(higher, AXIS))
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(weight, AXIS)
-        # What is not seen is not read: stale memory may hold NaN, which no factor 0 removes.
-        read = tl.expand_dims(seen, AXIS) & (value_dim < DIM // EACH)
-        narrow, fade = nearest(weight, query, PTX), tl.expand_dims(fade, AXIS)
+        # Values that are not visible are not read: stale memory may contain NaN, which a factor of 0 does not remove.
+        read = tl.expand_dims(visible, AXIS) & (value_dim < DIM // EACH)
+        operand, fade = nearest(weight, query, SM), tl.expand_dims(fade, AXIS)
         if PAIRS:
             place = _places(block, at, head, APART, TILE, RUN, BLOCK_SIZE, DIM // 2, KV_HEADS * DIM // 2)
             there = tl.expand_dims(place, AXIS) + value_dim
             pair = tl.load(value_cache.to(tl.pointer_type(tl.uint16)) + there, read, 0)
-            out = _product(_half(pair, query, False, PTX), narrow, out * fade, PTX)
-            odd = _product(_half(pair, query, True, PTX), narrow, odd * fade, PTX)
+            out = _dot(_half(pair, query, False, SM), operand, out * fade, SM)
+            odd = _dot(_half(pair, query, True, SM), operand, odd * fade, SM)
         else:
             value = tl.load(value_cache + tl.expand_dims(place, AXIS) + value_dim, read, 0)
             if FP8:
-                value = widened(value, query, PTX)
-            out = _product(value, narrow, out * fade, PTX)
-        top, block = higher, coming
+                value = widened(value, query, SM)
+            out = _dot(value, operand, out * fade, SM)
+        top, block = higher, next_block
     return _joined(top, total, out, odd, APART, PAIRS)
 
 
 @triton.jit
-def _added_up(
-    tops, totals, outs, group, pieces,
+def _merge_splits(
+    tops, totals, outs, group, count,
     MOST: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """What the pieces of a row left in the workspace from `group` on -> (sum [LANES], output [LANES, WIDTH])."""
+    """Merge the partial results that the splits of a row left in the workspace from `group` on -> (sum [LANES], output [LANES,
+    WIDTH])."""
     lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
-    piece = tl.arange(0, MOST)[:, None]
-    every = (group + piece) * HEADS + lane[None, :]
-    top = tl.load(tops + every, piece < pieces, LOWEST, cache_modifier=".cg")
-    sums = tl.load(totals + every, piece < pieces, 0.0, cache_modifier=".cg")
+    split = tl.arange(0, MOST)[:, None]
+    every = (group + split) * HEADS + lane[None, :]
+    top = tl.load(tops + every, split < count, LOWEST, cache_modifier=".cg")
+    sums = tl.load(totals + every, split < count, 0.0, cache_modifier=".cg")
     highest = tl.max(top, 0)
     total = tl.sum(sums * tl.exp2(top - highest[None, :]), 0)
     out = tl.zeros([LANES, WIDTH], tl.float32)
     some = tl.arange(0, AT_ONCE)[:, None]
-    for first in range(0, pieces, AT_ONCE):
-        there = first + some < pieces
+    for first in range(0, count, AT_ONCE):
+        valid = first + some < count
         place = (group + first + some) * HEADS + lane[None, :]
-        part = tl.load(outs + place[:, :, None] * WIDTH + dim[None, None, :], there[:, :, None], 0.0, cache_modifier=".cg")
-        fade = tl.exp2(tl.load(tops + place, there, LOWEST, cache_modifier=".cg") - highest[None, :])
+        part = tl.load(outs + place[:, :, None] * WIDTH + dim[None, None, :], valid[:, :, None], 0.0, cache_modifier=".cg")
+        fade = tl.exp2(tl.load(tops + place, valid, LOWEST, cache_modifier=".cg") - highest[None, :])
         out += tl.sum(part * fade[:, :, None], 0)
     return total, out
 
 
 @triton.jit
-def _store(out, row, first_head, members, total, mixed, like, value_scale, q_heads, DIM: tl.constexpr, PTX: tl.constexpr):
+def _store(out, row, first_head, members, total, mixed, like, value_scale, q_heads, DIM: tl.constexpr, SM: tl.constexpr):
     """mixed [lanes, WIDTH] / total [lanes] as the output of the `members` heads from first_head on."""
     lane, dim = tl.arange(0, mixed.shape[0])[:, None], tl.arange(0, mixed.shape[1])[None, :]
     place = (row.to(tl.int64) * q_heads + first_head + lane) * DIM + dim
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
-    tl.store(out + place, nearest(result, like, PTX), (lane < members) & (dim < DIM))
+    tl.store(out + place, nearest(result, like, SM), (lane < members) & (dim < DIM))
 
 
 @triton.jit(
@@ -216,53 +217,53 @@ def _store(out, row, first_head, members, total, mixed, like, value_scale, q_hea
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
 )
 def _decode(
-    query, key_cache, value_cache, tables, table_rows, lengths, pieces_of, out, tops, totals, outs, arrivals,
+    query, key_cache, value_cache, tables, table_rows, lengths, splits, out, tops, totals, outs, arrivals,
     table_stride, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
     APART: tl.constexpr, STAGES: tl.constexpr, INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
-    PTX: tl.constexpr,
+    SM: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head and band of HEADS of its query heads, piece, or row where pieces_of is None). MOST: pieces of a row, at
-    most. EARLY: see early_lengths."""
-    if PTX >= 90:
+    """Program (KV head and band of HEADS of its query heads, split, or row where splits is None). MOST: splits of a row, at most.
+    EARLY: see early_lengths."""
+    if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
-            gdc_wait()  # lengths, tables, queries and the newest keys and values: all may be what the kernel before has written
+            gdc_wait()  # lengths, tables, queries and the newest keys and values: the kernel before may have written all of them
     BANDS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
-    RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1  # tokens that are sure to lie in one block, from a multiple of it on
+    RUN: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1  # tokens that certainly lie in one block, from a multiple of it on
     item, kv_head, band = tl.program_id(1), tl.program_id(0) // BANDS, tl.program_id(0) % BANDS
-    if pieces_of is not None:
-        row, first, pieces, begin, end, low, held = piece_at(pieces_of, item)
+    if splits is not None:
+        row, first, count, begin, end, low, table_row = load_split(splits, item)
     else:
-        row, first, pieces, held = item, item, 1, item
-        low, begin, end = seen_of(tl.load(lengths + row, cache_modifier=".cg"), window, RUN, WINDOWED)
+        row, first, count, table_row = item, item, 1, item
+        low, begin, end = visible_range(tl.load(lengths + row, cache_modifier=".cg"), window, RUN, WINDOWED)
         if INDIRECT:
-            held = tl.load(table_rows + row, cache_modifier=".cg")
-    if held < 0:  # no slot is less than 0
+            table_row = tl.load(table_rows + row, cache_modifier=".cg")
+    if table_row < 0:  # no split
         return
-    # Every row has a first piece, which waits: so what waits for this kernel has waited for those before it too.
-    if PTX >= 90 and EARLY:
+    # Every row has a first split, which waits: so a kernel that waits for this one has waited for those before it, too.
+    if SM >= 90 and EARLY:
         gdc_wait()
-    table = tables + held.to(tl.int64) * table_stride
+    table = tables + table_row.to(tl.int64) * table_stride
     block = _blocks(table, begin, end, TILE, RUN, BLOCK_SIZE)
 
     first_head, members = kv_head * GROUP + band * HEADS, GROUP - band * HEADS
     lane, dim = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     place = (row.to(tl.int64) * (KV_HEADS * GROUP) + first_head + lane[:, None]) * DIM + dim[None, :]
     own = tl.load(query + place, (lane[:, None] < members) & (dim[None, :] < DIM), 0.0)
-    scales, narrow = tl.full([HEADS], score_scale, tl.float32), own
+    scales, operand = tl.full([HEADS], score_scale, tl.float32), own
     if FP8 and own.dtype == tl.bfloat16:
-        narrow, powers = _in_fp16(own)
+        operand, powers = _in_fp16(own)
         scales *= powers
-    top, total, turned = _part(
-        narrow, scales, key_cache, value_cache, table, block, begin, low, end, kv_head,
-        DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, FP8 and narrow.dtype == tl.float16, PTX,
+    top, total, transposed = _part(
+        operand, scales, key_cache, value_cache, table, block, begin, low, end, kv_head,
+        DIM, WIDTH, KV_HEADS, BLOCK_SIZE, RUN, TILE, APART, STAGES, WINDOWED, FP8 and operand.dtype == tl.float16, SM,
     )  # fmt: skip
-    mixed = tl.trans(turned)
-    if pieces == 1:
-        _store(out, row, first_head, members, total, mixed, own, value_scale, KV_HEADS * GROUP, DIM, PTX)
+    mixed = tl.trans(transposed)
+    if count == 1:
+        _store(out, row, first_head, members, total, mixed, own, value_scale, KV_HEADS * GROUP, DIM, SM)
     else:
         counted = row * tl.num_programs(0) + tl.program_id(0)
         group = tl.program_id(0) * tl.num_programs(1) + first
@@ -271,39 +272,39 @@ def _decode(
         tl.store(totals + left, total)
         tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed, (lane < members)[:, None])
         tl.debug_barrier()  # all warps have stored before one of them releases what they stored
-        if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == pieces - 1:
+        if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
             tl.store(arrivals + counted, 0)
-            whole, added = _added_up(tops, totals, outs, group, pieces, MOST, WIDTH, HEADS, LANES, AT_ONCE)
-            _store(out, row, first_head, members, whole, added, own, value_scale, KV_HEADS * GROUP, DIM, PTX)
+            merged_total, merged = _merge_splits(tops, totals, outs, group, count, MOST, WIDTH, HEADS, LANES, AT_ONCE)
+            _store(out, row, first_head, members, merged_total, merged, own, value_scale, KV_HEADS * GROUP, DIM, SM)
 
 
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
-    *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: Workspace, split: Split,
-    pieces: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
+    *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: SplitKvWorkspace, tiling: DecodeTiling,
+    splits: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone. pieces:
-    what `shares.cut` says of these rows and this split; None: it is asked here, where the split has shares."""
+    """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone. splits:
+    what `split_kv.plan` gives for these rows and this tiling; None: it runs here, where the tiling has extra_splits."""
     rows, q_heads, head_dim = query.shape
     block_size, kv_heads = key_cache.shape[1:3]
     out = torch.empty_like(query) if out is None else out
     if not rows:
         return out
-    if pieces is None and split.shares:
-        pieces, early_lengths = cut(kv_lengths, table_rows, split, window=window, block_size=block_size), False
-    ptx, fp8, group = capability(query.device), key_cache.dtype == torch.float8_e4m3fn, q_heads // kv_heads
-    width, heads = max(16, triton.next_power_of_2(head_dim)), 8 if group <= 8 else MOST_HEADS
+    if splits is None and tiling.extra_splits:
+        splits, early_lengths = plan(kv_lengths, table_rows, tiling, window=window, block_size=block_size), False
+    sm, fp8, group = sm_arch(query.device), key_cache.dtype == torch.float8_e4m3fn, q_heads // kv_heads
+    width, heads = max(16, triton.next_power_of_2(head_dim)), 8 if group <= 8 else MAX_HEADS
     programs, lanes = kv_heads * triton.cdiv(group, heads), min(heads, triton.next_power_of_2(group))
-    tops, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(split.shares, rows), heads, width)
+    tops, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
-    _decode[(programs, rows if pieces is None else len(pieces))](
-        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, pieces, out,
+    _decode[(programs, rows if splits is None else len(splits))](
+        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out,
         tops, totals, outs, arrivals, block_tables.stride(0), window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
-        MOST=MOST_PIECES, AT_ONCE=min(MOST_PIECES, 16 * split.warps // lanes), TILE=split.tile,
-        APART=1 if split.together else split.warps, STAGES=split.stages, INDIRECT=pieces is None and table_rows is not None,
-        WINDOWED=window is not None, EARLY=early_lengths, PTX=ptx, num_warps=split.warps, maxnreg=split.registers,
-        launch_pdl=ptx >= 90,
+        MOST=MAX_SPLITS_PER_ROW, AT_ONCE=min(MAX_SPLITS_PER_ROW, 16 * tiling.warps // lanes), TILE=tiling.tile,
+        APART=1 if tiling.cooperative else tiling.warps, STAGES=tiling.stages, INDIRECT=splits is None and table_rows is not None,
+        WINDOWED=window is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, maxnreg=tiling.registers,
+        launch_pdl=sm >= 90,
     )  # fmt: skip
     return out

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""Attention of rows of several tokens over paged keys and values, in one launch that nobody plans on the host.
+"""Prefill attention over the paged KV cache (flash attention for several tokens per row), in one launch that nobody plans on the
+host.
 
     out[t, h] = softmax(scale * query[t, h] . keys[begin:end]) @ values[begin:end]        see `reference.prefill_attention`
 
-A row's tokens are cut into tiles, and a program has a tile's queries, or a half of them, for one KV head and all of its query
-heads: up to 128 rows (token, head) of a tensor core's product, which read each key and value once. It finds its row from where the
-rows begin, so that a captured launch serves whatever rows there are; what is beyond the last tile returns at once. A row's last
-tiles, which have the most keys, come first.
+A row's tokens are divided into tiles, and a program has a tile's queries, or a half of them, for one KV head and all of its query
+heads: up to 128 (token, head) pairs, the rows of a tensor core's GEMM, which read each key and value once. A program finds its row
+from the begins of the rows, so that a captured launch serves any rows; programs beyond the last tile return at once. A row's last
+tiles, which have the most keys, run first.
 
-e4m3 keys and values are widened to fp16, which holds them exactly, and so are queries, over powers of two.
+e4m3 keys and values are widened to fp16, exactly, and queries are divided by powers of two so that fp16 holds them, too.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.decode import LOG2_E, LOWEST, _blocks, _in_fp16, _places, _product
-from phalanx.kernels.attention.split import PrefillChoice, most_prefill_tiles, tile_tokens
+from phalanx.kernels.attention.decode import LOG2_E, LOWEST, _blocks, _dot, _in_fp16, _places
+from phalanx.kernels.attention.heuristics import PrefillTiling, max_prefill_tiles, tile_tokens
+from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
-from phalanx.kernels.residual_rms_norm import capability
 from phalanx.kernels.vectors import nearest
 
 
 @triton.jit
 def _tile(starts, lengths, table_rows, rows, back, TOKENS: tl.constexpr, MOST: tl.constexpr, INDIRECT: tl.constexpr):
     """The tile that is `back` before the last -> (its first token among its row's, less than 0 if there is no such tile; of the
-    row: the first token, how many, the length, the block table). MOST: a power of two that is at least `rows`."""
+    row: the first token, the number of tokens, the KV length, the block table). MOST: a power of two that is at least `rows`."""
     each = tl.arange(0, MOST)
     begin = tl.load(starts + each, each < rows, 0, cache_modifier=".cg")
     count = tl.load(starts + each + 1, each < rows, 0, cache_modifier=".cg") - begin
-    # Of all rows, not of the one that is found: so one read does not wait for another.
+    # Of all rows, not of this tile's row: so one load does not wait for another.
     length = tl.load(lengths + each, each < rows, 0, cache_modifier=".cg")
     table = tl.load(table_rows + each, each < rows, 0, cache_modifier=".cg").to(tl.int64) if INDIRECT else each.to(tl.int64)
     tiles = (count + TOKENS - 1) // TOKENS
@@ -53,11 +54,11 @@ def _tile(starts, lengths, table_rows, rows, back, TOKENS: tl.constexpr, MOST: t
 def _attended(
     query, scales, last, key_cache, value_cache, table, block, begin, low, full, end, head, window,
     DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr,
-    STAGES: tl.constexpr, WINDOWED: tl.constexpr, PTX: tl.constexpr,
+    STAGES: tl.constexpr, WINDOWED: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """query [ROWS, WIDTH] over keys low .. end - 1 of a row, begin <= low a multiple of RUN -> (sum [ROWS], output [ROWS, WIDTH],
-    yet to be divided by the sum). scales [ROWS]: of the scores, above 0, log2(e) among them; last [ROWS]: key that each sees; all
-    see those before `full`, but for the window. block: of the first KEYS."""
+    yet to be divided by the sum). scales [ROWS]: of the scores, above 0, log2(e) among them; last [ROWS]: the last visible key of
+    each; keys before `full` are visible to all, but for the window. block: of the first KEYS."""
     ROWS: tl.constexpr = query.shape[0]
     WIDTH: tl.constexpr = query.shape[1]
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
@@ -67,31 +68,31 @@ def _attended(
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     for at in tl.range(begin, end, KEYS, num_stages=STAGES):
         token = at + tl.arange(0, KEYS)
-        coming = _blocks(table, at + KEYS, end, KEYS, RUN, BLOCK_SIZE)
+        next_block = _blocks(table, at + KEYS, end, KEYS, RUN, BLOCK_SIZE)
         place = _places(block, at, head, 1, KEYS, RUN, BLOCK_SIZE, DIM, KV_HEADS * DIM)[:, None] + dim
-        # Keys that are not seen may be read, from whatever block, as their scores are replaced.
+        # Keys that are not visible may be read, from any block, as their scores are replaced.
         key = tl.load(key_cache + place) if DIM == WIDTH else tl.load(key_cache + place, dim < DIM, 0)
         if FP8:
-            key = widened(key, query, PTX)
-        score = _product(query, tl.trans(key), tl.zeros([ROWS, KEYS], tl.float32), PTX)
+            key = widened(key, query, SM)
+        score = _dot(query, tl.trans(key), tl.zeros([ROWS, KEYS], tl.float32), SM)
         if WINDOWED:
-            seen = (token[None, :] <= last[:, None]) & (token[None, :] > last[:, None] - window)
-            score = tl.where(seen, score, float("-inf"))
+            visible = (token[None, :] <= last[:, None]) & (token[None, :] > last[:, None] - window)
+            score = tl.where(visible, score, float("-inf"))
         elif at + KEYS > full:
             score = tl.where(token[None, :] <= last[:, None], score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scales)
         weight = tl.exp2(score * scales[:, None] - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(weight, 1)
-        # What no token sees is not read: stale memory may hold NaN, which no factor 0 removes.
+        # Values that no token attends to are not read: stale memory may contain NaN, which a factor of 0 does not remove.
         read = ((token >= low) & (token < end))[:, None]
         if DIM != WIDTH:
             read = read & (dim < DIM)
         value = tl.load(value_cache + place, read, 0)
         if FP8:
-            value = widened(value, query, PTX)
-        out = _product(nearest(weight, query, PTX), value, out * fade[:, None], PTX)
-        top, block = higher, coming
+            value = widened(value, query, SM)
+        out = _dot(nearest(weight, query, SM), value, out * fade[:, None], SM)
+        top, block = higher, next_block
     return total, out
 
 
@@ -104,19 +105,19 @@ def _prefill(
     table_stride, rows, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MOST: tl.constexpr,
-    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, PTX: tl.constexpr,
+    INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Programs count tiles from the last, parts of a tile from the last, and KV heads. EARLY: see early_lengths."""
-    if PTX >= 90:
+    if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
-            gdc_wait()  # starts, lengths, tables, queries and the newest keys and values: all may be what the kernel before wrote
+            gdc_wait()  # starts, lengths, tables, queries and the newest keys and values: the kernel before may have written all
     PARTS: tl.constexpr = (TOKENS * GROUP + ROWS - 1) // ROWS
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
     kv_head, back = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
-    first, row_begin, count, length, held = _tile(starts, lengths, table_rows, rows, back // PARTS, TOKENS, MOST, INDIRECT)
-    if PTX >= 90 and EARLY:
-        gdc_wait()  # also where there is nothing to do: so what waits for this kernel has waited for those before it too
+    first, row_begin, count, length, table_row = _tile(starts, lengths, table_rows, rows, back // PARTS, TOKENS, MOST, INDIRECT)
+    if SM >= 90 and EARLY:
+        gdc_wait()  # also where there is nothing to do: so a kernel that waits for this one has waited for those before it
     lead = (PARTS - 1 - back % PARTS) * ROWS  # the part's first (token, head) among the tile's
     if (first < 0) | (first + lead // GROUP >= count):
         return
@@ -124,9 +125,9 @@ def _prefill(
     full = earlier + lead // GROUP + 1
     end = earlier + tl.minimum((tl.minimum(lead + ROWS, TOKENS * GROUP) - 1) // GROUP + 1, count - first)
     low = tl.maximum(full - window, 0) if WINDOWED else 0
-    RUN: tl.constexpr = min(BLOCK_SIZE & -BLOCK_SIZE, KEYS)  # keys that are sure to lie in one block, from a multiple of it on
+    RUN: tl.constexpr = min(BLOCK_SIZE & -BLOCK_SIZE, KEYS)  # keys that certainly lie in one block, from a multiple of it on
     begin = low // RUN * RUN
-    table = tables + held * table_stride
+    table = tables + table_row * table_stride
     block = _blocks(table, begin, end, KEYS, RUN, BLOCK_SIZE)
 
     member, dim = lead + tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -135,48 +136,48 @@ def _prefill(
     place = tl.multiple_of(place * DIM, [DIM & -DIM])[:, None] + dim[None, :]
     valid = ((member < TOKENS * GROUP) & (token < count))[:, None] & (dim[None, :] < DIM)
     own = tl.load(query + place, valid, 0.0)
-    scales, narrow = tl.full([ROWS], score_scale, tl.float32), own
+    scales, operand = tl.full([ROWS], score_scale, tl.float32), own
     if FP8 and own.dtype == tl.bfloat16:
-        narrow, powers = _in_fp16(own)
+        operand, powers = _in_fp16(own)
         scales *= powers
     total, mixed = _attended(
-        narrow, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, table, block, begin, low, full, end,
-        kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, PTX,
+        operand, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, table, block, begin, low, full, end,
+        kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, SM,
     )  # fmt: skip
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
-    tl.store(out + place, nearest(result, own, PTX), valid)
+    tl.store(out + place, nearest(result, own, SM), valid)
 
 
 def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
-    kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, choice: PrefillChoice,
+    kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, tiling: PrefillTiling,
     tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The kernel of `reference.prefill_attention`, for contiguous queries and caches; `out`'s tokens of no row are not set."""
+    """The kernel of `reference.prefill_attention`, for contiguous queries and caches; tokens of no row are not set in `out`."""
     tokens, q_heads, head_dim = query.shape
     block_size, kv_heads = key_cache.shape[1:3]
     rows, group = len(kv_lengths), q_heads // kv_heads
     out = torch.empty_like(query) if out is None else out
-    tiles = most_prefill_tiles(tokens, rows, group) if tiles is None else tiles
+    tiles = max_prefill_tiles(tokens, rows, group) if tiles is None else tiles
     if not tiles:
         return out
-    ptx, fp8, each = capability(query.device), key_cache.dtype == torch.float8_e4m3fn, tile_tokens(group)
+    sm, fp8, each = sm_arch(query.device), key_cache.dtype == torch.float8_e4m3fn, tile_tokens(group)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
-    _prefill[(tiles * triton.cdiv(each * group, choice.rows) * kv_heads,)](
+    _prefill[(tiles * triton.cdiv(each * group, tiling.rows) * kv_heads,)](
         query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, query_starts, kv_lengths, out,
         block_tables.stride(0), rows, window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
-        TOKENS=each, ROWS=choice.rows, KEYS=choice.keys, STAGES=choice.stages, MOST=_room(rows), INDIRECT=table_rows is not None,
-        WINDOWED=window is not None, EARLY=early_lengths, PTX=ptx, num_warps=choice.warps, maxnreg=choice.registers,
-        launch_pdl=ptx >= 90,
+        TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_padded_rows(rows),
+        INDIRECT=table_rows is not None, WINDOWED=window is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps,
+        maxnreg=tiling.registers, launch_pdl=sm >= 90,
     )  # fmt: skip
     return out
 
 
-def _room(rows: int) -> int:
-    """A power of two that is at least `rows`: one of few, as each is a kernel of its own."""
-    room = 32
-    while room < rows:
-        room *= 8
-    return room
+def _padded_rows(rows: int) -> int:
+    """A power of two that is at least `rows`: one of few, as each is a variant of its own."""
+    padded = 32
+    while padded < rows:
+        padded *= 8
+    return padded

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels compiled many at a time, before they are launched: `ahead`.
 
-Triton compiles a kernel when it is first called, and the caller waits. Here a program goes through its calls once, where none of
-Triton's kernels is launched and what they ask for is noted. Then copies of this process (fork) each compile a part of it, and leave
-it in Triton's cache on disk. Threads would not do: half of a compilation holds Python's lock.
+Triton compiles a kernel at its first call, and the caller waits. Here a program runs its calls once without launching a kernel, and
+the variants that they need are recorded. Then copies of this process (fork) each compile some of them into Triton's cache on disk.
+Threads would not help: half of a compilation holds Python's interpreter lock.
 
-A copy has no other thread and may not touch the GPU: it compiles, says so, and ends. It only saves time: what it does not get done,
-this process does.
-"""
+A copy has no other thread and may not touch the GPU: it compiles, reports each kernel, and ends. Copies only save time: this
+process compiles what they leave undone."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from phalanx.kernels.norms import triton_is_here
+from phalanx.kernels.capabilities import has_triton
 from phalanx.log import get_logger
 
 _log = get_logger(__name__)
 _UNWRITTEN = {torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided}
 _PATIENCE = 60.0
-"""Seconds without a kernel after which the copies are given up: one takes a second or two."""
+"""Seconds without a compiled kernel after which the copies are killed: one takes a second or two."""
 
 Work = Callable[[], Any]
 Listener = Callable[..., None]
@@ -43,7 +42,7 @@ Listener = Callable[..., None]
 
 @contextmanager
 def launches_left_out() -> Iterator[None]:
-    """Inside, every kernel stops after it is compiled (Triton's own warm-up mode)."""
+    """Inside, kernels are compiled at their calls and not launched (Triton's own warm-up mode)."""
     from triton.runtime.jit import JITFunction
 
     kind: Any = JITFunction
@@ -60,8 +59,8 @@ def launches_left_out() -> Iterator[None]:
 
 
 def can_compile_ahead() -> bool:
-    """Whether this Triton can be asked to compile later (from 3.5 on), and this system copies processes."""
-    if not triton_is_here() or sys.platform != "linux":
+    """Whether this Triton can defer compilation (from 3.5 on), and this system can fork processes."""
+    if not has_triton() or sys.platform != "linux":
         return False
     import triton
 
@@ -70,59 +69,60 @@ def can_compile_ahead() -> bool:
 
 @contextmanager
 def ahead() -> Iterator[Ahead]:
-    """Inside, kernels that this thread calls are noted, and neither compiled nor launched: what they would write is zeros, where it
-    is memory made inside. For where `can_compile_ahead`. What is not compiled inside, as it failed or nobody saw to it, is left to
-    its first launch."""
+    """Inside, kernels that this thread calls are recorded, and neither compiled nor launched: tensors created inside hold zeros
+    where a kernel would have written. Requires `can_compile_ahead`. A kernel that is not compiled inside, since it failed or was
+    not reached, is compiled at its first launch."""
     import triton
     from triton import knobs
 
     kernels = Ahead(knobs.compilation.listener)
     knobs.compilation.listener = kernels.hear
     try:
-        with triton.AsyncCompileMode(kernels.noted, ignore_errors=True), launches_left_out(), _Zeros():
+        with triton.AsyncCompileMode(kernels.pending, ignore_errors=True), launches_left_out(), _Zeros():
             try:
                 yield kernels
             finally:
-                kernels.noted.forget()
+                kernels.pending.forget()
     finally:
         knobs.compilation.listener = kernels.plain
 
 
 class Ahead:
-    """Kernels that were asked for. noted: those that nobody has seen to. compiled: how many had to be. plain: is told of each, as
-    Triton's listener."""
+    """Kernels that were called. pending: those not compiled yet. compiled: how many were not in the cache. plain: Triton's listener
+    before, which is told of each."""
 
     def __init__(self, plain: Listener | None) -> None:
-        self.noted, self.compiled, self.plain = _Noted(), 0, plain
+        self.pending, self.compiled, self.plain = _Pending(), 0, plain
 
     def hear(self, *, cache_hit: bool, **facts: Any) -> None:
         self.compiled += not cache_hit
         if self.plain is not None:
             self.plain(cache_hit=cache_hit, **facts)
 
-    def all_kept(self) -> bool:
-        """Whether what was asked for until now lies in Triton's cache; up to the first that does not, which is compiled."""
+    def all_cached(self) -> bool:
+        """Whether all kernels called until now are in Triton's cache. Looks up to the first that is not, and compiles it."""
         before = self.compiled
-        while self.noted.works and self.compiled == before:
-            self.noted.do_next()
+        while self.pending.works and self.compiled == before:
+            self.pending.do_next()
         return self.compiled == before
 
     def compile(self, processes: int, tell: Callable[[int, int], None]) -> None:
-        """All that was asked for until now, in so many copies of this process at most. tell: is told (done, total) kernels."""
-        # The first last: where `all_kept` finds those, no start was killed in the midst of this.
-        works = [work for work, _ in reversed(self.noted.works)]
+        """Compile all kernels called until now, in at most so many copies of this process. tell: is called with (done, total)
+        kernels."""
+        # The first kernels last: where `all_cached` finds them, no earlier start was killed in the middle of this.
+        works = [work for work, _ in reversed(self.pending.works)]
         if works:
             tell(0, len(works))
             for done, microseconds in enumerate(_by_copies(works, min(processes, len(works))), start=1):
                 tell(done, len(works))
                 if microseconds:
                     self.hear(cache_hit=False, times=SimpleNamespace(total=microseconds))
-        while self.noted.works:
-            self.noted.do_next()
+        while self.pending.works:
+            self.pending.do_next()
 
 
-class _Noted(Executor):
-    """Work that waits until somebody does it, or says that nobody will."""
+class _Pending(Executor):
+    """Work that is deferred until `do_next` or `forget`."""
 
     def __init__(self) -> None:
         self.works: list[tuple[Work, Future[Any]]] = []
@@ -133,7 +133,7 @@ class _Noted(Executor):
         return future
 
     def do_next(self) -> None:
-        work, future = self.works[0]  # until it is done: what interrupts it leaves it to `forget`
+        work, future = self.works[0]  # stays first until it is done: an interrupt leaves it to `forget`
         try:
             future.set_result(work())
         except Exception as error:
@@ -148,31 +148,31 @@ class _Noted(Executor):
 
 def _by_copies(works: Sequence[Work], count: int) -> Iterator[int]:
     """For each work that a copy of this process has done: the microseconds of a compilation, 0 for a kernel found in the cache.
-    Ends when all copies have ended, or say nothing for long."""
-    gc.collect()  # rather here than in a copy, where what is collected might want the GPU
+    Ends when all copies have ended, or have reported nothing for _PATIENCE seconds."""
+    gc.collect()  # here and not in a copy, where a destructor might use the GPU
     reading, writing = os.pipe()
     copies = []
     try:
         for first in range(count):
             try:
                 copies.append(_copy(works[first::count], writing))
-            except OSError as error:  # no room for another
+            except OSError as error:  # no resources for another process
                 _log.warning("kernels are compiled by %d processes, not %d: %s", len(copies), count, error)
                 break
         os.close(writing)
         writing, left = -1, b""
-        news = select.poll()  # not select.select, which takes no descriptor from 1024 on
+        news = select.poll()  # select.select takes no descriptor from 1024 on
         news.register(reading, select.POLLIN)
         while news.poll(_PATIENCE * 1000):
-            said = os.read(reading, 4096)
-            if not said:
+            received = os.read(reading, 4096)
+            if not received:
                 codes, copies = [_end_of(copy) for copy in copies], []
                 if any(codes):
-                    _log.warning("processes that compile kernels ended with %s: this one does what they left", codes)
+                    _log.warning("processes that compile kernels ended with %s: this process compiles what they left", codes)
                 return
-            *lines, left = (left + said).split(b"\n")
+            *lines, left = (left + received).split(b"\n")
             yield from map(int, lines)
-        _log.warning("processes that compile kernels have said nothing for %.0f s: this one does it", _PATIENCE)
+        _log.warning("processes that compile kernels have reported nothing for %.0f s: this process compiles them", _PATIENCE)
     finally:
         for each in (reading, writing):
             if each >= 0:
@@ -184,8 +184,8 @@ def _by_copies(works: Sequence[Work], count: int) -> Iterator[int]:
 
 
 def _end_of(copy: int) -> int:
-    """Wait for it: its exit status, or minus the signal that ended it. Where SIGCHLD is ignored, as a parent of this process may
-    have asked, it is waited for all the same, but nobody knows."""
+    """Wait for it and return its exit status, or minus the signal that ended it; 0 where SIGCHLD is ignored, as a parent of this
+    process may have set it, since the status is lost then."""
     try:
         return os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1])
     except ChildProcessError:
@@ -193,10 +193,10 @@ def _end_of(copy: int) -> int:
 
 
 def _copy(works: Sequence[Work], writing: int) -> int:
-    """Start a copy of this process that does these works, and writes a line for each; its process id."""
+    """Start a copy of this process that does these works and writes a line for each. Returns its process id."""
     parent = os.getpid()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of a fork beside other threads: see `_work`
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's, about a fork beside other threads: see `_work`
         copy = os.fork()
     if not copy:
         _work(works, writing, parent)
@@ -204,31 +204,31 @@ def _copy(works: Sequence[Work], writing: int) -> int:
 
 
 def _work(works: Sequence[Work], writing: int, parent: int) -> None:
-    """In a copy, which ends here. Other threads are gone, with whatever they held: nothing may be called that waits for them, such
-    as the GPU's driver, a message queue, or what Python does at its end."""
+    """The copy's work; the copy ends here. Other threads are gone, with the locks that they held: nothing may be called that waits
+    for them, such as the GPU's driver, a message queue, or Python's shutdown."""
     try:
         gc.disable()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the one that waits
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the parent
         if os.getppid() != parent:
-            return  # which has ended before that was asked
+            return  # the parent has ended before
         from triton import knobs
 
-        def heard(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
             os.write(writing, b"%d\n" % (0 if cache_hit else max(times.total, 1)))
 
-        knobs.compilation.listener = heard
+        knobs.compilation.listener = listen
         for work in works:
-            with suppress(Exception):  # whose kernel is then compiled by the one that waits, where the error counts
+            with suppress(Exception):  # the parent then compiles the kernel and reports the error
                 work()
     finally:
         os._exit(0)
 
 
 class _Zeros(TorchFunctionMode):
-    """New memory holds zeros: what reads it may take it for an index."""
+    """New memory holds zeros, as it may be read as indices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in _UNWRITTEN:
-            made.zero_()
-        return made
+            result.zero_()
+        return result

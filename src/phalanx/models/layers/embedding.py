@@ -9,61 +9,65 @@ import torch
 from torch import Tensor
 
 from phalanx import kernels
-from phalanx.kernels import between, sampling
+from phalanx.kernels.sampling import sampling
 from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import Seat, Slice, Sliced
+from phalanx.models.slices import LayerContext, Slice, Sliced
 from phalanx.plan import shard
 
 
 class VocabParallelEmbedding(Sliced):
-    """Rows of a lookup table over the ranks: each looks up the ids that it holds, gives zeros for the others, and the sum is whole.
+    """The rows of a lookup table, split over the ranks: each looks up the ids that it holds and gives zeros for the others; their
+    sum is the result.
 
     weight [local_vocab, hidden]; rows at or beyond the vocabulary's size are padding and zero.
     """
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, seat: Seat) -> None:
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, context: LayerContext) -> None:
         super().__init__()
-        self.name, self.vocab_size, self.seat = name, vocab_size, seat
-        self.local = shard.vocabulary(vocab_size, seat.group.size, seat.group.rank)
-        self.weight = seat.weight(len(self.local), hidden_size)
-        self.weight[self.held :].zero_()
+        self.name, self.vocab_size, self.context = name, vocab_size, context
+        self.local = shard.vocabulary(vocab_size, context.group.size, context.group.rank)
+        self.weight = context.weight(len(self.local), hidden_size)
+        self.weight[self.num_tokens :].zero_()
 
     @property
-    def held(self) -> int:
-        """How many of the local rows are tokens, not padding."""
+    def num_tokens(self) -> int:
+        """How many of the local rows are tokens; the others are padding."""
         return max(0, min(self.local.stop, self.vocab_size) - self.local.start)
 
     def forward(
         self, token_ids: Tensor, norm: RmsNorm, last: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Activation, Tensor]:  # fmt: skip
         """token_ids [T] int64 -> (norm(vectors), vectors), of [T, hidden]. last: see `Batch.last`."""
-        group = self.seat.group
+        group = self.context.group
         if group.size == 1:
-            asked = norm.after(self.weight)  # without a residual: only what is asked of the norm counts
-            return norm.taken(
-                between.embed_norm(token_ids, self.weight, last, asked.weight, asked.eps, asked.quant, asked.scale)
+            fusion = norm.fusion(self.weight)  # there is no residual: the other fields count
+            return norm.unpack(
+                kernels.embed_norm(token_ids, self.weight, last, fusion.weight, fusion.eps, fusion.quant, fusion.scale)
             )  # fmt: skip
-        found, zeros = between.embed(token_ids, self.weight, self.local.start, last)
-        return norm.taken(group.all_reduce(found, norm.after(zeros)))
+        vectors, zeros = kernels.embed(token_ids, self.weight, self.local.start, last)
+        return norm.unpack(group.all_reduce(vectors, norm.fusion(zeros)))
 
     def slices(self) -> Iterator[Slice]:
-        if self.held:
-            yield Slice(f"{self.name}.weight", (self.vocab_size, self.weight.shape[1]), self.weight[: self.held], self.local.start)
+        if self.num_tokens:
+            shape = (self.vocab_size, self.weight.shape[1])
+            yield Slice(f"{self.name}.weight", shape, self.weight[: self.num_tokens], self.local.start)
 
 
-class ParallelHead(Sliced):
-    """Logits: each rank computes those of its rows of the vocabulary, [S, local_vocab]. To get all of them they are gathered; for
-    the likeliest tokens a few words per row do.
+class ParallelLMHead(Sliced):
+    """Logits: each rank computes those of its rows of the vocabulary, [S, local_vocab]. `gather` collects all of them; `argmax` and
+    `sample` exchange a few words per row only.
 
-    `tied` is the embedding on this rank whose weight it shares, if it does. A tied head on another pipeline stage than its
-    embedding holds a copy: `name` is then the embedding's.
+    `tied` is the embedding on this rank whose weight the head shares, if it does. A tied head on another pipeline stage than its
+    embedding holds a copy of the weight: `name` is then the embedding's.
     """
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, *, tied: VocabParallelEmbedding | None, seat: Seat) -> None:
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, *, tied: VocabParallelEmbedding | None, context: LayerContext
+    ) -> None:
         super().__init__()
-        self.vocab_size, self.group = vocab_size, seat.group
-        self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, seat=seat) if tied is None else tied
+        self.vocab_size, self.group = vocab_size, context.group
+        self.table = VocabParallelEmbedding(name, vocab_size, hidden_size, context=context) if tied is None else tied
 
     def forward(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """hidden [T, hidden], rows [S] int64 -> logits of those rows [S, vocab_size] fp32."""
@@ -76,36 +80,38 @@ class ParallelHead(Sliced):
 
     def local(self, hidden: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """hidden [T, hidden], rows [S] int64 (None: all) -> this rank's logits of those rows [S, width], in the model's dtype."""
-        chosen, weight = hidden if rows is None else hidden.index_select(0, rows), self.table.weight
-        if out is None:  # one way to multiply, whether a graph is captured or not: the same bits
-            out = torch.empty(len(chosen), len(weight), dtype=weight.dtype, device=weight.device)
-        return kernels.linear(chosen, weight, out=out) if len(chosen) else out
+        states, weight = hidden if rows is None else hidden.index_select(0, rows), self.table.weight
+        if out is None:  # captured in a graph or not, one GEMM: the same bits
+            out = torch.empty(len(states), len(weight), dtype=weight.dtype, device=weight.device)
+        return kernels.linear(states, weight, out=out) if len(states) else out
 
     def gather(self, local: Tensor) -> Tensor:
         """This rank's logits [S, width] -> those of the whole vocabulary [S, vocab_size], in the same dtype. Collective."""
         return self.group.all_gather(local, dim=-1)[:, : self.vocab_size]
 
-    def keys(self, local: Tensor) -> Tensor:
-        """This rank's logits [S, width] -> all ranks' keys [ranks, S, parts] int64: see `kernels.sampling.keys`. Collective."""
-        mine = sampling.keys(local, self.table.local.start, self.table.held)
-        return self.group.all_gather(mine.unsqueeze(0), dim=0)
+    def argmax_keys(self, local: Tensor) -> Tensor:
+        """This rank's logits [S, width] -> all ranks' keys [ranks, S, parts] int64: see `sampling.packed_argmax_keys`.
+        Collective."""
+        keys = sampling.packed_argmax_keys(local, self.table.local.start, self.table.num_tokens)
+        return self.group.all_gather(keys.unsqueeze(0), dim=0)
 
-    def likeliest(self, local: Tensor) -> Tensor:
-        """This rank's logits [S, width] -> the likeliest token of each row [S] int64, the lowest of equals. Collective."""
-        return self._settled(self.keys(local))
+    def argmax(self, local: Tensor) -> Tensor:
+        """This rank's logits [S, width] -> the token with the highest logit of each row [S] int64, the lowest id of equals.
+        Collective."""
+        return self._decode(self.argmax_keys(local))
 
-    def drawn(self, local: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
-        """This rank's logits [S, width] -> a token for each row [S] int64, as `kernels.sampling.drawn` draws them from those of
-        the whole vocabulary. Collective."""
+    def sample(self, local: Tensor, temperature: Tensor, noise: Tensor) -> Tensor:
+        """This rank's logits [S, width] -> a token for each row [S] int64, as `sampling.sample` draws it from the logits of the
+        whole vocabulary. Collective."""
         table = self.table
-        mine = sampling.race(local, table.local.start, table.held, self.keys(local), temperature, noise)
-        return self._settled(self.group.all_gather(mine.unsqueeze(0), dim=0))
+        keys = sampling.gumbel_max(local, table.local.start, table.num_tokens, self.argmax_keys(local), temperature, noise)
+        return self._decode(self.group.all_gather(keys.unsqueeze(0), dim=0))
 
-    def _settled(self, keys: Tensor) -> Tensor:
+    def _decode(self, keys: Tensor) -> Tensor:
         tokens = torch.empty(keys.shape[1], dtype=torch.int64, device=keys.device)
-        sampling.settle(keys, tokens)
+        sampling.decode_keys(keys, tokens)
         return tokens
 
     def slices(self) -> Iterator[Slice]:
-        """None: what it reads, its table reads."""
+        """None: the table reads the weight."""
         return iter(())

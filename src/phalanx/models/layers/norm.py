@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm, alone and as what an all-reduce fuses to its sum; quantized for the layer that it feeds where that one takes FP8."""
+"""RMSNorm, alone and as the fusion of an all-reduce; quantized for the layer that it feeds, where that one runs in FP8."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from torch import Tensor
 from phalanx import kernels
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.models.layers.fp8 import Activation, Fp8
-from phalanx.models.slices import Seat, Slice, Sliced
+from phalanx.models.slices import LayerContext, Slice, Sliced
 
 
 class RmsNorm(Sliced):
-    """x / rms(x) * weight (arXiv 1910.07467); weight [size], whole on each rank."""
+    """x / rms(x) * weight (arXiv 1910.07467); weight [size], complete on each rank."""
 
-    def __init__(self, name: str, size: int, eps: float, *, seat: Seat) -> None:
+    def __init__(self, name: str, size: int, eps: float, *, context: LayerContext) -> None:
         super().__init__()
         self.name, self.eps = name, eps
-        self.weight = seat.weight(size)
-        self._fed: Fp8 | None = None
+        self.weight = context.weight(size)
+        self._consumer: Fp8 | None = None
 
     def feed(self, fp8: Fp8 | None) -> None:
-        """Say what the norm goes to, and nowhere else: a layer with these scales, or (None) one that takes it as it is."""
-        self._fed = fp8 if fp8 is not None and fp8.products else None
+        """Set the only layer that the norm feeds: one with these scales, or (None) one that takes the norm as it is."""
+        self._consumer = fp8 if fp8 is not None and fp8.fp8_gemm else None
 
     def forward(self, x: Tensor) -> Activation:
         """x [..., size] -> the same shape and dtype, or quantized."""
         normed = kernels.rms_norm(x, self.weight, self.eps)
-        return normed if self._fed is None else self._fed.quantize(normed)
+        return normed if self._consumer is None else self._consumer.quantize(normed)
 
-    def after(self, residual: Tensor, *, may_own: bool = False) -> ResidualRmsNorm:
-        """This norm as a fusion: of residual [T, size] plus the sum. may_own: see `ResidualRmsNorm`."""
-        if self._fed is None:
-            return ResidualRmsNorm(residual, self.weight, self.eps, may_own=may_own)
+    def fusion(self, residual: Tensor, *, accepts_sharded: bool = False) -> ResidualRmsNorm:
+        """This norm as the fusion of an all-reduce: of residual [T, size] plus the sum. accepts_sharded: see `ResidualRmsNorm`."""
+        if self._consumer is None:
+            return ResidualRmsNorm(residual, self.weight, self.eps, accepts_sharded=accepts_sharded)
         return ResidualRmsNorm(
-            residual, self.weight, self.eps, quant="fp8", scale=self._fed.input_scale, may_own=may_own
+            residual, self.weight, self.eps, quant="fp8", scale=self._consumer.input_scale, accepts_sharded=accepts_sharded
         )  # fmt: skip
 
-    def taken(self, outputs: tuple[Tensor, ...]) -> tuple[Activation, Tensor]:
-        """What the all-reduce gave for `after`: (norm, new residual)."""
-        if self._fed is None:
+    def unpack(self, outputs: tuple[Tensor, ...]) -> tuple[Activation, Tensor]:
+        """The outputs of an all-reduce with this `fusion` -> (norm, new residual)."""
+        if self._consumer is None:
             return outputs[0], outputs[1]
-        return self._fed.took(outputs[0], outputs[1] if self._fed.input_scale is None else None), outputs[-1]
+        scale = outputs[1] if self._consumer.input_scale is None else None
+        return self._consumer.with_scale(outputs[0], scale), outputs[-1]
 
     def slices(self) -> Iterator[Slice]:
         yield Slice(f"{self.name}.weight", tuple(self.weight.shape), self.weight)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding (arXiv 2104.09864): angles per position, with the stretched contexts of Llama 3.1 and YaRN."""
+"""Rotary position embedding (arXiv 2104.09864): cosines and sines per position, with the context extensions of Llama 3.1 and
+YaRN."""
 
 from __future__ import annotations
 
@@ -8,36 +9,36 @@ import math
 import torch
 from torch import Tensor, nn
 
+from phalanx import kernels
 from phalanx.config.rope import Rope
-from phalanx.kernels import between
 
 
 class Rotary(nn.Module):
     """Cosines and sines of a batch's positions, computed once per forward and used by each layer."""
 
-    inverse_wavelengths: Tensor
+    inv_freq: Tensor
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         super().__init__()
         self.attention_factor = rope.attention_factor
-        self.register_buffer("inverse_wavelengths", inverse_wavelengths(rope, head_dim).to(device), persistent=False)
+        self.register_buffer("inv_freq", inv_freq(rope, head_dim).to(device), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int64 -> cos and sin, both [T, head_dim / 2] fp32."""
-        return between.turns(positions, self.inverse_wavelengths, self.attention_factor)
+        return kernels.rope_cos_sin(positions, self.inv_freq, self.attention_factor)
 
 
-def inverse_wavelengths(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per token for each pair of a head, [head_dim / 2] fp32 on CPU: theta^(-2i / head_dim), stretched as `rope` says."""
+def inv_freq(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per token for each pair of a head, [head_dim / 2] fp32 on CPU: theta^(-2i / head_dim), scaled as `rope` says."""
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim)
-    stretched = plain / rope.factor
+    interpolated = plain / rope.factor
     match rope.kind:
         case "default":
             return plain
         case "linear":
-            return stretched
+            return interpolated
         case "llama3":
-            # Between the two: linear in how often a wave fits the original context (Llama 3.1's reference implementation).
+            # Between the two: linear in the number of rotations over the original context (Llama 3.1's reference implementation).
             rounds = rope.original_max_positions * plain / (2 * math.pi)
             keep = ((rounds - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
         case "yarn":
@@ -45,11 +46,11 @@ def inverse_wavelengths(rope: Rope, head_dim: int) -> Tensor:
             keep = 1.0 - ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0.0, 1.0)
         case other:
             raise ValueError(f"rope kind {other!r} is not built")
-    return stretched * (1.0 - keep) + plain * keep
+    return interpolated * (1.0 - keep) + plain * keep
 
 
 def _yarn_range(rope: Rope, head_dim: int) -> tuple[float, float]:
-    """The pairs between which YaRN (arXiv 2309.00071, section 3.2) goes from keeping a wavelength to stretching it."""
+    """The pairs between which YaRN (arXiv 2309.00071, section 3.2) goes from keeping a frequency to interpolating it."""
 
     def pair_of(rounds: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (rounds * 2 * math.pi)) / (2 * math.log(rope.theta))

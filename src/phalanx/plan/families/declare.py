@@ -52,7 +52,7 @@ class Tensor:
             shard.require_divides(f"columns of {self.name}", rest[0], tp)
             return (first, rest[0] // tp, *rest[1:])
         if self.split == "kv_heads":
-            held = shard.heads(self.heads, self.kv_heads, tp, 0)
-            return (first // self.kv_heads * len(held.kv), *rest)
+            own_heads = shard.heads(self.heads, self.kv_heads, tp, 0)
+            return (first // self.kv_heads * len(own_heads.kv), *rest)
         shard.require_divides("num_attention_heads" if self.split == "heads" else f"rows of {self.name}", self.heads or first, tp)
         return (first // tp, *rest)

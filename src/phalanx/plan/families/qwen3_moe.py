@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.config.fields import Fields
+from phalanx.config.json_fields import Fields
 from phalanx.plan.families import dense
 from phalanx.plan.families.declare import Tensor
 from phalanx.plan.shape import Experts, Shape

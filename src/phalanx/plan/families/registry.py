@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.config.fields import Fields
+from phalanx.config.json_fields import Fields
 from phalanx.config.model import FAMILIES, ModelShape
 from phalanx.config.quantization import read_quantization
 from phalanx.errors import ModelNotFound, UnsupportedArchitecture
@@ -79,8 +79,8 @@ def outer_tensors(shape: Shape) -> tuple[Tensor, ...]:
 
 @cache
 def _document() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_KNOWN.read_text(encoding="utf-8"))["models"]
-    return found
+    loaded: dict[str, Any] = json.loads(_KNOWN.read_text(encoding="utf-8"))["models"]
+    return loaded
 
 
 def names() -> list[str]:

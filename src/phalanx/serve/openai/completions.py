@@ -15,176 +15,177 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import TokenLogprobs
-from phalanx.serve.fan_out import Piece
-from phalanx.serve.openai import body
-from phalanx.serve.openai.generate import Pieces, Usage, generate
-from phalanx.serve.openai.logprobs import CompletionLogprobs
-from phalanx.serve.openai.prompts import encode_prompts, prompts_of, soon_encoded
-from phalanx.serve.openai.sampling import guide_of, of_completion
-from phalanx.serve.openai.schema.answers import CompletionAnswer
+from phalanx.serve.openai.body import read_body
+from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
+from phalanx.serve.openai.logprobs import CompletionLogprobsWriter
+from phalanx.serve.openai.prompts import encode_prompts, encodes_quickly, prompts_of
+from phalanx.serve.openai.request_params import completion_params, structured_output_of
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.description import answers, takes
-from phalanx.serve.openai.service import Ready, Service, service_of
-from phalanx.serve.openai.stream import DONE, EventStream, WholeAnswer, chunks, event
+from phalanx.serve.openai.schema.openapi import request_body, responses_of
+from phalanx.serve.openai.schema.responses import CompletionResponse
+from phalanx.serve.openai.service import Service, ServingEngine, service_of
+from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, event
+from phalanx.serve.outputs import CompletionDelta
 
 router = APIRouter()
 
 
 @router.post(
-    "/v1/completions", responses=answers(CompletionAnswer, streams=CompletionAnswer), openapi_extra=takes(CompletionRequest)
+    "/v1/completions",
+    responses=responses_of(CompletionResponse, streams=CompletionResponse),
+    openapi_extra=request_body(CompletionRequest),
 )
-async def create_completion(request: Request) -> Response:
-    """Continue a prompt, or several."""
-    service = service_of(request)
-    service.admission.look_in()
-    asked = await body.read(request, CompletionRequest)
-    work = CompletionWork(service, service.ready(asked.model), asked)
-    if asked.stream:
-        return EventStream(work.events(), service.answer)
-    return WholeAnswer(work.whole(), service.answer)
+async def create_completion(http_request: Request) -> Response:
+    """Complete one or several prompts."""
+    service = service_of(http_request)
+    service.admission.require_capacity_for_one()
+    request = await read_body(http_request, CompletionRequest)
+    handler = CompletionHandler(service, service.require_engine(request.model), request)
+    if request.stream:
+        return EventStream(handler.events(), service.api_error)
+    return CancellableResponse(handler.response(), service.api_error)
 
 
-class CompletionWork:
-    """One request on its way: validated, not yet admitted."""
+class CompletionHandler:
+    """One request: validated, not yet accepted by admission control."""
 
-    def __init__(self, service: Service, ready: Ready, asked: CompletionRequest) -> None:
-        self._service, self._ready, self._asked = service, ready, asked
+    def __init__(self, service: Service, engine: ServingEngine, request: CompletionRequest) -> None:
+        self._service, self._engine, self._request = service, engine, request
         self._accepted = time.monotonic()
-        self._prompts = prompts_of(asked)
-        self._params = of_completion(asked, ready.facts)
-        self._guide = guide_of(asked, None)
-        self._usage: Usage | None = None
+        self._prompts = prompts_of(request)
+        self._params = completion_params(request, engine.facts)
+        self._structured_output = structured_output_of(request, None)
+        self._usage: UsageCounter | None = None
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
             "model": service.model_name,
         }  # fmt: skip
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer's body."""
+    async def response(self) -> dict[str, Any]:
+        """The body of the response."""
         choices: dict[int, dict[str, Any]] = {}
-        async with aclosing(self._choices()) as pieces:
-            async for piece in pieces:
-                _join(choices.setdefault(piece["index"], {}), piece)
-        return {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": self._spent()}
+        async with aclosing(self._choices()) as choice_deltas:
+            async for choice in choice_deltas:
+                _join(choices.setdefault(choice["index"], {}), choice)
+        return {**self._head, "choices": [choices[i] for i in sorted(choices)], "usage": self._usage_body()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer's chunks as server-sent events."""
-        with_usage = bool(self._asked.stream_options and self._asked.stream_options.include_usage)
+        """The chunks of the response as server-sent events."""
+        with_usage = bool(self._request.stream_options and self._request.stream_options.include_usage)
         as_event = chunks({**self._head, "usage": None} if with_usage else self._head)
-        async with aclosing(self._choices()) as pieces:
-            async for piece in pieces:
-                yield as_event(piece)
+        async with aclosing(self._choices()) as choice_deltas:
+            async for choice in choice_deltas:
+                yield as_event(choice)
         if with_usage:
-            yield event({**self._head, "choices": [], "usage": self._spent()})
+            yield event({**self._head, "choices": [], "usage": self._usage_body()})
         yield DONE
 
-    def _spent(self) -> dict[str, Any] | None:
+    def _usage_body(self) -> dict[str, Any] | None:
         if self._usage is None:
             return None
-        return self._usage.shown(made=0 if self._asked.max_tokens == 0 else None)
+        return self._usage.body(completion_tokens=0 if self._request.max_tokens == 0 else None)
 
     async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Pieces of the choices, as they are made."""
-        service, ready, params = self._service, self._ready, self._params
+        """Deltas of the choices as they are generated."""
+        service, engine, params = self._service, self._engine, self._params
         with service.admission.enter(len(self._prompts) * params.n) as ticket:
-            prompts = await service.on_thread(encode_prompts, self._prompts, ready, at_once=soon_encoded(self._prompts))
-            params = await service.guided(ready, params, self._guide)
+            prompts = await service.run_on_thread(encode_prompts, self._prompts, engine, inline=encodes_quickly(self._prompts))
+            params = await service.compiled_params(engine, params, self._structured_output)
             for tokens in prompts:
-                ready.client.check(tokens, params)
+                engine.client.check(tokens, params)
             ticket.prompt([len(tokens) for tokens in prompts for _ in range(params.n)])
-            usage = self._usage = Usage(prompts, params.n)
-            echoes = [Echo(asked, tokens) for asked, tokens in zip(self._prompts, prompts, strict=True)]
-            writers = [Writer(ready, self._asked, echo) for echo in echoes for _ in range(params.n)]
-            running = generate(ready, prompts, params, ticket, service.metrics, accepted=self._accepted)
-            async with aclosing(_prompts_first(running, params)) as pieces:
-                async for piece in pieces:
-                    usage.add(piece)
-                    shown = writers[piece.index].push(piece)
-                    if shown is not None:
-                        yield shown
+            usage = self._usage = UsageCounter(prompts, params.n)
+            echoes = [EchoedPrompt(prompt, tokens) for prompt, tokens in zip(self._prompts, prompts, strict=True)]
+            writers = [ChoiceWriter(engine, self._request, echo) for echo in echoes for _ in range(params.n)]
+            running = generate(engine, prompts, params, ticket, service.metrics, accepted=self._accepted)
+            async with aclosing(_prompts_first(running, params)) as deltas:
+                async for delta in deltas:
+                    usage.add(delta)
+                    choice = writers[delta.index].push(delta)
+                    if choice is not None:
+                        yield choice
 
 
-def _prompts_first(running: Pieces, params: SamplingParams) -> Pieces:
+def _prompts_first(running: Deltas, params: SamplingParams) -> Deltas:
     return running if params.prompt_logprobs is None or params.n == 1 else _scores_first(running, params)
 
 
-async def _scores_first(running: Pieces, params: SamplingParams) -> Pieces:
-    """The same pieces; where a prompt is scored, those of its other completions come after the one that brings the scores, and
-    have them too."""
+async def _scores_first(running: Deltas, params: SamplingParams) -> Deltas:
+    """The same deltas. If a prompt is scored, those of its other completions follow the one with the scores, and get them, too."""
     scores: dict[int, list[TokenLogprobs | None]] = {}
-    held: dict[int, list[Piece]] = {}
-    async with aclosing(running) as pieces:
-        async for piece in pieces:
-            prompt = piece.index // params.n
-            if piece.prompt_logprobs is not None:
-                scores[prompt] = piece.prompt_logprobs
-                for one in (piece, *held.pop(prompt, ())):
-                    yield msgspec.structs.replace(one, prompt_logprobs=scores[prompt])
+    waiting: dict[int, list[CompletionDelta]] = {}
+    async with aclosing(running) as deltas:
+        async for delta in deltas:
+            prompt = delta.index // params.n
+            if delta.prompt_logprobs is not None:
+                scores[prompt] = delta.prompt_logprobs
+                for each in (delta, *waiting.pop(prompt, ())):
+                    yield msgspec.structs.replace(each, prompt_logprobs=scores[prompt])
             elif prompt in scores:
-                yield msgspec.structs.replace(piece, prompt_logprobs=scores[prompt])
+                yield msgspec.structs.replace(delta, prompt_logprobs=scores[prompt])
             else:
-                held.setdefault(prompt, []).append(piece)
+                waiting.setdefault(prompt, []).append(delta)
 
 
 @dataclass(frozen=True)
-class Echo:
-    """A prompt as it came, and its token ids."""
+class EchoedPrompt:
+    """A prompt as it was sent, and its token ids."""
 
-    asked: Any  # a text, or token ids
+    prompt: Any  # a text, or token ids
     token_ids: list[int]
 
 
-class Writer:
-    """Turns one completion's pieces into pieces of its choice: the prompt first, where it is to be echoed."""
+class ChoiceWriter:
+    """Turns the deltas of one completion into deltas of its choice; the prompt comes first if it is echoed."""
 
-    def __init__(self, ready: Ready, asked: CompletionRequest, prompt: Echo) -> None:
-        self._tokenizer, self._prompt = ready.tokenizer, prompt
-        self._echo = bool(asked.echo)
-        self._silent = asked.max_tokens == 0
+    def __init__(self, engine: ServingEngine, request: CompletionRequest, prompt: EchoedPrompt) -> None:
+        self._tokenizer, self._prompt = engine.tokenizer, prompt
+        self._echo = bool(request.echo)
+        self._silent = request.max_tokens == 0
         self._logprobs = None
-        if asked.logprobs is not None:
-            hidden = () if asked.skip_special_tokens is False else ready.tokenizer.special_ids
-            self._logprobs = CompletionLogprobs(ready.tokenizer.token_text, hidden=hidden, top=asked.logprobs > 0)
+        if request.logprobs is not None:
+            hidden = () if request.skip_special_tokens is False else engine.tokenizer.special_ids
+            self._logprobs = CompletionLogprobsWriter(engine.tokenizer.token_text, hidden=hidden, top=request.logprobs > 0)
 
-    def push(self, piece: Piece) -> dict[str, Any] | None:
-        """The choice's next piece; None while there is nothing to show."""
+    def push(self, delta: CompletionDelta) -> dict[str, Any] | None:
+        """The next delta of the choice; None if there is nothing new."""
         text, logprobs = "", None
         if self._echo:
             self._echo = False
-            asked = self._prompt.asked
-            text = asked if isinstance(asked, str) else self._tokenizer.decode(asked)
+            prompt = self._prompt.prompt
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
             if self._logprobs is not None:
-                logprobs = self._logprobs.push(piece.prompt_logprobs or [], self._prompt.token_ids)
-        finish, stop = piece.finish_reason, piece.stop_reason
+                logprobs = self._logprobs.push(delta.prompt_logprobs or [], self._prompt.token_ids)
+        finish, stop = delta.finish_reason, delta.stop_reason
         if self._silent:
             finish, stop = ("length", None) if finish else (None, None)
         else:
-            text += piece.text
+            text += delta.text
             if self._logprobs is not None:
-                made = self._logprobs.push(piece.logprobs, piece.token_ids)
-                logprobs = made if logprobs is None else {k: _extend(logprobs[k], made[k]) for k in made}
+                new = self._logprobs.push(delta.logprobs, delta.token_ids)
+                logprobs = new if logprobs is None else {name: _extend(logprobs[name], new[name]) for name in new}
         if not text and logprobs is None and finish is None:
             return None
-        return {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+        return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
 
 
 def _extend(first: list[Any] | None, more: list[Any] | None) -> list[Any] | None:
     return None if first is None or more is None else first + more
 
 
-def _join(whole: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Add a piece to what there is of its choice. Lists grow in place."""
-    if not whole:
-        whole.update(piece)
+def _join(choice: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Append a delta to its choice. Lists grow in place."""
+    if not choice:
+        choice.update(delta)
         return
-    whole["text"] += piece["text"]
-    whole["finish_reason"], whole["stop_reason"] = piece["finish_reason"], piece["stop_reason"]
-    more = piece["logprobs"]
-    if whole["logprobs"] is None or more is None:
-        whole["logprobs"] = whole["logprobs"] or more
+    choice["text"] += delta["text"]
+    choice["finish_reason"], choice["stop_reason"] = delta["finish_reason"], delta["stop_reason"]
+    more = delta["logprobs"]
+    if choice["logprobs"] is None or more is None:
+        choice["logprobs"] = choice["logprobs"] or more
         return
     for name, values in more.items():
         if values is not None:
-            whole["logprobs"][name].extend(values)
+            choice["logprobs"][name].extend(values)

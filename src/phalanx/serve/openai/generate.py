@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All completions of one request, as pieces: each when its tokens arrive, interleaved, and observed for the metrics.
+"""All completions of one request as interleaved deltas, each when its tokens arrive, observed for the metrics.
 
-Whoever stops listening (closes the iterator, or is cancelled because the client has gone) aborts what still runs.
+Closing the iterator, also by a cancellation because the client has disconnected, aborts what still runs.
 """
 
 from __future__ import annotations
@@ -13,102 +13,109 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from phalanx.config.sampling import SamplingParams
+from phalanx.config.sampling_params import SamplingParams
 from phalanx.errors import EngineClosed, EngineError
 from phalanx.metrics import Metrics
 from phalanx.serve.admission import Ticket
-from phalanx.serve.fan_out import Piece, completions
-from phalanx.serve.openai.service import Ready
+from phalanx.serve.completions import stream_completions
+from phalanx.serve.openai.service import ServingEngine
+from phalanx.serve.outputs import CompletionDelta
 
-Pieces = AsyncGenerator[Piece, None]
+Deltas = AsyncGenerator[CompletionDelta, None]
 
 
 async def generate(
-    ready: Ready, prompts: Sequence[list[int]], params: SamplingParams, ticket: Ticket, metrics: Metrics, *, accepted: float
-) -> Pieces:
+    engine: ServingEngine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    ticket: Ticket,
+    metrics: Metrics,
+    *,
+    accepted: float,
+) -> Deltas:
     """n completions of each prompt; those of prompt p have the indices p * n .. p * n + n - 1.
 
-    accepted: when the request came (time.monotonic). Raises what the engine raises, for the first that fails.
+    accepted: the time at which the request arrived (time.monotonic). Raises the error of the first completion that fails.
     """
-    clocks = [Clock(metrics, ticket, index, accepted) for index in range(len(prompts) * params.n)]
+    observers = [LatencyObserver(metrics, ticket, index, accepted) for index in range(len(prompts) * params.n)]
     try:
-        running = _every(ready, prompts, params) if len(prompts) > 1 else _one(ready, prompts[0], params, 0)
-        async with aclosing(running) as pieces:
-            async for piece in pieces:
-                if piece.finish_reason == "abort":
-                    raise EngineClosed("a completion was running", held="the server stopped it")
-                clocks[piece.index].tick(piece)
-                yield piece
+        running = _every(engine, prompts, params) if len(prompts) > 1 else _one(engine, prompts[0], params, 0)
+        async with aclosing(running) as deltas:
+            async for delta in deltas:
+                if delta.finish_reason == "abort":
+                    raise EngineClosed("the server stopped the completion")
+                observers[delta.index].observe(delta)
+                yield delta
     except EngineError:
-        for clock in clocks:
-            clock.stop("error")
+        for observer in observers:
+            observer.stop("error")
         raise
     finally:
-        for clock in clocks:
-            clock.stop("abort")
+        for observer in observers:
+            observer.stop("abort")
 
 
-def _one(ready: Ready, tokens: list[int], params: SamplingParams, prompt: int) -> Pieces:
-    pieces = completions(ready.client, ready.tokenizer, uuid.uuid4().hex, tokens, params)
-    return pieces if prompt == 0 else _renumbered(pieces, prompt * params.n)
+def _one(engine: ServingEngine, tokens: list[int], params: SamplingParams, prompt: int) -> Deltas:
+    deltas = stream_completions(engine.client, engine.tokenizer, uuid.uuid4().hex, tokens, params)
+    return deltas if prompt == 0 else _renumbered(deltas, prompt * params.n)
 
 
-async def _renumbered(pieces: Pieces, first: int) -> Pieces:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            piece.index += first
-            yield piece
+async def _renumbered(deltas: Deltas, first: int) -> Deltas:
+    async with aclosing(deltas):
+        async for delta in deltas:
+            delta.index += first
+            yield delta
 
 
-async def _every(ready: Ready, prompts: Sequence[list[int]], params: SamplingParams) -> Pieces:
-    arrived: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+async def _every(engine: ServingEngine, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
+    arrived: asyncio.Queue[CompletionDelta | Exception | None] = asyncio.Queue()
 
-    async def pump(pieces: Pieces) -> None:
+    async def pump(deltas: Deltas) -> None:
         try:
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    arrived.put_nowait(piece)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    arrived.put_nowait(delta)
             arrived.put_nowait(None)
         except Exception as error:
             arrived.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(_one(ready, tokens, params, i))) for i, tokens in enumerate(prompts)]
+    tasks = [asyncio.create_task(pump(_one(engine, tokens, params, i))) for i, tokens in enumerate(prompts)]
     try:
         left = len(tasks)
         while left:
-            got = await arrived.get()
-            if isinstance(got, Exception):
-                raise got
-            if got is None:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
                 left -= 1
             else:
-                yield got
+                yield item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Clock:
-    """Observes one completion's latencies, and tells the door when it begins."""
+class LatencyObserver:
+    """Observes the latencies of one completion, and tells admission control when it has its first token."""
 
     def __init__(self, metrics: Metrics, ticket: Ticket, index: int, accepted: float) -> None:
         self._metrics, self._ticket, self._index, self._accepted = metrics, ticket, index, accepted
         self._latest: float | None = None
         self._stopped = False
 
-    def tick(self, piece: Piece) -> None:
-        """A piece arrived."""
+    def observe(self, delta: CompletionDelta) -> None:
+        """A delta arrived."""
         now = time.monotonic()
-        if piece.token_ids:
+        if delta.token_ids:
             if self._latest is None:
                 self._ticket.started(self._index)
                 self._metrics.first_token(now - self._accepted)
             else:
-                self._metrics.next_tokens(now - self._latest, len(piece.token_ids))
+                self._metrics.next_tokens(now - self._latest, len(delta.token_ids))
             self._latest = now
-        if piece.finish_reason is not None:
-            self.stop(piece.finish_reason)
+        if delta.finish_reason is not None:
+            self.stop(delta.finish_reason)
 
     def stop(self, reason: str) -> None:
         """The completion has ended. The first reason counts."""
@@ -117,25 +124,25 @@ class Clock:
             self._metrics.finished(reason, time.monotonic() - self._accepted)
 
 
-class Usage:
-    """What a request cost. A prompt counts once, however many completions it has."""
+class UsageCounter:
+    """Counts the tokens of a request. A prompt counts once, however many completions it has."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
         self._prompt = sum(len(tokens) for tokens in prompts)
-        self._n, self._made = n, 0
+        self._n, self._generated = n, 0
         self._cached: dict[int, int] = {}
 
-    def add(self, piece: Piece) -> None:
-        self._made += len(piece.token_ids)
-        # What was cached before the request; later completions find what the first one left.
-        self._cached.setdefault(piece.index // self._n, piece.cached_tokens)
+    def add(self, delta: CompletionDelta) -> None:
+        self._generated += len(delta.token_ids)
+        # Only what was cached before the request: later completions of a prompt find the blocks of the first one.
+        self._cached.setdefault(delta.index // self._n, delta.cached_tokens)
 
-    def shown(self, *, made: int | None = None) -> dict[str, Any]:
-        """The `usage` of an answer. made: tokens that it shows, where those are not all that were made."""
-        made = self._made if made is None else made
+    def body(self, *, completion_tokens: int | None = None) -> dict[str, Any]:
+        """The `usage` of a response. completion_tokens: those of the response, if they are not all generated tokens."""
+        count = self._generated if completion_tokens is None else completion_tokens
         return {
             "prompt_tokens": self._prompt,
-            "completion_tokens": made,
-            "total_tokens": self._prompt + made,
+            "completion_tokens": count,
+            "total_tokens": self._prompt + count,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }

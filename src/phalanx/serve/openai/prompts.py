@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From prompts and messages to token ids of this model. Long texts are tokenized on a thread, beside the event loop."""
+"""Turn prompts and messages into token ids. Long texts are tokenized on a thread, not on the event loop."""
 
 from __future__ import annotations
 
@@ -7,75 +7,75 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.errors import RequestError
+from phalanx.serve.openai.api_errors import bad_request
 from phalanx.serve.openai.body import json_object
-from phalanx.serve.openai.errors import bad_request
-from phalanx.serve.openai.sampling import check_token
-from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Content, Message
+from phalanx.serve.openai.request_params import check_token
+from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Content, RequestMessage
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.service import Ready
+from phalanx.serve.openai.service import ServingEngine
 
-AT_ONCE_CHARACTERS = 512
-"""A text of this length is tokenized sooner than a thread begins while others stream."""
+MAX_INLINE_CHARACTERS = 512
+"""A text of this length is tokenized before a thread would even start while other requests stream."""
 TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "tokenize"})
-"""What a chat template gets from the server itself."""
+"""Variables of a chat template that the server sets itself."""
 
 
-def prompts_of(asked: CompletionRequest) -> list[str] | list[list[int]]:
-    """The prompts as a list, whatever shape they came in."""
-    prompt: Any = asked.prompt
+def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
+    """The prompts of a request as a list, whatever their form in the request."""
+    prompt: Any = request.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     prompts: list[str] | list[list[int]] = prompt
     return prompts
 
 
-def soon_encoded(prompts: Sequence[str] | Sequence[list[int]]) -> bool:
-    """Whether they are token ids, or texts so short that a thread's turn would cost more than it saves."""
-    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= AT_ONCE_CHARACTERS
+def encodes_quickly(prompts: Sequence[str] | Sequence[list[int]]) -> bool:
+    """Whether the prompts are token ids, or texts that are so short that a thread would cost more than it saves."""
+    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= MAX_INLINE_CHARACTERS
 
 
-def soon_rendered(asked: ChatRequest) -> bool:
-    """The same of a conversation. Tools may be large, and templates write them out."""
-    if asked.tools:
+def renders_quickly(request: ChatRequest) -> bool:
+    """Whether a conversation is so short. One with tools is not: they may be large, and templates write them into the prompt."""
+    if request.tools:
         return False
-    return sum(len(_text(message.content) or "") for message in asked.messages) <= AT_ONCE_CHARACTERS
+    return sum(len(_text(message.content) or "") for message in request.messages) <= MAX_INLINE_CHARACTERS
 
 
-def encode_prompts(prompts: Sequence[str] | Sequence[list[int]], ready: Ready) -> list[list[int]]:
-    """Token ids of each prompt. Raises ApiError or RequestError for one that is empty, or no prompt of this model."""
+def encode_prompts(prompts: Sequence[str] | Sequence[list[int]], engine: ServingEngine) -> list[list[int]]:
+    """Token ids of each prompt. Raises ApiError or RequestError for an empty prompt, or one that is invalid for this model."""
     encoded = []
     for prompt in prompts:
-        tokens = ready.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = engine.encode(prompt) if isinstance(prompt, str) else prompt
         if not isinstance(prompt, str):
-            check_token(max(tokens), ready.facts, "prompt")
+            check_token(max(tokens), engine.facts, "prompt")
         encoded.append(_not_empty(tokens))
     return encoded
 
 
-def encode_chat(asked: ChatRequest, ready: Ready) -> list[int]:
-    """Token ids of a conversation, by the model's chat template. Raises as `encode_prompts`, and for messages it refuses."""
-    if taken := TEMPLATE_NAMES & set(asked.chat_template_kwargs or ()):
-        name = sorted(taken)[0]
-        raise bad_request(f"chat_template_kwargs: {name!r} comes from the request itself", param="chat_template_kwargs")
+def encode_chat(request: ChatRequest, engine: ServingEngine) -> list[int]:
+    """Token ids of a conversation, by the model's chat template. Raises as `encode_prompts`, and if the template rejects it."""
+    if reserved := TEMPLATE_NAMES & set(request.chat_template_kwargs or ()):
+        name = sorted(reserved)[0]
+        raise bad_request(f"chat_template_kwargs: {name!r} is set by the server", param="chat_template_kwargs")
     tools = None
-    if asked.tools and asked.tool_choice != "none":
-        tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
-    messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(asked.messages)]
+    if request.tools and request.tool_choice != "none":
+        tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
     try:
-        text = ready.tokenizer.apply_chat_template(messages, tools=tools, **(asked.chat_template_kwargs or {}))
+        text = engine.tokenizer.apply_chat_template(messages, tools=tools, **(request.chat_template_kwargs or {}))
     except RequestError as error:
         raise bad_request(str(error), param="messages", code="invalid_messages") from None
-    return _not_empty(ready.encode(text, add_special_tokens=False))
+    return _not_empty(engine.encode(text, add_special_tokens=False))
 
 
 def _not_empty(tokens: list[int]) -> list[int]:
     if not tokens:
-        raise bad_request("the prompt is empty: it has no tokens", param="prompt", code="empty_prompt")
+        raise bad_request("the prompt is empty", param="prompt", code="empty_prompt")
     return tokens
 
 
-def _plain(message: Message, where: str) -> dict[str, Any]:
-    """A message as templates know it: one text, arguments as objects, and `developer` by its older name."""
+def _plain(message: RequestMessage, where: str) -> dict[str, Any]:
+    """A message in the form that templates expect: one text, arguments as objects, and the role `developer` as `system`."""
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     plain["content"] = _text(message.content)
     if getattr(message, "name", None):
@@ -94,7 +94,7 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
                 for i, call in enumerate(message.tool_calls)
             ]
         elif plain["content"] is None:
-            raise bad_request(f"{where}: an assistant's message has content or tool_calls", param=where)
+            raise bad_request(f"{where}: an assistant message needs content or tool_calls", param=where)
         plain["content"] = plain["content"] or ""
     elif message.role == "tool":
         plain["tool_call_id"] = message.tool_call_id

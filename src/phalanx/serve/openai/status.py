@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What load balancers, dashboards and people ask: which model, how is it, how busy, which version. None of these needs the key but
-`/v1/models`."""
+"""The routes for load balancers, dashboards and people: models, state, metrics, version. Only `/v1/models` requires the API key."""
 
 from __future__ import annotations
 
@@ -11,53 +10,53 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from phalanx.serve.admission import Phase
-from phalanx.serve.openai.schema.answers import ModelCard, ModelList, VersionAnswer
-from phalanx.serve.openai.schema.description import answers, says_text, status_answers
+from phalanx.serve.openai.schema.openapi import responses_of, status_responses, text_response
+from phalanx.serve.openai.schema.responses import ModelCard, ModelList, VersionResponse
 from phalanx.serve.openai.service import Service, service_of
 from phalanx.version import __version__
 
 router = APIRouter()
 
 
-@router.get("/v1/models", responses=answers(ModelList, body=False))
+@router.get("/v1/models", responses=responses_of(ModelList, body=False))
 async def list_models(request: Request) -> Response:
-    """The model that is served."""
+    """The served model."""
     return JSONResponse({"object": "list", "data": [_card(service_of(request))]})
 
 
-@router.get("/v1/models/{model:path}", responses=answers(ModelCard, body=False))
+@router.get("/v1/models/{model:path}", responses=responses_of(ModelCard, body=False))
 async def get_model(request: Request, model: str) -> Response:
     """One model by its name."""
     service = service_of(request)
-    service.ready(model)
+    service.require_engine(model)
     return JSONResponse(_card(service))
 
 
-@router.get("/live", responses=status_answers(can_fail=False))
+@router.get("/live", responses=status_responses(can_fail=False))
 async def live() -> Response:
-    """200 as long as the process answers: restart it when this fails."""
+    """200 as long as the process responds: restart it if this fails."""
     return JSONResponse({"status": "live", "reason": None})
 
 
-@router.get("/ready", responses=status_answers())
+@router.get("/ready", responses=status_responses())
 async def ready(request: Request) -> Response:
-    """200 while requests are taken: send none when this is 503."""
+    """200 while requests are accepted: send none while this is 503."""
     return _status(service_of(request))
 
 
-@router.get("/health", responses=status_answers())
+@router.get("/health", responses=status_responses())
 async def health(request: Request) -> Response:
-    """The same as /ready, by its older name."""
+    """The same as /ready, under its older name."""
     return _status(service_of(request))
 
 
-@router.get("/version", responses=answers(VersionAnswer, body=False, key=False))
+@router.get("/version", responses=responses_of(VersionResponse, body=False, key=False))
 async def version() -> Response:
     """The version of Phalanx."""
     return JSONResponse({"version": __version__})
 
 
-@router.get("/metrics", responses=says_text("The metrics, in Prometheus' text format."))
+@router.get("/metrics", responses=text_response("The metrics, in Prometheus' text format."))
 async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms for Prometheus."""
     service = service_of(request)
@@ -67,10 +66,10 @@ async def metrics(request: Request) -> Response:
 
 
 def _card(service: Service) -> dict[str, Any]:
-    ready = service.ready()
+    engine = service.require_engine()
     return {
-        "id": service.model_name, "object": "model", "created": ready.created, "owned_by": "phalanx",
-        "root": ready.facts.model, "max_model_len": ready.facts.max_seq_len,
+        "id": service.model_name, "object": "model", "created": engine.created, "owned_by": "phalanx",
+        "root": engine.facts.model, "max_model_len": engine.facts.max_seq_len,
     }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's part of a measurement: verify, then time, with one verdict for the group.
 
-On GPUs: `calls` calls in one CUDA graph on fixed tensors, timed by events over `replays` replays. On CPU: loops of calls, the same
-statistic, a monotonic clock. A candidate's time is the slowest rank's median.
+On GPUs: `calls` calls in one CUDA graph on fixed tensors, timed by events over `replays` replays. On a CPU: loops of calls and a
+monotonic clock, with the same statistic. A candidate's time is the median of the slowest rank.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm
+from phalanx.kernels.dtypes import TORCH_DTYPES
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice
 from phalanx.tune.ranks import verify
 from phalanx.tune.sweep import Task
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Candidate(Protocol):
@@ -32,7 +31,7 @@ class Candidate(Protocol):
 
 
 class Candidates(Protocol):
-    """What a rank can run: the seam between measuring and the strategies."""
+    """What a rank can run: the interface between the measurement and the strategies."""
 
     def get(self, choice: Choice) -> Candidate:
         """The choice's candidate. Raises KeyError where it cannot run here, with the reason."""
@@ -40,8 +39,8 @@ class Candidates(Protocol):
 
 @dataclass(frozen=True)
 class Method:
-    """calls: in one sample, at most; replays: samples; long_us: a call that takes longer needs no 50 of its kind for a time that
-    is 50 times longer than any launch, and gets `long_calls`; cpu_sample_us: on CPU, how long a sample should take."""
+    """calls: at most, in one sample. replays: samples. long_us: a call that takes longer is far above the cost of a launch; a
+    sample then has `long_calls`. cpu_sample_us: on a CPU, how long a sample should take."""
 
     calls: int = 50
     replays: int = 9
@@ -51,7 +50,7 @@ class Method:
 
 
 class Rank:
-    """This rank among its group. `group` carries verdicts and times (it is no candidate)."""
+    """This rank of the group. `group` carries verdicts and times; it is not a candidate."""
 
     def __init__(self, group: Group, device: torch.device, candidates: Candidates, method: Method) -> None:
         self.group, self.device, self.candidates, self.method = group, device, candidates, method
@@ -60,9 +59,9 @@ class Rank:
         self._graphs: _Graphs | None = None
 
     def measure(self, task: Task) -> list[float] | str:
-        """Samples in microseconds of the slowest rank; or why this choice is left out, the same words on every rank.
+        """Samples of the slowest rank in microseconds; or why this choice is skipped, with the same text on every rank.
 
-        Collective. An error of the device is raised: the group cannot go on after it.
+        Collective. An error of the device is raised: the group cannot continue after it.
         """
         cell = self._tensors(task)
         try:
@@ -74,9 +73,9 @@ class Rank:
             return reason or "another rank cannot run it"
         x = cell.x.clone()
         with verify.nan_filled():
-            got = candidate(x, cell.fusion)
-        wrong = verify.fault(task.fusion, got, cell.expected)
-        del got
+            outputs = candidate(x, cell.fusion)
+        wrong = verify.mismatch(task.fusion, outputs, cell.expected)
+        del outputs
         if not self._all(wrong is None):
             return f"wrong: {wrong}" if wrong else "wrong on another rank"
         x.copy_(cell.x)
@@ -84,29 +83,29 @@ class Rank:
         return self._slowest(samples)
 
     def _tensors(self, task: Task) -> verify.Cell:
-        """The cell's tensors, made once for all its choices."""
+        """The cell's tensors, created once for all its choices."""
         if self._cell is None or self._key != task.cell:
             self._cell = None  # free the last cell's memory first
-            self._key, dtype = task.cell, DTYPES[task.dtype]
+            self._key, dtype = task.cell, TORCH_DTYPES[task.dtype]
             self._cell = verify.cell(
                 task.fusion, task.tokens, task.hidden, dtype, self.device, rank=self.group.rank, world=self.group.size
             )  # fmt: skip
         return self._cell
 
-    def _all(self, fine: bool) -> bool:
-        """Whether all ranks say so."""
-        votes = torch.tensor([1.0 if fine else 0.0], device=self.device)
+    def _all(self, fact: bool) -> bool:
+        """Whether the fact is true on all ranks."""
+        votes = torch.tensor([1.0 if fact else 0.0], device=self.device)
         return int(self.group.all_reduce(votes).item()) == self.group.size
 
     def _gather(self, values: list[float]) -> Tensor:
         """[ranks, values], on the host."""
-        mine = torch.tensor([values], dtype=torch.float32, device=self.device)
-        return self.group.all_gather(mine, dim=0).cpu()
+        own = torch.tensor([values], dtype=torch.float32, device=self.device)
+        return self.group.all_gather(own, dim=0).cpu()
 
     def _slowest(self, samples: list[float]) -> list[float]:
-        everybody = self._gather(samples)
-        slowest = int(everybody.median(dim=1).values.argmax())
-        return [round(float(us), 3) for us in everybody[slowest]]
+        by_rank = self._gather(samples)
+        slowest = int(by_rank.median(dim=1).values.argmax())
+        return [round(float(us), 3) for us in by_rank[slowest]]
 
     def _time(self, call: Callable[[], object]) -> list[float]:
         return self._time_graph(call) if self.device.type == "cuda" else self._time_loop(call)
@@ -126,7 +125,7 @@ class Rank:
         return [sample(calls) for _ in range(self.method.replays)]
 
     def _time_graph(self, call: Callable[[], object]) -> list[float]:
-        """Two graphs for long calls: a first, short one tells how long they are."""
+        """Long calls take two graphs: a first, short one measures how long they are."""
         estimate = float(self._gather([statistics.median(self._replay(call, 2, 3))]).max()) if self._is_large() else 0.0
         calls = self.method.long_calls if estimate > self.method.long_us else self.method.calls
         return self._replay(call, calls, self.method.replays)
@@ -152,20 +151,20 @@ class Rank:
 
 
 class _Graphs:
-    """Captures graphs one after the other into one pool of memory.
+    """Captures graphs one after the other into one memory pool.
 
-    Not by torch.cuda.graph(): that empties the allocator's cache each time, and thousands of candidates would pay for it.
+    Without torch.cuda.graph(), which empties the allocator's cache each time: thousands of candidates would pay for that.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = torch.cuda.graph_pool_handle()
-        # A pool lives as long as a graph uses it; this one is kept.
+        # A pool lives as long as a graph uses it; this graph keeps it alive.
         self._anchor = self.capture(lambda: torch.zeros(1, device=device), 1)
 
     def capture(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-        """`calls` calls as a graph, after one that compiles and makes the library's connections."""
+        """`calls` calls as a graph, after one call that compiles kernels and opens the connections of NCCL."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

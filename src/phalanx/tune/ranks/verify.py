@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify before timing: small integers, whose sums are exact in every dtype, against the oracle in `kernels.reference`.
+"""Verification before timing: small integers, whose sums are exact in every dtype, against `kernels.reference`.
 
-Sum and new residual must be equal to the last bit. A norm may differ by one rounding, and a quantized value by one step, in a few
-places: kernels add a row's squares in another order than plain torch.
+Sum and new residual must be equal to the last bit. A norm may differ by one rounding, and a few quantized values by one step:
+kernels add the squares of a row in another order than plain torch.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from phalanx.tables.message import Fusion
 
 EPS = 1e-5
 MAX_DIFFERENT = 0.01
-"""The share of quantized values that may differ by a step."""
+"""The fraction of quantized values that may differ by a step."""
 _ONE_ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell's tensors on one rank: x and residual [T, H], and what the fusion takes; and the oracle's outputs."""
+    """A cell's tensors on one rank: x [T, H], the arguments of the fusion, and the expected outputs."""
 
     x: Tensor
     fusion: ResidualRmsNorm | None
     expected: tuple[Tensor, ...]
 
 
-def part(rank: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Rank's integers -4 .. 4, [tokens, hidden]: no two ranks, rows or neighbours alike, and zeros of both signs."""
+def rank_input(rank: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The rank's integers -4 .. 4, [tokens, hidden]: ranks, rows and neighbours differ, and there are zeros of both signs."""
     rows = torch.arange(tokens, device=device, dtype=torch.int32)[:, None]
     columns = torch.arange(hidden, device=device, dtype=torch.int32)[None, :]
     values = ((rows * 5 + columns * 7 + rank * 11 + (rows * columns) % 13) % 9 - 4).to(dtype)
@@ -43,26 +43,26 @@ def part(rank: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.
 
 
 def cell(fusion: Fusion, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device, *, rank: int, world: int) -> Cell:
-    """Every rank can make everybody's integers, so the oracle needs no collective."""
-    total = reference.all_reduce([part(r, tokens, hidden, dtype, device) for r in range(world)])
-    x = part(rank, tokens, hidden, dtype, device)
+    """Every rank can compute the integers of all ranks, so the expected outputs need no collective."""
+    total = reference.all_reduce([rank_input(r, tokens, hidden, dtype, device) for r in range(world)])
+    x = rank_input(rank, tokens, hidden, dtype, device)
     if fusion is Fusion.NONE:
         return Cell(x, None, (total,))
-    residual = part(world, tokens, hidden, dtype, device)
+    residual = rank_input(world, tokens, hidden, dtype, device)
     weight = 1 + torch.arange(hidden, device=device).remainder(8).to(dtype) / 8
     scale = None
     if fusion.quant != "none" and not fusion.token_scale:
         scale = torch.tensor(0.05, dtype=torch.float32, device=device)
-    asked = ResidualRmsNorm(residual, weight, EPS, fusion.quant, scale, fusion.keeps_norm)  # type: ignore[arg-type]
+    arguments = ResidualRmsNorm(residual, weight, EPS, fusion.quant, scale, fusion.keeps_norm)  # type: ignore[arg-type]
     expected = reference.residual_rms_norm_quant(
-        total, residual, weight, EPS, quant=asked.quant, scale=scale, keep_norm=asked.keep_norm
+        total, residual, weight, EPS, quant=arguments.quant, scale=scale, keep_norm=arguments.keep_norm
     )  # fmt: skip
-    return Cell(x, asked, expected)
+    return Cell(x, arguments, expected)
 
 
 @contextmanager
 def nan_filled() -> Iterator[None]:
-    """Within this, torch fills new memory with NaN (integers with their maximum): what is not written is seen."""
+    """Inside, torch fills new memory with NaN (integers with their maximum), so that unwritten outputs are detected."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     # Not torch.use_deterministic_algorithms: that loads the compiler, which takes seconds.
@@ -75,15 +75,15 @@ def nan_filled() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
 
 
-def fault(fusion: Fusion, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> str | None:
-    """None where the outputs are right; else what is wrong, for a person."""
-    if len(got) != len(expected):
-        return f"{len(got)} outputs instead of {len(expected)}"
+def mismatch(fusion: Fusion, outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> str | None:
+    """None where the outputs are right; else what is wrong, as text."""
+    if len(outputs) != len(expected):
+        return f"{len(outputs)} outputs instead of {len(expected)}"
     names = _names(fusion)
-    for name, found, wanted in zip(names, got, expected, strict=True):
-        if found.dtype != wanted.dtype or found.numel() != wanted.numel():
-            return f"{name} is {found.dtype} {tuple(found.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
-        wrong = _different(name, found.reshape(wanted.shape), wanted)
+    for name, output, wanted in zip(names, outputs, expected, strict=True):
+        if output.dtype != wanted.dtype or output.numel() != wanted.numel():
+            return f"{name} is {output.dtype} {tuple(output.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
+        wrong = _different(name, output.reshape(wanted.shape), wanted)
         if wrong is not None:
             return f"{name}: {wrong}"
     return None
@@ -112,18 +112,18 @@ def _different(name: str, got: Tensor, want: Tensor) -> str | None:
         step = want.float().abs() * _ONE_ROUNDING[want.dtype]
         got, want = got.float(), want.float()
     distance = (got - want).abs()
-    bad = ~(distance <= step * 1.001)  # a NaN is bad, too
+    bad = ~(distance <= step * 1.001)  # true for NaN
     if bool(bad.any()):
         return f"{int(bad.sum())} of {bad.numel()} are off by more than a step, {_first(bad, got, want)}"
-    share = float((distance > 0).float().mean())
-    if name in ("fp8", "nvfp4") and share > MAX_DIFFERENT:
-        return f"{share:.1%} differ by a step, more than {MAX_DIFFERENT:.0%}"
+    fraction = float((distance > 0).float().mean())
+    if name in ("fp8", "nvfp4") and fraction > MAX_DIFFERENT:
+        return f"{fraction:.1%} differ by a step, more than {MAX_DIFFERENT:.0%}"
     return None
 
 
 def _first(bad: Tensor, got: Tensor, want: Tensor) -> str:
-    place = tuple(int(index) for index in bad.nonzero()[0])
-    return f"first {list(place)}: {float(got[place])} instead of {float(want[place])}"
+    index = tuple(int(i) for i in bad.nonzero()[0])
+    return f"first {list(index)}: {float(got[index])} instead of {float(want[index])}"
 
 
 def _fp4(packed: Tensor) -> Tensor:

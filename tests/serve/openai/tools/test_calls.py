@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.serve.openai.tools.calls import Argued, Called, CallReader, Said
+from phalanx.serve.openai.tools.calls import CallArguments, CallBegin, CallReader, ContentText
 from phalanx.serve.openai.tools.formats import HERMES, LLAMA
 
 NAMES = {"weather", "add"}
@@ -18,16 +18,16 @@ NAMES = {"weather", "add"}
 def read(how, pieces):
     reader = CallReader(how, NAMES)
     events = [event for piece in pieces for event in reader.push(piece)] + reader.finish()
-    text = "".join(e.text for e in events if isinstance(e, Said))
+    text = "".join(e.text for e in events if isinstance(e, ContentText))
     calls: list[list[str]] = []
     for event in events:
-        if isinstance(event, Called):
+        if isinstance(event, CallBegin):
             assert event.index == len(calls)
             calls.append([event.name, ""])
-        elif isinstance(event, Argued):
+        elif isinstance(event, CallArguments):
             assert event.index == len(calls) - 1
             calls[-1][1] += event.text
-    return text, [tuple(call) for call in calls], reader.whole
+    return text, [tuple(call) for call in calls], reader.complete
 
 
 CASES = [
@@ -77,16 +77,16 @@ def test_pieces_never_matter(how, calls, cuts):
         size = cuts[turn % len(cuts)]
         pieces.append(text[at : at + size])
         at, turn = at + size, turn + 1
-    said, found, whole = read(how, pieces)
-    assert said == ""
-    assert found == [(name, json.dumps(arguments)) for name, arguments in calls]
-    assert whole == len(calls)
+    content, calls_read, complete = read(how, pieces)
+    assert content == ""
+    assert calls_read == [(name, json.dumps(arguments)) for name, arguments in calls]
+    assert complete == len(calls)
 
 
 @settings(max_examples=200, deadline=None)
 @given(how=st.sampled_from([HERMES, LLAMA]), text=st.text(alphabet='<tool_call>/{}":, naméwd', max_size=60), cut=st.integers(0, 60))
 def test_any_text_is_kept(how, text, cut):
-    whole, calls, _ = read(how, [text])
-    assert read(how, [text[:cut], text[cut:]])[:2] == (whole, calls)
+    content, calls, _ = read(how, [text])
+    assert read(how, [text[:cut], text[cut:]])[:2] == (content, calls)
     if not calls:
-        assert whole == text
+        assert content == text

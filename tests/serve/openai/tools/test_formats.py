@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from phalanx.config.sampling import Guide
+from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.engine.grammar import Matcher
-from phalanx.serve.grammar import compile_guide
 from phalanx.serve.openai.schema.chat import NamedTool, Tool
-from phalanx.serve.openai.tools.formats import HERMES, LLAMA, detect, forced_guide, strict_guide
-from tests.serve.openai.served import HERMES_TEMPLATE, LLAMA_TEMPLATE, tokenizer_of
+from phalanx.serve.openai.tools.formats import HERMES, LLAMA, detect, forced_call_tag, strict_call_tag
+from phalanx.serve.structured_output.compiler import compile_structured_output
+from tests.support.serve_http_app import HERMES_TEMPLATE, LLAMA_TEMPLATE, tokenizer_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 TOOLS = [
@@ -26,8 +26,10 @@ def accepts(structural_tag: str, text: str) -> bool:
     """Whether a model could write this text, and end there."""
     tokenizer = tokenizer_of()
     width = tokenizer.vocab_size
-    guide = compile_guide(Guide(structural_tag=structural_tag), tokenizer, vocab_size=width, eos_token_ids=[tokenizer.eos_token_id])
-    matcher = Matcher(guide.compiled)
+    params = compile_structured_output(
+        StructuredOutputParams(structural_tag=structural_tag), tokenizer, vocab_size=width, eos_token_ids=[tokenizer.eos_token_id]
+    )
+    matcher = Matcher(params.compiled)
     for token in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]:
         mask = int.from_bytes(matcher.mask(), "little")
         if not mask >> token & 1:
@@ -50,17 +52,17 @@ def test_forced(how):
     oslo, noon = (
         how.opening(name) + json.dumps(args) + how.closing() for name, args in (("weather", {"city": "Oslo"}), ("noon", {}))
     )
-    many = forced_guide(how, TOOLS, "required", parallel=True)
+    many = forced_call_tag(how, TOOLS, "required", parallel=True)
     assert accepts(many, oslo)
     assert accepts(many, oslo + how.between + noon)
     assert not accepts(many, "")
     assert not accepts(many, "Sure. " + oslo)
     assert not accepts(many, how.opening("weather") + "{}" + how.closing())
     assert not accepts(many, how.opening("other") + "{}" + how.closing())
-    one = forced_guide(how, TOOLS, "required", parallel=False)
+    one = forced_call_tag(how, TOOLS, "required", parallel=False)
     assert accepts(one, noon)
     assert not accepts(one, noon + how.between + noon)
-    named = forced_guide(how, TOOLS, NOON, parallel=True)
+    named = forced_call_tag(how, TOOLS, NOON, parallel=True)
     assert accepts(named, noon)
     assert not accepts(named, oslo)
 
@@ -68,9 +70,9 @@ def test_forced(how):
 @pytest.mark.parametrize("how", [HERMES, LLAMA], ids=lambda how: how.name)
 def test_strict(how):
     oslo = how.opening("weather") + json.dumps({"city": "Oslo"}) + how.closing()
-    guide = strict_guide(how, TOOLS, parallel=True)
+    params = strict_call_tag(how, TOOLS, parallel=True)
     for text in ("", "No need.", oslo, "I look. " + oslo, oslo + how.between + oslo):
-        assert accepts(guide, text), text
-    assert not accepts(guide, how.opening("weather") + '{"city": 3}' + how.closing())
-    assert not accepts(guide, how.opening("other") + "{}" + how.closing())
-    assert not accepts(strict_guide(how, TOOLS, parallel=False), oslo + how.between + oslo)
+        assert accepts(params, text), text
+    assert not accepts(params, how.opening("weather") + '{"city": 3}' + how.closing())
+    assert not accepts(params, how.opening("other") + "{}" + how.closing())
+    assert not accepts(strict_call_tag(how, TOOLS, parallel=False), oslo + how.between + oslo)

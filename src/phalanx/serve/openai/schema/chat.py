@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from phalanx.config.sampling import MAX_LOGPROBS, MAX_TOKEN_COUNT
+from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 from phalanx.serve.openai.schema.fields import (
     Body,
     MetadataKey,
@@ -23,7 +23,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class TextPart(Body):
-    """A piece of a message's text. Other kinds of parts (images, audio, files) are refused: the models read text."""
+    """A part of the text of a message. Other types of parts (images, audio, files) are not supported: the models read text."""
 
     type: Annotated[Any, Neutral("text", required=True, why="the models read text only, no images, audio or files")]
     text: str
@@ -33,43 +33,43 @@ Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=1024)]
 
 
 class PlainMessage(Body):
-    """From the operator (system, developer) or the user."""
+    """A message of the operator (system, developer) or the user."""
 
     role: Literal["system", "developer", "user"]
     content: Content
     name: str | None = None
 
 
-class CalledFunction(Body):
+class RequestFunctionCall(Body):
     """`arguments` is a JSON object as text."""
 
     name: FunctionName
     arguments: str
 
 
-class CalledTool(Body):
-    """One call that the assistant made."""
+class RequestToolCall(Body):
+    """A call by the assistant."""
 
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: RequestFunctionCall
 
 
 class AssistantMessage(Body):
-    """What the model said before: a text, calls, or both."""
+    """An earlier message of the model: a text, calls, or both."""
 
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[CalledTool] | None = Field(None, max_length=MAX_TOOLS)
-    refusal: Annotated[Any, Neutral(why="the models say refusals as text")] = None
+    tool_calls: list[RequestToolCall] | None = Field(None, max_length=MAX_TOOLS)
+    refusal: Annotated[Any, Neutral(why="the models write refusals as text")] = None
     audio: Annotated[Any, Neutral(why="the models read text only")] = None
     function_call: Annotated[Any, Neutral(why="it is replaced by tool_calls")] = None
     annotations: Annotated[Any, Neutral([], why="the models read text only")] = None
 
 
 class ToolMessage(Body):
-    """What a called tool answered."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     content: Content
@@ -81,14 +81,14 @@ def _role(message: Any) -> str:
     return role if role in ("assistant", "tool") else "plain"
 
 
-Message = Annotated[
+RequestMessage = Annotated[
     Annotated[PlainMessage, Tag("plain")] | Annotated[AssistantMessage, Tag("assistant")] | Annotated[ToolMessage, Tag("tool")],
     Discriminator(_role),
 ]
 
 
 class Function(Body):
-    """A function that the model may call; `parameters` is the JSON schema of its arguments. `strict` holds the arguments to it."""
+    """A function that the model may call. `parameters`: the JSON schema of its arguments. `strict`: enforce the schema."""
 
     name: FunctionName
     description: str | None = None
@@ -97,7 +97,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool; functions are the only kind."""
+    """A tool. Functions are the only type."""
 
     type: Literal["function"]
     function: Function
@@ -138,7 +138,7 @@ class JsonObjectFormat(Body):
 
 
 class JsonSchemaFormat(Body):
-    """JSON by a schema."""
+    """JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
@@ -148,9 +148,9 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class ChatRequest(SampledRequest):
-    """A conversation. `max_completion_tokens` and the older `max_tokens` mean the same; neither: up to the model's length."""
+    """A conversation. `max_completion_tokens` and the older `max_tokens` mean the same; the default is the limit of the model."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[RequestMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_COUNT)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_COUNT)
     logprobs: bool | None = None
@@ -164,20 +164,20 @@ class ChatRequest(SampledRequest):
     safety_identifier: str | None = None
 
     store: Annotated[Any, Neutral(False, why="answers are not stored")] = None
-    service_tier: Annotated[Any, Neutral("auto", "default", why="there is one tier, 'default'")] = None
+    service_tier: Annotated[Any, Neutral("auto", "default", why="the only tier is 'default'")] = None
     modalities: Annotated[Any, Neutral(["text"], why="the models write text only")] = None
     audio: Annotated[Any, Neutral(why="the models write text only")] = None
-    prediction: Annotated[Any, Neutral(why="predicted outputs are not built")] = None
-    reasoning_effort: Annotated[Any, Neutral("none", why="how long a model reasons cannot be set")] = None
-    verbosity: Annotated[Any, Neutral("medium", why="how much a model says cannot be set")] = None
+    prediction: Annotated[Any, Neutral(why="predicted outputs are not implemented")] = None
+    reasoning_effort: Annotated[Any, Neutral("none", why="the length of reasoning cannot be set")] = None
+    verbosity: Annotated[Any, Neutral("medium", why="the length of answers cannot be set")] = None
     web_search_options: Annotated[Any, Neutral(why="there is no web search")] = None
-    prompt_cache_retention: Annotated[Any, Neutral("in_memory", "in-memory", why="the prefix cache lives in memory")] = None
-    prompt_cache_options: Annotated[Any, Neutral(why="the prefix cache takes no options")] = None
+    prompt_cache_retention: Annotated[Any, Neutral("in_memory", "in-memory", why="the prefix cache is in memory")] = None
+    prompt_cache_options: Annotated[Any, Neutral(why="the prefix cache has no options")] = None
     moderation: Annotated[Any, Neutral(why="there is no moderation")] = None
     functions: Annotated[Any, Neutral([], why="it is replaced by tools")] = None
     function_call: Annotated[Any, Neutral("none", why="it is replaced by tool_choice")] = None
-    # Extensions, by the names that other servers of this API gave them.
-    add_generation_prompt: Annotated[Any, Neutral(True, why="an answer always begins a new message")] = None
+    # Extensions, with the names that other servers of this API use.
+    add_generation_prompt: Annotated[Any, Neutral(True, why="an answer is always a new message")] = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="More names for the chat template, for example enable_thinking."
+        None, description="Additional variables of the chat template, for example enable_thinking."
     )

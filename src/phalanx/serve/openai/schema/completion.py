@@ -7,17 +7,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from phalanx.config.sampling import MAX_LOGPROBS, MAX_TOKEN_COUNT
+from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 from phalanx.serve.openai.schema.fields import MAX_N, Neutral, SampledRequest, TokenId
 
 MAX_PROMPTS = 1024
-"""Prompts in one request, at most."""
+"""Maximum number of prompts per request."""
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class CompletionRequest(SampledRequest):
-    """A text, token ids, or a list of either. `max_tokens: 0` with `echo` scores the prompt and adds nothing."""
+    """A text, token ids, or a list of either. `max_tokens: 0` with `echo` only scores the prompt."""
 
     prompt: (
         str
@@ -29,4 +29,4 @@ class CompletionRequest(SampledRequest):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=MAX_N)
-    suffix: Annotated[Any, Neutral("", why="text is not inserted before a suffix")] = None
+    suffix: Annotated[Any, Neutral("", why="insertion before a suffix is not implemented")] = None

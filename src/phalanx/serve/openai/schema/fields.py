@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fields that chat and completion requests share, and `Neutral`: a known field that is taken at a neutral value only.
+"""The common fields of chat and completion requests, and `Neutral`: a known field that is accepted with a neutral value only.
 
-Requests are read in pydantic's strict JSON mode: "1" is no number, 1 is no truth value, and an unknown name is an error.
+Requests are validated in pydantic's strict JSON mode: "1" is no number, 1 is no boolean, and an unknown name is an error.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from phalanx.config.sampling import MAX_LOGPROBS, MAX_TOKEN_COUNT
+from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 
 MAX_N = 128
-"""Completions per prompt, at most (as `SamplingParams`)."""
+"""Maximum number of completions per prompt, as in `SamplingParams`."""
 MAX_STOPS = 16
 MAX_SEED = 2**63 - 1 - MAX_N
-"""Completion i of n uses seed + i, which must stay a signed 64-bit number."""
+"""Completion i of n uses seed + i, which must fit into a signed 64-bit integer."""
 
 
 class Neutral:
-    """Annotates a field that the API knows and that we cannot honour, except at the values given here (and null, where a field is
-    not `required`).
+    """Annotates a field of the API that is not supported, except with these values (and null, if the field is not `required`).
 
-    A value elsewhere is an error of the type "cannot_honour" whose message says `why`.
+    Any other value is an error of the type "cannot_honour" with `why` in its message.
     """
 
     def __init__(self, *values: Any, why: str, required: bool = False) -> None:
@@ -40,11 +39,11 @@ class Neutral:
     def _check(self, value: Any) -> Any:
         if any(type(value) is type(known) and value == known for known in self.values):
             return value
-        raise PydanticCustomError("cannot_honour", "cannot be honoured: {why}", {"why": self.why})
+        raise PydanticCustomError("cannot_honour", "is not supported: {why}", {"why": self.why})
 
 
 class Body(BaseModel):
-    """Every request body: strict, no unknown field, no NaN or infinity."""
+    """Base of all request bodies: strict types, no unknown field, no NaN or infinity."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -59,14 +58,14 @@ SchemaObject = dict[str, Any]
 
 
 class StreamOptions(Body):
-    """`stream_options`: only beside `stream: true`."""
+    """`stream_options`: only with `stream: true`."""
 
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, Neutral(False, why="chunks are not padded; leave it out")] = None
+    include_obfuscation: Annotated[Any, Neutral(False, why="chunks are not padded; remove it")] = None
 
 
 class SampledRequest(Body):
-    """Everything about sampling, stopping and streaming that both endpoints know."""
+    """The fields for sampling, stopping and streaming that both endpoints have."""
 
     model: str = Field(min_length=1, max_length=512)
     stream: bool | None = None
@@ -80,7 +79,7 @@ class SampledRequest(Body):
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: dict[TokenIdText, Bias] | None = Field(None, json_schema_extra={"additionalProperties": False})
     user: str | None = None
-    # Extensions, by the names that other servers of this API gave them.
+    # Extensions, with the names that other servers of this API use.
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_COUNT)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls: how models write them, how they are held to it, and how they are read while they stream."""
+"""Tool calls: the formats in which models write them, the grammars that enforce these, and the parser for streams."""
 
 from phalanx.serve.openai.tools.calls import CallReader
 from phalanx.serve.openai.tools.formats import ToolFormat, detect

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads tool calls out of a model's text while it arrives, in pieces of any size: the pieces joined are the whole.
+"""Parses tool calls in the text of a model while it arrives, in parts of any size.
 
-`CallReader` takes text and gives events: `Said` (content for the reader), `Called` (a call begins: number and name) and `Argued` (a
-piece of its arguments, verbatim). A call whose function is not among the tools is no call: its text is content.
+`CallReader` takes text and returns events: `ContentText` (content of the message), `CallBegin` (a call begins: number and name) and
+`CallArguments` (a part of its arguments, verbatim). A call of a function that is not among the tools is content.
 """
 
 from __future__ import annotations
@@ -19,72 +19,72 @@ _BLANK = " \t\r\n"
 
 
 @dataclass(frozen=True)
-class Said:
+class ContentText:
     text: str
 
 
 @dataclass(frozen=True)
-class Called:
+class CallBegin:
     index: int
     name: str
 
 
 @dataclass(frozen=True)
-class Argued:
+class CallArguments:
     index: int
     text: str
 
 
-Event = Said | Called | Argued
+Event = ContentText | CallBegin | CallArguments
 
 
 class CallReader:
-    """One per completion. names: the functions that may be called. calls: how many have begun. whole: how many have ended."""
+    """One per completion. names: functions that may be called. calls: number of begun calls. complete: number of ended calls."""
 
-    def __init__(self, how: ToolFormat, names: Collection[str]) -> None:
-        self.calls = self.whole = 0
-        self._how, self._names = how, names
-        self._text = ""  # arrived, and not yet understood
+    def __init__(self, tool_format: ToolFormat, names: Collection[str]) -> None:
+        self.calls = self.complete = 0
+        self._format, self._names = tool_format, names
+        self._text = ""  # arrived, but not parsed yet
         self._object: CallObject | None = None
-        self._only_calls = how is not HERMES  # still nothing but calls: a "{" may begin one
-        self._blank = ""  # white space that is content only if content follows it
+        self._only_calls = tool_format is not HERMES  # only calls so far: a "{" may begin another one
+        self._blank = ""  # white space that is content only if content follows
 
     def push(self, text: str) -> list[Event]:
-        """What this piece makes certain."""
+        """The events of this part of the text."""
         self._text += text
-        return _joined(self._read(final=False))
+        return _merged(self._read(final=False))
 
     def finish(self) -> list[Event]:
-        """What is left, when no more text comes."""
-        return _joined(self._read(final=True))
+        """The last events, when no more text follows."""
+        return _merged(self._read(final=True))
 
     def _read(self, *, final: bool) -> Generator[Event, None, None]:
         progress = True
         while progress:
             if self._object is not None:
                 progress = yield from self._in_call(final=final)
-            elif self._how is HERMES:
+            elif self._format is HERMES:
                 progress = yield from self._before_tag(final=final)
             else:
                 progress = yield from self._before_brace(final=final)
         if final and not self.calls and self._blank:
-            yield Said(self._blank)
+            yield ContentText(self._blank)
 
     def _before_tag(self, *, final: bool) -> Generator[Event, None, bool]:
         at = self._text.find(_OPEN)
         if at >= 0:
-            yield from self._say(self._text[:at])
+            yield from self._content(self._text[:at])
             self._text = self._text[at + len(_OPEN) :]
             self._object = CallObject(self._names)
             return True
         keep = 0 if final else _overlap(self._text, _OPEN)
-        yield from self._say(self._text[: len(self._text) - keep])
+        yield from self._content(self._text[: len(self._text) - keep])
         self._text = self._text[len(self._text) - keep :]
         return False
 
     def _before_brace(self, *, final: bool) -> Generator[Event, None, bool]:
         if not self._only_calls:
-            yield from self._say(self._text)
+            yield from self._content(self._text)
             self._text = ""
             return False
         rest = self._text.lstrip(_BLANK + (";" if self.calls else ""))
@@ -101,17 +101,17 @@ class CallReader:
         return False
 
     def _in_call(self, *, final: bool) -> Generator[Event, None, bool]:
-        """The JSON of one call, and behind it (Hermes) its closing tag."""
+        """The JSON of one call, then (Hermes) its closing tag."""
         reading = self._object
         assert reading is not None
         used = reading.push(self._text)
         self._text = self._text[used:]
         if reading.accepted and not reading.begun:
             reading.begun = True
-            yield Called(self.calls, reading.name or "")
+            yield CallBegin(self.calls, reading.name or "")
             self.calls += 1
-        if reading.begun and (piece := reading.take()):
-            yield Argued(self.calls - 1, piece)
+        if reading.begun and (arguments := reading.take()):
+            yield CallArguments(self.calls - 1, arguments)
         if reading.failed or (reading.done and not reading.begun) or (final and not reading.begun):
             return (yield from self._not_a_call(reading))
         if not reading.done:
@@ -119,38 +119,38 @@ class CallReader:
         return self._close(final=final)
 
     def _close(self, *, final: bool) -> bool:
-        if self._how is HERMES:
+        if self._format is HERMES:
             rest = self._text.lstrip(_BLANK)
             if not rest.startswith(_CLOSE):
                 if not final and (not rest or _CLOSE.startswith(rest)):
-                    return False  # the tag may still be on its way
+                    return False  # the tag may still arrive
             else:
                 self._text = rest[len(_CLOSE) :]
         self._object, self._blank = None, ""
-        self.whole += 1
+        self.complete += 1
         return True
 
     def _not_a_call(self, reading: CallObject) -> Generator[Event, None, bool]:
-        """The text turned out to be something else: it is content, as it was written. A call that began stays as it is."""
+        """The text is no call, so it is content as written. A call that has begun stays as it is."""
         self._object, self._only_calls = None, False
         if not reading.begun:
-            yield from self._say((_OPEN if self._how is HERMES else "") + reading.text)
+            yield from self._content((_OPEN if self._format is HERMES else "") + reading.text)
         return True
 
-    def _say(self, text: str) -> Generator[Event, None, None]:
-        """Content; white space at either end of a call is none."""
+    def _content(self, text: str) -> Generator[Event, None, None]:
+        """Emit content. White space before and after a call is dropped."""
         text = self._blank + text
-        bare = text.rstrip(_BLANK)
-        self._blank = text[len(bare) :]
-        if bare:
-            yield Said(bare)
+        content = text.rstrip(_BLANK)
+        self._blank = text[len(content) :]
+        if content:
+            yield ContentText(content)
 
 
 class CallObject:
-    """The JSON object of one call, character by character, with its arguments handed on before it ends.
+    """Parses the JSON object of one call character by character, and returns its arguments before it ends.
 
-    name: once it is read. accepted: it is one of `names`. done: the object is closed. failed: it is no call (broken JSON, or
-    another name). text: everything taken. begun is the reader's own mark.
+    name: set once it is read. accepted: the name is one of `names`. done: the object is closed. failed: it is no call (broken JSON,
+    or another name). text: all consumed text. begun: set by the reader when it has emitted CallBegin.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -160,10 +160,10 @@ class CallObject:
         self._all: list[str] = []
         self._step = self._start
         self._key = ""
-        self._value: list[str] = []  # the key, or the value, that is being read
+        self._value: list[str] = []  # the current key or value
         self._depth = 0
         self._in_string = self._escaped = False
-        self._argued = False
+        self._has_arguments = False
         self._pending: list[str] = []
 
     @property
@@ -171,7 +171,7 @@ class CallObject:
         return "".join(self._all)
 
     def push(self, text: str) -> int:
-        """Take characters; returns how many: fewer than given where the object ended or failed."""
+        """Consume characters; return their number, which is below that of the text if the object ends or fails within it."""
         for count, character in enumerate(text):
             if self.done or self.failed:
                 return count
@@ -180,13 +180,13 @@ class CallObject:
         return len(text)
 
     def take(self) -> str:
-        """The piece of the arguments that came since the last time; a call that ended without arguments has "{}"."""
-        if self.done and not self._argued:
-            self._argued = True
+        """The part of the arguments since the previous call of this method; "{}" at the end of a call without arguments."""
+        if self.done and not self._has_arguments:
+            self._has_arguments = True
             return "{}"
-        piece = "".join(self._pending)
+        arguments = "".join(self._pending)
         self._pending.clear()
-        return piece
+        return arguments
 
     def _start(self, character: str) -> None:
         if character == "{":
@@ -221,7 +221,7 @@ class CallObject:
             self.failed = True
             return
         self._value, self._depth, self._step = [], 0, self._in_value
-        self._argued = self._argued or self._is_arguments
+        self._has_arguments = self._has_arguments or self._is_arguments
         self._in_value(character)
 
     @property
@@ -232,7 +232,7 @@ class CallObject:
         if self._in_string:
             ended = self._ends_string(character) and self._depth == 0
         elif not self._depth and self._value and (character in ",}" or character in _BLANK):
-            self._value_ended()  # a number or a word ends with what follows it
+            self._value_ended()  # a number or a word ends before the next character
             self._after_value(character)
             return
         else:
@@ -251,7 +251,7 @@ class CallObject:
             self.name = str(self._decoded())
             self.accepted = self.name in self._names
             self.failed = not self.accepted
-        elif self._is_arguments and self._value[0] == '"':  # arguments written as a text that holds JSON
+        elif self._is_arguments and self._value[0] == '"':  # arguments as a string that contains JSON
             self._pending.append(str(self._decoded()))
 
     def _after_value(self, character: str) -> None:
@@ -267,7 +267,7 @@ class CallObject:
         self.failed = not self.accepted
 
     def _ends_string(self, character: str) -> bool:
-        """Whether an unescaped quote closes the string that is being read."""
+        """Whether an unescaped quotation mark ends the current string."""
         if self._escaped:
             self._escaped = False
         elif character == "\\":
@@ -286,19 +286,19 @@ class CallObject:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """The length of the longest end of `text` that begins `tag`."""
+    """The length of the longest suffix of `text` that is a prefix of `tag`."""
     return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
 
 
-def _joined(events: Iterable[Event]) -> list[Event]:
-    """Neighbouring pieces of the same kind as one."""
-    joined: list[Event] = []
+def _merged(events: Iterable[Event]) -> list[Event]:
+    """Merge neighbouring events of the same kind."""
+    merged: list[Event] = []
     for event in events:
-        last = joined[-1] if joined else None
-        if isinstance(event, Said) and isinstance(last, Said):
-            joined[-1] = Said(last.text + event.text)
-        elif isinstance(event, Argued) and isinstance(last, Argued) and last.index == event.index:
-            joined[-1] = Argued(last.index, last.text + event.text)
+        last = merged[-1] if merged else None
+        if isinstance(event, ContentText) and isinstance(last, ContentText):
+            merged[-1] = ContentText(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and last.index == event.index:
+            merged[-1] = CallArguments(last.index, last.text + event.text)
         else:
-            joined.append(event)
-    return joined
+            merged.append(event)
+    return merged

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model writes tool calls: the two formats, and the guides that hold a model to them.
+"""The two formats in which models write tool calls, and the structural tags that enforce them.
 
-`hermes` (Qwen 2, 2.5 and 3, Hermes): each call is `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`; text may stand
-before the first.
-`llama` (Llama 3.1 and later, JSON): the whole answer is `{"name": ..., "parameters": {...}}`; several are joined by "; ".
+`hermes` (Qwen 2, 2.5 and 3, Hermes): each call is `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`; text may
+precede the first.
+`llama` (Llama 3.1 and later, JSON): the whole answer is `{"name": ..., "parameters": {...}}`; "; " joins several.
 
-Which one a model was taught is read off its chat template: the template is rendered with a tool, and what it then tells the model
-names the format.
+The format of a model is detected by its chat template: rendered with a tool, the template describes the format to the model.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from phalanx.serve.tokenizer import Tokenizer
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _PROBE = "phalanx_probe"
-_LLAMA_SAYS = re.compile(r'\{\s*"name"\s*:[^{}]*"parameters"\s*:\s*[^{\s]')
+_LLAMA_FORMAT = re.compile(r'\{\s*"name"\s*:[^{}]*"parameters"\s*:\s*[^{\s]')
 """`{"name": function name, "parameters": dictionary of ...}`, and not a tool's own description."""
 _WHITESPACE = 2
-"""White space in a row that a guided call may hold: a model that is held to a grammar must not idle in blanks."""
+"""Limit of white-space characters in a row in an enforced call, so that the model cannot write white space forever."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way to write calls.
+    """A format of tool calls.
 
-    begin, end: what stands around a call's JSON. arguments: the key of its arguments. between: what separates calls.
+    begin, end: the text around the JSON of a call. arguments: the key of its arguments. between: the separator of calls.
     """
 
     name: Literal["hermes", "llama"]
@@ -43,7 +42,7 @@ class ToolFormat:
     between: str
 
     def opening(self, function: str) -> str:
-        """A call's text up to its arguments."""
+        """The text of a call up to its arguments."""
         return f'{self.begin}{{"name": "{function}", "{self.arguments}": '
 
     def closing(self) -> str:
@@ -55,40 +54,41 @@ LLAMA = ToolFormat("llama", begin="", end="", arguments="parameters", between=";
 
 
 def detect(tokenizer: Tokenizer) -> ToolFormat | None:
-    """The format that the tokenizer's chat template teaches; None when it knows no tools, or teaches another format."""
+    """The format that the tokenizer's chat template describes; None if it has no tools, or describes another format."""
     tool = {"type": "function", "function": {"name": _PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}}
     try:
-        said = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool])
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=[tool])
     except RequestError:
         return None
-    if _PROBE not in said:
+    if _PROBE not in prompt:
         return None
-    if "<tool_call>" in said:
-        return None if "<function=" in said else HERMES
-    return LLAMA if _LLAMA_SAYS.search(said) else None
+    if "<tool_call>" in prompt:
+        return None if "<function=" in prompt else HERMES
+    return LLAMA if _LLAMA_FORMAT.search(prompt) else None
 
 
-def forced_guide(how: ToolFormat, tools: Sequence[Tool], choice: Literal["required"] | NamedTool, *, parallel: bool) -> str:
-    """The structural tag (JSON) under which a model writes one or more calls and nothing else."""
-    named = choice.function.name if isinstance(choice, NamedTool) else None
-    tags = [_tag(how, tool.function) for tool in tools if named in (None, tool.function.name)]
+def forced_call_tag(
+    tool_format: ToolFormat, tools: Sequence[Tool], choice: Literal["required"] | NamedTool, *, parallel: bool
+) -> str:
+    """The structural tag (JSON) that allows one or more calls and nothing else."""
+    forced = choice.function.name if isinstance(choice, NamedTool) else None
+    tags = [_tag(tool_format, tool.function) for tool in tools if forced in (None, tool.function.name)]
     layout = {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": how.between,
+        "separator": tool_format.between,
         "at_least_one": True,
-        "stop_after_first": named is not None or not parallel,
+        "stop_after_first": forced is not None or not parallel,
     }
     return _structural(layout)
 
 
-def strict_guide(how: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """The structural tag (JSON) under which a model writes what it likes, but once it begins a call, a valid one; without
-    `parallel` the first call ends the answer."""
+def strict_call_tag(tool_format: ToolFormat, tools: Sequence[Tool], *, parallel: bool) -> str:
+    """The structural tag (JSON) that allows any text, but only valid calls. Without `parallel`, the first call ends the answer."""
     layout = {
         "type": "triggered_tags",
-        "triggers": [how.begin.strip() or '{"name":'],
-        "tags": [_tag(how, tool.function) for tool in tools],
+        "triggers": [tool_format.begin.strip() or '{"name":'],
+        "tags": [_tag(tool_format, tool.function) for tool in tools],
         "stop_after_first": not parallel,
     }
     return _structural(layout)
@@ -98,7 +98,7 @@ def _structural(layout: dict[str, Any]) -> str:
     return json.dumps({"type": "structural_tag", "format": layout})
 
 
-def _tag(how: ToolFormat, function: Function) -> dict[str, Any]:
+def _tag(tool_format: ToolFormat, function: Function) -> dict[str, Any]:
     schema = function.parameters or ANY_OBJECT
     content = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _WHITESPACE}
-    return {"type": "tag", "begin": how.opening(function.name), "content": content, "end": how.closing()}
+    return {"type": "tag", "begin": tool_format.opening(function.name), "content": content, "end": tool_format.closing()}

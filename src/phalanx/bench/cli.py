@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of `phalanx bench`: all, latency, throughput, scaling, serve, shape. `phalanx.cli` adds the engine's flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.config import EngineOptions
+from phalanx.config.sources import RawOptions
+from phalanx.errors import OptionError
+
+Verb = Callable[..., None]
+Takes = Callable[..., Callable[[Verb], Verb]]
+
+Workloads = Annotated[list[str] | None, typer.Option("--workload", "-w", help="Name of a workload; repeat for several.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Also write the report to this new file; - for stdout.")]
+Commit = Annotated[
+    str | None, typer.Option("--commit", envvar="BENCH_COMMIT", help="Commit id to record when the sources are not a git checkout.")
+]
+
+_DECODES = ("decode-1", "decode-64")
+_BATCH = "batch-512x1000x1000"
+
+
+def register(command: typer.Typer, takes: Takes) -> None:
+    """Add `bench` to the command. takes: `cli.takes`, which gives a verb the engine's flags."""
+    app = typer.Typer(
+        name="bench",
+        help="Measure latency, throughput, load over HTTP and scaling, each beside its roofline.",
+        invoke_without_command=True,
+        rich_markup_mode=None,
+    )
+    app.callback()(_help)
+    app.command("all")(takes(EngineOptions)(run_all))
+    app.command()(takes(EngineOptions)(latency))
+    app.command()(takes(EngineOptions)(throughput))
+    app.command()(takes(EngineOptions)(scaling))
+    app.command()(serve)
+    app.command()(shape)
+    command.add_typer(app)
+
+
+def _help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def run_all(
+    raw_options: RawOptions,
+    workload: Workloads = None,
+    strategies: Annotated[
+        str | None, typer.Option("--strategies", help="All-reduce strategies to compare, such as AUTO,NCCL: one engine for each.")
+    ] = None,
+    json: Annotated[
+        str | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write the report here after each workload; workloads in it are not run again."
+        ),
+    ] = None,
+    commit: Commit = None,
+) -> None:
+    """Run all workloads through one engine: decode-1, -64, -256, -512 and batch-512x1000x1000, or those of --workload.
+
+    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
+    """
+    from phalanx.bench import all_workloads as bench
+    from phalanx.bench import offline, report, workloads
+
+    if strategies is not None and "allreduce_strategy" in raw_options.values:
+        raise OptionError(
+            f"--strategies {strategies} and --allreduce_strategy exclude each other", next="give one of them"
+        )  # fmt: skip
+    wanted = [workloads.parse(name) for name in workload or workloads.KNOWN]
+    file = report.json_path(json, extends=True)
+    with offline.target(raw_options, commit) as target:
+        chosen = bench.parse_strategies(strategies or target.options.allreduce_strategy)
+        document = bench.run(target, wanted, chosen, json_file=file)
+    report.publish(document, bench.tables(document), json)
+
+
+def latency(raw_options: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
+    """Measure the time per token while a fixed number of requests decode: decode-1 and decode-64, or those of --workload.
+
+    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
+    """
+    from phalanx.bench import latency as bench
+    from phalanx.bench import offline, report, workloads
+
+    wanted = [workloads.parse(name, "decode") for name in workload or _DECODES]
+    report.json_path(json)
+    with offline.target(raw_options, commit) as target:
+        document = bench.run(target, wanted)
+    report.publish(document, [bench.table(document)], json)
+
+
+def throughput(raw_options: RawOptions, workload: Workloads = None, json: Json = None, commit: Commit = None) -> None:
+    """Measure tokens per second with all requests queued at once: batch-512x1000x1000, or those of --workload.
+
+    MODEL may be the name of a shape (llama-3-8b, llama-3-70b, llama-3.1-405b): dummy weights, nothing to download.
+    """
+    from phalanx.bench import offline, report, workloads
+    from phalanx.bench import throughput as bench
+
+    wanted = [workloads.parse(name, "batch") for name in workload or [_BATCH]]
+    report.json_path(json)
+    with offline.target(raw_options, commit) as target:
+        document = bench.run(target, wanted)
+    report.publish(document, [bench.table(document)], json)
+
+
+def scaling(
+    raw_options: RawOptions,
+    sizes: Annotated[str, typer.Option(help="Sizes TP or TPxPP, separated by commas.")] = "1,2,4,8,1x2,2x2,4x2",
+    workload: Annotated[str, typer.Option("--workload", "-w", help="Workload of the throughput.")] = _BATCH,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option("--decode", help="Workload of the latency; default decode-1; repeat for several."),
+    ] = None,
+    json: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the report here after each size; sizes in it are not run again."),
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE", help="Draw a plot to this file; default: beside the file of --json.")
+    ] = None,
+    commit: Commit = None,
+) -> None:
+    """Measure throughput, latency and efficiency over sizes, each with an engine of its own; print two tables and draw a plot.
+
+    A size that does not fit is shown as OOM, a size with more ranks than GPUs as "no GPUs". MODEL may be the name of a shape.
+    """
+    from phalanx.bench import offline, plots, report, workloads
+    from phalanx.bench import scaling as bench
+
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if name in raw_options.values:
+            raise OptionError(
+                f"{name}={raw_options.values[name]} cannot be combined with --sizes",
+                held=f"it comes from {raw_options.origins[name]}",
+                next="give --sizes alone",
+            )
+    batch, decodes = workloads.parse(workload, "batch"), [workloads.parse(name, "decode") for name in decode or ["decode-1"]]
+    wanted = bench.parse_sizes(sizes)
+    file = report.json_path(json, extends=True)
+    plot_path = plots.plot_path(plot, file)
+    with offline.target(raw_options, commit) as target:
+        document = bench.run(target, wanted, batch, *decodes, json_file=file)
+    report.publish(document, bench.tables(document), json)
+    if plot_path is not None:
+        plots.draw(document, plot_path)
+    if any(row["status"] == bench.FAILED for row in document["rows"] if (row["tp"], row["pp"]) in wanted):
+        raise typer.Exit(1)
+
+
+def serve(
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="URL of a running server.")] = "http://localhost:8000",
+    rate: Annotated[float | None, typer.Option(help="Requests per second, as a Poisson process; inf: all at once.")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Number of streams; each sends its next request when its last one has ended.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 256,
+    input_len: Annotated[int, typer.Option("--input_len", min=1, help="Tokens of each prompt.")] = 128,
+    output_len: Annotated[int, typer.Option("--output_len", min=1, help="New tokens of each request.")] = 128,
+    seed: Annotated[int, typer.Option(help="Seed of arrival times and prompts.")] = 0,
+    vocab_size: Annotated[int, typer.Option("--vocab_size", help="Prompts are random token ids below this number.")] = 256,
+    warmup: Annotated[int, typer.Option(min=0, help="Short requests before the measurement.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
+    model: Annotated[str | None, typer.Option(help="Name of the model on the server; default: its first model.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api_key", envvar="PHALANX_API_KEY", help="The server's key.")] = None,
+    offline: Annotated[
+        Path | None, typer.Option("--offline", help="Report of `bench throughput` with the same work, to compare with.")
+    ] = None,
+    json: Json = None,
+    commit: Commit = None,
+) -> None:
+    """Load a running OpenAI-compatible server at a request rate or a concurrency; measure time to first token, between tokens, and
+    per request."""
+    from phalanx.bench import load, report
+
+    wanted = load.Load(
+        requests=requests, input_len=input_len, output_len=output_len, rate=rate, concurrency=concurrency, seed=seed,
+        vocab_size=vocab_size, warmup=warmup, timeout=timeout, model=model,
+    )  # fmt: skip
+    report.json_path(json)
+    document = load.run(url, api_key, wanted, offline, commit)
+    report.publish(document, [load.table(document)], json)
+    if document["results"]["failed"]:
+        raise typer.Exit(1)
+
+
+def shape(
+    name: Annotated[str, typer.Argument(help="llama-3-8b, llama-3-70b or llama-3.1-405b.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to create.")],
+) -> None:
+    """Write the config.json of a shape and a substitute tokenizer, for `phalanx serve FOLDER --load_format dummy`."""
+    from phalanx.bench import shapes
+
+    print(shapes.write(name, folder))

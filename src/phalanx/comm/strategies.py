@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry of all-reduce strategies: which of them the ranks of a group can run, as functions, and why the others cannot.
+
+The runtime (`comm.tuned_group`) and the tuner (`tune.ranks.candidates`) both take their strategies from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import nccl
+from phalanx.comm.group import Group, ResidualRmsNorm
+from phalanx.comm.shared_memory import share_text
+from phalanx.comm.symmetric import ReduceScatterBuffer, SymmetricWorkspace, form_reduce_scatter_buffer, form_workspace
+from phalanx.comm.torch_group import TorchGroup
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.kernels.capabilities import has_triton
+from phalanx.kernels.scaled_tensors import Unscaled
+from phalanx.log import get_logger
+from phalanx.tables.strategy import Strategy
+
+T = TypeVar("T")
+_log = get_logger(__name__)
+
+
+class ReduceScatterNormAllGather(Protocol):
+    """All-reduces with their fusion that leave the new residual sharded. They accept a residual that is a tensor, or sharded as
+    theirs will be."""
+
+    def chunk_rows(self, hidden: int, dtype: torch.dtype) -> int:
+        """Rows by which `all_reduce_norm` of a tensor [T, hidden] shards the residual."""
+
+    def all_reduce_norm(self, x: Tensor | Unscaled, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        """The sum over ranks of x [T, H] and its fusion; the new residual is a ShardedResidual."""
+
+
+class GemmReduceScatter(Protocol):
+    """The same, of a GEMM output that the GEMM itself wrote to the ranks that sum it. All rows are one chunk."""
+
+    min_bytes: int
+    """Of a GEMM output for which there may be targets."""
+
+    def targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Sequence[tuple[slice, Tensor]] | None:
+        """Where to write a GEMM output [tokens, hidden]; None where it is to be handed over as a tensor instead."""
+
+    def all_reduce_norm(self, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+        """Of a GEMM output that was written to its targets."""
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """One strategy. sum: over ranks of x, which may be overwritten. sum_norm: the sum and its fusion in one kernel; None where the
+    fusion always runs as a kernel of its own. rs_norm_ag, gemm_rs: the variants that leave the residual sharded."""
+
+    sum: Callable[[Tensor | Unscaled], Tensor]
+    sum_norm: Callable[[Tensor | Unscaled, ResidualRmsNorm], tuple[Tensor, ...]] | None = None
+    rs_norm_ag: ReduceScatterNormAllGather | None = None
+    gemm_rs: GemmReduceScatter | None = None
+
+
+@dataclass
+class Strategies:
+    """What a group can run. refused: why it cannot run the others, as far as `tables.admit` does not know. workspace: on GPUs, that
+    of ONESHOT and TWOSHOT."""
+
+    fingerprint: Fingerprint
+    runs: dict[Strategy, AllReduce] = field(default_factory=dict)
+    refused: dict[Strategy, str] = field(default_factory=dict)
+    workspace: SymmetricWorkspace | None = None
+
+
+def available(
+    base: Group,
+    device: torch.device,
+    fingerprint: Fingerprint,
+    message_bytes: int,
+    *,
+    timeout: float = 300.0,
+    gemm_rs: bool = False,
+) -> Strategies:
+    """What the ranks of `base` can run on this machine; collective, and the same on every rank.
+
+    message_bytes: of one rank's longest message that a workspace holds without chunks. timeout: seconds that a CPU rank may keep
+    the others waiting. gemm_rs: allocate the buffer of GEMM_RS, too.
+    """
+    strategies = Strategies(fingerprint, {Strategy.NCCL: AllReduce(partial(nccl.all_reduce, group=base))})
+    if not fingerprint.peers_reach:
+        return strategies  # tables.admit knows, and says why
+    on_cpu = device.type == "cpu"
+    ours = _on_cpu(base, message_bytes, timeout) if on_cpu else _on_gpu(base, device, message_bytes, gemm_rs=gemm_rs)
+    if isinstance(ours, str):
+        strategies.refused = dict.fromkeys((Strategy.ONESHOT, Strategy.TWOSHOT), ours)
+    elif isinstance(ours, tuple):
+        strategies.workspace = ours[0]
+        strategies.runs |= symmetric_strategies(*ours)
+    else:
+        strategies.runs |= ours
+    return strategies
+
+
+def _on_cpu(base: Group, message_bytes: int, timeout: float) -> dict[Strategy, AllReduce] | str:
+    from phalanx.comm import shared_memory
+
+    memory = shared_memory.form(base, message_bytes, timeout=timeout)
+    if isinstance(memory, str):
+        return memory
+    return {
+        Strategy.ONESHOT: AllReduce(memory.oneshot, memory.oneshot_norm),
+        Strategy.TWOSHOT: AllReduce(memory.twoshot, memory.twoshot_norm),
+    }
+
+
+def _on_gpu(
+    base: Group, device: torch.device, message_bytes: int, *, gemm_rs: bool
+) -> tuple[SymmetricWorkspace, ReduceScatterBuffer | None] | str:
+    """The memory of this group's strategies, or why there is none."""
+    if any(share_text(base, "" if has_triton() else "no", device)):
+        return "Triton is not installed"
+    assert isinstance(base, TorchGroup)
+    workspace = _formed(base, partial(form_workspace, base.process_group, device, message_bytes))
+    if isinstance(workspace, str):
+        return workspace
+    buffer = _formed(base, partial(form_reduce_scatter_buffer, base.process_group, device, message_bytes)) if gemm_rs else None
+    if isinstance(buffer, str):
+        if base.rank == 0:
+            _log.warning("GEMM_RS is not used: %s", buffer)
+        buffer = None
+    return workspace, buffer
+
+
+def symmetric_strategies(
+    workspace: SymmetricWorkspace, buffer: ReduceScatterBuffer | None = None
+) -> dict[Strategy, AllReduce]:  # fmt: skip
+    """ONESHOT and TWOSHOT on GPUs."""
+    from phalanx.comm import oneshot, twoshot
+    from phalanx.comm.sequence_parallel.gemm_rs import GemmRs
+    from phalanx.comm.sequence_parallel.rs_norm_ag import RsNormAg
+
+    return {
+        Strategy.ONESHOT: AllReduce(
+            partial(oneshot.all_reduce, workspace=workspace), partial(oneshot.all_reduce_norm, workspace=workspace)
+        ),
+        Strategy.TWOSHOT: AllReduce(
+            partial(twoshot.all_reduce, workspace=workspace), partial(twoshot.all_reduce_norm, workspace=workspace),
+            RsNormAg(workspace), None if buffer is None else GemmRs(workspace, buffer),
+        ),
+    }  # fmt: skip
+
+
+def _formed(base: TorchGroup, form: Callable[[], T]) -> T | str:
+    """What `form` returns, or why it failed on one of the ranks."""
+    memory, why = None, ""
+    try:
+        memory = form()
+    except RuntimeError as error:
+        why = f"symmetric memory: {str(error).splitlines()[0][:150]}"
+    texts = share_text(base, why, base.device)
+    if all(texts) and len(set(texts)) == 1:
+        return texts[0]
+    refusals = [(rank, text) for rank, text in enumerate(texts) if text]
+    return f"rank {refusals[0][0]}: {refusals[0][1]}" if refusals else cast(T, memory)

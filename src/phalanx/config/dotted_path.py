@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An implementation named in the configuration: "package.module:Name". So a package finds what lies above it without an import."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from phalanx.errors import OptionError
+
+
+def load(path: str, *, option: str) -> Any:
+    """The object called Name in package.module. Raises OptionError, naming `option`, when there is none."""
+    module, colon, name = path.partition(":")
+    hint = 'give "package.module:Name", of a module that this Python can import'
+    if not (module and colon and name):
+        raise OptionError(f"{option}={path!r} is no dotted path", next=hint)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise OptionError(f"{option}={path!r} cannot be loaded", why=str(error), next=hint) from error

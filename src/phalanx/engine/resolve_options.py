@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Concrete options for a model on this machine: the same on every host, since the ranks compare them."""
+
+from __future__ import annotations
+
+from phalanx.config.locate import locate
+from phalanx.config.model import ModelShape
+from phalanx.config.options import EngineOptions
+from phalanx.config.resolve import Resolved, resolve
+from phalanx.hardware.probe import detect_machine
+from phalanx.plan.layout import Layout, require_suits
+
+
+def resolve_options(options: EngineOptions) -> tuple[ModelShape, Resolved]:
+    """The model's shape, and the options with neither "auto" nor None left in them.
+
+    Raises OptionError, LayoutError or ModelError for options that cannot work.
+    """
+    shape = ModelShape.from_folder(locate(options.model, options.revision))
+    resolved = resolve(options, shape, len(detect_machine().gpus))
+    require_suits(Layout.of(options), shape)
+    return shape, resolved

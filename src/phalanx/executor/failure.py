@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The root cause of a failure. When ranks fail, several report at once, and most of them only that a peer is gone. Pure."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import IntEnum
+
+from phalanx.comm.launch import exit_words
+from phalanx.errors import PhalanxError, RankDied
+from phalanx.executor.protocol import RankError
+
+
+class Evidence(IntEnum):
+    """How much a report tells about the root cause. From CAUSE on there is nothing better to wait for."""
+
+    CONSEQUENCE = 0  # a peer is gone
+    ENDED = 1  # the process ended; its own error may still be on its way
+    CAUSE = 2  # an error of the rank's own
+    KILLED = 3  # somebody or something killed the process
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """One thing that went wrong."""
+
+    evidence: Evidence
+    error: PhalanxError
+
+
+def from_rank_error(message: RankError) -> FailureReport:
+    """The report of an error that a rank sent."""
+    return FailureReport(Evidence.CONSEQUENCE if message.consequence else Evidence.CAUSE, PhalanxError.from_wire(message.error))
+
+
+def from_exit(rank: int, code: int, *, where: str, doing: str) -> FailureReport:
+    """The report of a process that ended. `where`: "pid 17, node 0". `doing`: "it had begun step 5 and finished step 4"."""
+    killed = code < 0 and -code != signal.SIGABRT  # libraries abort when a peer is gone
+    hints = {
+        -signal.SIGKILL: "if nobody killed it by hand, the kernel's out-of-memory killer did: see dmesg",
+        -signal.SIGBUS: "often /dev/shm is too small: see df /dev/shm",
+    }
+    error = RankDied(f"rank {rank} ({where}) {exit_words(code)}", held=doing, next=hints.get(code, "see its log lines above"))
+    return FailureReport(Evidence.KILLED if killed else Evidence.ENDED, error)
+
+
+def root_cause(reports: list[FailureReport]) -> FailureReport | None:
+    """The report with the strongest evidence; among equals the first."""
+    return max(reports, key=lambda report: report.evidence, default=None)

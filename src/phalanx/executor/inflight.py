@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps in flight: which ranks have run them, and whether all ranks ran the same. Pure: the time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from phalanx.engine.messages import RowResult, StepResult
+from phalanx.errors import StepDiverged
+from phalanx.executor.protocol import StepDone
+from phalanx.plan.layout import Layout
+
+
+@dataclass
+class _InFlightStep:
+    digest: bytes
+    waiting: set[int]  # ranks that have not run it
+    sampling: set[int]  # those of them that belong to the last stage
+    since: float
+    tokens: dict[int, tuple[int, int]] = field(default_factory=dict)  # dp index -> (rank, CRC of its tokens)
+    rows: dict[int, list[RowResult]] = field(default_factory=dict)  # dp index -> results
+    delivered: bool = False
+
+
+class InFlightSteps:
+    """A step is complete once every rank of the last stage has run it and they agree; the earlier stages have run it by then."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._last_stage = {rank for rank in range(layout.world) if layout.place(rank).pp_index == layout.pp - 1}
+        self._steps: dict[int, _InFlightStep] = {}
+
+    def submitted(self, number: int, digest: bytes, now: float) -> None:
+        """A step was sent to every rank."""
+        self._steps[number] = _InFlightStep(digest, set(range(self._layout.world)), set(self._last_stage), now)
+
+    def record(self, done: StepDone, now: float) -> None:
+        """A rank has run a step. Raises StepDiverged for a step that is not in flight on it, or another outcome than its peers'."""
+        step = self._steps.get(done.number)
+        if step is None or done.rank not in step.waiting:
+            raise StepDiverged(
+                f"rank {done.rank} reports step {done.number}, which is not in flight on it",
+                held=f"steps in flight: {sorted(self._steps) or 'none'}",
+            )  # fmt: skip
+        if done.digest != step.digest:
+            raise StepDiverged(
+                f"rank {done.rank} ran step {done.number} with digest {done.digest.hex()}",
+                held=f"the engine sent {step.digest.hex()}",
+            )
+        step.waiting.discard(done.rank)
+        step.sampling.discard(done.rank)
+        dp_index = self._layout.place(done.rank).dp_index
+        if done.tokens is not None:
+            first, crc = step.tokens.setdefault(dp_index, (done.rank, done.tokens))
+            if crc != done.tokens:
+                raise StepDiverged(
+                    f"rank {done.rank} sampled other tokens than rank {first} in step {done.number}",
+                    why="ranks of one tensor-parallel group compute the same logits",
+                    next="a GPU or its link is at fault, or a collective is: try allreduce_strategy='NCCL'",
+                )
+        if done.rows is not None:
+            step.rows[dp_index] = done.rows
+        if not step.waiting:
+            later = self._steps.get(done.number + 1)
+            if later is not None:
+                later.since = now  # the time of a queued step runs from the end of the one before it
+
+    def completed(self) -> list[StepResult]:
+        """The results that are complete and were not returned before, in order."""
+        results = []
+        for number, step in list(self._steps.items()):
+            if step.sampling:
+                break
+            if not step.delivered:
+                step.delivered = True
+                results.append(StepResult(number, [step.rows[dp_index] for dp_index in range(self._layout.dp)]))
+            if not step.waiting:
+                del self._steps[number]
+        return results
+
+    def overdue(self, now: float, limit: float) -> tuple[int, list[int]] | None:
+        """The oldest step that some rank has not run for more than `limit` seconds, and those ranks."""
+        for number, step in self._steps.items():
+            if step.waiting:
+                return (number, sorted(step.waiting)) if now - step.since > limit else None
+        return None

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Node`: the ranks of a further host. It starts them, reports their death to the engine, and ends them when the engine is gone.
+
+Node and engine notice a cut link by the silence of the other: no reset comes through it. A killed engine is noticed at once, by the
+reset of the connection.
+"""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from phalanx.comm.launch import exit_words
+from phalanx.config.options import EngineOptions
+from phalanx.engine.resolve_options import resolve_options
+from phalanx.errors import NodeLost, PhalanxError
+from phalanx.executor import protocol
+from phalanx.executor.heartbeat import MONITOR_GAP, NODE_TIMEOUT
+from phalanx.executor.launcher import host_ranks, load_launcher
+from phalanx.executor.protocol import HEARTBEAT_SECONDS, dealer
+from phalanx.executor.rank_executor import SHUTDOWN_GRACE_SECONDS, bracketed
+from phalanx.hardware.probe import address_towards
+from phalanx.log import get_logger
+
+log = get_logger(__name__)
+
+
+def join(options: EngineOptions, *, local_rank: int = 0) -> int:
+    """Host this node's ranks for an engine on node 0 (`options.master_addr`) until it ends; returns an exit status, 0 when the
+    engine was asked to end.
+
+    The options are those of node 0, except for `node_rank`; "auto" is resolved here as it is there. Raises OptionError,
+    LayoutError or ModelError for options that cannot work, before anything starts.
+
+    For `--node_rank` > 0, and for every torchrun process with RANK > 0. Under torchrun each process counts as a node with one
+    rank: nnodes = WORLD_SIZE, node_rank = RANK, `local_rank` = LOCAL_RANK (the first GPU to use), master_addr = MASTER_ADDR, and
+    master_port = MASTER_PORT + 1, since torchrun itself listens on MASTER_PORT (and the second of our ports is the one after).
+    """
+    _, resolved = resolve_options(options)
+    return Node(resolved.options, local_rank).run()
+
+
+class Node:
+    """Hosts the ranks of `options.node_rank`. `local_rank`: which part of the host's GPUs belongs to this process."""
+
+    def __init__(self, options: EngineOptions, local_rank: int = 0) -> None:
+        self._options = options
+        self._ranks = host_ranks(options, options.node_rank, local_rank=local_rank)
+        self._launcher = load_launcher(options)
+        self._launcher.require_devices(self._ranks)
+        self._engine = f"tcp://{bracketed(options.master_addr)}:{options.master_port}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = dealer(self._context, self._engine, protocol.node_identity(self._ranks.node))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._last_message: float | None = None
+        self._last_check = self._began = self._last_heartbeat = time.monotonic()
+
+    def run(self) -> int:
+        """Run until the engine ends. Returns 0 when it was asked to end, 1 when something went wrong (the log says what)."""
+        grace = 0.0
+        try:
+            self._launcher.start(self._ranks, {
+                "engine": self._engine, "peer": self._options.master_addr, "store_port": self._options.master_port + 1,
+                "options": self._options.model_dump(mode="json"),
+            })  # fmt: skip
+            self._send(protocol.NodeHello(self._ranks.node, address_towards(self._options.master_addr)))
+            log.info("node %d: ranks %s for the engine at %s", self._ranks.node, list(self._ranks.ranks), self._engine)
+            self._serve()
+            grace = SHUTDOWN_GRACE_SECONDS
+        except PhalanxError as error:
+            log.error("node %d ends: %s", self._ranks.node, error)
+            return 1
+        finally:
+            self._launcher.stop(grace)
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=200)
+            self._context.term()
+        return 0
+
+    def _serve(self) -> None:
+        """Return when the engine was asked to end. Raise the error that it ends with, or NodeLost when it is gone."""
+        poller = zmq.Poller()
+        for waitable in (self._socket, self._monitor, self._launcher.fileno()):
+            poller.register(waitable, zmq.POLLIN)
+        while True:
+            poller.poll(500)
+            while self._socket.poll(0):
+                message = protocol.decode_to_rank(self._socket.recv())
+                self._last_message = time.monotonic()
+                if isinstance(message, protocol.Stop):
+                    if message.error is not None:
+                        raise PhalanxError.from_wire(message.error)
+                    return
+            self._report()
+            self._check_engine()
+
+    def _report(self) -> None:
+        """Send the ranks that have ended, and this node's heartbeat when it is due."""
+        for ended in self._launcher.ended():
+            log.warning("rank %d %s", ended.rank, exit_words(ended.code))
+            self._send(protocol.RankExit(self._ranks.node, ended.rank, ended.code))
+        if time.monotonic() - self._last_heartbeat >= HEARTBEAT_SECONDS:
+            self._last_heartbeat = time.monotonic()
+            self._send(protocol.NodeHeartbeat(self._ranks.node))
+
+    def _check_engine(self) -> None:
+        """Raise NodeLost when the engine does not answer."""
+        now = time.monotonic()
+        paused, self._last_check = now - self._last_check > MONITOR_GAP, now
+        where = f"the engine at {self._engine} (node 0)"
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            if self._last_message is not None:
+                raise NodeLost(f"{where} is gone", why="its process ended or its host reset the connection")
+        if self._last_message is None:
+            limit = self._options.start_timeout
+            if now - self._began > limit:
+                raise NodeLost(
+                    f"{where} has not answered for {limit:g} s", why="it was not started, or cannot be reached",
+                    next="start node 0 with the same options; check master_addr, master_port and the firewall",
+                )  # fmt: skip
+            return
+        if paused:
+            self._last_message = now
+        if now - self._last_message > NODE_TIMEOUT:
+            raise NodeLost(
+                f"{where} has been silent for {now - self._last_message:.0f} s", held=f"the limit is {NODE_TIMEOUT:g} s",
+                why="its process stands still or the link to it is cut",
+            )  # fmt: skip
+
+    def _send(self, message: protocol.RankToEngine) -> None:
+        self._socket.send(protocol.encode(message))

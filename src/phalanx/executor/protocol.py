@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages between the engine, its ranks and its nodes, over one ROUTER socket of the engine. No pickles, no torch.
+
+A step travels as two frames: a header and the encoded Step. Every other message is one frame. The header holds the number of the
+step and a digest that is chained over all steps so far: ranks that agree on one digest have run the same steps from the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import msgspec
+import zmq
+
+from phalanx.engine.messages import RankFacts, RowResult, Step
+from phalanx.errors import StepDiverged
+
+HEARTBEAT_SECONDS = 1.0
+"""How often the engine, each rank and each node send a heartbeat."""
+_LINGER_MS = 2000  # how long the last messages of a process may take to leave
+
+# ---- rank -> engine --------------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag=True, array_like=True):
+    """The process of a rank runs."""
+
+    rank: int
+    node: int
+    pid: int
+
+
+class StoreReady(msgspec.Struct, tag=True, array_like=True):
+    """Rank 0 has opened the store through which ranks form their groups, at "host:port"."""
+
+    rank: int
+    address: str
+
+
+class StartupProgress(msgspec.Struct, tag=True, array_like=True):
+    """The start-up phase of a rank; `done` of `total` where the phase counts, in `unit`s, or in bytes where no unit is named."""
+
+    rank: int
+    phase: str
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+
+
+class KvCapacity(msgspec.Struct, tag=True, array_like=True):
+    """The weights are loaded, and the memory left holds this many KV blocks."""
+
+    rank: int
+    blocks: int
+
+
+class RankReady(msgspec.Struct, tag=True, array_like=True):
+    """The rank takes steps."""
+
+    rank: int
+    facts: RankFacts
+
+
+class StepDone(msgspec.Struct, tag=True, array_like=True):
+    """A rank has run a step. `tokens`: CRC-32 of the tokens it sampled (None before the last stage). `rows`: the results, from
+    tp index 0 of the last stage."""
+
+    rank: int
+    number: int
+    digest: bytes
+    tokens: int | None = None
+    rows: list[RowResult] | None = None
+
+
+class RankError(msgspec.Struct, tag=True, array_like=True):
+    """A rank cannot go on. `error` is PhalanxError.to_wire(). `consequence`: it tells no more than that a peer is gone."""
+
+    rank: int
+    error: dict[str, str]
+    consequence: bool
+
+
+class RankHeartbeat(msgspec.Struct, tag=True, array_like=True):
+    """A rank's heartbeat, once a second: the last steps that it began and finished, its bytes by kind, its all-reduce calls, and
+    how its steps ran (see `Stats.ran`)."""
+
+    rank: int
+    begun: int = 0
+    finished: int = 0
+    bytes: dict[str, int] = {}
+    allreduce: dict[str, int] = {}
+    ran: dict[str, int] = {}
+    gauges: dict[str, float] = {}
+
+
+# ---- node -> engine --------------------------------------------------------------------------------------------------
+
+
+class NodeHello(msgspec.Struct, tag=True, array_like=True):
+    """A node has started its ranks."""
+
+    node: int
+    address: str
+
+
+class NodeHeartbeat(msgspec.Struct, tag=True, array_like=True):
+    """A node's heartbeat, once a second."""
+
+    node: int
+
+
+class RankExit(msgspec.Struct, tag=True, array_like=True):
+    """The process of a rank on a node has ended; `code` as in Popen.returncode."""
+
+    node: int
+    rank: int
+    code: int
+
+
+RankToEngine = (
+    Hello | StoreReady | StartupProgress | KvCapacity | RankReady | StepDone | RankError | RankHeartbeat
+    | NodeHello | NodeHeartbeat | RankExit
+)  # fmt: skip
+
+# ---- engine -> rank or node ------------------------------------------------------------------------------------------
+
+
+class StoreAddress(msgspec.Struct, tag=True, array_like=True):
+    """The store is at "host:port"."""
+
+    address: str
+
+
+class Allocate(msgspec.Struct, tag=True, array_like=True):
+    """Make KV caches of this many blocks."""
+
+    blocks: int
+
+
+class EngineHeartbeat(msgspec.Struct, tag=True, array_like=True):
+    """The engine's heartbeat to nodes, once a second."""
+
+
+class Stop(msgspec.Struct, tag=True, array_like=True):
+    """End now. `error`: the failure that ends the engine; None when it was asked to end."""
+
+    error: dict[str, str] | None = None
+
+
+EngineToRank = StoreAddress | Allocate | EngineHeartbeat | Stop
+
+_HEADER = struct.Struct("<Q16s")
+_encoder = msgspec.msgpack.Encoder()
+_to_engine: msgspec.msgpack.Decoder[RankToEngine] = msgspec.msgpack.Decoder(RankToEngine)
+_to_rank: msgspec.msgpack.Decoder[EngineToRank] = msgspec.msgpack.Decoder(EngineToRank)
+_step = msgspec.msgpack.Decoder(Step)
+
+encode = _encoder.encode
+
+
+def decode_to_engine(frame: bytes) -> RankToEngine:
+    """Raises msgspec.DecodeError for what no rank or node sends."""
+    return _to_engine.decode(frame)
+
+
+def decode_to_rank(frame: bytes) -> EngineToRank:
+    """Raises msgspec.DecodeError for what no engine sends."""
+    return _to_rank.decode(frame)
+
+
+def rank_identity(rank: int) -> bytes:
+    """The identity under which the engine's socket knows a rank."""
+    return f"rank-{rank}".encode()
+
+
+def node_identity(node: int) -> bytes:
+    """The identity under which the engine's socket knows a node."""
+    return f"node-{node}".encode()
+
+
+def dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes) -> zmq.Socket[bytes]:
+    """A socket to the engine's ROUTER. Sending never blocks."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, identity)
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.connect(address)
+    return socket
+
+
+class Chain:
+    """The chained digest: blake2b(previous digest + payload). The engine and each rank hold one, which begins with zeros."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.digest = bytes(16)
+
+    def _add(self, payload: bytes) -> None:
+        self.number += 1
+        self.digest = hashlib.blake2b(self.digest + payload, digest_size=16).digest()
+
+    def seal(self, step: Step) -> list[bytes]:
+        """For the engine: the frames of the next step. Raises StepDiverged when its number leaves a gap."""
+        payload = _encoder.encode(step)
+        if step.number != self.number + 1:
+            raise StepDiverged(f"step {step.number} was submitted out of order", held=f"the last one was step {self.number}")
+        self._add(payload)
+        return [_HEADER.pack(self.number, self.digest), payload]
+
+    def open(self, rank: int, frames: list[bytes]) -> Step:
+        """For a rank: the step in these frames. Raises StepDiverged for a gap, or for another digest than this rank computes."""
+        number, digest = _HEADER.unpack(frames[0])
+        if number != self.number + 1:
+            raise StepDiverged(f"rank {rank} received step {number} out of order", held=f"its last one was step {self.number}")
+        self._add(frames[1])
+        if digest != self.digest:
+            raise StepDiverged(
+                f"rank {rank} received step {number} with digest {digest.hex()}", held=f"it computes {self.digest.hex()}",
+                why="it has not received the same steps as the engine has sent",
+            )  # fmt: skip
+        return _step.decode(frames[1])

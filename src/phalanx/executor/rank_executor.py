@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RankExecutor`: one process per rank, on this host and on others. Every failure ends it in bounded time.
+
+Every rank gets every step and reports every step. After a failure the ranks are killed first, and the error is raised then: a rank
+that waits in a collective for a dead peer hears nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import shutil
+import socket as sockets
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from phalanx.config.model import ModelShape
+from phalanx.config.options import EngineOptions
+from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult
+from phalanx.errors import EngineClosed, OptionError, PhalanxError, RankStalled
+from phalanx.executor import failure, protocol
+from phalanx.executor.failure import Evidence, FailureReport
+from phalanx.executor.heartbeat import NODE_TIMEOUT, HeartbeatMonitor
+from phalanx.executor.inflight import InFlightSteps
+from phalanx.executor.launcher import RankHandle, host_ranks, load_launcher
+from phalanx.executor.startup import StartupCoordinator
+from phalanx.log import get_logger
+from phalanx.plan.layout import Layout
+
+log = get_logger(__name__)
+
+LOOPBACK = "127.0.0.1"
+ROOT_CAUSE_SECONDS = 1.0
+"""How long a report that is not the root cause waits for one that is."""
+SHUTDOWN_GRACE_SECONDS = 3.0
+"""How long ranks may take to end when they are asked to, before they are killed."""
+
+
+class RankExecutor:
+    """The `Executor` of rank processes; see `engine.executor.Executor` for the contract of each method."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self._options = options
+        self._layout = Layout.of(options)
+        self._host = host_ranks(options, 0)
+        self._launcher = load_launcher(options)
+        self._launcher.require_devices(self._host)
+        self.depth = max(self._layout.pp, 2)
+        self._socket: zmq.Socket[bytes] | None = None  # while ranks run, or start
+        self._connection_events: zmq.Socket[bytes] | None = None  # reports closed connections to other hosts
+        self._handles: Mapping[int, RankHandle] = {}
+        self._nodes: set[int] = set()
+        self._chain = protocol.Chain()
+        self._in_flight = InFlightSteps(self._layout)
+        self._heartbeats = HeartbeatMonitor(options.stall_timeout)
+        self._startup = StartupCoordinator(self._layout.world, options.nnodes, time.monotonic())
+        self._reports: list[FailureReport] = []
+        self._bytes: dict[int, dict[str, int]] = {}
+        self._allreduce: dict[str, int] = {}
+        self._ran: dict[str, int] = {}
+        self._gauges: dict[int, dict[str, float]] = {}
+        self._failed: PhalanxError | None = None
+        self._last_node_heartbeat = 0.0
+
+    @classmethod
+    def from_options(cls, options: EngineOptions, shape: ModelShape, settings: dict[str, Any]) -> RankExecutor:  # noqa: ARG003
+        return cls(options)
+
+    # ---- starting ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> tuple[list[RankFacts], int]:
+        try:
+            self._launch()
+            deadline = time.monotonic() + self._options.start_timeout
+            while not self._startup.complete:
+                self._wait(min(0.5, self._startup.log_progress(time.monotonic())))
+                self._check()
+                for ranks, message in self._startup.next_messages():
+                    self._send_to_ranks(ranks, message)
+                if not self._startup.complete and time.monotonic() > deadline:
+                    raise self._fail(self._startup.timeout_error(self._options.start_timeout, self._heartbeats.where))
+        except BaseException as error:
+            self._end(error if isinstance(error, PhalanxError) else EngineClosed("start-up was interrupted"))
+            raise
+        facts = self._startup.rank_facts()
+        self._bytes |= {each.rank: dict(each.bytes) for each in facts}
+        return facts, self._startup.num_blocks
+
+    def _launch(self) -> None:
+        """Listen, and start this host's ranks. Ranks of this host connect through a private folder that is gone once all have
+        connected, so engines never collide and nothing stays behind; ranks of other hosts use two TCP ports of host 0."""
+        options = self._options
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        router = self._socket = self._context.socket(zmq.ROUTER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            router.setsockopt(option, 0)
+        router.setsockopt(zmq.IPV6, 1)
+        self._startup.folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
+        address = f"ipc://{self._startup.folder}/ranks"
+        try:
+            router.bind(address)
+        except zmq.ZMQError:  # the path is too long for a socket
+            shutil.rmtree(self._startup.folder, ignore_errors=True)
+            self._startup.folder = Path(tempfile.mkdtemp(prefix="phalanx-", dir="/tmp"))
+            address = f"ipc://{self._startup.folder}/ranks"
+            router.bind(address)
+        peer, store_port = LOOPBACK, 0
+        if options.nnodes > 1 or not self._launcher.on_this_host:
+            self._connection_events = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            bind_tcp(router, options.master_addr, options.master_port)
+            peer, store_port = options.master_addr, options.master_port + 1
+            if options.nnodes > 1:
+                log.info("waiting for %d nodes at %s:%d", options.nnodes - 1, options.master_addr, options.master_port)
+            if not self._launcher.on_this_host:
+                address = f"tcp://{bracketed(options.master_addr)}:{options.master_port}"
+        self._handles = self._launcher.start(self._host, {
+            "engine": address, "peer": peer, "store_port": store_port, "options": options.model_dump(mode="json"),
+        })  # fmt: skip
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def submit(self, step: Step) -> None:
+        self._require_open()
+        frames = self._chain.seal(step)
+        self._in_flight.submitted(step.number, self._chain.digest, time.monotonic())
+        for rank in range(self._layout.world):
+            self._send(protocol.rank_identity(rank), *frames)
+
+    def collect(self) -> list[StepResult]:
+        """Waits only after a failure: a moment, for a report of its root cause."""
+        self._require_open()
+        self._check()
+        return self._in_flight.completed()
+
+    def waitables(self) -> list[Any]:
+        return [] if self._socket is None else [self._socket, self._launcher.fileno()]
+
+    def stats(self) -> RankStats:
+        return RankStats(self._bytes, self._allreduce, self._ran, self._gauges)
+
+    def shutdown(self) -> None:
+        self._end(None)
+
+    # ---- receiving ---------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Receive all that has come, and check every limit. After a failure, end everything and raise its root cause."""
+        self._receive_all()
+        if self._reports:
+            raise self._await_root_cause()
+        now = time.monotonic()
+        if self._nodes and now - self._last_node_heartbeat >= protocol.HEARTBEAT_SECONDS:
+            self._last_node_heartbeat = now
+            self._send_to_nodes(protocol.EngineHeartbeat())
+        while self._connection_events is not None and self._connection_events.poll(0):
+            if recv_monitor_message(self._connection_events)["endpoint"].startswith(b"tcp:"):
+                self._heartbeats.connection_closed(now)
+        silent = self._heartbeats.first_silent(now)
+        if silent is not None:
+            raise self._fail(silent)
+        overdue = self._in_flight.overdue(now, self._options.step_timeout)
+        if overdue is not None:
+            raise self._fail(self._overdue(*overdue))
+
+    def _receive_all(self) -> None:
+        assert self._socket is not None
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                message = protocol.decode_to_engine(frames[-1])
+            except msgspec.DecodeError:
+                log.warning("a message that no rank sends was dropped")
+                continue
+            try:
+                self._receive(message)
+            except PhalanxError as error:
+                self._reports.append(FailureReport(Evidence.CAUSE, error))
+        for ended in self._launcher.ended():
+            self._exited(ended.rank, ended.code, ended.where)
+
+    def _receive(self, message: protocol.RankToEngine) -> None:
+        now = time.monotonic()
+        match message:
+            case protocol.StepDone():
+                self._in_flight.record(message, now)
+            case protocol.RankHeartbeat():
+                self._heartbeats.rank_heartbeat(message.rank, now, begun=message.begun, finished=message.finished)
+                self._startup.heartbeat_received(message.rank)
+                if message.bytes:
+                    self._bytes[message.rank] = message.bytes
+                if message.gauges:
+                    self._gauges[message.rank] = message.gauges
+                if message.rank == 0:
+                    self._allreduce, self._ran = message.allreduce, message.ran
+            case protocol.Hello():
+                self._heartbeats.register(message.rank, f"pid {message.pid}, node {message.node}")
+                self._startup.rank_connected(message)
+            case protocol.RankError():
+                self._reports.append(failure.from_rank_error(message))
+            case protocol.NodeHello():
+                log.info("node %d has joined from %s", message.node, message.address)
+                self._nodes.add(message.node)
+                self._heartbeats.node_heartbeat(message.node, now, address=message.address)
+                self._startup.node_joined(message.node)
+            case protocol.NodeHeartbeat():
+                self._heartbeats.node_heartbeat(message.node, now)
+            case protocol.RankExit():
+                self._exited(message.rank, message.code, self._heartbeats.where(message.rank))
+            case _:
+                self._startup.receive(message, now)
+
+    def _exited(self, rank: int, code: int, where: str) -> None:
+        self._reports.append(failure.from_exit(rank, code, where=where, doing=self._heartbeats.doing(rank)))
+
+    def _wait(self, seconds: float) -> None:
+        poller = zmq.Poller()
+        for waitable in self.waitables():
+            poller.register(waitable, zmq.POLLIN)
+        poller.poll(math.ceil(seconds * 1000))
+
+    # ---- ending ------------------------------------------------------------------------------------------------------
+
+    def _await_root_cause(self) -> PhalanxError:
+        """End with the root cause. While every report is only a consequence, wait a moment for a better one; with several nodes,
+        until a lost node would be noticed."""
+        patience = ROOT_CAUSE_SECONDS + (NODE_TIMEOUT if self._nodes else 0.0)
+        deadline = time.monotonic() + patience
+        while True:
+            best = failure.root_cause(self._reports)
+            assert best is not None
+            left = deadline - time.monotonic()
+            # A process of this host that ended without an error has none to send; the end of one on another host is reported by its
+            # node.
+            ended_silently = best.evidence == Evidence.ENDED and left < patience - ROOT_CAUSE_SECONDS
+            if best.evidence >= Evidence.CAUSE or left <= 0 or ended_silently:
+                return self._fail(best.error)
+            self._wait(min(left, 0.1))
+            self._receive_all()
+            silent = self._heartbeats.first_silent(time.monotonic())
+            if silent is not None:
+                return self._fail(silent)
+
+    def _overdue(self, number: int, ranks: list[int]) -> RankStalled:
+        # Each rank writes the stacks of its threads to its log, which show where it waits.
+        for rank in ranks:
+            if rank in self._handles:
+                self._handles[rank].dump_stacks()
+        time.sleep(0.3)
+        stalled = ", ".join(f"rank {rank} ({self._heartbeats.where(rank)}; {self._heartbeats.doing(rank)})" for rank in ranks)
+        return RankStalled(
+            f"step {number}, sent {self._options.step_timeout:g} s ago, has not finished", held=f"not run by {stalled}",
+            why="they live but stand still; the stacks of those on node 0 are in the log",
+            next="raise step_timeout if steps take so long",
+        )  # fmt: skip
+
+    def _fail(self, error: PhalanxError) -> PhalanxError:
+        self._end(error)
+        return error
+
+    def _require_open(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._socket is None:
+            raise EngineClosed("the ranks are not running")
+
+    def _end(self, error: PhalanxError | None) -> None:
+        """End everything: at once after an error, else with a moment for ranks to end by themselves."""
+        if self._socket is None:
+            return
+        message = protocol.Stop(None if error is None else error.to_wire())
+        self._send_to_nodes(message)
+        if error is None:
+            self._send_to_ranks(range(self._layout.world), message)
+        else:
+            self._failed = error
+        self._launcher.stop(SHUTDOWN_GRACE_SECONDS if error is None else 0.0)
+        if self._connection_events is not None:
+            self._socket.disable_monitor()
+            self._connection_events.close(linger=0)
+        self._socket.close(linger=1000 if self._nodes else 0)
+        self._socket = None
+        self._context.term()
+        self._startup.remove_folder()
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+
+    def _send(self, identity: bytes, *frames: bytes) -> None:
+        assert self._socket is not None
+        with contextlib.suppress(zmq.ZMQError):  # the connection is gone: the launcher and the heartbeats tell more
+            self._socket.send_multipart([identity, *frames])
+
+    def _send_to_ranks(self, ranks: Iterable[int], message: protocol.EngineToRank) -> None:
+        for rank in ranks:
+            self._send(protocol.rank_identity(rank), protocol.encode(message))
+
+    def _send_to_nodes(self, message: protocol.EngineToRank) -> None:
+        for node in self._nodes:
+            self._send(protocol.node_identity(node), protocol.encode(message))
+
+
+def bind_tcp(router: zmq.Socket[bytes], address: str, port: int) -> None:
+    """Listen at `address` alone if it is this host's own, else (a name in front of this host) at all of its addresses.
+
+    Raises OptionError when the name is unknown or the port is taken.
+    """
+    try:
+        own_address = sockets.getaddrinfo(address, port, type=sockets.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise OptionError(
+            f"master_addr={address!r} cannot be resolved", why=str(error), next="give host 0's name or address"
+        ) from None
+    try:
+        try:
+            router.bind(f"tcp://{bracketed(str(own_address))}:{port}")
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                raise
+            router.bind(f"tcp://*:{port}")
+    except zmq.ZMQError as error:
+        raise OptionError(
+            f"master_port={port} on {address} cannot be used", why=str(error),
+            next="give another master_port; it and the next one must be free",
+        ) from None  # fmt: skip
+
+
+def bracketed(host_address: str) -> str:
+    """An IPv6 address as URLs want it."""
+    return f"[{host_address}]" if ":" in host_address else host_address

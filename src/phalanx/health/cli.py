@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs `topo`, `monitor` and `doctor` of the command. The engine's and the server's flags come from the command above."""
+
+from __future__ import annotations
+
+import json as json_module
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from phalanx.config import EngineOptions
+from phalanx.config.serving import ServeOptions
+from phalanx.config.sources import RawOptions, build_options
+from phalanx.errors import OptionError
+
+Verb = Callable[..., None]
+Takes = Callable[..., Callable[[Verb], Verb]]
+
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the report there as JSON; - for stdout.")]
+
+
+def register(command: typer.Typer, takes: Takes) -> None:
+    """Add the verbs to the command. takes: `cli.takes`, which gives a verb the engine's and the server's flags."""
+    command.command()(takes(EngineOptions, model_argument=False)(topo))
+    command.command()(monitor)
+    command.command()(takes(EngineOptions, ServeOptions, model_argument=False)(doctor))
+
+
+def topo(
+    raw_options: RawOptions,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="Prices are for it: a folder, a Hub id, or a shape's name.")
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no_measure", help="Copy between each pair of GPUs, verify and time it.")
+    ] = True,
+    json: Json = None,
+) -> None:
+    """How the GPUs of this host are joined, and what that costs a model."""
+    from phalanx.health import pairs, topology
+
+    subject = _subject(raw_options, model)
+    count = len(subject.devices.gpus)
+    measured = pairs.measure(count) if measure and count > 1 else None
+    result = topology.survey(subject, measured)
+    _give(json, topology.dumps(result), lambda: _console().print(topology.show(result)))
+
+
+def doctor(
+    raw_options: RawOptions,
+    target: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL | URL ...]", help="A model with serve's options, or servers.")
+    ] = None,
+    check: Annotated[list[str] | None, typer.Option("--check", help="Only this check; may be given again.")] = None,
+    peer: Annotated[list[Path] | None, typer.Option("--peer", help="A report (--json) of another host, to compare with.")] = None,
+    fix: Annotated[bool, typer.Option("--fix", help="Print the commands of the cures, one a line, and run none.")] = False,
+    list_checks: Annotated[bool, typer.Option("--list", help="List the checks, and run none.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every check.")] = False,
+    json: Json = None,
+) -> None:
+    """Find what is wrong with this host, a model's options, or running servers, and name the cure. Exit status 0: all is well."""
+    from phalanx.health import doctor as examination
+    from phalanx.health import registry, servers
+
+    checks = [registry.named(name) for name in check] if check else registry.every()
+    if list_checks:
+        _console().print(examination.listing(checks))
+        return
+    names = target or []
+    urls = [name for name in names if servers.is_url(name)]
+    models = [name for name in names if not servers.is_url(name)]
+    if len(models) > 1:
+        raise OptionError(f"several models are named: {', '.join(models)}", next="name one model, or URLs of servers")
+    subject = _subject(raw_options, models[0] if models else None)
+    subject.servers = tuple(servers.visit(url) for url in urls)
+    subject.peers = tuple(_report(path) for path in peer or [])
+    report = examination.examine(subject, checks)
+    if fix:
+        for command in report.commands():
+            print(command)
+    else:
+        _give(json, examination.dumps(report), lambda: examination.show(report, _console(), verbose=verbose))
+    raise typer.Exit(report.status)
+
+
+def monitor(
+    url: Annotated[
+        list[str] | None, typer.Argument(metavar="[URL ...]", help="Servers; http://localhost:8000 where none is named.")
+    ] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between readings.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one frame, over one interval, and end.")] = False,
+    json: Json = None,
+) -> None:
+    """Show running servers, as `top` shows a machine: from their /metrics alone. End with Ctrl-C."""
+    from phalanx.health import monitor as view
+    from phalanx.health.servers import urls_of
+
+    if interval <= 0:
+        raise OptionError(f"interval={interval:g} is no time", next="use a positive number of seconds")
+    with view.Watch(urls_of(url or ["http://localhost:8000"])) as watch:
+        if json is None and not once:
+            view.live(watch, interval, _console())
+            return
+        watch.read()
+        time.sleep(interval)
+        watch.read()
+        _give(json, view.dumps(watch.frame()), lambda: _console().print(view.render(watch.frame())))
+        raise typer.Exit(0 if watch.reached else 1)
+
+
+def _subject(raw_options: RawOptions, model: str | None) -> Any:
+    """Of options and a model; a shape's name stands for its published config with dummy weights."""
+    from phalanx.bench.shapes import SHAPES
+    from phalanx.health.subject import Subject
+
+    values = dict(raw_options.values)
+    if model is not None:
+        values["model"] = model
+    raw_options = RawOptions(values, {"model": "the argument", **raw_options.origins})
+    serving = build_options(ServeOptions, raw_options)
+    if "model" not in values:
+        return Subject(serving=serving)
+    options = build_options(EngineOptions, raw_options)
+    if options.model in SHAPES:
+        return Subject(serving=serving, options=options.model_copy(update={"load_format": "dummy"}), config=SHAPES[options.model])
+    return Subject(serving=serving, options=options)
+
+
+def _report(path: Path) -> dict[str, Any]:
+    try:
+        document = json_module.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(document["host"], dict)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        raise OptionError(
+            f"{path} is no report of a doctor: {error}", next="write one there with `phalanx doctor --json FILE`"
+        ) from None
+    return dict(document)
+
+
+def _give(json: str | None, text: str, show: Callable[[], None]) -> None:
+    if json == "-":
+        print(text)
+        return
+    if json is not None:
+        Path(json).write_text(text + "\n", encoding="utf-8")
+    show()
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=False)

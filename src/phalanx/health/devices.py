@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What NVML answers about the GPUs of this host, as plain data. A function that is refused leaves None and its reason; nothing is
+raised, and nothing is changed."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from phalanx.hardware.probe import Gpu, choose
+
+T = TypeVar("T")
+
+NVLINKS = 18
+ALL_LINKS = 0xFFFFFFFF
+LINK_ERRORS = ("replay", "recovery", "crc_flit", "crc_data")
+"""In the order of NVML's counters."""
+LINK_TO_SWITCH = 2
+GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
+"""nvmlDeviceGetNvLinkVersion counts 1.0, 2.0, 2.2, 3.0, 3.1, 4.0, 5.0 from 1 on."""
+LINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
+"""Bytes per second of one link in one direction, by generation, where NVML does not answer: data sheets of P100 to B200."""
+NOT_SUPPORTED = 3
+FIELDS = {"link_count": 91, "tx_kib": 138, "rx_kib": 139, "remap_pending": 144, "remap_failed": 145, "link_speed_mbps": 90}
+"""Fields of nvmlDeviceGetFieldValues by our name; nvml.h numbers them, and pynvml repeats it."""
+
+REASONS = {
+    0x1: "idle",
+    0x2: "application_clocks",
+    0x4: "power_cap",
+    0x8: "hardware_slowdown",
+    0x10: "sync_boost",
+    0x20: "thermal",
+    0x40: "hardware_thermal",
+    0x80: "power_brake",
+    0x100: "display_clocks",
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons."""
+
+TOPOLOGY = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""nvmlDeviceGetTopologyCommonAncestor in the words of `nvidia-smi topo -m`."""
+
+P2P = {
+    0: "ok",
+    1: "chipset not supported",
+    2: "GPU not supported",
+    3: "topology not supported",
+    4: "disabled by registry key",
+    5: "not supported",
+}
+FABRIC = {0: "not supported", 1: "not started", 2: "in progress", 3: "completed"}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has memory on a GPU. bytes None: NVML does not say."""
+
+    pid: int
+    bytes: int | None
+
+
+@dataclass(frozen=True)
+class Link:
+    """One NVLink of a GPU. remote: the PCI address at its other end, "" unknown. errors: counter -> count, where not 0."""
+
+    index: int
+    active: bool
+    version: int | None = None
+    remote: str = ""
+    remote_is_switch: bool | None = None
+    errors: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU. Bytes, watts, MHz, degrees Celsius; None: NVML does not answer. `index` is NVML's."""
+
+    index: int
+    uuid: str
+    name: str
+    sm: int
+    pci: str
+    total: int
+    used: int
+    holders: tuple[Holder, ...] | None = None
+    utilization: int | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    power_default: float | None = None
+    temperature: int | None = None
+    slowdown_temperature: int | None = None
+    sm_clock: int | None = None
+    max_sm_clock: int | None = None
+    application_clock: int | None = None
+    default_application_clock: int | None = None
+    reasons: frozenset[str] | None = None
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    max_pcie_generation: int | None = None
+    max_pcie_width: int | None = None
+    pcie_replays: int | None = None
+    ecc_uncorrected: int | None = None
+    remap_pending: bool | None = None
+    remap_failed: bool | None = None
+    mig: bool | None = None
+    persistence: bool | None = None
+    compute_mode: int | None = None
+    links: tuple[Link, ...] = ()
+    link_mbps: int | None = None
+    tx_kib: int | None = None
+    rx_kib: int | None = None
+    fabric: str | None = None
+    fabric_status: int | None = None
+    numa_node: int | None = None
+    cpus: frozenset[int] | None = None
+    unanswered: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def active_links(self) -> tuple[Link, ...]:
+        return tuple(link for link in self.links if link.active)
+
+    @property
+    def nvlink_bytes_per_s(self) -> float:
+        """One way, over all active links: by their signalled rate where NVML answers it, else by their generation's."""
+        if self.link_mbps:
+            return len(self.active_links) * self.link_mbps * 1e6
+        return sum(LINK_RATES.get(link.version or 0, 0.0) for link in self.active_links)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two GPUs. ancestor: where their PCIe paths meet; p2p: capability ("read", "write", "nvlink") -> status."""
+
+    ancestor: str | None
+    p2p: dict[str, str]
+
+    @property
+    def nvlink(self) -> bool:
+        return self.p2p.get("nvlink") == "ok"
+
+    @property
+    def peer_access(self) -> bool:
+        return self.p2p.get("read") == "ok" and self.p2p.get("write", "ok") == "ok"
+
+    @property
+    def kind(self) -> str:
+        """As `nvidia-smi topo -m` writes it: NVLink is "NV"; else where the paths meet."""
+        return "NV" if self.nvlink else self.ancestor or "?"
+
+
+@dataclass(frozen=True)
+class Devices:
+    """All GPUs that this process may use. failure: why NVML cannot be reached, "" where it can."""
+
+    gpus: tuple[Device, ...] = ()
+    pairs: dict[tuple[int, int], Pair] = field(default_factory=dict)
+    driver: str = ""
+    cuda: int | None = None
+    failure: str = ""
+    present: int = 0
+
+    def pair(self, a: Device, b: Device) -> Pair:
+        return self.pairs.get((a.index, b.index)) or self.pairs.get((b.index, a.index)) or Pair(None, {})
+
+
+def read(nvml: Any = None, visible: str | None = None) -> Devices:
+    """Read all GPUs. nvml: the module pynvml, or one with the same functions. visible: as CUDA_VISIBLE_DEVICES; None leaves all."""
+    try:
+        nvml = importlib.import_module("pynvml") if nvml is None else nvml
+        nvml.nvmlInit()
+    except Exception as error:
+        return Devices(failure=f"{type(error).__name__}: {error}")
+    try:
+        return _read(nvml, visible)
+    except Exception as error:
+        return Devices(failure=f"{type(error).__name__}: {error}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read(nvml: Any, visible: str | None) -> Devices:
+    count = nvml.nvmlDeviceGetCount()
+    handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+    gpus = [_device(nvml, index, handle) for index, handle in enumerate(handles)]
+    usable = choose([Gpu(gpu.index, gpu.uuid, gpu.name, gpu.sm, gpu.total, gpu.total - gpu.used) for gpu in gpus], visible)
+    chosen = tuple(gpus[gpu.index] for gpu in usable)
+    pairs = {
+        (a.index, b.index): _pair(nvml, handles[a.index], handles[b.index]) for a in chosen for b in chosen if a.index < b.index
+    }
+    ask = _Asker(nvml, None)
+    driver = _text(ask("nvmlSystemGetDriverVersion") or "")
+    return Devices(chosen, pairs, driver, ask("nvmlSystemGetCudaDriverVersion"), present=count)
+
+
+class _Asker:
+    """Calls functions of NVML for one GPU; what is refused gives None and is written down."""
+
+    def __init__(self, nvml: Any, handle: Any) -> None:
+        self.nvml, self.handle = nvml, handle
+        self.unanswered: dict[str, str] = {}
+
+    def __call__(self, function: str, *args: Any) -> Any:
+        handles = () if self.handle is None else (self.handle,)
+        return self.attempt(function, lambda: getattr(self.nvml, function)(*handles, *args))
+
+    def silently(self, function: str, *args: Any) -> Any:
+        """As a call, of what many GPUs do not have."""
+        answer = self(function, *args)
+        self.unanswered.pop(function, None)
+        return answer
+
+    def attempt(self, name: str, act: Callable[[], T]) -> T | None:
+        try:
+            return act()
+        except Exception as error:
+            self.unanswered[name] = f"{type(error).__name__}: {error}"
+            return None
+
+    def value(self, name: str, scope: int = 0) -> int | None:
+        """One field of nvmlDeviceGetFieldValues."""
+        values = self("nvmlDeviceGetFieldValues", [(FIELDS[name], scope)])
+        if not values or values[0].nvmlReturn != 0:
+            self.unanswered.setdefault(name, f"field {FIELDS[name]} returned {values[0].nvmlReturn}" if values else "no answer")
+            return None
+        return int(values[0].value.ullVal if values[0].valueType in (2, 3) else values[0].value.uiVal)
+
+
+def _device(nvml: Any, index: int, handle: Any) -> Device:
+    ask = _Asker(nvml, handle)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    major, minor = ask("nvmlDeviceGetCudaComputeCapability") or (0, 0)
+    pci = ask("nvmlDeviceGetPciInfo")
+    utilization = ask("nvmlDeviceGetUtilizationRates")
+    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
+    rows = ask("nvmlDeviceGetRemappedRows")
+    mig = ask("nvmlDeviceGetMigMode")
+    fabric, fabric_status = _fabric(ask)
+    return Device(
+        index,
+        _text(ask("nvmlDeviceGetUUID") or ""),
+        _text(ask("nvmlDeviceGetName") or "?"),
+        10 * major + minor,
+        _text(pci.busId).lower() if pci is not None else "",
+        int(memory.total),
+        int(memory.used),
+        holders=_holders(ask),
+        utilization=None if utilization is None else int(utilization.gpu),
+        power=_watts(ask("nvmlDeviceGetPowerUsage")),
+        power_limit=_watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
+        power_default=_watts(ask("nvmlDeviceGetPowerManagementDefaultLimit")),
+        temperature=ask("nvmlDeviceGetTemperature", 0),
+        slowdown_temperature=ask("nvmlDeviceGetTemperatureThreshold", 1),
+        sm_clock=ask("nvmlDeviceGetClockInfo", 1),
+        max_sm_clock=ask("nvmlDeviceGetMaxClockInfo", 1),
+        application_clock=ask("nvmlDeviceGetApplicationsClock", 1),
+        default_application_clock=ask("nvmlDeviceGetDefaultApplicationsClock", 1),
+        reasons=None if reasons is None else frozenset(name for bit, name in REASONS.items() if reasons & bit),
+        pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+        pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
+        max_pcie_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
+        max_pcie_width=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+        pcie_replays=ask("nvmlDeviceGetPcieReplayCounter"),
+        ecc_uncorrected=ask("nvmlDeviceGetTotalEccErrors", 1, 0),
+        remap_pending=None if rows is None else bool(rows[2]),
+        remap_failed=None if rows is None else bool(rows[3]),
+        mig=None if mig is None else bool(mig[0]),
+        persistence=_flag(ask("nvmlDeviceGetPersistenceMode")),
+        compute_mode=ask("nvmlDeviceGetComputeMode"),
+        links=_links(ask),
+        link_mbps=ask.value("link_speed_mbps"),
+        tx_kib=ask.value("tx_kib", ALL_LINKS),
+        rx_kib=ask.value("rx_kib", ALL_LINKS),
+        fabric=fabric,
+        fabric_status=fabric_status,
+        numa_node=ask("nvmlDeviceGetNumaNodeId"),
+        cpus=_cpus(ask),
+        unanswered=ask.unanswered,
+    )
+
+
+def _holders(ask: _Asker) -> tuple[Holder, ...] | None:
+    processes = ask("nvmlDeviceGetComputeRunningProcesses")
+    if processes is None:
+        return None
+    return tuple(Holder(int(each.pid), None if each.usedGpuMemory is None else int(each.usedGpuMemory)) for each in processes)
+
+
+def _links(ask: _Asker) -> tuple[Link, ...]:
+    links = []
+    for index in range(NVLINKS):
+        state = ask.silently("nvmlDeviceGetNvLinkState", index)
+        if state is None:  # a link that this GPU does not have
+            continue
+        if not state:
+            links.append(Link(index, False))
+            continue
+        remote = ask("nvmlDeviceGetNvLinkRemotePciInfo", index)
+        kind = ask("nvmlDeviceGetNvLinkRemoteDeviceType", index)
+        version = ask("nvmlDeviceGetNvLinkVersion", index)
+        counts = {name: ask("nvmlDeviceGetNvLinkErrorCounter", index, counter) for counter, name in enumerate(LINK_ERRORS)}
+        links.append(
+            Link(
+                index,
+                True,
+                None if version is None else GENERATIONS.get(int(version)),
+                "" if remote is None else _text(remote.busId).lower(),
+                None if kind is None else kind == LINK_TO_SWITCH,
+                {name: int(count) for name, count in counts.items() if count},
+            )
+        )
+    return tuple(links)
+
+
+def _fabric(ask: _Asker) -> tuple[str | None, int | None]:
+    """State of the NVSwitch fabric, and the status with which registration ended (0: success)."""
+
+    def fill() -> Any:
+        info = ask.nvml.c_nvmlGpuFabricInfo_v2_t()
+        info.version = ask.nvml.nvmlGpuFabricInfo_v2
+        ask.nvml.nvmlDeviceGetGpuFabricInfoV(ask.handle, ctypes.byref(info) if isinstance(info, ctypes.Structure) else info)
+        return info
+
+    info = ask.attempt("nvmlDeviceGetGpuFabricInfoV", fill)
+    return (None, None) if info is None else (FABRIC.get(int(info.state), f"state {info.state}"), int(info.status))
+
+
+def _pair(nvml: Any, a: Any, b: Any) -> Pair:
+    def status(kind: int) -> str:
+        return P2P.get(int(nvml.nvmlDeviceGetP2PStatus(a, b, kind)), "unknown")
+
+    ask = _Asker(nvml, None)
+    level = ask.attempt("ancestor", lambda: int(nvml.nvmlDeviceGetTopologyCommonAncestor(a, b)))
+    kinds = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
+    answers = {name: ask.attempt(name, lambda kind=kind: status(kind)) for name, kind in kinds.items()}  # type: ignore[misc]
+    return Pair(None if level is None else TOPOLOGY.get(level, str(level)), {name: text for name, text in answers.items() if text})
+
+
+def _cpus(ask: _Asker) -> frozenset[int] | None:
+    words = ask("nvmlDeviceGetCpuAffinity", 16)
+    if words is None:
+        return None
+    return frozenset(64 * place + bit for place, word in enumerate(words) for bit in range(64) if int(word) >> bit & 1)
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def _flag(value: int | None) -> bool | None:
+    return None if value is None else bool(value)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the paged KV cache on GPUs: `decode_attention` for decode rows, where `supports` says so; `prefill_attention` for
+prefill rows, where `supports_prefill` does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention.heuristics import SHORT_KV, DecodeTiling, SplitKvWorkspace, select_decode, select_prefill
+from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, has_triton
+
+
+class HeadLayout(NamedTuple):
+    """What decode tilings depend on besides the rows. group: query heads per KV head; itemsize: bytes of a cached element."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, query: Tensor, key_cache: Tensor) -> HeadLayout:
+        """query [R, q_heads, head_dim], key_cache [blocks, block_size, kv_heads, head_dim]."""
+        kv_heads = key_cache.shape[2]
+        return cls(kv_heads, query.shape[1] // kv_heads, query.shape[2], key_cache.element_size())
+
+
+class LayerSpec(NamedTuple):
+    """What layers must have in common to share one plan of splits."""
+
+    heads: HeadLayout
+    block_size: int
+    window: int | None
+
+    @classmethod
+    def of(cls, query: Tensor, key_cache: Tensor, window: int | None) -> LayerSpec:
+        """query, key_cache: as of `HeadLayout`."""
+        return cls(HeadLayout.of(query, key_cache), key_cache.shape[1], window)
+
+
+def supports(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether there is a kernel for queries of this dtype and head_dim, whatever the ratio of heads, the block size, the window,
+    and with the cache in the same dtype or in e4m3."""
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32) and head_dim % 8 == 0 and head_dim <= 256
+    return device.type == "cuda" and known and has_triton()
+
+
+def decode_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
+    *, scale: float, workspace: SplitKvWorkspace, window: int | None = None, kv_scales: tuple[float, float] | None = None,
+    short: bool = False, splits: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
+    block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
+
+    workspace: of this stream, kept over calls. short: no row has more than SHORT_KV tokens; the result is right for longer rows
+    too, but slow. splits: what `plan_splits` gives for these rows; None: it is computed for this call. early_lengths: splits, or
+    kv_lengths and table_rows, are read while kernels before may still run: they must be complete before the first of this chain of
+    kernels begins, written by copies, or by kernels that a launch without programmatic dependence came behind."""
+    from phalanx.kernels.attention.decode import decode_attention as kernel
+
+    return kernel(
+        query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
+        workspace=workspace, tiling=_decode_tiling(len(query), HeadLayout.of(query, key_cache), workspace, short=short),
+        splits=splits, early_lengths=early_lengths, out=out,
+    )  # fmt: skip
+
+
+def plan_splits(
+    kv_lengths: Tensor, table_rows: Tensor | None, spec: LayerSpec, workspace: SplitKvWorkspace, *, short: bool = False
+) -> Tensor | None:  # fmt: skip
+    """How `decode_attention` divides programs among these rows, for all layers of one spec; None where each row has one. Arguments
+    as there. Runs a kernel, which may be captured, and replayed with other lengths."""
+    tiling = _decode_tiling(len(kv_lengths), spec.heads, workspace, short=short)
+    if not tiling.extra_splits or not len(kv_lengths) or not kv_lengths.is_cuda:
+        return None
+    from phalanx.kernels.attention.split_kv import plan
+
+    return plan(kv_lengths, table_rows, tiling, window=spec.window, block_size=spec.block_size)
+
+
+def _decode_tiling(rows: int, heads: HeadLayout, workspace: SplitKvWorkspace, *, short: bool) -> DecodeTiling:
+    return select_decode(max(rows, 1), *heads, workspace.num_sms, short=short, shared_memory=workspace.shared_memory)
+
+
+def short_kv_limit(rows: int, heads: HeadLayout, num_sms: int, shared_memory: int = HOPPER_SHARED_MEMORY) -> int:
+    """The KV length up to which `short` makes launches of so many rows faster, where no row is longer; 0 where it makes no
+    difference. num_sms, shared_memory: see `SplitKvWorkspace`."""
+    usual, fast = (select_decode(rows, *heads, num_sms, short=short, shared_memory=shared_memory) for short in (False, True))
+    return SHORT_KV if fast != usual else 0
+
+
+def supports_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """As `supports`, of `prefill_attention`, which in fp32 fits the shared memory of every GPU up to a head_dim of 128."""
+    return supports(device, dtype, head_dim) and (dtype != torch.float32 or head_dim <= 128)
+
+
+def prefill_attention(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
+    kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
+    tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `reference.prefill_attention`; written into `out` where one is given, else into memory that is not set: tokens of no row
+    have no output. All tensors contiguous but block_tables, whose rows are. Nothing is read by the host: the launch may be
+    captured, and replayed with other starts and lengths.
+
+    tiles: exactly what `count_prefill_tiles` gives for these rows, or more; with fewer, the rows behind the last tile have no
+    output. None: as many as so many rows of so many tokens may have, at worst; a program beyond the last tile returns at once.
+    early_lengths: as of `decode_attention`; query_starts are read then, too."""
+    from phalanx.kernels.attention.prefill import prefill_attention as kernel
+
+    tiling = select_prefill(query.shape[2], query.element_size())
+    return kernel(
+        query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths, scale=scale, window=window,
+        kv_scales=kv_scales, tiling=tiling, tiles=tiles, early_lengths=early_lengths, out=out,
+    )  # fmt: skip

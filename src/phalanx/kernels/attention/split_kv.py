@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""Split-KV planning on the device: which programs of decode attention share which row, for lengths that only the device knows.
+
+There are as many programs beyond one per row as the GPU runs at once (`DecodeTiling.extra_splits`). They go to the longest rows:
+all rows are divided into splits of about as many tokens, so that one long row among short ones does not delay the batch. A plan
+serves all layers of a forward that have the same window."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, DecodeTiling, row_class
+
+FIELDS = tl.constexpr(8)
+"""Of a split, int32: its row; the index of the row's first split; the row's number of splits; its first token, and the one behind
+its last; the row's first visible token; the row of its block table, or -1 where there is no split; and an unused one, so that a
+split lies within 32 bytes."""
+SPLITS_PER_PROGRAM = 32
+"""Splits that one program of the planning kernel writes."""
+
+
+@triton.jit
+def visible_range(length, window, RUN: tl.constexpr, WINDOWED: tl.constexpr):
+    """-> (the first visible token, where reading begins, and ends)."""
+    low = tl.maximum(length - window, 0) if WINDOWED else 0
+    return low, low // RUN * RUN, length
+
+
+@triton.jit
+def load_split(splits, item):
+    """-> (row, first split, number of splits, begin, end, low, row of the block table): see FIELDS."""
+    place = splits + item * FIELDS
+    row, first = tl.load(place, cache_modifier=".cg"), tl.load(place + 1, cache_modifier=".cg")
+    count, begin = tl.load(place + 2, cache_modifier=".cg"), tl.load(place + 3, cache_modifier=".cg")
+    end, low, table_row = (
+        tl.load(place + 4, cache_modifier=".cg"),
+        tl.load(place + 5, cache_modifier=".cg"),
+        tl.load(place + 6, cache_modifier=".cg"),
+    )
+    return row, first, count, begin, end, low, table_row
+
+
+@triton.jit(
+    do_not_specialize=["rows", "extra_splits", "min_tiles", "window"], do_not_specialize_on_alignment=["lengths", "table_rows"]
+)
+def _plan(
+    lengths, table_rows, splits, rows, extra_splits, min_tiles, window,
+    ROWS: tl.constexpr, MOST: tl.constexpr, TILE: tl.constexpr, RUN: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLITS_PER_PROGRAM: tl.constexpr,
+):  # fmt: skip
+    """Program (SPLITS_PER_PROGRAM splits). min_tiles: of a split, at least, where its row has so many. ROWS: at least `rows`. MOST:
+    splits of a row, at most."""
+    row = tl.arange(0, ROWS)
+    length = tl.load(lengths + row, row < rows, 0)
+    _, begin, end = visible_range(length, window, RUN, WINDOWED)
+    tiles = tl.cdiv(end - begin, TILE)
+    size = tl.maximum(tl.cdiv(tl.sum(tiles, 0), extra_splits), tl.cdiv(tl.max(tiles, 0), MOST))
+    size = tl.maximum(size, min_tiles)
+    ends = tl.cumsum(tl.where(row < rows, tl.maximum(tl.cdiv(tiles, size), 1), 0), 0)
+
+    item = tl.program_id(0) * SPLITS_PER_PROGRAM + tl.arange(0, SPLITS_PER_PROGRAM)
+    before = ends[None, :] <= item[:, None]
+    item_row, first = tl.sum(before.to(tl.int32), 1), tl.max(tl.where(before, ends[None, :], 0), 1)
+    valid = item_row < rows
+    length = tl.load(lengths + item_row, valid, 0)
+    low, begin, end = visible_range(length, window, RUN, WINDOWED)
+    tiles = tl.cdiv(end - begin, TILE)
+    count = tl.maximum(tl.cdiv(tiles, size), 1)
+    tokens = tl.cdiv(tiles, count) * TILE
+    begin += (item - first) * tokens
+    place = splits + item * FIELDS
+    inside = item < rows + extra_splits
+    tl.store(place, item_row, inside)
+    tl.store(place + 1, first, inside)
+    tl.store(place + 2, count, inside)
+    tl.store(place + 3, begin, inside)
+    tl.store(place + 4, tl.minimum(begin + tokens, end), inside)
+    tl.store(place + 5, tl.zeros([SPLITS_PER_PROGRAM], tl.int32) + low, inside)
+    table_row = item_row
+    if table_rows is not None:
+        table_row = tl.load(table_rows + item_row, valid, -1).to(tl.int32)
+    tl.store(place + 6, tl.where(valid, table_row, -1), inside)
+
+
+def plan(kv_lengths: Tensor, table_rows: Tensor | None, tiling: DecodeTiling, *, window: int | None, block_size: int) -> Tensor:
+    """kv_lengths [R] int32, table_rows [R] -> the splits of the rows, int32 [R + tiling.extra_splits, FIELDS]; by a kernel that
+    lets none behind it begin early."""
+    rows = len(kv_lengths)
+    splits = torch.empty(rows + tiling.extra_splits, FIELDS.value, dtype=torch.int32, device=kv_lengths.device)
+    _plan[(triton.cdiv(len(splits), SPLITS_PER_PROGRAM),)](
+        kv_lengths, table_rows, splits, rows, tiling.extra_splits, triton.cdiv(tiling.chunk, tiling.tile), window or 0,
+        ROWS=row_class(rows), MOST=MAX_SPLITS_PER_ROW, TILE=tiling.tile, RUN=16 if block_size % 16 == 0 else 1,
+        WINDOWED=window is not None, SPLITS_PER_PROGRAM=SPLITS_PER_PROGRAM, num_warps=4,
+    )  # fmt: skip
+    return splits

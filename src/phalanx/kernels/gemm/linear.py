@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GEMM in 16 and 32 bit: torch's, and a GEMV kernel for one token on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.kernels.capabilities import has_triton
+from phalanx.kernels.gemm import heuristics
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out], written into `out` where one is given (without a
+    bias); summed in fp32, rounded to x's dtype.
+
+    For one token the time is that of reading the weight: a GEMV kernel does little else.
+    """
+    if x.is_cuda and bias is None and _gemv_takes(x, weight, out):
+        tiling = heuristics.select_16bit(x.shape[0], weight.shape[1])
+        if tiling is not None:
+            from phalanx.kernels.gemm.gemv import gemv
+
+            return gemv(x, weight, out, **tiling._asdict())
+    if out is not None:
+        return torch.mm(x, weight.t(), out=out)
+    return F.linear(x, weight, bias)
+
+
+def _gemv_takes(x: Tensor, weight: Tensor, out: Tensor | None) -> bool:
+    dense = x.dim() == 2 and weight.shape[1] % 8 == 0 and x.is_contiguous() and weight.is_contiguous()
+    dense = dense and (out is None or out.is_contiguous())
+    return dense and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and has_triton()

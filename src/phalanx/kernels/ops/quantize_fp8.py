@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""Quantization to e4m3, for activations that no norm or SiLU before them has quantized, and for weights as they are loaded.
+
+    quantized: e4m3(x / scale), scale given, or largest |x| of the row / 448
+
+A program has one row, all of which it needs for the scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.ops.heuristics import column_warps
+from phalanx.kernels.quantize import clipped, e4m3_byte, scale_of
+
+
+@triton.jit
+def _quantize_fp8(x, out, scales, width, STATIC: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr):
+    """scales: with STATIC one scale for all, which is read; else one per row, which is written."""
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    mask = column < width
+    begin = row.to(tl.int64) * width
+    value = tl.load(x + begin + column, mask, 0.0).to(tl.float32)
+    if STATIC:
+        scale = tl.load(scales)
+    else:
+        scale = scale_of(tl.max(tl.abs(value), 0))
+        tl.store(scales + row, scale)
+    scaled = value * tl.div_rn(1.0, scale)
+    if STATIC:
+        scaled = clipped(scaled, SM)
+    tl.store(out + begin + column, e4m3_byte(scaled, SM), mask)
+
+
+def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The kernel of `reference.quantize_fp8`, for x [T, H] contiguous (bf16, fp16, fp32), H up to
+    `MAX_QUANTIZED_COLUMNS`."""
+    tokens, width = x.shape
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device) if scale is None else scale
+    if tokens:
+        sm = sm_arch(x.device)
+        block = triton.next_power_of_2(width)
+        _quantize_fp8[(tokens,)](
+            x, out.view(torch.uint8), scales, width, STATIC=scale is not None, BLOCK=block, SM=sm,
+            num_warps=column_warps(block, tokens), launch_pdl=sm >= 90,
+        )  # fmt: skip
+    return out, scales

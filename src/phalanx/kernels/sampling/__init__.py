@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to tokens: `sampling` has every op; the Triton kernels are in the other files."""

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""Reduce-scatter, residual add, RMSNorm and quantization, all-gather, in one kernel: the rank that reduces a row also adds its
+residual, norms and quantizes it.
+
+    chunk_rows = ceil(rows / world);  rank r has rows r * chunk_rows .. min(rows, (r + 1) * chunk_rows) - 1
+    total = round(x[0] + ... + x[world - 1])  of its rows, in fp32, in rank order, rounded once
+    new residual = total + residual           of its rows: a rank never writes the new residual of other rows
+    norm, its e4m3 and scales                 of its rows, sent to all: as `residual_rms_norm` computes them, bit for bit
+
+Two hops: (world - 1) / world of the tensor out and in per rank, then the same fraction of the norm, which in e4m3 has half of the
+bytes or less. A rank norms 1 / world of the rows, once for all ranks.
+
+A call's half of the workspace holds the parts [world - 1][chunk_rows * pitch] vectors by `slot`, then the outputs in the message's
+order: [rows] of norms or e4m3, in vectors of 16 bytes, and with one scale per token [rows] words. Four NaNs in e4m3, or a scale,
+may equal the sentinel: they are sent, and kept by their own rank, as other NaNs.
+
+As in two-shot the first `movers` programs push all of their parts, then finish their rows, waiting for parts alone; the others
+collect rows as they arrive. Where all are movers, they collect when they have finished their rows. So no two programs wait for each
+other, as long as all programs of the grid fit the GPU at once. `signals` requires that every rank of a call needs data of every
+other: a rank with rows needs parts of all, and a rank without rows needs those of the first rank, which needed parts of all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from phalanx.kernels.allreduce.oneshot import gather_sum
+from phalanx.kernels.allreduce.signals import at, clear, dependents, draw_ticket, enter, leave, poll, push, seal
+from phalanx.kernels.allreduce.twoshot import scatter
+from phalanx.kernels.ops.residual_rms_norm import add_residual, normed, square_sum
+from phalanx.kernels.quantize import fp8_vector, token_scale
+from phalanx.kernels.sequence_parallel.narrow_signals import (
+    clear_word,
+    poll_words,
+    push_codes,
+    push_once,
+    sealed_codes,
+    sealed_word,
+)
+from phalanx.kernels.vectors import load, load_row, load_scales, rounded, store, unpack
+
+
+@triton.jit
+def _quantize_and_push(
+    norm, row, index, mask, sinks, scale, peers, outputs_at, scales_at,
+    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """Quantize a row's norm, store the result, and push it to all. index: of the row's vectors in the message; outputs_at,
+    scales_at: where outputs, and their scales, begin in every rank's workspace."""
+    if QUANT == "none":
+        sealed = seal(norm)
+        for step in tl.static_range(1, WORLD):
+            push(at(peers[(RANK + step) % WORLD] + outputs_at, index, mask), sealed)
+        store(sinks[0], index, sealed, mask, SM)
+    else:
+        lanes = unpack(norm, KIND)
+        if QUANT == "fp8_token":
+            row_scale = token_scale(lanes)
+            inverse = tl.div_rn(1.0, row_scale)
+            word = sealed_word(row_scale.to(tl.int32, bitcast=True))
+            for step in tl.static_range(1, WORLD):
+                push_once(peers[(RANK + step) % WORLD] + scales_at + row.to(tl.int64) * 4, word)
+            tl.store(sinks[3] + row, word.to(tl.float32, bitcast=True))
+        else:
+            inverse = tl.div_rn(1.0, tl.load(scale))
+        codes = sealed_codes(fp8_vector(lanes, inverse, SM))
+        for step in tl.static_range(1, WORLD):
+            push_codes(peers[(RANK + step) % WORLD] + outputs_at, index, mask, codes)
+        tl.store(sinks[2] + index, codes, mask)
+
+
+@triton.jit
+def finish_row(
+    total, old, row, index, mask, weight_words, sinks, scale, peers, outputs_at, scales_at, hidden, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """Add the residual (words) to a row's sum (lanes, fp32), norm it, then `_quantize_and_push`."""
+    lanes = add_residual(rounded(total, KIND, SM), old, index, mask, sinks[1], KIND, SM)
+    norm = normed(lanes, square_sum(lanes), weight_words, hidden, eps, KIND, SM)
+    _quantize_and_push(norm, row, index, mask, sinks, scale, peers, outputs_at, scales_at, KIND, QUANT, RANK, WORLD, SM)
+
+
+@triton.jit
+def _reduce_rows(
+    x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, outputs_at, scales_at, rows,
+    chunk_rows, pitch, hidden, movers, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """Reduce this rank's rows, one row per program at a time, and finish them."""
+    column = tl.arange(0, BLOCK)
+    mask = column < pitch
+    for local in range(tl.program_id(0), chunk_rows, movers):
+        row = RANK * chunk_rows + local
+        if row < rows:
+            index = row * pitch + column
+            old = load(residual, index, mask, SM)
+            own = load_row(x, row_scales, load_scales(column_scales, column, mask, KIND, SM), row, index, mask, KIND, SM)
+            total = gather_sum(
+                own, peers[RANK] + offset, local * pitch + column, mask, chunk_rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS
+            )  # fmt: skip
+            finish_row(
+                total, old, row, index, mask, weight_words, sinks, scale, peers, outputs_at, scales_at, hidden, eps,
+                KIND, QUANT, RANK, WORLD, SM,
+            )  # fmt: skip
+
+
+@triton.jit
+def _collect(
+    target, inbox, rows, chunk_rows, pitch, first, step,
+    RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """Take the other ranks' outputs, rows of `pitch` vectors, as they arrive: ranks work at the same rate, so rows are gathered
+    from each rank alternately."""
+    column = tl.arange(0, BLOCK)
+    mask = column < pitch
+    for item in range(first, chunk_rows * (WORLD - 1), step):
+        row = (RANK + 1 + item % (WORLD - 1)) % WORLD * chunk_rows + item // (WORLD - 1)
+        if row < rows:
+            index = row * pitch + column
+            address = at(inbox, index, mask)
+            words = poll((address,), BLOCK, WARPS)
+            clear(address)
+            store(target, index, words, mask, SM)
+
+
+@triton.jit
+def _collect_scales(scales, inbox, rows, chunk_rows, first, step, RANK: tl.constexpr, WARPS: tl.constexpr):
+    """Take the scales of the other ranks' rows, one per thread."""
+    BLOCK: tl.constexpr = 32 * WARPS
+    for block in range(first, tl.cdiv(rows, BLOCK), step):
+        row = block * BLOCK + tl.arange(0, BLOCK)
+        mask = (row < rows) & (row // chunk_rows != RANK)
+        address = tl.where(mask, inbox + row.to(tl.int64) * 4, 0)
+        words = poll_words(address)
+        clear_word(address)
+        tl.store(scales + row, words.to(tl.float32, bitcast=True), mask)
+
+
+@triton.jit
+def collect(
+    gathered, scales, workspace, outputs_at, scales_at, rows, chunk_rows, pitch, movers,
+    QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """Take the other ranks' outputs, into gathered and scales: by the programs that are no movers; where all are, by all, once they
+    have finished their rows. workspace: the address of this rank's; pitch: vectors of a row there."""
+    own, programs = tl.program_id(0), tl.num_programs(0)
+    if (movers == programs) | (own >= movers):
+        # Where all are movers, the last ones have finished first, if they had a row at all, so they begin.
+        first = tl.where(movers == programs, programs - 1 - own, own - movers)
+        step = tl.where(movers == programs, programs, programs - movers)
+        _collect(gathered, workspace + outputs_at, rows, chunk_rows, pitch, first, step, RANK, WORLD, TAKE, WARPS, SM)
+        if QUANT == "fp8_token":
+            _collect_scales(scales, workspace + scales_at, rows, chunk_rows, first, step, RANK, WARPS)
+
+
+@triton.jit(do_not_specialize=["rows", "hidden", "half", "movers", "row_scales"])
+def rs_norm_ag(
+    x, row_scales, column_scales, residual, weight, sinks, gathered, scale, peers, epoch, half, rows, hidden, movers, eps,
+    KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr, FLAT: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """The sum over ranks of x [rows, hidden], its residual, norm and quantization, each row by one rank.
+
+    row_scales, column_scales: scales that x still lacks, or None (`vectors.load_output`). sinks: pointers (norm, new residual,
+    quantized by the vector, scales), written as the sum's vectors lie; gathered: norm or quantized as int32, written by 16 bytes.
+    peers: the address of each rank's workspace; epoch: see `signals.enter`; half: vectors in one half of a workspace. BLOCK:
+    vectors that hold a row of x; FLAT: vectors that a program moves at once; TAKE: vectors that hold a row of the outputs. Each is
+    at least 32 x WARPS, since a vector must belong to one thread. hidden is a multiple of 16."""
+    dependents(SM)
+    pitch = hidden // (4 if KIND == "fp32" else 8)
+    chunk_rows = tl.cdiv(rows, WORLD)
+    chunk = chunk_rows * pitch
+    column = tl.arange(0, BLOCK)
+    weight_words = load(weight, column, column < pitch, SM)  # no kernel before this one writes weights
+    number = enter(epoch, SM)
+    offset = (number & 1) * half.to(tl.int64) * 16
+    programs = tl.num_programs(0)
+    outputs_at = offset + (WORLD - 1) * chunk.to(tl.int64) * 16
+    out_pitch = pitch if QUANT == "none" else hidden // 16
+    scales_at = outputs_at + rows.to(tl.int64) * out_pitch * 16
+    moves = tl.program_id(0) < movers
+    if moves:
+        scatter(x, row_scales, column_scales, pitch, peers, offset, rows * pitch, chunk, movers, SM, KIND, RANK, WORLD, FLAT)
+    ticket = draw_ticket(epoch, programs)
+    if moves:
+        _reduce_rows(
+            x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, outputs_at, scales_at, rows,
+            chunk_rows, pitch, hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, WARPS, SM,
+        )  # fmt: skip
+    collect(
+        gathered, sinks[3], peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
+        QUANT, RANK, WORLD, TAKE, WARPS, SM,
+    )  # fmt: skip
+    leave(epoch, programs, ticket)

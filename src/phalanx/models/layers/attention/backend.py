@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol of attention back ends over a paged KV cache.
+
+A back end plans a batch once (`batch.attention = backend.plan(batch)`); every layer then calls that plan. `select.select_backend`
+picks the back end.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from phalanx.models.batch import Batch, KvCache
+
+
+class AttentionPlan(Protocol):
+    """One batch, ready for the attention of each layer."""
+
+    def forward(
+        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Each query attends to the keys of its own row up to its own position: to the last `window` of them (its own included), or
+        to all.
+
+        query [T, heads, head_dim]; the batch's own keys and values are in the cache already. kv_scales: the factors of the cached
+        keys and of the cached values, where the cache is quantized; None for 1. Returns a tensor of query's shape and dtype, `out`
+        where that is given; its values at padding tokens are undefined.
+        """
+
+
+class GraphSupport(Protocol):
+    """How a back end plans fixed batches (`Batch.fixed`). A forward with such a plan may be captured in a CUDA graph, and replayed
+    with any lengths and block tables that the batch's tensors then hold."""
+
+    captures_prefill: bool
+    """Whether a fixed batch may have prefill rows; it may always have decode rows."""
+
+    def short_kv_limit(self, rows: int) -> int:
+        """The KV length up to which a fixed batch of so many rows is better planned as `Batch.short`; 0 where that makes no
+        difference. It covers the layers that have run: ask after a forward of the model."""
+
+
+class AttentionBackend(Protocol):
+    """How attention is computed on this device."""
+
+    name: str
+
+    @property
+    def graphs(self) -> GraphSupport | None:
+        """None for a back end that plans no fixed batches."""
+
+    def plan(self, batch: Batch) -> AttentionPlan:
+        """Host work and copies to the device, once per batch. It reads no tensor back from the device."""

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention with torch's scaled_dot_product_attention: on CPU, and on GPU where FlashInfer is missing.
+
+Rows of similar size are gathered from the cache into one padded batch, so that many decode rows cost one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.models.batch import Batch, KvCache, first_block
+
+MASK_LIMITS = {"cpu": 1 << 24, "cuda": 1 << 22}
+"""Elements of one mask, by device: a long prompt is attended in chunks of queries, so that memory does not grow with its square. On
+GPU a masked call may hold the scores of all heads, in fp32, beside the mask."""
+
+_FEW_BLOCKS = 8  # Rows with up to this many blocks are padded to one another: fewer calls are worth more than the padding.
+
+
+@dataclass(frozen=True)
+class QueryChunk:
+    """`count` neighbouring queries of one row: tokens first_token.. of the batch, at positions first_position.. of the row, which
+    see blocks first_block .. first_block + blocks of its block table."""
+
+    row: int
+    first_token: int
+    first_position: int
+    count: int
+    first_block: int
+    blocks: int
+
+
+def query_chunks(
+    starts: Sequence[int], lengths: Sequence[int], window: int | None, block_size: int, limit: int
+) -> list[QueryChunk]:
+    """Split a batch's rows (Batch.query_starts_cpu, kv_lengths_cpu) so that queries times keys of a chunk stay within `limit`.
+
+    A chunk has only the blocks that some of its queries can see: table entries behind the window may be stale.
+    """
+    chunks = []
+    for row, length in enumerate(lengths):
+        first_token, end = starts[row], starts[row + 1]
+        most = max(1, limit // max(length, 1))
+        while first_token < end:
+            count = min(most, end - first_token)
+            position = length - (end - first_token)
+            begin = first_block(position, window, block_size)
+            blocks = (position + count - 1) // block_size + 1 - begin
+            chunks.append(QueryChunk(row, first_token, position, count, begin, blocks))
+            first_token += count
+    return chunks
+
+
+def bundles(chunks: Sequence[QueryChunk], block_size: int, limit: int) -> list[list[QueryChunk]]:
+    """Chunks of similar padded sizes (within a factor of two) together; each bundle's mask within `limit`."""
+    by_size: dict[tuple[int, int], list[QueryChunk]] = {}
+    for chunk in chunks:
+        key = ((chunk.count - 1).bit_length(), (max(chunk.blocks, _FEW_BLOCKS) - 1).bit_length())
+        by_size.setdefault(key, []).append(chunk)
+    bundled = []
+    for (queries, blocks), members in by_size.items():
+        most = max(1, limit // ((1 << queries) * (1 << blocks) * block_size))
+        bundled += [members[at : at + most] for at in range(0, len(members), most)]
+    return bundled
+
+
+class GrowingBuffer:
+    """A buffer that grows and stays: on CPU, memory fresh from the system costs more than what is copied into it."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def take(self, rows: int, like: Tensor) -> Tensor:
+        """[rows, like.shape[1]] in like's dtype, on its device; its values are undefined."""
+        count = rows * like.shape[1]
+        if self._buffer is None or self._buffer.numel() < count or self._buffer.dtype != like.dtype:
+            with torch.inference_mode(False):  # so that it may be written in and outside inference mode
+                self._buffer = torch.empty(count, dtype=like.dtype, device=like.device)
+        return self._buffer[:count].view(rows, -1)
+
+
+class Scratch:
+    """The buffers into which keys and values are gathered, one layer after the other."""
+
+    def __init__(self) -> None:
+        self.key, self.value = GrowingBuffer(), GrowingBuffer()
+
+
+class Bundle:
+    """R chunks padded to Q queries and L keys: one call.
+
+    tokens [R * Q] int64: query tokens, a chunk's last repeated as padding. blocks [R * L / block_size] int64. mask [R, 1, Q, L].
+    """
+
+    def __init__(self, members: Sequence[QueryChunk], batch: Batch, window: int | None, block_size: int) -> None:
+        device = batch.block_tables.device
+        fields = [(c.row, c.first_token, c.first_position, c.count, c.first_block, c.blocks) for c in members]
+        table = torch.tensor(fields, dtype=torch.int64)
+        if device.type == "cuda":
+            table = table.pin_memory()
+        row, token, position, count, first, blocks = table.to(device, non_blocking=True).unsqueeze(-1).unbind(1)
+        self.rows, self.queries = len(members), max(c.count for c in members)
+        max_blocks = max(c.blocks for c in members)
+        query = torch.minimum(torch.arange(self.queries, device=device), count - 1)
+        self.tokens = (token + query).view(-1)
+        # A padding column repeats the row's last block, which is the row's own, and whose keys are masked.
+        column = first + torch.minimum(torch.arange(max_blocks, device=device), blocks - 1)
+        table_row = row if batch.table_rows is None else batch.table_rows[row]
+        self.blocks = batch.block_tables[table_row, column].long().view(-1)
+        key = first * block_size + torch.arange(max_blocks * block_size, device=device)
+        query_at, key_at = (position + query).unsqueeze(-1), key.unsqueeze(-2)
+        mask = key_at <= query_at
+        if window is not None:
+            mask &= key_at > query_at - window
+        self.mask = mask.unsqueeze(1)
+
+    def attend(self, query: Tensor, cache: KvCache, scale: float, scratch: Scratch) -> Tensor:
+        """query [T, heads, head_dim] -> [R * Q, heads, head_dim]. A quantized cache is converted after the gather."""
+        heads, head_dim = query.shape[1:]
+        q = query[self.tokens].view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
+        k, v = self._gather(cache.key, scratch.key), self._gather(cache.value, scratch.value)
+        if k.dtype != q.dtype:
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=heads != k.shape[1]
+        )  # fmt: skip
+        return out.transpose(1, 2).reshape(self.rows * self.queries, heads, head_dim)
+
+    def _gather(self, cache: Tensor, buffer: GrowingBuffer) -> Tensor:
+        """[num_blocks, block_size, kv_heads, head_dim] -> [R, kv_heads, L, head_dim]."""
+        blocks = cache.view(cache.shape[0], -1)
+        into = buffer.take(self.blocks.shape[0], blocks)
+        gathered = torch.index_select(blocks, 0, self.blocks, out=into)
+        return gathered.view(self.rows, -1, *cache.shape[2:]).transpose(1, 2)
+
+
+class SdpaPlan:
+    """The bundles of a batch for each window of its layers, made on first use; and the order in which their outputs are the
+    tokens'."""
+
+    def __init__(self, batch: Batch, scratch: Scratch) -> None:
+        self._batch, self._scratch = batch, scratch
+        self._bundles: dict[int | None, tuple[list[Bundle], Tensor]] = {}
+
+    def forward(
+        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As AttentionPlan."""
+        key_scale, value_scale = kv_scales or (1.0, 1.0)
+        if window not in self._bundles:
+            self._bundles[window] = self._bundle(window, cache.key.shape[1])
+        bundles, order = self._bundles[window]
+        outs = [bundle.attend(query, cache, scale * key_scale, self._scratch) for bundle in bundles]
+        output = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
+        if value_scale != 1.0:
+            output = output * value_scale
+        return output if out is None else out.copy_(output)
+
+    def _bundle(self, window: int | None, block_size: int) -> tuple[list[Bundle], Tensor]:
+        batch, limit = self._batch, MASK_LIMITS[self._batch.block_tables.device.type]
+        chunks = query_chunks(batch.query_starts_cpu, batch.kv_lengths_cpu, window, block_size, limit)
+        bundled, order, at = [], [0] * batch.token_ids.shape[0], 0
+        for members in bundles(chunks, block_size, limit):
+            bundle = Bundle(members, batch, window, block_size)
+            for index, chunk in enumerate(members):
+                begin = at + index * bundle.queries
+                order[chunk.first_token : chunk.first_token + chunk.count] = range(begin, begin + chunk.count)
+            at += bundle.rows * bundle.queries
+            bundled.append(bundle)
+        host = torch.tensor(order, dtype=torch.int64)
+        device = batch.block_tables.device
+        return bundled, host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class SdpaBackend:
+    """torch's scaled_dot_product_attention over gathered blocks."""
+
+    name = "sdpa"
+    graphs = None  # the shapes of its calls depend on the lengths
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def plan(self, batch: Batch) -> SdpaPlan:
+        return SdpaPlan(batch, self._scratch)

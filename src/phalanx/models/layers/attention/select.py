@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention back end runs on a device. The back ends load inside the function, so that none is imported in vain."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from phalanx.kernels.attention import dispatch as kernels
+from phalanx.models.layers.attention.backend import AttentionBackend
+
+
+def select_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """On CUDA: our Triton kernel for decode rows. Prefill rows use FlashInfer, except over an FP8 cache or where FlashInfer is
+    missing or does not support dtype and head_dim: there our Triton prefill kernel runs. Otherwise torch's
+    scaled_dot_product_attention."""
+    fallback = _fallback(device, dtype, head_dim)
+    if kernels.supports(device, dtype, head_dim):
+        from phalanx.models.layers.attention.triton import TritonBackend
+
+        if not kernels.supports_prefill(device, dtype, head_dim):
+            return TritonBackend(fallback, device)
+        return TritonBackend(fallback, device, "e4m3" if fallback.name == "flashinfer" else "all")
+    return fallback
+
+
+def _fallback(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """The back end for what our kernels do not run."""
+    if device.type == "cuda" and importlib.util.find_spec("flashinfer") is not None:
+        from phalanx.models.layers.attention import flashinfer
+
+        if flashinfer.supports(dtype, head_dim):
+            return flashinfer.FlashInferBackend(device, dtype)
+    from phalanx.models.layers.attention.sdpa import SdpaBackend
+
+    return SdpaBackend()

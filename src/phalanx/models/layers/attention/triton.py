@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention with our Triton kernels: one for the decode rows, which come first in a batch, and one for the prefill rows,
+unless another back end is faster at those.
+
+The kernels read lengths, block tables and row starts on the device. Their work is planned there too, once per forward. So a
+captured forward is replayed with whatever values the tensors of its batch then hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention import dispatch as kernels
+from phalanx.kernels.attention.heuristics import SHORT_KV, SplitKvWorkspace, count_prefill_tiles
+from phalanx.models.batch import Batch, KvCache, count_leading_decodes
+from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
+
+
+class TritonBackend:
+    """prefill: the back end for prefill rows. own_prefill: the prefill rows that our kernel takes instead: those over a cache in
+    e4m3, all, or none, where there is no kernel for them. Where there is one, it takes all prefill rows of a fixed batch."""
+
+    def __init__(
+        self, prefill: AttentionBackend, device: torch.device, own_prefill: Literal["none", "e4m3", "all"] = "none"
+    ) -> None:  # fmt: skip
+        self.prefill, self.name, self.own_prefill = prefill, f"triton+{prefill.name}", own_prefill
+        self.captures_prefill = own_prefill != "none"
+        self.workspace = SplitKvWorkspace(device)
+        self.layer_specs: set[kernels.LayerSpec] = set()  # of the layers that have run
+
+    @property
+    def graphs(self) -> TritonBackend:
+        """As AttentionBackend."""
+        return self
+
+    def plan(self, batch: Batch) -> TritonPlan:
+        """For one forward; of a fixed batch, before the first kernel of that forward."""
+        return TritonPlan(self, batch)
+
+    def short_kv_limit(self, rows: int) -> int:
+        """As GraphSupport."""
+        num_sms, shared_memory = self.workspace.num_sms, self.workspace.shared_memory
+        limits = (kernels.short_kv_limit(rows, spec.heads, num_sms, shared_memory) for spec in self.layer_specs)
+        return max(limits, default=0)
+
+
+class TritonPlan:
+    """One batch: rows 0 .. decodes-1 are decode rows, the others prefill rows. In a fixed batch some rows may be absent; the output
+    of an absent decode row goes where a token of another row, or no token, is, and the prefill rows are written after it."""
+
+    def __init__(self, backend: TritonBackend, batch: Batch) -> None:
+        self._batch, self._backend = batch, backend
+        rows = len(batch.kv_lengths_cpu)
+        self._decodes = batch.decodes if batch.fixed else count_leading_decodes(batch.query_starts_cpu)
+        self._prefills = rows - self._decodes
+        lengths = batch.kv_lengths_cpu[: self._decodes]
+        self._short = batch.short if batch.fixed else max(lengths, default=0) <= SHORT_KV
+        # Of a fixed batch, lengths and table rows are copied to the device before its graph runs, and no kernel of the graph writes
+        # them. So the splits for all layers that have run are planned first, and may be read early.
+        self._splits = {spec: self._plan_splits(spec) for spec in backend.layer_specs} if batch.fixed and self._decodes else {}
+        # Known at the first layer, whose cache says which kernel is faster.
+        self._tiles: int | None = None
+        self._prefill: AttentionPlan | None = None
+
+    def forward(
+        self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """As AttentionPlan."""
+        batch, backend = self._batch, self._backend
+        query = query.contiguous()
+        out = torch.empty_like(query) if out is None else out
+        if self._decodes:
+            spec, rows = kernels.LayerSpec.of(query, cache.key, window), slice(self._decodes)
+            early = batch.fixed
+            if spec not in self._splits:
+                self._splits[spec] = self._plan_splits(spec)
+                early &= self._splits[spec] is None  # else a kernel that still runs plans them
+            # Tables are not read early: the graph's first kernel writes the new blocks into them.
+            tables, table_rows = batch.block_tables, batch.table_rows
+            kernels.decode_attention(
+                query[rows], cache.key, cache.value, tables if table_rows is not None else tables[rows],
+                None if table_rows is None else table_rows[rows], batch.kv_lengths[rows], scale=scale, window=window,
+                kv_scales=kv_scales, workspace=backend.workspace, short=self._short, splits=self._splits[spec],
+                early_lengths=early, out=out[rows],
+            )  # fmt: skip
+        backend.layer_specs.add(kernels.LayerSpec.of(query, cache.key, window))
+        if self._prefills:
+            own = backend.own_prefill
+            if batch.fixed or own == "all" or (own == "e4m3" and cache.key.dtype == torch.float8_e4m3fn):
+                self._attend_prefill(query, cache, window, scale, kv_scales, out)
+            else:
+                if self._prefill is None:
+                    self._prefill = backend.prefill.plan(without_rows(batch, self._decodes) if self._decodes else batch)
+                at = self._decodes
+                self._prefill.forward(query[at:], cache, window=window, scale=scale, kv_scales=kv_scales, out=out[at:])
+        return out
+
+    def _plan_splits(self, spec: kernels.LayerSpec) -> Tensor | None:
+        rows, table_rows = slice(self._decodes), self._batch.table_rows
+        lengths, table_rows = self._batch.kv_lengths[rows], None if table_rows is None else table_rows[rows]
+        return kernels.plan_splits(lengths, table_rows, spec, self._backend.workspace, short=self._short)
+
+    def _attend_prefill(
+        self, query: Tensor, cache: KvCache, window: int | None, scale: float, kv_scales: tuple[float, float] | None, out: Tensor
+    ) -> None:
+        """The prefill rows, by our kernel. Its grid is as large as these rows need, or, of a fixed batch, as any rows may need."""
+        batch, at = self._batch, self._decodes
+        if not batch.fixed and self._tiles is None:
+            self._tiles = count_prefill_tiles(batch.query_starts_cpu[at:], query.shape[1] // cache.key.shape[2])
+        rows = batch.table_rows
+        kernels.prefill_attention(
+            query, cache.key, cache.value, batch.block_tables if rows is not None else batch.block_tables[at:],
+            None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
+            kv_scales=kv_scales, tiles=self._tiles, early_lengths=batch.fixed, out=out,
+        )  # fmt: skip
+
+
+def without_rows(batch: Batch, count: int) -> Batch:
+    """The batch without its first `count` rows, decode rows all, as attention reads it."""
+    rows = batch.table_rows
+    return replace(
+        batch, token_ids=batch.token_ids[count:], positions=batch.positions[count:], kv_slots=batch.kv_slots[count:],
+        query_starts=batch.query_starts[count:] - count, kv_lengths=batch.kv_lengths[count:],
+        block_tables=batch.block_tables[count:] if rows is None else batch.block_tables,
+        table_rows=None if rows is None else rows[count:],
+        query_starts_cpu=[start - count for start in batch.query_starts_cpu[count:]], kv_lengths_cpu=batch.kv_lengths_cpu[count:],
+        block_tables_cpu=None if batch.block_tables_cpu is None else batch.block_tables_cpu[count:],
+        attention=None,  # the plan of the full batch, which may hold this one's
+    )  # fmt: skip

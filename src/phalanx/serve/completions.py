@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one prompt to the text of its n completions: the step between the engine's token ids and offline use or the HTTP API.
+
+Completion i of request "id" is the engine's request "id-i" with seed + i. Stop strings are found here, because the engine has no
+text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from phalanx.config import SamplingParams
+from phalanx.engine.messages import RequestUpdate
+from phalanx.serve.client import Engine
+from phalanx.serve.detokenize import Detokenizer
+from phalanx.serve.outputs import CompletionDelta
+from phalanx.serve.tokenizer import Tokenizer
+
+_SEEDS = 1 << 63
+
+
+def stream_completions(
+    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams,
+    *, coalesce: bool = False,
+) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
+    """The deltas of all params.n completions as they arrive; in order within each completion.
+
+    Without a tokenizer, or with params.detokenize off, texts are "". coalesce: the caller needs only the end, so a completion
+    without stop strings may come in few deltas. Closing the generator early (`contextlib.aclosing`) aborts what still runs. The
+    first error of any completion is raised, and the others are aborted. Raises what `Engine.add` raises.
+    """
+    coalesce = coalesce and not params.stops
+    if params.n == 1:
+        return _completion(engine, tokenizer, f"{request_id}-0", token_ids, params, 0, coalesce)
+    return _interleaved(engine, tokenizer, request_id, token_ids, params, coalesce)
+
+
+async def _interleaved(
+    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, coalesce: bool
+) -> AsyncGenerator[CompletionDelta]:
+    queue: asyncio.Queue[CompletionDelta | BaseException] = asyncio.Queue()
+
+    async def pump(index: int) -> None:
+        try:
+            deltas = _completion(engine, tokenizer, f"{request_id}-{index}", token_ids, _params_of(params, index), index, coalesce)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    queue.put_nowait(delta)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(index)) for index in range(params.n)]
+    try:
+        running = params.n
+        while running:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            running -= item.finish_reason is not None
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _completion(
+    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, index: int,
+    coalesce: bool,
+) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
+    text = Detokenizer(tokenizer, params) if tokenizer is not None and params.detokenize else None
+    updates = engine.add(request_id, token_ids, params, coalesce=coalesce)
+    async with aclosing(updates):
+        async for update in updates:
+            delta = _delta(update, text, params, index)
+            yield delta
+            if delta.finish_reason is not None:
+                return
+
+
+def _delta(update: RequestUpdate, text: Detokenizer | None, params: SamplingParams, index: int) -> CompletionDelta:
+    finish = update.finish_reason
+    delta = CompletionDelta(
+        index, "", update.tokens, update.logprobs, update.prompt_logprobs, finish, update.stop_reason, update.cached_tokens
+    )  # fmt: skip
+    if text is None:
+        return delta
+    before = text.count
+    if finish is None:
+        delta.text = text.push(update.tokens)
+    else:
+        # The engine stops at a stop token, which is the last token; its text is not part of the output.
+        silent = int(finish == "stop" and not params.include_stop_str_in_output)
+        delta.text = text.push(update.tokens, silent=silent) + text.finish()
+    if text.stop_reason is not None:
+        count = text.count - before
+        delta.token_ids, delta.logprobs = update.tokens[:count], update.logprobs[:count]
+        delta.finish_reason, delta.stop_reason = "stop", text.stop_reason
+    return delta
+
+
+def _params_of(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of completion `index`: its own seed, and prompt logprobs for the first one only."""
+    seed = None if params.seed is None else (params.seed + index + _SEEDS) % (2 * _SEEDS) - _SEEDS
+    prompt_logprobs = params.prompt_logprobs if index == 0 else None
+    return msgspec.structs.replace(params, n=1, seed=seed, prompt_logprobs=prompt_logprobs)

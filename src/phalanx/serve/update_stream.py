@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The updates of one request on their way from the engine's socket to the coroutine that reads them: `UpdateStream`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from phalanx.engine.messages import RequestUpdate
+from phalanx.errors import PhalanxError
+
+COALESCED_TOKENS = 128
+"""Tokens that wake the reader of a stream with `coalesce`."""
+
+
+class UpdateStream:
+    """The updates of one request, in order, until one has a finish_reason or an error ends them.
+
+    Updates that arrive while nobody reads are merged into one, and wake the reader once. coalesce: the reader wakes only every
+    `COALESCED_TOKENS` tokens and at the end; the former so that its work does not all pile up at the end.
+    """
+
+    def __init__(self, *, coalesce: bool = False) -> None:
+        self.ended = False
+        """The engine sends nothing more for this request."""
+        self._min_tokens = COALESCED_TOKENS if coalesce else 0
+        self._pending: RequestUpdate | None = None
+        self._error: PhalanxError | None = None
+        self._reader: asyncio.Future[None] | None = None
+
+    def put(self, update: RequestUpdate) -> None:
+        if self.ended:  # a late abort must not change a complete output, nor a late token wake a failed stream
+            return
+        pending = self._pending
+        if pending is None:
+            self._pending = pending = update
+        else:
+            pending.tokens += update.tokens
+            pending.logprobs += update.logprobs
+            pending.prompt_logprobs = pending.prompt_logprobs or update.prompt_logprobs
+            pending.finish_reason, pending.stop_reason = update.finish_reason, update.stop_reason
+        self.ended = update.finish_reason is not None
+        if self.ended or len(pending.tokens) >= self._min_tokens:
+            self._wake()
+
+    def fail(self, error: PhalanxError) -> None:
+        """End with this error, after the updates that came before it."""
+        if not self.ended:
+            self.ended, self._error = True, error
+            self._wake()
+
+    async def next(self) -> RequestUpdate:
+        while (pending := self._pending) is None or not (self.ended or len(pending.tokens) >= self._min_tokens):
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        self._pending = None
+        return pending
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

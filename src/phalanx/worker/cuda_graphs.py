@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs of whole steps: forwards of some sizes, captured once and replayed without the host. Decode graphs are for R decode
+rows that all sample; mixed graphs for T tokens of any rows, decode and prefill.
+
+A step smaller than its graph is padded with tokens and rows that write nothing and whose output is not used. A decode graph of many
+rows has a second version for short rows, in which attention is faster as none of them is long. A graph reads and writes at fixed
+addresses (`graph_buffers`), which all graphs of a kind share; what lies between is in one memory pool that all graphs share, since
+they run one after the other.
+
+A graph begins with the update of the block tables by the step's new blocks. A decode graph ends with what follows in a greedy step:
+the argmax tokens, and their way into the slots, where the next step finds them. A step that samples at random does so from the
+graph's logits, and overwrites those tokens. A mixed graph ends with the residual stream, since the tokens that want logits differ
+from step to step. Receiving and sending between pipeline stages stay outside.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx import kernels
+from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS
+from phalanx.kernels.sampling import sampling
+from phalanx.models.batch import Batch, KvCache, count_leading_decodes
+from phalanx.models.layers.attention.backend import AttentionBackend
+from phalanx.models.registry import Model
+from phalanx.worker.graph_buffers import DecodeGraphBuffers, GraphSize, MixedGraphBuffers, NewBlocks, graph_sizes, max_graph_tokens
+from phalanx.worker.input_batch import BlockTables, HostBatch
+
+Replay = Callable[[], None]
+
+
+class GraphCapturer(Protocol):
+    """How work is captured."""
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        """Do the work once, and return a function that does it again on the same tensors."""
+
+    def reset(self) -> None:
+        """All captures have been dropped: their memory may be released."""
+
+
+class CudaGraphCapturer:
+    """CUDA graphs in one memory pool, captured on a stream of their own.
+
+    calls: counters that the work increments on the host (the collectives of a group); a replay adds what the captured work did.
+    """
+
+    def __init__(self, device: torch.device, calls: dict[str, int] | None = None) -> None:
+        self._calls = {} if calls is None else calls
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            work()  # what happens at the first call only, such as loading kernels, cannot be captured
+            self._stream.synchronize()
+            graph, before = torch.cuda.CUDAGraph(), self._calls.copy()
+            # "thread_local": other threads, such as NCCL's watchdog, may use the device meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._pool = self._pool or graph.pool()
+        increments = [(name, new) for name, count in self._calls.items() if (new := count - before.get(name, 0))]
+
+        def replay() -> None:
+            graph.replay()
+            for name, count in increments:
+                self._calls[name] += count
+
+        return replay
+
+    def reset(self) -> None:
+        self._pool = None  # it is released with its last graph
+
+
+class EagerCapturer:
+    """Captures nothing: a replay does the work again. For CPU, and where nothing is replayed."""
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        work()
+        return work
+
+    def reset(self) -> None:
+        return
+
+
+class StepCounts:
+    """How steps ran: of each of STEP_KINDS the steps, their tokens, and the tokens of padding. The heartbeat's thread reads it."""
+
+    def __init__(self) -> None:
+        self._of = {kind: [0, 0, 0] for kind in STEP_KINDS}
+
+    def add(self, size: GraphSize | None, tokens: int) -> None:
+        """Count a step of so many tokens, run by the graph of a size, or eagerly."""
+        if size is None:
+            counts = self._of[EAGER]
+        else:
+            counts = self._of[MIXED_GRAPH if size.prefill_rows else DECODE_GRAPH]
+            counts[2] += size.tokens - tokens
+        counts[0] += 1
+        counts[1] += tokens
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """As in `Stats.ran`."""
+        return {f"{kind}/{name}": n for kind, counts in self._of.items() for name, n in zip(_COUNTED, counts, strict=True)}
+
+
+_COUNTED = ("steps", "tokens", "padding")
+
+
+class StepGraphs:
+    """The captured forwards of one rank's model.
+
+    last_tokens [slots] int64: the token that was sampled last, by slot; written on the last stage, and read on a stage that is also
+    the first. max_rows: of a step; with pipeline stages fewer than the slots. max_num_tokens: of a step; 0 for decode graphs only.
+    """
+
+    def __init__(
+        self, model: Model, backend: AttentionBackend, tables: BlockTables, last_tokens: Tensor, capturer: GraphCapturer, *,
+        first: bool, last: bool, dtype: torch.dtype, max_rows: int, max_num_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        self._model, self._backend, self._tables, self._capturer = model, backend, tables, capturer
+        self._last_tokens, self._both = last_tokens, first and last
+        device = last_tokens.device
+        assert backend.graphs is not None, f"attention back end {backend.name} supports no graphs"
+        self._graph_support = backend.graphs
+        max_tokens = min(max_num_tokens, max_graph_tokens(model)) if self._graph_support.captures_prefill else 0
+        decode_sizes, mixed_sizes = graph_sizes(max_rows, max_tokens)
+        self.sizes = [*decode_sizes, *mixed_sizes]
+        self.largest = [*decode_sizes[-1:], *mixed_sizes[-1:]]
+        self.decode_buffers = DecodeGraphBuffers(max_rows, model, first=first, last=last, dtype=dtype, device=device)
+        self.mixed_buffers: MixedGraphBuffers | None = None
+        if mixed_sizes:
+            self.mixed_buffers = MixedGraphBuffers(mixed_sizes[-1], model, first=first, dtype=dtype, device=device)
+        self._captured: dict[GraphSize, Replay] = {}
+        self._short: dict[GraphSize, tuple[int, Replay]] = {}  # the limit of the KV length, and the graph for shorter rows
+        self._ready_decode: list[GraphSize] = []  # the captured sizes, in order
+        self._ready_mixed: list[GraphSize] = []
+
+    def capture(self, caches: Sequence[KvCache], sizes: Sequence[GraphSize]) -> Iterator[GraphSize]:
+        """Capture the forwards of these sizes over these caches. Decode graphs, which gain most, come first; of each kind the
+        largest comes first, since the others share its memory. Yields each size once its graphs are captured. Collective: all ranks
+        capture the same sizes, as their heads and GPUs are alike."""
+        for size in sorted(sizes, key=lambda size: (size.prefill_rows > 0, -size.tokens)):
+            batch = self.buffers(size).batch(size, self._tables.device, self._last_tokens if self._both else None)
+            self._captured[size] = self._capture(size, batch, caches)
+            limit = self._short_kv_limit(size)  # known once a forward has met all kinds of layers
+            if limit:
+                self._short[size] = limit, self._capture(size, replace(batch, short=True), caches)
+            self._ready_decode = sorted(ready for ready in self._captured if not ready.prefill_rows)
+            self._ready_mixed = sorted(ready for ready in self._captured if ready.prefill_rows)
+            yield size
+
+    def warm_up(self, caches: Sequence[KvCache]) -> None:
+        """Run the forwards of each size once, without graphs. Collective, as `capture`."""
+        capturer, self._capturer = self._capturer, EagerCapturer()
+        try:
+            for _ in self.capture(caches, self.sizes):
+                pass
+        finally:
+            self.reset()
+            self._capturer = capturer
+
+    def reset(self) -> None:
+        """Drop all graphs, and their memory."""
+        for graphs in (self._captured, self._short, self._ready_decode, self._ready_mixed):
+            graphs.clear()
+        self._capturer.reset()
+
+    @property
+    def count(self) -> int:
+        """Graphs of all sizes, captured or not; known once a forward has met all kinds of layers."""
+        return sum(2 if self._short_kv_limit(size) else 1 for size in self.sizes)
+
+    def _short_kv_limit(self, size: GraphSize) -> int:
+        return 0 if size.prefill_rows else self._graph_support.short_kv_limit(size.decode_rows)
+
+    def _capture(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> Replay:
+        return self._capturer.capture(partial(self._forward, size, batch, caches))
+
+    def _forward(self, size: GraphSize, batch: Batch, caches: Sequence[KvCache]) -> None:
+        tokens, buffers, lm_head = size.tokens, self.buffers(size), self._model.lm_head
+        columns = buffers.columns
+        batch.attention = self._backend.plan(batch)  # first: later work reads early what it computes
+        kernels.index_put_(self._tables.device.view(-1), columns.table_entries, columns.block_ids)
+        stream = self._model.stream(batch, caches, None if buffers.hidden is None else buffers.hidden[:tokens])
+        batch.attention = None  # a plan references its batch: both would wait for the cyclic garbage collector
+        if buffers.out is not None:
+            buffers.out[:tokens].copy_(stream)
+        if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None and lm_head is not None:
+            keys = lm_head.argmax_keys(lm_head.local(stream, out=buffers.logits[:tokens]))
+            sampling.decode_keys(keys, buffers.tokens[:tokens], (self._last_tokens, columns.slots[:tokens], batch.kv_slots))
+
+    def buffers(self, size: GraphSize) -> DecodeGraphBuffers | MixedGraphBuffers:
+        """What the graph of a size reads and writes."""
+        if not size.prefill_rows:
+            return self.decode_buffers
+        assert self.mixed_buffers is not None
+        return self.mixed_buffers
+
+    def size_of(self, host_batch: HostBatch) -> GraphSize | None:
+        """The smallest captured size that can forward these rows: a decode graph if every row is a decode row whose logits are
+        wanted, and no other logits are; else a mixed graph. None where there is none."""
+        rows, tokens = len(host_batch.slots), len(host_batch.token_ids)
+        if tokens == len(host_batch.sampled_slots) == len(host_batch.logit_rows) == rows:
+            index = bisect_left(self._ready_decode, (rows,))
+            if index < len(self._ready_decode):
+                return self._ready_decode[index]
+        decodes = count_leading_decodes(host_batch.query_starts) if self._ready_mixed else 0
+        for size in self._ready_mixed:
+            if tokens <= size.tokens and decodes <= size.decode_rows and rows - decodes <= size.prefill_rows:
+                return size
+        return None
+
+    def replay(self, size: GraphSize, host_batch: HostBatch, new: NewBlocks, receive: Callable[[Tensor], Tensor]) -> None:
+        """Forward T tokens that the size can hold. The output stays in the buffers until the next replay. new: the blocks that the
+        device's tables lack, at most `max_new_blocks`. `receive` fills the residual stream [T, hidden_size] on later stages."""
+        limit, short = self._short.get(size, (0, None))
+        run = short if short is not None and host_batch.kv_lengths.max() <= limit else self._captured[size]
+        buffers = self.buffers(size)
+        buffers.fill(host_batch, new, size)
+        if buffers.hidden is not None:
+            receive(buffers.hidden[: len(host_batch.token_ids)])
+        run()

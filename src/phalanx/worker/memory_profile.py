@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many KV blocks a rank has memory for: measured on GPU by running the largest steps, a number of bytes on CPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from phalanx.config.options import EngineOptions
+from phalanx.config.sampling_params import MAX_LOGPROBS, SamplingParams
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
+from phalanx.errors import CapacityError
+from phalanx.kernels import warmup_token_counts
+from phalanx.kernels.sampling.sampling import MANY_ROWS
+from phalanx.plan.memory import GRAPH_BYTES, KvSpec, block_bytes, blocks_in, kv_budget
+from phalanx.worker.model_runner import ModelRunner
+
+DEFAULT_CPU_BYTES = 1 << 30
+
+
+def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int) -> int:
+    """Blocks in `kv_cache_bytes`, or in 1 GiB, but no more than max_batch_size full requests can use. Raises CapacityError when no
+    block fits."""
+    if options.kv_cache_bytes is not None:
+        budget, what = options.kv_cache_bytes, f"kv_cache_bytes={options.kv_cache_bytes:,}"
+    else:
+        budget, what = DEFAULT_CPU_BYTES, "the default of 1 GiB"
+    usable = options.max_batch_size * -(-max_seq_len // options.kv_block_size)
+    return min(blocks_in(budget, specs, options.kv_block_size, what=what), usable)
+
+
+def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int, graphs: int, device: torch.device) -> int:
+    """Blocks in the configured fraction of the memory that is free after loading weights, less the bytes that the peak of
+    activations and the graphs will take."""
+    if options.kv_cache_bytes is not None:
+        return blocks_in(options.kv_cache_bytes, specs, options.kv_block_size, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
+    free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
+    budget = kv_budget(options.kv_cache_free_gpu_memory_fraction, free, activations, graphs)
+    what = (
+        f"{options.kv_cache_free_gpu_memory_fraction:g} of the GPU memory left ({free:,} of {total:,} bytes free after weights, "
+        f"{activations:,} of these for activations, {graphs:,} for graphs)"
+    )
+    if budget < block_bytes(specs, options.kv_block_size):
+        raise CapacityError(
+            "not a single KV block fits the GPU memory", held=f"{what} gives the KV cache {max(budget, 0):,} bytes",
+            why=f"one block of {options.kv_block_size} tokens takes {block_bytes(specs, options.kv_block_size):,} bytes",
+            next="use a larger tensor_parallel_size, or lower max_num_tokens or max_batch_size",
+        )  # fmt: skip
+    return blocks_in(budget, specs, options.kv_block_size, what=what)
+
+
+def profiling_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
+    """The steps that need the most memory: all tokens in as few prompts as possible; and every slot sampling, with the rest of the
+    tokens in one prompt. Each row wants everything that takes memory, of the sampler and of the logprobs of its prompt. Smaller
+    steps of every kind follow: kernels are compiled at their first launch, and no request should wait for that.
+
+    All their blocks are block 0, and their results mean nothing. The last step leaves every slot free.
+    """
+    prompts = _prompts(max_num_tokens, max_seq_len, max_batch_size, block_size)
+    rows = min(max_batch_size, max_num_tokens)
+    mixed = [_row(slot, 1, block_size) for slot in range(rows - 1)]
+    mixed.append(_row(rows - 1, min(max_num_tokens - rows + 1, max_seq_len), block_size))
+    largest = [_step(step_rows, PEAK_MEMORY_PARAMS) for step_rows in (prompts, mixed)]
+    smaller = kernel_warmup_steps(
+        max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, max_batch_size=max_batch_size, block_size=block_size
+    )  # fmt: skip
+    return [*largest, *smaller, StepBatch(released=list(range(max_batch_size)))]
+
+
+def kernel_warmup_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
+    """Steps that together launch every kernel variant that an eager step can launch, with few tokens. The variant depends on a
+    step's tokens (`kernels.warmup_token_counts`), on the magnitudes of its decode rows and of its prefill rows, on the length of
+    an only row, and on how tokens are sampled, for few rows and for many."""
+    max_rows = min(max_batch_size, max_num_tokens)
+    alone = StepRow(0, max_seq_len - 1, 1, [0], [0] * -(-max_seq_len // block_size), samples=True)
+    decodes = [[alone], *([_row(slot, 1, block_size) for slot in range(count)] for count in _doubled(1, max_rows))]
+    steps = []
+    for group in ([rows for rows in decodes if len(rows) < MANY_ROWS], [rows for rows in decodes if len(rows) >= MANY_ROWS]):
+        count = max(len(group), len(SAMPLING_VARIANTS)) if group else 0
+        variants = [SAMPLING_VARIANTS[number % len(SAMPLING_VARIANTS)] for number in range(count)]
+        steps += [_step(group[number % len(group)], variant) for number, variant in enumerate(variants)]
+    pairs = min(max_rows, max_num_tokens // 2) if max_seq_len > 1 else 0
+    # Rows of two tokens: their token counts lie halfway between those of the decode steps.
+    prefills = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(MANY_ROWS + MANY_ROWS // 2, pairs)]
+    larger = [tokens for tokens in warmup_token_counts(max_num_tokens)[:-1] if tokens > max_rows]
+    prefills += [_prompts(tokens, max_seq_len, max_batch_size, block_size) for tokens in larger]
+    return [*steps, *(_step(rows, SAMPLING_VARIANTS[0]) for rows in prefills)]
+
+
+SAMPLING_VARIANTS = [
+    *(
+        SamplingParams(temperature=temperature, logprobs=logprobs, logit_bias=bias)
+        for logprobs, bias in ((None, None), (0, None), (None, {0: 1.0}))
+        for temperature in (0.0, 1.0)
+    ),
+    *(SamplingParams(temperature=1.0, top_p=0.9, logit_bias=bias) for bias in (None, {0: 1.0})),
+]
+"""How kernels sample: argmax and at random, on ranks that share the vocabulary, from gathered logits, and from adjusted logits in
+fp32; and at random with a filter, from the last two."""
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """first, 2 * first, ... as long as they are less than `last`, then that; nothing where it is less than 1."""
+    counts = [first << power for power in range(64) if first << power < last]
+    return [*counts, last] if last > 0 else []
+
+
+def _prompts(tokens: int, max_seq_len: int, max_rows: int, block_size: int) -> list[StepRow]:
+    """So many tokens in as few prompts as possible, at most `max_rows`."""
+    counts = [min(max_seq_len, tokens - first) for first in range(0, tokens, max_seq_len)][:max_rows]
+    return [_row(slot, count, block_size) for slot, count in enumerate(counts)]
+
+
+def _row(slot: int, count: int, block_size: int) -> StepRow:
+    return StepRow(slot, 0, count, tokens=[0] * count, blocks=[0] * -(-count // block_size), samples=True)
+
+
+def _step(rows: Sequence[StepRow], params: SamplingParams) -> StepBatch:
+    return StepBatch(admitted=[_assignment(row, params) for row in rows], rows=list(rows))
+
+
+PEAK_MEMORY_PARAMS = SamplingParams(
+    temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1, min_tokens=1,
+    logit_bias={0: 1.0}, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS,
+)  # fmt: skip
+"""For memory: penalties count each token of the vocabulary, and without kernels top_p sorts it."""
+
+
+def _assignment(row: StepRow, params: SamplingParams) -> SlotAssignment:
+    return SlotAssignment(row.slot, row.tokens, row.count, params, seed=0, stop_token_ids=[0])
+
+
+class ActivationPeak(NamedTuple):
+    """Bytes of activations at their peak: what tensors took beside those that were there before, and what the allocator reserved on
+    the device for them, its losses between blocks included. It reserves less where it had free memory: loading leaves holes."""
+
+    tensors: int
+    reserved: int
+
+
+def counting(report: Callable[[int, int], None], total: int) -> Callable[[], None]:
+    """A function that reports (done, total), with one more done each time that it is called."""
+    done = itertools.count(1)
+    return lambda: report(next(done), total)
+
+
+def measure_activations(
+    runner: ModelRunner, steps: Sequence[StepBatch], device: torch.device, step_done: Callable[[], None] = lambda: None
+) -> ActivationPeak:
+    """The peak of these steps; `step_done` is called after each. Collective: every rank runs the same steps."""
+    free_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    for step in steps:
+        runner.run(step).results()
+        step_done()
+    return ActivationPeak(torch.cuda.max_memory_allocated(device) - allocated, torch.cuda.max_memory_reserved(device) - reserved)
+
+
+def measure_graphs(runner: ModelRunner, device: torch.device, step_done: Callable[[], None] = lambda: None) -> int:
+    """Bytes that the graphs will take, 0 where there are none: the largest of each kind is captured on trial and dropped;
+    `step_done` is called after each. Collective."""
+    graphs = runner.graphs
+    if graphs is None:
+        return 0
+    before = free_bytes(device)
+    for _ in runner.capture(graphs.largest):
+        shared = before - free_bytes(device)
+        step_done()
+    graphs.reset()
+    return max(shared, 0) + GRAPH_BYTES * graphs.count
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free bytes of the device's memory, once the allocator has returned what it does not use."""
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])

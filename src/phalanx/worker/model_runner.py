@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank runs one batch: `ModelRunner.run` turns a StepBatch into a forward, and logits into tokens.
+
+    apply releases and assignments -> build (host) -> upload (one copy) -> receive hidden -> forward -> send hidden | sample
+
+Where graphs are captured, the smallest that holds the step runs its forward: a decode graph where every row is a decode row that
+samples, else a mixed graph. A step that no graph holds runs eagerly.
+
+Nothing here waits for the device: tokens stay there, in the slots, where the next step finds them. `StepOutput.results` waits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Group
+from phalanx.engine.messages import RowResult, StepBatch, StepRow, max_rows_per_step
+from phalanx.errors import EngineError
+from phalanx.models.batch import Batch, KvCache
+from phalanx.models.layers.attention.backend import AttentionBackend
+from phalanx.models.registry import Model
+from phalanx.worker.cuda_graphs import GraphCapturer, StepCounts, StepGraphs
+from phalanx.worker.graph_buffers import DecodeGraphBuffers, GraphSize, MixedGraphBuffers, NewBlocks
+from phalanx.worker.input_batch import BlockTables, HostBatch, PromptLogprobs, Upload
+from phalanx.worker.sampler import Sampler
+from phalanx.worker.sampler_output import PromptScores, SampledTokens
+
+
+@dataclass
+class StepOutput:
+    """The output of a step on this rank, on its way from the device. `rows`: how many the step has; None before the last stage."""
+
+    rows: int | None = None
+    sampling: Sequence[int] = ()  # which rows sample
+    sampled: SampledTokens | None = None
+    scored: Sequence[tuple[int, int]] = ()  # (row, how many prompt tokens)
+    scores: PromptScores | None = None
+    event: torch.cuda.Event | None = None  # the end of the work that `sampled` does not cover
+
+    @property
+    def ready(self) -> bool:
+        """Whether `results` would not wait."""
+        return (self.sampled is None or self.sampled.ready) and (self.event is None or bool(self.event.query()))  # type: ignore[no-untyped-call]
+
+    def results(self) -> tuple[list[RowResult] | None, int | None]:
+        """One RowResult per row, and the CRC-32 of the sampled tokens; both None before the last stage. Waits for the device."""
+        if self.event is not None:
+            self.event.synchronize()
+        if self.rows is None:
+            return None, None
+        sampled = [] if self.sampled is None else self.sampled.results()
+        crc = zlib.crc32(b"" if self.sampled is None else self.sampled.wait().tobytes())
+        if len(sampled) == self.rows:
+            rows = sampled
+        else:
+            rows = [RowResult() for _ in range(self.rows)]
+            for index, result in zip(self.sampling, sampled, strict=True):
+                rows[index] = result
+        if self.scores is not None:
+            scores, begin = self.scores.results(), 0
+            for index, count in self.scored:
+                rows[index].prompt_logprobs = scores[begin : begin + count]
+                begin += count
+        return rows, crc
+
+
+@dataclass
+class ForwardOutput:
+    """The output of the last stage's forward of a step, of which S rows sample.
+
+    slots [S]: of these rows. local [S, width]: this rank's logits. tokens [S]: the argmax tokens, where a graph has computed them
+    and written them into the slots. stream [T, hidden_size] and scored [P]: the tokens followed by prompt tokens to report.
+    """
+
+    slots: Tensor
+    local: Tensor
+    tokens: Tensor | None = None
+    stream: Tensor | None = None
+    scored: Tensor | None = None
+
+
+class ModelRunner:
+    """One stage of one slice of a model, with its caches and its slots.
+
+    caches: one per layer of the stage; may be replaced between steps. sampler: on the last stage. pipeline: the group of the
+    stages. max_batch_size: slots. capturer: captures graphs, where the attention back end supports them; mixed graphs have up to
+    max_num_tokens tokens. Every call is made in the order of the steps.
+
+    max_rows: of a step, as a scheduler makes it for this many stages. Graphs have no more rows.
+    """
+
+    def __init__(
+        self, model: Model, caches: Sequence[KvCache], backend: AttentionBackend, sampler: Sampler | None, pipeline: Group, *,
+        max_batch_size: int, max_seq_len: int, block_size: int, dtype: torch.dtype, device: torch.device,
+        capturer: GraphCapturer | None = None, max_num_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        self.caches = caches
+        self._model, self._backend, self._sampler, self._pipeline = model, backend, sampler, pipeline
+        self._dtype, self._device = dtype, device
+        self.max_rows = max_rows_per_step(max_batch_size, pipeline.size)
+        self._tables = BlockTables(max_batch_size, max_seq_len, block_size, device)
+        self._last_tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
+        self._prompts = PromptLogprobs()
+        self._reporting: set[int] = set()  # slots whose prompt logprobs are wanted
+        self._upload = Upload(device)
+        self._first, self._last = pipeline.rank == 0, pipeline.rank == pipeline.size - 1
+        self.ran = StepCounts()  # of the steps with rows; may be replaced between steps
+        self.graphs: StepGraphs | None = None
+        if capturer is not None and backend.graphs is not None:
+            self.graphs = StepGraphs(
+                model, backend, self._tables, self._last_tokens, capturer, first=self._first, last=self._last, dtype=dtype,
+                max_rows=self.max_rows, max_num_tokens=max_num_tokens,
+            )  # fmt: skip
+
+    @torch.inference_mode()
+    def run(self, step: StepBatch) -> StepOutput:
+        """Queue the step's work on the device. Raises EngineError for a step that no scheduler would make."""
+        self._apply(step)
+        if not step.rows:
+            return StepOutput(0 if self._last else None)
+        reported = self._reported(step.rows)
+        host_batch, new = self._build(step.rows, reported)
+        size = None if self.graphs is None else self.graphs.size_of(host_batch)
+        self.ran.add(size, len(host_batch.token_ids))
+        stream, forwarded = self._eager(host_batch, new) if size is None else self._replay(size, host_batch, new)
+        output = StepOutput()
+        if forwarded is not None:
+            output = self._sample(step.rows, host_batch, reported, forwarded)
+        elif stream is not None:
+            self._pipeline.send(stream, self._pipeline.rank + 1)
+        if self._device.type == "cuda" and (output.sampled is None or output.scores is not None):
+            output.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            output.event.record()
+        return output
+
+    def _replay(self, size: GraphSize, host_batch: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
+        """Forward by the graph of a size. Returns the residual stream for the next stage; on the last stage the ForwardOutput."""
+        assert self.graphs is not None
+        buffers, rows, count = self.graphs.buffers(size), len(host_batch.slots), len(host_batch.sampled_slots)
+        if len(new[0]) > buffers.max_new_blocks:
+            self._store(new)
+            new = new[0][:0], new[1][:0]
+        self.graphs.replay(size, host_batch, new, self._receive)
+        if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None:
+            return None, ForwardOutput(buffers.columns.slots[:rows], buffers.logits[:rows], buffers.tokens[:rows])
+        assert buffers.out is not None
+        stream, lm_head = buffers.out[: len(host_batch.token_ids)], self._model.lm_head
+        if lm_head is None:
+            return stream, None
+        assert isinstance(buffers, MixedGraphBuffers)
+        logit_rows = buffers.columns.logit_rows[: len(host_batch.logit_rows)]
+        local = lm_head.local(stream, logit_rows[:count])
+        return None, ForwardOutput(buffers.columns.sampled_slots[:count], local, stream=stream, scored=logit_rows[count:])
+
+    def _store(self, new: NewBlocks) -> None:
+        """Write the new blocks into the device's tables; a graph does this itself."""
+        if self._device.type == "cuda" and new[0].size:
+            self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
+
+    def _eager(self, host_batch: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
+        """Forward without a graph. Returns the same as `_replay`."""
+        self._store(new)
+        batch, slots = self._batch(host_batch)
+        batch.attention = self._backend.plan(batch)
+        hidden = None
+        if not self._first:
+            shape = (int(batch.token_ids.shape[0]), self._model.shape.hidden_size)
+            hidden = self._receive(torch.empty(shape, dtype=self._dtype, device=self._device))
+        stream, lm_head = self._model.stream(batch, self.caches, hidden), self._model.lm_head
+        batch.attention = None  # a plan references its batch: both would wait for the cyclic garbage collector
+        if lm_head is None:
+            return stream, None
+        count = len(host_batch.sampled_slots)
+        return None, ForwardOutput(
+            slots, lm_head.local(stream, batch.logit_rows[:count]), stream=stream, scored=batch.logit_rows[count:]
+        )  # fmt: skip
+
+    def _apply(self, step: StepBatch) -> None:
+        """Release and assign slots, before the step's rows."""
+        for slot in step.released:
+            self._prompts.release(slot)
+            self._reporting.discard(slot)
+            if self._sampler is not None:
+                self._sampler.release(slot)
+        for assignment in step.admitted:
+            self._tables.clear(assignment.slot)
+            self._prompts.admit(assignment)
+            (self._reporting.discard if assignment.params.prompt_logprobs is None else self._reporting.add)(assignment.slot)
+            if self._sampler is not None:
+                self._sampler.admit(assignment)
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[GraphSize] | None = None) -> Iterator[GraphSize]:
+        """Capture the graphs of these sizes, or of all, over the caches as they are now; yields each size once it is captured.
+        Collective."""
+        if self.graphs is not None:
+            yield from self.graphs.capture(self.caches, self.graphs.sizes if sizes is None else sizes)
+
+    @torch.inference_mode()
+    def warm_up_graphs(self) -> None:
+        """Run the forward of each graph size once, without a graph. Collective."""
+        if self.graphs is not None:
+            self.graphs.warm_up(self.caches)
+
+    @contextmanager
+    def distinct_layers(self) -> Iterator[None]:
+        """Inside, steps go through a few of the layers: enough to launch every kernel."""
+        caches = self.caches
+        with self._model.distinct_layers() as layers:
+            self.caches = [caches[index] for index in layers]
+            try:
+                yield
+            finally:
+                self.caches = caches
+
+    def _reported(self, rows: Sequence[StepRow]) -> Sequence[range]:
+        """The tokens of each row that are followed by a prompt token to report."""
+        if not self._last or not self._reporting:
+            return [range(0)] * len(rows)
+        return [self._prompts.reported(row) for row in rows]
+
+    def _receive(self, hidden: Tensor) -> Tensor:
+        """Fill the residual stream [T, hidden_size] from the stage before."""
+        return self._pipeline.receive(hidden, self._pipeline.rank - 1)
+
+    def _build(self, rows: Sequence[StepRow], reported: Sequence[range]) -> tuple[HostBatch, NewBlocks]:
+        """The index arrays of the rows on the host, and the blocks that the device's tables still lack."""
+        new = self._tables.append(rows)
+        host_batch = self._tables.build(rows, reported)
+        if host_batch.from_slot.size and self._first and not self._last:
+            raise EngineError(
+                f"slots {host_batch.from_slot.tolist()} were scheduled before their last token is known",
+                why="with pipeline stages it is sampled on another rank",
+            )
+        return host_batch, new
+
+    def _batch(self, host_batch: HostBatch) -> tuple[Batch, Tensor]:
+        """The forward's input, and the slots [S] of the rows that sample."""
+        arrays = self._upload.send(host_batch.arrays)
+        slots, sampled_slots, token_ids, positions, kv_slots, logit_rows, from_slot_at, from_slot, query_starts, kv_lengths = arrays
+        if host_batch.from_slot.size and self._first:
+            # Ids that only the device knows are in the slots into which they were sampled.
+            token_ids.index_copy_(0, from_slot_at, self._last_tokens.index_select(0, from_slot))
+        lengths = host_batch.kv_lengths.tolist()
+        used = -(-max(lengths) // self._tables.block_size)
+        batch = Batch(
+            token_ids=token_ids, positions=positions, kv_slots=kv_slots, query_starts=query_starts, kv_lengths=kv_lengths,
+            block_tables=self._tables.device, table_rows=slots, logit_rows=logit_rows,
+            query_starts_cpu=host_batch.query_starts.tolist(), kv_lengths_cpu=lengths,
+            block_tables_cpu=self._tables.host[host_batch.slots, :used],
+        )  # fmt: skip
+        return batch, sampled_slots
+
+    def _sample(
+        self, rows: Sequence[StepRow], host_batch: HostBatch, reported: Sequence[range], forwarded: ForwardOutput
+    ) -> StepOutput:
+        """Sample, write the tokens into the slots, and score prompt tokens. Every rank of the stage takes the same branch: only the
+        step decides."""
+        sampler, lm_head = self._sampler, self._model.lm_head
+        assert sampler is not None
+        assert lm_head is not None
+        count = len(host_batch.sampled_slots)
+        sampling: Sequence[int] = range(count) if count == len(rows) else [i for i, row in enumerate(rows) if row.samples]
+        output = StepOutput(len(rows), sampling)
+        if count:
+            positions = host_batch.kv_lengths if count == len(rows) else host_batch.kv_lengths[sampling]
+            arguments = (host_batch.sampled_slots, positions, [rows[index].mask for index in sampling])
+            shard_sampling = sampler.shard_sampling(*arguments)
+            if shard_sampling is None:
+                output.sampled = sampler.sample(lm_head.gather(forwarded.local), *arguments)
+            elif shard_sampling.temperature is not None and shard_sampling.noise is not None:
+                tokens = lm_head.sample(forwarded.local, shard_sampling.temperature, shard_sampling.noise)
+                output.sampled = sampler.output_of(tokens)
+            elif forwarded.tokens is None:
+                output.sampled = sampler.output_of(lm_head.argmax(forwarded.local))
+            else:
+                output.sampled = sampler.output_of(forwarded.tokens)
+            if output.sampled.tokens is not forwarded.tokens:
+                self._last_tokens.index_copy_(0, forwarded.slots, output.sampled.tokens)
+        output.scored = [(index, len(part)) for index, part in enumerate(reported) if part] if self._reporting else []
+        if output.scored:
+            output.scores = self._score(rows, output.scored, forwarded)
+        return output
+
+    def _score(self, rows: Sequence[StepRow], scored: Sequence[tuple[int, int]], forwarded: ForwardOutput) -> PromptScores:
+        """Begin to score prompt tokens. Their logits are computed in parts: those of a long prompt together take gigabytes."""
+        sampler, lm_head, stream, tokens = self._sampler, self._model.lm_head, forwarded.stream, forwarded.scored
+        assert sampler is not None
+        assert lm_head is not None
+        assert stream is not None
+        assert tokens is not None
+        targets, counts = [], []
+        for index, _ in scored:
+            following, alternatives = self._prompts.targets(rows[index])
+            targets += following
+            counts += alternatives
+        return sampler.score_prompt(lambda part: lm_head.gather(lm_head.local(stream, tokens[part])), targets, counts)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output of sampling on its way from the device to the host: `SampledTokens`, `PromptScores`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.engine.messages import RowResult, TokenLogprobs
+
+Longs = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class PinnedBuffer:
+    """Host memory for up to `count` tokens. `event`: the end of their copy, on GPU."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        with torch.inference_mode(False):  # so that it may be written in and outside of inference mode
+            self.tokens = torch.empty(count, dtype=torch.int64, pin_memory=on_gpu)
+        self.event = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+
+
+class PinnedBuffers:
+    """Page-locked memory for the tokens of the steps in flight: made when needed, and used again once it was read."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, self._device = count, device
+        self._free: list[PinnedBuffer] = []
+
+    def take(self) -> PinnedBuffer:
+        return self._free.pop() if self._free else PinnedBuffer(self._count, self._device)
+
+    def give(self, buffer: PinnedBuffer) -> None:
+        self._free.append(buffer)
+
+
+class SampledTokens:
+    """The tokens of one step. `tokens` [S] int64 is on the device; its copy to the host has begun, and that of the logprobs if any.
+
+    `results` waits for that copy alone, not for the work queued on the device since: the step's one host synchronization.
+    """
+
+    def __init__(
+        self, tokens: Tensor, buffers: PinnedBuffers, scores: Tensor | None = None, rows: Longs | None = None,
+        counts: Longs | None = None,
+    ) -> None:  # fmt: skip
+        """scores: `sampling.score` of some rows, each with as many alternatives as `counts` tells."""
+        self.tokens = tokens
+        self._buffers = buffers
+        self._scores = None
+        if scores is not None and rows is not None and counts is not None:
+            self._scores = _HostCopy(scores), rows.tolist(), counts.tolist()
+        self._buffer: PinnedBuffer | None = buffers.take()
+        self._host_tokens: Longs | None = None
+        self._buffer.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
+        if self._buffer.event is not None:
+            self._buffer.event.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait` would not wait."""
+        buffer = self._buffer
+        return buffer is None or buffer.event is None or bool(buffer.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Longs:
+        """The tokens [S] on the host."""
+        if self._buffer is not None:
+            if self._buffer.event is not None:
+                self._buffer.event.synchronize()
+            self._host_tokens = self._buffer.tokens[: len(self.tokens)].numpy().copy()
+            self._buffers.give(self._buffer)
+            self._buffer = None
+        assert self._host_tokens is not None
+        return self._host_tokens
+
+    def results(self) -> list[RowResult]:
+        """One per row, in order; `logprobs` where the request wants them."""
+        tokens = self.wait().tolist()
+        results = [RowResult(token=token) for token in tokens]
+        if self._scores is not None:
+            scores, rows, counts = self._scores
+            for row, entry in zip(rows, read_scores(scores.wait(), [tokens[row] for row in rows], counts), strict=True):
+                results[row].logprobs = entry
+        return results
+
+
+class PromptScores:
+    """Logprobs of prompt tokens on their way to the host."""
+
+    def __init__(self, scores: Tensor, targets: Sequence[int], counts: Sequence[int]) -> None:
+        self._copy, self._targets, self._counts = _HostCopy(scores), targets, counts
+
+    def results(self) -> list[TokenLogprobs]:
+        """One per position, in order. Waits for the device."""
+        return read_scores(self._copy.wait(), self._targets, self._counts)
+
+
+class _HostCopy:
+    """A tensor whose copy to the host has begun."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor.to("cpu", non_blocking=True)  # into pinned memory, so that it does not wait
+        self._done = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._done is not None:
+            self._done.record()
+
+    def wait(self) -> Tensor:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host
+
+
+def read_scores(scores: Tensor, targets: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """The rows of `sampling.score`, on the host, each with as many alternatives as its count."""
+    columns = (scores.shape[1] - 2) // 2
+    entries = []
+    for row, target, count in zip(scores.tolist(), targets, counts, strict=True):
+        n = min(count, columns)
+        top = [(int(token), value) for token, value in zip(row[2 : 2 + n], row[2 + columns : 2 + columns + n], strict=True)]
+        entries.append(TokenLogprobs(token=target, logprob=row[0], rank=int(row[1]), top=top))
+    return entries

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a rank (`python -m phalanx.worker`, started by a launcher): it gets ready, then runs steps until told to stop.
+
+Hello -> import torch -> StoreReady or StoreAddress -> form groups -> agree -> build, load -> compile, measure -> KvCapacity ->
+Allocate -> capture graphs -> RankReady -> steps
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib.util
+import json
+import os
+import platform
+import signal
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from phalanx import log
+from phalanx.comm import launch
+from phalanx.config.locate import checkpoint_digest, locate
+from phalanx.config.model import ModelShape
+from phalanx.config.options import EngineOptions
+from phalanx.config.resolve import compute_dtype
+from phalanx.engine.messages import RankFacts, Step
+from phalanx.errors import EngineError, PhalanxError
+from phalanx.executor.protocol import (
+    Allocate,
+    Hello,
+    KvCapacity,
+    RankError,
+    RankReady,
+    StartupProgress,
+    StepDone,
+    Stop,
+    StoreAddress,
+    StoreReady,
+)
+from phalanx.hardware.gauges import GpuSampler
+from phalanx.hardware.probe import cores
+from phalanx.plan import Layout, stages
+from phalanx.plan.weight_tensors import layer_bytes
+from phalanx.version import __version__
+from phalanx.worker.channel import EngineChannel
+
+if TYPE_CHECKING:
+    import torch
+
+    from phalanx.comm.group import Group
+    from phalanx.comm.torch_group import Groups
+    from phalanx.models.registry import Model
+    from phalanx.plan.memory import KvSpec
+    from phalanx.worker.cuda_graphs import StepCounts
+    from phalanx.worker.model_runner import ModelRunner, StepOutput
+
+logger = log.get_logger(__name__)
+
+_PER_NODE = {"node_rank", "model", "tokenizer", "kernel_cache_dir", "launcher"}
+"""Options that may differ between hosts. The model is compared by its digest."""
+
+ReportProgress = Callable[[int, int], None]
+"""Reports how much of a phase is done: (done, total)."""
+
+_POLL_SECONDS = 80e-6
+"""How often a rank asks whether the device has finished a step."""
+
+
+class StopRequested(Exception):
+    """The engine asked this rank to end."""
+
+
+class Worker:
+    """One rank. `config`: see `executor.launcher.Launcher.start`."""
+
+    def __init__(self, config: dict[str, Any], channel: EngineChannel) -> None:
+        self.options = EngineOptions(**config["options"])
+        self.rank: int = config["rank"]
+        self.channel = channel
+        self._config = config
+        self._layout = Layout.of(self.options)
+        self._place = self._layout.place(self.rank)
+        self._phases = log.Phases(logger)
+        self._bytes: dict[str, int] = {}
+        self._groups: Groups | None = None
+        self._ran: StepCounts | None = None
+        self._sampler: GpuSampler | None = None
+
+    def run(self) -> None:
+        """Get ready and run steps. Raises what goes wrong; returns when told to stop."""
+        try:
+            runner = self._get_ready()
+            self._serve(runner)
+        except StopRequested:
+            return
+
+    # ---- getting ready -----------------------------------------------------------------------------------------------
+
+    def _get_ready(self) -> ModelRunner:
+        with self._phase("import torch"):
+            self._import()
+        with self._phase("open the device"):
+            device = self._take_device()
+        self.channel.start_heartbeat(self._bytes_now, self._counts)
+        with self._phase("find the model"):
+            folder = locate(self.options.model, self.options.revision)
+            shape = ModelShape.from_folder(folder)
+        with self._phase("form groups"):
+            groups = self._form(device, folder)
+        with self._phase("make the all-reduce"):
+            groups = self._groups = self._tune(groups, shape, device)
+        with self._phase("build"):
+            model, layers = self._build(shape, device)
+        with self._phase("load weights") as report:
+            self._load(model, folder, report)
+        return self._allocate(model, layers, groups, device)
+
+    def _import(self) -> None:
+        """Import what takes long, so that the phases that follow are quick."""
+        import phalanx.comm.torch_group
+        import phalanx.models.weights
+        import phalanx.worker.model_runner  # noqa: F401
+
+    def _take_device(self) -> torch.device:
+        """This rank's GPU; on CPU, its part of the cores."""
+        import torch
+
+        from phalanx.kernels.compiling import compile_time
+
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // self._config["local_ranks"])))
+        if self.options.device != "cuda":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise EngineError(
+                "device='cuda', but torch finds no GPU that it can use", held=f"torch {torch.__version__}",
+                why="it is built without CUDA, or the driver is too old", next="install a CUDA build of torch, or use device='cpu'",
+            )  # fmt: skip
+        device = torch.device("cuda", self._config["device_index"])
+        torch.cuda.set_device(device)
+        self._bytes["capacity"] = torch.cuda.mem_get_info(device)[1]
+        self._sampler = GpuSampler(str(torch.cuda.get_device_properties(device).uuid))
+        if importlib.util.find_spec("triton") is not None:
+            compile_time.count_seconds(self._phases.seconds)
+        return device
+
+    def _form(self, device: torch.device, folder: Path) -> Groups:
+        from phalanx.comm import torch_group
+        from phalanx.comm.agreement import agree
+
+        world, timeout = self._layout.world, self.options.start_timeout
+        if world == 1:
+            return torch_group.form(0, 1, self._layout, "", device)
+        if self.rank == 0:
+            store, address = torch_group.listen(self._config["peer"], self._config["store_port"], world, timeout=timeout)
+            self.channel.send(StoreReady(0, address))
+        else:
+            store = torch_group.connect(self._await(StoreAddress).address, world, timeout=timeout)
+        agree(store, self.rank, world, self._facts(folder))
+        collective_timeout = max(timeout, self.options.step_timeout)
+        return torch_group.form(
+            self.rank, world, self._layout, store, device, peer=self._config["peer"], timeout=collective_timeout
+        )  # fmt: skip
+
+    def _tune(self, groups: Groups, shape: ModelShape, device: torch.device) -> Groups:
+        """The groups; the all-reduce of the tensor-parallel one follows the machine's table."""
+        from phalanx.comm.tuned_group import tuned
+        from phalanx.kernels.dtypes import TORCH_DTYPES
+
+        options = self.options
+        dtype = TORCH_DTYPES[compute_dtype(options.dtype, shape, device.type)]
+        tokens = options.max_num_tokens or options.max_seq_len or shape.max_positions
+        group = tuned(
+            groups.tp, message_bytes=tokens * shape.hidden_size * dtype.itemsize, strategy=options.allreduce_strategy,
+            deterministic=options.deterministic, timeout=options.step_timeout,
+        )  # fmt: skip
+        return replace(groups, tp=group)
+
+    def _facts(self, folder: Path) -> dict[str, str]:
+        """What must be equal on all ranks."""
+        import torch
+
+        options = self.options.model_dump(mode="json", exclude=_PER_NODE)
+        return {
+            **{f"option {name}": json.dumps(value) for name, value in options.items()},
+            "phalanx version": __version__, "torch version": torch.__version__, "Python version": platform.python_version(),
+            "checkpoint": checkpoint_digest(folder, weights=self.options.load_format != "dummy"),
+        }  # fmt: skip
+
+    def _build(self, shape: ModelShape, device: torch.device) -> tuple[Model, range]:
+        from phalanx.kernels.dtypes import TORCH_DTYPES
+        from phalanx.models import registry
+
+        assert self._groups is not None
+        fp8 = self.options.dtype == "fp8"
+        name = compute_dtype(self.options.dtype, shape, device.type)
+        per_layer, embedding, head = layer_bytes(shape, "fp8" if fp8 else name)
+        layers = stages(per_layer, self._layout.pp, first_bytes=embedding, last_bytes=head)[self._place.pp_index]
+        model = registry.build(
+            shape, group=self._groups.tp, layers=layers, dtype=TORCH_DTYPES[name], device=device, fp8=fp8,
+            fp8_cache=self.options.kv_cache_dtype == "fp8",
+        )  # fmt: skip
+        return model, layers
+
+    def _load(self, model: Model, folder: Path, report: ReportProgress) -> None:
+        from phalanx.models import weights
+
+        if self.options.load_format == "dummy":
+            weights.dummy(model, self.options.seed, report)
+        else:
+            weights.load(model, folder, report)
+        tensors = [*model.parameters(), *model.buffers()]
+        self._bytes["weights"] = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    def _allocate(self, model: Model, layers: range, groups: Groups, device: torch.device) -> ModelRunner:
+        """Measure and report how many KV blocks fit, make caches of as many blocks as the engine decides, and capture graphs."""
+        import torch
+
+        from phalanx.models.batch import LayerCache
+        from phalanx.models.layers.attention.select import select_backend
+        from phalanx.worker.cuda_graphs import CudaGraphCapturer, StepCounts
+        from phalanx.worker.model_runner import ModelRunner
+        from phalanx.worker.sampler import Sampler
+
+        options, specs, shape = self.options, model.kv_specs(), model.shape
+        dtype = model.context.dtype
+        attention = select_backend(device, dtype, shape.head_dim)
+        last = groups.pp.rank == groups.pp.size - 1
+        max_seq_len = options.max_seq_len or shape.max_positions
+        sampler = Sampler(options.max_batch_size, shape.vocab_size, device) if last else None
+
+        def caches(blocks: int) -> list[LayerCache]:
+            return [
+                LayerCache.zeros(blocks, options.kv_block_size, s.heads, s.head_dim, model.context.cache_dtype, device)
+                for s in specs
+            ]
+
+        graphs = options.cuda_graphs and device.type == "cuda"
+        capturer = CudaGraphCapturer(device, getattr(groups.tp, "calls", None)) if graphs else None
+        runner = ModelRunner(
+            model, caches(1), attention, sampler, groups.pp, max_batch_size=options.max_batch_size, max_seq_len=max_seq_len,
+            block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=options.max_num_tokens or max_seq_len,
+            capturer=capturer,
+        )  # fmt: skip
+        self.channel.send(KvCapacity(self.rank, self._measure(runner, specs, max_seq_len, groups.world, device)))
+        blocks = self._await(Allocate).blocks
+        with self._phase("make the KV cache"):
+            runner.caches = caches(blocks)
+            self._bytes["kv"] = sum(cache.key.nbytes + cache.value.nbytes for cache in runner.caches)
+        self._capture(runner, device)
+        self._ran = runner.ran = StepCounts()  # from here on steps are the engine's
+        calls = getattr(groups.tp, "calls", {})
+        for name in calls:  # not cleared: a graph counts up the entries that it holds
+            calls[name] = 0
+        facts = RankFacts(
+            self.rank, self._config["node"], device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            layers=(layers.start, layers.stop), bytes=self._bytes_now(), phases=self._phases.seconds, attention=attention.name,
+            allreduce=getattr(groups.tp, "digest", ""),
+        )  # fmt: skip
+        self.channel.send(RankReady(self.rank, facts))
+        return runner
+
+    def _measure(self, runner: ModelRunner, specs: Sequence[KvSpec], max_seq_len: int, world: Group, device: torch.device) -> int:
+        """How many KV blocks this rank has memory for: on a GPU measured by the largest steps, whose kernels are compiled first."""
+        from phalanx.worker import memory_profile
+        from phalanx.worker.warmup import compile_processes, warm_up
+
+        options, graphs = self.options, runner.graphs
+        if device.type != "cuda":
+            with self._phase("measure"):
+                return memory_profile.cpu_blocks(options, specs, max_seq_len)
+        steps = memory_profile.profiling_steps(
+            max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
+            block_size=options.kv_block_size,
+        )  # fmt: skip
+        with self._phase("compile kernels", "kernel") as report:
+            warm_up(runner, steps, world, device, compile_processes(self._config["local_ranks"]), report)
+        with self._phase("measure", "step") as report:
+            step_done = memory_profile.counting(report, len(steps) + len(graphs.largest if graphs else ()))
+            peak = memory_profile.measure_activations(runner, steps, device, step_done)
+            self._bytes["activations"] = peak.tensors
+            graph_bytes = memory_profile.measure_graphs(runner, device, step_done)
+            return memory_profile.gpu_blocks(options, specs, peak.reserved, graph_bytes, device)
+
+    def _capture(self, runner: ModelRunner, device: torch.device) -> None:
+        """Capture graphs of all sizes, where graphs are enabled and the attention back end supports them."""
+        from phalanx.worker import memory_profile
+
+        if runner.graphs is None:
+            return
+        total, before = len(runner.graphs.sizes), memory_profile.free_bytes(device)
+        with self._phase("capture graphs", "size") as report:
+            for done, _ in enumerate(runner.capture(), start=1):
+                report(done, total)
+        self._bytes["graphs"] = max(before - memory_profile.free_bytes(device), 0)
+
+    @contextmanager
+    def _phase(self, name: str, unit: str = "") -> Iterator[ReportProgress]:
+        """A phase of the start-up. It yields what reports its progress to the engine, in `unit`s: see StartupProgress."""
+        self.channel.send(StartupProgress(self.rank, name))
+        with self._phases.phase(name):
+            yield lambda done, total: self.channel.send(StartupProgress(self.rank, name, done, total, unit))
+
+    def _await(self, kind: Any) -> Any:
+        """The engine's next message, which is of this kind. Raises StopRequested for Stop."""
+        message = self.channel.receive()
+        if isinstance(message, Stop):
+            raise StopRequested
+        if not isinstance(message, kind):
+            raise EngineError(f"rank {self.rank} received {type(message).__name__}", held=f"it waits for {kind.__name__}")
+        return message
+
+    # ---- heartbeats --------------------------------------------------------------------------------------------------
+
+    def _bytes_now(self) -> dict[str, int]:
+        """Bytes by kind, as RankFacts names them."""
+        import torch
+
+        if self.options.device == "cuda":
+            # The allocator's own count: a CUDA call from the heartbeat's thread might open a context on GPU 0.
+            return {**self._bytes, "total": torch.cuda.memory_reserved(self._config["device_index"])}
+        return {**self._bytes, "total": psutil.Process().memory_info().rss, "capacity": psutil.virtual_memory().total}
+
+    def _counts(self) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
+        """All-reduce calls, and how steps ran: see RankHeartbeat."""
+        calls = {} if self._groups is None else getattr(self._groups.tp, "calls", {})
+        gauges = {} if self._sampler is None else self._sampler.read()
+        return (
+            {name: count for name, count in calls.copy().items() if count},
+            {} if self._ran is None else self._ran.by_name,
+            gauges,
+        )
+
+    # ---- running steps -----------------------------------------------------------------------------------------------
+
+    def _serve(self, runner: ModelRunner) -> None:
+        """Queue each step on the device as it comes, and report the steps whose results are there: the device never waits for the
+        host. The engine's depth bounds how many steps are queued."""
+        # The objects that exist now stay: a full collection would visit all of them, and the device would run dry meanwhile.
+        gc.collect()
+        gc.freeze()
+        _sharpen_timers()
+        queued: deque[tuple[int, bytes, StepOutput]] = deque()
+        while True:
+            # A new step wakes this at once. An event of the device does not: it is polled, and in between the core and the
+            # interpreter are free for the other threads.
+            timeout = None if not queued else 0.0 if queued[0][2].ready else _POLL_SECONDS
+            message = self.channel.receive(timeout)
+            if isinstance(message, Step):
+                self.channel.begun = message.number
+                output = runner.run(message.batches[self._place.dp_index])
+                queued.append((message.number, self.channel.digest, output))
+            elif isinstance(message, Stop):
+                return
+            elif message is not None:
+                raise EngineError(f"rank {self.rank} received {type(message).__name__}", held="it waits for steps")
+            if queued and queued[0][2].ready:
+                self._report(*queued.popleft())
+
+    def _report(self, number: int, digest: bytes, output: StepOutput) -> None:
+        rows, tokens = output.results()
+        self.channel.finished = number
+        self.channel.send(StepDone(self.rank, number, digest, tokens, rows if self._place.tp_index == 0 else None))
+
+
+def _sharpen_timers() -> None:
+    """Let this thread's short sleeps end on time: Linux may add 50 us to each, which is as long as they are."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)  # PR_SET_TIMERSLACK: nanoseconds, of the calling thread
+
+
+def main() -> None:
+    """Never returns: a rank ends at once, since the clean-up of a library may wait for peers that are gone."""
+    config = launch.read_config()
+    rank: int = config["rank"]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the engine sends it to a stalled rank before it kills it
+    # Only its engine ends a rank: a service manager that sends SIGTERM to every process must not cut a drain short.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    log.configure(f"rank {rank}", "INFO" if rank == 0 else "WARNING")
+    channel = EngineChannel(rank, config["engine"])
+    channel.send(Hello(rank, config["node"], os.getpid()))
+    status = 1
+    try:
+        Worker(config, channel).run()
+        status = 0
+    except BaseException as error:
+        channel.send(_rank_error(rank, error))
+    channel.close()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _rank_error(rank: int, error: BaseException) -> RankError:
+    """The error as the engine raises it: it names the rank. The traceback of any other than a PhalanxError goes to the log."""
+    if isinstance(error, PhalanxError):
+        wire = error.to_wire()
+        return RankError(rank, {**wire, "failure": f"rank {rank}: {wire['failure']}"}, consequence=False)
+    from phalanx.comm.torch_group import lost_peer
+
+    consequence = lost_peer(error)
+    if not consequence:
+        logger.error("%s", "".join(traceback.format_exception(error)))
+    failure = EngineError(f"rank {rank} failed: {type(error).__name__}: {error}", next="its traceback is in the log")
+    return RankError(rank, failure.to_wire(), consequence)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of README and docs run, on the demo model over CPU ranks; those that need GPUs or a download are only parsed."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.documents import ROOT, blocks, commands
+
+DOCS = ROOT / "docs"
+RANK = " A rank is one process on one device. All ranks together are the world."
+PORT = "localhost:8000"
+
+
+def python(page: Path, kind: str = "python") -> str:
+    return "\n".join(block.text for block in blocks(page) if block.kind == kind)
+
+
+def run(*command: str | Path, stdin: str = "") -> str:
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_python_api_page_runs(tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text(python(DOCS / "python_api.md"), encoding="utf-8")
+    lines = run(sys.executable, script).splitlines()
+    assert lines[0] == f"{RANK} stop"
+    assert lines[6] in ("True", "False")
+    streamed = lines[7:]
+    assert len(streamed) > 1, "the text grows, by as much as there is when the stream is read"
+    assert streamed[-1] == " A KV block holds the keys and values of 16 tokens, in every layer. kv_"
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(streamed))
+
+
+def test_the_front_page_and_the_quick_start_run(tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text(python(ROOT / "README.md") + "\nllm.shutdown()\n" + python(DOCS / "quickstart.md"), encoding="utf-8")
+    assert run(sys.executable, script).splitlines() == [RANK, RANK]
+
+
+def test_the_check_of_an_installation_runs():
+    lines = [command.words for command in commands(DOCS / "install.md") if command.words[:2] == ["phalanx", "generate"]]
+    assert len(lines) == 2
+    for words in lines:
+        assert run(sys.executable, "-m", *words).startswith(RANK)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    """`localhost:PORT` of the server that the quick start starts, on a free port."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    words = next(command.words for command in commands(DOCS / "quickstart.md") if command.words[:3] == ["phalanx", "serve", "demo"])
+    words = [word.replace("8000", address.partition(":")[2]) for word in words]
+    server = subprocess.Popen([sys.executable, "-m", *words], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        while not _ready(address):
+            assert server.poll() is None, "the server ended"
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        yield address
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+
+
+def _ready(address: str) -> bool:
+    try:
+        return httpx.get(f"http://{address}/ready", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_the_requests_of_the_quick_start(served):
+    assert shutil.which("curl"), "the quick start asks with curl"
+    requests = [command.words for command in commands(DOCS / "quickstart.md") if command.words[0] == "curl"]
+    assert len(requests) == 2
+    answer, metrics = (run(*(word.replace(PORT, served) for word in words), "-sSf") for words in requests)
+    assert RANK.strip() in answer
+    assert "phalanx:generation_tokens_total" in metrics
+    script = python(DOCS / "quickstart.md", "python served")
+    assert RANK.strip() in run(sys.executable, "-c", script.replace(PORT, served))
+    chat = next(command.words for command in commands(DOCS / "quickstart.md") if command.words[:2] == ["phalanx", "chat"])
+    assert RANK.strip() in run(sys.executable, "-m", *(word.replace(PORT, served) for word in chat), stdin="What is a rank?\n")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Dockerfile, as far as a machine without Docker can check it: syntax, sources, shell, environment, entry point."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import subprocess
+import tomllib
+from typing import NamedTuple
+
+import typer
+
+from phalanx.cli import app
+from phalanx.config import EngineOptions
+from phalanx.config.serving import ServeOptions
+from phalanx.config.sources import build_options, read_sources
+from tests.architecture.sources import ROOT
+
+KNOWN = {"FROM", "WORKDIR", "COPY", "RUN", "ENV", "VOLUME", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+
+
+class Instruction(NamedTuple):
+    name: str
+    text: str
+
+
+def instructions() -> list[Instruction]:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    lines = [line for line in re.sub(r"\\\n\s*", " ", text).splitlines() if line.strip() and not line.startswith("#")]
+    return [Instruction(*line.split(None, 1)) for line in lines]
+
+
+def texts(name: str) -> list[str]:
+    return [instruction.text for instruction in instructions() if instruction.name == name]
+
+
+def environment() -> dict[str, str]:
+    return dict(pair.split("=", 1) for text in texts("ENV") for pair in text.split())
+
+
+def sent(path: str) -> bool:
+    """Whether .dockerignore lets a path of the checkout into the build."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    allowed = True
+    for line in lines:
+        if fnmatch.fnmatch(path, line.lstrip("!").removeprefix("**/")):
+            allowed = line.startswith("!")
+    return allowed
+
+
+def test_instructions_are_known_and_in_order():
+    names = [instruction.name for instruction in instructions()]
+    assert names[0] == "FROM"
+    assert set(names) <= KNOWN
+    assert names[-1] == "ENTRYPOINT"
+    assert (ROOT / "Dockerfile").read_text(encoding="utf-8").startswith("# syntax=docker/dockerfile:1\n")
+
+
+def test_what_is_copied_is_there_and_is_all_that_the_wheel_needs():
+    stages = [text.partition(" AS ")[2] for text in texts("FROM")]
+    copied: set[str] = set()
+    for text in texts("COPY"):
+        *sources, target = [word for word in text.split() if not word.startswith("--")]
+        if stage := re.search(r"--from=(\S+)", text):
+            assert stage[1] in stages
+            made = [word for run in texts("RUN") for word in run.split()]
+            assert all(source in made for source in sources), f"no RUN makes {sources}"
+            continue
+        copied.update(sources)
+        for source in sources:
+            assert (ROOT / source).exists(), f"COPY {source}"
+            assert sent(source), f".dockerignore leaves out {source}"
+        assert target.startswith("./")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert {"pyproject.toml", project["project"]["readme"]} <= copied
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert all(any(package.startswith(f"{source}/") for source in copied) for package in packages)
+
+
+def test_the_image_runs_a_python_that_the_package_takes():
+    wheel = re.search(r"python:(\d+)\.(\d+)", texts("FROM")[0])
+    assert wheel
+    assert (int(wheel[1]), int(wheel[2])) >= (3, 11)
+
+
+def test_shell_and_pip_lines_are_sound():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    pip = []
+    for run in texts("RUN"):
+        assert subprocess.run(["bash", "-n", "-c", run], capture_output=True, check=False).returncode == 0, run
+        pip += [part.strip() for part in run.split("&&") if part.strip().startswith("pip ")]
+    assert len(pip) == 2
+    build, install = pip
+    # scripts/wheel_check.py, a step of .ci/run, builds and installs a wheel in the same way.
+    assert re.fullmatch(r"pip wheel --no-cache-dir --no-deps --wheel-dir /wheels \.", build)
+    extra = re.fullmatch(r'pip install --no-cache-dir "\$\(ls /wheels/phalanx-\*\.whl\)\[(\w+)\]"', install)
+    assert extra
+    assert extra[1] in extras
+
+
+def test_it_runs_as_a_user_and_keeps_its_cache_in_the_volume():
+    (user,) = texts("USER")
+    assert user != "root"
+    assert any(f"useradd --create-home --uid 10001 {user}" in run and f"chown {user} /cache" in run for run in texts("RUN"))
+    (volume,) = texts("VOLUME")
+    values = environment()
+    assert all(values[name].startswith(f"{volume}/") for name in ("HF_HOME", "PHALANX_KERNEL_CACHE_DIR"))
+
+
+def test_entry_point_and_environment_are_what_phalanx_takes():
+    (entry,), (port,), (health,) = texts("ENTRYPOINT"), texts("EXPOSE"), texts("HEALTHCHECK")
+    program, verb = json.loads(entry)
+    assert program == "phalanx"
+    assert verb in typer.main.get_command(app).commands
+    raw = read_sources({"model": "demo"}, environ=environment())
+    serving = build_options(ServeOptions, raw)
+    assert serving.host == "0.0.0.0"
+    assert str(serving.port) == port
+    assert build_options(EngineOptions, raw).kernel_cache_dir is not None
+    *_, code = json.loads(health.partition("CMD ")[2])
+    compile(code, "HEALTHCHECK", "exec")
+    assert f":{port}/ready" in code

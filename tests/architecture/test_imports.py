@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What import-linter cannot see: lazy imports, third-party libraries by package, and the reading of the environment."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.sources import SRC, imports_of, module_name, package_of, python_files, tree_of
+
+LEVELS = [
+    {"errors", "version"}, {"log", "metrics"}, {"config"}, {"hardware"}, {"tables"}, {"kernels", "plan"}, {"comm"}, {"models"},
+    {"engine"}, {"executor"}, {"worker"}, {"serve", "tune"}, {"bench"}, {"deploy", "health"}, {"cli"}, {"__main__"},
+]  # fmt: skip
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
+
+ONLY_IN = {
+    "ray": {"deploy"},
+    "fastapi": {"serve"},
+    "starlette": {"serve"},
+    "uvicorn": {"serve"},
+    "pandas": {"tune", "bench"},
+    "matplotlib": {"tune", "bench"},
+    "seaborn": {"tune", "bench"},
+    "scipy": {"tune", "bench"},
+    "triton": {"kernels"},
+    "tokenizers": {"serve"},
+    "typer": {"cli", "tune", "bench", "health"},
+}
+NEVER_IN = {
+    "torch": {"config", "hardware", "tables", "plan", "engine", "executor", "errors", "log", "metrics"},
+    "transformers": {"config", "hardware", "tables", "plan", "kernels", "comm", "models", "engine", "executor"},
+    "torch.distributed": {"kernels", "models"},
+}
+
+
+@pytest.mark.parametrize("path", python_files(), ids=module_name)
+def test_imports_only_go_down(path):
+    here = package_of(path)
+    if here == "__init__":
+        return
+    for target, line in imports_of(path):
+        if not target.startswith("phalanx.") or (package := target.split(".")[1]) == here or package == "__init__":
+            continue
+        assert package in LEVEL, f"{path}:{line} imports {target}: no such package in the design"
+        assert LEVEL[package] < LEVEL[here], f"{path}:{line}: {here} imports {target}, which is not below it"
+
+
+@pytest.mark.parametrize("path", python_files(), ids=module_name)
+def test_libraries_stay_in_their_packages(path):
+    here = package_of(path)
+    for target, line in imports_of(path):
+        for library, packages in ONLY_IN.items():
+            if target == library or target.startswith(library + "."):
+                assert here in packages, f"{path}:{line}: {target} belongs to {sorted(packages)}"
+        for library, packages in NEVER_IN.items():
+            if target == library or target.startswith(library + "."):
+                assert here not in packages, f"{path}:{line}: {here} never imports {library}"
+        if target.startswith("torch.distributed._symmetric_memory"):
+            assert module_name(path) == "phalanx.comm.symmetric", f"{path}:{line}: only comm/symmetric.py knows the private API"
+
+
+MEETS_ONLY = {
+    ("worker", "engine"): "phalanx.engine.messages",
+    ("worker", "executor"): "phalanx.executor.protocol",
+    ("engine", "comm"): "phalanx.comm.launch",
+    ("executor", "comm"): "phalanx.comm.launch",
+}
+"""What of a lower package the processes of an engine may import, as they meet by messages."""
+
+
+@pytest.mark.parametrize("path", python_files(), ids=module_name)
+def test_processes_meet_by_messages(path):
+    for target, line in imports_of(path):
+        package = target.split(".")[1] if target.startswith("phalanx.") else ""
+        allowed = MEETS_ONLY.get((package_of(path), package))
+        assert allowed is None or f"{target}.".startswith(f"{allowed}."), f"{path}:{line} imports {target}, not {allowed}"
+
+
+def test_no_import_circle():
+    """Lazy imports and `__init__` included. A module depends on a package's `__init__` if it takes a name from the package itself,
+    not if it takes a module of it: `from phalanx.kernels import linear` depends on kernels/__init__.py, and
+    `from phalanx.kernels import reference` does not."""
+    names = {path: module_name(path).removesuffix(".__init__") for path in python_files()}
+    graph: dict[str, set[str]] = {names[path]: set() for path in python_files()}
+    for path, name in names.items():
+        graph[name] = {_file_of(target, graph) for target, _ in imports_of(path) if target.startswith("phalanx")} - {"", name}
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        assert module not in path, f"a circle: {' -> '.join([*path[path.index(module) :], module])}"
+        if module in done:
+            return
+        for target in sorted(graph[module]):
+            visit(target, [*path, module])
+        done.add(module)
+
+    for module in sorted(graph):
+        visit(module, [])
+
+
+def _file_of(target: str, graph: dict[str, set[str]]) -> str:
+    """The file that an import names: `from a.b import c` names a.b.c, or an attribute of a.b."""
+    while target and target not in graph:
+        target = target.rpartition(".")[0]
+    return target
+
+
+def test_init_files_hold_no_logic():
+    """An `__init__` re-exports: besides imports, a docstring and `__all__` it may define `__getattr__`, for lazy names."""
+    for path in python_files():
+        if path.name != "__init__.py":
+            continue
+        for node in tree_of(path).body:
+            function = node.name if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else "__getattr__"
+            assert function == "__getattr__", f"{path}:{node.lineno} defines {function}"
+            assert not isinstance(node, ast.ClassDef), f"{path}:{node.lineno} defines a class"
+
+
+READS_ENVIRONMENT = {
+    "phalanx.config.sources",  # the one reader
+    "phalanx.comm.launch",  # hands the environment on to children
+    "phalanx.comm.torch_group",  # gloo is told its interface there and nowhere else
+    "phalanx.hardware.probe",  # which of the GPUs of the host this process may see is a fact of the machine
+}
+
+
+@pytest.mark.parametrize("path", python_files(), ids=module_name)
+def test_only_sources_reads_the_environment(path):
+    if module_name(path) in READS_ENVIRONMENT:
+        return
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            assert node.attr not in {"environ", "getenv"}, f"{path}:{node.lineno} reads the environment"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "plan", "config", "hardware", "tables", "engine.scheduler", "engine.messages", "engine.process", "executor.rank_executor",
+        "executor.node", "comm.launch", "cli",
+    ],
+)  # fmt: skip
+def test_modules_that_never_wait_for_torch(module):
+    if not (SRC / module.replace(".", "/")).is_dir() and not (SRC / (module.replace(".", "/") + ".py")).is_file():
+        pytest.fail(f"phalanx.{module} is gone; mend this list")
+    code = f"import sys, phalanx.{module}; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'triton', 'pandas')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words that must not stand in the repository: paths of one machine, hosts of package registries, retired names; and names in the
+sources that say which act gave a value instead of what it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.sources import ROOT, module_name, python_files, tree_of
+
+BANNED = {
+    "an absolute path of a machine": re.compile(r"(?<![\w.}])/(?:work|root|home/(?!phalanx)\w+)/"),
+    "a package registry's host": re.compile(r"pypi\.org|pythonhosted|registry\.npmjs|pytorch\.org/whl", re.I),
+}
+RETIRED = ROOT / "tests" / "architecture" / "retired_words.txt"
+SELF = {"tests/architecture/test_words.py", "tests/architecture/retired_words.txt"}
+ACTS = {"found", "held", "asked", "made", "said", "told", "seen", "mine", "given", "whole", "wide"}
+
+
+@cache
+def tracked() -> tuple[str, ...]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False)
+    names = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file() and name not in SELF]
+    assert len(names) > 20, "git lists no files: run from a checkout"
+    return tuple(name for name in names if Path(name).suffix not in {".safetensors", ".png", ".pyc"})
+
+
+@cache
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("what", BANNED)
+def test_no_banned_words(what):
+    for name in tracked():
+        match = BANNED[what].search(text_of(name))
+        assert not match, f"{name} names {what}: {match.group(0)}"
+
+
+@cache
+def retired() -> dict[str, str]:
+    """Retired word -> what took its place, of lines "word -> replacement"."""
+    lines = [line for line in RETIRED.read_text(encoding="utf-8").splitlines() if line and line[0] != "#"]
+    return {line.split(" -> ", 1)[0]: line.split(" -> ", 1)[1] for line in lines}
+
+
+def test_retired_words_have_a_replacement():
+    assert len(retired()) > 60
+    assert all(re.fullmatch(r"\w+", word) and replacement.strip() for word, replacement in retired().items())
+
+
+def test_no_retired_word_comes_back():
+    """Whole words, case-sensitive, in code, tests, benchmarks, scripts and documents; results keep the names of their commits."""
+    pattern = re.compile(r"(?<!\w)(" + "|".join(map(re.escape, retired())) + r")(?!\w)")
+    places = ("src/", "tests/", "scripts/", "docs/", "dashboards/", "README.md", "CONTRIBUTING.md", "Makefile", "Dockerfile")
+    faults = []
+    for name in tracked():
+        if not (name.startswith(places) or (name.startswith("benchmarks/") and name.endswith(".py"))) or "demo_model" in name:
+            continue
+        for number, line in enumerate(text_of(name).splitlines(), 1):
+            faults += [f"{name}:{number}: {word} (now {retired()[word]})" for word in pattern.findall(line)]
+    assert not faults, "\n".join(faults)
+
+
+def bindings(path: Path) -> Iterator[tuple[str, int]]:
+    """Every name that the file binds: variables, parameters, attributes of self and of classes, functions, imports."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname, node.lineno
+        elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name:
+            yield node.name, node.lineno
+
+
+@pytest.mark.parametrize("path", python_files(), ids=module_name)
+def test_names_are_of_things(path):
+    """`blocks`, `error` or `logits`, not `found`, `held` or `made`. `held` is a part of PhalanxError alone (errors.py)."""
+    allowed = {"held"} if module_name(path) == "phalanx.errors" else set()
+    faults = [f"{path}:{line}: {name}" for name, line in bindings(path) if name.lstrip("_") in ACTS - allowed]
+    assert not faults, "\n".join(faults)

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import pytest
+
+from phalanx.engine.messages import RowResult
+from phalanx.errors import StepDiverged
+from phalanx.executor.inflight import InFlightSteps
+from phalanx.executor.protocol import StepDone
+from phalanx.plan.layout import Layout
+
+ROWS = [RowResult(token=7)]
+
+
+def in_flight(layout: Layout, *numbers: int) -> InFlightSteps:
+    steps = InFlightSteps(layout)
+    for number in numbers:
+        steps.submitted(number, b"d%d" % number, 0.0)
+    return steps
+
+
+def test_a_step_is_handed_out_when_the_last_stage_agrees_and_in_order() -> None:
+    steps = in_flight(Layout(pp=2, tp=2), 1, 2)
+    steps.record(StepDone(2, 2, b"d2", 5, ROWS), 0.0)
+    steps.record(StepDone(3, 2, b"d2", 5), 0.0)
+    assert steps.completed() == []
+    steps.record(StepDone(2, 1, b"d1", 5, ROWS), 0.0)
+    assert steps.completed() == []
+    steps.record(StepDone(3, 1, b"d1", 5), 0.0)
+    assert [(result.number, result.batches) for result in steps.completed()] == [(1, [ROWS]), (2, [ROWS])]
+    assert steps.completed() == []
+    assert steps.overdue(100.0, 10.0) == (1, [0, 1])
+    for number in (1, 2):
+        for rank in (0, 1):
+            steps.record(StepDone(rank, number, b"d%d" % number), 0.0)
+    assert steps.completed() == []
+    assert steps.overdue(100.0, 10.0) is None
+
+
+def test_each_data_parallel_index_has_its_results() -> None:
+    steps = in_flight(Layout(dp=2), 1)
+    steps.record(StepDone(1, 1, b"d1", 9, [RowResult(token=9)]), 0.0)
+    steps.record(StepDone(0, 1, b"d1", 8, [RowResult(token=8)]), 0.0)
+    (result,) = steps.completed()
+    assert [[row.token for row in rows] for rows in result.batches] == [[8], [9]]
+
+
+@pytest.mark.parametrize(
+    ("done", "said"),
+    [
+        (StepDone(1, 1, b"d1", 6), "rank 1 sampled other tokens than rank 0 in step 1"),
+        (StepDone(1, 1, b"xx", 5), "rank 1 ran step 1 with digest"),
+        (StepDone(1, 2, b"d2", 5), r"rank 1 reports step 2, which is not in flight on it; steps in flight: \[1\]"),
+        (StepDone(0, 1, b"d1", 5), "rank 0 reports step 1"),
+    ],
+)
+def test_divergence_names_the_rank(done: StepDone, said: str) -> None:
+    steps = in_flight(Layout(tp=2), 1)
+    steps.record(StepDone(0, 1, b"d1", 5, ROWS), 0.0)
+    with pytest.raises(StepDiverged, match=said):
+        steps.record(done, 0.0)
+
+
+def test_a_queued_steps_time_runs_from_its_turn() -> None:
+    steps = in_flight(Layout(), 1, 2)
+    assert steps.overdue(9.0, 10.0) is None
+    assert steps.overdue(11.0, 10.0) == (1, [0])
+    steps.record(StepDone(0, 1, b"d1", 5, ROWS), 12.0)
+    assert steps.overdue(21.0, 10.0) is None
+    assert steps.overdue(23.0, 10.0) == (2, [0])

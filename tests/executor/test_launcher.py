@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from phalanx.config.options import EngineOptions
+from phalanx.errors import LayoutError, OptionError, RankDied
+from phalanx.executor.launcher import HostRanks, Launcher, LocalLauncher, host_ranks, kernel_folders, load_launcher
+from phalanx.executor.rank_executor import RankExecutor
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import Drive, await_results, expected, options, prompts
+
+
+def asked(tp: int, pp: int, nodes: int) -> EngineOptions:
+    return EngineOptions(model="x", tensor_parallel_size=tp, pipeline_parallel_size=pp, nnodes=nodes)
+
+
+def test_ranks_are_spread_evenly_in_order() -> None:
+    assert [host_ranks(asked(2, 2, 2), node).ranks for node in (0, 1)] == [range(2), range(2, 4)]
+
+
+def test_each_process_of_torchrun_is_a_node_with_one_rank_on_its_own_gpu() -> None:
+    assert host_ranks(asked(4, 1, 4), 3, local_rank=1) == HostRanks(3, range(3, 4), 1)
+    assert host_ranks(asked(4, 1, 2), 1, local_rank=1) == HostRanks(1, range(2, 4), 2)
+
+
+def test_ranks_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"3 ranks.*2 nodes"):
+        host_ranks(asked(3, 1, 2), 0)
+    with pytest.raises(LayoutError, match="node_rank=2"):
+        host_ranks(asked(2, 1, 2), 2)
+
+
+def test_kernels_are_kept_where_the_option_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FLASHINFER_WORKSPACE_BASE", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", "elsewhere")
+    assert kernel_folders(None) == {}
+    assert caplog.messages == []
+    found = kernel_folders("new/kernels")
+    kept = tmp_path / "new" / "kernels"
+    assert found == {"TRITON_CACHE_DIR": f"{kept}/triton", "FLASHINFER_WORKSPACE_BASE": f"{kept}/flashinfer"}
+    assert all(Path(folder).is_dir() and not list(Path(folder).iterdir()) for folder in found.values())
+    assert caplog.messages == [f"kernel_cache_dir wins: kernels are kept in {kept}/triton, not in TRITON_CACHE_DIR=elsewhere"]
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "home" / "kernels" / "triton"))
+    assert kernel_folders("~/kernels")["TRITON_CACHE_DIR"] == os.environ["TRITON_CACHE_DIR"]
+    assert len(caplog.messages) == 1, "a variable that says the same is no conflict"
+
+
+@pytest.mark.parametrize("part", ["", "triton"])
+def test_a_kernel_folder_that_others_can_write_is_refused(tmp_path: Path, part: str) -> None:
+    kernels = tmp_path / "kernels"
+    kernel_folders(str(kernels))
+    (kernels / part).chmod(0o777)
+    with pytest.raises(OptionError, match=r"is not safe; .*every user can write it \(mode 777\).*run: chmod o-w"):
+        kernel_folders(str(kernels))
+    (kernels / part).chmod(0o755)
+    kernel_folders(str(kernels))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="not run: only root can give a folder away")
+@pytest.mark.parametrize(("owner", "group", "mode"), [(12345, 0, 0o755), (0, 12345, 0o775)])
+def test_a_kernel_folder_of_another_user_is_refused(tmp_path: Path, owner: int, group: int, mode: int) -> None:
+    tmp_path.chmod(mode)
+    os.chown(tmp_path, owner, group)
+    with pytest.raises(OptionError, match=r"is not safe; .*12345"):
+        kernel_folders(str(tmp_path))
+
+
+def test_kernels_that_cannot_be_kept_are_an_error_before_any_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    executor = RankExecutor(options(Path("x"), kernel_cache_dir=str(tmp_path / "file")))
+    with pytest.raises(
+        OptionError, match=r"kernel_cache_dir='.*/file'.*file/triton cannot be made; Not a directory; give a folder"
+    ):
+        executor.start()
+    assert executor._handles == {}
+
+    def full(dir: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(OptionError, match=r"triton cannot be written; No space left on device; give a folder"):
+        kernel_folders(str(tmp_path / "kernels"))
+    with pytest.raises(OptionError, match=r"'~nobody-is-called-so/k' cannot be resolved; .*home directory"):
+        kernel_folders("~nobody-is-called-so/k")
+
+
+OWN_LAUNCHER = '''
+"""A launcher outside of Phalanx: it splits the ranks over two imagined hosts, each with a LocalLauncher, reached over TCP."""
+import selectors
+
+from phalanx.executor.launcher import HostRanks, LocalLauncher
+
+STARTED = []
+
+
+class TwoHosts:
+    on_this_host = False
+
+    def __init__(self, options):
+        self._hosts = [LocalLauncher(options) for _ in range(2)]
+        self._selector = selectors.DefaultSelector()
+
+    def require_devices(self, ranks):
+        pass
+
+    def start(self, ranks, config):
+        half = len(ranks.ranks) // 2
+        handles = {}
+        for number, (host, part) in enumerate(zip(self._hosts, (ranks.ranks[:half], ranks.ranks[half:]), strict=True)):
+            handles |= host.start(HostRanks(number, part), config)
+            self._selector.register(host.fileno(), selectors.EVENT_READ)
+        STARTED.append(dict(config))
+        return handles
+
+    def ended(self):
+        return [ended for host in self._hosts for ended in host.ended()]
+
+    def fileno(self):
+        return self._selector.fileno()
+
+    def stop(self, grace):
+        for host in self._hosts:
+            host.stop(grace)
+        self._selector.close()
+'''
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "own_launcher.py").write_text(OWN_LAUNCHER)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_launcher")
+    sys.modules.pop("own_launcher", None)
+
+
+def free_ports() -> int:
+    """The first of two free ports."""
+    while True:
+        with socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", 0))
+            port = int(one.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                two.bind(("127.0.0.1", port + 1))
+                return port
+
+
+def test_a_launcher_of_ones_own_starts_real_ranks_through_configuration_alone(tmp_path: Path, two_hosts: ModuleType) -> None:
+    folder, port = write_checkpoint(tmp_path / "llama", "llama"), free_ports()
+    executor = RankExecutor(
+        options(folder, tensor_parallel_size=2, launcher="own_launcher:TwoHosts", master_addr="127.0.0.1", master_port=port)
+    )
+    try:
+        facts, _ = executor.start()
+        assert [(rank.rank, rank.node) for rank in facts] == [(0, 0), (1, 1)]
+        assert [(config["engine"], config["peer"], config["store_port"]) for config in two_hosts.STARTED] == [
+            (f"tcp://127.0.0.1:{port}", "127.0.0.1", port + 1)
+        ]
+        texts = prompts(2, seed=9)
+        tokens = Drive(executor.submit, executor.collect).generate(texts, 4)
+        assert tokens == [expected(folder, text, 4) for text in texts]
+        pids = [handle.pid for handle in executor._handles.values()]  # type: ignore[attr-defined]
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RankDied, match=rf"rank 1 \(pid {pids[1]}, node 1\) was killed by SIGKILL"):
+            await_results(executor.collect, 1, 10)
+    finally:
+        executor.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_launcher_that_cannot_be_loaded_is_an_option_error() -> None:
+    with pytest.raises(OptionError, match="launcher='nowhere:Launcher' cannot be loaded"):
+        RankExecutor(options(Path("x"), launcher="nowhere:Launcher"))
+
+
+def test_a_launcher_that_was_never_started_ends_quietly() -> None:
+    launcher: Launcher = load_launcher(options(Path("x")))
+    assert isinstance(launcher, LocalLauncher)
+    assert launcher.ended() == []
+    launcher.stop(1.0)
+    launcher.stop(0.0)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two nodes on loopback, two stages across: they serve as one; whichever end is lost, the other ends in bounded time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from phalanx.config.options import EngineOptions
+from phalanx.engine.messages import RankFacts
+from phalanx.errors import EngineError, LayoutError, NodeLost, RankDied
+from phalanx.executor import heartbeat
+from phalanx.executor.node import Node, join
+from phalanx.executor.rank_executor import RankExecutor
+from phalanx.hardware.probe import Gpu, Machine
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import Drive, await_results, expected, options, prompts
+
+NODE = """
+import json, sys
+from phalanx import log
+from phalanx.config.options import EngineOptions
+from phalanx.executor.node import join
+log.configure("node")
+sys.exit(join(EngineOptions(**json.loads(sys.argv[1]))))
+"""
+
+FIRST_THING = """
+import os, pathlib
+found = ", ".join(os.environ.get(name, "unset") for name in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"))
+pathlib.Path(__file__).with_name(f"{os.getpid()}").write_text(found)
+"""
+
+ENGINE = """
+import json, sys, time
+from phalanx.config.options import EngineOptions
+from phalanx.executor.rank_executor import RankExecutor
+executor = RankExecutor(EngineOptions(**json.loads(sys.argv[1])))
+executor.start()
+print("started", flush=True)
+while True:
+    executor._wait(1.0)
+    executor.collect()
+"""
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> float:
+    """The engine loses patience earlier than it does by default, which is early enough."""
+    assert heartbeat.NODE_TIMEOUT < 10
+    monkeypatch.setattr(heartbeat, "NODE_TIMEOUT", 4.0)
+    return 4.0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("node") / "llama", "llama")
+
+
+def free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def two_nodes(folder: Path) -> EngineOptions:
+    port = 23000 + os.getpid() % 4000 * 2
+    while not (free(port) and free(port + 1)):
+        port += 2
+    return options(folder, pipeline_parallel_size=2, nnodes=2, master_port=port)
+
+
+def start_node(asked: EngineOptions, code: str = NODE, node: int = 1) -> subprocess.Popen[bytes]:
+    text = asked.model_copy(update={"node_rank": node}).model_dump_json()
+    return subprocess.Popen([sys.executable, "-c", code, text], stdout=subprocess.PIPE)
+
+
+@contextmanager
+def formed(
+    folder: Path, kernels: tuple[str | None, str | None] = (None, None)
+) -> Iterator[tuple[RankExecutor, list[RankFacts], subprocess.Popen[bytes]]]:
+    """kernels: where each host keeps them."""
+    asked = two_nodes(folder)
+    executor = RankExecutor(asked.model_copy(update={"kernel_cache_dir": kernels[0]}))
+    assert isinstance(executor, RankExecutor)
+    node = start_node(asked.model_copy(update={"kernel_cache_dir": kernels[1]}))
+    try:
+        facts, _ = executor.start()
+        yield executor, facts, node
+    finally:
+        executor.shutdown()
+        for child in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []:
+            child.kill()
+        node.kill()
+        node.communicate()
+
+
+def gone(pids: list[int], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def ranks_of(node: subprocess.Popen[bytes]) -> list[int]:
+    return [child.pid for child in psutil.Process(node.pid).children()]
+
+
+def test_two_nodes_serve_as_one_and_end_together(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps kernels in a folder of its own, which its rank knows before it imports anything."""
+    (tmp_path / "sitecustomize.py").write_text(FIRST_THING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    kernels = str(tmp_path / "host 0"), str(tmp_path / "host 1")
+    with formed(folder, kernels) as (executor, facts, node):
+        for kept, pid in zip(kernels, [*(handle.pid for handle in executor._handles.values()), *ranks_of(node)], strict=True):
+            assert (tmp_path / f"{pid}").read_text() == f"{kept}/triton, {kept}/flashinfer"
+        assert [(rank.node, rank.layers) for rank in facts] == [(0, (0, 1)), (1, (1, 2))]
+        asked = prompts(2, seed=9)
+        tokens = Drive(executor.submit, executor.collect).generate(asked, 4)
+        assert tokens == [expected(folder, prompt, 4) for prompt in asked]
+        executor.shutdown()
+        assert node.wait(15) == 0
+
+
+def test_nodes_that_were_given_other_options_are_told_which(folder: Path) -> None:
+    asked = two_nodes(folder)
+    executor = RankExecutor(asked)
+    node = start_node(asked.model_copy(update={"max_num_tokens": 32}))
+    with pytest.raises(EngineError, match="differ in option max_num_tokens; rank 0: 64, rank 1: 32"):
+        executor.start()
+    assert node.wait(20) == 1
+    node.communicate()
+
+
+def test_a_rank_killed_on_another_node_is_named(folder: Path) -> None:
+    with formed(folder) as (executor, _, node):
+        (rank,) = ranks_of(node)
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(RankDied, match=rf"rank 1 \(pid {rank}, node 1\) was killed by SIGKILL"):
+            await_results(executor.collect, 1, 10)
+        assert node.wait(10) == 1
+
+
+def test_a_silent_node_is_named_in_time(folder: Path, soon: float) -> None:
+    """As when the link is cut: nothing comes any more, and no reset either."""
+    with formed(folder) as (executor, _, node):
+        stopped = [node.pid, *ranks_of(node)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        with pytest.raises(NodeLost, match=r"node 1 \(127.0.0.1\) has been silent"):
+            await_results(executor.collect, 1, 30)
+        assert time.monotonic() - begin < soon + 6
+        # The node wakes up: its engine is gone, and so is it, and may have taken its ranks along by the time that they are woken.
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        assert node.wait(25) == 1
+        assert gone(stopped[1:], 5)
+
+
+def test_a_killed_node_takes_its_ranks_along_and_is_named_at_once(folder: Path) -> None:
+    with formed(folder) as (executor, _, node):
+        held = ranks_of(node)
+        node.kill()
+        node.wait()
+        assert gone(held, 10)
+        begin = time.monotonic()
+        with pytest.raises(NodeLost, match="node 1"):
+            await_results(executor.collect, 1, 10)
+        assert time.monotonic() - begin < heartbeat.NODE_TIMEOUT
+
+
+def test_a_killed_engine_ends_the_other_node_at_once(folder: Path) -> None:
+    asked = two_nodes(folder)
+    engine, node = start_node(asked, ENGINE, 0), start_node(asked)
+    assert engine.stdout is not None
+    assert engine.stdout.readline() == b"started\n"
+    held = [*ranks_of(node), *ranks_of(engine)]
+    assert len(held) == 2
+    engine.kill()
+    engine.communicate()
+    assert node.wait(10) == 1
+    node.communicate()
+    assert gone(held, 10)
+
+
+def test_a_node_without_an_engine_gives_up(folder: Path) -> None:
+    asked = two_nodes(folder).model_copy(update={"node_rank": 1, "start_timeout": 0.5})
+    node = Node(asked)
+    assert node.run() == 1
+    assert all(not psutil.pid_exists(process.pid) for process in node._launcher._ranks.values())
+
+
+def test_an_engine_whose_node_never_comes_says_so(folder: Path) -> None:
+    executor = RankExecutor(two_nodes(folder).model_copy(update={"start_timeout": 1.0}))
+    with pytest.raises(NodeLost, match="node 1 has not joined"):
+        executor.start()
+
+
+def test_ranks_that_do_not_spread_over_the_nodes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="2 nodes"):
+        RankExecutor(options(Path("x"), tensor_parallel_size=3, nnodes=2))
+    with pytest.raises(LayoutError, match="node_rank=1"):
+        join(options(write_checkpoint(tmp_path / "llama", "llama"), node_rank=1))
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused_on_every_host(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match=r"tensor_parallel_size=5 does not divide .*use one of"):
+        join(options(write_checkpoint(tmp_path / "llama", "llama"), tensor_parallel_size=5, nnodes=5, node_rank=1))
+
+
+def test_a_joining_process_needs_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.hardware.detect_machine", lambda: Machine((Gpu(0, "GPU-0", "NVIDIA H200", 90, 1, 1),), 1, 1, 1))
+    asked = options(Path("x"), device="cuda", tensor_parallel_size=2, nnodes=2, node_rank=1)
+    with pytest.raises(LayoutError, match=r"2 ranks.*node 1 has 1 GPU;"):
+        Node(asked, local_rank=1)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Monitor and doctor beside a real server with real ranks on CPU: what is shown equals /metrics, and a reading costs little."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from phalanx import cli
+from phalanx.health.servers import parse, visit
+from tests.support.health_subject import ROOT
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "phalanx", "serve", "demo", "--device", "cpu", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--tp_size", "2"]
+    log = (tmp_path_factory.mktemp("server") / "log").open("w")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    base = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            assert process.poll() is None, Path(log.name).read_text()[-2000:]
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{base}/ready", timeout=5).status_code == 200:
+                    break
+            time.sleep(0.2)
+        body = {"model": "demo", "prompt": "Once", "max_tokens": 24, "ignore_eos": True}
+        httpx.post(f"{base}/v1/completions", json=body, timeout=60).raise_for_status()
+        yield base
+    finally:
+        process.terminate()
+        process.wait(40)
+        log.close()
+
+
+def test_monitor_shows_what_metrics_say(url, capsys):
+    time.sleep(1.5)  # ranks report once a second
+    scrape = parse(httpx.get(f"{url}/metrics").text, 0.0)
+    assert cli.main(["monitor", url, "--once", "--interval", "0.1", "--json", "-"]) == 0
+    server = json.loads(capsys.readouterr().out)["servers"][0]
+    assert server["model"] == "demo"
+    assert server["running"] == scrape.value("num_requests_running") == 0
+    assert server["queue_limit"] == scrape.value("queue_limit", kind="requests")
+    assert server["kv_used"] == scrape.value("kv_cache_usage_perc")
+    assert [rank["rank"] for rank in server["ranks"]] == ["0", "1"]
+    for rank in server["ranks"]:
+        for kind in ("weights", "kv"):
+            assert rank["memory"][kind] == scrape.value("rank_memory_bytes", rank=rank["rank"], kind=kind)
+        assert rank["utilization"] is None, "a CPU rank has no GPU"
+    assert server["warnings"] == []
+
+
+def test_rates_are_those_of_the_tokens_that_were_generated(url, capsys):
+    from phalanx.health.monitor import Watch
+
+    with Watch([url]) as watch:
+        watch.read()
+        body = {"model": "demo", "prompt": "Twice", "max_tokens": 40, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+        time.sleep(1.0)  # the engine sends its counters twice a second
+        watch.read()
+    frame = watch.frame()
+    assert frame.servers[0].generated_per_s * frame.seconds == pytest.approx(40)
+    assert frame.servers[0].ttft["p50"] > 0
+    assert frame.servers[0].tpot["p50"] > 0
+
+
+def test_doctor_finds_nothing(url, capsys):
+    status = cli.main(["doctor", url])
+    assert status == 0, capsys.readouterr().out
+    visited = visit(url, scrapes=1)
+    assert (visited.status, visited.failure) == ("ready", "")
+    assert abs(visited.skew) < 2
+
+
+def test_a_reading_costs_under_one_percent_of_a_core(url):
+    """Of the server's processes, read every 2 s: 20 ms of their time."""
+    port = int(url.rpartition(":")[2])
+    listener = next(each for each in psutil.net_connections("tcp") if each.laddr.port == port and each.status == psutil.CONN_LISTEN)
+    server = psutil.Process(listener.pid)
+    processes = [server, *server.children(recursive=True)]
+
+    def seconds() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    with httpx.Client() as client:
+        client.get(f"{url}/metrics")
+        idle_begin, begin = seconds(), time.monotonic()
+        time.sleep(2.0)
+        idle_rate = (seconds() - idle_begin) / (time.monotonic() - begin)
+        before, begin = seconds(), time.monotonic()
+        for _ in range(40):
+            client.get(f"{url}/metrics")
+        spent = seconds() - before - idle_rate * (time.monotonic() - begin)
+    assert spent / 40 < 0.02
+    print(f"a reading costs the server {spent / 40 * 1e3:.2f} ms of CPU time")

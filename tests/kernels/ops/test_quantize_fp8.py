@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in e4m3: in Triton's interpreter against the reference bit for bit, and compiled for three generations of GPUs.
+
+The interpreter is chosen when a kernel is defined, so what runs in it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
+
+pytest.importorskip("triton")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_rows() -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.ops import quantize_fp8
+
+    for dtype, (tokens, width) in itertools.product(DTYPES, [(1, 16), (3, 100), (2, 2100), (0, 8)]):
+        x = (torch.randn(tokens, width) * 3).to(dtype)
+        x[:1, :4] = torch.tensor([0.0, -1e-4, 300.0, -300.0])
+        for scale in (None, torch.tensor(0.02)):
+            got, scales = quantize_fp8.quantize_fp8(x, scale)
+            wanted, wanted_scales = reference.quantize_fp8(x, scale)
+            assert torch.equal(scales, wanted_scales)
+            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def check_a_row_of_zeros() -> None:
+    from phalanx.kernels.ops import quantize_fp8
+
+    values, scales = quantize_fp8.quantize_fp8(torch.zeros(2, 64))
+    assert not values.float().any()
+    assert (scales > 0).all()
+
+
+CHECKS = [check_rows, check_a_row_of_zeros]
+
+
+def test_in_the_interpreter() -> None:
+    assert interpreted("tests.kernels.ops.test_quantize_fp8").split() == [check.__name__ for check in CHECKS]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_compiles(arch: int) -> None:
+    from phalanx.kernels.ops import quantize_fp8
+
+    kinds = {"x": "*bf16", "out": "*u8", "scales": "*fp32", "width": "i32"}
+    compiled(quantize_fp8._quantize_fp8, kinds, {"STATIC": False, "BLOCK": 8192}, arch)
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("width", [1000, 8192, 53248])
+def test_on_gpu(width: int) -> None:
+    from phalanx import kernels
+    from phalanx.kernels import reference
+
+    x = torch.randn(5, width, dtype=torch.bfloat16, device="cuda")
+    got, scales = kernels.quantize_fp8(x)
+    wanted, wanted_scales = reference.quantize_fp8(x.cpu())
+    assert torch.equal(scales.cpu(), wanted_scales)
+    assert torch.equal(got.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for check in CHECKS:
+        check()
+        print(check.__name__)

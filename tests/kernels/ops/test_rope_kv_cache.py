@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoPE and the KV cache: in Triton's interpreter against the reference, and compiled for three generations of GPUs.
+
+The interpreter is chosen when a kernel is defined, so what runs in it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from phalanx.kernels.scaled_tensors import Unscaled
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
+
+pytest.importorskip("triton")
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def unscaled(values: torch.Tensor) -> Unscaled:
+    """The values as an unscaled GEMM output, a thousand times as large."""
+    tokens, width = values.shape
+    return Unscaled((values.float() * 1e3).to(values.dtype), torch.rand(tokens, 1) / 500, torch.rand(width) + 0.5)
+
+
+def check_rope_store() -> None:
+    rope_store_is_the_references(is_unscaled=False)
+
+
+def check_rope_store_of_an_unscaled_output() -> None:
+    rope_store_is_the_references(is_unscaled=True)
+
+
+def rope_store_is_the_references(*, is_unscaled: bool) -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.ops import rope_kv_cache
+
+    shapes = [(4, 2, 8), (6, 1, 12), (12, 4, 16)]
+    for (name, dtype), (q_heads, kv_heads, head_dim), fp8 in itertools.product(DTYPES.items(), shapes, (False, True)):
+        qkv = torch.randn(5, q_heads + 2 * kv_heads, head_dim).to(dtype)
+        if is_unscaled:
+            qkv = unscaled(qkv.flatten(1)).view(*qkv.shape)
+        angles = torch.rand(5, head_dim // 2) * 7
+        slots = torch.tensor([5, -1, 11, 0, -1])
+        kind = torch.float8_e4m3fn if fp8 else dtype
+        caches = [torch.randn(3, 4, kv_heads, head_dim).to(kind) for _ in range(2)]
+        scales = (0.25, 0.004) if fp8 else None
+        expected = [cache.clone() for cache in caches]
+        wanted = reference.rope_store(qkv, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
+        query = rope_kv_cache.rope_store(qkv, angles.cos(), angles.sin(), *caches, slots, q_heads, scales)
+        step = torch.finfo(dtype).eps
+        torch.testing.assert_close(query, wanted, rtol=2 * step, atol=step)
+        for got, want in zip(caches, expected, strict=True):
+            if fp8:
+                assert (got.float() == want.float()).float().mean() > 0.98, name
+            torch.testing.assert_close(got.float(), want.float(), rtol=0.126 if fp8 else 2 * step, atol=2.0**-8 if fp8 else step)
+        untouched = [3, 7, 8]  # -1 stores nothing, not even at the end of the cache
+        for got, want in zip(caches, expected, strict=True):
+            assert torch.equal(got.float().flatten(0, 1)[untouched], want.float().flatten(0, 1)[untouched])
+
+
+CHECKS = [check_rope_store, check_rope_store_of_an_unscaled_output]
+
+
+def test_in_the_interpreter() -> None:
+    assert interpreted("tests.kernels.ops.test_rope_kv_cache").split() == [check.__name__ for check in CHECKS]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_compiles(fp8: bool, unscaled: bool, arch: int) -> None:
+    """Down to machine code. The launch's own choices (PDL from Hopper on, the FP8 conversion from Ada on) compile with it."""
+    from phalanx.kernels.ops import rope_kv_cache
+    from phalanx.kernels.ops.heuristics import rope_heads
+
+    cache = "*u8" if fp8 else "*bf16"
+    signature = {
+        "qkv": "*bf16", "cos": "*fp32", "sin": "*fp32", "query": "*bf16", "key_cache": cache, "value_cache": cache, "slots": "*i64",
+        "q_heads": "i32", "kv_heads": "i32", "half": "i32", "key_inverse": "fp32", "value_inverse": "fp32",
+    }  # fmt: skip
+    constants = {"BLOCK": rope_heads(1000), "HALF": 64, "FP8": fp8}
+    if unscaled:
+        signature |= {"rows": "*fp32", "columns": "*fp32"}
+    else:
+        constants |= {"rows": None, "columns": None}
+    ptx = compiled(rope_kv_cache._rope_store, signature, constants, arch).asm["ptx"]
+    if arch >= 89 and fp8:
+        assert "min.NaN." in ptx, "clipped to +-448, and NaN stays NaN"
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for check in CHECKS:
+        check()
+        print(check.__name__)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""silu(gate) * up, and its quantization: in Triton's interpreter against the reference, and compiled for three generations of GPUs.
+
+The interpreter is chosen when a kernel is defined, so what runs in it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from phalanx.kernels.scaled_tensors import Unscaled
+from tests.support.kernels_compiled import compiled
+from tests.support.kernels_interpreted import interpreted
+
+pytest.importorskip("triton")
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_silu_mul() -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.ops import silu_and_mul
+
+    for dtype, (tokens, width) in itertools.product(DTYPES, [(1, 64), (3, 100), (2, 2100), (0, 8)]):
+        gate_up = (torch.randn(tokens, 2 * width) * 3).to(dtype)
+        # Two roundings: where exp() differs in its last bit, either may fall on the other side.
+        step = 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(silu_and_mul.silu_mul(gate_up), reference.silu_mul(gate_up), rtol=step, atol=1e-6)
+        for scale in (None, torch.tensor(0.02)):
+            got, scales = silu_and_mul.silu_mul_quant_fp8(gate_up, scale)
+            wanted, wanted_scales = reference.silu_mul_quant_fp8(gate_up, scale)
+            assert got.dtype == torch.float8_e4m3fn
+            torch.testing.assert_close(scales, wanted_scales, rtol=step, atol=0)
+            near = (got.float() - wanted.float()).abs() <= wanted.float().abs() / 8 + 2.0**-9
+            assert near.all()
+            assert (got.float() == wanted.float()).float().mean() > 0.98 if tokens else True
+
+
+def unscaled(values: torch.Tensor) -> Unscaled:
+    """The values as an unscaled GEMM output, a thousand times as large."""
+    tokens, width = values.shape
+    return Unscaled((values.float() * 1e3).to(values.dtype), torch.rand(tokens, 1) / 500, torch.rand(width) + 0.5)
+
+
+def check_silu_mul_of_an_unscaled_output() -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.ops import silu_and_mul
+
+    for dtype, (tokens, width) in itertools.product((torch.bfloat16, torch.float32), [(3, 100), (2, 2100), (0, 8)]):
+        output, eps = unscaled((torch.randn(tokens, 2 * width) * 3).to(dtype)), torch.finfo(dtype).eps
+        torch.testing.assert_close(silu_and_mul.silu_mul(output), reference.silu_mul(output), rtol=max(eps, 1e-6), atol=1e-6)
+        finished = reference.silu_mul(output.to_fp32().to(dtype))
+        torch.testing.assert_close(silu_and_mul.silu_mul(output), finished, rtol=6 * eps, atol=1e-3 * eps**0.5)
+        for scale in (None, torch.tensor(0.02)):
+            got, scales = silu_and_mul.silu_mul_quant_fp8(output, scale)
+            wanted, wanted_scales = reference.silu_mul_quant_fp8(output, scale)
+            torch.testing.assert_close(scales, wanted_scales, rtol=max(eps, 1e-6), atol=0)
+            assert ((got.float() - wanted.float()).abs() <= wanted.float().abs() / 8 + 2.0**-9).all()
+            assert (got.float() == wanted.float()).float().mean() > 0.98 if tokens else True
+
+
+def check_where_exp_overflows() -> None:
+    from phalanx.kernels.ops import silu_and_mul
+
+    gate = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 1e30, 1.0, -1.0]])
+    got = silu_and_mul.silu_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    torch.testing.assert_close(got, torch.nn.functional.silu(gate))
+
+
+def check_a_row_of_zeros_quantizes() -> None:
+    from phalanx.kernels.ops import silu_and_mul
+
+    values, scales = silu_and_mul.silu_mul_quant_fp8(torch.zeros(2, 64))
+    assert (values.float() == 0).all()
+    assert (scales > 0).all()
+
+
+CHECKS = [check_silu_mul, check_silu_mul_of_an_unscaled_output, check_where_exp_overflows, check_a_row_of_zeros_quantizes]
+
+
+def test_in_the_interpreter() -> None:
+    assert interpreted("tests.kernels.ops.test_silu_and_mul").split() == [check.__name__ for check in CHECKS]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("kernel", ["silu_mul", "silu_mul_quant_fp8", "silu_mul_static_fp8"])
+def test_compiles(kernel: str, unscaled: bool, arch: int) -> None:
+    """Down to machine code. The launch's own choices (PDL from Hopper on, the FP8 conversion from Ada on) compile with it."""
+    from phalanx.kernels.ops import silu_and_mul
+
+    signature, constants = {"gate_up": "*bf16", "width": "i32"}, {}
+    if kernel == "silu_mul":
+        function = silu_and_mul._silu_mul
+        signature["out"], constants["BLOCK"] = "*bf16", 2048
+    else:
+        function = silu_and_mul._silu_mul_quant_fp8
+        signature |= {"out": "*u8", "scales": "*fp32"}
+        constants |= {"STATIC": "static" in kernel, "BLOCK": 16384}
+    if unscaled:
+        signature |= {"rows": "*fp32", "columns": "*fp32"}
+    else:
+        constants |= {"rows": None, "columns": None}
+    ptx = compiled(function, signature, constants, arch).asm["ptx"]
+    if arch >= 89 and kernel == "silu_mul_static_fp8":
+        assert "min.NaN." in ptx, "clipped to +-448, and NaN stays NaN"
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for check in CHECKS:
+        check()
+        print(check.__name__)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged attention against the formula, row by row, for rows of every kind in one batch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.layers.attention import sdpa
+from phalanx.models.layers.attention.sdpa import bundles, query_chunks
+from phalanx.models.layers.attention.select import select_backend
+
+CPU = torch.device("cpu")
+BLOCK = 4
+
+
+def made_batch(
+    rows: list[tuple[int, int]], window: int | None, padding: int = 0
+) -> tuple[Batch, LayerCache, list[Tensor], list[Tensor]]:
+    """rows: (tokens in the cache before, tokens now). Also the cache, and each row's keys and values [length, 2, 8];
+    the cache holds NaN in blocks that the window hides from the row."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [before + now for before, now in rows]
+    needed = sum(-(-length // BLOCK) for length in lengths)
+    cache = LayerCache.zeros(needed + 1, BLOCK, 2, 8, torch.float32, CPU)
+    cache.key[0], cache.value[0] = float("nan"), float("nan")
+    free = list(range(1, needed + 1))
+    random.Random(5).shuffle(free)
+    tables, keys, values = [], [], []
+    for before, length in zip((before for before, _ in rows), lengths, strict=True):
+        key, value = torch.randn(2, length, 2, 8, generator=generator)
+        table = [free.pop() for _ in range(-(-length // BLOCK))]
+        for at in range(length):
+            cache.key[table[at // BLOCK], at % BLOCK], cache.value[table[at // BLOCK], at % BLOCK] = key[at], value[at]
+        hidden = 0 if window is None else max(0, before - window + 1) // BLOCK
+        tables.append([0] * hidden + table[hidden:])
+        keys.append(key)
+        values.append(value)
+    width = max(map(len, tables)) + 2
+    starts = [0, *itertools.accumulate(now for _, now in rows)]
+    tokens = torch.zeros(starts[-1] + padding, dtype=torch.int64)
+    batch = Batch(
+        tokens, tokens, tokens, torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32),
+        torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32), tokens, starts, lengths,
+    )  # fmt: skip
+    batch.block_tables_cpu = batch.block_tables.numpy()
+    return batch, cache, keys, values
+
+
+def in_fp8(cache: LayerCache, scales: tuple[float, float]) -> LayerCache:
+    """The cache in e4m3, for reading with these scales."""
+    return LayerCache(
+        (cache.key / scales[0]).to(torch.float8_e4m3fn), (cache.value / scales[1]).to(torch.float8_e4m3fn)
+    )  # fmt: skip
+
+
+def as_read(values: Tensor, scale: float) -> Tensor:
+    """The values as read from a cache in e4m3 with this scale."""
+    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, before: int, window: int | None, scale: float) -> Tensor:
+    """query [now, 6, 8], key and value [length, 2, 8]: each query over the keys that it sees, one query at a time."""
+    out = torch.empty_like(query)
+    for at in range(query.shape[0]):
+        begin = 0 if window is None else max(0, before + at + 1 - window)
+        for head in range(6):
+            k, v = key[begin : before + at + 1, head // 3], value[begin : before + at + 1, head // 3]
+            out[at, head] = ((k @ query[at, head]) * scale).softmax(0) @ v
+    return out
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers(1, 20))), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(ROWS, st.one_of(st.none(), st.integers(1, 15)), st.sampled_from([64, 300, 1 << 24]), st.integers(0, 3))
+def test_rows_of_every_kind(rows: list[tuple[int, int]], window: int | None, limit: int, padding: int) -> None:
+    """Decode rows, prompts and chunks of prompts; any window; masks so small that rows are split."""
+    batch, cache, keys, values = made_batch(rows, window, padding)
+    query = torch.randn(batch.token_ids.shape[0], 6, 8, generator=torch.Generator().manual_seed(4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sdpa.MASK_LIMITS, "cpu", limit)
+        out = select_backend(CPU, torch.float32, 8).plan(batch).forward(query, cache, window=window, scale=0.4)
+    assert out.shape == query.shape
+    for row, (before, _) in enumerate(rows):
+        here = slice(batch.query_starts_cpu[row], batch.query_starts_cpu[row + 1])
+        expected = naive(query[here], keys[row], values[row], before, window, 0.4)
+        torch.testing.assert_close(out[here], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_plan_serves_layers_with_different_windows() -> None:
+    batch, cache, keys, values = made_batch([(9, 1), (0, 12)], None)
+    query = torch.randn(13, 6, 8)
+    plan = select_backend(CPU, torch.float32, 8).plan(batch)
+    for window in (None, 5, None, 3):
+        out = plan.forward(query, cache, window=window, scale=1.0)
+        torch.testing.assert_close(out[:1], naive(query[:1], keys[0], values[0], 9, window, 1.0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out[1:], naive(query[1:], keys[1], values[1], 0, window, 1.0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scales", [None, (0.25, 0.03)])
+def test_a_cache_in_fp8_is_converted_and_scaled(scales: tuple[float, float] | None) -> None:
+    rows = [(9, 1), (0, 12)]
+    batch, cache, keys, values = made_batch(rows, 5)
+    query, used = torch.randn(13, 6, 8), scales or (1.0, 1.0)
+    plan = select_backend(CPU, torch.float32, 8).plan(batch)
+    out = plan.forward(query, in_fp8(cache, used), window=5, scale=0.7, kv_scales=scales)
+    for row, here in ((0, slice(0, 1)), (1, slice(1, 13))):
+        key, value = as_read(keys[row], used[0]), as_read(values[row], used[1])
+        torch.testing.assert_close(out[here], naive(query[here], key, value, rows[row][0], 5, 0.7), rtol=1e-5, atol=1e-5)
+
+
+def test_many_decodes_are_one_call() -> None:
+    """64 rows of similar length are one bundle; a long one among them does not pad the others."""
+    starts = list(range(66))
+    chunks = query_chunks(starts, [100 + row % 20 for row in range(64)] + [4000], None, 16, 1 << 24)
+    assert sorted(len(members) for members in bundles(chunks, 16, 1 << 24)) == [1, 64]
+
+
+@given(ROWS, st.one_of(st.none(), st.integers(1, 15)))
+def test_chunks_cover_every_token_once(rows: list[tuple[int, int]], window: int | None) -> None:
+    starts = [0, *itertools.accumulate(now for _, now in rows)]
+    lengths = [before + now for before, now in rows]
+    chunks = query_chunks(starts, lengths, window, BLOCK, 100)
+    bundled = bundles(chunks, BLOCK, 100)
+    assert [chunk.first_token + i for chunk in chunks for i in range(chunk.count)] == list(range(starts[-1]))
+    assert sorted((c.row, c.first_token) for members in bundled for c in members) == [(c.row, c.first_token) for c in chunks]
+    for chunk in chunks:
+        last = chunk.first_position + chunk.count - 1
+        assert chunk.first_block + chunk.blocks == last // BLOCK + 1
+        assert chunk.first_block == (0 if window is None else max(0, chunk.first_position - window + 1) // BLOCK)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalog of tensors is what models read and what transformers saves; its bytes are theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from phalanx.comm.group import Solo
+from phalanx.config.model import ModelShape
+from phalanx.models import registry, weights
+from phalanx.plan.weight_tensors import layer_bytes, tensors
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 384, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+CASES = [
+    ("Llama", {}),
+    ("Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    ("Mistral", {}),
+    ("Qwen2", {}),
+    ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+]
+
+
+def _shape(family: str, traits: dict[str, Any]) -> ModelShape:
+    return ModelShape.from_config({"architectures": [f"{family}ForCausalLM"], **SIZES, **traits})
+
+
+@pytest.mark.parametrize(("family", "traits"), CASES)
+def test_the_catalog_is_what_transformers_saves(family: str, traits: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        reference = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZES, **traits))
+    assert tensors(_shape(family, traits)) == {name: tuple(weight.shape) for name, weight in reference.named_parameters()}
+
+
+@pytest.mark.parametrize(("family", "traits"), CASES)
+def test_the_catalog_is_what_our_models_read(family: str, traits: dict[str, Any]) -> None:
+    shape = _shape(family, traits)
+    model = registry.build(shape, group=Solo(), layers=range(3), dtype=torch.float32, device=torch.device("meta"))
+    assert {part.name: part.shape for part in weights.slices(model)} == tensors(shape)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("family", "traits"), CASES)
+def test_bytes_are_those_of_the_stages(family: str, traits: dict[str, Any], dtype: str) -> None:
+    shape = _shape(family, traits)
+    held = layer_bytes(shape, dtype)
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+
+    def read(layers: range) -> int:
+        model = registry.build(shape, group=Solo(), layers=layers, dtype=kind, device=torch.device("meta"))
+        return sum(part.target.nbytes for part in weights.slices(model))
+
+    assert read(range(1)) == held.embedding + held.layers[0]
+    assert read(range(1, 2)) == held.layers[1]
+    assert read(range(2, 3)) == held.layers[2] + held.head

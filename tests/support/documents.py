@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README, CONTRIBUTING and docs, as the tests of documents read them: pages, code blocks, shell commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.M | re.S)
+
+
+class Block(NamedTuple):
+    """A fenced block: the page, what stands behind the fence ("python", "python no-run", "" for shell), and its text."""
+
+    page: Path
+    kind: str
+    text: str
+
+
+class Command(NamedTuple):
+    """One shell command: the page, the line as printed, and its words."""
+
+    page: Path
+    line: str
+    words: list[str]
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(page, kind.strip(), text) for kind, text in _BLOCK.findall(page.read_text(encoding="utf-8"))]
+
+
+def commands(page: Path) -> list[Command]:
+    """Of the page's shell blocks: those without a language. A drawing (it has box characters) is none."""
+    found = []
+    for block in blocks(page):
+        if block.kind or re.search("[─│└├]", block.text):
+            continue
+        joined = re.sub(r"\\\n\s*", " ", block.text)
+        found += [Command(page, line, shlex.split(line, comments=True)) for line in joined.splitlines() if line.strip()]
+    return [command for command in found if command.words]

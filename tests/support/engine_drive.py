@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand-made steps for an executor or a runner, without the scheduler: `Drive`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from phalanx.config.options import EngineOptions
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import RowResult, SlotAssignment, Step, StepBatch, StepResult, StepRow
+
+GREEDY = SamplingParams(temperature=0.0)
+BLOCK = 4
+
+
+def options(folder: Path, **overrides: Any) -> EngineOptions:
+    """Concrete options of a tiny engine on CPU."""
+    settled: dict[str, Any] = {
+        "model": str(folder), "device": "cpu", "dtype": "fp32", "kv_cache_dtype": "model", "max_batch_size": 4,
+        "max_num_tokens": 64, "max_seq_len": 128, "kv_block_size": BLOCK, "kv_cache_bytes": 1 << 30, "cuda_graphs": False,
+        "start_timeout": 200.0, **overrides,
+    }  # fmt: skip
+    return EngineOptions(**settled)
+
+
+def expected(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """transformers' greedy continuation."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    out = model.generate(torch.tensor([list(prompt)]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=2)
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(3, 380) for _ in range(chance.randint(5, 23))] for _ in range(count)]
+
+
+def await_results(collect: Callable[[], list[StepResult]], count: int, seconds: float = 100.0) -> list[StepResult]:
+    found: list[StepResult] = []
+    deadline = time.monotonic() + seconds
+    while len(found) < count:
+        found += collect()
+        assert time.monotonic() < deadline, f"{len(found)} of {count} steps settled in {seconds} s"
+        time.sleep(0.001)
+    return found
+
+
+class Drive:
+    """Submits steps through `submit` and takes their results through `collect`; numbers go on from call to call."""
+
+    def __init__(self, submit: Callable[[Step], None], collect: Callable[[], list[StepResult]], *, blocks: int = 100) -> None:
+        self._submit, self._collect = submit, collect
+        self._blocks = list(range(blocks))
+        random.Random(3).shuffle(self._blocks)
+        self.number = 0
+
+    def step(self, batch: StepBatch) -> None:
+        self.number += 1
+        self._submit(Step(self.number, [batch]))
+
+    def run(self, batch: StepBatch) -> list[RowResult]:
+        self.step(batch)
+        (result,) = await_results(self._collect, 1)
+        assert result.number == self.number
+        return result.batches[0]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int, *, chunk: int = 64, ahead: bool = False, params: SamplingParams = GREEDY
+    ) -> list[list[int]]:
+        """Greedy tokens of all prompts together: prefills in chunks, then decodes. `ahead`: rows name no tokens but take those that
+        the step before, still in flight, sampled into the slots."""
+        tables: list[list[int]] = [[] for _ in prompts]
+        free = list(self._blocks)
+
+        def grow(slot: int, length: int) -> list[int]:
+            new = [free.pop() for _ in range(-(-length // BLOCK) - len(tables[slot]))]
+            tables[slot] += new
+            return new
+
+        tokens: list[list[int]] = [[] for _ in prompts]
+        admitted = [SlotAssignment(slot, list(prompt), len(prompt), params, seed=1) for slot, prompt in enumerate(prompts)]
+        for begin in range(0, max(map(len, prompts)), chunk):
+            rows = []
+            for slot, prompt in enumerate(prompts):
+                part = list(prompt[begin : begin + chunk])
+                if part:
+                    end = begin + len(part)
+                    rows.append(StepRow(slot, begin, len(part), part, grow(slot, end), samples=end == len(prompt)))
+            results = self.run(StepBatch(admitted=admitted, rows=rows))
+            admitted = []
+            for row, result in zip(rows, results, strict=True):
+                assert (result.token is not None) == row.samples
+                if result.token is not None:
+                    tokens[row.slot].append(result.token)
+        in_flight = 0
+        for number in range(count - 1):
+            rows = []
+            for slot, prompt in enumerate(prompts):
+                at = len(prompt) + number
+                rows.append(StepRow(slot, at, 1, [] if ahead else [tokens[slot][-1]], grow(slot, at + 1), samples=True))
+            self.step(StepBatch(rows=rows))
+            in_flight += 1
+            for result in await_results(self._collect, in_flight - 1 if ahead else in_flight):
+                in_flight -= 1
+                for slot, row in enumerate(result.batches[0]):
+                    assert row.token is not None
+                    tokens[slot].append(row.token)
+        for result in await_results(self._collect, in_flight):
+            for slot, row in enumerate(result.batches[0]):
+                assert row.token is not None
+                tokens[slot].append(row.token)
+        self.run(StepBatch(released=list(range(len(prompts)))))
+        return tokens

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint over tp x pp in-process ranks, with paged caches and shuffled block ids: what the model tests drive."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Group
+from phalanx.comm.local import LocalWorld
+from phalanx.config.model import ModelShape
+from phalanx.models import registry, weights
+from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.layers.attention.select import select_backend
+from phalanx.plan.layout import stages
+from phalanx.plan.weight_tensors import layer_bytes
+
+CPU = torch.device("cpu")
+
+
+class Formation:
+    """Sequences by index, each with a block table that grows; block 0 is poison: it holds NaN, and nothing may read it.
+
+    options: those of `registry.build` for FP8.
+    """
+
+    def __init__(self, folder: Path, *, tp: int = 1, pp: int = 1, block_size: int = 4, blocks: int = 64, **options: bool) -> None:
+        self.options = options
+        self.shape = ModelShape.from_folder(folder)
+        self.world, self.block_size = LocalWorld(tp), block_size
+        held = layer_bytes(self.shape, "fp32")
+        ranges = stages(held.layers, pp, first_bytes=held.embedding, last_bytes=held.head)
+        self.models = [self.world.run(lambda group, layers=layers: self._rank(group, layers, folder)) for layers in ranges]
+        self.caches = [[self._caches(model, blocks) for model in stage] for stage in self.models]
+        self.free = list(range(1, blocks))
+        random.Random(7).shuffle(self.free)
+        self.tables: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+
+    def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
+        model = registry.build(self.shape, group=group, layers=layers, dtype=torch.float32, device=CPU, **self.options)
+        weights.load(model, folder)
+        return model
+
+    def _caches(self, model: registry.Model, blocks: int) -> list[LayerCache]:
+        dtype = model.context.cache_dtype
+        found = [LayerCache.zeros(blocks, self.block_size, s.heads, s.head_dim, dtype, CPU) for s in model.kv_specs()]
+        for cache in found:
+            cache.key[0], cache.value[0] = float("nan"), float("nan")
+        return found
+
+    def step(self, rows: Sequence[tuple[int, Tensor]], *, padding: int = 0) -> list[Tensor]:
+        """One forward. rows: (sequence, its next token ids). Returns the logits of each row's tokens, from tp rank 0."""
+        with torch.inference_mode():
+            hidden: list[Tensor | None] = [None] * self.world.size
+            batches = self._batches(rows, padding)
+            for models, caches in zip(self.models, self.caches, strict=True):
+                hidden = self.world.run(
+                    lambda group, m=models, c=caches, h=hidden: m[group.rank](batches[group.rank], c[group.rank], h[group.rank])
+                )
+            for other in hidden[1:]:
+                torch.testing.assert_close(other, hidden[0], rtol=0, atol=0)
+            return list(torch.split(hidden[0], [len(tokens) for _, tokens in rows]))
+
+    def _batches(self, rows: Sequence[tuple[int, Tensor]], padding: int) -> list[Batch]:
+        positions, slots, starts, lengths = [], [], [0], []
+        for sequence, tokens in rows:
+            table, begin = self.tables.setdefault(sequence, []), self.lengths.get(sequence, 0)
+            end = begin + len(tokens)
+            while len(table) * self.block_size < end:
+                table.append(self.free.pop())
+            positions += range(begin, end)
+            slots += [table[at // self.block_size] * self.block_size + at % self.block_size for at in range(begin, end)]
+            starts.append(starts[-1] + len(tokens))
+            lengths.append(end)
+            self.lengths[sequence] = end
+            self._forget_behind_window(table, begin)
+        wide = max(len(self.tables[sequence]) for sequence, _ in rows) + 1
+        tables = torch.tensor([self.tables[s] + [0] * (wide - len(self.tables[s])) for s, _ in rows], dtype=torch.int32)
+        count = starts[-1]
+        ids = torch.cat([tokens for _, tokens in rows] + [torch.zeros(padding, dtype=torch.int64)])
+        made = []
+        for _ in range(self.world.size):
+            batch = Batch(
+                ids, torch.tensor(positions + [0] * padding), torch.tensor(slots + [-1] * padding),
+                torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), tables, torch.arange(count),
+                starts, lengths,
+            )  # fmt: skip
+            batch.attention = select_backend(CPU, torch.float32, self.shape.head_dim).plan(batch)
+            made.append(batch)
+        return made
+
+    def _forget_behind_window(self, table: list[int], next_position: int) -> None:
+        """As the scheduler does: a block that no query from next_position on can see goes back, and its entry is poison."""
+        if self.shape.window is None:
+            return
+        gone = max(0, next_position - self.shape.window + 1) // self.block_size
+        self.free += [block for block in table[:gone] if block]
+        table[:gone] = [0] * gone

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server as its users have it: a process with children, a port and a log. For tests that stop it and see what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "tiny"
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0, *, every: float = 0.02) -> Any:
+    """The first true value of a condition; an error when there is none in time."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"did not come about in {seconds:g} s"
+        time.sleep(every)
+    return value
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[bytes]
+    port: int
+    log_file: Path
+    tree: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+    def http(self, timeout: float = 60.0) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=timeout, trust_env=False)
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def async_openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def wait_ready(self, seconds: float = 120.0) -> Served:
+        with self.http(timeout=5) as http:
+
+            def ready() -> bool:
+                assert self.process.poll() is None, self.log
+                with contextlib.suppress(httpx.TransportError):
+                    return http.get("/ready").status_code == 200
+                return False
+
+            until(ready, seconds, every=0.1)
+        self.tree = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        return self
+
+    def child(self, title: str) -> psutil.Process:
+        """The process of this title, for example "phalanx rank 1"."""
+        return next(process for process in self.tree if process.cmdline()[0].strip() == title)
+
+    def metric(self, stem: str) -> float:
+        """The sum over the series of a metric."""
+        with self.http() as http:
+            lines = http.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"phalanx:{stem}{{", f"{stem} ")))
+
+    def gone(self, seconds: float = 10.0) -> None:
+        """All processes have ended and the port is closed, in this time."""
+        end = time.monotonic() + seconds
+        self.process.wait(max(0.1, end - time.monotonic()))
+        until(lambda: not any(_lives(process) for process in self.tree), max(0.1, end - time.monotonic()))
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            raise AssertionError("the port is still open")
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def started(command: list[str], port: int, folder: Path) -> Iterator[Served]:
+    """Run a command that serves on this port, until the context ends; nothing of it is left then."""
+    log_file = folder / f"server-{port}.log"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
+    served = Served(process, port, log_file)
+    try:
+        yield served
+    finally:
+        if process.poll() is None:
+            for _ in range(2):  # the second stops it at once
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+                    break
+            else:
+                process.kill()
+                process.wait()
+        for left in served.tree:
+            if _lives(left):
+                left.kill()
+
+
+def fake_server(
+    folder: Path, model: Path, *, fake: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **serving: Any
+):
+    """The server over the fake executor, with the tokenizer and shape of a checkpoint."""
+    port = serving.pop("port", None) or free_port()
+    options = {
+        "engine": {"model": str(model), "device": "cpu", "max_batch_size": 8, **(engine or {})},
+        "serving": {"host": "127.0.0.1", "port": port, "served_model_name": MODEL, **serving},
+        "fake": fake or {},
+    }
+    return started([sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(options)], port, folder)
+
+
+def rank_server(folder: Path, model: Path, *flags: str):
+    """`phalanx serve` as it is, with real ranks."""
+    port = free_port()
+    command = [sys.executable, "-m", "phalanx", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    return started([*command, "--device", "cpu", "--served_model_name", MODEL, *flags], port, folder)

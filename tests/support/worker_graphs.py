@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runners with captured steps on CPU, whose captures and replays are counted, and the requests that tests serve with them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Group, Solo
+from phalanx.config.model import ModelShape
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import AddRequest, RequestUpdate, Step, StepResult
+from phalanx.engine.scheduler import Scheduler, SchedulerOptions
+from phalanx.kernels import reference
+from phalanx.models import registry, weights
+from phalanx.models.batch import Batch, KvCache, LayerCache
+from phalanx.models.layers.attention import triton
+from phalanx.models.layers.attention.backend import AttentionBackend, AttentionPlan
+from phalanx.models.layers.attention.sdpa import SdpaBackend
+from phalanx.models.layers.attention.triton import TritonBackend
+from phalanx.worker.cuda_graphs import EagerCapturer, GraphCapturer, Replay
+from phalanx.worker.graph_buffers import GraphSize, graph_sizes
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.sampler import Sampler
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.engine_drive import BLOCK, Drive
+
+
+class Pipe:
+    """Two stages in one process: what the first sends the second receives."""
+
+    def __init__(self, rank: int, lane: deque[torch.Tensor]) -> None:
+        self.rank, self.size, self._lane = rank, 2, lane
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        self._lane.append(x.clone())
+
+    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        return x.copy_(self._lane.popleft())
+
+
+CPU = torch.device("cpu")
+
+
+SLOTS, BLOCKS = 11, 100
+
+
+ROWS = [size.tokens for size in graph_sizes(SLOTS, 0)[0]]
+
+
+class Counting(EagerCapturer):
+    """How often was replayed, by the number of the recording (0: the largest size)."""
+
+    def __init__(self) -> None:
+        self.recorded = 0
+        self.replays: Counter[int] = Counter()
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        number, self.recorded = self.recorded, self.recorded + 1
+        again = super().capture(work)
+
+        def replay() -> None:
+            self.replays[number] += 1
+            again()
+
+        return replay
+
+
+class Fixed(SdpaBackend):
+    """Knows the rows of fixed batches by what lies on the device alone, as a kernel in a graph does. planned: such batches."""
+
+    captures_prefill = False
+    planned = 0
+
+    @property
+    def graphs(self) -> Fixed:  # type: ignore[override]
+        return self
+
+    def short_kv_limit(self, rows: int) -> int:
+        return 0
+
+    def plan(self, batch: Batch) -> AttentionPlan:  # type: ignore[override]
+        if not batch.fixed:
+            return super().plan(batch)
+        self.planned += 1
+        return Late(batch, super().plan)
+
+
+class Late:
+    """Plans when it is asked to attend, from the batch's tensors."""
+
+    def __init__(self, batch: Batch, plan: Callable[[Batch], AttentionPlan]) -> None:
+        self._batch, self._plan = batch, plan
+
+    def forward(self, query: Tensor, cache: KvCache, **asked: Any) -> Tensor:
+        assert self._batch.table_rows is not None
+        tables = self._batch.block_tables[self._batch.table_rows]
+        lengths = self._batch.kv_lengths.tolist()
+        batch = replace(self._batch, block_tables=tables, table_rows=None, kv_lengths_cpu=lengths, fixed=False)
+        return self._plan(batch).forward(query, cache, **asked)
+
+
+def make_runner(
+    folder: Path, capturer: GraphCapturer | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
+    attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
+) -> ModelRunner:  # fmt: skip
+    shape = ModelShape.from_folder(folder)
+    model = registry.build(shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
+    weights.load(model, folder)
+    caches = [LayerCache.zeros(BLOCKS, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
+    runner = ModelRunner(
+        model, caches, attention(), Sampler(SLOTS, shape.vocab_size, CPU), pipe or Solo(),  # type: ignore[arg-type]
+        max_batch_size=SLOTS, max_seq_len=longest, block_size=BLOCK, dtype=torch.float32, device=CPU, capturer=capturer,
+        max_num_tokens=tokens,
+    )  # fmt: skip
+    list(runner.capture())
+    return runner
+
+
+def drive(*stages: ModelRunner) -> Drive:
+    results: deque[StepResult] = deque()
+
+    def submit(step: Step) -> None:
+        for stage in stages:
+            rows, _ = stage.run(step.batches[0]).results()
+        assert rows is not None
+        results.append(StepResult(step.number, [rows]))
+
+    return Drive(submit, lambda: [results.popleft()] if results else [], blocks=BLOCKS)
+
+
+def held(runner: ModelRunner) -> list[Tensor]:
+    """Keys and values by slot of the cache."""
+    return [part.flatten(0, 1) for cache in runner.caches for part in (cache.key, cache.value)]
+
+
+TOKENS = 80
+"""Of a step: so there are graphs of 32, 64 and 80."""
+
+
+def put_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the kernels of attention."""
+    hints = "workspace", "short", "splits", "early_lengths", "tiles"
+
+    def decode(query: Tensor, *inputs: Any, out: Tensor, **options: Any) -> Tensor:
+        asked = {name: given for name, given in options.items() if name not in hints}
+        return out.copy_(reference.decode_attention(query, *inputs, **asked))
+
+    def prefill(query: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        asked = {name: given for name, given in options.items() if name not in hints}
+        return reference.prefill_attention(query, *inputs, **asked)
+
+    monkeypatch.setattr(triton.kernels, "decode_attention", decode)
+    monkeypatch.setattr(triton.kernels, "prefill_attention", prefill)
+
+
+class Steps(Counting):
+    """sized: how often was replayed, by size."""
+
+    def __init__(self, tokens: int = TOKENS, rows: int = SLOTS) -> None:
+        super().__init__()
+        order = [size for kind in graph_sizes(rows, tokens) for size in kind[::-1]]
+        self.of = dict(enumerate(order))
+
+    @property
+    def sized(self) -> Counter[GraphSize]:
+        return Counter({self.of[number]: count for number, count in self.replays.items()})
+
+    @property
+    def mixed(self) -> dict[int, int]:
+        """Of any rows, by tokens."""
+        return {size.tokens: count for size, count in self.sized.items() if size.prefill_rows}
+
+
+def kernels_backend() -> TritonBackend:
+    return TritonBackend(SdpaBackend(), CPU, "e4m3")
+
+
+def step_runner(
+    folder: Path, capturer: Counting | None, layers: range | None = None, pipe: object = None, **options: Any
+) -> ModelRunner:
+    return make_runner(folder, capturer, layers, pipe, attention=kernels_backend, **{"tokens": TOKENS, **options})
+
+
+def requests(seed: int, count: int = 16) -> list[tuple[int, AddRequest]]:
+    """(turn at which it comes, request): short and long prompts, some that begin alike, some that draw, or ask for logprobs. Each
+    might stop at some token, so that nobody knows how many blocks it will take."""
+    chance = random.Random(seed)
+    words = [[chance.randrange(3, 380) for _ in range(24)] for _ in range(2)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 0.0, "prompt_logprobs": 1}, {"temperature": 0.9, "seed": 7},
+        {"temperature": 0.0, "logprobs": 1, "repetition_penalty": 1.2},
+    ]  # fmt: skip
+    found = []
+    for number in range(count):
+        prompt = [chance.randrange(3, 380) for _ in range(chance.randint(1, 30))]
+        prompt = chance.choice(words)[: chance.choice((0, 9, 24))] + prompt * (2 if number == count // 2 else 1)
+        params = SamplingParams(max_tokens=chance.randint(1, 40), **kinds[chance.randrange(6) % 4])
+        found.append((chance.randrange(12), AddRequest(str(number), prompt, params, stop_token_ids=[381])))
+    return sorted(found, key=lambda each: each[0])
+
+
+def serve(
+    stages: Sequence[ModelRunner], asked: Sequence[tuple[int, AddRequest]], **overrides: Any
+) -> tuple[dict[str, list[RequestUpdate]], Scheduler]:
+    """What each request is told; the ranks have each step's results at once, and the scheduler takes them as late as it may."""
+    settled: dict[str, Any] = {
+        "num_blocks": 30, "block_size": BLOCK, "max_batch_size": SLOTS, "max_num_tokens": TOKENS, "max_seq_len": 128,
+        "vocab_size": VOCAB_SIZE, "pipeline_stages": len(stages), **overrides,
+    }  # fmt: skip
+    scheduler = Scheduler(SchedulerOptions(**settled))
+    coming, results, turn = deque(asked), deque[StepResult](), 0
+    told: dict[str, list[RequestUpdate]] = {add.request_id: [] for _, add in asked}
+    while coming or not scheduler.idle:
+        while coming and coming[0][0] <= turn:
+            scheduler.add(coming.popleft()[1])
+        while (step := scheduler.schedule()) is not None:
+            for stage in stages:
+                rows, _ = stage.run(step.batches[0]).results()
+            assert rows is not None
+            results.append(StepResult(step.number, [rows]))
+        for said in scheduler.process_result(results.popleft()) if results else []:
+            assert isinstance(said, RequestUpdate)
+            told[said.request_id].append(said)
+        turn += 1
+        assert turn < 2000
+    scheduler.check()
+    return told, scheduler
+
+
+def alike(got: dict[str, list[RequestUpdate]], wanted: dict[str, list[RequestUpdate]]) -> None:
+    for name, updates in wanted.items():
+        assert [update.tokens for update in got[name]] == [update.tokens for update in updates], name
+        for mine, other in zip(got[name], updates, strict=True):
+            for part, its in ((mine.logprobs, other.logprobs), (mine.prompt_logprobs or [], other.prompt_logprobs or [])):
+                entries, wanted_entries = ([entry for entry in each if entry is not None] for each in (part, its))
+                assert [entry.token for entry in entries] == [entry.token for entry in wanted_entries]
+                close = pytest.approx([entry.logprob for entry in wanted_entries], abs=1e-3)
+                assert [entry.logprob for entry in entries] == close

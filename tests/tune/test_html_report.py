@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every picture lies where it is looked for; the report needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+import re
+
+import pytest
+
+from phalanx.errors import TableError
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.tables.message import Fusion
+from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tune import html_report, records
+from phalanx.tune.sweep import Task
+from tests.support.tune_benchmarks import NVLINK2, SMALL, bench, folder_of
+
+
+def test_pictures_and_report(tmp_path):
+    made = bench(NVLINK2, **SMALL)
+    made.skips[Task("bf16", Fusion.NONE, 2, 128, Choice(Strategy.ONESHOT))] = "<it hangs>"
+    records.write(made, tmp_path)
+    folder_of(tmp_path, Fingerprint(0, "shm", 4), **SMALL | {"fusions": "NONE"})
+    told = []
+    paths = html_report.draw(tmp_path, told.append)
+    kinds = ("heatmap", "best_strategy", "strategy_difference_heatmap")
+    expected = [f"viz/NONE/benchmark.tp4.sm0_{kind}.png" for kind in kinds]
+    expected += [f"viz/{fusion}/benchmark.tp2.sm90_{kind}.png" for fusion in ("NONE", "RESIDUAL_RMS_NORM") for kind in kinds]
+    assert [str(path.relative_to(tmp_path)) for path in paths] == [*expected, "viz/report.html"]
+    assert told == [str(path) for path in paths[:-1]]
+    page = paths[-1].read_text(encoding="utf-8")
+    embedded = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', page)]
+    assert embedded == [path.read_bytes() for path in paths[:-1]]
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    for words in ("sm90.nvlink.tp2", "sm0.shm.tp4", "GLOO", "regret of the seed", "us per MiB", "&lt;it hangs&gt;", "synthetic"):
+        assert words in page
+
+
+def test_two_dtypes_have_two_pictures(tmp_path):
+    one, two = bench(NVLINK2, **SMALL, dtype="bf16"), bench(NVLINK2, **SMALL, dtype="fp32")
+    one.times |= two.times
+    records.write(one, tmp_path)
+    names = {path.name for path in html_report.draw(tmp_path)}
+    assert {"benchmark.tp2.sm90_heatmap.png", "benchmark.tp2.sm90.float32_heatmap.png"} <= names
+
+
+def test_a_faulty_folder_draws_nothing(tmp_path):
+    folder_of(tmp_path, NVLINK2, **SMALL)
+    (tmp_path / "benchmark.tp4.sm90.csv").write_text("", encoding="utf-8")
+    with pytest.raises(TableError, match=r"benchmark\.tp4\.sm90\.csv is empty"):
+        html_report.draw(tmp_path)
+    assert not (tmp_path / "viz").exists()

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever one candidate does, the others get their times, and nothing is measured twice. Processes are real; some are fakes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.errors import EngineError, OptionError
+from phalanx.tables.strategy import Strategy
+from phalanx.tune import records
+from phalanx.tune.options import TuneOptions
+from phalanx.tune.runner import BenchmarkRun, run_benchmark
+from phalanx.tune.sweep import Sweep, Task
+from tests.architecture.sources import ROOT
+
+ONESHOT, TWOSHOT = "bf16 NONE {}x128 ONESHOT", "bf16 NONE {}x128 TWOSHOT"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(faults, **fields of TuneOptions or BenchmarkRun) -> (Benchmark, tasks that were measured now)."""
+    monkeypatch.setenv("PHALANX_TEST_FAULTS", str(tmp_path / "faults.json"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def go(faults=None, *, tokens="1,16", hidden="128", strategies="GLOO,ONESHOT", stop_after=None, samples=None, **fields):
+        monkeypatch.setenv("PHALANX_TEST_SAMPLES", json.dumps(samples or [5.0, 6.0, 7.0]))
+        (tmp_path / "faults.json").write_text(json.dumps(faults or {}), encoding="utf-8")
+        own = {"module": "tests.support.tune_fake_rank"}
+        own |= {name: fields.pop(name) for name in ("module", "remeasured") if name in fields}
+        options = TuneOptions(**{"save_csv_dir": tmp_path / "data", "calls": 2, "replays": 3} | fields)
+        reported: list[str] = []
+
+        def on_progress(done, of, what):
+            reported.append(what)
+            if stop_after is not None and len(reported) > stop_after:
+                raise KeyboardInterrupt
+
+        def sweep(fingerprint):
+            return Sweep.from_text(fingerprint, tokens=tokens, hidden=hidden, fusions="NONE", strategies=strategies)
+
+        bench = run_benchmark(BenchmarkRun(2, "cpu", sweep, options, **own), on_progress)
+        return bench, [Task.parse(what) for what in reported if what]
+
+    go.folder = tmp_path / "data"
+    return go
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_times_of_real_ranks_and_wrong_candidates(run):
+    faults = {TWOSHOT.format(1): "wrong", TWOSHOT.format(2): "unwritten", TWOSHOT.format(4): "refuse", TWOSHOT.format(8): "raise"}
+    found, _ = run(faults, tokens="1,2,4,8,16", strategies="GLOO,TWOSHOT", module="tests.support.tune_faulty_rank")
+    assert {str(task): reason for task, reason in found.skips.items()} == {
+        TWOSHOT.format(1): "wrong on another rank",
+        TWOSHOT.format(2): "wrong on another rank",
+        TWOSHOT.format(4): "another rank cannot run it",
+        TWOSHOT.format(8): "rank 1: ArithmeticError: a kernel said no",
+    }
+    assert len(found.times) == 6
+    assert all(us > 1 for us in found.times.values())
+    assert all(len(samples) == 3 for samples in found.samples.values())
+    assert found.facts["complete"] == "yes"
+    assert {"torch", "cpu", "date", "command"} <= set(found.facts)
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").skips == found.skips
+
+
+def test_a_hang_and_a_death_cost_one_candidate_each(run):
+    faults = {ONESHOT.format(1): "hang", ONESHOT.format(2): "die"}
+    found, _ = run(faults, tokens="1,2,4", deadline=2.0)
+    assert {str(task): reason for task, reason in found.skips.items()} == {
+        ONESHOT.format(1): "no answer within the deadline of 2 s",
+        ONESHOT.format(2): "rank 0 was killed by SIGKILL",
+    }
+    assert len(found.times) == 4
+
+
+def test_a_kind_that_keeps_failing_is_given_up(run):
+    faults = {ONESHOT.format(tokens): "raise" for tokens in (1, 2, 4, 8, 16)}
+    found, _ = run(faults, tokens="1,2,4,8,16")
+    reasons = [found.skips[Task.parse(ONESHOT.format(tokens))] for tokens in (1, 2, 4, 8, 16)]
+    assert all("a kernel said no" in reason for reason in reasons)
+    assert [reason.startswith("not tried after 3 faults") for reason in reasons] == [False, False, False, True, True]
+    assert {task.choice.strategy for task in found.times} == {Strategy.NCCL}
+
+
+def test_a_broken_run_resumes_and_a_finished_one_extends(run):
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_after=2)
+    assert files(run.folder) == ["benchmark.tp2.sm0.journal"]
+    with pytest.raises(OptionError, match="differs in method"):
+        run(calls=1)
+    part, measured = run({ONESHOT.format(16): "hang"}, time_limit=1.5)
+    assert len(measured) == 1
+    assert part.facts["complete"].startswith("no: 1 of 4 are left")
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.journal", "benchmark.tp2.sm0.json"]
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 3
+    whole, measured = run()
+    assert [str(task) for task in measured] == [ONESHOT.format(16)]
+    assert whole.facts["complete"] == "yes"
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
+    more, measured = run(extend=True, tokens="16,32", strategies="GLOO,ONESHOT,TWOSHOT")
+    assert len(measured) == 4
+    assert more.times.items() >= whole.times.items()
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 8
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_finished_csv_is_not_replaced_unasked(run):
+    """Neither by a narrower run nor by the same one nor by one after a broken extension; nothing is measured or touched."""
+    run()
+    path = run.folder / "benchmark.tp2.sm0.csv"
+    before = contents(run.folder)
+    for fields in ({}, {"tokens": "1"}, {"tokens": "32"}, {"tokens": "1,16,32"}):
+        with pytest.raises(
+            OptionError, match=r"holds 4 times \(bf16, tokens 1 to 16, .*--extend .*--remeasure .*--restart"
+        ) as error:
+            run(**fields)
+        assert str(path) in str(error.value)
+        assert "drop all of them" in str(error.value)
+        assert contents(run.folder) == before
+    with pytest.raises(KeyboardInterrupt):
+        run(extend=True, tokens="1,16,32", stop_after=1)
+    before = contents(run.folder)
+    with pytest.raises(OptionError, match="drop all of them"):
+        run(tokens="1,16,32")
+    assert contents(run.folder) == before
+    found, measured = run(extend=True, tokens="1,16,32")
+    assert (len(found.times), len(measured)) == (6, 1)
+
+
+def test_a_csv_is_replaced_on_demand_and_a_broken_replacement_goes_on(run):
+    run(tokens="1,16,32")
+    with pytest.raises(KeyboardInterrupt):
+        run(restart=True, stop_after=2, samples=[8.0, 9.0, 10.0])
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 6
+    part, measured = run({ONESHOT.format(16): "hang"}, time_limit=1.5, samples=[8.0, 9.0, 10.0])
+    assert len(measured) + 1 == len(part.times) - 1
+    found, measured = run()
+    assert [str(task) for task in measured] == [ONESHOT.format(16)]
+    assert sorted(found.times.values()) == [6.0, 9.0, 9.0, 9.0]
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == found.times
+    part, _ = run({ONESHOT.format(16): "hang"}, time_limit=1.5, restart=True)
+    assert part.facts["complete"].endswith("run the same command again, without --restart")
+
+
+def test_a_csv_that_was_extended_after_all_is_not_replaced_unasked(run):
+    """A run that was to replace it broke, and one that was to extend it went on and broke, too."""
+    run(tokens="1,16,32")
+    with pytest.raises(KeyboardInterrupt):
+        run(restart=True, stop_after=1)
+    run({ONESHOT.format(16): "hang"}, time_limit=1.5, extend=True, strategies="ONESHOT")
+    before = contents(run.folder)
+    with pytest.raises(OptionError, match=r"this run would drop \d of them"):
+        run()
+    assert contents(run.folder) == before
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 6
+
+
+def test_an_unreadable_csv_is_not_replaced_unasked(run):
+    run.folder.mkdir()
+    (run.folder / "benchmark.tp2.sm0.csv").write_text("something,else\n", encoding="utf-8")
+    with pytest.raises(OptionError, match="the column 'something' is unknown; give --restart to replace it"):
+        run()
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv"]
+    found, _ = run(restart=True)
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == found.times
+
+
+def test_no_time_is_no_success(run):
+    """Every candidate fails, or the limit is over before the first: an error with the reasons, and no CSV."""
+    faults = {"bf16 NONE 1x128 NCCL": "die", ONESHOT.format(1): "raise"}
+    with pytest.raises(EngineError, match=r"not one of 2 candidates at tp 2.*SIGKILL; .*ONESHOT: rank 0: Arith.*a kernel said no"):
+        run(faults, tokens="1")
+    assert files(run.folder) == []
+    with pytest.raises(EngineError, match="the time limit was over; run the same command again, with a longer --time_limit"):
+        run({"bf16 NONE 1x128 NCCL": "hang"}, tokens="1", time_limit=1.0)
+    assert files(run.folder) == ["benchmark.tp2.sm0.journal"]
+    found, measured = run(tokens="1")
+    assert len(measured) == len(found.times) == 2
+
+
+def test_a_plan_with_nothing_in_it_is_refused(run):
+    with pytest.raises(
+        OptionError, match=r"all 1 candidates are skipped; .*1x12 ONESHOT: ONESHOT moves 8 .*; give other --strategies"
+    ):
+        run(hidden="12", tokens="1", strategies="ONESHOT")
+    assert not run.folder.exists()
+
+
+def test_a_journal_can_be_dropped(run):
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_after=2)
+    _, measured = run(restart=True)
+    assert len(measured) == 4
+
+
+def test_ranks_that_cannot_start(run):
+    with pytest.raises(EngineError, match="exited with status 1"):
+        run(module="phalanx.tune.no_such_module")
+    assert not run.folder.exists()
+
+
+def test_one_strategy_is_measured_again(run):
+    """In a whole CSV: broken off, gone on with, and all else as it was."""
+    whole, _ = run()
+    old = {task: us for task, us in whole.times.items() if task.choice.strategy is Strategy.NCCL}
+    with pytest.raises(KeyboardInterrupt):
+        run(remeasured=frozenset({Strategy.NCCL}), stop_after=1, samples=[8.0, 9.0, 10.0])
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == whole.times
+    part, measured = run({"bf16 NONE 16x128 NCCL": "hang"}, remeasured=frozenset({Strategy.NCCL}), time_limit=1.5)
+    assert measured == []
+    assert part.times.keys() == whole.times.keys()
+    assert sorted(part.times[task] for task in old) == [6.0, 9.0]
+    assert part.facts["complete"].startswith("no: 1 of 4 are left, 1 of them with their old times until then")
+    found, measured = run(remeasured=frozenset({Strategy.NCCL}), samples=[8.0, 9.0, 10.0])
+    assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
+    assert found.times == whole.times | dict.fromkeys(old, 9.0)
+    assert found.facts["complete"] == "yes"
+    assert found.facts["extends"]
+    assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
+    _, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="16")
+    assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times.keys() == whole.times.keys()
+
+
+def test_a_narrow_run_leaves_the_journal_of_a_wider_one(run):
+    with pytest.raises(KeyboardInterrupt):
+        run(stop_after=3)
+    found, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="1")
+    assert [str(task) for task in measured] == ["bf16 NONE 1x128 NCCL"]
+    assert found.facts["complete"].startswith("no: a wider run, with 2 more results here, has not ended")
+    assert "benchmark.tp2.sm0.journal" in files(run.folder)
+    assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 3
+    whole, measured = run()
+    assert [str(task) for task in measured] == [ONESHOT.format(16)]
+    assert whole.facts["complete"] == "yes"
+    assert whole.facts["earlier"]
+
+
+def test_a_narrow_run_leaves_what_a_wider_one_still_has_to_measure_again(run):
+    run()
+    with pytest.raises(KeyboardInterrupt):
+        run(remeasured=frozenset({Strategy.NCCL}), stop_after=1)
+    lines = [json.loads(line) for line in (run.folder / "benchmark.tp2.sm0.journal").read_text().splitlines()]
+    (done,) = [Task.parse(line["task"]).tokens for line in lines if "samples" in line]
+    found, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens=str(done))
+    assert measured == []
+    assert found.facts["complete"].startswith("no: a wider run, with 1 more results here, has not ended")
+    whole, measured = run(remeasured=frozenset({Strategy.NCCL}))
+    assert [task.tokens for task in measured] == [17 - done]
+    assert whole.facts["complete"] == "yes"
+
+
+def test_other_versions_do_not_extend(run):
+    run()
+    path = run.folder / "benchmark.tp2.sm0.json"
+    path.write_text(path.read_text().replace("a fake one", "another one"))
+    for fields in ({"extend": True}, {"remeasured": frozenset({Strategy.NCCL})}):
+        with pytest.raises(OptionError, match=r"measured with another cpu \(another one, not a fake one\)"):
+            run(**fields)

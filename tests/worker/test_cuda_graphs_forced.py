@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps from graphs and eager steps find the same tokens as likely, where all are told which tokens come: on CPU with the kernels'
+references in their place, on GPU with the kernels, and as the back end has it in eager steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
+from phalanx.worker.graph_buffers import GraphSize
+from phalanx.worker.model_runner import ModelRunner
+from tests.support.checkpoints import write_checkpoint
+from tests.support.worker_graphs import kernels_backend, put_references
+from tests.support.worker_profiled_runner import BLOCK, SLOTS, made_runner
+
+CPU = torch.device("cpu")
+REPORTING = SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=1)
+TOKENS = 300
+
+
+def steps(seed: int, count: int) -> list[StepBatch]:
+    """Of up to TOKENS tokens: all slots go through texts of their own, by one token or by many, and begin anew."""
+    chance, free, made = random.Random(seed), list(range(399)), []
+    texts: list[list[int]] = [[] for _ in range(SLOTS)]
+    blocks: list[list[int]] = [[] for _ in range(SLOTS)]
+    at = [0] * SLOTS
+    for _ in range(count):
+        rows, admitted, released, left = [], [], [], TOKENS - SLOTS
+        most = chance.choice((3, 20, 130))
+        for slot in chance.sample(range(SLOTS), chance.randint(1, SLOTS)):
+            if at[slot] == len(texts[slot]):
+                released += [slot] * bool(texts[slot])
+                free, blocks[slot] = blocks[slot] + free, []
+                texts[slot], at[slot] = [chance.randrange(3, 380) for _ in range(chance.randint(1, 200))], 0
+                admitted.append(SlotAssignment(slot, texts[slot], len(texts[slot]), REPORTING, 1))
+            begin = at[slot]
+            end = at[slot] = min(len(texts[slot]), begin + (1 if chance.random() < 0.6 else chance.randint(1, min(most, left + 1))))
+            left -= end - begin - 1
+            new = [free.pop() for _ in range(-(-end // BLOCK) - len(blocks[slot]))]
+            blocks[slot] += new
+            rows.append(StepRow(slot, begin, end - begin, texts[slot][begin:end], new, samples=end == len(texts[slot])))
+        rows.sort(key=lambda row: row.count > 1)
+        made.append(StepBatch(released=released, admitted=admitted, rows=rows))
+    return made
+
+
+def watched(runner: ModelRunner) -> list[GraphSize]:
+    """The sizes of the graphs that it will replay."""
+    used: list[GraphSize] = []
+    if runner.graphs is not None:
+        replay = runner.graphs.replay
+
+        def noted(size: GraphSize, *rest: Any) -> None:
+            used.append(size)
+            replay(size, *rest)
+
+        runner.graphs.replay = noted  # type: ignore[method-assign, assignment]
+    return used
+
+
+def likelihoods(runner: ModelRunner, made: list[StepBatch]) -> torch.Tensor:
+    """Of the prompts' tokens, and of the most likely tokens that follow."""
+    found: list[float] = []
+    for step in made:
+        for row in runner.run(step).results()[0] or []:
+            found += [entry.logprob for entry in row.prompt_logprobs]
+            found += [row.logprobs.logprob] if row.logprobs is not None else []
+    return torch.tensor(found)
+
+
+def compare(
+    folder: Path, device: torch.device, dtype: torch.dtype, off: float, *, count: int, given: Any = None, **options: Any
+) -> None:
+    """Logprobs differ by `off` at most, and by a tenth of it as a rule."""
+    made = steps(4, count)
+    assert 256 < max(sum(row.count for row in step.rows) for step in made) <= TOKENS
+    found = []
+    for graphs in (True, False):
+        runner = made_runner(folder, device, dtype, graphs=graphs, tokens=TOKENS, attention=given and given(), **options)
+        used = watched(runner)
+        found.append(likelihoods(runner, made))
+        assert len({size for size in used if size.prefill_rows}) >= (4 if graphs else 0)
+        assert len(used) == (len(made) if graphs else 0)
+    assert len(found[0]) > 30 * count
+    assert not found[0].isnan().any()
+    apart = (found[0] - found[1]).abs()
+    assert apart.max() < off
+    assert apart.mean() < off / 10
+
+
+@pytest.mark.parametrize("fp8_cache", [False, True])
+def test_on_cpu(tmp_path: Path, fp8_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_references(monkeypatch)
+    folder = write_checkpoint(tmp_path / "mistral", "mistral", sliding_window=40, num_hidden_layers=1)
+    compare(folder, CPU, torch.float32, 0.05 if fp8_cache else 1e-4, count=12, given=kernels_backend, fp8_cache=fp8_cache)
+
+
+@pytest.mark.gpu1
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("fp8_cache", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_on_gpu(tmp_path: Path, family: str, fp8_cache: bool) -> None:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "std": 0.05}
+    folder = write_checkpoint(tmp_path / family, family, **sizes, **({"sliding_window": 40} if family == "mistral" else {}))
+    compare(folder, torch.device("cuda", 0), torch.bfloat16, 0.2, count=60, fp8_cache=fp8_cache)

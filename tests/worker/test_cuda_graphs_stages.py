@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages of a pipeline have graphs for a share of the requests each, as no step has more rows; one with more would run eagerly."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
+from phalanx.worker.graph_buffers import graph_sizes
+from phalanx.worker.model_runner import ModelRunner
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import BLOCK, GREEDY
+from tests.support.worker_graphs import BLOCKS, SLOTS, TOKENS, Counting, alike, put_references, requests, serve, step_runner
+
+LAYERS = 3
+
+
+class Stage:
+    """One of several stages in one process: what each sends the next receives."""
+
+    def __init__(self, rank: int, lanes: Sequence[deque[Tensor]]) -> None:
+        self.rank, self.size, self._lanes = rank, len(lanes), lanes
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._lanes[to].append(x.clone())
+
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        return x.copy_(self._lanes[source + 1].popleft())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("stages") / "llama", "llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_references(monkeypatch)
+
+
+def pipeline(folder: Path, capturers: Sequence[Counting | None]) -> list[ModelRunner]:
+    lanes: list[deque[Tensor]] = [deque() for _ in capturers]
+    cuts = [LAYERS * at // len(capturers) for at in range(len(capturers) + 1)]
+    return [
+        step_runner(folder, capturer, range(cuts[at], cuts[at + 1]), Stage(at, lanes) if len(capturers) > 1 else None)
+        for at, capturer in enumerate(capturers)
+    ]
+
+
+@pytest.mark.parametrize(("stages", "most"), [(1, 11), (2, 6), (3, 4)])
+def test_every_stage_captures_what_a_step_may_have_and_no_more(folder: Path, stages: int, most: int) -> None:
+    capturers = [Counting() for _ in range(stages)]
+    runners = pipeline(folder, capturers)
+    decodes, mixed = graph_sizes(most, TOKENS)
+    for runner, capturer in zip(runners, capturers, strict=True):
+        assert runner.max_rows == decodes[-1].tokens == most
+        assert runner.graphs is not None
+        assert runner.graphs.sizes == [*decodes, *mixed]
+        assert runner.graphs.largest == [decodes[-1], mixed[-1]]
+        assert capturer.recorded == runner.graphs.count == len(decodes) + len(mixed)
+        assert runner.graphs.decode_buffers.width == most
+        assert len(runner._last_tokens) == len(runner._tables.host) == SLOTS
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"chunked_prefill": False, "max_num_tokens": 128}, {"num_blocks": 30}])
+def test_no_step_of_a_scheduler_is_too_large_for_them(folder: Path, stages: int, options: dict[str, Any]) -> None:
+    """Of more requests than slots or blocks, which come and go: all steps of few tokens are replayed, the largest among them."""
+    options = {"num_blocks": BLOCKS, **options}
+    capturers, asked = [Counting() for _ in range(stages)], requests(9, count=24)
+    runners, ran = pipeline(folder, capturers), list[StepBatch]()
+    run = runners[0].run
+    runners[0].run = lambda step: (ran.append(step), run(step))[1]  # type: ignore[method-assign]
+    got, scheduler = serve(runners, asked, **options)
+    assert max(len(step.rows) for step in ran) == -(-SLOTS // stages) or scheduler.counters.preemptions
+    small = [step for step in ran if sum(row.count for row in step.rows) <= TOKENS]
+    assert all(sum(capturer.replays.values()) == len(small) for capturer in capturers)
+    assert len(small) > len(ran) * 0.9
+    assert scheduler.counters.steps == len(ran)
+    alike(got, serve(pipeline(folder, [None]), asked, pipeline_stages=stages, **options)[0])
+
+
+def test_a_step_of_more_rows_runs_eagerly(folder: Path) -> None:
+    """Rows of one token, alone and before a prompt, of which there are more than any size has; and more prompts than that."""
+    capturers = Counting(), Counting()
+    count, told = 9, []
+    for runners in (pipeline(folder, capturers), pipeline(folder, [None, None])):
+        prompts = [[5 + slot, 6, 7 + slot] for slot in range(count + 1)]
+        admitted = [SlotAssignment(slot, prompt, 3, GREEDY, 1) for slot, prompt in enumerate(prompts)]
+        steps = [
+            StepBatch(admitted=admitted, rows=[StepRow(slot, 0, 2, prompts[slot][:2], [slot]) for slot in range(count)]),
+            StepBatch(rows=[StepRow(slot, 2, 1, prompts[slot][2:], [], samples=True) for slot in range(count)]),
+            StepBatch(
+                rows=[
+                    *(StepRow(slot, 3, 1, [8], [], samples=True) for slot in range(count)),
+                    StepRow(count, 0, 3, prompts[count], [count], samples=True),
+                ]
+            ),
+        ]
+        for step in steps:
+            for stage in runners:
+                rows, _ = stage.run(step).results()
+            assert rows is not None
+            told.append([row.token for row in rows])
+    assert BLOCK >= 4
+    assert told[:3] == told[3:]
+    assert None not in told[1] + told[2]
+    assert not capturers[0].replays
+    assert not capturers[1].replays

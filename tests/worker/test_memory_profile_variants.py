@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No kernel is compiled after the start: steps of a running engine launch only variants that its first steps have launched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.comm import oneshot, twoshot
+from phalanx.comm.choose import Rules, sp_min_tokens
+from phalanx.comm.group import Group, Solo
+from phalanx.comm.sequence_parallel.gemm_rs import GemmRs
+from phalanx.comm.sequence_parallel.rs_norm_ag import RsNormAg
+from phalanx.comm.strategies import AllReduce
+from phalanx.comm.symmetric import ReduceScatterBuffer
+from phalanx.comm.tuned_group import TunedGroup
+from phalanx.config.model import ModelShape
+from phalanx.config.quantization import Quantization
+from phalanx.config.sampling_params import SamplingParams
+from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
+from phalanx.hardware.fingerprint import Fingerprint
+from phalanx.kernels.capabilities import has_gluon
+from phalanx.models import registry
+from phalanx.models.batch import LayerCache
+from phalanx.models.layers.attention.sdpa import SdpaBackend
+from phalanx.models.layers.attention.triton import TritonBackend
+from phalanx.tables.shipped import table_for
+from phalanx.tables.strategy import Strategy
+from phalanx.worker import memory_profile
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.sampler import Sampler
+from tests.support.comm_compiled import workspace
+from tests.support.kernels_variants import NUM_SMS, SM, Variant, recorded
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+SLOTS, BLOCK, LONGEST, TOKENS = 37, 16, 2048, 4095
+"""Odd, so that what lies behind a row of facts lies on no 16 bytes."""
+
+GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.7}
+ASKED: list[list[dict[str, Any]]] = [
+    [GREEDY], [DRAWN], [GREEDY, DRAWN], [GREEDY | {"logprobs": 2}], [DRAWN | {"logprobs": 0}, GREEDY],
+    [GREEDY | {"logit_bias": {3: 1.0}}], [DRAWN | {"logit_bias": {3: 1.0}}, GREEDY], [DRAWN | {"top_p": 0.9}],
+    [DRAWN | {"top_k": 5}, GREEDY], [GREEDY | {"repetition_penalty": 1.2}], [GREEDY | {"prompt_logprobs": 1}, DRAWN],
+]  # fmt: skip
+"""What the rows of one step ask for, some of these each."""
+
+
+class Recorded:
+    """A capturer whose replays launch nothing: on a GPU a graph's replay needs no kernel that its capture did not."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return lambda: None
+
+    def reset(self) -> None:
+        return
+
+
+class Alike(Solo):
+    """Rank 0 of ranks that all hold the same."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat([x] * self.size, dim)
+
+
+def group_of(size: int) -> Group:
+    """A rank's group on NVLink, over a workspace that nobody maps; GEMM_RS runs from half the longest step's tokens on."""
+    if size == 1:
+        return Solo()
+
+    def peer_tensor(rank: int, rows: int, columns: int, dtype: torch.dtype, before: int) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype)
+
+    longest = TOKENS * 4096 * 2
+    buffer = ReduceScatterBuffer(
+        0, size, longest + size * 8192, longest, torch.zeros(4, dtype=torch.int32), (0,) * size, peer_tensor
+    )
+    space, machine = workspace(size, SM, TOKENS * 4096 * 2), Fingerprint(SM, "nvlink", size)
+    runners = {
+        strategy: AllReduce(
+            partial(module.all_reduce, workspace=space), partial(module.all_reduce_norm, workspace=space),
+            RsNormAg(space), GemmRs(space, buffer, min_bytes=(TOKENS // 2) * 4096 * 2),
+        )
+        for strategy, module in ((Strategy.ONESHOT, oneshot), (Strategy.TWOSHOT, twoshot))
+    }  # fmt: skip
+    rules = Rules(machine, {Strategy.NCCL: "there is none"}, table_for(machine).lookup, None, True, sp_min_tokens(machine))
+    return TunedGroup(Alike(size), rules, runners, "")
+
+
+@dataclass(frozen=True)
+class Case:
+    """graphs: steps are captured. ranks: of the group. slots: requests at once. stages: of the pipeline, and this is its last."""
+
+    shape: dict[str, Any] = field(default_factory=dict)
+    fp8: bool = False
+    graphs: bool = True
+    ranks: int = 1
+    slots: int = SLOTS
+    stages: int = 1
+
+
+class Last(Solo):
+    """The last stage of a pipeline: what it receives is there already."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = size - 1, size
+
+    def receive(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        return x
+
+
+BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="weight_scale_inv")
+CASES = {
+    "graphs": Case({"vocab_size": 151936}),
+    "eager": Case({"windows": (64, None), "vocab_size": 8193}, graphs=False),
+    "fp8": Case(fp8=True),
+    "fp8, eager": Case(fp8=True, graphs=False),
+    "normed heads, 2 ranks": Case({"architecture": "Qwen3ForCausalLM", "qk_norm": True}, ranks=2),
+    "fp8, 2 ranks": Case({"vocab_size": 8193}, fp8=True, ranks=2),
+    "4 ranks, eager": Case({"vocab_size": 151936}, graphs=False, ranks=4),
+    "fp8, few slots, eager": Case(fp8=True, graphs=False, slots=16),
+    "blocks": Case({"quantization": BLOCKS}, fp8=True),
+    "fp8, 4 ranks": Case({"qkv_bias": True, "intermediate_size": 4 * 12288}, fp8=True, ranks=4),
+    "of 2 stages": Case(fp8=True, ranks=2, slots=2 * SLOTS, stages=2),
+    "of 3 stages, eager": Case(graphs=False, slots=3 * SLOTS, stages=3),
+}
+
+
+def made_runner(case: Case) -> ModelRunner:
+    """Of weights that nobody has set: nothing reads them, and their pages are never there."""
+    sizes: dict[str, Any] = {
+        "architecture": "LlamaForCausalLM", "vocab_size": 8192, "hidden_size": 4096, "intermediate_size": 1024, "num_layers": 2,
+        "num_heads": 16, "num_kv_heads": 4, "head_dim": 128, "max_positions": LONGEST, "windows": (None, None),
+    }  # fmt: skip
+    shape = ModelShape(**(sizes | case.shape))
+    model = registry.build(
+        shape, group=group_of(case.ranks), layers=range(0 if case.stages == 1 else 1, 2), dtype=BF16, device=CPU, fp8=case.fp8,
+        fp8_cache=case.fp8, fp8_gemm=case.fp8,
+    )  # fmt: skip
+    attention = TritonBackend(SdpaBackend(), CPU, "all")
+    attention.workspace.num_sms = NUM_SMS
+    caches = [LayerCache.zeros(1, BLOCK, s.heads, s.head_dim, model.context.cache_dtype, CPU) for s in model.kv_specs()]
+    sampler, pipeline = Sampler(case.slots, shape.vocab_size, CPU), Solo() if case.stages == 1 else Last(case.stages)
+    return ModelRunner(
+        model, caches, attention, sampler, pipeline, max_batch_size=case.slots, max_seq_len=LONGEST, block_size=BLOCK, dtype=BF16,
+        device=CPU, capturer=Recorded() if case.graphs else None, max_num_tokens=TOKENS,
+    )  # fmt: skip
+
+
+def started(case: Case) -> ModelRunner:
+    """As a rank starts."""
+    runner = made_runner(case)
+    sizes = {"max_num_tokens": TOKENS, "max_seq_len": LONGEST, "max_batch_size": runner.max_rows, "block_size": BLOCK}
+    for step in memory_profile.profiling_steps(**sizes):
+        runner.run(step).results()
+    list(runner.capture())
+    return runner
+
+
+def any_step(rng: random.Random, slots_there: int, most: int) -> StepBatch:
+    """Rows of one token, then prompts and parts of them, of any number up to `most` and any length; each row's request has just
+    come."""
+    slots = rng.sample(range(slots_there), rng.choice([1, 2, rng.randint(1, most), most]))
+    decodes = rng.choice([0, len(slots), rng.randint(0, len(slots))])
+    asked, longest, far = rng.choice(ASKED), rng.choice([8, 200, LONGEST]), rng.choice([8, 200, LONGEST - 2])
+    left, rows = TOKENS, list[StepRow]()
+    for number, slot in enumerate(slots):
+        start = rng.randint(0, far)
+        room = min(left - 2 * (len(slots) - number), LONGEST - start)
+        count = 1 if number < decodes else max(2, min(rng.randint(2, longest), room))
+        left -= count
+        samples = rng.random() < 0.9 or count == 1
+        rows.append(StepRow(slot, start, count, [0] * count, [0] * -(-(start + count) // BLOCK), samples=samples))
+    admitted = [SlotAssignment(row.slot, [0], 1, SamplingParams(**rng.choice(asked)), seed=1) for row in rows]
+    return StepBatch(admitted=admitted, rows=rows)
+
+
+def later(case: Case, steps: int) -> tuple[set[Variant], set[Variant]]:
+    """(The variants of the start, what else steps of all kinds ask for.)"""
+    rng = random.Random(0)
+    with recorded() as variants:
+        runner = started(case)
+        first = set(variants)
+        for _ in range(steps):
+            runner.run(any_step(rng, case.slots, runner.max_rows)).results()
+    return first, variants - first
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> None:
+    first, new = later(CASES[name], 150)
+    kernels = {variant.kernel for variant in first}
+    assert {"_decode", "_prefill", "_packed_argmax_keys", "_gumbel_max", "_filter_thresholds", "_decode_keys"} <= kernels
+    assert ("_embed" if CASES[name].ranks > 1 and CASES[name].stages == 1 else "_embed_norm") in kernels
+    assert ("gemm_rs_norm_ag" in kernels) == (CASES[name].ranks > 1)
+    if CASES[name].fp8 and has_gluon():
+        assert ("_block_scaled_gemm" if name == "blocks" else "_fp8_skinny") in kernels
+    assert not new, "\n".join(sorted(map(str, new)))

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The warm-up of a start, on CPU: steps and sizes of graphs go through few layers, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.comm.group import Solo
+from phalanx.config.model import ModelShape
+from phalanx.hardware.probe import Machine
+from phalanx.models import registry
+from phalanx.models.llama import DecoderLayer
+from phalanx.worker import memory_profile, warmup
+from phalanx.worker.cuda_graphs import EagerCapturer
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.warmup import warm_up
+from tests.support.checkpoints import write_checkpoint
+from tests.support.engine_drive import BLOCK, expected, prompts
+from tests.support.worker_graphs import SLOTS, Counting, drive, make_runner
+
+CPU = torch.device("cpu")
+
+
+class Kernels:
+    """As `Ahead`: some are kept, and none are compiled."""
+
+    def __init__(self, kept: bool) -> None:
+        self.kept, self.compiled, self.processes = kept, 0, 0
+
+    def all_cached(self) -> bool:
+        return self.kept
+
+    def compile(self, processes: int, tell: Callable[[int, int], None]) -> None:
+        self.processes, self.compiled = processes, 7
+        tell(7, 7)
+
+
+class OneCannot(Solo):
+    """Another rank says no."""
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return torch.cat([x, torch.zeros_like(x)], dim)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "llama", "llama", num_hidden_layers=5)
+
+
+@pytest.fixture
+def forwards(monkeypatch: pytest.MonkeyPatch) -> Counter[DecoderLayer]:
+    """How often each layer was gone through."""
+    counts: Counter[DecoderLayer] = Counter()
+    plain = DecoderLayer.forward
+
+    def forward(self: DecoderLayer, *args: Any) -> Any:
+        counts[self] += 1
+        return plain(self, *args)
+
+    monkeypatch.setattr(DecoderLayer, "forward", forward)
+    return counts
+
+
+def with_kernels(monkeypatch: pytest.MonkeyPatch, kept: bool) -> Kernels:
+    kernels = Kernels(kept)
+
+    @contextmanager
+    def ahead() -> Iterator[Kernels]:
+        yield kernels
+
+    monkeypatch.setattr(warmup, "ahead", ahead)
+    monkeypatch.setattr(warmup, "can_compile_ahead", lambda: True)
+    return kernels
+
+
+def steps_of(runner: ModelRunner) -> list[Any]:
+    return memory_profile.profiling_steps(max_num_tokens=64, max_seq_len=128, max_batch_size=runner.max_rows, block_size=BLOCK)
+
+
+def test_every_step_goes_through_the_first_layer_and_the_last(
+    folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, kept=False)
+    assert runner.graphs is not None
+    runner.graphs.reset()  # as before a start's first capture
+    layers, caches = runner._model.layers, runner.caches
+    forwards.clear()
+    told: list[tuple[int, int]] = []
+    steps = steps_of(runner)
+    assert warm_up(runner, steps, Solo(), CPU, 12, lambda *each: told.append(each)) == 7
+    assert (kernels.processes, told) == (12, [(7, 7)])
+    met = len(steps) - 1 + runner.graphs.count  # all but the last, which has no rows
+    assert {layers.index(layer): count for layer, count in forwards.items()} == {0: met, 4: met}
+    assert runner._model.layers is layers
+    assert runner.caches is caches
+    assert not runner.graphs._ready_decode  # no graph is kept
+    list(runner.capture())
+    asked = prompts(SLOTS, seed=5)
+    assert drive(runner).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+
+
+def test_where_kernels_are_kept_it_ends_with_the_first_step(
+    folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, kernels = make_runner(folder, EagerCapturer()), with_kernels(monkeypatch, kept=True)
+    forwards.clear()
+    assert warm_up(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
+    assert sorted(forwards.values()) == [1, 1]
+    assert kernels.processes == 0
+    asked = prompts(3, seed=5)
+    assert drive(runner).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+
+
+def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(folder, EagerCapturer())
+    forwards.clear()
+    with_kernels(monkeypatch, kept=False)
+    assert warm_up(runner, steps_of(runner), OneCannot(), CPU, 64, lambda *_: None) == 0
+    assert warm_up(runner, steps_of(runner), Solo(), CPU, 1, lambda *_: None) == 0  # there is nothing to gain
+    monkeypatch.setattr(warmup, "can_compile_ahead", lambda: False)
+    assert warm_up(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
+    assert not forwards
+
+
+class AnotherLacksSome(Solo):
+    """All ranks can; another has not kept its kernels."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        self.asked += 1
+        return torch.cat([x, torch.ones_like(x) if self.asked == 1 else torch.zeros_like(x)], dim)
+
+
+def test_a_rank_goes_on_where_another_lacks_kernels_and_leaves_no_slot_and_no_recording(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capturer = Counting()
+    runner = make_runner(folder, capturer)
+    assert runner.graphs is not None
+    runner.graphs.reset()
+    for group, processes in ((AnotherLacksSome(), 12), (Solo(), 0)):
+        kernels, capturer.recorded = with_kernels(monkeypatch, kept=True), 0
+        warm_up(runner, steps_of(runner), group, CPU, 12, lambda *_: None)
+        assert kernels.processes == processes
+        assert runner._sampler is not None
+        assert not runner._sampler._state.occupied.any()  # every slot is free
+        assert capturer.recorded == 0
+    list(runner.capture())
+    assert capturer.recorded == runner.graphs.count
+
+
+@pytest.mark.parametrize(("cores", "gib", "ranks", "processes"), [(64, 500, 4, 16), (64, 500, 8, 8), (64, 6, 4, 3), (2, 500, 4, 0)])
+def test_processes_share_cores_and_memory(
+    cores: int, gib: int, ranks: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Machine((), 512 << 30, gib << 30, cores)
+    monkeypatch.setattr(warmup.hardware, "detect_machine", lambda: host)
+    assert warmup.compile_processes(ranks) == processes
+
+
+def test_layers_of_other_kinds_stay(tmp_path: Path) -> None:
+    folder = write_checkpoint(
+        tmp_path / "qwen2", "qwen2", num_hidden_layers=6, use_sliding_window=True, sliding_window=8, max_window_layers=3,
+    )  # fmt: skip
+    model = registry.build(ModelShape.from_folder(folder), group=Solo(), layers=range(6), dtype=torch.float32, device=CPU)
+    layers = model.layers
+    with model.distinct_layers() as kept:
+        assert kept == [0, 3, 5]
+        assert model.layers == [layers[index] for index in kept]
+    assert model.layers is layers
+    layers[1].input_layernorm.half()  # such as a layer that a quantized checkpoint leaves alone
+    with model.distinct_layers() as kept:
+        assert kept == [0, 1, 3, 5]
+    with pytest.raises(ZeroDivisionError), model.distinct_layers():
+        raise ZeroDivisionError
+    assert model.layers is layers
