@@ -356,7 +356,8 @@ FILES = [
 
 PATTERNS = [
     "/sys/bus/pci/devices/*/numa_node", "/sys/bus/pci/devices/*/class", "/sys/bus/pci/devices/*/vendor",
-    "/sys/bus/pci/devices/*/current_link_speed", "/sys/bus/pci/devices/*/current_link_width", "/sys/bus/pci/devices/*/max_link_speed",
+    "/sys/bus/pci/devices/*/current_link_speed", "/sys/bus/pci/devices/*/current_link_width",
+    "/sys/bus/pci/devices/*/max_link_speed",
     "/sys/class/infiniband/*/ports/*/rate", "/sys/class/infiniband/*/ports/*/state", "/sys/class/net/*/operstate",
     "/sys/class/net/*/speed", "/sys/devices/system/node/node*/cpulist",
 ]  # fmt: skip
@@ -481,7 +482,8 @@ def copy(torch: Any, nvml: Any, handles: list[Any], a: int, b: int) -> dict[str,
     return {
         "from": a, "to": b, "bytes": size * times, "ms": elapsed_ms, "gbytes_per_s": size * times / elapsed_ms / 1e6,
         "equal": bool(torch.equal(source.cpu(), target.cpu())), "peer_access": torch.cuda.can_device_access_peer(a, b),
-        "before": before, "after": after, "gpm": {name: value for name, value in sample.items() if any(part in name for part in KEPT_GPM)},
+        "before": before, "after": after,
+        "gpm": {name: value for name, value in sample.items() if any(part in name for part in KEPT_GPM)},
     }  # fmt: skip
 
 

@@ -28,10 +28,18 @@ def python(page: Path, kind: str = "python") -> str:
     return "\n".join(block.text for block in blocks(page) if block.kind == kind)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_kv_cache() -> Iterator[None]:
+    """For the commands: filling the default, 1 GiB on CPU, takes seconds of each rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_KV_CACHE_BYTES", str(1 << 26))
+        yield
+
+
 def run(*command: str | Path, stdin: str = "") -> str:
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_the_python_api_page_runs(tmp_path):
@@ -60,7 +68,7 @@ def test_the_check_of_an_installation_runs():
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[str]:
+def served(small_kv_cache: None) -> Iterator[str]:
     """`localhost:PORT` of the server that the quick start starts, on a free port."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))

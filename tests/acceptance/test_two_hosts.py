@@ -19,6 +19,7 @@ import pytest
 pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which("ip") is None, reason="not run: needs iproute2")]
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
+SMALL = ("--max_seq_len", "512", "--kv_cache_bytes", str(1 << 26))
 PORT = 8000
 # Runs inside host 0: asks, prints each event as it comes, and how the stream ended.
 CLIENT = """
@@ -44,7 +45,7 @@ class Hosts:
         flags = ["--tp_size", "2", "--pp_size", "2", "--nnodes", "2", "--node_rank", str(host), "--master_addr", ADDRESSES[0]]
         words = [sys.executable, "-m", "phalanx", "serve", "demo", "--host", ADDRESSES[0], "--port", str(PORT), "--device", "cpu"]
         with (self.logs / f"host{host}").open("w") as log:
-            return subprocess.Popen(self.command(host, *words, *flags, "--max_seq_len", "512"), stdout=log, stderr=log, text=True)
+            return subprocess.Popen(self.command(host, *words, *flags, *SMALL), stdout=log, stderr=log, text=True)
 
     def log(self) -> str:
         return "".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.logs.iterdir()))

@@ -104,6 +104,15 @@ def test_the_picture_names_files_that_exist():
             assert path.is_dir() or path.with_suffix(".py").is_file(), f"docs/architecture.svg: {line}"
 
 
+def test_the_glossary_names_things_that_exist():
+    """Identifiers in a row's first cell: CamelCase, and words with an underscore."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SRC.rglob("*.py"))
+    cells = re.findall(r"^\| ([^|]+) \|", read("docs/glossary.md"), re.M)
+    names = {name for cell in cells for name in re.findall(r"\b(?:[A-Z][a-z]\w*[A-Z]\w+|[a-z0-9]+_\w+)\b", cell)}
+    assert len(names) > 40
+    assert {name for name in names if not re.search(rf"\b{name}\b", text)} == set()
+
+
 QUESTION = re.compile(r"^\| (Where [^|]+\?) \| `([^`]+)` \| `([^`]+)` \|$", re.M)
 
 
@@ -154,7 +163,7 @@ def test_every_flag_in_prose_exists():
     """`--flag` in a page is an option of some verb, or of a tool that the line names."""
     parameters = [parameter for verb in _verbs(typer.main.get_command(app)) for parameter in verb.params]
     known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
-    tools = ("torchrun", "docker", "--ipc", "--max-restarts")
+    tools = ("torchrun", "docker", "--ipc", "--max-restarts", "nvlink --status")
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
             for flag in re.findall(r"(?<![\w-])(--[a-z][a-z_]+)", line):

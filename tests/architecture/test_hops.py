@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many files a reader opens to follow one call of a row-parallel FP8 linear layer with 64 tokens on a tensor-parallel group.
 
-A file of the package counts if one of its Python functions runs during the call, or if it defines a kernel that the call launches.
-The call is traced when it is made again: what runs for a new size only does not count, because its result is kept. This is the choice
-of the strategy (`comm.choose`, `tables`), the split of its launches (`comm.chunked`, `comm.oneshot`), facts about the device
-(`kernels.capabilities`), and compilation. Device functions that a kernel calls do not count either: they are compiled into it.
-Neither do files of which the call uses a type only, without running a line of them: `comm/group.py` (the fusion), `comm/symmetric.py`
-(the workspace) and `kernels/scaled_tensors.py` (tensors with scales).
+A file of the package counts if one of its Python functions runs during the call, or if it defines a kernel that the call
+launches. The call is traced when it is made again: what runs for a new size only does not count, because its result is kept. This
+is the choice of the strategy (`comm.choose`, `tables`), the split of its launches (`comm.chunked`, `comm.oneshot`), facts about
+the device (`kernels.capabilities`), and compilation. Device functions that a kernel calls do not count either: they are compiled
+into it. Neither do files of which the call uses a type only, without running a line of them: `comm/group.py` (the fusion),
+`comm/symmetric.py` (the workspace) and `kernels/scaled_tensors.py` (tensors with scales).
 
 The input is quantized, as that of `down_proj` is. The input of `o_proj` is not, and adds the op that quantizes it.
 """
@@ -104,7 +104,7 @@ def check(files: set[str]) -> None:
 
 
 def test_four_gpus_as_seen_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code that picks kernels takes CPU tensors for a GPU's, and launches are noted and left out. All else runs as on a rank."""
+    """Code that picks kernels takes CPU tensors for a GPU's; launches are noted and left out. All else runs as on a rank."""
     pytest.importorskip("triton")
     from phalanx.comm.strategies import symmetric_strategies
     from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, Gpu, has_gluon, simulated

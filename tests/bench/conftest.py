@@ -32,13 +32,13 @@ def requested_options(model, **options) -> RawOptions:
 
 @pytest.fixture
 def target(tiny_shape):
-    with offline.target(requested_options(tiny_shape)) as found:
-        yield found
+    with offline.target(requested_options(tiny_shape)) as target:
+        yield target
 
 
 @pytest.fixture(scope="session")
 def running(tiny_shape):
     """(target, LLM)"""
-    with offline.target(requested_options(tiny_shape)) as found, offline.engine(found) as (llm, seconds):
+    with offline.target(requested_options(tiny_shape)) as target, offline.engine(target) as (llm, seconds):
         assert seconds > 0
-        yield found, llm
+        yield target, llm

@@ -26,8 +26,8 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     model = shapes.write("llama-3-8b", folder / "model")
     engine = {"max_batch_size": 4, "max_seq_len": 512, "load_format": "dummy"}
-    with fake_server(folder, model, fake={"latency": 0.01}, engine=engine, max_num_queued_reqs=4) as found:
-        yield found.wait_ready()
+    with fake_server(folder, model, fake={"latency": 0.01}, engine=engine, max_num_queued_reqs=4) as server:
+        yield server.wait_ready()
 
 
 def test_due_times():
@@ -46,24 +46,24 @@ def test_the_arithmetic():
         Sample(10.0, [10.5, 10.6, 10.8], 11.0, 3), Sample(10.0, [11.5, 11.6], 12.0, 3), Sample(10.0, [], 14.0, 0, "status 429"),
         Sample(10.0, [10.2], 10.3, 1, "1 of 3 tokens"), Sample(10.0, [], 10.1, 0, "status 429"),
     ]  # fmt: skip
-    found = load.summary(samples)
-    assert (found["completed"], found["failed"]) == (2, 3)
-    assert found["errors"] == {"status 429": 2, "1 of 3 tokens": 1}
-    assert (found["seconds"], found["output_tokens"]) == (4.0, 6)
-    assert (found["output_tok_s"], found["requests_s"]) == (1.5, 0.5)
-    assert found["ttft_ms"]["p50"] == pytest.approx(1000)
-    assert found["itl_ms"]["mean"] == pytest.approx((100 + 200 + 100) / 3)
-    assert found["itl_ms"]["max"] == pytest.approx(200)
-    assert found["tpot_ms"]["mean"] == pytest.approx((150 + 50) / 2)
-    assert found["e2e_ms"]["p90"] == pytest.approx(1900)
+    figures = load.summary(samples)
+    assert (figures["completed"], figures["failed"]) == (2, 3)
+    assert figures["errors"] == {"status 429": 2, "1 of 3 tokens": 1}
+    assert (figures["seconds"], figures["output_tokens"]) == (4.0, 6)
+    assert (figures["output_tok_s"], figures["requests_s"]) == (1.5, 0.5)
+    assert figures["ttft_ms"]["p50"] == pytest.approx(1000)
+    assert figures["itl_ms"]["mean"] == pytest.approx((100 + 200 + 100) / 3)
+    assert figures["itl_ms"]["max"] == pytest.approx(200)
+    assert figures["tpot_ms"]["mean"] == pytest.approx((150 + 50) / 2)
+    assert figures["e2e_ms"]["p90"] == pytest.approx(1900)
     assert load.summary([])["itl_ms"] is None
 
 
 def test_the_servers_words_are_kept_once():
     refused = [Sample(0.0, error="status 400", message=f"{number} tokens are too many") for number in (7, 8)]
-    found = load.summary([*refused, Sample(0.0, error="timed out")])
-    assert found["errors"] == {"status 400": 2, "timed out": 1}
-    assert found["said"] == {"status 400": "7 tokens are too many"}
+    figures = load.summary([*refused, Sample(0.0, error="timed out")])
+    assert figures["errors"] == {"status 400": 2, "timed out": 1}
+    assert figures["said"] == {"status 400": "7 tokens are too many"}
 
 
 @pytest.mark.parametrize("options", [{}, {"rate": 1.0, "concurrency": 2}, {"rate": 0.0}, {"rate": math.nan}])
@@ -98,10 +98,10 @@ def test_closed_loop_keeps_so_many_open():
 
 def test_a_concurrency_on_a_real_server(served, capsys):
     document = load.run(served.url, None, Load(8, 16, 12, concurrency=4))
-    found = document["results"]
-    assert (found["completed"], found["failed"], found["output_tokens"]) == (8, 0, 96)
-    assert found["itl_ms"]["p50"] > 5  # ranks take 10 ms a step
-    assert found["ttft_ms"]["p50"] < found["e2e_ms"]["p50"]
+    figures = document["results"]
+    assert (figures["completed"], figures["failed"], figures["output_tokens"]) == (8, 0, 96)
+    assert figures["itl_ms"]["p50"] > 5  # ranks take 10 ms a step
+    assert figures["ttft_ms"]["p50"] < figures["e2e_ms"]["p50"]
     assert document["asked"]["model"] == "tiny"
     json.dumps(document, allow_nan=False)
     report.show(load.table(document))
@@ -112,13 +112,13 @@ def test_a_concurrency_on_a_real_server(served, capsys):
 
 def test_a_rate_that_is_too_much(served, capsys):
     document = load.run(served.url, None, Load(40, 16, 12, rate=math.inf))
-    found = document["results"]
+    figures = document["results"]
     report.show(load.table(document))
     assert capsys.readouterr().out.count("status 429: ") == 1
-    assert found["errors"] == {"status 429": found["failed"]}
-    assert found["failed"] > 0
-    assert list(found["said"]) == ["status 429"]
-    assert found["completed"] + found["failed"] == 40
+    assert figures["errors"] == {"status 429": figures["failed"]}
+    assert figures["failed"] > 0
+    assert list(figures["said"]) == ["status 429"]
+    assert figures["completed"] + figures["failed"] == 40
 
 
 def test_every_request_refused(served):
@@ -131,8 +131,8 @@ def test_every_request_refused(served):
 def test_a_server_that_asks_for_a_key(tmp_path_factory):
     folder = tmp_path_factory.mktemp("locked")
     model = shapes.write("llama-3-8b", folder / "model")
-    with fake_server(folder, model, engine={"max_seq_len": 512, "load_format": "dummy"}, api_key="secret") as found:
-        url = found.wait_ready().url
+    with fake_server(folder, model, engine={"max_seq_len": 512, "load_format": "dummy"}, api_key="secret") as server:
+        url = server.wait_ready().url
         why = r"status 401.*the API key is missing or wrong.*; give the server's key with --api_key$"
         for key in (None, "another"):
             with pytest.raises(RequestError, match=f"does not list its models; it answered with {why}"):
@@ -173,9 +173,9 @@ def test_against_the_offline_figure(served, tmp_path):
     file = tmp_path / "offline.json"
     row = {"requests": 4, "input_len": 16, "output_len": 8, "output_tok_s": 100.0, "roof_tok_s": 1000.0}
     file.write_text(json.dumps({"results": [{"requests": 4, "input_len": 16, "output_len": 8}, {**row, "requests": 5}, row]}))
-    found = load.run(served.url, None, Load(4, 16, 8, concurrency=4), file)["results"]
-    assert found["fraction_of_offline"] == pytest.approx(found["output_tok_s"] / 100)
-    assert found["fraction_of_roof"] == pytest.approx(found["output_tok_s"] / 1000)
+    figures = load.run(served.url, None, Load(4, 16, 8, concurrency=4), file)["results"]
+    assert figures["fraction_of_offline"] == pytest.approx(figures["output_tok_s"] / 100)
+    assert figures["fraction_of_roof"] == pytest.approx(figures["output_tok_s"] / 1000)
     with pytest.raises(OptionError, match=r"it has no batch-9x16x8; make one"):
         load.offline_row(file, Load(9, 16, 8, concurrency=4))
 

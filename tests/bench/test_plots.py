@@ -12,8 +12,8 @@ ENGINE = {"dtype": "fp8", "device": "cuda:0"}
 
 
 def row(tp, pp, status="ok", rate=100.0):
-    found = {"tp": tp, "pp": pp, "gpus": tp * pp, "nodes": 1, "status": status}
-    return {**found, "output_tok_s": rate, "tpot_ms": 9.0, "engine": ENGINE} if status == "ok" else {**found, "why": "x"}
+    completed = {"tp": tp, "pp": pp, "gpus": tp * pp, "nodes": 1, "status": status}
+    return {**completed, "output_tok_s": rate, "tpot_ms": 9.0, "engine": ENGINE} if status == "ok" else {**completed, "why": "x"}
 
 
 def report_of(rows):

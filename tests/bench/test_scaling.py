@@ -139,10 +139,10 @@ def test_a_file_of_something_else(target, tiny_shape, tmp_path):
     file = tmp_path / "s.json"
     run(target, "1", Machine(), file)
     other = dataclasses.replace(target, options=target.options.model_copy(update={"max_batch_size": 3}))
-    held = file.read_text()
+    earlier = file.read_text()
     with pytest.raises(OptionError, match=r"its max_batch_size differ"):
         run(other, "1", Machine(), file)
-    assert file.read_text() == held
+    assert file.read_text() == earlier
     file.write_text("{")
     with pytest.raises(OptionError, match=r"cannot be extended; JSONDecodeError"):
         run(target, "1", Machine(), file)
@@ -175,17 +175,17 @@ def test_a_real_engine(tiny_shape):
 
 
 def test_several_decode_workloads_make_a_table_of_their_own(target, capsys):
-    wide = workloads.parse("decode-4x16x8")
+    wide_decode = workloads.parse("decode-4x16x8")
 
     def measure(target, wanted, bandwidth):
-        assert list(wanted) == [BATCH, DECODE, wide]
+        assert list(wanted) == [BATCH, DECODE, wide_decode]
         size = target.options.tensor_parallel_size
-        steps = {DECODE.name: {"tpot_ms": 4.25 / size}, wide.name: {"tpot_ms": 6.5 / size}}
+        steps = {DECODE.name: {"tpot_ms": 4.25 / size}, wide_decode.name: {"tpot_ms": 6.5 / size}}
         rate = {"output_tok_s": 100.0, "tpot_ms": 4.25 / size, "fraction_of_roof": {"throughput": 0.5, "latency": None}}
         return {**rate, "decodes": steps, "engine": {"kv_tokens": 1 << 20, "max_batch_size": 8}}
 
-    document = scaling.run(target, [(1, 1), (2, 1)], BATCH, DECODE, wide, measure=measure)
+    document = scaling.run(target, [(1, 1), (2, 1)], BATCH, DECODE, wide_decode, measure=measure)
     report.show(*scaling.tables(document))
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["size", DECODE.name, wide.name] in shown
+    assert ["size", DECODE.name, wide_decode.name] in shown
     assert ["TP1", "4.25", "6.50"] in shown

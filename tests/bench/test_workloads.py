@@ -11,7 +11,7 @@ from phalanx.errors import OptionError
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "workload"),
     [
         ("decode-1", Workload("decode-1", "decode", 1, 128, 129, 2)),
         ("decode-64", Workload("decode-64", "decode", 64, 128, 129, 2)),
@@ -19,9 +19,9 @@ from phalanx.errors import OptionError
         ("batch-512x1000x1000", Workload("batch-512x1000x1000", "batch", 512, 1000, 1000, 1)),
     ],
 )
-def test_names(name, found):
-    assert workloads.parse(name) == found
-    assert workloads.parse(name, found.kind) == found
+def test_names(name, workload):
+    assert workloads.parse(name) == workload
+    assert workloads.parse(name, workload.kind) == workload
 
 
 def test_the_default_workloads_are_known():

@@ -125,7 +125,7 @@ def lines(result: dict[str, Any]) -> list[str]:
         scales = ", ".join(f"{product} {100 * off:+.2f}%" for product, (off, _) in fast["scales"].items())
         text.append(
             f"    {part:8} {fast['positions']:6} positions: {fast['distance']:.4f} nats from the truth, "
-            f"{ratios['fast over plain'][0]:.3f} of plain, {ratios['fast over yardstick'][0]:.3f} of rounding; other likeliest "
+            f"{ratios['fast over plain'][0]:.3f} of plain, {ratios['fast over yardstick'][0]:.3f} of rounding; other argmax "
             f"tokens {fast['other']} (plain {plain['other']}), wrong {fast['wrong']}; scales {scales}"
         )
     text.append(f"    steps of at least {result['steps_tokens_at_least']} tokens; {result['allreduce']['fast']}")

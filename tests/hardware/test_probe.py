@@ -56,9 +56,9 @@ def test_the_environment_hides_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("", 0), ("-1", 0), ("7", 0), ("GPU-b", 1), ("1,0", 2)])
 def test_gpu_tests_count_as_cuda_does(visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = tmp_path / "nvidia-smi"
-    told.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-a1)'\necho 'GPU 1: NVIDIA H100 (UUID: GPU-b2)'\n")
-    told.chmod(0o755)
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-a1)'\necho 'GPU 1: NVIDIA H100 (UUID: GPU-b2)'\n")
+    command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:

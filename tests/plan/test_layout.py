@@ -60,12 +60,12 @@ def test_stages_are_contiguous_and_no_split_is_better(sizes: list[int], pp: int,
         with pytest.raises(LayoutError, match=f"{len(sizes)} layers"):
             stages(sizes, pp)
         return
-    found = stages(sizes, pp, first_bytes=first, last_bytes=last)
-    assert [layer for stage in found for layer in stage] == list(range(len(sizes)))
-    assert all(len(stage) for stage in found)
+    ranges = stages(sizes, pp, first_bytes=first, last_bytes=last)
+    assert [layer for stage in ranges for layer in stage] == list(range(len(sizes)))
+    assert all(len(stage) for stage in ranges)
     cuts = itertools.combinations(range(1, len(sizes)), pp - 1)
     every = [[range(a, b) for a, b in itertools.pairwise((0, *cut, len(sizes)))] for cut in cuts]
-    assert _worst(found, sizes, first, last) == min(_worst(cut, sizes, first, last) for cut in every)
+    assert _worst(ranges, sizes, first, last) == min(_worst(cut, sizes, first, last) for cut in every)
 
 
 def test_the_last_stage_holds_less_among_equals() -> None:

@@ -50,13 +50,13 @@ def test_the_catalog_is_what_our_models_read(family: str, traits: dict[str, Any]
 @pytest.mark.parametrize(("family", "traits"), CASES)
 def test_bytes_are_those_of_the_stages(family: str, traits: dict[str, Any], dtype: str) -> None:
     shape = _shape(family, traits)
-    held = layer_bytes(shape, dtype)
+    expected = layer_bytes(shape, dtype)
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
 
     def read(layers: range) -> int:
         model = registry.build(shape, group=Solo(), layers=layers, dtype=kind, device=torch.device("meta"))
         return sum(part.target.nbytes for part in weights.slices(model))
 
-    assert read(range(1)) == held.embedding + held.layers[0]
-    assert read(range(1, 2)) == held.layers[1]
-    assert read(range(2, 3)) == held.layers[2] + held.head
+    assert read(range(1)) == expected.embedding + expected.layers[0]
+    assert read(range(1, 2)) == expected.layers[1]
+    assert read(range(2, 3)) == expected.layers[2] + expected.head

@@ -142,7 +142,7 @@ def fake_server(
 
 
 def rank_server(folder: Path, model: Path, *flags: str):
-    """`phalanx serve` as it is, with real ranks."""
-    port = free_port()
+    """`phalanx serve` as it is, with real ranks. Their KV cache is small: filling the default of 1 GiB takes seconds of each."""
+    port, flags = free_port(), ("--kv_cache_bytes", str(1 << 26), *flags)
     command = [sys.executable, "-m", "phalanx", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
     return started([*command, "--device", "cpu", "--served_model_name", MODEL, *flags], port, folder)

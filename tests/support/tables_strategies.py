@@ -18,14 +18,14 @@ def ranges(draw, most: int) -> list[tuple[int, int]]:
     """Rising ranges, some of them next to each other, some of one value, some with gaps between."""
     points = draw(st.lists(st.one_of(st.integers(1, 40), st.integers(1, MAX_SIZE)), unique=True, min_size=2, max_size=2 * most))
     points.sort()
-    found = []
+    found_ranges = []
     while len(points) >= 2:
         first, last = points.pop(0), points.pop(0)
-        found.append((first, last))
+        found_ranges.append((first, last))
         if points and draw(st.booleans()):
             points.insert(0, last + 1)
             points = sorted(set(points))
-    return found
+    return found_ranges
 
 
 @st.composite
@@ -61,15 +61,15 @@ def tables(draw, fingerprint: Fingerprint | None = None) -> Table:
 def edges(table: Table) -> list[tuple[str, Fusion, int, int]]:
     """(dtype, fusion, tokens, hidden) on and beside every edge of the table, and far beyond."""
     far = [1, 7, 128, 16384, 2**28, 2**31 - 1, 2**31, 2**40, 2**62]
-    found = [(dtype, fusion, value, 1 + value // 3) for dtype in DTYPES for fusion in Fusion for value in far]
+    sizes = [(dtype, fusion, value, 1 + value // 3) for dtype in DTYPES for fusion in Fusion for value in far]
     for section in table.sections:
         for row in section.hidden_ranges:
             for hidden in {row.first - 1, row.first, row.last, row.last + 1}:
                 for span in row.spans:
                     for tokens in {span.first - 1, span.first, (span.first + span.last) // 2, span.last, span.last + 1}:
                         if tokens > 0 and hidden > 0:
-                            found.append((section.dtype, section.fusion, tokens, hidden))
-    return found
+                            sizes.append((section.dtype, section.fusion, tokens, hidden))
+    return sizes
 
 
 def one_span(fingerprint: Fingerprint, seed: Seed, choice: Choice, gain: float | None = 2.0) -> Table:

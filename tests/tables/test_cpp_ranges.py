@@ -35,13 +35,13 @@ int main() {
 DTYPES = ["bf16", "fp16", "fp32"]
 
 
-def answers(folder, made: list[Table], queries) -> list[str]:
-    (folder / "tables.hpp").write_text(cpp_ranges.emit(made), encoding="utf-8")
+def answers(folder, tables: list[Table], queries) -> list[str]:
+    (folder / "tables.hpp").write_text(cpp_ranges.emit(tables), encoding="utf-8")
     (folder / "main.cpp").write_text(MAIN, encoding="utf-8")
     compile_ = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", "-o", "answer", "main.cpp"]
     subprocess.run(compile_, cwd=folder, check=True)
-    asked = "".join(f"{f.sm} {f.link} {f.world} {DTYPES.index(d)} {int(n)} {t} {h}\n" for f, d, n, t, h in queries)
-    ran = subprocess.run(["./answer"], cwd=folder, input=asked, capture_output=True, text=True, check=True)
+    text = "".join(f"{f.sm} {f.link} {f.world} {DTYPES.index(d)} {int(n)} {t} {h}\n" for f, d, n, t, h in queries)
+    ran = subprocess.run(["./answer"], cwd=folder, input=text, capture_output=True, text=True, check=True)
     return ran.stdout.splitlines()
 
 
@@ -49,14 +49,14 @@ def answers(folder, made: list[Table], queries) -> list[str]:
 @given(st.lists(tables(), min_size=6, max_size=6, unique_by=lambda table: table.fingerprint))
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @seed(20261121)
-def test_cpp_answers_like_python(tmp_path_factory, made):
-    queries = [(table.fingerprint, *edge) for table in made for edge in edges(table)]
+def test_cpp_answers_like_python(tmp_path_factory, tables):
+    queries = [(table.fingerprint, *edge) for table in tables for edge in edges(table)]
     expected = []
-    for table in made:
+    for table in tables:
         for edge in edges(table):
             entry = table.lookup(*edge)
             expected.append(f"{int(entry.strategy)} {int(entry.fused)} {int(entry.source == 'table')} {table.digest}")
-    assert answers(tmp_path_factory.mktemp("cpp"), made, queries) == expected
+    assert answers(tmp_path_factory.mktemp("cpp"), tables, queries) == expected
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="not run: needs g++")

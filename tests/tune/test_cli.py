@@ -42,35 +42,35 @@ def test_one_command_from_measurements_to_pictures(tmp_path, home):
     command += ["--hidden", "128,1024", "--fusions", "NONE,RESIDUAL_RMS_NORM", "--calls", "5", "--replays", "3", "--enable_auto"]
     ran = subprocess.run([*command, "--save_csv_dir", "made"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    made = tmp_path / "made"
+    folder = tmp_path / "made"
     for world in (2, 4):
-        bench = records.read(made / f"benchmark.tp{world}.sm0.csv")
+        bench = records.read(folder / f"benchmark.tp{world}.sm0.csv")
         assert not bench.skips
         assert len(bench.times) == 4 * (4 + 6)
         assert bench.facts["complete"] == "yes"
-        table = load(made / "tables" / f"sm0.shm.tp{world}.json")
+        table = load(folder / "tables" / f"sm0.shm.tp{world}.json")
         assert table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 16, 1024).source == "table"
         assert shipped.find(Fingerprint(0, "shm", world), home) == table
         for fusion in ("NONE", "RESIDUAL_RMS_NORM"):
-            assert len(list((made / "viz" / fusion).glob(f"benchmark.tp{world}.sm0_*.png"))) == 3
-        assert "GLOO" in (made / f"benchmark.tp{world}.sm0.csv").read_text(encoding="utf-8")
-    assert (made / "viz" / "report.html").stat().st_size > 10_000
-    (lookup,) = cpp_lookup.parse((made / "gen_heuristic_code" / "generated_lookup_table.cpp").read_text(encoding="utf-8"))
+            assert len(list((folder / "viz" / fusion).glob(f"benchmark.tp{world}.sm0_*.png"))) == 3
+        assert "GLOO" in (folder / f"benchmark.tp{world}.sm0.csv").read_text(encoding="utf-8")
+    assert (folder / "viz" / "report.html").stat().st_size > 10_000
+    (lookup,) = cpp_lookup.parse((folder / "gen_heuristic_code" / "generated_lookup_table.cpp").read_text(encoding="utf-8"))
     assert lookup.sm == 0
-    assert not [path for path in made.iterdir() if path.suffix == ".journal"]
+    assert not [path for path in folder.iterdir() if path.suffix == ".journal"]
 
 
 def test_a_strategy_is_measured_again(tmp_path, home):
     size = ["--tp_size", 2, "--device", "cpu", "--tokens", 1, "--hidden", 128, "--save_csv_dir", tmp_path]
     size += ["--fusions", "NONE,RESIDUAL_RMS_NORM", "--calls", 5, "--replays", 3]
     path = tmp_path / "benchmark.tp2.sm0.csv"
-    found = []
+    samples = []
     for more in ([], ["--remeasure", "GLOO", "--fusions", "NONE"]):
         _, error = verb("bench", *size, *more)
         assert error is None
-        found.append(records.read(path).samples)
-    changed = {str(task) for task, samples in found[0].items() if found[1][task] != samples}
-    assert found[0].keys() == found[1].keys()
+        samples.append(records.read(path).samples)
+    changed = {str(task) for task, before in samples[0].items() if samples[1][task] != before}
+    assert samples[0].keys() == samples[1].keys()
     assert changed == {"bf16 NONE 1x128 NCCL"}
 
 
@@ -104,9 +104,9 @@ def test_a_failure_of_the_system_is_one_line(tmp_path, capfd):
     folder_of(tmp_path, NVLINK2, **SMALL)
     for argument, status in ((tmp_path / "benchmark.tp2.sm90.csv" / "below", 1), (tmp_path / "tables", 0)):
         assert main(["import", str(tmp_path / "benchmark.tp2.sm90.csv"), "--folder", str(argument)]) == status
-        said = capfd.readouterr().err
-        assert said.startswith("phalanx: [Errno 20] Not a directory: ") if status else not said
-        assert said.count("\n") == status
+        output = capfd.readouterr().err
+        assert output.startswith("phalanx: [Errno 20] Not a directory: ") if status else not output
+        assert output.count("\n") == status
 
 
 def test_codegen_and_plot_rerun_alone(tmp_path):
@@ -132,8 +132,8 @@ def test_explain_takes_the_ranks_from_table_or_machine(tmp_path, home):
     folder_of(tmp_path, NVLINK2, **SMALL | {"fusions": "NONE"})
     assert verb("codegen", "--data_dir", tmp_path)[1] is None
     table = tmp_path / "tables" / "sm90.nvlink.tp2.json"
-    said = {verb("explain", "--table", table, "--fusions", "NONE", *more) for more in ([], ["--tp_size", 2])}
-    ((printed, error),) = said
+    outputs = {verb("explain", "--table", table, "--fusions", "NONE", *more) for more in ([], ["--tp_size", 2])}
+    ((printed, error),) = outputs
     assert error is None
     assert printed.startswith("sm90.nvlink.tp2: ")
     for more in (["--tp_size", 4], ["--machine", "sm90.pcie.tp2"]):
@@ -172,11 +172,11 @@ def test_import_of_csvs_and_code(tmp_path, home):
     assert table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 4096, 128).strategy is Strategy.TWOSHOT
 
 
-@pytest.mark.parametrize("asked", ["2", "1", "all"])
-def test_one_gpu_has_nothing_to_reduce(asked, tmp_path, monkeypatch):
+@pytest.mark.parametrize("size", ["2", "1", "all"])
+def test_one_gpu_has_nothing_to_reduce(size, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("phalanx.tune.commands._gpu_count", lambda: 1)
-    assert "1 GPU here; one rank has nothing to reduce; use --device cpu" in str(verb("bench", "--tp_size", asked)[1])
+    assert "1 GPU here; one rank has nothing to reduce; use --device cpu" in str(verb("bench", "--tp_size", size)[1])
 
 
 NOTHING = ["--tp_size", "2", "--device", "cpu", "--tokens", "16384", "--hidden", "8192"]

@@ -19,7 +19,7 @@ NVLINK4, OFF_GPU = Fingerprint(90, "nvlink", 4), Fingerprint(0, "shm", 2)
 
 def test_a_folder_of_several_machines(tmp_path):
     folder_of(tmp_path, NVLINK2, NVLINK4, OFF_GPU, **SMALL)
-    found, paths = codegen.generate(records.read_folder(tmp_path), tmp_path)
+    results, paths = codegen.generate(records.read_folder(tmp_path), tmp_path)
     assert [str(path.relative_to(tmp_path)) for path in paths] == [
         "tables/sm0.shm.tp2.json", "tables/sm90.nvlink.tp2.json", "tables/sm90.nvlink.tp4.json",
         "gen_heuristic_code/generated_lookup_table.cpp", "gen_heuristic_code/allreduce_tables.hpp",
@@ -28,7 +28,7 @@ def test_a_folder_of_several_machines(tmp_path):
     assert [lookup.sm for lookup in cpp_lookup.parse(text)] == [0, 90]
     assert text.count("TP=8: not measured; every value is the seed's") == 2
     assert text.count("TP=4: not measured; every value is the seed's (scaled from sm0.shm.tp2)") == 1
-    for one, path in zip(found, paths[:3], strict=True):
+    for one, path in zip(results, paths[:3], strict=True):
         table = load(path)
         assert table == one.table
         assert f"sha256:{table.digest}" in text
@@ -51,9 +51,9 @@ def test_the_lookup_table_says_what_was_measured(tmp_path):
 
 def test_another_dtype_alone(tmp_path):
     folder_of(tmp_path, NVLINK2, **SMALL, dtype="fp32")
-    found, _ = codegen.generate(records.read_folder(tmp_path), tmp_path)
+    results, _ = codegen.generate(records.read_folder(tmp_path), tmp_path)
     (lookup,) = cpp_lookup.parse((tmp_path / codegen.LOOKUP).read_text(encoding="utf-8"))
-    assert lookup.values[0][0][6][8] == found[0].table.lookup("fp32", Fusion.NONE, 256, 8192).strategy
+    assert lookup.values[0][0][6][8] == results[0].table.lookup("fp32", Fusion.NONE, 256, 8192).strategy
 
 
 def test_an_incumbents_csv_keeps_strategies_that_are_not_ours(tmp_path):
@@ -62,9 +62,9 @@ def test_an_incumbents_csv_keeps_strategies_that_are_not_ours(tmp_path):
         f"2,float16,256,1,128,{name},NONE,{us}" for name, us in (("NCCL", 9), ("NCCL_SYMMETRIC", 2), ("AUTO", 1), ("ONESHOT", 5))
     ]
     (tmp_path / "benchmark.tp2.sm100.csv").write_text("\n".join(rows), encoding="utf-8")
-    found, _ = codegen.generate(records.read_folder(tmp_path), tmp_path)
-    assert str(found[0].table.fingerprint) == "sm100.nvlink.tp2"
-    assert found[0].table.lookup("fp16", Fusion.NONE, 1, 128).strategy is Strategy.NCCL_SYMMETRIC
+    results, _ = codegen.generate(records.read_folder(tmp_path), tmp_path)
+    assert str(results[0].table.fingerprint) == "sm100.nvlink.tp2"
+    assert results[0].table.lookup("fp16", Fusion.NONE, 1, 128).strategy is Strategy.NCCL_SYMMETRIC
     (lookup,) = cpp_lookup.parse((tmp_path / codegen.LOOKUP).read_text(encoding="utf-8"))
     assert lookup.values[0][0][0][0] == 8
 

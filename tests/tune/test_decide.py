@@ -122,8 +122,8 @@ def test_never_worse_than_the_noise(luck):
 
 
 def test_a_whole_benchmark():
-    found = bench()
-    table = decide(found.times, NVLINK2, samples=found.samples)
+    benchmark = bench()
+    table = decide(benchmark.times, NVLINK2, samples=benchmark.samples)
     assert [(section.dtype, section.fusion) for section in table.sections] == [
         ("bf16", Fusion.NONE), ("bf16", Fusion.RESIDUAL_RMS_NORM),
     ]  # fmt: skip

@@ -17,13 +17,13 @@ from tests.support.tune_benchmarks import NVLINK2, bench
 
 
 def test_finds_the_model_through_outliers():
-    made = Latency.of_us(4.0, 3e-6, 0.002)
+    model = Latency.of_us(4.0, 3e-6, 0.002)
     dice = random.Random(7)
-    points = [(t * h * 2, t, made.us(t, t * h * 2)) for t in (1, 8, 64, 512, 4096) for h in (128, 1024, 8192)]
+    points = [(t * h * 2, t, model.us(t, t * h * 2)) for t in (1, 8, 64, 512, 4096) for h in (128, 1024, 8192)]
     points = [(b, t, us * (5 if dice.random() < 0.15 else 1)) for b, t, us in points]
-    found = fit(points)
-    assert found == pytest.approx(made, rel=1e-3)
-    assert relative_error(points, found) < 1e-3
+    fitted = fit(points)
+    assert fitted == pytest.approx(model, rel=1e-3)
+    assert relative_error(points, fitted) < 1e-3
 
 
 def test_coefficients_are_never_negative():
@@ -32,12 +32,12 @@ def test_coefficients_are_never_negative():
 
 
 def test_the_seed_of_a_benchmark():
-    found = bench()
-    seed = fit_seed(found.times, NVLINK2)
+    benchmark = bench()
+    seed = fit_seed(benchmark.times, NVLINK2)
     assert next(iter(seed.models[Fusion.RESIDUAL_RMS_NORM])) == Choice(Strategy.NCCL)
     assert len(seed.models[Fusion.RESIDUAL_RMS_NORM]) == 5
     assert seed.models[Fusion.RESIDUAL_RMS_NORM_QUANT_FP8] == default(NVLINK2).models[Fusion.RESIDUAL_RMS_NORM_QUANT_FP8]
-    priced = regret(found.times, seed)
+    priced = regret(benchmark.times, seed)
     assert priced.cells == 2 * 15 * 7
     assert priced.worst < 0.05
 
@@ -55,7 +55,7 @@ def test_regret_names_the_worst_cell():
     one, two = Choice(Strategy.ONESHOT), Choice(Strategy.TWOSHOT)
     times = {Task("bf16", Fusion.NONE, 1, 128, one): 2.0, Task("bf16", Fusion.NONE, 1, 128, two): 3.0}
     wrong = decide({task: us for task, us in times.items() if task.choice == two}, NVLINK2)
-    found = regret(times, wrong)
-    assert found.worst == pytest.approx(0.5)
-    assert "NONE 1 x 128 bf16, TWOSHOT" in str(found)
+    priced = regret(times, wrong)
+    assert priced.worst == pytest.approx(0.5)
+    assert "NONE 1 x 128 bf16, TWOSHOT" in str(priced)
     assert regret({}, wrong) is None

@@ -18,17 +18,17 @@ from tests.support.tune_benchmarks import NVLINK2, SMALL, bench, folder_of
 
 
 def test_pictures_and_report(tmp_path):
-    made = bench(NVLINK2, **SMALL)
-    made.skips[Task("bf16", Fusion.NONE, 2, 128, Choice(Strategy.ONESHOT))] = "<it hangs>"
-    records.write(made, tmp_path)
+    benchmark = bench(NVLINK2, **SMALL)
+    benchmark.skips[Task("bf16", Fusion.NONE, 2, 128, Choice(Strategy.ONESHOT))] = "<it hangs>"
+    records.write(benchmark, tmp_path)
     folder_of(tmp_path, Fingerprint(0, "shm", 4), **SMALL | {"fusions": "NONE"})
-    told = []
-    paths = html_report.draw(tmp_path, told.append)
+    files = []
+    paths = html_report.draw(tmp_path, files.append)
     kinds = ("heatmap", "best_strategy", "strategy_difference_heatmap")
     expected = [f"viz/NONE/benchmark.tp4.sm0_{kind}.png" for kind in kinds]
     expected += [f"viz/{fusion}/benchmark.tp2.sm90_{kind}.png" for fusion in ("NONE", "RESIDUAL_RMS_NORM") for kind in kinds]
     assert [str(path.relative_to(tmp_path)) for path in paths] == [*expected, "viz/report.html"]
-    assert told == [str(path) for path in paths[:-1]]
+    assert files == [str(path) for path in paths[:-1]]
     page = paths[-1].read_text(encoding="utf-8")
     embedded = [base64.b64decode(data) for data in re.findall(r'src="data:image/png;base64,([^"]+)"', page)]
     assert embedded == [path.read_bytes() for path in paths[:-1]]

@@ -32,8 +32,8 @@ def test_resumes_after_any_cut(tmp_path):
     for cut in range(0, len(data) + 1, 7):
         path.write_bytes(data[:cut])
         journal = Journal(path, HEAD)
-        whole = sum(end <= cut for end in ends)
-        assert journal.resumed == max(whole - 1, 0)
+        complete = sum(end <= cut for end in ends)
+        assert journal.resumed == max(complete - 1, 0)
         journal.record(ONE, [3.0])
         journal.close()
         again = Journal(path, HEAD)

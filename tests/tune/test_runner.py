@@ -53,39 +53,39 @@ def files(folder):
 
 def test_times_of_real_ranks_and_wrong_candidates(run):
     faults = {TWOSHOT.format(1): "wrong", TWOSHOT.format(2): "unwritten", TWOSHOT.format(4): "refuse", TWOSHOT.format(8): "raise"}
-    found, _ = run(faults, tokens="1,2,4,8,16", strategies="GLOO,TWOSHOT", module="tests.support.tune_faulty_rank")
-    assert {str(task): reason for task, reason in found.skips.items()} == {
+    result, _ = run(faults, tokens="1,2,4,8,16", strategies="GLOO,TWOSHOT", module="tests.support.tune_faulty_rank")
+    assert {str(task): reason for task, reason in result.skips.items()} == {
         TWOSHOT.format(1): "wrong on another rank",
         TWOSHOT.format(2): "wrong on another rank",
         TWOSHOT.format(4): "another rank cannot run it",
         TWOSHOT.format(8): "rank 1: ArithmeticError: a kernel said no",
     }
-    assert len(found.times) == 6
-    assert all(us > 1 for us in found.times.values())
-    assert all(len(samples) == 3 for samples in found.samples.values())
-    assert found.facts["complete"] == "yes"
-    assert {"torch", "cpu", "date", "command"} <= set(found.facts)
+    assert len(result.times) == 6
+    assert all(us > 1 for us in result.times.values())
+    assert all(len(samples) == 3 for samples in result.samples.values())
+    assert result.facts["complete"] == "yes"
+    assert {"torch", "cpu", "date", "command"} <= set(result.facts)
     assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
-    assert records.read(run.folder / "benchmark.tp2.sm0.csv").skips == found.skips
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").skips == result.skips
 
 
 def test_a_hang_and_a_death_cost_one_candidate_each(run):
     faults = {ONESHOT.format(1): "hang", ONESHOT.format(2): "die"}
-    found, _ = run(faults, tokens="1,2,4", deadline=2.0)
-    assert {str(task): reason for task, reason in found.skips.items()} == {
+    result, _ = run(faults, tokens="1,2,4", deadline=2.0)
+    assert {str(task): reason for task, reason in result.skips.items()} == {
         ONESHOT.format(1): "no answer within the deadline of 2 s",
         ONESHOT.format(2): "rank 0 was killed by SIGKILL",
     }
-    assert len(found.times) == 4
+    assert len(result.times) == 4
 
 
 def test_a_kind_that_keeps_failing_is_given_up(run):
     faults = {ONESHOT.format(tokens): "raise" for tokens in (1, 2, 4, 8, 16)}
-    found, _ = run(faults, tokens="1,2,4,8,16")
-    reasons = [found.skips[Task.parse(ONESHOT.format(tokens))] for tokens in (1, 2, 4, 8, 16)]
+    result, _ = run(faults, tokens="1,2,4,8,16")
+    reasons = [result.skips[Task.parse(ONESHOT.format(tokens))] for tokens in (1, 2, 4, 8, 16)]
     assert all("a kernel said no" in reason for reason in reasons)
     assert [reason.startswith("not tried after 3 faults") for reason in reasons] == [False, False, False, True, True]
-    assert {task.choice.strategy for task in found.times} == {Strategy.NCCL}
+    assert {task.choice.strategy for task in result.times} == {Strategy.NCCL}
 
 
 def test_a_broken_run_resumes_and_a_finished_one_extends(run):
@@ -99,13 +99,13 @@ def test_a_broken_run_resumes_and_a_finished_one_extends(run):
     assert part.facts["complete"].startswith("no: 1 of 4 are left")
     assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.journal", "benchmark.tp2.sm0.json"]
     assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 3
-    whole, measured = run()
+    complete, measured = run()
     assert [str(task) for task in measured] == [ONESHOT.format(16)]
-    assert whole.facts["complete"] == "yes"
+    assert complete.facts["complete"] == "yes"
     assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
     more, measured = run(extend=True, tokens="16,32", strategies="GLOO,ONESHOT,TWOSHOT")
     assert len(measured) == 4
-    assert more.times.items() >= whole.times.items()
+    assert more.times.items() >= complete.times.items()
     assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 8
 
 
@@ -132,8 +132,8 @@ def test_a_finished_csv_is_not_replaced_unasked(run):
     with pytest.raises(OptionError, match="drop all of them"):
         run(tokens="1,16,32")
     assert contents(run.folder) == before
-    found, measured = run(extend=True, tokens="1,16,32")
-    assert (len(found.times), len(measured)) == (6, 1)
+    result, measured = run(extend=True, tokens="1,16,32")
+    assert (len(result.times), len(measured)) == (6, 1)
 
 
 def test_a_csv_is_replaced_on_demand_and_a_broken_replacement_goes_on(run):
@@ -143,10 +143,10 @@ def test_a_csv_is_replaced_on_demand_and_a_broken_replacement_goes_on(run):
     assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 6
     part, measured = run({ONESHOT.format(16): "hang"}, time_limit=1.5, samples=[8.0, 9.0, 10.0])
     assert len(measured) + 1 == len(part.times) - 1
-    found, measured = run()
+    result, measured = run()
     assert [str(task) for task in measured] == [ONESHOT.format(16)]
-    assert sorted(found.times.values()) == [6.0, 9.0, 9.0, 9.0]
-    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == found.times
+    assert sorted(result.times.values()) == [6.0, 9.0, 9.0, 9.0]
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == result.times
     part, _ = run({ONESHOT.format(16): "hang"}, time_limit=1.5, restart=True)
     assert part.facts["complete"].endswith("run the same command again, without --restart")
 
@@ -170,8 +170,8 @@ def test_an_unreadable_csv_is_not_replaced_unasked(run):
     with pytest.raises(OptionError, match="the column 'something' is unknown; give --restart to replace it"):
         run()
     assert files(run.folder) == ["benchmark.tp2.sm0.csv"]
-    found, _ = run(restart=True)
-    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == found.times
+    result, _ = run(restart=True)
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == result.times
 
 
 def test_no_time_is_no_success(run):
@@ -183,8 +183,8 @@ def test_no_time_is_no_success(run):
     with pytest.raises(EngineError, match="the time limit was over; run the same command again, with a longer --time_limit"):
         run({"bf16 NONE 1x128 NCCL": "hang"}, tokens="1", time_limit=1.0)
     assert files(run.folder) == ["benchmark.tp2.sm0.journal"]
-    found, measured = run(tokens="1")
-    assert len(measured) == len(found.times) == 2
+    result, measured = run(tokens="1")
+    assert len(measured) == len(result.times) == 2
 
 
 def test_a_plan_with_nothing_in_it_is_refused(run):
@@ -210,39 +210,39 @@ def test_ranks_that_cannot_start(run):
 
 def test_one_strategy_is_measured_again(run):
     """In a whole CSV: broken off, gone on with, and all else as it was."""
-    whole, _ = run()
-    old = {task: us for task, us in whole.times.items() if task.choice.strategy is Strategy.NCCL}
+    complete, _ = run()
+    old = {task: us for task, us in complete.times.items() if task.choice.strategy is Strategy.NCCL}
     with pytest.raises(KeyboardInterrupt):
         run(remeasured=frozenset({Strategy.NCCL}), stop_after=1, samples=[8.0, 9.0, 10.0])
-    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == whole.times
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times == complete.times
     part, measured = run({"bf16 NONE 16x128 NCCL": "hang"}, remeasured=frozenset({Strategy.NCCL}), time_limit=1.5)
     assert measured == []
-    assert part.times.keys() == whole.times.keys()
+    assert part.times.keys() == complete.times.keys()
     assert sorted(part.times[task] for task in old) == [6.0, 9.0]
     assert part.facts["complete"].startswith("no: 1 of 4 are left, 1 of them with their old times until then")
-    found, measured = run(remeasured=frozenset({Strategy.NCCL}), samples=[8.0, 9.0, 10.0])
+    result, measured = run(remeasured=frozenset({Strategy.NCCL}), samples=[8.0, 9.0, 10.0])
     assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
-    assert found.times == whole.times | dict.fromkeys(old, 9.0)
-    assert found.facts["complete"] == "yes"
-    assert found.facts["extends"]
+    assert result.times == complete.times | dict.fromkeys(old, 9.0)
+    assert result.facts["complete"] == "yes"
+    assert result.facts["extends"]
     assert files(run.folder) == ["benchmark.tp2.sm0.csv", "benchmark.tp2.sm0.json"]
     _, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="16")
     assert [str(task) for task in measured] == ["bf16 NONE 16x128 NCCL"]
-    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times.keys() == whole.times.keys()
+    assert records.read(run.folder / "benchmark.tp2.sm0.csv").times.keys() == complete.times.keys()
 
 
 def test_a_narrow_run_leaves_the_journal_of_a_wider_one(run):
     with pytest.raises(KeyboardInterrupt):
         run(stop_after=3)
-    found, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="1")
+    result, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens="1")
     assert [str(task) for task in measured] == ["bf16 NONE 1x128 NCCL"]
-    assert found.facts["complete"].startswith("no: a wider run, with 2 more results here, has not ended")
+    assert result.facts["complete"].startswith("no: a wider run, with 2 more results here, has not ended")
     assert "benchmark.tp2.sm0.journal" in files(run.folder)
     assert len(records.read(run.folder / "benchmark.tp2.sm0.csv").times) == 3
-    whole, measured = run()
+    complete, measured = run()
     assert [str(task) for task in measured] == [ONESHOT.format(16)]
-    assert whole.facts["complete"] == "yes"
-    assert whole.facts["earlier"]
+    assert complete.facts["complete"] == "yes"
+    assert complete.facts["earlier"]
 
 
 def test_a_narrow_run_leaves_what_a_wider_one_still_has_to_measure_again(run):
@@ -251,12 +251,12 @@ def test_a_narrow_run_leaves_what_a_wider_one_still_has_to_measure_again(run):
         run(remeasured=frozenset({Strategy.NCCL}), stop_after=1)
     lines = [json.loads(line) for line in (run.folder / "benchmark.tp2.sm0.journal").read_text().splitlines()]
     (done,) = [Task.parse(line["task"]).tokens for line in lines if "samples" in line]
-    found, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens=str(done))
+    result, measured = run(remeasured=frozenset({Strategy.NCCL}), strategies="GLOO", tokens=str(done))
     assert measured == []
-    assert found.facts["complete"].startswith("no: a wider run, with 1 more results here, has not ended")
-    whole, measured = run(remeasured=frozenset({Strategy.NCCL}))
+    assert result.facts["complete"].startswith("no: a wider run, with 1 more results here, has not ended")
+    complete, measured = run(remeasured=frozenset({Strategy.NCCL}))
     assert [task.tokens for task in measured] == [17 - done]
-    assert whole.facts["complete"] == "yes"
+    assert complete.facts["complete"] == "yes"
 
 
 def test_other_versions_do_not_extend(run):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a benchmark: the guide's grid, all choices, in an order that leaves whole columns when it is cut short."""
+"""The plan of a benchmark: the default grid, all choices, in an order that leaves complete columns when it is interrupted."""
 
 from __future__ import annotations
 

@@ -46,10 +46,10 @@ def test_calls_fit_the_time_that_a_sample_should_take():
 
 
 def test_a_cells_tensors_are_made_once_and_restored():
-    seen = []
+    inputs = []
 
     def greedy(x):
-        seen.append(x.clone())
+        inputs.append(x.clone())
         x.add_(7)  # an in-place collective overwrites its input
         return x - 7
 
@@ -58,8 +58,8 @@ def test_a_cells_tensors_are_made_once_and_restored():
     first = one._cell
     one.measure(task(Choice(Strategy.ONESHOT, unfused=True)))
     assert one._cell is first
-    assert torch.equal(seen[0], first.x)
-    assert torch.equal(seen[1], first.x)
+    assert torch.equal(inputs[0], first.x)
+    assert torch.equal(inputs[1], first.x)
 
 
 def test_left_out_with_the_reason():
@@ -72,11 +72,11 @@ def test_left_out_with_the_reason():
 def test_fused_and_unfused_run_what_they_say(fusion):
     ran = []
 
-    def norm(x, asked):
+    def norm(x, fusion):
         from phalanx.comm.group import finish
 
         ran.append("fused")
-        return finish(x, asked)
+        return finish(x, fusion)
 
     one = rank(lambda x: (ran.append("sum"), x.clone())[1], norm)
     assert isinstance(one.measure(task(fusion=fusion)), list)

@@ -34,19 +34,19 @@ def cell_sum(dtype):
 @pytest.mark.parametrize("fusion", Fusion)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_oracle_passes(fusion, dtype):
-    made = cell(fusion, dtype)
-    assert verify.mismatch(fusion, tuple(t.clone() for t in made.expected), made.expected) is None
+    sample = cell(fusion, dtype)
+    assert verify.mismatch(fusion, tuple(t.clone() for t in sample.expected), sample.expected) is None
 
 
 @pytest.mark.parametrize("fusion", Fusion)
 def test_every_output_can_fail(fusion):
-    made = cell(fusion)
+    sample = cell(fusion)
     for place, name in enumerate(verify._names(fusion)):
         for damage in (_unwritten, _shifted):
-            got = [t.clone() for t in made.expected]
+            got = [t.clone() for t in sample.expected]
             got[place] = damage(got[place])
-            assert verify.mismatch(fusion, tuple(got), made.expected).startswith(name), (name, damage)
-    assert "outputs instead of" in verify.mismatch(fusion, made.expected[1:], made.expected)
+            assert verify.mismatch(fusion, tuple(got), sample.expected).startswith(name), (name, damage)
+    assert "outputs instead of" in verify.mismatch(fusion, sample.expected[1:], sample.expected)
 
 
 def _unwritten(tensor):
@@ -60,19 +60,19 @@ def _shifted(tensor):
 
 @pytest.mark.parametrize("fusion", Fusion)
 def test_a_missing_rank_is_seen(fusion):
-    made = cell(fusion)
+    sample = cell(fusion)
     less = verify.cell(fusion, 17, 128, torch.bfloat16, CPU, rank=1, world=3)
-    assert verify.mismatch(fusion, less.expected, made.expected) is not None
+    assert verify.mismatch(fusion, less.expected, sample.expected) is not None
 
 
 def test_tolerances_can_fail():
-    made = cell(Fusion.RESIDUAL_RMS_NORM)
-    norm, residual = made.expected
+    sample = cell(Fusion.RESIDUAL_RMS_NORM)
+    norm, residual = sample.expected
     one = norm.clone()
     one[3, 5] *= 1 + 2.0**-8
-    assert verify.mismatch(Fusion.RESIDUAL_RMS_NORM, (one, residual), made.expected) is None
+    assert verify.mismatch(Fusion.RESIDUAL_RMS_NORM, (one, residual), sample.expected) is None
     one[3, 5] *= 1 + 2.0**-6
-    assert "first [3, 5]" in verify.mismatch(Fusion.RESIDUAL_RMS_NORM, (one, residual), made.expected)
+    assert "first [3, 5]" in verify.mismatch(Fusion.RESIDUAL_RMS_NORM, (one, residual), sample.expected)
     fp8 = Fusion.RESIDUAL_RMS_NORM_QUANT_FP8
     quantized, residual = cell(fp8).expected
     bits = quantized.view(torch.uint8).clone()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark's ranks: their process, their candidates, and how they verify and time them. Here is torch; beside it is not."""
+"""The ranks of a benchmark: their processes, their candidates, and how they verify and time them. Only here is torch imported."""
