@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from phalanx import log
 from phalanx.bench.cli import register as register_bench
+from phalanx.bench.prediction.cli import register as register_plan
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import ALIASES, RawOptions, build_options, read_sources
@@ -161,6 +162,7 @@ def version() -> None:
 
 register_bench(app, takes)
 register_health(app, takes)
+register_plan(app)
 
 
 def main(arguments: list[str] | None = None) -> int:

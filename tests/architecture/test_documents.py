@@ -211,6 +211,8 @@ def _is_parsed(arguments: list[str]) -> None:
     command = typer.main.get_command(app)
     context = command.make_context("phalanx", list(arguments))
     while hasattr(command, "commands"):
+        if arguments[0] not in command.commands and hasattr(command, "default_verb"):
+            arguments = [command.default_verb, *arguments]
         name, *arguments = arguments
         assert name in command.commands, f"phalanx has no verb {name}"
         command = command.commands[name]

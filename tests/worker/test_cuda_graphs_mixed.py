@@ -20,7 +20,8 @@ from phalanx.models.batch import Batch
 from phalanx.models.layers.attention import triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend, TritonPlan
-from phalanx.worker import graph_buffers, memory_profile
+from phalanx.plan import graphs as plan_graphs
+from phalanx.worker import memory_profile
 from phalanx.worker.cuda_graphs import StepGraphs
 from phalanx.worker.graph_buffers import GraphSize
 from tests.support.checkpoints import write_checkpoint
@@ -169,7 +170,7 @@ def test_facts_stay_as_they_were_filled(folders: dict[str, Path], monkeypatch: p
 
 def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """By tokens, and by rows of several; a step that none holds is eager, as is any once graphs are dropped."""
-    monkeypatch.setattr(graph_buffers, "MAX_PREFILL_ROWS", 2)
+    monkeypatch.setattr(plan_graphs, "MAX_PREFILL_ROWS", 2)
     capturer = Steps(tokens=100)
     runner = step_runner(folders["llama"], capturer, tokens=100)
     assert [size.tokens for size in capturer.of.values() if size.prefill_rows] == [100, 64, 32]

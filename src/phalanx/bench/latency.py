@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.bench import offline, report, roofline
 from phalanx.bench.offline import BenchmarkTarget
+from phalanx.bench.prediction.beside import predicted
 from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
@@ -40,6 +41,7 @@ def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Ba
         "output_tok_s": workload.requests / seconds if seconds > 0 else None,
         "roof_ms": least * 1e3 if least is not None else None, "fraction_of_roof": roofline.fraction(least, seconds),
         "samples_s": {"first_token": first, "all_tokens": complete},
+        "predicted": predicted(target.shape, llm.facts, workload, target.options.allreduce_strategy),
     }  # fmt: skip
     offline.logger.info("%s: %.3f ms per token", workload.name, row["tpot_ms"])
     return row

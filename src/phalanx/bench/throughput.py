@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.bench import offline, report, roofline
 from phalanx.bench.offline import BenchmarkTarget
+from phalanx.bench.prediction.beside import predicted
 from phalanx.bench.roofline import Bandwidth
 from phalanx.bench.workloads import Workload, prompts
 from phalanx.serve.llm import LLM
@@ -47,6 +48,7 @@ def measure(target: BenchmarkTarget, llm: LLM, workload: Workload, bandwidth: Ba
         "preemptions": (after.preemptions - before.preemptions) // workload.repeats,
         "roof_tok_s": new_tokens / least if least is not None else None, "fraction_of_roof": roofline.fraction(least, seconds),
         "samples_s": times,
+        "predicted": predicted(target.shape, llm.facts, workload, target.options.allreduce_strategy),
     }  # fmt: skip
     offline.logger.info("%s: %.0f output tokens/s", workload.name, row["output_tok_s"])
     return row

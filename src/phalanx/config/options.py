@@ -48,6 +48,11 @@ class EngineOptions(BaseModel):
     seed: int = Field(0, description="Seed of dummy weights, and of requests without a seed of their own.")
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Device type. auto: GPUs if this host has any, else CPU.")
 
+    plan: Literal["off", "auto"] = Field(
+        "off",
+        description="Who chooses the layout. auto: the planner sets tensor_parallel_size and pipeline_parallel_size for this host, "
+        "and logs the reasons.",
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="Number of ranks that each layer is split over.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Number of pipeline stages; each holds consecutive layers.")
     expert_parallel_size: int = Field(1, ge=1, description="Number of groups that experts are split over. Only 1 is supported.")

@@ -49,3 +49,15 @@ def blocks_in(budget: int, specs: Sequence[KvSpec], block_size: int, *, what: st
             next=f"give at least {one:,} bytes, a larger tensor_parallel_size, or a smaller kv_block_size",
         )  # fmt: skip
     return count
+
+
+GRAPH_BYTES = 8 << 20
+"""Reserved for each CUDA graph, beside the memory that all share, which a trial capture of the largest of each kind measures."""
+
+
+def kv_budget(fraction: float, free: int, activations: int, graphs: int) -> int:
+    """Bytes of the KV cache: the fraction of the memory that is free after loading weights, less what activations and graphs take.
+
+    The engine passes what it measured, the planner what `plan.footprint` predicts.
+    """
+    return int(fraction * (free - activations - graphs))

@@ -30,6 +30,7 @@ from phalanx.config.sources import place_process
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import configure, get_logger
 from phalanx.metrics import Metrics
+from phalanx.plan.auto import planned
 from phalanx.serve.admission import AdmissionControl
 from phalanx.serve.client import Engine, EngineClient
 from phalanx.serve.lifecycle import Lifecycle
@@ -57,7 +58,7 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = En
     """
     configure("phalanx server")
     try:
-        engine, local_rank = place_process(engine)
+        engine, local_rank = place_process(planned(engine))
         if engine.node_rank > 0:
             from phalanx.executor.node import join
 

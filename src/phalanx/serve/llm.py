@@ -20,6 +20,7 @@ from phalanx.config.model import known_eos_ids
 from phalanx.config.sources import long_option_name, place_process
 from phalanx.engine.messages import EngineFacts, Stats
 from phalanx.errors import RequestError, UnknownOption
+from phalanx.plan.auto import planned
 from phalanx.serve.background_engine import BackgroundEngine
 from phalanx.serve.chat_template import MessageDict
 from phalanx.serve.completions import stream_completions
@@ -52,7 +53,7 @@ class LLM:
         for name in options:
             if long := long_option_name(name):
                 raise UnknownOption(f"LLM option {name!r} is unknown", next=f"did you mean {long!r}?")
-        self.options, local_rank = place_process(EngineOptions.of(model=model, **options))
+        self.options, local_rank = place_process(planned(EngineOptions.of(model=model, **options)))
         if self.options.node_rank > 0:
             from phalanx.executor.node import join
 

@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from phalanx.models.batch import Batch, count_leading_decodes
 from phalanx.models.registry import Model
+from phalanx.plan import graphs
+from phalanx.plan.graphs import GraphSize as GraphSize
+from phalanx.plan.graphs import graph_sizes as graph_sizes
 from phalanx.plan.weight_tensors import layer_bytes
 from phalanx.worker.input_batch import HostBatch, Ints, Words
 
@@ -25,48 +28,6 @@ NewBlocks = tuple[Ints, Words]
 PINNED_COPIES = 4
 """Steps whose inputs may wait for the device at a time, before the host waits."""
 
-MIXED_GRAPH_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-"""Sizes of mixed graphs. Up to some 128 tokens a GPU waits for weights and padding costs nothing; above, it costs its fraction."""
-
-MAX_PREFILL_ROWS, TOKENS_PER_PREFILL_ROW = 64, 4
-"""Prefill rows in one mixed graph: this many, unless each would have fewer tokens than this. The prefill kernel searches all of
-them for the row of a program, and has spare programs for rows that end within a tile."""
-
-HOST_SECONDS = 1e-3
-"""How long the host takes to launch the kernels of a layer, measured on the host of an H200: more where ranks wait for each other,
-less without."""
-
-BYTES_PER_SECOND = 600e12
-"""Weight bytes per second that an H200's GEMMs of many tokens process, each byte counted once per token: in 16 bit 2 bytes at 600
-TFLOPS, in FP8 1 byte at twice that. When the GEMMs of a step take longer than its launches, a graph gains nothing, and padding
-costs."""
-
-
-class GraphSize(NamedTuple):
-    """The size of a graph: tokens, the first `decode_rows` of which may be rows of one token each, and `prefill_rows` rows for the
-    other tokens. With 0 prefill rows it is a decode graph, which ends with the argmax tokens; else a mixed graph."""
-
-    tokens: int
-    decode_rows: int
-    prefill_rows: int = 0
-
-
-def graph_sizes(max_rows: int, max_tokens: int) -> tuple[list[GraphSize], list[GraphSize]]:
-    """The sizes of decode graphs, up to `max_rows` rows, and of mixed graphs, up to as many decode rows and up to `max_tokens`
-    tokens: few enough to capture, close enough that padding costs little."""
-    rows = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 32)]
-    tokens = _up_to(min(max_tokens, MIXED_GRAPH_TOKENS[-1]), MIXED_GRAPH_TOKENS) if max_tokens > 1 else []
-    decode = [GraphSize(count, count) for count in _up_to(max_rows, rows)]
-    mixed = [
-        GraphSize(count, min(count, max_rows), min(-(-count // TOKENS_PER_PREFILL_ROW), max_rows, MAX_PREFILL_ROWS))
-        for count in tokens
-    ]
-    return decode, mixed
-
-
-def _up_to(last: int, sizes: Sequence[int]) -> list[int]:
-    return [*(size for size in sizes if size < last), last]
-
 
 def max_graph_tokens(model: Model) -> int:
     """Up to how many tokens an eager step would have the GPU wait for the host. Computed from the shape alone: ranks may differ in
@@ -74,7 +35,7 @@ def max_graph_tokens(model: Model) -> int:
     fp8 = any(parameter.dtype == torch.float8_e4m3fn for parameter in model.layers[0].parameters())
     dtype = "fp32" if model.context.dtype.itemsize == 4 else "bf16"
     bytes_per_rank = layer_bytes(model.shape, "fp8" if fp8 else dtype).layers[0] / model.context.group.size
-    return int(HOST_SECONDS * BYTES_PER_SECOND / bytes_per_rank)
+    return graphs.max_graph_tokens(bytes_per_rank)
 
 
 Array = TypeVar("Array", Tensor, np.ndarray[Any, Any])

@@ -16,12 +16,10 @@ from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.errors import CapacityError
 from phalanx.kernels import warmup_token_counts
 from phalanx.kernels.sampling.sampling import MANY_ROWS
-from phalanx.plan.memory import KvSpec, block_bytes, blocks_in
+from phalanx.plan.memory import GRAPH_BYTES, KvSpec, block_bytes, blocks_in, kv_budget
 from phalanx.worker.model_runner import ModelRunner
 
 DEFAULT_CPU_BYTES = 1 << 30
-GRAPH_BYTES = 8 << 20
-"""Reserved for each CUDA graph, beside the memory that all share, which a trial capture of the largest of each kind measures."""
 
 
 def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int) -> int:
@@ -41,7 +39,7 @@ def gpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], activations: int
     if options.kv_cache_bytes is not None:
         return blocks_in(options.kv_cache_bytes, specs, options.kv_block_size, what=f"kv_cache_bytes={options.kv_cache_bytes:,}")
     free, total = free_bytes(device), torch.cuda.mem_get_info(device)[1]
-    budget = int(options.kv_cache_free_gpu_memory_fraction * (free - activations - graphs))
+    budget = kv_budget(options.kv_cache_free_gpu_memory_fraction, free, activations, graphs)
     what = (
         f"{options.kv_cache_free_gpu_memory_fraction:g} of the GPU memory left ({free:,} of {total:,} bytes free after weights, "
         f"{activations:,} of these for activations, {graphs:,} for graphs)"

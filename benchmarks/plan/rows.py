@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The committed measurements on H200, one row for each figure: what a prediction is held against, and what the coefficients are
+fitted to. Read from benchmarks/results; nothing is typed in here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from phalanx.bench.workloads import Workload, parse
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+SERVING = RESULTS / "serving"
+MODEL = "llama-3-70b"  # of the scaling files that do not name theirs
+REFERENCE_GBPS = 4380.0
+"""Measured memory bandwidth of the machine that a row without its own stands for: the median of the rows."""
+
+Kind = Literal["decode", "batch"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure. bandwidth: GB/s that the machine's memory was measured at in the same run. measured: ms per token of a
+    decode workload, output tokens per second of a batch workload."""
+
+    file: str
+    commit: str
+    model: str
+    dtype: str
+    kv_fp8: bool
+    tp: int
+    pp: int
+    strategy: str
+    workload: Workload
+    measured: float
+    max_batch_size: int = 512
+    kv_tokens: int = 0
+    bandwidth: float = REFERENCE_GBPS
+
+    @property
+    def kind(self) -> Kind:
+        return self.workload.kind
+
+    @property
+    def name(self) -> str:
+        kv = " kv8" if self.kv_fp8 else ""
+        return f"{self.model} {self.dtype}{kv} tp{self.tp} pp{self.pp} {self.strategy} {self.workload.name}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one start gave: tokens of KV cache, and bytes of each rank by kind."""
+
+    file: str
+    model: str
+    dtype: str
+    kv_fp8: bool
+    tp: int
+    pp: int
+    max_batch_size: int
+    max_num_tokens: int
+    fraction: float
+    kv_tokens: int
+    bytes: dict[str, dict[str, int]]
+
+
+def _documents() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in sorted(SERVING.glob("*.json")):
+        yield path.stem, json.loads(path.read_text(encoding="utf-8"))
+
+
+def _asked(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = document.get("asked") or {}
+    return {"model": MODEL, "kv_cache_dtype": "fp8", **found} if "rows" in document else found
+
+
+def engines() -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str, list[dict[str, Any]], float]]:
+    """(file, options, engine, strategy, figures, measured GB/s) of each engine that was started."""
+    for name, document in _documents():
+        asked, gbps = _asked(document), document.get("roof", {}).get("best_GBps", REFERENCE_GBPS)
+        for strategy, engine in document.get("engines", {}).items():
+            yield name, asked, engine, strategy, [r for r in document["results"] if r["allreduce_strategy"] == strategy], gbps
+        if "engine" in document:
+            yield name, asked, document["engine"], "AUTO", document["results"], gbps
+        for row in document.get("rows", []):
+            if "engine" not in row:
+                continue
+            figures = [{"workload": workload, **figure} for workload, figure in row["decodes"].items()]
+            batches = [each for each in asked.get("workloads", ["batch-512x1000x1000"]) if each.startswith("batch")]
+            figures += [{"workload": batches[0], "output_tok_s": row["output_tok_s"]}]
+            yield name, asked, row["engine"], "AUTO", figures, row["roof"]["best_GBps"]
+
+
+def rows() -> list[Row]:
+    """Every figure of every committed run of a dense model on H200."""
+    found = []
+    for name, asked, engine, strategy, figures, bandwidth in engines():
+        shape = {"shape_8b_http": "llama-3-8b"}.get(asked["model"], asked["model"])
+        for figure in figures:
+            workload = parse(figure["workload"])
+            measured = figure["tpot_ms"] if workload.kind == "decode" else figure["output_tok_s"]
+            found.append(
+                Row(
+                    name,
+                    figure.get("measured", {}).get("commit", ""),
+                    shape,
+                    engine["dtype"],
+                    asked.get("kv_cache_dtype") == "fp8",
+                    engine["tp"],
+                    engine["pp"],
+                    strategy,
+                    workload,
+                    measured,
+                    engine["max_batch_size"],
+                    engine["kv_tokens"],
+                    bandwidth,
+                )
+            )
+    return found + _printed()
+
+
+def _printed() -> list[Row]:
+    """What `scaling_again.json` keeps of reports that were only printed."""
+    document = json.loads((SERVING / "scaling_again.json").read_text(encoding="utf-8"))
+    found = []
+    for row in document["printed"]:
+        for workload, value in (("decode-1", row["tpot_ms"]), ("batch-512x1000x1000", float(row["output_tok_s"]))):
+            found.append(
+                Row("scaling_again: printed", "79d94aa", MODEL, "fp8", True, row["tp"], row["pp"], "AUTO", parse(workload), value,
+                    kv_tokens=row["kv_tokens"])
+            )  # fmt: skip
+    for strategy, figures in document["strategies_tp2"].items():
+        found += [
+            Row("scaling_again: tp2", "79d94aa", MODEL, "fp8", True, 2, 1, strategy, parse(w), ms) for w, ms in figures.items()
+        ]
+    return found
+
+
+def starts() -> list[Start]:
+    """What each committed start gave, the printed ones and those of `starts.json` among them (without bytes by kind)."""
+    found = []
+    for name, asked, engine, _, _, _ in engines():
+        shape = {"shape_8b_http": "llama-3-8b"}.get(asked["model"], asked["model"])
+        found.append(
+            Start(
+                name,
+                shape,
+                engine["dtype"],
+                asked.get("kv_cache_dtype") == "fp8",
+                engine["tp"],
+                engine["pp"],
+                engine["max_batch_size"],
+                engine["max_num_tokens"],
+                asked.get("kv_cache_free_gpu_memory_fraction", 0.9),
+                engine["kv_tokens"],
+                engine["rank_bytes"],
+            )
+        )
+    again = json.loads((SERVING / "scaling_again.json").read_text(encoding="utf-8"))
+    for row in again["printed"]:
+        found.append(
+            Start("scaling_again: printed", MODEL, "fp8", True, row["tp"], row["pp"], 512, 8192, 0.9, row["kv_tokens"], {})
+        )
+    for start in json.loads((SERVING / "starts.json").read_text(encoding="utf-8"))["starts"]:
+        token = {"llama-3-8b": 32 * 2 * 1024, "llama-3-70b": 80 * 2 * 1024}[start["model"]]
+        dtype = "fp8" if start["model"] == MODEL else "bf16"
+        tokens = start["kv_MiB"] * (1 << 20) // token // 16 * 16
+        found.append(Start("starts", start["model"], dtype, True, 1, 1, 512, 8192, 0.9, tokens, {}))
+    return found

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two public traces through the simulator: how long it takes, and the prefix cache's hits beside an independent count.
+
+`python -m benchmarks.plan.traces --azure FILE --mooncake FILE --record`. The files are not in the repository: Azure's
+AzureLLMInferenceTrace_conv.csv (Splitwise, ISCA 2024) and Mooncake's conversation_trace.jsonl (FAST 2025).
+The count knows nothing of blocks and schedulers: requests one after the other, a dictionary of beginnings, whole blocks of 16
+tokens, and the last token of a prompt always computed. The simulator serves the same requests one at a time with room for all of
+them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.bench.prediction import arrivals, scenario
+from phalanx.bench.prediction.arrivals import HASHED
+from phalanx.engine.scheduler import SchedulerOptions
+from phalanx.plan import subject
+from phalanx.plan.search import Wanted
+
+BLOCK = 16
+
+
+def counted(path: Path, first: int = 0) -> tuple[int, int]:
+    """(prompt tokens found, prompt tokens) of Mooncake's trace under a cache that forgets nothing."""
+    known: set[tuple[int, ...]] = set()
+    lengths: dict[tuple[int, ...], int] = {}  # a beginning that ends within a hashed block -> its longest length seen
+    found = asked = 0
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        if first and number == first:
+            break
+        row = json.loads(line)
+        length, ids = row["input_length"], tuple(row["hash_ids"])
+        whole = 0
+        while whole < len(ids) and ids[: whole + 1] in known:
+            whole += 1
+        shared = whole * HASHED
+        if whole < len(ids):
+            shared += lengths.get(ids[: whole + 1], 0)
+        found += min(shared, length - 1) // BLOCK * BLOCK
+        asked += length
+        for count in range(1, len(ids) + 1):
+            part = min(length - (count - 1) * HASHED, HASHED)
+            if part == HASHED:
+                known.add(ids[:count])
+            else:
+                lengths[ids[:count]] = max(lengths.get(ids[:count], 0), part)
+    return found, asked
+
+
+def engine(model: str, tp: int, room: int) -> scenario.Engine:
+    """With a cache of so many tokens, whatever the GPUs have: to see what can be found at all."""
+    machine, _ = subject.machine_for("H200")
+    shape = subject.shape_for(model)
+    wanted = Wanted(dtype="fp8", kv_cache_dtype="fp8", max_batch_size=256, max_seq_len=131072)
+    made = scenario.Engine.of(shape, machine, wanted, tp=tp)
+    options = SchedulerOptions(**{**vars(made.options), "num_blocks": room // BLOCK}) if room else made.options
+    return scenario.Engine(made.costs, options, made.layout)
+
+
+def mooncake(path: Path, first: int) -> dict[str, Any]:
+    """Hits beside the count, one request at a time; then as the trace has it, with the memory that there is."""
+    rows = arrivals.of(str(path), isl=0, osl=0, requests=first)
+    alone = engine("llama-3.1-70b", 4, 400_000_000).run(rows, concurrency=1)
+    found, asked = counted(path, first)
+    real = engine("llama-3.1-70b", 4, 0).run(rows, 4)
+    return {
+        "requests": len(rows),
+        "prompt_tokens": asked,
+        "counted_hits": found,
+        "simulated_hits": alone.hits,
+        "counted_rate": found / asked,
+        "simulated_rate": alone.hits / asked,
+        "equal": found == alone.hits,
+        "cpu_s": alone.cpu,
+        "tokens_per_core_second": alone.tokens_per_core_second,
+        "as_the_trace_has_it": {
+            "replicas": 4,
+            "tp": 4,
+            "hit_rate": real.hits / asked,
+            "cpu_s": real.cpu,
+            "preemptions": real.preemptions,
+        },
+    }
+
+
+def azure(path: Path) -> dict[str, Any]:
+    rows = arrivals.of(str(path), isl=0, osl=0, requests=0)
+    begin = time.perf_counter()
+    result = engine("llama-3.1-70b", 4, 0).run(rows)
+    return {
+        "requests": len(rows), "wall_s": time.perf_counter() - begin, "cpu_s": result.cpu, "tokens": result.computed,
+        "tokens_per_core_second": result.tokens_per_core_second, "trace_s": rows[-1].at,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--azure", type=Path)
+    parser.add_argument("--mooncake", type=Path)
+    parser.add_argument("--first", type=int, default=0, help="of Mooncake's requests, so many; 0 for all")
+    parser.add_argument("--record", action="store_true", help="keep the figures in benchmarks/results")
+    asked = parser.parse_args()
+    found: dict[str, Any] = {}
+    if asked.azure:
+        found["azure"] = azure(asked.azure)
+        print(json.dumps(found["azure"], indent=1))
+    if asked.mooncake:
+        found["mooncake"] = mooncake(asked.mooncake, asked.first)
+        print(json.dumps(found["mooncake"], indent=1))
+    if asked.record:
+        from benchmarks import harness
+
+        print(f"written: {harness.write('plan_traces', found).relative_to(harness.ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

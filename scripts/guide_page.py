@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write docs/guide.md: every example and table of the deployment guide by a command of ours, with its output.
+
+python scripts/guide_page.py            writes the page
+python scripts/guide_page.py --check    exits 1 if the page is not what the commands print now
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.cli import main as phalanx
+from phalanx.plan import search, subject
+from phalanx.plan.search import Layout, Plan, Rejected, Wanted
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide.md"
+
+HEAD = """# The deployment guide, by commands
+
+Each example and each table of the guide that Phalanx implements, as a command and what it prints. This page is written by
+`scripts/guide_page.py`, and a test holds it to what the commands print now. No GPU and no network is needed.
+
+A figure has a range that holds 9 of 10 measurements, and a label: `table` (a machine class that was measured: H200 with NVLink),
+`derived` (scaled from one), `estimated` (parts of it were never measured). How the figures are made: [planner.md](planner.md).
+"""
+
+SEVENTY = (
+    "phalanx plan meta-llama/Meta-Llama-3-70B --gpu A100-80 --gpus_per_node 4 --isl 512 --osl 512 --concurrency 256 --tp_size 4"
+)
+
+EXAMPLES = (
+    ("8B on one A100", "`LLM(model=\"meta-llama/Meta-Llama-3-8B\", dtype=\"fp16\")`",
+     "phalanx plan meta-llama/Meta-Llama-3-8B --gpu A100-80 --gpus_per_node 1 --dtype fp16 --isl 512 --osl 512"),
+    ("70B on four A100", "`LLM(model=\"meta-llama/Meta-Llama-3-70B\", tensor_parallel_size=4, dtype=\"fp16\")`",
+     f"{SEVENTY} --dtype fp16"),
+    ("The same in FP8", "A100 has no FP8 arithmetic: the weights take half the memory, and GEMMs run in 16 bit.",
+     f"{SEVENTY} --dtype fp8"),
+    ("405B on eight H100, 4 x 2", "`tensor_parallel_size=4, pipeline_parallel_size=2, dtype=\"fp8\"`",
+     "phalanx plan meta-llama/Meta-Llama-3-405B --gpu H100 --dtype fp8 --tp_size 4 --pp_size 2"),
+    ("405B on two nodes of eight H100", "`tensor_parallel_size=8, pipeline_parallel_size=2`",
+     "phalanx plan meta-llama/Meta-Llama-3-405B --gpu H100 --nodes 2 --dtype fp8 --concurrency 256 --tp_size 8 --pp_size 2"),
+    ("Mixtral-8x22B with experts over two groups", "`tensor_parallel_size=4, expert_parallel_size=2, dtype=\"fp8\"`, 8 ranks",
+     "phalanx plan mistralai/Mixtral-8x22B --gpu A100-80 --gpus_per_node 8 --dtype fp8 --tp_size 4 --ep_size 2"),
+    ("What a GPU of 24 GB does with 70B", "Where nothing fits, the status is 2 and the nearest changes are named.",
+     "phalanx plan meta-llama/Meta-Llama-3-70B --gpu RTX-4090 --gpus_per_node 2 --concurrency 1"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A line of a table of the guide: a layout and what the guide says of it; None where it says nothing."""
+
+    layout: Layout
+    tokens_per_second: float | None = None
+    ms_per_token: float | None = None
+    out_of_memory: bool = False
+
+
+TP_CLAIMS = (
+    Claim(Layout(1, 1, 1, 1), out_of_memory=True), Claim(Layout(2, 1, 1, 1), 6000, 18), Claim(Layout(4, 1, 1, 1), 11000, 16),
+    Claim(Layout(8, 1, 1, 1), 18000, 15),
+)  # fmt: skip
+PP_CLAIMS = (
+    Claim(Layout(8, 1, 1, 1), out_of_memory=True), Claim(Layout(8, 2, 1, 1), 25000), Claim(Layout(8, 4, 1, 1), 45000),
+)  # fmt: skip
+
+
+def page() -> str:
+    parts = [HEAD]
+    for title, text, command in EXAMPLES:
+        parts += [f"## {title}\n", f"{text}\n", f"```\n{command}\n```\n", f"```text\n{printed(command)}\n```\n"]
+    parts += ["## The guide's figures, and by how much they err\n", ERRS]
+    for gpu in ("H100", "H200"):
+        parts += [f"### Tensor parallelism, 70B FP8 on {gpu}\n", table("llama-3-70b", gpu, 1, TP_CLAIMS)]
+    parts += [
+        "### Pipeline parallelism, 405B FP8 on nodes of 8 H100, InfiniBand NDR\n",
+        table("llama-3.1-405b", "H100", 4, PP_CLAIMS),
+    ]
+    parts += ["### Bytes of weights on one GPU\n", weights(), CLOSE]
+    return "\n".join(parts)
+
+
+ERRS = """The guide gives neither GPU nor workload. Ours: 512 requests at once of 1,000 tokens in and out, KV cache in FP8; ms per
+token of one request of 128 tokens in. "Errs by" is the guide's figure over ours, less one; 0 inside our range.
+"""
+
+CLOSE = """## What else the guide says
+
+- "Layers 0-40 and 41-80" for 405B: it has 126 layers; with two stages they are 0-62 and 63-125.
+- "The latency of TP is about that of one GPU, throughput 4x on 4": time per token of one request falls with TP (table above), and
+throughput grows less
+  than the GPUs do where one GPU has room for all requests. Where it has not, as 70B on one H200, the second GPU brings more than
+  twice.
+- "HDR InfiniBand, under 1 us": `--network ib-hdr` is 25 GB/s a GPU. TP over nodes is rejected by its all-reduces, not by latency
+alone.
+"""
+
+
+def printed(command: str) -> str:
+    """What the command prints."""
+    words, out = shlex.split(command), io.StringIO()
+    with contextlib.redirect_stdout(out):
+        phalanx(words[1:])
+    return out.getvalue().rstrip()
+
+
+def wanted(concurrency: int, isl: int, osl: int) -> Wanted:
+    return Wanted(dtype="fp8", kv_cache_dtype="fp8", isl=isl, osl=osl, concurrency=concurrency, max_seq_len=4096)
+
+
+def table(model: str, gpu: str, nodes: int, claims: tuple[Claim, ...]) -> str:
+    """The guide's lines beside ours."""
+    shape, machine = subject.shape_for(model), subject.machine_for(gpu, nodes=nodes)[0]
+    lines = [
+        "| layout | GPUs | guide tok/s | ours | errs by | guide ms | ours | errs by | efficiency |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    base: tuple[float, int] | None = None
+    for claim in claims:
+        many = search.examine(shape, machine, wanted(512, 1000, 1000), claim.layout)
+        one = search.examine(shape, machine, wanted(1, 128, 128), claim.layout)
+        world, name = claim.layout.split.world, claim.layout.name
+        if isinstance(many, Rejected) or isinstance(one, Rejected):
+            reason = many.reason if isinstance(many, Rejected) else ""
+            lines.append(f"| {name} | {world} | {_claimed(claim)} | {reason} | {'agrees' if claim.out_of_memory else ''} | | | | |")
+            continue
+        rate, wait = many.output_tokens_per_second, one.ms_per_token
+        base = base or (rate.value / world, world)
+        efficiency = f"{rate.value / world / base[0]:.0%} of {base[1]} GPU{'s' if base[1] > 1 else ''}"
+        off = "runs" if claim.out_of_memory else _off(claim.tokens_per_second, rate)
+        lines.append(
+            f"| {name} | {world} | {_claimed(claim)} | {rate.value:,.0f} ({rate.low:,.0f}-{rate.high:,.0f}, {rate.label}) "
+            f"| {off} | "
+            f"{claim.ms_per_token or ''} | {wait.value:.1f} | {_off(claim.ms_per_token, wait)} | {efficiency} |"
+        )  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _claimed(claim: Claim) -> str:
+    return "out of memory" if claim.out_of_memory else f"{claim.tokens_per_second:,.0f}"
+
+
+def _off(claimed: float | None, figure: search.Figure) -> str:
+    if claimed is None:
+        return ""
+    return "0" if figure.low <= claimed <= figure.high else f"{claimed / figure.value - 1:+.0%}"
+
+
+def weights() -> str:
+    lines = ["| | guide | ours |", "|---|---|---|"]
+    for name, model, dtype, layout, said in (
+        ("8B FP16 on 1", "llama-3-8b", "fp16", Layout(1, 1, 1, 1), "16 GB"),
+        ("70B FP8 on 4", "llama-3-70b", "fp8", Layout(4, 1, 1, 1), "35 GB"),
+        ("405B FP8 on 16", "llama-3.1-405b", "fp8", Layout(8, 2, 1, 1), "25 GB"),
+    ):  # fmt: skip
+        machine = subject.machine_for("H100", nodes=2)[0]
+        asked = Wanted(dtype=dtype, isl=512, osl=512)
+        plan = search.examine(subject.shape_for(model), machine, asked, layout)
+        assert isinstance(plan, Plan)
+        lines.append(f"| {name} | {said} | {plan.bytes['weights'] / 1e9:.1f} GB |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv[1:]:
+        sys.exit(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")

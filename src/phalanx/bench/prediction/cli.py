@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of `phalanx plan`: MODEL (layouts), simulate, calibrate."""
+
+from __future__ import annotations
+
+import json as json_format
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from phalanx.errors import OptionError
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A known name, a folder, a config.json, a Hub id, or 'demo'.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", help="Of the catalogue; the machine at hand otherwise.")]
+PerNode = Annotated[int | None, typer.Option("--gpus_per_node", help="GPUs of one node.")]
+Nodes = Annotated[int, typer.Option("--nodes", help="Nodes.")]
+Link = Annotated[str | None, typer.Option("--link", metavar="nvlink|pcie", help="Between the GPUs of a node.")]
+Network = Annotated[str | None, typer.Option("--network", help="Between nodes, as ib-ndr.")]
+Dtype = Annotated[str, typer.Option("--dtype", metavar="auto|fp32|fp16|bf16|fp8", help="auto: the checkpoint's.")]
+KvDtype = Annotated[
+    str, typer.Option("--kv_cache_dtype", metavar="auto|model|fp8", help="auto: fp8 where the checkpoint asks for it.")
+]
+Isl = Annotated[int, typer.Option("--isl", help="Tokens of a prompt.")]
+Osl = Annotated[int, typer.Option("--osl", help="New tokens of a request.")]
+SloTtft = Annotated[float | None, typer.Option("--slo_ttft", help="Bound of the time to the first token, ms.")]
+SloTpot = Annotated[float | None, typer.Option("--slo_tpot", help="Bound of the time per token, ms.")]
+Slots = Annotated[int | None, typer.Option("--max_batch_size", help="Requests at once in one replica; as many as are asked for.")]
+StepTokens = Annotated[int, typer.Option("--max_num_tokens", help="Tokens of one step.")]
+SeqLen = Annotated[int | None, typer.Option("--max_seq_len", help="Prompt and output of one request; isl + osl at least.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="For programs: a new file, or - for stdout.")]
+Trace = Annotated[str, typer.Argument(metavar="TRACE|poisson:RATE|burst", help="Azure's .csv, Mooncake's .jsonl, or a process.")]
+FindReplicas = Annotated[bool, typer.Option("--find_replicas", help="The smallest number of replicas that holds the bounds.")]
+GpuHour = Annotated[float | None, typer.Option("--gpu_hour", help="Price of one GPU for an hour, for cost per million tokens.")]
+Prefixes = Annotated[bool, typer.Option("--prefix_caching/--no_prefix_caching", help="Of traces that tell contents.")]
+Plot = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw the latencies there; needs phalanx[tune].")]
+Yaml = Annotated[str | None, typer.Option("--yaml", metavar="FILE", help="Write the options of the best plan, for --config.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Run the best plans here, and set them beside the predictions.")]
+VerifyPlans = Annotated[int, typer.Option("--verify_plans", help="How many of them.")]
+
+
+class _PlanGroup(TyperGroup):
+    """`phalanx plan MODEL` is `phalanx plan layouts MODEL`."""
+
+    default_verb = "layouts"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = [self.default_verb, *args]
+        return super().parse_args(ctx, args)
+
+
+def register(command: typer.Typer) -> None:
+    """Add `plan` to the command."""
+    app = typer.Typer(
+        name="plan", cls=_PlanGroup, rich_markup_mode=None, no_args_is_help=True,
+        help="Which layout to take, how fast it will be and how sure that is; without a GPU: phalanx plan MODEL.",
+    )  # fmt: skip
+    app.command()(layouts)
+    app.command()(simulate)
+    app.command()(calibrate)
+    command.add_typer(app)
+
+
+def layouts(
+    model: Model,
+    gpu: Gpu = None,
+    gpus_per_node: PerNode = None,
+    nodes: Nodes = 1,
+    link: Link = None,
+    network: Network = None,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KvDtype = "auto",
+    isl: Isl = 1024,
+    osl: Osl = 1024,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 64,
+    goal: Annotated[str, typer.Option(metavar="latency|throughput")] = "throughput",
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    max_batch_size: Slots = None,
+    max_num_tokens: StepTokens = 8192,
+    max_seq_len: SeqLen = None,
+    json: Json = None,
+    yaml: Yaml = None,
+    tp_size: Annotated[int | None, typer.Option("--tp_size", help="Only layouts with so many.")] = None,
+    pp_size: Annotated[int | None, typer.Option("--pp_size", help="Only layouts with so many stages.")] = None,
+    ep_size: Annotated[int | None, typer.Option("--ep_size", help="Only layouts with so many groups.")] = None,
+    verify: Verify = False,
+    verify_plans: VerifyPlans = 3,
+) -> None:
+    """Every layout of a model on a machine: memory, time per token, throughput, with intervals; and why not the others."""
+    from phalanx.bench import report
+    from phalanx.plan import explain, search, subject
+
+    report.json_path(json)
+    shape = subject.shape_for(model)
+    machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
+    wanted = wanted_of(
+        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
+        slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
+        max_seq_len=max_seq_len,
+    )  # fmt: skip
+    result = search.search(shape, machine, wanted).only(tp_size, pp_size, ep_size)
+    document = explain.as_json(model, machine, wanted, result)
+    _give(document, explain.text(model, shape, machine, wanted, result), json)
+    if result.plans and (path := report.json_path(yaml)) is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(explain.yaml(explain.options(model, machine, wanted, result.plans[0])), encoding="utf-8")
+    if not result.plans:
+        raise typer.Exit(2)
+    if verify:
+        from phalanx.bench.prediction import verified
+
+        print(verified.text(verified.run(model, machine, wanted, result.plans[:verify_plans])))
+
+
+def _give(document: dict[str, Any], text: str, json: str | None) -> None:
+    """Show a report as text, and write it as JSON where that was asked for; "-": JSON alone, on stdout."""
+    from phalanx.bench import report
+
+    if json == "-":
+        print(json_format.dumps(document, indent=1))
+        return
+    print(text)
+    if (path := report.json_path(json)) is not None:
+        report.write(path, document)
+
+
+def wanted_of(
+    shape: Any, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
+    slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
+    max_seq_len: int | None = None,
+) -> Any:  # fmt: skip
+    """What the flags ask for, with every auto settled. Raises OptionError."""
+    from phalanx.plan.search import Wanted
+
+    dtype = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}.get(dtype, dtype)
+    for name, value, known in (
+        ("dtype", dtype, ("auto", "fp32", "fp16", "bf16", "fp8")), ("kv_cache_dtype", kv_cache_dtype, ("auto", "model", "fp8")),
+        ("goal", goal, ("latency", "throughput")),
+    ):  # fmt: skip
+        if value not in known:
+            raise OptionError(f"{name} {value!r} is unknown", next=f"known: {', '.join(known)}")
+    for name, number in (("isl", isl), ("osl", osl), ("concurrency", concurrency), ("max_num_tokens", max_num_tokens)):
+        if number < 1:
+            raise OptionError(f"{name}={number} is too small", next="give at least 1")
+    if dtype == "auto":
+        dtype = "bf16" if shape.dtype == "fp32" else shape.dtype
+    asks_fp8 = shape.quantization is not None and shape.quantization.kv
+    cache = ("fp8" if asks_fp8 else "model") if kv_cache_dtype == "auto" else kv_cache_dtype
+    return Wanted(
+        dtype, cache, isl, osl, concurrency, goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
+        None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
+    )  # fmt: skip
+
+
+def simulate(
+    trace: Trace,
+    model: Annotated[str, typer.Option("--model", help="As for `phalanx plan`.")],
+    gpu: Gpu = None,
+    gpus_per_node: PerNode = None,
+    nodes: Nodes = 1,
+    link: Link = None,
+    network: Network = None,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KvDtype = "auto",
+    isl: Isl = 1024,
+    osl: Osl = 1024,
+    tp_size: Annotated[int, typer.Option("--tp_size", help="Ranks that split every layer.")] = 1,
+    pp_size: Annotated[int, typer.Option("--pp_size", help="Pipeline stages.")] = 1,
+    ep_size: Annotated[int, typer.Option("--ep_size", help="Groups over which experts are split.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Engines behind one server, 1 to 1000.")] = 1,
+    requests: Annotated[int, typer.Option(help="The first so many of a trace, 0 for all.")] = 0,
+    speed: Annotated[float, typer.Option(help="Times as fast as the trace.")] = 1.0,
+    concurrency: Annotated[int | None, typer.Option(help="A closed loop: so many requests open at all times.")] = None,
+    slo_ttft: SloTtft = None,
+    slo_tpot: SloTpot = None,
+    slo_part: Annotated[float, typer.Option("--slo_part", help="Of the requests, the part that must hold both bounds.")] = 0.99,
+    find_replicas: FindReplicas = False,
+    gpu_hour: GpuHour = None,
+    max_batch_size: Slots = None,
+    max_num_tokens: StepTokens = 8192,
+    max_seq_len: SeqLen = None,
+    prefix_caching: Prefixes = True,
+    seed: int = 0,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Serve a trace with the engine's own scheduler on the cost model's clock: latencies, goodput, cost, replicas for an
+    objective."""
+    from phalanx.bench import report
+    from phalanx.bench.prediction import arrivals, scenario
+    from phalanx.plan import subject
+
+    report.json_path(json)
+    if not 1 <= replicas <= 1000:
+        raise OptionError(f"replicas={replicas} cannot be simulated", next="give 1 to 1000")
+    shape = subject.shape_for(model)
+    machine, _ = subject.machine_for(gpu, gpus_per_node=gpus_per_node, nodes=nodes, link=link, network=network)
+    trace_rows = arrivals.paced(arrivals.of(trace, isl=isl, osl=osl, requests=requests, seed=seed), speed)
+    longest = max(each.input_len + each.output_len for each in trace_rows)
+    wanted = wanted_of(
+        shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=1, slo_ttft=slo_ttft,
+        slo_tpot=slo_tpot, max_batch_size=max_batch_size or 256, max_num_tokens=max_num_tokens,
+        max_seq_len=max_seq_len or min(longest, shape.max_positions),
+    )  # fmt: skip
+    engine = scenario.Engine.of(shape, machine, wanted, tp=tp_size, pp=pp_size, ep=ep_size, prefix_caching=prefix_caching)
+    bounds = scenario.Bounds(wanted.slo_ttft, wanted.slo_tpot, slo_part)
+    if find_replicas:
+        replicas = scenario.fewest_replicas(engine, trace_rows, bounds)
+    document = scenario.document(
+        engine, trace_rows, replicas, bounds, concurrency=concurrency, gpu_hour=gpu_hour, trace=trace, model=model
+    )
+    _give(document, scenario.text(document), json)
+    if plot is not None:
+        scenario.draw(document, plot)
+
+
+def calibrate(
+    model: Annotated[str, typer.Option("--model", help="Whose layers are timed.")] = "llama-3-8b",
+    device: Annotated[str, typer.Option(metavar="auto|cuda|cpu")] = "auto",
+    seconds: Annotated[float, typer.Option(help="At most.")] = 120.0,
+    json: Json = None,
+) -> None:
+    """Measure at most 12 points on this machine, fit the coefficients to them, and keep them for `phalanx plan`."""
+    from phalanx.bench import report
+    from phalanx.bench.prediction import calibrate as bench
+
+    report.json_path(json)
+    document = bench.run(model, device, seconds)
+    _give(document, bench.text(document), json)

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated deployment: engine, replicas, objective; latencies by percentile, goodput, cost, and how many replicas it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.bench.prediction import simulate
+from phalanx.bench.prediction.arrivals import Arrival
+from phalanx.bench.prediction.simulate import Result, Served
+from phalanx.engine.scheduler import SchedulerOptions
+from phalanx.errors import CapacityError, LayoutError, OptionError
+from phalanx.plan import footprint, search
+from phalanx.plan.cost import Costs, Machine
+from phalanx.plan.search import Layout, Rejected, Wanted
+from phalanx.plan.shape import Shape
+
+MOST_REPLICAS = 1000
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds, None for no bound; part: of the requests that must hold them."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    part: float = 0.99
+
+    def holds(self, served: Served) -> bool:
+        within = self.ttft is None or served.ttft <= self.ttft
+        return not served.refused and within and (self.tpot is None or served.tpot <= self.tpot)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What one replica is."""
+
+    costs: Costs
+    options: SchedulerOptions
+    layout: Layout
+
+    @classmethod
+    def of(
+        cls, shape: Shape, machine: Machine, wanted: Wanted, *, tp: int, pp: int = 1, ep: int = 1, prefix_caching: bool = True
+    ) -> Engine:
+        """Raises LayoutError for a layout that cannot be, CapacityError for one that does not fit."""
+        layout = Layout(tp, pp, ep, 1)
+        slots = wanted.max_batch_size or 256
+        reason = search._illegal(shape, machine, layout)
+        if reason:
+            raise LayoutError(f"{layout.name} cannot run", why=reason)
+        kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
+        rank_bytes, kv_tokens, short = search.memory(shape, machine, wanted, layout.split, slots, kv_size)
+        if kv_tokens < wanted.seq_len:
+            refused = Rejected(layout, search._too_small(rank_bytes, kv_tokens, short, wanted), short)
+            raise CapacityError(f"{layout.name} does not fit", why=refused.reason, next="; ".join(
+                search.nearest(shape, machine, wanted, [refused])
+            ))  # fmt: skip
+        window = max((size for size in shape.windows if size), default=None) if all(shape.windows) else None
+        options = SchedulerOptions(
+            num_blocks=kv_tokens // search.BLOCK,
+            block_size=search.BLOCK,
+            max_batch_size=slots,
+            max_num_tokens=wanted.max_num_tokens,
+            max_seq_len=wanted.seq_len,
+            depth=max(pp, 2),
+            pipeline_stages=pp,
+            window=window,
+            prefix_caching=prefix_caching,
+        )
+        return cls(Costs(shape, wanted.dtype, kv_size, layout.split, machine, wanted.strategy), options, layout)
+
+    def run(self, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None) -> Result:
+        """Prefixes are only looked up where the trace tells contents: elsewhere nothing could be found."""
+        options = self.options
+        if not any(arrival.content for arrival in arrivals[:100]):
+            options = SchedulerOptions(**{**vars(options), "prefix_caching": False})
+        return simulate.run(self.costs, options, arrivals, replicas, concurrency)
+
+
+def fewest_replicas(engine: Engine, arrivals: Sequence[Arrival], bounds: Bounds) -> int:
+    """The smallest number of replicas with which the part of the requests holds the bounds: doubled until it does, then halved in.
+
+    Raises OptionError without bounds, CapacityError where 1,000 do not hold them.
+    """
+    if bounds.ttft is None and bounds.tpot is None:
+        raise OptionError("--find_replicas has no objective", next="give --slo_ttft or --slo_tpot")
+
+    def enough(count: int) -> bool:
+        served = engine.run(arrivals, count).served
+        return sum(map(bounds.holds, served)) >= bounds.part * len(served)
+
+    low, high = 0, 1
+    while not enough(high):
+        low, high = high, min(high * 2, MOST_REPLICAS)
+        if low == high:
+            alone = engine.run(arrivals[:1])
+            raise CapacityError(
+                f"{MOST_REPLICAS} replicas do not hold the objective",
+                held=f"alone, the first request has a TTFT of {alone.served[0].ttft * 1e3:.0f} ms and "
+                f"{alone.served[0].tpot * 1e3:.1f} ms per token",
+                next="take a layout with a lower latency, or loosen the objective",
+            )
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """By linear interpolation between the nearest two, as numpy's default; 0 of nothing."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * part
+    below = math.floor(at)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (at - below)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles, in ms of seconds."""
+    statistics = {"mean": sum(values) / len(values) if values else 0.0}
+    statistics |= {f"p{round(part * 100)}": percentile(values, part) for part in (0.5, 0.9, 0.99)}
+    return {name: value * 1e3 for name, value in statistics.items()}
+
+
+def document(
+    engine: Engine, arrivals: Sequence[Arrival], replicas: int, bounds: Bounds, *, concurrency: int | None = None,
+    gpu_hour: float | None = None, trace: str = "", model: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """The report of one simulation."""
+    result = engine.run(arrivals, replicas, concurrency)
+    done = [each for each in result.served if not each.refused]
+    refused = [each.refused for each in result.served if each.refused]
+    gpus = engine.layout.split.world * replicas
+    seconds = result.seconds or 1.0
+    measures: dict[str, Callable[[Served], float]] = {
+        "ttft_ms": lambda s: s.ttft, "tpot_ms": lambda s: s.tpot, "e2e_ms": lambda s: s.e2e, "queued_ms": lambda s: s.queued,
+    }  # fmt: skip
+    good = sum(map(bounds.holds, result.served))
+    report: dict[str, Any] = {
+        "asked": {
+            "model": model,
+            "trace": trace,
+            "layout": engine.layout.as_json(),
+            "replicas": replicas,
+            "gpus": gpus,
+            "requests": len(arrivals),
+            "concurrency": concurrency,
+            "kv_tokens": engine.options.num_blocks * engine.options.block_size,
+            "max_batch_size": engine.options.max_batch_size,
+            "slo_ttft_ms": _ms(bounds.ttft),
+            "slo_tpot_ms": _ms(bounds.tpot),
+            "slo_part": bounds.part,
+        },
+        "seconds": result.seconds,
+        "completed": len(done),
+        "refused": len(refused),
+        "errors": sorted(set(refused))[:3],
+        **{name: spread([measure(each) for each in done]) for name, measure in measures.items()},
+        "requests_per_second": len(done) / seconds,
+        "output_tokens_per_second": result.generated / seconds,
+        "goodput_requests_per_second": good / seconds,
+        "within_slo": good / len(result.served) if result.served else 1.0,
+        "prefix_hit_rate": result.hits / result.queries if result.queries else 0.0,
+        "prefix_hits": result.hits,
+        "prompt_tokens": sum(each.input_len for each in done),
+        "preemptions": result.preemptions,
+        "busy": result.busy / (seconds * replicas),
+        "simulated_tokens": result.computed + result.hits,
+        "cpu_s": result.cpu,
+        "simulated_tokens_per_core_second": result.tokens_per_core_second,
+        "label": engine.costs.label,
+    }
+    if gpu_hour is not None:
+        price = gpu_hour * gpus * seconds / 3600
+        report["cost_per_million_output_tokens"] = price / max(result.generated, 1) * 1e6
+    report["samples"] = {"ttft_ms": [each.ttft * 1e3 for each in done], "tpot_ms": [each.tpot * 1e3 for each in done]}
+    return report
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def text(report: dict[str, Any]) -> str:
+    """The report for people."""
+    request = report["asked"]
+    layout = {name: size for name, size in request["layout"].items() if name not in ("replicas",) and (size > 1 or name == "tp")}
+    lines = [
+        f"{request['model']}, {request['trace']}: {report['completed']:,} requests, "
+        f"{' '.join(f'{n} {s}' for n, s in layout.items())} x {request['replicas']} replicas on "
+        f"{request['gpus']} GPUs, {report['seconds']:,.1f} s",
+        f"{'':12}{'mean':>12}{'p50':>12}{'p90':>12}{'p99':>12}",
+    ]
+    for name in ("ttft_ms", "tpot_ms", "e2e_ms", "queued_ms"):
+        values = report[name]
+        lines.append(f"{name:12}" + "".join(f"{values[each]:12,.1f}" for each in ("mean", "p50", "p90", "p99")))
+    lines.append(
+        f"{report['output_tokens_per_second']:,.0f} output tokens/s, {report['requests_per_second']:.2f} requests/s, busy "
+        f"{report['busy']:.0%}, prefix cache {report['prefix_hit_rate']:.1%} of prompt tokens, {report['preemptions']} preempted"
+    )
+    if request["slo_ttft_ms"] is not None or request["slo_tpot_ms"] is not None:
+        lines.append(
+            f"goodput {report['goodput_requests_per_second']:.2f} requests/s: {report['within_slo']:.1%} within the objective"
+        )
+    if "cost_per_million_output_tokens" in report:
+        lines.append(f"{report['cost_per_million_output_tokens']:.3f} per million output tokens")
+    if report["refused"]:
+        lines.append(f"refused {report['refused']:,}: {report['errors'][0]}")
+    lines.append(
+        f"simulated {report['simulated_tokens']:,} tokens in {report['cpu_s']:.1f} s of a core: "
+        f"{report['simulated_tokens_per_core_second']:,.0f} a second; label {report['label']}"
+    )
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], file: str) -> None:
+    """How many requests are within which latency, as a picture. Raises OptionError without matplotlib or for an unknown suffix."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OptionError(f"the picture {file!r} cannot be drawn", why=str(error), next="install phalanx[tune]") from None
+    path, figure = Path(file), Figure(figsize=(9.0, 3.6), dpi=130, layout="constrained")
+    kinds = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in kinds:
+        raise OptionError(f"the picture {file!r} has an unknown kind", next=f"known: {', '.join(sorted(kinds))}")
+    for axes, name, bound in zip(
+        figure.subplots(1, 2), ("ttft_ms", "tpot_ms"), (report["asked"]["slo_ttft_ms"], report["asked"]["slo_tpot_ms"]), strict=True
+    ):
+        ordered = sorted(report["samples"][name])
+        axes.plot(ordered, [(index + 1) / len(ordered) for index in range(len(ordered))], color="#2b6cb0")
+        if bound is not None:
+            axes.axvline(bound, color="#d9822b", linestyle="--")
+        axes.set_xlabel(name.replace("_ms", ", ms").upper().replace("MS", "ms"))
+        axes.set_ylabel("part of the requests")
+        axes.set_ylim(0, 1)
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{report['asked']['model']}, {report['asked']['trace']}, {report['asked']['replicas']} replicas", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--plan auto`: the layout of this host's best plan, chosen before anything starts, with its explanation in the log."""
+
+from __future__ import annotations
+
+from phalanx.config.options import EngineOptions
+from phalanx.errors import OptionError
+from phalanx.hardware import probe
+from phalanx.log import get_logger
+from phalanx.plan import explain, search, subject
+from phalanx.plan.cost import Machine
+from phalanx.plan.search import Found, Wanted
+from phalanx.plan.shape import Shape
+
+logger = get_logger(__name__)
+
+_TOKENS = 1024  # in and out of each of _REQUESTS at once, where max_seq_len allows it
+_REQUESTS = 64
+
+
+def planned(options: EngineOptions) -> EngineOptions:
+    """The options with the layout of the best plan, if they ask for one; the explanation is logged.
+
+    Raises OptionError where a layout was given too, CapacityError with the nearest changes where none fits.
+    """
+    if options.plan == "off":
+        return options
+    if options.world_size > 1 or options.nnodes > 1:
+        raise OptionError(
+            "plan='auto' was given beside a layout",
+            held=f"the options ask for {options.world_size} ranks on {options.nnodes} nodes",
+            why="either the planner or the user chooses it",
+            next="leave the sizes out, or leave plan out",
+        )
+    if options.device == "cpu" or not probe.detect_machine().gpus:
+        logger.info("plan auto: no GPU is used, so one rank on CPU")
+        return options.model_copy(update={"plan": "off"})
+    shape = subject.shape_for(options.model, options.revision)
+    machine, _ = subject.machine_for()
+    return choose(options, shape, machine)
+
+
+def choose(options: EngineOptions, shape: Shape, machine: Machine) -> EngineOptions:
+    """The options of the best layout of one engine on the machine. Raises as `planned`."""
+    wanted = wanted_of(options, shape)
+    result = search.search(shape, machine, wanted)
+    result = Found([plan for plan in result.plans if plan.layout.ep == plan.layout.moe_ep == 1], result.rejected, result.changes)
+    best = search.require(result)
+    for line in explain.text(options.model, shape, machine, wanted, result).splitlines():
+        logger.info("%s", line)
+    layout = {"tensor_parallel_size": best.layout.tp, "pipeline_parallel_size": best.layout.pp}
+    return options.model_copy(update={**layout, "plan": "off"})
+
+
+def wanted_of(options: EngineOptions, shape: Shape) -> Wanted:
+    """What the engine's options ask of a plan."""
+    dtype = options.dtype if options.dtype != "auto" else "bf16" if shape.dtype == "fp32" else shape.dtype
+    asks_fp8 = shape.quantization is not None and shape.quantization.kv
+    cache = ("fp8" if asks_fp8 else "model") if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    longest = min(options.max_seq_len or shape.max_positions, shape.max_positions)
+    tokens = max(min(_TOKENS, longest // 2), 1)
+    return Wanted(
+        dtype, cache, tokens, tokens, min(_REQUESTS, options.max_batch_size), "throughput", max_batch_size=options.max_batch_size,
+        max_num_tokens=options.max_num_tokens or 8192, max_seq_len=longest, fraction=options.kv_cache_free_gpu_memory_fraction,
+        strategy="NCCL" if options.allreduce_strategy == "NCCL" else "AUTO", one_engine=True,
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A number of equal requests at once on one replica, step by step but not token by token: what a plan's figures are made of.
+
+The policy is the scheduler's: decodes first, then prompts in order of arrival up to max_num_tokens, as many requests as slots and
+KV tokens allow. `bench.prediction.simulate` runs the scheduler itself; this takes milliseconds for any number of tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from phalanx.plan.cost import Costs, Work
+from phalanx.plan.graphs import graph_sizes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of the engine: requests at once, tokens of a step, KV tokens of one replica."""
+
+    max_batch_size: int
+    max_num_tokens: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Seconds and rates of one replica. ttft: the median request's; ms_per_token: mean over decode steps, of one request; running:
+    the most requests at once."""
+
+    seconds: float
+    ttft_s: float
+    ttft_last_s: float
+    ms_per_token: float
+    output_tokens_per_second: float
+    running: int
+
+
+@cache
+def _decode_sizes(rows: int) -> tuple[int, ...]:
+    return tuple(size.tokens for size in graph_sizes(rows, 0)[0])
+
+
+def padded(rows: int, most: int) -> int:
+    """Rows of the graph that replays a step of so many rows of one token."""
+    return next((size for size in _decode_sizes(most) if size >= rows), rows)
+
+
+def decode_round(costs: Costs, requests: int, context: float, most: int = 512) -> float:
+    """Seconds in which each of so many requests gets one token, at a mean context in tokens.
+
+    A pipeline shares the requests out among as many steps as stages; a step follows another one through the slowest stage."""
+    steps = min(costs.split.pp, requests)
+    rows = -(-requests // steps)
+    stages = costs.step_seconds(Work(padded(rows, max(most, rows)), rows, rows * context, longest=context))
+    return max(steps * max(stages), sum(stages))
+
+
+def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outcome:
+    """All requests at once: prompts of isl tokens, osl tokens each.
+
+    Steps that compute prompts are taken one by one, those that only decode until the next request ends are taken together."""
+    room = max(limits.kv_tokens // (isl + osl), 1)
+    most, pp = min(requests, limits.max_batch_size, room), costs.split.pp
+    clock, done, waiting, decode_s, decode_tokens = 0.0, 0, requests, 0.0, 0.0
+    first: list[tuple[float, int]] = []
+    ends: list[tuple[float, int]] = []  # (decode round in which they end, how many)
+    rounds, decoding, partial, contexts = 0.0, 0, 0, 0.0  # partial: prompt tokens of the first waiting request that are done
+    while done < requests:
+        if (waiting and decoding + bool(partial) < most) or partial:
+            # A step holds one share of all requests; those that are full of decodes take no prompts, and the others have the
+            # pipeline to themselves: one that prefills alone passes all stages before the next one can.
+            share = -(-min(requests, limits.max_batch_size) // pp)
+            lanes = max(pp - decoding // share, 1)
+            singles = -(-(decoding - (pp - lanes) * share) // lanes)
+            budget = limits.max_num_tokens - min(singles, limits.max_num_tokens - 1)
+            prompts = min(waiting, most - decoding, max(share - singles, 1) if pp > 1 else waiting)
+            tokens = min(budget, prompts * isl - partial)
+            finished, rest = divmod(partial + tokens, isl)
+            pairs = tokens * (isl / 2 if tokens + partial > isl else partial + tokens / 2)
+            took = _prompt_step(
+                costs,
+                tokens,
+                singles,
+                finished,
+                contexts * singles / max(decoding, 1),
+                pairs,
+                lanes if waiting * isl - partial > tokens else 1,
+            )
+            clock, partial, waiting = clock + took, rest, waiting - finished
+            if decoding:
+                rounds += 1 / lanes
+                decode_s, decode_tokens = decode_s + took * decoding, decode_tokens + decoding / lanes
+                contexts += decoding / lanes
+            if finished:
+                first.append((clock, finished))
+                heapq.heappush(ends, (rounds + osl - 1, finished))
+            decoding, contexts = decoding + finished, contexts + finished * isl
+        else:
+            steps = max(math.ceil(ends[0][0] - rounds), 1)
+            middle = contexts / decoding + (steps - 1) / 2
+            took = steps * decode_round(costs, decoding, middle, limits.max_batch_size)
+            clock, rounds = clock + took, rounds + steps
+            decode_s, decode_tokens, contexts = (
+                decode_s + took * decoding,
+                decode_tokens + steps * decoding,
+                contexts + steps * decoding,
+            )
+        while ends and ends[0][0] <= rounds + 1e-9:
+            _, count = heapq.heappop(ends)
+            done, decoding, contexts = done + count, decoding - count, max(contexts - count * (isl + osl - 1), 0.0)
+    per_token = 1e3 * decode_s / decode_tokens if decode_tokens else 0.0
+    return Outcome(clock, _at(first, requests / 2), first[-1][0], per_token, requests * osl / clock, most)
+
+
+def _prompt_step(costs: Costs, tokens: int, singles: int, finished: int, kv: float, pairs: float, lanes: int) -> float:
+    """Seconds of a step with prompts and `singles` decodes, of which so many share the pipeline: one comes after another through
+    the slowest stage, or as soon as the pipeline has passed them all on."""
+    total = tokens + singles
+    stages = costs.step_seconds(Work(total, singles + finished, kv, pairs, total > costs.graph_tokens, kv / max(singles, 1)))
+    return max(max(stages), sum(stages) / lanes)
+
+
+def _at(first: list[tuple[float, int]], wanted: float) -> float:
+    """When the wanted-th request had its first token."""
+    reached = 0
+    for clock, count in first:
+        reached += count
+        if reached >= math.ceil(wanted):
+            return clock
+    return first[-1][0]

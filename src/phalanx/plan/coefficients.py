@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Coefficients of the cost model and of what a start takes: `data/coefficients.json`, which benchmarks/plan/fit.py writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_DATA = Path(__file__).parent / "data" / "coefficients.json"
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """e_*: parts of a peak; tflops_per_watt: FP8 operations per joule, twice those in 16 bit; c_*: microseconds. c_one: a layer's
+    chain at one token, where kernels are fused; c_layer: at more. c_moe: more of a chain for a layer with experts. passes: over
+    activations, between GEMMs. c_eager: of a layer whose kernels the host launches one by one, which a step without a graph takes
+    at least. e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights in 16 bit. ns_row, ns_long_row: of one row's
+    attention, for each token of its context up to LONG_ROW and beyond. landed: the part of an all-reduce
+    that long steps hide, since GEMMs write into their owners' memory."""
+
+    e_bytes: float
+    e_bytes_16: float
+    e_flops: float
+    tflops_per_watt: float
+    sharpness: float
+    e_kv: float
+    e_kv_fp8: float
+    e_prompt: float
+    e_prompt_fp8: float
+    passes: float
+    landed: float
+    ns_row: float
+    ns_long_row: float
+    c_layer: float
+    c_one: float
+    c_moe: float
+    c_step: float
+    c_hop: float
+    c_eager: float
+
+    @classmethod
+    def from_json(cls, values: dict[str, float]) -> Coefficients:
+        return cls(**{each.name: float(values[each.name]) for each in fields(cls)})
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The committed coefficients, their residuals and where they come from."""
+    loaded: dict[str, Any] = json.loads(_DATA.read_text(encoding="utf-8"))
+    return loaded

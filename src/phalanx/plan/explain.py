@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan in words: the decision tree with the branch that was taken, the tables, the serve command and its YAML. Plain text."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.plan import footprint
+from phalanx.plan.cost import Machine
+from phalanx.plan.footprint import Split
+from phalanx.plan.search import Figure, Found, Plan, Wanted
+from phalanx.plan.shape import Shape
+
+LABELS = {
+    "measured": "coefficients measured on this machine", "table": "a machine class that was measured",
+    "derived": "scaled from a measured class", "estimated": "parts of it were never measured",
+}  # fmt: skip
+
+# The guide's tree is by bytes of weights, for GPUs of 80 GB; a node has 8.
+_BRANCHES = (
+    (20e9, "under 20 GB: one GPU"),
+    (80e9, "under 80 GB: tp 2 or 4 in one node"),
+    (320e9, "under 320 GB: tp 4 or 8 in one node, over NVLink"),
+    (float("inf"), "else: tp 8 x pp 2, over nodes"),
+)
+
+
+def branch(weights: float) -> int:
+    """Index of the guide's branch for so many bytes of weights."""
+    return next(index for index, (below, _) in enumerate(_BRANCHES) if weights < below)
+
+
+def tree(shape: Shape, wanted: Wanted, best: Plan | None) -> list[str]:
+    """The guide's decision tree with the branch that it takes, and what the search chose instead, with its reason."""
+    weights = footprint.weight_bytes(shape, wanted.dtype, Split())[0]
+    taken = branch(weights)
+    lines = [f"weights: {weights / 1e9:,.1f} GB in {wanted.dtype}"]
+    for index, (_, text) in enumerate(_BRANCHES):
+        lines.append(f"  {'->' if index == taken else '  '} {text}")
+    if best is not None:
+        goal = "tokens per second" if wanted.goal == "throughput" else "time per token"
+        lines.append(f"  chosen: {best.layout.name}, the best {goal} of all that fit")
+    return lines
+
+
+def describe(machine: Machine) -> str:
+    """One line: GPUs, link, nodes and network."""
+    gpu = machine.gpu
+    nodes = f"{machine.nodes} nodes of {machine.gpus_per_node}" if machine.nodes > 1 else f"{machine.gpus_per_node}"
+    between = f", {machine.network.name} ({machine.network.bandwidth / 1e9:g} GB/s) between nodes" if machine.network else ""
+    return f"{nodes} x {gpu.name} ({gpu.memory_bytes / 1e9:.1f} GB), {machine.link} at {gpu.link_bandwidth / 1e9:g} GB/s{between}"
+
+
+def text(model: str, shape: Shape, machine: Machine, wanted: Wanted, result: Found, *, rejected: int = 12) -> str:
+    """All of it: what was asked, the tree, the plans, the rejected, the command. rejected: how many of these at most."""
+    bounds = [
+        f"{name} <= {value * 1e3:g} ms" for name, value in (("TTFT", wanted.slo_ttft), ("time per token", wanted.slo_tpot))
+        if value is not None
+    ]  # fmt: skip
+    lines = [
+        f"{model} on {describe(machine)}",
+        f"{wanted.concurrency} requests at once, {wanted.isl:,} tokens in, {wanted.osl:,} out; dtype {wanted.dtype}, KV cache "
+        f"{wanted.kv_cache_dtype}; goal {wanted.goal}{''.join(f'; {bound}' for bound in bounds)}",
+        "",
+        *tree(shape, wanted, result.plans[0] if result.plans else None),
+        "",
+    ]
+    if result.plans:
+        lines += plans_table(result.plans)
+        lines += ["", *(f"note: {note}" for note in result.plans[0].notes)]
+        label = result.plans[0].output_tokens_per_second.label
+        lines.append(f"label {label}: {LABELS[label]}; the range holds 9 of 10 measurements")
+        lines.append("time per token = (end - first token) / (tokens - 1), mean over requests; TTFT of the median request")
+    else:
+        lines += ["no layout fits", *(f"  nearest: {change}" for change in result.changes)]
+    if result.rejected:
+        lines += ["", f"rejected ({len(result.rejected)}):"]
+        lines += _table([["", each.layout.name, each.reason] for each in result.rejected[:rejected]], left=3)
+        if len(result.rejected) > rejected:
+            lines.append(f"  and {len(result.rejected) - rejected} more (--json - has all)")
+    if result.plans:
+        lines += ["", *command(model, machine, wanted, result.plans[0])]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def plans_table(plans: Sequence[Plan]) -> list[str]:
+    """One line for each plan, under a head."""
+    head = [
+        "layout", "GPUs", "ms/token", "range", "TTFT ms", "tokens/s", "range", "label", "weights", "other", "KV GB", "KV tokens",
+        "requests",
+    ]  # fmt: skip
+    rows = [head]
+    for plan in plans:
+        rank_bytes = plan.bytes
+        other = rank_bytes["activations_and_context"] + rank_bytes["graphs"]
+        rows.append(
+            [
+                plan.layout.name,
+                str(plan.layout.gpus),
+                f"{plan.ms_per_token.value:.2f}",
+                _range(plan.ms_per_token, 2),
+                f"{plan.ttft_ms.value:,.0f}",
+                f"{plan.output_tokens_per_second.value:,.0f}",
+                _range(plan.output_tokens_per_second, 0),
+                plan.output_tokens_per_second.label,
+                f"{rank_bytes['weights'] / 1e9:.1f}",
+                f"{other / 1e9:.1f}",
+                f"{rank_bytes['kv'] / 1e9:.1f}",
+                f"{plan.kv_tokens:,}",
+                f"{plan.max_concurrency:,}",
+            ]
+        )
+    return _table(rows, left=1)
+
+
+def _range(figure: Figure, digits: int) -> str:
+    return f"{figure.low:,.{digits}f}-{figure.high:,.{digits}f}"
+
+
+def _table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Columns as wide as they must be, the first `left` to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def options(model: str, machine: Machine, wanted: Wanted, plan: Plan) -> dict[str, Any]:
+    """The engine's options of one replica, by their long names; those that stay at their default are left out."""
+    layout = plan.layout
+    nodes = -(-layout.split.world // machine.gpus_per_node)
+    chosen: dict[str, Any] = {"model": model, "tensor_parallel_size": layout.tp, "pipeline_parallel_size": layout.pp}
+    if layout.ep > 1:
+        chosen["expert_parallel_size"] = layout.ep
+    if layout.moe_ep > 1:
+        chosen["moe_expert_parallel_size"] = layout.moe_ep
+    if nodes > 1:
+        chosen["nnodes"] = nodes
+    chosen |= {"dtype": wanted.dtype, "kv_cache_dtype": wanted.kv_cache_dtype, "max_batch_size": plan.max_batch_size}
+    return {**chosen, "max_num_tokens": wanted.max_num_tokens, "max_seq_len": wanted.seq_len}
+
+
+_SHORT = {
+    "tensor_parallel_size": "tp_size", "pipeline_parallel_size": "pp_size", "expert_parallel_size": "ep_size",
+    "moe_expert_parallel_size": "moe_ep_size",
+}  # fmt: skip
+
+
+def command(model: str, machine: Machine, wanted: Wanted, plan: Plan) -> list[str]:
+    """The serve command and the same as YAML for `--config`."""
+    chosen = options(model, machine, wanted, plan)
+    flags = " ".join(f"--{_SHORT.get(name, name)} {value}" for name, value in chosen.items() if name != "model")
+    lines = [f"phalanx serve {shlex.quote(model)} {flags}"]
+    if plan.layout.replicas > 1:
+        world = plan.layout.split.world
+        lines.append(f"# on each of {plan.layout.replicas} groups of {world} GPU{'s' if world > 1 else ''}, each on its own --port")
+    return [*lines, "", *yaml(chosen).splitlines()]
+
+
+def yaml(chosen: dict[str, Any]) -> str:
+    """As a file for `phalanx serve --config`."""
+    return "".join(f"{name}: {value}\n" for name, value in chosen.items())
+
+
+def as_json(model: str, machine: Machine, wanted: Wanted, result: Found) -> dict[str, Any]:
+    """For programs: every plan and every rejected layout."""
+    document: dict[str, Any] = {
+        "model": model, "machine": describe(machine), "isl": wanted.isl, "osl": wanted.osl, "concurrency": wanted.concurrency,
+        "plans": [plan.as_json() for plan in result.plans], "rejected": [each.as_json() for each in result.rejected],
+    }  # fmt: skip
+    if result.plans:
+        document["serve"] = command(model, machine, wanted, result.plans[0])[0]
+    else:
+        document["changes"] = result.changes
+    return document

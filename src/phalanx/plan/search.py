@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every layout of a model on a machine: what fits, how fast it is and how sure that is, and why the others are out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from phalanx.errors import CapacityError, LayoutError, OptionError
+from phalanx.hardware import catalogue
+from phalanx.plan import burst, coefficients, footprint
+from phalanx.plan.burst import Limits, Outcome
+from phalanx.plan.collectives import Label
+from phalanx.plan.cost import Costs, Machine
+from phalanx.plan.families import layer_tensors
+from phalanx.plan.footprint import Split
+from phalanx.plan.memory import kv_budget
+from phalanx.plan.shape import Shape
+
+Goal = Literal["latency", "throughput"]
+BLOCK = 16
+"""Tokens of a KV block (`EngineOptions.kv_block_size`)."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of each of
+    `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part.
+    one_engine: without replicas."""
+
+    dtype: str = "bf16"
+    kv_cache_dtype: str = "model"
+    isl: int = 1024
+    osl: int = 1024
+    concurrency: int = 64
+    goal: Goal = "throughput"
+    slo_ttft: float | None = None
+    slo_tpot: float | None = None
+    max_batch_size: int | None = None
+    max_num_tokens: int = 8192
+    max_seq_len: int | None = None
+    fraction: float = 0.9
+    strategy: str = "AUTO"
+    one_engine: bool = False
+
+    @property
+    def seq_len(self) -> int:
+        return max(self.max_seq_len or 0, self.isl + self.osl)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A predicted figure with its interval of 90 percent, and how it is known."""
+
+    value: float
+    low: float
+    high: float
+    label: Label
+
+    @classmethod
+    def of(cls, value: float, half: float, label: Label) -> Figure:
+        return cls(value, value / (1 + half), value * (1 + half), label)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"value": self.value, "low": self.low, "high": self.high, "label": self.label}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks of one replica, and how many replicas. moe_ep: experts split inside the tensor-parallel group."""
+
+    tp: int
+    pp: int
+    ep: int
+    replicas: int
+    moe_ep: int = 1
+
+    @property
+    def split(self) -> Split:
+        return Split(self.tp, self.pp, self.ep, self.moe_ep)
+
+    @property
+    def gpus(self) -> int:
+        return self.split.world * self.replicas
+
+    @property
+    def name(self) -> str:
+        ep = (f" ep {self.ep}" if self.ep > 1 else "") + (f" moe_ep {self.moe_ep}" if self.moe_ep > 1 else "")
+        return f"tp {self.tp} pp {self.pp}{ep}" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
+
+    def as_json(self) -> dict[str, int]:
+        return {"tp": self.tp, "pp": self.pp, "ep": self.ep, "replicas": self.replicas, "moe_ep": self.moe_ep}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout that runs. bytes: of the fullest rank by kind; kv_tokens: of one replica, never more than its start gives;
+    max_concurrency: requests of the asked length that its cache holds. Frozen; `plan.explain` shows it."""
+
+    layout: Layout
+    bytes: dict[str, int]
+    kv_tokens: int
+    max_concurrency: int
+    max_batch_size: int
+    ms_per_token: Figure
+    ttft_ms: Figure
+    output_tokens_per_second: Figure
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout.as_json(), "ms_per_token": self.ms_per_token.as_json(), "ttft_ms": self.ttft_ms.as_json(),
+            "output_tokens_per_second": self.output_tokens_per_second.as_json(), "kv_tokens": self.kv_tokens,
+            "max_concurrency": self.max_concurrency, "max_batch_size": self.max_batch_size, "gpus": self.layout.gpus,
+            "bytes_per_gpu": self.bytes, "notes": list(self.notes),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that is out, and the reason that binds. short: bytes of one GPU that are missing, where memory is the reason."""
+
+    layout: Layout
+    reason: str
+    short: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {"layout": self.layout.as_json(), "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Plans, the best first, and the rejected layouts."""
+
+    plans: list[Plan]
+    rejected: list[Rejected]
+    changes: list[str] = field(default_factory=list)
+
+    def only(self, tp: int | None = None, pp: int | None = None, ep: int | None = None) -> Found:
+        """Those layouts that have these sizes; None for any."""
+
+        def fits(layout: Layout) -> bool:
+            return tp in (None, layout.tp) and pp in (None, layout.pp) and ep in (None, layout.ep)
+
+        plans, rejected = ([each for each in group if fits(each.layout)] for group in (self.plans, self.rejected))
+        return Found(plans, rejected, self.changes)  # type: ignore[arg-type]
+
+
+def search(shape: Shape, machine: Machine, wanted: Wanted) -> Found:
+    """All layouts on up to all GPUs of the machine; the nearest changes that would fit where nothing does.
+
+    Raises OptionError for a length that the model does not have.
+    """
+    if wanted.seq_len > shape.max_positions:
+        raise OptionError(
+            f"requests of {wanted.seq_len} tokens do not fit the model", held=f"its positions end at {shape.max_positions}",
+            next=f"use --isl and --osl that add up to at most {shape.max_positions}",
+        )  # fmt: skip
+    plans: list[Plan] = []
+    rejected: list[Rejected] = []
+    for layout in layouts(shape, machine):
+        verdict = examine(shape, machine, wanted, replace(layout, replicas=1) if wanted.one_engine else layout)
+        (plans if isinstance(verdict, Plan) else rejected).append(verdict)  # type: ignore[arg-type]
+    plans.sort(key=lambda plan: _rank(plan, wanted.goal))
+    rejected.sort(key=lambda each: (_UNEVEN in each.reason, each.short))
+    return Found(plans, rejected, [] if plans else nearest(shape, machine, wanted, rejected))
+
+
+def _rank(plan: Plan, goal: Goal) -> tuple[float, ...]:
+    rate, wait = -plan.output_tokens_per_second.value, plan.ms_per_token.value
+    tie = (plan.layout.gpus, plan.layout.tp * plan.layout.pp * plan.layout.ep)
+    return (rate, wait, *tie) if goal == "throughput" else (wait, rate, *tie)
+
+
+def layouts(shape: Shape, machine: Machine) -> Iterator[Layout]:
+    """Every product of sizes up to the machine's GPUs, each with as many replicas as there is room for."""
+    total = machine.gpus
+    for world in range(1, total + 1):
+        for tp in _divisors(world):
+            for pp in _divisors(world // tp):
+                ep = world // tp // pp
+                if (ep > 1 and shape.experts is None) or (tp & (tp - 1) and shape.num_heads % tp):
+                    continue
+                yield Layout(tp, pp, ep, total // world)
+                if ep == 1 and shape.experts is not None:
+                    yield from (Layout(tp, pp, 1, total // world, inner) for inner in _divisors(tp) if inner > 1)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def examine(shape: Shape, machine: Machine, wanted: Wanted, layout: Layout) -> Plan | Rejected:
+    """A plan for the layout, or why there is none: it does not divide, spans nodes, does not fit, or misses an objective."""
+    if reason := _illegal(shape, machine, layout):
+        return Rejected(layout, reason)
+    kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
+    share = -(-wanted.concurrency // layout.replicas)
+    slots = wanted.max_batch_size or min(max(8, -(-share // 8) * 8), 512)
+    rank_bytes, kv_tokens, short = memory(shape, machine, wanted, layout.split, slots, kv_size)
+    if kv_tokens < wanted.seq_len:
+        return Rejected(layout, _too_small(rank_bytes, kv_tokens, short, wanted), short)
+    costs = Costs(shape, wanted.dtype, kv_size, layout.split, machine, wanted.strategy)
+    outcome = burst.run(costs, share, wanted.isl, wanted.osl, Limits(slots, wanted.max_num_tokens, kv_tokens))
+    plan = _plan(shape, machine, wanted, layout, costs, outcome, rank_bytes, kv_tokens, slots)
+    for name, value, bound in (
+        ("TTFT", outcome.ttft_s, wanted.slo_ttft), ("time per token", outcome.ms_per_token / 1e3, wanted.slo_tpot),
+    ):  # fmt: skip
+        if bound is not None and value > bound:
+            return Rejected(layout, f"{name} {value * 1e3:,.1f} ms is over the objective of {bound * 1e3:,.1f} ms")
+    return plan
+
+
+_UNEVEN = "do not stand evenly on nodes of"
+
+
+def _illegal(shape: Shape, machine: Machine, layout: Layout) -> str:
+    tp, pp, ep, moe_ep = layout.tp, layout.pp, layout.ep, layout.moe_ep
+    experts = shape.experts
+    if pp > shape.num_layers:
+        return f"pp {pp} exceeds the model's {shape.num_layers} layers"
+    for name, size in (("ep", ep), ("moe_ep", moe_ep)):
+        if experts is not None and experts.count % size:
+            return f"{name} {size} does not divide num_experts={experts.count}"
+    try:
+        for first, _ in footprint.kinds(shape):
+            for tensor in layer_tensors(shape, first):
+                footprint.local_shape(tensor, layout.split)
+    except LayoutError as error:
+        return f"tp {tp} does not divide: {error.held or error.failure}"
+    per_node, world = machine.gpus_per_node, layout.split.world
+    if tp > per_node:
+        network = machine.network
+        speed = f"over {network.bandwidth / 1e9:g} GB/s" if network else "without a network"
+        return f"tp {tp} spans nodes: {2 * shape.num_layers} all-reduces a token {speed}"
+    if per_node % tp or (world < per_node and per_node % world) or (world > per_node and world % per_node):
+        return f"{world} ranks {_UNEVEN} {per_node} GPUs"
+    return ""
+
+
+def memory(
+    shape: Shape, machine: Machine, wanted: Wanted, split: Split, slots: int, kv_size: int
+) -> tuple[dict[str, int], int, int]:  # fmt: skip
+    """Bytes of the fullest rank by kind, KV tokens of a replica, and the bytes that are missing for one request of the asked
+    length."""
+    weights = footprint.weight_bytes(shape, wanted.dtype, split)
+    other = footprint.overhead_bytes(shape, split, slots, wanted.max_num_tokens)
+    graphs = footprint.graph_bytes(slots, wanted.max_num_tokens, split.pp)
+    per_token = footprint.kv_token_bytes(shape, kv_size, wanted.dtype, split)
+    total = machine.gpu.memory_bytes
+    budgets = [kv_budget(wanted.fraction, total - each, other - graphs, graphs) for each in weights]
+    blocks = min(max(budget, 0) // (BLOCK * size) for budget, size in zip(budgets, per_token, strict=True))
+    tightest = min(range(split.pp), key=lambda stage: budgets[stage] / per_token[stage])
+    needed = -(-wanted.seq_len // BLOCK) * BLOCK * per_token[tightest]
+    short = max(math.ceil((needed - budgets[tightest]) / wanted.fraction), 0)
+    kv = blocks * BLOCK * per_token[tightest]
+    rank_bytes = {
+        "weights": weights[tightest], "activations_and_context": other - graphs, "graphs": graphs, "kv": kv,
+        "unused": max(total - weights[tightest] - other - kv, 0), "capacity": total,
+    }  # fmt: skip
+    return rank_bytes, blocks * BLOCK * split.ep, short
+
+
+def _too_small(rank_bytes: dict[str, int], kv_tokens: int, short: int, wanted: Wanted) -> str:
+    beside = rank_bytes["activations_and_context"] + rank_bytes["graphs"]
+    text = f"memory: weights {_gb(rank_bytes['weights'])} and {_gb(beside)} beside them on a GPU of {_gb(rank_bytes['capacity'])}"
+    if rank_bytes["weights"] + beside > rank_bytes["capacity"]:
+        return f"{text}: {_gb(rank_bytes['weights'] + beside - rank_bytes['capacity'])} too much"
+    return f"{text} leave room for {kv_tokens:,} KV tokens, and a request takes {wanted.seq_len:,}: {_gb(short)} short"
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB"
+
+
+def _plan(
+    shape: Shape, machine: Machine, wanted: Wanted, layout: Layout, costs: Costs, outcome: Outcome, rank_bytes: dict[str, int],
+    kv_tokens: int, slots: int,
+) -> Plan:  # fmt: skip
+    label, half = costs.label, half_width(shape, machine, layout, costs)
+    rate = outcome.output_tokens_per_second * wanted.concurrency / -(-wanted.concurrency // layout.replicas)
+    notes = []
+    if wanted.dtype == "fp8" and machine.gpu.fp8_flops is None:
+        notes.append(f"{machine.gpu.name} has no FP8 arithmetic: weights are stored in FP8 and GEMMs run in 16 bit")
+    if not shape.served:
+        notes.append(f"{shape.architecture} has no layers in this version: an estimate of what it would take")
+    if layout.split.world > machine.gpus_per_node and layout.pp == 1:
+        notes.append("expert parallelism over nodes")
+    return Plan(
+        layout, rank_bytes, kv_tokens, kv_tokens // wanted.seq_len * layout.replicas, slots,
+        Figure.of(outcome.ms_per_token, half, label), Figure.of(outcome.ttft_s * 1e3, half * TTFT_WIDER, label),
+        Figure.of(rate, half, label), tuple(notes),
+    )  # fmt: skip
+
+
+TTFT_WIDER = 1.5
+"""Times as wide as the others' is the interval of the time to the first token: no coefficient is fitted to it."""
+
+
+def half_width(shape: Shape, machine: Machine, layout: Layout, costs: Costs) -> float:
+    """Half of the interval of 90 percent, as a part of the figure: the 90th percentile of the residuals of the class that it
+    belongs to (fitted; a layout or a model left out), or the committed width of a class that was never measured."""
+    widths = coefficients.document()["intervals"]
+    parts = [widths[costs.label]]
+    if costs.label in ("measured", "table"):
+        if [layout.tp, layout.pp] not in widths["layouts"]:
+            parts.append(widths["layout"])
+        if [shape.hidden_size, shape.num_layers] not in widths["models"]:
+            parts.append(widths["model"])
+    if shape.experts is not None:
+        parts.append(widths["experts"])
+    if layout.tp > 1 and not machine.link.startswith("nvlink"):
+        parts.append(widths["estimated"])
+    return max(float(part) for part in parts)
+
+
+def nearest(shape: Shape, machine: Machine, wanted: Wanted, rejected: list[Rejected]) -> list[str]:
+    """The smallest changes, one at a time, each of which leads to a plan."""
+    changes = []
+    tight = [each for each in rejected if each.short]
+    if tight:
+        best = min(tight, key=lambda each: each.short)
+        changes.append(f"{best.layout.name} is {_gb(best.short)} short on each GPU")
+    choices: list[tuple[str, Wanted]] = [("", wanted)]
+    if wanted.dtype != "fp8" and shape.quantization is None and machine.gpu.fp8_flops:
+        choices.append(("--dtype fp8", replace(wanted, dtype="fp8")))
+    if wanted.kv_cache_dtype != "fp8":
+        choices += [(f"{name} --kv_cache_dtype fp8".strip(), replace(other, kv_cache_dtype="fp8")) for name, other in choices[:]]
+    fewest = math.inf
+    for name, other in choices:
+        change = _fewest_gpus(shape, machine, other)
+        if change and change[1].gpus < fewest:  # what needs as many GPUs as a smaller change is no help
+            flags, layout = change
+            fewest = layout.gpus
+            changes.append(f"{' '.join(part for part in (name, flags) if part)} would run as {layout.name}")
+    if length := _longest(shape, machine, wanted):
+        changes.append(f"requests of at most {length:,} tokens (--isl and --osl together; --max_seq_len {length}) would fit")
+    slower = replace(wanted, slo_ttft=None, slo_tpot=None)
+    if slower != wanted and (fastest := _first(shape, machine, slower)):
+        plan = examine(shape, machine, slower, fastest)
+        if isinstance(plan, Plan):
+            changes.append(
+                f"--slo_ttft {math.ceil(plan.ttft_ms.value)} --slo_tpot {math.ceil(plan.ms_per_token.value)} would be held by "
+                f"{fastest.name}"
+            )
+    return changes
+
+
+def _fewest_gpus(shape: Shape, machine: Machine, wanted: Wanted) -> tuple[str, Layout] | None:
+    """The fewest GPUs, from this machine's on, that hold the model as wanted, as flags; and the best layout on them."""
+    sizes = [(per_node, 1) for per_node in (1, 2, 4, 8) if machine.gpus_per_node <= per_node <= machine.gpu.gpus_per_node]
+    sizes += [(max(machine.gpus_per_node, machine.gpu.gpus_per_node), nodes) for nodes in (2, 4, 8)]
+    for per_node, nodes in sizes:
+        if per_node * nodes < machine.gpus:
+            continue
+        network = machine.network or catalogue.network("ib-ndr")
+        larger = replace(machine, gpus_per_node=per_node, nodes=nodes, network=network if nodes > 1 else None)
+        if layout := _first(shape, larger, wanted):
+            same = (per_node, nodes) == (machine.gpus_per_node, machine.nodes)
+            flags = f"--gpus_per_node {per_node}" + (f" --nodes {nodes}" if nodes > 1 else "")
+            return "" if same else flags, layout
+    return None
+
+
+def _first(shape: Shape, machine: Machine, wanted: Wanted) -> Layout | None:
+    plans = [verdict for layout in layouts(shape, machine) if isinstance(verdict := examine(shape, machine, wanted, layout), Plan)]
+    return min(plans, key=lambda plan: _rank(plan, wanted.goal)).layout if plans else None
+
+
+def _longest(shape: Shape, machine: Machine, wanted: Wanted) -> int:
+    """Tokens of the longest request that some layout holds, 0 for none."""
+    longest = 0
+    kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
+    for layout in layouts(shape, machine):
+        if not _illegal(shape, machine, layout):
+            slots = wanted.max_batch_size or 8
+            longest = max(longest, memory(shape, machine, wanted, layout.split, slots, kv_size)[1] // layout.ep)
+    return longest if 0 < longest < wanted.seq_len else 0
+
+
+def require(result: Found) -> Plan:
+    """The best plan. Raises CapacityError with the nearest changes where there is none."""
+    if result.plans:
+        return result.plans[0]
+    binding = result.rejected[0].reason if result.rejected else "there is no layout"
+    raise CapacityError("no layout fits", why=binding, next="; ".join(result.changes) or "a larger machine")

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`phalanx plan` as it is typed: a model, JSON for programs, exit 2 where nothing fits, simulation, errors in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.cli import main
+
+
+def test_a_plan_as_json_on_stdout(capsys):
+    assert (
+        main(["plan", "meta-llama/Meta-Llama-3-70B", "--gpu", "H200", "--gpus_per_node", "4", "--dtype", "fp8", "--json", "-"]) == 0
+    )
+    document = json.loads(capsys.readouterr().out)
+    assert document["plans"][0]["layout"]["tp"] == 4
+    assert document["serve"].startswith("phalanx serve meta-llama/Meta-Llama-3-70B --tp_size 4")
+
+
+def test_nothing_fits_is_status_2_with_the_nearest_change(capsys):
+    assert main(["plan", "llama-3.1-405b", "--gpu", "H100", "--gpus_per_node", "4"]) == 2
+    out = capsys.readouterr().out
+    assert "no layout fits" in out
+    assert "nearest: --dtype fp8 --gpus_per_node 8 would run as" in out
+
+
+def test_files_are_written_and_never_overwritten(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "plan.json"), "--yaml", str(tmp_path / "plan.yaml")]
+    asked = ["plan", "llama-3-8b", "--gpu", "L40S", "--isl", "512", "--osl", "128", *files]
+    assert main(asked) == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["plans"]
+    assert (tmp_path / "plan.yaml").read_text().startswith("model: llama-3-8b\n")
+    assert main(asked) == 2
+    assert "a file is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "llama-3-8b", "--gpu", "V100"], "gpu 'V100' is not in the catalogue"),
+        (["plan", "llama-3-8b", "--gpu", "H100", "--goal", "glory"], "goal 'glory' is unknown"),
+        (["plan", "llama-3-8b", "--gpu", "H100", "--osl", "9000"], "its positions end at 8192"),
+        (["plan", "simulate", "nowhere.csv", "--model", "llama-3-8b", "--gpu", "H100"], "is not a file"),
+        (["plan", "simulate", "burst", "--model", "llama-3-8b", "--gpu", "H100", "--replicas", "1001"], "give 1 to 1000"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(arguments, said, capsys):
+    assert main(arguments) == 2
+    err = capsys.readouterr().err.strip()
+    assert said in err
+    assert "\n" not in err
+
+
+def test_a_simulation_and_its_fewest_replicas(tmp_path, capsys):
+    asked = [
+        "plan",
+        "simulate",
+        "poisson:20",
+        "--model",
+        "llama-3-8b",
+        "--gpu",
+        "H100",
+        "--requests",
+        "80",
+        "--isl",
+        "1000",
+        "--osl",
+        "60",
+    ]
+    objective = ["--slo_ttft", "150", "--slo_part", "0.9", "--find_replicas", "--gpu_hour", "2", "--json", str(tmp_path / "x.json")]
+    assert main([*asked, *objective]) == 0
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["within_slo"] >= 0.9
+    assert found["asked"]["replicas"] >= 1
+    assert f"x {found['asked']['replicas']} replicas" in capsys.readouterr().out

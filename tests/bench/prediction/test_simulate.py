@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulator: committed throughput figures, an independent count of prefix hits, its speed, and what any queue must obey."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from benchmarks.plan import accuracy, traces
+from benchmarks.plan.rows import rows
+from phalanx.bench.prediction import arrivals, simulate
+from phalanx.bench.prediction.arrivals import Arrival
+from phalanx.engine.scheduler import SchedulerOptions
+from phalanx.errors import EngineError
+from phalanx.plan import subject
+from phalanx.plan.cost import Costs, Work
+from phalanx.plan.footprint import Split
+
+MACHINE, _ = subject.machine_for("H200")
+SHAPE = subject.shape_for("llama-3-70b")
+
+
+def costs(tp=4, pp=1):
+    return Costs(SHAPE, "fp8", 1, Split(tp, pp), MACHINE)
+
+
+def options(**asked):
+    return SchedulerOptions(
+        **{"num_blocks": 20_000, "block_size": 16, "max_batch_size": 64, "max_num_tokens": 8192, "max_seq_len": 16384, **asked}
+    )
+
+
+def test_throughput_rows_are_predicted_within_the_gates():
+    """One row of five; `python -m benchmarks.plan.accuracy` simulates all of them and checks the same gates."""
+    assert sum(row.kind == "batch" for row in rows()) >= 21
+    errors = [abs(line.error) for line in accuracy.throughput(every=5)]
+    assert len(errors) >= 4
+    assert sum(errors) / len(errors) <= accuracy.GATES["throughput rows, mean"]
+    assert max(errors) <= accuracy.GATES["throughput rows, worst"]
+
+
+def test_prefix_hits_are_those_of_an_independent_count(tmp_path):
+    draw, rows, fresh = random.Random(3), [], 0
+    for number in range(60):
+        ids = list(draw.choice(rows)["hash_ids"][: draw.randint(0, 6)]) if rows and draw.random() < 0.7 else []
+        while len(ids) < 1 + draw.randint(0, 6):
+            ids.append(fresh)
+            fresh += 1
+        length = (len(ids) - 1) * 512 + (512 if draw.random() < 0.3 else draw.randint(1, 511))
+        if rows and length % 512 and any(ids[-1] in row["hash_ids"] for row in rows):
+            ids[-1], fresh = fresh, fresh + 1  # an id of a part of 512 tokens is of that part alone
+        rows.append({"timestamp": number, "input_length": length, "output_length": 1 + number % 4, "hash_ids": ids})
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, asked = traces.counted(path)
+    result = simulate.run(costs(), options(), arrivals.of(str(path), isl=0, osl=0, requests=0), concurrency=1)
+    assert found > 5000
+    assert (result.hits, result.queries) == (found, asked)
+
+
+def test_it_is_fast():
+    result = simulate.run(costs(), options(prefix_caching=False), arrivals.of("burst", isl=500, osl=300, requests=128))
+    assert result.tokens_per_core_second >= 200_000
+
+
+def test_one_request_takes_its_steps_one_after_the_other():
+    mine = costs()
+    served = simulate.run(mine, options(), [Arrival(5.0, 100, 3)]).served[0]
+    prompt = mine.seconds(Work(104, 1, 0.0, 100 * 50.0))
+    assert (served.arrival, served.queued) == (5.0, 0.0)
+    assert served.ttft == pytest.approx(prompt)
+    tokens = [mine.seconds(Work(1, 1, 100 + n)) for n in range(2)]
+    assert served.e2e == pytest.approx(prompt + sum(tokens))
+    assert served.tpot == pytest.approx(sum(tokens) / 2)
+
+
+def test_who_comes_while_steps_are_in_flight_waits():
+    rows = [Arrival(0.0, 8000, 50), Arrival(0.001, 100, 5)]
+    first, second = simulate.run(costs(), options(), rows).served
+    assert second.queued > 0
+    assert second.first > first.first
+    alone = simulate.run(costs(), options(), rows[1:]).served[0]
+    assert second.ttft > 5 * alone.ttft
+
+
+@pytest.mark.parametrize("replicas", [2, 7])
+def test_more_replicas_are_never_slower(replicas):
+    rows = arrivals.of("poisson:30", isl=800, osl=80, requests=200, seed=2)
+    one, many = (simulate.run(costs(), options(), rows, count) for count in (1, replicas))
+    mean = [sum(each.e2e for each in result.served) / len(rows) for result in (one, many)]
+    assert mean[1] < mean[0]
+    assert many.generated == one.generated == 200 * 80
+
+
+def test_a_pipeline_gives_every_token_and_its_stages_overlap():
+    rows = arrivals.of("burst", isl=400, osl=60, requests=64)
+    result = simulate.run(costs(1, 4), options(depth=4, pipeline_stages=4), rows)
+    assert result.generated == 64 * 60
+    serial = result.busy * 4
+    assert result.seconds < serial
+
+
+def test_a_closed_loop_keeps_as_many_open():
+    rows = arrivals.of("burst", isl=300, osl=30, requests=40)
+    served = simulate.run(costs(), options(), rows, concurrency=4).served
+    for each in served:
+        overlapping = sum(other.arrival < each.last and each.arrival < other.last for other in served)
+        assert overlapping <= 2 * 4
+    assert max(each.arrival for each in served) > 0
+
+
+def test_a_refused_request_is_told_and_the_others_go_on():
+    result = simulate.run(costs(), options(max_seq_len=512), [Arrival(0.0, 600, 5), Arrival(0.0, 100, 5)])
+    assert "a prompt of 600 tokens" in result.served[0].refused
+    assert result.served[1].last > 0
+
+
+def test_a_scheduler_that_stands_still_is_an_error(monkeypatch):
+    monkeypatch.setattr(simulate.Replica, "submit", lambda self, now: None)
+    with pytest.raises(EngineError, match="stands still"):
+        simulate.run(costs(), options(), [Arrival(0.0, 10, 2)])

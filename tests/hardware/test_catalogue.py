@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every figure of the catalogue has a source that says where and when; what was measured here agrees with it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.errors import OptionError
+from phalanx.hardware import catalogue
+from phalanx.hardware.fingerprint import LINKS
+from phalanx.hardware.probe import Gpu
+from tests.architecture.sources import ROOT
+
+USABLE = [name for name in catalogue.names() if not catalogue.missing(name)]
+
+
+@pytest.mark.parametrize("name", USABLE)
+def test_every_figure_has_its_source_and_date(name):
+    spec = catalogue.gpu(name)
+    assert set(catalogue.NEEDED) <= set(spec.sources)
+    for source in spec.sources.values():
+        assert len(source) > 20
+        assert "read 20" in source
+    assert spec.link in LINKS
+    assert 16e9 < spec.memory_bytes < 400e9
+    assert 0.2e12 < spec.memory_bandwidth < 10e12
+    assert spec.fp8_flops is None or 1.9 < spec.fp8_flops / spec.bf16_flops < 2.1
+    assert (spec.fp8_flops is None) == (spec.sm < 89)
+
+
+def test_a_gpu_without_a_sourced_peak_is_refused_by_name():
+    with pytest.raises(OptionError, match="H200-NVL cannot be planned for; no source was read for its bf16_flops"):
+        catalogue.gpu("h200-nvl")
+
+
+def test_memory_of_h200_is_what_cuda_reported():
+    rows = json.loads((ROOT / "benchmarks/results/serving/scaling.json").read_text())["rows"]
+    capacity = rows[0]["engine"]["rank_bytes"]["0"]["capacity"]
+    assert capacity * 0.9999 < catalogue.gpu("H200").memory_bytes <= capacity
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H200 NVL", "H200-NVL"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIE"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80"),
+        ("NVIDIA A100 80GB PCIe", "A100-80-PCIE"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA T4", None),
+    ],
+)
+def test_what_nvml_calls_it(product, name):
+    assert catalogue.of_name(product) == name
+
+
+def test_the_machine_at_hand():
+    h200 = [Gpu(i, f"GPU-{i}", "NVIDIA H200", 90, 1, 1) for i in range(2)]
+    assert catalogue.at_hand(h200) == "H200"
+    assert catalogue.at_hand([*h200, Gpu(2, "GPU-2", "NVIDIA L4", 89, 1, 1)]) is None
+    assert catalogue.at_hand([]) is None
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(OptionError, match="known: A100-40"):
+        catalogue.gpu("V100")
+    with pytest.raises(OptionError, match="ib-ndr"):
+        catalogue.network("token-ring")
+    assert catalogue.network("ib-ndr").bandwidth == 50e9

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Declared tensors against published parameter counts, against the loader's own list, and against what splits must keep whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from phalanx.config.model import ModelShape
+from phalanx.errors import LayoutError, UnsupportedArchitecture
+from phalanx.plan import weight_tensors
+from phalanx.plan.families import registry
+from phalanx.plan.families.registry import layer_tensors, outer_tensors, shape_of
+
+
+def every(name):
+    shape = shape_of(registry.known(name))
+    return shape, [*outer_tensors(shape), *(t for layer in range(shape.num_layers) for t in layer_tensors(shape, layer))]
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_declared_tensors_add_up_to_the_published_parameters(name):
+    _, tensors = every(name)
+    assert sum(t.elements for t in tensors) / 1e9 == pytest.approx(registry.parameters(name), rel=0.004)
+    names = [on_disk for t in tensors for on_disk in t.expand()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "mistral-7b", "qwen2.5-7b", "qwen3-8b"])
+def test_dense_families_declare_what_the_loader_expects(name):
+    model = ModelShape.from_config(registry.known(name))
+    _, tensors = every(name)
+    assert {t.name: t.shape for t in tensors} == weight_tensors.tensors(model)
+
+
+@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_splits_lose_nothing(name, tp):
+    shape, tensors = every(name)
+    for tensor in tensors:
+        try:
+            local = math.prod(tensor.local(tp))
+        except LayoutError:
+            assert shape.num_heads % tp or any(size % tp for size in tensor.shape)
+            continue
+        whole = math.prod(tensor.shape)
+        assert whole / tp <= local <= whole
+        if tensor.split in ("column", "row", "heads"):
+            assert local * tp == whole
+
+
+def test_experts_that_tokens_reach():
+    experts = shape_of(registry.known("deepseek-v3")).experts
+    assert experts.touched(1) == pytest.approx(8)
+    assert experts.touched(64) == pytest.approx(222, abs=0.5)
+    assert experts.touched(1e6) == pytest.approx(256)
+    assert experts.dense_layers == (0, 1, 2)
+
+
+def test_a_latent_cache_is_replicated_and_heads_are_split():
+    v3, llama = shape_of(registry.known("deepseek-v3")), shape_of(registry.known("llama-3-70b"))
+    assert {v3.kv_elements(0, tp) for tp in (1, 4, 8)} == {576}
+    assert [llama.kv_elements(0, tp) for tp in (1, 4, 8, 16)] == [2048, 512, 256, 256]
+
+
+def test_windows_of_gpt_oss_alternate():
+    assert shape_of(registry.known("openai/gpt-oss-20b")).windows[:3] == (128, None, 128)
+
+
+def test_short_names_and_unknown_ones():
+    assert registry.known("LLAMA-3-70B") == registry.known("meta-llama/Meta-Llama-3-70B")
+    assert registry.known("nobody/nothing") is None
+    with pytest.raises(UnsupportedArchitecture, match="planned for are"):
+        shape_of({"architectures": ["MambaForCausalLM"]})

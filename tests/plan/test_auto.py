@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plan="auto"` gives the layout of the best plan of one engine, and logs why; without a GPU one rank."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from phalanx.config import EngineOptions
+from phalanx.errors import CapacityError, OptionError
+from phalanx.hardware.probe import Machine
+from phalanx.plan import auto, subject
+
+
+def options(**asked):
+    return EngineOptions.of(**{"model": "llama-3-70b", "plan": "auto", "dtype": "fp8", "max_seq_len": 4096, **asked})
+
+
+def test_the_layout_of_the_best_plan_and_its_reason(caplog):
+    machine, _ = subject.machine_for("H200", gpus_per_node=4)
+    with caplog.at_level(logging.INFO, logger="phalanx"):
+        logging.getLogger("phalanx").propagate = True
+        chosen = auto.choose(options(), subject.shape_for("llama-3-70b"), machine)
+    assert (chosen.tensor_parallel_size, chosen.pipeline_parallel_size, chosen.plan) == (4, 1, "off")
+    assert "chosen: tp 4 pp 1" in caplog.text
+    assert "replicas" not in caplog.text
+
+
+def test_where_nothing_fits_nothing_is_started():
+    machine, _ = subject.machine_for("L4", gpus_per_node=2)
+    with pytest.raises(CapacityError, match="short on each GPU"):
+        auto.choose(options(), subject.shape_for("llama-3-70b"), machine)
+
+
+def test_a_layout_beside_it_is_a_contradiction():
+    with pytest.raises(OptionError, match="either the planner or the user"):
+        auto.planned(options(tensor_parallel_size=2))
+
+
+def test_without_a_gpu_one_rank(monkeypatch):
+    monkeypatch.setattr(auto.probe, "detect_machine", lambda: Machine((), 1, 1, 1))
+    chosen = auto.planned(options(model="demo"))
+    assert (chosen.world_size, chosen.plan) == (1, "off")
+    assert auto.planned(EngineOptions.of(model="demo")) == EngineOptions.of(model="demo")

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The burst against the engine's own scheduler on the same clock, and what must hold of any burst."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.bench.prediction import arrivals, simulate
+from phalanx.engine.scheduler import SchedulerOptions
+from phalanx.plan import burst, subject
+from phalanx.plan.burst import Limits
+from phalanx.plan.cost import Costs
+from phalanx.plan.footprint import Split
+from phalanx.plan.graphs import graph_sizes
+
+MACHINE, _ = subject.machine_for("H200")
+SHAPE = subject.shape_for("llama-3-70b")
+
+
+def costs(tp=4, pp=1):
+    return Costs(SHAPE, "fp8", 1, Split(tp, pp), MACHINE)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "requests", "isl", "osl", "kv"),
+    [(4, 1, 64, 1000, 200, 400_000), (2, 1, 100, 700, 150, 40_000), (1, 2, 96, 900, 200, 400_000), (2, 4, 64, 600, 200, 400_000),
+     (4, 1, 1, 128, 64, 10_000), (4, 1, 3, 9000, 30, 100_000)],
+)  # fmt: skip
+def test_the_burst_is_what_the_scheduler_makes_of_it(tp, pp, requests, isl, osl, kv):
+    mine, slots = costs(tp, pp), 64
+    options = SchedulerOptions(
+        num_blocks=kv // 16, block_size=16, max_batch_size=slots, max_num_tokens=8192, max_seq_len=16384, depth=max(pp, 2),
+        pipeline_stages=pp, prefix_caching=False,
+    )  # fmt: skip
+    real = simulate.run(mine, options, arrivals.of("burst", isl=isl, osl=osl, requests=requests))
+    fast = burst.run(mine, requests, isl, osl, Limits(slots, 8192, kv))
+    assert fast.seconds == pytest.approx(real.seconds, rel=0.02 if pp == 1 else 0.1)
+    ttft = sorted(each.ttft for each in real.served)[(requests - 1) // 2]
+    assert fast.ttft_s == pytest.approx(ttft, rel=0.05 if pp == 1 else 0.3)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 300), st.integers(1, 3000), st.integers(1, 500), st.sampled_from([(4, 1), (2, 2), (1, 4)]))
+def test_every_request_ends_and_more_take_longer(requests, isl, osl, split):
+    mine, limits = costs(*split), Limits(128, 8192, 500_000)
+    one, more = burst.run(mine, requests, isl, osl, limits), burst.run(mine, requests + 7, isl, osl, limits)
+    assert 0 < one.ttft_s <= one.ttft_last_s <= one.seconds * (1 + 1e-9)
+    assert more.seconds >= one.seconds * (1 - 1e-9)
+    assert one.output_tokens_per_second == pytest.approx(requests * osl / one.seconds)
+
+
+def test_a_small_cache_runs_in_turns():
+    roomy, tight = (burst.run(costs(), 64, 1000, 100, Limits(64, 8192, kv)) for kv in (100_000, 11_000))
+    assert (roomy.running, tight.running) == (64, 10)
+    assert tight.seconds > 1.5 * roomy.seconds
+
+
+def test_padding_is_that_of_the_captured_graphs():
+    captured = [size.tokens for size in graph_sizes(256, 0)[0]]
+    assert [burst.padded(rows, 256) for rows in (1, 3, 9, 65, 250, 256)] == [1, 4, 16, 80, 256, 256]
+    assert all(burst.padded(rows, 256) in captured for rows in range(1, 257))

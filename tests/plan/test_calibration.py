@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a calibration kept is what the next plan takes; a faulty file is named."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from phalanx.errors import TableError
+from phalanx.hardware import catalogue
+from phalanx.plan import calibration, cost, subject
+
+
+def test_installed_coefficients_win_and_are_called_measured(tmp_path, monkeypatch):
+    base = cost.coefficients_for(catalogue.gpu("H100"))[0]
+    mine = replace(base, e_bytes=0.9)
+    monkeypatch.setattr(calibration, "folder", lambda: tmp_path)
+    assert calibration.installed("H100") is None
+    path = calibration.install("H100", mine, {"points": []})
+    assert path.parent == tmp_path
+    assert calibration.installed("H100") == mine
+    machine, _ = subject.machine_for("H100")
+    assert (machine.coefficients, machine.known) == (mine, "measured")
+    path.write_text("{}")
+    with pytest.raises(TableError, match="calibrate again"):
+        calibration.installed("H100")
+
+
+def test_a_machine_that_the_catalogue_does_not_hold(tmp_path, monkeypatch):
+    spec = replace(catalogue.gpu("H100"), name="CPU", sm=0, link="shm", fp8_flops=None, power=None, gpus_per_node=1)
+    held = {name: value for name, value in asdict(spec).items() if name != "sources"}
+    monkeypatch.setattr(calibration, "folder", lambda: tmp_path)
+    calibration.install("CPU", cost.coefficients_for(spec)[0], {"gpu": held})
+    machine, _ = subject.machine_for("CPU")
+    assert (machine.gpu, machine.known) == (spec, "measured")

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prices of collectives: measured points are met, other worlds and links are scaled the right way, and each says how it is
+known."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.plan.rows import RESULTS
+from phalanx.hardware import catalogue
+from phalanx.plan import collectives
+
+H200, NDR = catalogue.gpu("H200"), catalogue.network("ib-ndr")
+
+
+def test_a_measured_point_is_met():
+    with (RESULTS / "allreduce/benchmark.tp4.sm90.csv").open() as lines:
+        times = [
+            float(row["time (us)"])
+            for row in csv.DictReader(lines)
+            if row["fusion"] == "RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE" and row["strategy"] == "NCCL" and row["size"] == "1048576"
+            and row["hidden_size"] == "8192"
+        ]  # fmt: skip
+    curve = collectives.all_reduce(H200, "nvlink", 4, None, "NCCL")
+    assert curve.us(1048576) == pytest.approx(min(times), abs=0.001)
+    assert curve.label == "table"
+
+
+@pytest.mark.parametrize("strategy", ["AUTO", "NCCL"])
+def test_larger_messages_take_longer(strategy):
+    for world in (2, 4, 8):
+        curve = collectives.all_reduce(H200, "nvlink", world, None, strategy)
+        times = [curve.us(size) for size in (1, 1 << 14, 1 << 20, 1 << 24, 1 << 27, 1 << 30)]
+        assert times == sorted(times)
+        assert times[-1] > 10 * times[2]
+
+
+def test_auto_is_never_dearer_than_nccl():
+    for world in (2, 4):
+        auto, nccl = (collectives.all_reduce(H200, "nvlink", world, None, s) for s in ("AUTO", "NCCL"))
+        for power in range(14, 28):
+            assert auto.us(1 << power) <= nccl.us(1 << power)
+
+
+def test_more_ranks_slower_links_and_networks_cost_more():
+    size = 1 << 24
+    tp4, tp8 = (collectives.all_reduce(H200, "nvlink", world, None) for world in (4, 8))
+    slow = collectives.all_reduce(replace(H200, link_bandwidth=225e9), "nvlink", 4, None)
+    pcie = collectives.all_reduce(catalogue.gpu("L40S"), "pcie", 4, None)
+    nodes = collectives.all_reduce(H200, "nvlink", 16, NDR)
+    assert tp4.us(size) < tp8.us(size) < pcie.us(size)
+    assert tp4.us(size) < slow.us(size) < 2.1 * tp4.us(size)
+    assert tp8.us(1 << 14) < nodes.us(1 << 14)
+    assert [each.label for each in (tp4, tp8, slow, pcie, nodes)] == ["table", "derived", "derived", "estimated", "estimated"]
+    assert collectives.worst("table", "estimated", "derived") == "estimated"
+
+
+def test_all_to_all_is_at_least_its_wire():
+    curve = collectives.all_to_all(H200, 8, None)
+    size = 1 << 26
+    assert curve.us(size) > size * 7 / 8 / H200.link_bandwidth * 1e6
+    assert curve.label == "estimated"

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost model against every committed decode figure, and what must hold of any coefficients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.plan import accuracy
+from phalanx.hardware import catalogue
+from phalanx.plan import coefficients, cost, subject
+from phalanx.plan.cost import Costs, Work
+from phalanx.plan.families import known, shape_of
+from phalanx.plan.footprint import Split
+
+MACHINE, _ = subject.machine_for("H200")
+
+
+def costs(model="llama-3-70b", tp=4, pp=1, ep=1, machine=MACHINE, dtype="fp8"):
+    return Costs(shape_of(known(model)), dtype, 1, Split(tp, pp, ep), machine)
+
+
+def test_decode_rows_are_predicted_within_the_gates():
+    errors = [abs(line.error) for line in accuracy.decodes()]
+    assert len(errors) >= 69
+    assert sum(errors) / len(errors) <= accuracy.GATES["decode rows, mean"]
+    assert max(errors) <= accuracy.GATES["decode rows, worst"]
+
+
+def test_rows_left_out_of_the_fit_are_within_the_gates():
+    residuals = coefficients.document()["machines"]["H200"]["residuals"]
+    assert residuals["without its model"]["mean"] <= accuracy.GATES["a model left out, mean"]
+    assert residuals["without its layout"]["mean"] <= accuracy.GATES["a layout left out, mean"]
+    assert residuals["without its model"]["rows"] >= 69
+
+
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 4096), st.integers(1, 512), st.floats(1.01, 3))
+def test_more_work_takes_longer_and_more_bandwidth_less(tp, pp, tokens, rows, factor):
+    mine = costs(tp=tp, pp=pp)
+    work = Work(tokens, rows, rows * 500.0, 100.0)
+    base = mine.seconds(work)
+    assert mine.seconds(replace(work, tokens=2 * tokens)) >= base
+    assert mine.seconds(replace(work, kv_tokens=work.kv_tokens * factor)) > base
+    faster = replace(MACHINE, memory=factor)
+    assert costs(tp=tp, pp=pp, machine=faster).seconds(work) < base
+
+
+def test_no_step_is_faster_than_reading_its_weights():
+    shape = shape_of(known("llama-3-70b"))
+    for tp in (1, 2, 4, 8):
+        read = 72.68e9 / tp / MACHINE.bandwidth
+        assert costs(tp=tp).seconds(Work(1, 1, 100.0)) > read * 0.95, shape.architecture
+
+
+def test_experts_are_read_as_far_as_tokens_reach_them():
+    mine = costs("qwen3-235b-a22b", tp=4)
+    one, many = mine.seconds(Work(1, 1)), mine.seconds(Work(64, 64))
+    assert 4 < many / one < 30
+    assert mine.label == "estimated"
+
+
+def test_the_power_limit_binds_where_it_is_low():
+    l4, h200 = catalogue.gpu("L4"), catalogue.gpu("H200")
+    found = cost.coefficients_for(h200)[0]
+    assert cost._reached_flops(h200, found, True) < found.e_flops * h200.flops("fp8")
+    assert cost._reached_flops(l4, found, True) < 0.6 * l4.flops("fp8")
+    a100 = catalogue.gpu("A100-80")
+    assert cost._reached_flops(a100, found, True) == cost._reached_flops(a100, found, False)
+
+
+def test_what_is_known_of_a_class():
+    assert cost.coefficients_for(catalogue.gpu("H200"))[1] == "table"
+    assert cost.coefficients_for(catalogue.gpu("H100"))[1] == "derived"
+    assert cost.coefficients_for(catalogue.gpu("B200"))[1] == "estimated"
+    assert costs(tp=8).label == "derived"
+    assert costs(tp=4).label == "table"
+
+
+def test_an_eager_step_waits_for_the_host():
+    mine = costs(tp=8)
+    assert mine.seconds(Work(2100, 1, eager=True)) >= 80 * mine.machine.coefficients.c_eager * 1e-6
+    assert mine.seconds(Work(2100, 1)) < mine.seconds(Work(2100, 1, eager=True))
+
+
+@pytest.mark.parametrize("name", ["collectives", "coefficients"])
+def test_committed_data_say_where_they_come_from(name):
+    text = (coefficients._DATA.parent / f"{name}.json").read_text()
+    assert "benchmarks/" in text

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes from shapes alone against what committed starts held: weights to the byte, the KV cache never more than a start gave."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.plan import accuracy
+from benchmarks.plan.rows import starts
+from phalanx.plan import footprint
+from phalanx.plan.families import known, shape_of
+from phalanx.plan.footprint import Split
+
+WITH_BYTES = [start for start in starts() if start.bytes]
+
+
+@pytest.mark.parametrize("start", WITH_BYTES, ids=lambda s: f"{s.file} tp{s.tp} pp{s.pp}")
+def test_weights_are_those_of_the_start_to_the_byte(start):
+    shape = shape_of(known(start.model))
+    held = footprint.weight_bytes(shape, start.dtype, Split(start.tp, start.pp))
+    for rank, kinds in start.bytes.items():
+        assert kinds["weights"] == held[int(rank) // start.tp]
+
+
+def test_kv_tokens_are_never_above_a_start_and_within_a_percent_of_the_least():
+    lines = accuracy.kv_tokens()
+    assert len(lines) >= 30
+    assert max(line.error for line in lines) <= 0
+    assert accuracy.kv_shortfall(lines) <= accuracy.GATES["KV tokens below the least start"]
+
+
+def test_what_is_beside_weights_and_cache_grows_with_the_step_and_the_slots():
+    shape = shape_of(known("llama-3-70b"))
+    sizes = [footprint.overhead_bytes(shape, Split(4), 256, tokens) for tokens in (2048, 8192, 32768)]
+    assert sizes == sorted(sizes)
+    assert sizes[2] > 2 * sizes[1]
+    assert footprint.overhead_bytes(shape, Split(4), 512, 8192) > sizes[1]
+
+
+def test_expert_parallelism_splits_experts_and_copies_the_rest():
+    shape = shape_of(known("mixtral-8x22b"))
+    whole = footprint.weight_bytes(shape, "fp8", Split())[0]
+    inside, groups = (
+        footprint.weight_bytes(shape, "fp8", Split(4, 1, 1, 4))[0],
+        footprint.weight_bytes(shape, "fp8", Split(2, 1, 2))[0],
+    )
+    plain = footprint.weight_bytes(shape, "fp8", Split(4))[0]
+    assert inside == pytest.approx(plain, rel=0.01)
+    assert plain < groups < whole / 2
+    assert whole / 1e9 == pytest.approx(141, abs=1)
+
+
+def test_mxfp4_takes_four_and_a_quarter_bits():
+    held = footprint.weight_bytes(shape_of(known("gpt-oss-120b")), "bf16", Split())[0]
+    assert held / 1e9 == pytest.approx(65, abs=1)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every layout is judged, reasons bind, what is asked is held; and more of anything never makes the best plan worse."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.errors import CapacityError, OptionError
+from phalanx.plan import search, subject
+from phalanx.plan.search import Layout, Rejected, Wanted
+
+LLAMA, MIXTRAL = subject.shape_for("llama-3-70b"), subject.shape_for("mixtral-8x22b")
+
+
+def machine(gpu="H100", **options):
+    return subject.machine_for(gpu, **options)[0]
+
+
+def wanted(**options):
+    return Wanted(**{"dtype": "fp8", "kv_cache_dtype": "fp8", "isl": 512, "osl": 512, "concurrency": 32, **options})
+
+
+def test_every_layout_of_sixteen_gpus_is_a_plan_or_rejected():
+    found = search.search(LLAMA, machine(nodes=2), wanted())
+    names = [plan.layout for plan in found.plans] + [each.layout for each in found.rejected]
+    assert len(set(names)) == len(names)
+    for tp, pp in ((1, 1), (8, 1), (4, 2), (8, 2), (2, 8), (16, 1)):
+        assert Layout(tp, pp, 1, 16 // (tp * pp)) in names
+    assert all(plan.layout.gpus <= 16 for plan in found.plans)
+    rates = [plan.output_tokens_per_second.value for plan in found.plans]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_tensor_parallelism_over_nodes_is_rejected_by_its_all_reduces():
+    found = search.search(LLAMA, machine(nodes=2, network="ib-hdr"), wanted())
+    reason = next(each.reason for each in found.rejected if each.layout.tp == 16)
+    assert reason == "tp 16 spans nodes: 160 all-reduces a token over 25 GB/s"
+
+
+def test_memory_is_the_reason_where_it_binds():
+    verdict = search.examine(LLAMA, machine(), wanted(dtype="bf16"), Layout(1, 1, 1, 8))
+    assert isinstance(verdict, Rejected)
+    assert verdict.reason.startswith("memory: weights 141.1 GB")
+    assert verdict.short > 50e9
+
+
+def test_experts_both_ways():
+    found = search.search(MIXTRAL, machine("H200"), wanted())
+    layouts = {(plan.layout.tp, plan.layout.ep, plan.layout.moe_ep) for plan in found.plans}
+    assert {(4, 2, 1), (2, 4, 1), (8, 1, 8), (4, 1, 2)} <= layouts
+    assert {plan.output_tokens_per_second.label for plan in found.plans} == {"estimated"}
+    assert not any(plan.layout.ep > 1 for plan in search.search(LLAMA, machine(), wanted()).plans)
+
+
+def test_objectives_reject_and_say_by_how_much():
+    fast = search.search(LLAMA, machine("H200"), wanted(goal="latency", slo_tpot=0.012))
+    assert all(plan.ms_per_token.value <= 12 for plan in fast.plans)
+    assert any("is over the objective of 12.0 ms" in each.reason for each in fast.rejected)
+    none = search.search(LLAMA, machine("H200"), wanted(slo_ttft=1e-4))
+    assert not none.plans
+    assert any(change.startswith("--slo_ttft") for change in none.changes)
+
+
+def test_where_nothing_fits_the_nearest_changes_do_fit():
+    shape, small = subject.shape_for("llama-3.1-405b"), machine(gpus_per_node=4)
+    found = search.search(shape, small, wanted(dtype="bf16", kv_cache_dtype="model"))
+    assert not found.plans
+    assert "short on each GPU" in found.changes[0]
+    assert "--dtype fp8 --gpus_per_node 8 would run as tp 8 pp 1" in found.changes
+    assert search.search(shape, machine(gpus_per_node=8), wanted(kv_cache_dtype="model")).plans
+    with pytest.raises(CapacityError, match="no layout fits"):
+        search.require(found)
+
+
+def test_the_longest_length_that_fits_is_one_that_fits():
+    shape, alone = subject.shape_for("llama-3.1-8b"), machine("RTX-4090", gpus_per_node=1)
+    asked = wanted(dtype="bf16", kv_cache_dtype="model", isl=100_000, osl=1000, concurrency=1)
+    found = search.search(shape, alone, asked)
+    assert not found.plans
+    length = int(next(c for c in found.changes if c.startswith("requests of at most")).split()[4].replace(",", ""))
+    assert search.search(shape, alone, replace(asked, isl=length - 128, osl=128)).plans
+    assert not search.search(shape, alone, replace(asked, isl=length, osl=128)).plans
+
+
+def test_a_length_beyond_the_model_is_an_error():
+    with pytest.raises(OptionError, match="its positions end at 8192"):
+        search.search(LLAMA, machine(), wanted(isl=8192, osl=8))
+
+
+def best(found, goal):
+    assert found.plans
+    plan = found.plans[0]
+    return plan.output_tokens_per_second.value if goal == "throughput" else -plan.ms_per_token.value
+
+
+cases = st.fixed_dictionaries(
+    {
+        "concurrency": st.integers(1, 300), "isl": st.integers(1, 3000), "osl": st.integers(2, 1000),
+        "goal": st.sampled_from(["throughput", "latency"]),
+    }
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=25)
+@given(cases, st.sampled_from([(1, 2), (2, 4), (4, 8)]), st.sampled_from(["H200", "H100", "A100-80"]))
+def test_more_gpus_never_make_the_best_plan_worse(case, sizes, gpu):
+    few, many = (search.search(LLAMA, machine(gpu, gpus_per_node=size), wanted(**case)) for size in sizes)
+    if few.plans:
+        assert best(many, case["goal"]) >= best(few, case["goal"]) * (1 - 1e-9)
+
+
+@settings(deadline=None, max_examples=25)
+@given(cases, st.floats(1.01, 4))
+def test_more_bandwidth_never_makes_a_plan_worse(case, factor):
+    base = machine(gpus_per_node=4)
+    faster = replace(base, gpu=replace(base.gpu, memory_bandwidth=base.gpu.memory_bandwidth * factor))
+    wider = replace(base, gpu=replace(base.gpu, link_bandwidth=base.gpu.link_bandwidth * factor))
+    slow = {plan.layout: plan for plan in search.search(LLAMA, base, wanted(**case)).plans}
+    for other in (faster, wider):
+        for plan in search.search(LLAMA, other, wanted(**case)).plans:
+            before = slow[plan.layout]
+            assert plan.output_tokens_per_second.value >= before.output_tokens_per_second.value * (1 - 1e-9)
+            assert plan.ttft_ms.value <= before.ttft_ms.value * (1 + 1e-9)
+            assert plan.kv_tokens == before.kv_tokens
+
+
+@settings(deadline=None, max_examples=10)
+@given(cases, st.floats(0.005, 0.1), st.floats(0.05, 5), st.floats(1, 3))
+def test_a_looser_objective_never_loses_a_plan(case, tpot, ttft, looser):
+    tight = search.search(LLAMA, machine(gpus_per_node=4), wanted(**case, slo_tpot=tpot, slo_ttft=ttft))
+    loose = search.search(LLAMA, machine(gpus_per_node=4), wanted(**case, slo_tpot=tpot * looser, slo_ttft=ttft * looser))
+    assert {plan.layout for plan in tight.plans} <= {plan.layout for plan in loose.plans}
+    if tight.plans:
+        assert best(loose, case["goal"]) >= best(tight, case["goal"])
+
+
+def test_intervals_hold_their_value_and_widen_with_what_is_unknown():
+    widths = {}
+    for gpu in ("H200", "H100", "B200"):
+        plan = search.search(LLAMA, machine(gpu, gpus_per_node=4), wanted()).plans[0]
+        figure = plan.output_tokens_per_second
+        assert figure.low < figure.value < figure.high
+        widths[gpu] = figure.high / figure.value - 1
+    assert widths["H200"] <= 0.08 < widths["H100"] < widths["B200"]
+
+
+def test_all_layouts_of_sixteen_gpus_take_less_than_a_second():
+    begin = time.process_time()
+    for name in ("llama-3-70b", "llama-3.1-405b", "mixtral-8x22b"):
+        search.search(subject.shape_for(name), machine(nodes=2), wanted())
+    assert time.process_time() - begin < 3.0
+
+
+def test_a_plan_needs_no_torch():
+    code = (
+        "import sys; from phalanx.cli import main; main(['plan', 'llama-3-8b', '--gpu', 'H100']);"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'triton', 'pandas', 'scipy')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert "phalanx serve llama-3-8b" in done.stdout

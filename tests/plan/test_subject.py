@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names lead to shapes and machines, without a network for what is known; what is unknown says what is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.errors import ModelError, ModelNotFound, OptionError
+from phalanx.hardware.probe import Gpu, Machine
+from phalanx.plan import subject
+from phalanx.plan.families import known
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "meta-llama/Meta-Llama-3-8B",
+        "meta-llama/Meta-Llama-3-70B",
+        "meta-llama/Meta-Llama-3-405B",
+        "mistralai/Mixtral-8x22B",
+        "demo",
+    ],
+)
+def test_the_guides_models_need_no_network(name, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("the network was asked"))
+    assert subject.shape_for(name).num_layers > 0
+
+
+def test_a_file_and_a_folder(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(known("llama-3-8b")))
+    assert subject.shape_for(str(path)) == subject.shape_for(str(tmp_path)) == subject.shape_for("llama-3-8b")
+    path.write_text("[]")
+    with pytest.raises(ModelError, match="must hold an object"):
+        subject.shape_for(str(path))
+
+
+def test_an_unknown_model_names_the_known_ones(monkeypatch):
+    import huggingface_hub
+
+    def refuse(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(ModelNotFound, match="none of: meta-llama/Meta-Llama-3-8B"):
+        subject.shape_for("nobody/nothing")
+
+
+def test_the_machine_at_hand_and_the_named_one(monkeypatch, tmp_path):
+    here = [Gpu(i, f"GPU-{i}", "NVIDIA H200", 90, 150 << 30, 150 << 30) for i in range(4)]
+    monkeypatch.setattr(subject.probe, "detect_machine", lambda: Machine(tuple(here), 1, 1, 1))
+    machine, why = subject.machine_for()
+    assert (machine.gpu.name, machine.gpus_per_node, machine.nodes, why) == ("H200", 4, 1, "4 found here")
+    machine, _ = subject.machine_for("h100", nodes=2)
+    assert (machine.gpus, machine.network.name) == (16, "ib-ndr")
+    monkeypatch.setattr(subject.probe, "detect_machine", lambda: Machine((), 1, 1, 1))
+    assert "no GPU here" in subject.machine_for()[1]
+
+
+def test_links():
+    slow, _ = subject.machine_for("A100-80", link="pcie")
+    assert (slow.link, slow.gpu.link_bandwidth) == ("pcie_p2p", 32e9)
+    for options in ({"link": "string"}, {"network": "token-ring", "nodes": 2}, {"nodes": 0}):
+        with pytest.raises(OptionError):
+            subject.machine_for("H100", **options)
+    with pytest.raises(OptionError, match="no NVLink"):
+        subject.machine_for("L4", link="nvlink")
