@@ -37,13 +37,14 @@ def gpu_count() -> int:
 
 
 SLOW_FILES = (
-    "acceptance/test_tokens.py", "acceptance/test_paths.py", "serve/test_llm.py", "kernels/attention/test_prefill.py",
-    "kernels/attention/test_decode.py", "kernels/sampling/test_filter_thresholds.py", "acceptance/test_documents.py",
-    "executor/test_rank_executor.py", "bench/test_load.py", "tune/test_cli.py", "kernels/gemm/test_block_gemm.py",
-    "serve/test_app_overload.py", "tune/test_html_report.py", "kernels/allreduce/test_oneshot.py", "comm/test_twoshot.py",
-    "serve/test_client.py", "serve/test_lifecycle.py", "acceptance/test_everything.py", "executor/test_node.py",
-    "acceptance/test_two_hosts.py", "comm/test_oneshot.py", "kernels/sampling/test_gumbel_argmax.py",
-    "models/layers/test_linear_gemv.py", "kernels/ops/test_embedding_rmsnorm.py", "kernels/ops/test_rope_kv_cache.py",
+    "acceptance/test_tokens.py", "acceptance/test_paths.py", "serve/test_llm.py", "acceptance/test_documents.py",
+    "executor/test_rank_executor.py", "kernels/sampling/test_filter_thresholds.py", "tune/test_cli.py",
+    "kernels/attention/test_decode.py", "kernels/attention/test_prefill.py", "acceptance/test_everything.py",
+    "comm/test_twoshot.py",
+    "bench/test_load.py", "kernels/gemm/test_block_gemm.py", "kernels/allreduce/test_oneshot.py", "serve/test_client.py",
+    "serve/test_lifecycle.py", "executor/test_node.py", "acceptance/test_two_hosts.py", "tune/test_html_report.py",
+    "comm/test_oneshot.py", "kernels/sampling/test_gumbel_argmax.py", "models/layers/test_linear_gemv.py",
+    "serve/test_app_overload.py", "kernels/ops/test_embedding_rmsnorm.py", "kernels/ops/test_rope_kv_cache.py",
 )  # fmt: skip
 """The longest files, the longest first: a file runs on one worker, and one that began last would leave the other worker idle."""
 
