@@ -9,6 +9,7 @@ by default that of rank processes, "fake": settings of `FakeExecutor`, each of t
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -28,6 +29,7 @@ from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
 from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
+from phalanx.engine.grammar_threads import GrammarThreads, calls_run
 from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_to_engine
 from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped
 from phalanx.engine.resolve_options import resolve_options
@@ -44,7 +46,11 @@ def main() -> None:
     """Read the config and serve until the end."""
     config = launch.read_config()
     log.configure("engine")
-    sys.exit(run(config))
+    status = run(config)
+    if calls_run():
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)
 
 
 def run(config: dict[str, Any]) -> int:
@@ -121,7 +127,8 @@ def start(config: dict[str, Any]) -> RunningEngine:
             pipeline_stages=options.pipeline_parallel_size, window=shape.window, prefix_caching=options.enable_prefix_caching,
             chunked_prefill=options.enable_chunked_prefill, vocab_size=shape.vocab_size, seed=options.seed,
             longer=longer,
-        )
+        ),
+        grammar_calls=GrammarThreads(),
     )  # fmt: skip
     facts = EngineFacts(
         model=options.model, dtype=options.dtype, device=options.device, world=options.world_size,
