@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off
 
-.PHONY: demo test check wheel bench clean
+.PHONY: demo test check fuzz wheel bench clean
 
 demo: $(VENV)/.bare
 	@$(PY) scripts/demo.py
@@ -23,6 +23,13 @@ check: $(VENV)/.dev
 	@echo "== mypy" && $(VENV)/bin/mypy
 	@echo "== import-linter" && $(VENV)/bin/lint-imports --no-logo
 	@echo "== architecture" && $(PY) -m pytest -q tests/architecture
+
+# Random schedules and requests, SECONDS each, from SEED on: it is printed, and again where a case fails.
+fuzz: SECONDS ?= 600
+fuzz: SEED := $(or $(SEED),$(shell date +%s))
+fuzz: $(VENV)/.dev
+	@echo "== fuzz: $(SECONDS) s each from SEED=$(SEED)"
+	@PHALANX_FUZZ_SECONDS=$(SECONDS) PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/engine/test_schedule_fuzz.py tests/serve/test_request_fuzz.py
 
 wheel: $(VENV)/.dev
 	@$(PY) scripts/wheel_check.py

@@ -14,6 +14,8 @@ import zmq
 
 from phalanx.config import SamplingParams, StructuredOutputParams
 from phalanx.engine.fake import FakeExecutor, fake_tokens
+from phalanx.engine.grammar import OpenMatcher
+from phalanx.engine.grammar_threads import GrammarThreads
 from phalanx.engine.loop import Loop
 from phalanx.engine.messages import (
     Abort,
@@ -62,14 +64,18 @@ def no_grammar(compiled: str) -> Any:
 class Client:
     """The client's end, and the loop on a thread."""
 
-    def __init__(self, executor: FakeExecutor | None = None, warm: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, executor: FakeExecutor | None = None, warm: Callable[[], None] = lambda: None, *,
+        open_matcher: OpenMatcher = no_grammar, vocab_size: int = 50, call_seconds: float = 1.0,
+    ) -> None:  # fmt: skip
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.bind("inproc://engine")
         self.engine_end = self.context.socket(zmq.DEALER)
         self.engine_end.connect("inproc://engine")
-        self.executor = executor or FakeExecutor.of(vocab_size=50, **SIZES)
-        self.scheduler = Scheduler(SchedulerOptions(**SIZES, vocab_size=50), no_grammar)
+        self.executor = executor or FakeExecutor.of(vocab_size=vocab_size, **SIZES)
+        options = SchedulerOptions(**SIZES, vocab_size=vocab_size)
+        self.scheduler = Scheduler(options, open_matcher, grammar_calls=GrammarThreads(call_seconds=call_seconds))
         self.loop = Loop(self.engine_end, self.executor, self.scheduler, warm=warm)
         self.heard: list[Any] = []
         self.status: int | None = None

@@ -311,7 +311,7 @@ def test_a_token_that_the_grammar_does_not_take_refuses_its_request_only() -> No
     scheduler.add(AddRequest("b", [1], SamplingParams(max_tokens=1)))
     step = scheduler.schedule()
     assert step is not None
-    refused, update = scheduler.process_result(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
+    update, refused = scheduler.process_result(StepResult(step.number, [[RowResult(token=3), RowResult(token=3)]]))
     assert isinstance(refused, RequestRejected)
     assert "token 3" in refused.error["failure"]
     assert isinstance(update, RequestUpdate)

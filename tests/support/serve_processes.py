@@ -89,6 +89,11 @@ class Served:
             raise AssertionError("the port is still open")
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH of a child that imports these folders, `tests`, and what this process was told to import."""
+    return os.pathsep.join(filter(None, [*map(str, folders), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+
+
 def _lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -104,12 +109,16 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(command: list[str], port: int, folder: Path) -> Iterator[Served]:
-    """Run a command that serves on this port, until the context ends; nothing of it is left then."""
+def started(
+    command: list[str], port: int, folder: Path, *, cwd: Path | None = None, environment: dict[str, str | None] | None = None
+) -> Iterator[Served]:
+    """Run a command that serves on this port, until the context ends; nothing of it is left then. environment: variables that are
+    added; None removes one."""
     log_file = folder / f"server-{port}.log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    changed: dict[str, str | None] = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **(environment or {})}
+    variables = {name: value for name, value in changed.items() if value is not None}
     with log_file.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, cwd=cwd or folder, start_new_session=True)
     served = Served(process, port, log_file)
     try:
         yield served
@@ -133,16 +142,17 @@ def fake_server(
 ):
     """The server over the fake executor, with the tokenizer and shape of a checkpoint."""
     port = serving.pop("port", None) or free_port()
+    surroundings = {name: serving.pop(name) for name in ("cwd", "environment") if name in serving}
     options = {
         "engine": {"model": str(model), "device": "cpu", "max_batch_size": 8, **(engine or {})},
         "serving": {"host": "127.0.0.1", "port": port, "served_model_name": MODEL, **serving},
         "fake": fake or {},
     }
-    return started([sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(options)], port, folder)
+    return started([sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(options)], port, folder, **surroundings)
 
 
-def rank_server(folder: Path, model: Path, *flags: str):
+def rank_server(folder: Path, model: Path, *flags: str, **surroundings: Any):
     """`phalanx serve` as it is, with real ranks. Their KV cache is small: filling the default of 1 GiB takes seconds of each."""
     port, flags = free_port(), ("--kv_cache_bytes", str(1 << 26), *flags)
     command = [sys.executable, "-m", "phalanx", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    return started([*command, "--device", "cpu", "--served_model_name", MODEL, *flags], port, folder)
+    return started([*command, "--device", "cpu", "--served_model_name", MODEL, *flags], port, folder, **surroundings)

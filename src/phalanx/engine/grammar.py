@@ -24,7 +24,7 @@ class TokenMatcher(Protocol):
     """What a constrained request needs of its grammar; `Matcher` is the implementation."""
 
     def mask(self) -> bytes:
-        """The tokens that may come next: int32 words of (vocab_size + 31) // 32, little endian."""
+        """The tokens that may come next: int32 words of (vocab_size + 31) // 32, little endian. Computed once for each token."""
 
     def accept(self, token: int) -> None: ...
 
@@ -73,6 +73,7 @@ class Matcher:
         self._words = np.zeros((1, (info.vocab_size + 31) // 32), dtype=np.int32)
         # xgrammar leaves the bits behind the last token set.
         bits = np.arange(32 * self._words.size) < info.vocab_size
+        self._mask: bytes | None = None
         self._vocabulary = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32).reshape(self._words.shape)
 
     @property
@@ -83,6 +84,11 @@ class Matcher:
     def mask(self) -> bytes:
         """StepRow.mask for the next token: bit t is set where token t is allowed. A stop token is allowed once the text is
         complete. When finished, only a stop token is allowed (or, where the model has none, any token: the request is over)."""
+        if self._mask is None:
+            self._mask = self._next_mask()
+        return self._mask
+
+    def _next_mask(self) -> bytes:
         if not self.finished:
             self._matcher.fill_next_token_bitmask(self._words)
             return (self._words & self._vocabulary).astype("<i4").tobytes()
@@ -93,7 +99,10 @@ class Matcher:
 
     def accept(self, token: int) -> None:
         """Take the token that was sampled; once finished, any token is ignored. Raises RequestError when the grammar rejects it."""
-        if not self.finished and not self._matcher.accept_token(token):
+        if self.finished:
+            return
+        self._mask = None
+        if not self._matcher.accept_token(token):
             self._matcher.fill_next_token_bitmask(self._words)
             if not (self._words & self._vocabulary).any():  # no token is allowed, so whichever is sampled is rejected
                 raise RequestError(

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
+from phalanx.engine.grammar import TokenMatcher, request_matcher
+from phalanx.engine.grammar_threads import OPEN_SECONDS, SLOW_SECONDS, GrammarThreads
 from phalanx.engine.messages import (
     Abort,
     AddRequest,
@@ -29,7 +31,7 @@ from phalanx.engine.messages import (
     Stopped,
 )
 from phalanx.engine.scheduler import Scheduler
-from phalanx.errors import EngineClosed, EngineError, OptionError, PhalanxError
+from phalanx.errors import EngineClosed, EngineError, OptionError, PhalanxError, RequestError
 from phalanx.log import get_logger
 
 if TYPE_CHECKING:
@@ -87,6 +89,9 @@ class Loop:
         self._warm = warm
         self._warmed = threading.Event()
         self._delayed: list[AddRequest] = []  # constrained requests that came before grammars were imported
+        self._opening: dict[str, AddRequest] = {}  # constrained requests whose grammars are being read
+        self._openings = GrammarThreads(self._wake, call_seconds=OPEN_SECONDS)
+        scheduler.grammar_calls.notify = self._wake
 
     def run(self) -> int:
         """Iterate until the end; returns an exit status, 0 if the engine was asked to end. The executor is shut down then."""
@@ -137,6 +142,8 @@ class Loop:
                 self._poller.register(waitable, zmq.POLLIN)
         due = min(self._heartbeat_due, (self._check_due or self._heartbeat_due) if self._scheduler.idle else self._stats_due)
         seconds = 0.0 if self._frames else max(0.0, due - self._clock())
+        if self._scheduler.grammar_calls.busy or self._openings.busy:
+            seconds = min(seconds, SLOW_SECONDS)
         self._poller.poll(min(int(seconds * 1000) + 1, 1000) if seconds else 0)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
@@ -154,11 +161,16 @@ class Loop:
             delayed, self._delayed = self._delayed, []
             for add in delayed:
                 self._add(add)
+        if self._opening:
+            self._add_opened()
 
     def _process_results(self) -> None:
         for result in self._executor.collect():
             for message in self._scheduler.process_result(result):
                 self._queue(message)
+        self._scheduler.grammar_calls.wait()
+        for message in self._scheduler.process_grammar_calls():
+            self._queue(message)
 
     def _submit(self) -> None:
         while (step := self._scheduler.schedule()) is not None:
@@ -206,6 +218,7 @@ class Loop:
                 for request_id in message.request_ids:
                     self._scheduler.abort(request_id)
                     self._delayed = [add for add in self._delayed if add.request_id != request_id]
+                    self._opening.pop(request_id, None)
             case GetStats():
                 self._queue_stats()
             case Shutdown():
@@ -216,9 +229,41 @@ class Loop:
             self._delay(add)
             return
         try:
-            self._scheduler.add(add)
+            if add.params.structured_output is not None:
+                self._open(add)
+            else:
+                self._scheduler.add(add)
         except PhalanxError as error:
             self._queue(RequestRejected(add.request_id, error.to_wire()))
+
+    def _open(self, add: AddRequest) -> None:
+        """Read the grammar of a request on a thread: it may have megabytes. The request is queued afterwards."""
+        if add.request_id in self._opening:
+            raise RequestError(f"request id {add.request_id!r} is in use", next="give each request its own id")
+        self._opening[add.request_id] = add
+
+        def work() -> TokenMatcher | None:
+            matcher = request_matcher(add, self._scheduler.open_matcher)
+            if matcher is not None:
+                matcher.mask()
+            return matcher
+
+        self._openings.begin(add, work)
+
+    def _add_opened(self) -> None:
+        """Queue the requests whose grammars have been read, except those that were aborted."""
+        self._openings.wait()
+        for call in self._openings.collect():
+            add: AddRequest = call.owner
+            if self._opening.get(add.request_id) is not add:
+                continue
+            del self._opening[add.request_id]
+            try:
+                if call.error is not None:
+                    raise call.error
+                self._scheduler.add(add, call.value)
+            except PhalanxError as error:
+                self._queue(RequestRejected(add.request_id, error.to_wire()))
 
     def _delay(self, add: AddRequest) -> None:
         """Let a constrained request wait until grammars are imported; the others go on meanwhile."""
@@ -248,7 +293,7 @@ class Loop:
 
     def _reject_all(self, error: PhalanxError) -> None:
         wire = error.to_wire()
-        for request_id in [*self._scheduler.open_ids, *(add.request_id for add in self._delayed)]:
+        for request_id in [*self._scheduler.open_ids, *(add.request_id for add in self._delayed), *self._opening]:
             self._queue(RequestRejected(request_id, wire))
 
     def _queue(self, message: EngineToClient) -> None:

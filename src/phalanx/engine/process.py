@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -29,6 +30,7 @@ from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
 from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
+from phalanx.engine.grammar_threads import GrammarThreads, calls_run
 from phalanx.engine.limits import window_blocks
 from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_to_engine
 from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped
@@ -49,7 +51,11 @@ def main() -> None:
     """Read the config and serve until the end."""
     config = launch.read_config()
     log.configure("engine")
-    sys.exit(run(config))
+    status = run(config)
+    if calls_run():
+        logging.shutdown()
+        os._exit(status)
+    sys.exit(status)
 
 
 def run(config: dict[str, Any]) -> int:
@@ -137,7 +143,8 @@ def start(config: dict[str, Any]) -> RunningEngine:
             pipeline_stages=options.pipeline_parallel_size, window=shape.window, prefix_caching=options.enable_prefix_caching,
             chunked_prefill=options.enable_chunked_prefill, vocab_size=shape.vocab_size, seed=options.seed,
             longer=longer,
-        )
+        ),
+        grammar_calls=GrammarThreads(),
     )  # fmt: skip
     facts = EngineFacts(
         model=options.model, dtype=options.dtype, device=options.device, world=options.world_size,

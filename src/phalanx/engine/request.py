@@ -22,7 +22,7 @@ class Request:
     __slots__ = (  # noqa: RUF023  grouped by meaning
         "id", "params", "tokens", "prompt_length", "stop_ids", "eos_ids", "min_length", "seed", "limit", "matcher", "constrained",
         "steady", "submitted", "pending", "in_flight", "slot", "blocks", "shared", "sent", "first_live", "keys", "registered",
-        "chunk_cap", "cached_tokens", "was_admitted", "ended", "prompt_logprobs",
+        "chunk_cap", "cached_tokens", "was_admitted", "ended", "prompt_logprobs", "grammar_row", "grammar_seconds", "grammar_quick",
     )  # fmt: skip
 
     def __init__(self, add: AddRequest, *, seed: int, limit: int, matcher: TokenMatcher | None) -> None:
@@ -52,6 +52,9 @@ class Request:
         self.cached_tokens = 0
         self.was_admitted = False
         self.ended = False
+        self.grammar_row: RowResult | None = None  # its token is being accepted by the grammar
+        self.grammar_seconds = 0.0  # CPU time of all calls, less TOKEN_SECONDS for each
+        self.grammar_quick = True  # the last call was
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if add.params.prompt_logprobs is None else [None]
 
     @property
@@ -68,23 +71,40 @@ class Request:
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - 1 - start :]
 
-    def take_token(self, result: RowResult, token: int) -> RequestUpdate:
-        """Append a sampled token and return the update for the client; `ended` is set when it is the last one.
+    def stops_at(self, token: int) -> bool:
+        """The token is a stop token, and may be one here. The sampler forbids stop ids while fewer than min_tokens are out; so does
+        this line."""
+        return token in self.stop_ids and len(self.tokens) >= self.min_length
 
-        Raises RequestError when the grammar rejects the token.
-        """
+    def follow(self, token: int) -> bool:
+        """Advance the grammar by a sampled token, and compute its next mask; returns whether the text is complete. This may take
+        long and runs beside the loop: it changes the matcher only. Raises RequestError when the grammar rejects the token."""
+        assert self.matcher is not None
+        if self.ended:
+            return False
+        try:
+            self.matcher.accept(token)
+            complete = self.matcher.finished
+            if not complete:
+                self.matcher.mask()
+        except PhalanxError:
+            raise
+        except Exception as error:
+            raise RequestError(f"the grammar failed on token {token}", why=repr(error)) from error
+        return complete
+
+    def take_token(self, result: RowResult, token: int, *, complete: bool = False) -> RequestUpdate:
+        """Append a sampled token and return the update for the client; `ended` is set when it is the last one. complete: what
+        `follow` returned."""
         tokens = self.tokens
         first = len(tokens) == self.prompt_length
-        # The sampler forbids stop ids while fewer than min_tokens are out; so does this line.
-        stopping = token in self.stop_ids and len(tokens) >= self.min_length
+        stopping = self.stops_at(token) or complete
         tokens.append(token)
         update = RequestUpdate(self.id, [token], cached_tokens=self.cached_tokens)
         if result.logprobs is not None:
             update.logprobs = [result.logprobs]
         if first:
             update.prompt_logprobs = self.prompt_logprobs
-        if self.matcher is not None and not stopping:
-            stopping = _accept(self.matcher, token)
         if stopping:
             update.finish_reason = "stop"
             if token in self.stop_ids and token not in self.eos_ids:
@@ -93,14 +113,3 @@ class Request:
             update.finish_reason = "length"
         self.ended = update.finish_reason is not None
         return update
-
-
-def _accept(matcher: TokenMatcher, token: int) -> bool:
-    """Advance the grammar; whether it is complete."""
-    try:
-        matcher.accept(token)
-        return matcher.finished
-    except PhalanxError:
-        raise
-    except Exception as error:
-        raise RequestError(f"the grammar failed on token {token}", why=repr(error)) from error

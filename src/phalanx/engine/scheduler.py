@@ -9,6 +9,9 @@ only its limit ends is admitted only if there will be blocks for all of it (`for
 Steps are asynchronous: up to `depth` are in flight. The slot and blocks of a request that leaves are free at once, also while steps
 that use them are in flight: every rank runs steps in the order of their numbers, so a later step cannot overtake them. A token that
 arrives late for a preempted request is output like any other; one for a request that has ended is dropped.
+
+A token of a constrained request stays pending until its grammar has accepted it and the next mask is computed, which may take long.
+The request skips steps meanwhile, and the others do not wait (`process_grammar_calls`).
 """
 
 from __future__ import annotations
@@ -16,15 +19,18 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.forecast import forecast_of
-from phalanx.engine.grammar import OpenMatcher, open_matcher, request_matcher
+from phalanx.engine.grammar import OpenMatcher, TokenMatcher, open_matcher, request_matcher
+from phalanx.engine.grammar_threads import SLOW_SECONDS, TOKEN_SECONDS, GrammarThreads, InlineGrammarCalls
 from phalanx.engine.limits import SchedulerOptions, length_limit
 from phalanx.engine.messages import (
     AddRequest,
     RequestRejected,
     RequestUpdate,
+    RowResult,
     SlotAssignment,
     Stats,
     Step,
@@ -34,7 +40,7 @@ from phalanx.engine.messages import (
 )
 from phalanx.engine.prefix import extend_keys, longest_hit
 from phalanx.engine.request import Request
-from phalanx.errors import EngineError, PhalanxError, RequestError, StepDiverged
+from phalanx.errors import EngineError, RequestError, StepDiverged
 
 __all__ = ["Scheduler", "SchedulerOptions"]
 
@@ -59,13 +65,17 @@ class _StepDraft:
 class Scheduler:
     """`add`, `abort`, `schedule`, `process_result`. Each scheduled step must be submitted, and its result processed, in order."""
 
-    def __init__(self, options: SchedulerOptions, open_matcher: OpenMatcher = open_matcher) -> None:
+    def __init__(
+        self, options: SchedulerOptions, open_matcher: OpenMatcher = open_matcher, *,
+        grammar_calls: GrammarThreads | InlineGrammarCalls | None = None,
+    ) -> None:  # fmt: skip
         self.options = options
         self.pool = BlockPool(options.num_blocks)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
         self.counters = Stats(blocks_total=options.num_blocks)
-        self._open_matcher = open_matcher
+        self.open_matcher = open_matcher
+        self.grammar_calls = grammar_calls or InlineGrammarCalls()
         self._requests: dict[str, Request] = {}
         self._slots = list(range(options.max_batch_size - 1, -1, -1))
         self._released: list[int] = []
@@ -74,12 +84,13 @@ class Scheduler:
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
-    def add(self, add: AddRequest) -> None:
-        """Queue a request. Raises PromptTooLong, CapacityError or RequestError: then nothing has changed."""
+    def add(self, add: AddRequest, matcher: TokenMatcher | None = None) -> None:
+        """Queue a request. matcher: its grammar's, opened here where there is none. Raises PromptTooLong, CapacityError or
+        RequestError: then nothing has changed."""
         if add.request_id in self._requests:
             raise RequestError(f"request id {add.request_id!r} is in use", next="give each request its own id")
         limit = length_limit(add, self.options)
-        matcher = request_matcher(add, self._open_matcher)
+        matcher = matcher or request_matcher(add, self.open_matcher)
         seed = self._seeds.getrandbits(63) if add.params.seed is None else add.params.seed
         request = Request(add, seed=seed, limit=limit, matcher=matcher)
         self._requests[request.id] = request
@@ -164,6 +175,8 @@ class Scheduler:
         arrivals: list[Request] = []
         left, forecast = self.pool.available - len(self.running), forecast_of(self.running, self.pool.available, self.options)
         for request in self.waiting:
+            if request.grammar_row is not None:  # nobody waits for its grammar
+                continue
             left -= self._blocks_for(len(request.tokens))
             first = not (arrivals or self.running)
             fits = forecast is None or forecast.add_if_fits(len(request.tokens), request.to_go, force=first)
@@ -215,8 +228,8 @@ class Scheduler:
         draft.prefill_budget += draft.decode_budget
         forecast = forecast_of(self.running, pool.available, self.options) if self.waiting and self._slots else None
         while self.waiting and self._slots and draft.rows_left and draft.prefill_budget:
-            request = self.waiting[0]
-            if request.in_flight:  # preempted, and its last tokens are not known yet
+            request = next((request for request in self.waiting if request.grammar_row is None), None)
+            if request is None or request.in_flight:  # preempted, and its last tokens are not known yet
                 return
             hit = self._prefix_hit(request)
             cached = sum(block >= 0 and pool.idle(block) for block in hit)  # blocks of the hit that `available` counts
@@ -234,7 +247,7 @@ class Scheduler:
 
     def _admit(self, draft: _StepDraft, request: Request, hit: list[int]) -> None:
         stages = self.options.pipeline_stages
-        self.waiting.popleft()
+        self.waiting.remove(request)
         self.running.append(request)
         request.slot = self._slots.pop()
         for block in hit:
@@ -317,27 +330,56 @@ class Scheduler:
         messages: list[RequestUpdate | RequestRejected] = []
         ended: list[Request] = []
         for (request, row), row_result in zip(rows, result.batches[0], strict=True):
-            request.in_flight -= 1
             if request.ended:
                 continue
             if row_result.prompt_logprobs:
                 request.take_prompt_logprobs(row.start, row_result.prompt_logprobs)
             if not row.samples:
+                request.in_flight -= 1
                 continue
-            request.pending -= 1
-            if row_result.token is None:
+            token = row_result.token
+            if token is None:
                 raise StepDiverged(f"step {number} sampled no token for request {request.id}", held="its row was to sample one")
-            try:
-                messages.append(request.take_token(row_result, row_result.token))
-            except PhalanxError as error:
-                request.ended = True
-                messages.append(RequestRejected(request.id, error.to_wire()))
-            if request.ended:
-                ended.append(request)
+            if request.matcher is not None and not request.stops_at(token):
+                request.grammar_row = row_result
+                self.grammar_calls.begin(
+                    request, partial(request.follow, token), spent=request.grammar_seconds, quick=request.grammar_quick
+                )
+                continue
+            messages.append(self._take_token(request, row_result, ended, complete=False))
         self.counters.generation_tokens += len(messages)
-        if ended:
-            self._remove(ended)
+        self._remove(ended)
+        return messages + self.process_grammar_calls()
+
+    def process_grammar_calls(self) -> list[RequestUpdate | RequestRejected]:
+        """Take in the tokens that grammars have accepted meanwhile; messages as from `process_result`."""
+        messages: list[RequestUpdate | RequestRejected] = []
+        ended: list[Request] = []
+        for call in self.grammar_calls.collect():
+            request: Request = call.owner
+            row_result, request.grammar_row = request.grammar_row, None
+            if request.ended or row_result is None:
+                continue
+            request.grammar_seconds += call.seconds - TOKEN_SECONDS
+            request.grammar_quick = call.seconds < SLOW_SECONDS
+            if call.error is None:
+                messages.append(self._take_token(request, row_result, ended, complete=call.value))
+                continue
+            request.ended = True
+            ended.append(request)
+            messages.append(RequestRejected(request.id, call.error.to_wire()))
+        self.counters.generation_tokens += len(messages)
+        self._remove(ended)
         return messages
+
+    def _take_token(self, request: Request, result: RowResult, ended: list[Request], *, complete: bool) -> RequestUpdate:
+        assert result.token is not None
+        request.in_flight -= 1
+        request.pending -= 1
+        update = request.take_token(result, result.token, complete=complete)
+        if request.ended:
+            ended.append(request)
+        return update
 
     # ---- blocks and slots --------------------------------------------------------------------------------------------
 
@@ -408,6 +450,8 @@ class Scheduler:
         request.blocks, request.slot, request.submitted = [], -1, 0
 
     def _remove(self, ended: list[Request]) -> None:
+        if not ended:
+            return
         for request in ended:
             del self._requests[request.id]
             if request.slot < 0:

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls into grammars, off the engine's loop: `GrammarThreads`.
+
+A mask or an accept is C++ that cannot be interrupted, and its cost depends on the grammar and the text: with an ambiguous grammar
+it may double with each token. xgrammar releases the GIL meanwhile. A call that takes long keeps its thread, and another thread
+takes its place, so nobody waits behind it. A call beyond its budget of CPU time is abandoned: its request gets an error, and the
+rest of the call runs at the lowest priority until it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.errors import PhalanxError, RequestError
+
+CALL_SECONDS = 0.25
+"""CPU time of one call: one token's accept and the mask after it. An ordinary one takes less than a millisecond."""
+OPEN_SECONDS = 10.0
+"""CPU time to read a compiled grammar, which may have 32 MiB, and to make its first mask."""
+REQUEST_SECONDS = 2.0
+"""CPU time of all calls of one request, beyond TOKEN_SECONDS for each token."""
+TOKEN_SECONDS = 0.01
+SLOW_SECONDS = 0.01
+"""Beyond this another thread takes the place of the one that is busy, and the next call of this request is not waited for."""
+PATIENCE_SECONDS = 0.005
+"""How long a step is held back for the calls of requests that were quick so far."""
+THREADS = 2
+_IDLE, _BUSY = "grammar", "grammar call"
+
+
+@dataclass(eq=False)
+class GrammarCall:
+    """One call, for `owner`. Once collected, it has `value` or `error`."""
+
+    owner: Any
+    work: Callable[[], Any]
+    budget: float  # seconds of CPU time
+    quick: bool  # the owner's call before was
+    value: Any = None
+    error: PhalanxError | None = None
+    seconds: float = 0.0  # CPU time
+    thread: threading.Thread | None = None
+    clock: int = -1  # of the CPU time of its thread
+    began: float = 0.0  # on that clock
+    began_at: float = 0.0  # time.monotonic()
+    slow: bool = False
+    ended: bool = False
+
+
+class InlineGrammarCalls:
+    """Runs each call at once, without a budget: for schedules that are simulated."""
+
+    busy = False
+
+    def __init__(self) -> None:
+        self.notify: Callable[[], None] = lambda: None
+        self._ended: list[GrammarCall] = []
+
+    def begin(self, owner: Any, work: Callable[[], Any], *, spent: float = 0.0, quick: bool = True) -> GrammarCall:
+        call = GrammarCall(owner, work, REQUEST_SECONDS - spent, quick)
+        _run(call)
+        self._ended.append(call)
+        return call
+
+    def collect(self) -> list[GrammarCall]:
+        calls, self._ended = self._ended, []
+        return calls
+
+    def wait(self) -> None: ...
+
+
+@dataclass
+class _State:
+    queue: deque[GrammarCall] = field(default_factory=deque)
+    busy: list[GrammarCall] = field(default_factory=list)
+    ended: list[GrammarCall] = field(default_factory=list)
+    threads: int = 0  # without those whose call is slow
+
+
+class GrammarThreads:
+    """`begin` calls, and `collect` those that have ended or are beyond their budget. Both for one thread; `notify` is called on
+    another one when there is something to collect."""
+
+    def __init__(self, notify: Callable[[], None] = lambda: None, *, call_seconds: float = CALL_SECONDS) -> None:
+        self.notify = notify
+        self._call_seconds = call_seconds
+        self._state = _State()
+        self._changed = threading.Condition()
+
+    @property
+    def busy(self) -> bool:
+        """Calls run or wait, so `collect` is to be called again within SLOW_SECONDS."""
+        return bool(self._state.busy or self._state.queue)
+
+    def begin(self, owner: Any, work: Callable[[], Any], *, spent: float = 0.0, quick: bool = True) -> GrammarCall:
+        """Run `work` on a thread. spent: CPU seconds of the owner's calls, less TOKEN_SECONDS for each. quick: the last one was."""
+        call = GrammarCall(owner, work, min(self._call_seconds, REQUEST_SECONDS - spent), quick)
+        with self._changed:
+            self._state.queue.append(call)
+            self._start_threads()
+            self._changed.notify_all()
+        return call
+
+    def wait(self) -> None:
+        """Wait until the calls of quick owners have ended, PATIENCE_SECONDS at most."""
+        state = self._state
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not any(call.quick and not call.slow for call in (*state.queue, *state.busy)), timeout=PATIENCE_SECONDS
+            )
+
+    def collect(self) -> list[GrammarCall]:
+        """The calls that have ended, and those that are beyond their budget: with an error, and never again."""
+        state = self._state
+        with self._changed:
+            for call in list(state.busy):
+                seconds = time.clock_gettime(call.clock) - call.began
+                if not call.slow and time.monotonic() - call.began_at > SLOW_SECONDS:
+                    call.slow = True
+                    state.threads -= 1
+                    _lower_priority(call, 10)
+                if seconds > call.budget:
+                    call.seconds, call.error, call.ended = seconds, _beyond_budget(call, self._call_seconds), True
+                    state.busy.remove(call)
+                    state.ended.append(call)
+                    _lower_priority(call, 19)
+            self._start_threads()
+            calls, state.ended = state.ended, []
+        return calls
+
+    def _start_threads(self) -> None:
+        while self._state.threads < min(THREADS, len(self._state.queue) + sum(not call.slow for call in self._state.busy)):
+            self._state.threads += 1
+            threading.Thread(target=self._serve, name=_IDLE, daemon=True).start()
+
+    def _serve(self) -> None:
+        state, thread = self._state, threading.current_thread()
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(state.queue))
+                call = state.queue.popleft()
+                call.thread, call.clock, call.began, call.began_at = thread, clock, time.clock_gettime(clock), time.monotonic()
+                state.busy.append(call)
+            thread.name = _BUSY
+            value, error = _outcome(call.work)
+            thread.name = _IDLE
+            with self._changed:
+                if not call.ended:
+                    call.value, call.error, call.ended = value, error, True
+                    call.seconds = time.clock_gettime(clock) - call.began
+                    state.busy.remove(call)
+                    state.ended.append(call)
+                    self._changed.notify_all()
+                slow = call.slow
+            self.notify()
+            if slow:  # another one has its place, and its priority is low
+                return
+
+
+def calls_run() -> bool:
+    """Whether a thread is inside a call. Python's finalization would then abort the process: end it by os._exit."""
+    return any(thread.name == _BUSY for thread in threading.enumerate())
+
+
+def _run(call: GrammarCall) -> None:
+    call.value, call.error = _outcome(call.work)
+    call.ended = True
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[Any, PhalanxError | None]:
+    try:
+        return work(), None
+    except PhalanxError as error:
+        return None, error
+    except Exception as error:
+        return None, RequestError("the grammar failed", why=repr(error), next="report this as a bug")
+
+
+def _beyond_budget(call: GrammarCall, call_seconds: float) -> RequestError:
+    limit = (
+        f"{call_seconds:g} s of CPU time for one token"
+        if call.budget == call_seconds
+        else f"{TOKEN_SECONDS:g} s of CPU time a token"
+    )
+    return RequestError(
+        "structured output takes too long to follow", held=f"the budget is {limit}",
+        why="the grammar is ambiguous: the same text has so many derivations that each token costs more than the one before",
+        next="write it without repeats within repeats: `a{0,400}` instead of `(a{0,20}){0,20}`",
+    )  # fmt: skip
+
+
+def _lower_priority(call: GrammarCall, nice: int) -> None:
+    """On Linux the priority is that of a thread."""
+    if call.thread is not None and call.thread.native_id is not None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, call.thread.native_id, nice)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random schedules, differentially: each request must get the same tokens in a crowd as alone, and no block or slot may be lost.
+
+Grammar calls end late and in any order here. Short in CI; `make fuzz` runs it for PHALANX_FUZZ_SECONDS. A failure prints the seed
+of its schedule; PHALANX_FUZZ_SEED begins with that one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.config import SamplingParams, StructuredOutputParams
+from phalanx.engine.fake import StepChecker
+from phalanx.engine.grammar_threads import GrammarCall, InlineGrammarCalls
+from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, StepResult
+from phalanx.engine.scheduler import Scheduler, SchedulerOptions
+from phalanx.errors import CapacityError, PromptTooLong
+from tests.engine.test_scheduler import VOCAB, Evens
+
+SECONDS = float(os.environ.get("PHALANX_FUZZ_SECONDS", "4"))
+SEED = int(os.environ.get("PHALANX_FUZZ_SEED", "0"))
+
+
+class LateGrammarCalls(InlineGrammarCalls):
+    """Calls end at once and are collected late, in any order."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__()
+        self._chance = chance
+        self.prompt = False
+
+    def collect(self) -> list[GrammarCall]:
+        calls = super().collect()
+        self._chance.shuffle(calls)
+        late = [call for call in calls if not self.prompt and self._chance.random() < 0.5]
+        self._ended = late
+        return [call for call in calls if call not in late]
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[int] = field(default_factory=list)
+    prompt_logprobs: list[int | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+    def take(self, update: RequestUpdate) -> None:
+        assert self.finish_reason is None, "an update after the last one"
+        self.tokens += update.tokens
+        self.logprobs += [logprob.token for logprob in update.logprobs]
+        if update.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None
+            self.prompt_logprobs = [logprob and logprob.token for logprob in update.prompt_logprobs]
+        self.finish_reason, self.stop_reason = update.finish_reason, update.stop_reason
+
+
+class Simulation:
+    """A scheduler on ranks whose steps are all checked."""
+
+    def __init__(self, options: SchedulerOptions, chance: random.Random) -> None:
+        self.calls = LateGrammarCalls(chance)
+        self.scheduler = Scheduler(options, Evens, grammar_calls=self.calls)
+        self.answers: dict[str, Answer] = {}
+        self.steps = 0
+        self._results: deque[StepResult] = deque()
+        self._checker = StepChecker(
+            vocab_size=VOCAB, num_blocks=options.num_blocks, block_size=options.block_size, max_batch_size=options.max_batch_size,
+            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window,
+        )  # fmt: skip
+
+    def submit(self) -> bool:
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.steps += 1
+            self._results.append(self._checker.run(step))
+        return step is not None
+
+    def process(self) -> None:
+        messages = self.scheduler.process_result(self._results.popleft()) if self._results else []
+        for message in [*messages, *self.scheduler.process_grammar_calls()]:
+            assert not isinstance(message, RequestRejected), message
+            self.answers.setdefault(message.request_id, Answer()).take(message)
+
+    def finish(self) -> None:
+        self.calls.prompt = True
+        for _ in range(20_000):
+            if not self.submit():
+                self.process()
+            if self.scheduler.idle:
+                return
+        raise AssertionError(f"{self.scheduler.open_ids} do not end")
+
+
+def draw_options(chance: random.Random) -> SchedulerOptions:
+    stages, chunked = chance.choice([1, 1, 2, 4]), chance.random() < 0.7
+    max_seq_len, block_size = chance.randrange(12, 61), chance.choice([1, 2, 4, 8])
+    return SchedulerOptions(
+        num_blocks=chance.randrange(4, 110) * max_seq_len // (60 * block_size) + 2, block_size=block_size,
+        max_batch_size=chance.randrange(1, 9), max_num_tokens=chance.choice([1, 3, 7, 8, 20, 40]) if chunked else max_seq_len,
+        max_seq_len=max_seq_len, depth=max(stages, 2), pipeline_stages=stages, window=chance.choice([None, None, 1, 5, 16]),
+        prefix_caching=chance.random() < 0.7, chunked_prefill=chunked, vocab_size=VOCAB,
+    )  # fmt: skip
+
+
+def draw_request(chance: random.Random, name: str, roots: list[list[int]], options: SchedulerOptions) -> AddRequest:
+    prompt = chance.choice(roots)[: chance.randrange(1, options.max_seq_len)]
+    prompt = prompt + [chance.randrange(VOCAB) for _ in range(chance.randrange(3))]
+    stop = [chance.randrange(VOCAB) for _ in range(chance.choice([0, 1, 1, 4]))]
+    constrained = chance.random() < 0.4
+    fields: dict[str, Any] = {
+        "seed": chance.randrange(-5, 5), "max_tokens": chance.choice([None, None, chance.randrange(4, 30)]),
+        "min_tokens": 0 if constrained else chance.randrange(3), "temperature": chance.choice([0, 1]),
+        "prompt_logprobs": chance.choice([None, None, None, 0]), "logprobs": chance.choice([None, 0]),
+    }  # fmt: skip
+    if constrained:
+        fields["structured_output"] = StructuredOutputParams(regex="x", compiled=str(chance.randrange(1, 20)))
+    return AddRequest(name, prompt, SamplingParams(**fields), stop, stop[:2])
+
+
+def check_schedule(seed: int) -> tuple[int, int]:
+    """One schedule; returns its steps and preemptions."""
+    chance = random.Random(seed)
+    options = draw_options(chance)
+    crowd = Simulation(options, chance)
+    roots = [[chance.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
+    requests: dict[str, AddRequest] = {}
+    aborted: set[str] = set()
+    for number in range(chance.randrange(1, 16)):
+        for _ in range(chance.randrange(3)):
+            if not (chance.random() < 0.6 and crowd.submit()):
+                crowd.process()
+        add = draw_request(chance, f"r{number}", roots, options)
+        try:
+            crowd.scheduler.add(add)
+        except (PromptTooLong, CapacityError):
+            continue
+        requests[add.request_id] = add
+        if chance.random() < 0.1:
+            name = chance.choice(list(requests))
+            if name in crowd.scheduler.open_ids:
+                aborted.add(name)
+            crowd.scheduler.abort(name)
+        crowd.scheduler.check()
+    crowd.finish()
+    crowd.scheduler.check()
+    assert crowd.scheduler.pool.referenced == 0
+    assert crowd.scheduler.pool.available == options.num_blocks
+
+    for name, add in requests.items():
+        alone = Simulation(options, random.Random(seed))
+        alone.scheduler.add(add)
+        alone.finish()
+        answer = crowd.answers.get(name, Answer())
+        if name in aborted:
+            assert answer.finish_reason is None
+            assert answer.tokens == alone.answers[name].tokens[: len(answer.tokens)], name
+        else:
+            assert answer == alone.answers[name], name
+    return crowd.steps, crowd.scheduler.counters.preemptions
+
+
+def test_a_request_gets_the_same_answer_in_a_crowd_as_alone() -> None:
+    begun, seed, steps, preemptions = time.monotonic(), SEED, 0, 0
+    while time.monotonic() - begun < SECONDS:
+        try:
+            more_steps, more_preemptions = check_schedule(seed)
+        except BaseException:
+            print(f"failed with PHALANX_FUZZ_SEED={seed}")
+            raise
+        seed, steps, preemptions = seed + 1, steps + more_steps, preemptions + more_preemptions
+    print(f"schedules {SEED} to {seed - 1}: {steps} steps, {preemptions} preemptions")
