@@ -181,3 +181,14 @@ def test_loading_does_not_wait_for_transformers(tmp_path):
     code += "t.apply_chat_template([]); import json; print(json.dumps(sorted({'torch', 'transformers'} & set(sys.modules))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []
+
+
+def test_long_texts_leave_the_interpreter_lock(tmp_path):
+    """A long text or list of ids takes another way through the library, with the same result."""
+    tokenizer = Tokenizer.load(write(tmp_path, byte_level()))
+    text = "This is a rank. " * 400
+    ids = tokenizer.encode(text)
+    assert ids == tokenizer.backend.encode(text).ids
+    assert tokenizer.decode(ids) == tokenizer.backend.decode(ids) == text
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        tokenizer.encode("x" * 5000 + "\ud800")

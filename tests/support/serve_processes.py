@@ -107,7 +107,7 @@ def free_port() -> int:
 def started(command: list[str], port: int, folder: Path) -> Iterator[Served]:
     """Run a command that serves on this port, until the context ends; nothing of it is left then."""
     log_file = folder / f"server-{port}.log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     with log_file.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=folder, start_new_session=True)
     served = Served(process, port, log_file)
