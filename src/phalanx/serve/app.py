@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hmac
+import resource
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -40,6 +41,9 @@ from phalanx.version import __version__
 
 logger = get_logger(__name__)
 
+OPEN_FILES = 65536
+"""Descriptors that a server may have: each stream takes one."""
+
 SWITCH_INTERVAL_SECONDS = 1e-3
 """Time for which a tokenizing thread may delay the streams, which have a token every few milliseconds. Python's default: 5 ms."""
 
@@ -63,6 +67,7 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = En
         logger.error("%s", error)
         return 2
     _name_process()
+    raise_open_files()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     service = make_service(engine, serving)
     app = make_app(service, api_key=serving.api_key)
@@ -73,6 +78,14 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = En
         return uvloop.run(lifecycle.run())
     except ImportError:  # uvloop is not available on every system
         return asyncio.run(lifecycle.run())
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files to OPEN_FILES as far as the hard one goes: the usual 1024 refuses the 1000th stream."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def make_service(engine: EngineOptions, serving: ServeOptions) -> Service:
