@@ -131,14 +131,15 @@ def started(command: list[str], port: int, folder: Path) -> Iterator[Served]:
 def fake_server(
     folder: Path, model: Path, *, fake: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **serving: Any
 ):
-    """The server over the fake executor, with the tokenizer and shape of a checkpoint."""
+    """The server over the fake executor, with the tokenizer and shape of a checkpoint. before: a command that executes it."""
+    before = serving.pop("before", [])
     port = serving.pop("port", None) or free_port()
     options = {
         "engine": {"model": str(model), "device": "cpu", "max_batch_size": 8, **(engine or {})},
         "serving": {"host": "127.0.0.1", "port": port, "served_model_name": MODEL, **serving},
         "fake": fake or {},
     }
-    return started([sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(options)], port, folder)
+    return started([*before, sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(options)], port, folder)
 
 
 def rank_server(folder: Path, model: Path, *flags: str):
