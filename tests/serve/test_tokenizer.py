@@ -205,3 +205,14 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path, file):
     assert not (tmp_path / "ran").exists()
     assert "cannot be converted" in process.stdout
     assert "left of the input: y\ny\ny" in process.stdout, "a question was put to standard input"
+
+
+def test_long_texts_leave_the_interpreter_lock(tmp_path):
+    """A long text or list of ids takes another way through the library, with the same result."""
+    tokenizer = Tokenizer.load(write(tmp_path, byte_level()))
+    text = "This is a rank. " * 400
+    ids = tokenizer.encode(text)
+    assert ids == tokenizer.backend.encode(text).ids
+    assert tokenizer.decode(ids) == tokenizer.backend.decode(ids) == text
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        tokenizer.encode("x" * 5000 + "\ud800")

@@ -11,6 +11,7 @@ import functools
 import json
 import sys
 
+from phalanx.__main__ import open_standard_descriptors
 from phalanx.comm import launch
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
@@ -20,6 +21,7 @@ from phalanx.serve.client import EngineClient
 
 
 def main() -> int:
+    open_standard_descriptors()
     config_json = json.loads(sys.argv[1])
     begin = launch.start
 

@@ -140,7 +140,8 @@ def started(
 def fake_server(
     folder: Path, model: Path, *, fake: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **serving: Any
 ):
-    """The server over the fake executor, with the tokenizer and shape of a checkpoint."""
+    """The server over the fake executor, with the tokenizer and shape of a checkpoint. before: a command that executes it."""
+    before = serving.pop("before", [])
     port = serving.pop("port", None) or free_port()
     surroundings = {name: serving.pop(name) for name in ("cwd", "environment") if name in serving}
     options = {
@@ -148,7 +149,8 @@ def fake_server(
         "serving": {"host": "127.0.0.1", "port": port, "served_model_name": MODEL, **serving},
         "fake": fake or {},
     }
-    return started([sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(options)], port, folder, **surroundings)
+    command = [*before, sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(options)]
+    return started(command, port, folder, **surroundings)
 
 
 def rank_server(folder: Path, model: Path, *flags: str, **surroundings: Any):

@@ -4,11 +4,16 @@
 A template comes from the internet. So it runs in Jinja's immutable sandbox and gets only plain JSON data. It has what the reference
 renderer (transformers' `apply_chat_template`) provides: `messages`, `tools`, `documents`, `add_generation_prompt`, the special
 tokens by name, the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
+
+A rendering has a limit of time, checked in each iteration of a loop and each call of a macro, and one of length, checked for the
+prompt and for each value that an operator makes.
 """
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -17,10 +22,16 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from phalanx.errors import ModelError, RequestError
 
 MessageDict = Mapping[str, Any]
+
+MAX_SECONDS = 10.0
+"""Time of one rendering. A body at the size limit takes less than a second."""
+MAX_CHARACTERS = 2**25
+"""Characters of the prompt, and of each text or list that an operator makes."""
 
 
 class _GenerationTag(Extension):
@@ -37,13 +48,77 @@ class _GenerationTag(Extension):
         return caller()
 
 
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox whose templates call `step` in each iteration and macro, and whose operators make no huge values."""
+
+    intercepted_binops = frozenset({"*", "**", "+"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self._thread = threading.local()
+
+    def begin(self) -> None:
+        """A rendering begins on this thread."""
+        self._thread.deadline = time.monotonic() + MAX_SECONDS
+
+    def step(self) -> str:
+        """Raise RequestError if the rendering takes too long."""
+        if time.monotonic() > self._thread.deadline:
+            raise RequestError(f"the chat template takes longer than {MAX_SECONDS:g} s", next="shorten the messages")
+        return ""
+
+    def joined(self, *values: Any) -> str:
+        """The operator `~`."""
+        texts = [str(value) for value in values]
+        _limit_length(sum(map(len, texts)))
+        return "".join(texts)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        sizes = [len(value) if isinstance(value, (str, list, tuple)) else None for value in (left, right)]
+        numbers = [abs(value) if isinstance(value, int) else 1 for value in (left, right)]
+        if operator == "**":
+            _limit_length(numbers[0].bit_length() * numbers[1])
+        elif operator == "+":
+            _limit_length(sum(size or 0 for size in sizes))
+        elif any(size is not None for size in sizes):
+            _limit_length(max(size or 0 for size in sizes) * max(numbers))
+        return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            assert isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock))
+            node.body.insert(0, nodes.ExprStmt(_call("step", [], node.lineno), lineno=node.lineno))
+        return _Concatenations().visit(tree)  # type: ignore[no-any-return]
+
+
+class _Concatenations(NodeTransformer):
+    """Replaces the operator `~`, which a sandbox cannot intercept."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("joined", node.nodes, node.lineno)
+
+
+def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
+    """A call of a method of the environment. A template cannot name it, nor hide it with a variable."""
+    call = nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
+    call.set_lineno(line)
+    return call
+
+
+def _limit_length(length: int) -> None:
+    if length > MAX_CHARACTERS:
+        raise RequestError(f"the chat template makes a text of {length} characters", held=f"the limit is {MAX_CHARACTERS}")
+
+
 class ChatTemplate:
     """One compiled template. Several threads may render it at once."""
 
     def __init__(self, source: str, *, origin: str) -> None:
         """origin: where the template comes from, for errors. Raises ModelError if it does not compile."""
         self.source, self.origin = source, origin
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        environment = self._environment = BoundedEnvironment()
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _now
@@ -60,15 +135,22 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt text. Raises RequestError with the template's own message if the template rejects the messages."""
+        """The prompt text. Raises RequestError with the template's own message if the template rejects the messages, and if it
+        takes longer than MAX_SECONDS or writes more than MAX_CHARACTERS."""
+        self._environment.begin()
         try:
-            return self._template.render(
+            parts, length = [], 0
+            for part in self._template.generate(
                 messages=[_plain_message(message) for message in messages],
                 tools=_plain(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
-            )
+            ):
+                length += len(part)
+                _limit_length(length)
+                parts.append(part)
+            return "".join(parts)
         except TemplateError as error:
             raise RequestError(f"the chat template of {self.origin} rejects these messages", why=str(error)) from None
         except RequestError:

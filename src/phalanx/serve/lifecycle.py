@@ -23,6 +23,7 @@ from phalanx.config.serving import ServeOptions
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import get_logger
 from phalanx.serve.client import Engine
+from phalanx.serve.descriptors import ConnectionLimit
 from phalanx.serve.openai.service import Service, ServingEngine
 from phalanx.serve.openai.tools import detect
 from phalanx.serve.tokenizer import Tokenizer
@@ -50,8 +51,9 @@ class Lifecycle:
         start: Callable[[EngineOptions], Awaitable[Engine]],
     ) -> None:
         self._service, self._sockets, self._engine, self._serving, self._start = service, sockets, engine, serving, start
+        limited = ConnectionLimit(app, lambda: len(self._http.server_state.connections))
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", http="httptools",
+            limited, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", http="httptools",
             timeout_keep_alive=75, timeout_graceful_shutdown=int(LAST_EVENT_SECONDS), proxy_headers=False,
         )  # fmt: skip
         self._http = HttpServer(config)

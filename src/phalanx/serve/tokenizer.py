@@ -25,6 +25,10 @@ from phalanx.errors import ModelError, ModelNotFound, RequestError
 from phalanx.serve.chat_template import ChatTemplate, MessageDict
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+MAX_LOCKED_CHARACTERS = 4096
+"""Length of a text for which `encode` may hold the interpreter lock. A batch is tokenized without the lock, and starts later."""
+MAX_LOCKED_TOKENS = 1024
+"""Number of token ids for which `decode` may hold the interpreter lock."""
 _LISTS = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -61,14 +65,20 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises RequestError for text that is not Unicode (a lone surrogate)."""
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) > MAX_LOCKED_CHARACTERS:
+                ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+            else:
+                ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise RequestError("the prompt is not valid Unicode", why=str(error)) from None
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Unknown ids (the padding of the model's vocabulary) have no text."""
-        text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if len(token_ids) > MAX_LOCKED_TOKENS:
+            text: str = self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
+        else:
+            text = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from phalanx.serve.openai import body
+from phalanx.serve.openai.api_errors import ApiError
 from phalanx.serve.openai.body import MAX_BODY_BYTES
 from phalanx.serve.openai.schema.responses import ErrorResponse
 from tests.support.serve_http_app import MODEL
@@ -33,6 +35,11 @@ def refused(answer, status=400):
 
 def chat(**fields):
     return json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **fields})
+
+
+def call(arguments):
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "type": "function", "function": function}]}
 
 
 NESTED = "[" * 20_000
@@ -81,6 +88,9 @@ BAD = {
     "long unknown name": (CHAT, chat(**{"x" * 100_000: 1})),
     "unknown name with a line break": (CHAT, chat(**{"a\nb\0": 1})),
     "too many tools": (CHAT, chat(tools=[{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)])),
+    "too many biases": (PLAIN, json.dumps({"model": MODEL, "prompt": "x", "logit_bias": dict.fromkeys(range(5000), 1)})),
+    "long arguments": (CHAT, chat(messages=[call('{"a": "' + "x" * 2**20 + '"}')])),
+    "arguments of many lists": (CHAT, chat(messages=[call('{"a": [' + "[]," * 2**15 + "1]}")])),
     "token of no model": ("/detokenize", '{"tokens": [2147483647]}'),
 }  # fmt: skip
 
@@ -126,6 +136,24 @@ def test_large_but_fair_body(http):
         error = refused(post(http, CHAT, chat(messages=[{"role": "user", "content": text}])))
         assert error.code == "context_length_exceeded"
     refused(post(http, "/tokenize", json.dumps({"prompt": "x" * (2**20 + 1)})))
+
+
+@pytest.mark.parametrize("unit", ["[],", '{"a":1},', '"\\\\",{},', '"\\"[",[],', '"[",1,'])
+def test_counts(unit):
+    """Commas, colons and brackets count outside of strings only, wherever the parts that are scanned at once end."""
+    for before in range(4):
+        text = (" " * before + "[" + unit * 12_000 + "1]").encode()
+        parsed = json.loads(text)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(body, "MAX_CONTAINERS", sum(isinstance(value, (list, dict)) for value in parsed) + 1)
+            body.check_counts(text)
+            patch.setattr(body, "MAX_CONTAINERS", body.MAX_CONTAINERS - 1)
+            with pytest.raises(ApiError, match="objects and lists"):
+                body.check_counts(text)
+            patch.undo()
+            patch.setattr(body, "MAX_VALUES", len(parsed) - 2)
+            with pytest.raises(ApiError, match="more than"):
+                body.check_counts(text)
 
 
 def test_content_type(http):

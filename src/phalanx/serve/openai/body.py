@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read and validate request bodies, with limits on size, nesting and time.
 
-A body has a size limit (413). pydantic's JSON parser rejects nesting beyond 200 levels, lone surrogates, and numbers beyond the
-range of a double. Grammars of clients have further limits here, because compilers recurse over them
-(`structured_output.json_schema` limits schemas).
+A body has a size limit (413), and limits on its numbers of values, members and containers (400): a parser holds the interpreter
+lock, so that even on a thread its time delays every stream. pydantic's JSON parser rejects nesting beyond 200 levels, lone
+surrogates, and numbers beyond the range of a double. Grammars of clients have further limits here, because compilers recurse over
+them (`structured_output.json_schema` limits schemas).
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -21,21 +25,73 @@ MAX_BODY_BYTES = 8 * 2**20
 """A million tokens are about 4 MiB of English text; token ids in JSON take up to 8 bytes each."""
 THREAD_BYTES = 64 * 2**10
 """A body of this size is parsed in about a millisecond; a larger one would delay the event loop."""
+MAX_VALUES = 2**19
+"""Values of a body. So many token ids are parsed in 70 ms."""
+MAX_MEMBERS = 2**15
+MAX_CONTAINERS = 2**14
+"""Objects and lists of a body: each takes as long as 30 numbers."""
+SCANNED_BYTES = 2**16
+"""Bytes that are scanned at once: milliseconds at worst, after which the event loop may run."""
 MAX_GRAMMAR_CHARACTERS = 2**16
 MAX_GRAMMAR_DEPTH = 100
 
 Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
+
+# One thread: several parsers would take the interpreter lock from each other before the event loop gets it.
+_parser = ThreadPoolExecutor(1, thread_name_prefix="body parser")
+_ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
 async def read_body(request: Request, model: type[Model]) -> Model:
     """The body of `request`, validated as `model`. Raises ApiError 400 or 413."""
+    return await read_request(request, model, lambda body: body)
+
+
+async def read_request(request: Request, model: type[Model], prepare: Callable[[Model], Result]) -> Result:
+    """`prepare` of the body of `request`, validated as `model`. A large body is prepared on the thread that parses it.
+
+    Raises ApiError 400 or 413, and what `prepare` raises.
+    """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise bad_request("the body must be JSON, and Content-Type application/json", code="invalid_content_type")
     body = await _bounded(request)
     if len(body) <= THREAD_BYTES:
-        return parse(body, model)
-    return await asyncio.to_thread(parse, body, model)
+        return prepare(parse(body, model))
+    return await asyncio.get_running_loop().run_in_executor(_parser, lambda: prepare(_parse_large(body, model)))
+
+
+def _parse_large(body: bytes, model: type[Model]) -> Model:
+    check_counts(body)
+    return parse(body, model)
+
+
+def check_counts(text: bytes, param: str | None = None) -> None:
+    """Raise ApiError 400 for JSON with too many values, members or containers. param: the field that has it; None: the body.
+
+    Text that is not JSON may pass; then the parser finds its error.
+    """
+    values = members = containers = 0
+    in_string, rest = False, b""
+    for start in range(0, len(text), SCANNED_BYTES):
+        part = rest + text[start : start + SCANNED_BYTES]
+        if b"\\" in part:
+            part = _ESCAPED.sub(b"", part)  # each escape is a pair, so what is left at the end begins one
+        rest = b"\\" if part.endswith(b"\\") else b""
+        pieces = part.removesuffix(b"\\").split(b'"')
+        outside = b" ".join(pieces[in_string::2])
+        in_string ^= len(pieces) % 2 == 0
+        values += outside.count(b",")
+        members += outside.count(b":")
+        containers += outside.count(b"[") + outside.count(b"{")
+        for count, limit, name in (
+            (values, MAX_VALUES, "values"), (members, MAX_MEMBERS, "members of objects"),
+            (containers, MAX_CONTAINERS, "objects and lists"),
+        ):  # fmt: skip
+            if count > limit:
+                message = f"{param or 'the body'} has more than {limit} {name}"
+                raise bad_request(message, param=param, code="too_many_values")
 
 
 def parse(body: bytes, model: type[Model]) -> Model:
@@ -86,6 +142,8 @@ def check_grammar(text: str, param: str) -> None:
 
 def json_object(text: str, param: str) -> dict[str, Any]:
     """Parse a JSON object that is given as text. Raises ApiError 400."""
+    if len(text) > THREAD_BYTES:
+        check_counts(text.encode(errors="replace"), param)
     try:
         value = from_json(text, allow_inf_nan=False)
     except ValueError as error:

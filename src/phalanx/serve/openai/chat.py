@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.serve.openai.body import read_body
+from phalanx.serve.openai.body import read_request
 from phalanx.serve.openai.generate import UsageCounter, generate
 from phalanx.serve.openai.logprobs import chat_logprobs
 from phalanx.serve.openai.prompts import encode_chat, renders_quickly
@@ -38,9 +38,10 @@ async def create_chat_completion(http_request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(http_request)
     service.admission.require_capacity_for_one()
-    request = await read_body(http_request, ChatRequest)
-    handler = ChatHandler(service, service.require_engine(request.model), request)
-    if request.stream:
+    handler = await read_request(
+        http_request, ChatRequest, lambda request: ChatHandler(service, service.require_engine(request.model), request)
+    )
+    if handler.streams:
         return EventStream(handler.events(), service.api_error)
     return CancellableResponse(handler.response(), service.api_error)
 
@@ -53,6 +54,7 @@ class ChatHandler:
         self._accepted = time.monotonic()
         self._params = chat_params(request, engine.facts)
         self._structured_output = structured_output_of(request, engine.tool_format)
+        self.streams = bool(request.stream)
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self._usage: UsageCounter | None = None
 

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import TokenLogprobs
-from phalanx.serve.openai.body import read_body
+from phalanx.serve.openai.body import read_request
 from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
 from phalanx.serve.openai.logprobs import CompletionLogprobsWriter
 from phalanx.serve.openai.prompts import encode_prompts, encodes_quickly, prompts_of
@@ -41,9 +41,10 @@ async def create_completion(http_request: Request) -> Response:
     """Complete one or several prompts."""
     service = service_of(http_request)
     service.admission.require_capacity_for_one()
-    request = await read_body(http_request, CompletionRequest)
-    handler = CompletionHandler(service, service.require_engine(request.model), request)
-    if request.stream:
+    handler = await read_request(
+        http_request, CompletionRequest, lambda request: CompletionHandler(service, service.require_engine(request.model), request)
+    )
+    if handler.streams:
         return EventStream(handler.events(), service.api_error)
     return CancellableResponse(handler.response(), service.api_error)
 
@@ -57,6 +58,7 @@ class CompletionHandler:
         self._prompts = prompts_of(request)
         self._params = completion_params(request, engine.facts)
         self._structured_output = structured_output_of(request, None)
+        self.streams = bool(request.stream)
         self._usage: UsageCounter | None = None
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),

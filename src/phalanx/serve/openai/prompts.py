@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import RequestError
 from phalanx.serve.openai.api_errors import bad_request
-from phalanx.serve.openai.body import json_object
+from phalanx.serve.openai.body import check_counts, json_object
 from phalanx.serve.openai.request_params import check_token
 from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Content, RequestMessage
 from phalanx.serve.openai.schema.completion import CompletionRequest
@@ -16,6 +16,9 @@ from phalanx.serve.openai.service import ServingEngine
 
 MAX_INLINE_CHARACTERS = 512
 """A text of this length is tokenized before a thread would even start while other requests stream."""
+MAX_INLINE_TOKENS = 2**14
+MAX_ARGUMENTS = 2**20
+"""Characters in the arguments of one call."""
 TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt", "tokenize"})
 """Variables of a chat template that the server sets itself."""
 
@@ -30,13 +33,17 @@ def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
 
 
 def encodes_quickly(prompts: Sequence[str] | Sequence[list[int]]) -> bool:
-    """Whether the prompts are token ids, or texts that are so short that a thread would cost more than it saves."""
-    return sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= MAX_INLINE_CHARACTERS
+    """Whether the prompts are so short that a thread would cost more than it saves."""
+    tokens = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+    return (
+        tokens <= MAX_INLINE_TOKENS and sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= MAX_INLINE_CHARACTERS
+    )
 
 
 def renders_quickly(request: ChatRequest) -> bool:
-    """Whether a conversation is so short. One with tools is not: they may be large, and templates write them into the prompt."""
-    if request.tools:
+    """Whether a conversation is so short. One with tools, calls or variables is not: templates write them into the prompt."""
+    calls = any(isinstance(message, AssistantMessage) and message.tool_calls for message in request.messages)
+    if request.tools or calls or request.chat_template_kwargs:
         return False
     return sum(len(_text(message.content) or "") for message in request.messages) <= MAX_INLINE_CHARACTERS
 
@@ -60,6 +67,9 @@ def encode_chat(request: ChatRequest, engine: ServingEngine) -> list[int]:
     tools = None
     if request.tools and request.tool_choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
+    calls = [call for message in request.messages if isinstance(message, AssistantMessage) for call in message.tool_calls or ()]
+    if calls:  # each is parsed by itself, and together they are held in memory
+        check_counts(",".join(call.function.arguments for call in calls).encode(errors="replace"), "messages")
     messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
     try:
         text = engine.tokenizer.apply_chat_template(messages, tools=tools, **(request.chat_template_kwargs or {}))
@@ -88,7 +98,7 @@ def _plain(message: RequestMessage, where: str) -> dict[str, Any]:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": json_object(call.function.arguments, f"{where}.tool_calls[{i}].function.arguments"),
+                        "arguments": _arguments(call.function.arguments, f"{where}.tool_calls[{i}].function.arguments"),
                     },
                 }
                 for i, call in enumerate(message.tool_calls)
@@ -99,6 +109,12 @@ def _plain(message: RequestMessage, where: str) -> dict[str, Any]:
     elif message.role == "tool":
         plain["tool_call_id"] = message.tool_call_id
     return plain
+
+
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    if len(text) > MAX_ARGUMENTS:
+        raise bad_request(f"{where} is longer than {MAX_ARGUMENTS} characters", param=where, code="arguments_too_large")
+    return json_object(text, where)
 
 
 def _text(content: Content | None) -> str | None:

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag
 from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 from phalanx.serve.openai.schema.fields import (
     Body,
+    FirstError,
     MetadataKey,
     MetadataValue,
     Neutral,
@@ -29,7 +30,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=1024)]
+Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=1024), FirstError()]
 
 
 class PlainMessage(Body):
@@ -150,7 +151,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class ChatRequest(SampledRequest):
     """A conversation. `max_completion_tokens` and the older `max_tokens` mean the same; the default is the limit of the model."""
 
-    messages: list[RequestMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Annotated[list[RequestMessage], FirstError()] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_COUNT)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN_COUNT)
     logprobs: bool | None = None

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
-from phalanx.serve.openai.schema.fields import MAX_N, Neutral, SampledRequest, TokenId
+from phalanx.serve.openai.schema.fields import MAX_N, FirstError, Neutral, SampledRequest, TokenId
 
 MAX_PROMPTS = 1024
 """Maximum number of prompts per request."""
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1), FirstError()]
 
 
 class CompletionRequest(SampledRequest):
@@ -21,9 +21,9 @@ class CompletionRequest(SampledRequest):
 
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), FirstError()]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), FirstError()]
     )
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKEN_COUNT)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)

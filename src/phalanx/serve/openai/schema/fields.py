@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, FailFast, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
@@ -17,6 +17,8 @@ from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 MAX_N = 128
 """Maximum number of completions per prompt, as in `SamplingParams`."""
 MAX_STOPS = 16
+MAX_LOGIT_BIAS = 4096
+"""Entries of `logit_bias`."""
 MAX_SEED = 2**63 - 1 - MAX_N
 """Completion i of n uses seed + i, which must fit into a signed 64-bit integer."""
 
@@ -40,6 +42,12 @@ class Neutral:
         if any(type(value) is type(known) and value == known for known in self.values):
             return value
         raise PydanticCustomError("cannot_honour", "is not supported: {why}", {"why": self.why})
+
+
+class FirstError(FailFast):
+    """Annotates a list whose validation ends at its first error: a long list may have a million. Can be a member of a union."""
+
+    __hash__ = object.__hash__
 
 
 class Body(BaseModel):
@@ -76,8 +84,10 @@ class SampledRequest(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
-    logit_bias: dict[TokenIdText, Bias] | None = Field(None, json_schema_extra={"additionalProperties": False})
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS), FirstError()] | None = None
+    logit_bias: dict[TokenIdText, Bias] | None = Field(
+        None, max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False}
+    )
     user: str | None = None
     # Extensions, with the names that other servers of this API use.
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_COUNT)
@@ -94,11 +104,13 @@ class SampledRequest(Body):
 
 
 __all__ = [
+    "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_N",
     "MAX_SEED",
     "MAX_STOPS",
     "Body",
+    "FirstError",
     "MetadataKey",
     "MetadataValue",
     "Neutral",

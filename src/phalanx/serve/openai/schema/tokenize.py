@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from phalanx.serve.openai.schema.fields import Body, TokenId
+from phalanx.serve.openai.schema.fields import Body, FirstError, TokenId
 
 
 class TokenizeRequest(Body):
@@ -19,6 +21,6 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """Token ids to turn into text."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FirstError()]
     model: str | None = Field(None, min_length=1, max_length=512)
     skip_special_tokens: bool | None = None
