@@ -110,8 +110,8 @@ class Recorder:
 
 def field_names(nvml: Any) -> list[tuple[str, int]]:
     """Every field of nvmlDeviceGetFieldValues, without thresholds of the power smoothing, which say nothing of health."""
-    left_out = ("POWER_SMOOTHING", "PWR_SMOOTHING", "RESET_STATUS")
-    names = [name for name in dir(nvml) if name.startswith("NVML_FI_DEV_") and not any(part in name for part in left_out)]
+    skipped = ("POWER_SMOOTHING", "PWR_SMOOTHING", "RESET_STATUS")
+    names = [name for name in dir(nvml) if name.startswith("NVML_FI_DEV_") and not any(part in name for part in skipped)]
     return sorted({(name, getattr(nvml, name)) for name in names}, key=lambda entry: entry[1])
 
 
