@@ -249,7 +249,9 @@ def summary(found: Sequence[float]) -> dict[str, float]:
             "max": round(float(sizes.max()), 4)}  # fmt: skip
 
 
-def without_group(decodes: list[Row], layer_rows: list[Layer], base: dict[str, float], group: Callable[[Row], object]) -> list[float]:
+def without_group(
+    decodes: list[Row], layer_rows: list[Layer], base: dict[str, float], group: Callable[[Row], object]
+) -> list[float]:
     """Errors of each group's rows under coefficients that were fitted without them."""
     found = []
     for value in sorted({group(row) for row in decodes}, key=str):
