@@ -29,7 +29,7 @@ fuzz: SECONDS ?= 600
 fuzz: SEED := $(or $(SEED),$(shell date +%s))
 fuzz: $(VENV)/.dev
 	@echo "== fuzz: $(SECONDS) s each from SEED=$(SEED)"
-	@PHALANX_FUZZ_SECONDS=$(SECONDS) PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/engine/test_scheduler_fuzz.py tests/serve/test_request_fuzz.py
+	@PHALANX_FUZZ_SECONDS=$(SECONDS) PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/engine/test_scheduler_fuzz.py tests/serve/test_app_fuzz.py
 
 wheel: $(VENV)/.dev
 	@$(PY) scripts/wheel_check.py
