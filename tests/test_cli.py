@@ -159,3 +159,13 @@ def test_the_module_runs_and_loads_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
     done = subprocess.run([sys.executable, "-m", "phalanx", "version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"phalanx {__version__}\n"
+
+
+def test_key_in_the_process_list(served, capsys, monkeypatch):
+    assert cli.main(["serve", "demo", "--api_key", "hunter2"]) == 0
+    error = capsys.readouterr().err
+    assert "stands in the process list" in error
+    assert "hunter2" not in error
+    monkeypatch.setenv("PHALANX_API_KEY", "hunter2")
+    assert cli.main(["serve", "demo"]) == 0
+    assert "process list" not in capsys.readouterr().err

@@ -108,6 +108,10 @@ def _type_name(annotation: Any) -> str:
 def serve(raw_options: RawOptions) -> None:
     """Serve a model with the OpenAI API over HTTP."""
     engine, serving = build_options(EngineOptions, raw_options), build_options(ServeOptions, raw_options)
+    if raw_options.origins.get("api_key") == "--api_key":
+        log.get_logger(__name__).warning(
+            "the API key stands in the process list for a moment; give it by --api_key_file or PHALANX_API_KEY instead"
+        )
     from phalanx.serve.app import run
 
     raise typer.Exit(run(engine, serving))

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +26,9 @@ class ServeOptions(BaseModel):
     host: str = Field("localhost", min_length=1, description="Address or host name to listen on. 0.0.0.0: every interface.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on. 0: any free port, which is logged.")
     api_key: str | None = Field(None, min_length=1, repr=False, description="Bearer key that requests must carry. None: no key.")
+    api_key_file: str | None = Field(
+        None, min_length=1, description="File with the bearer key, which then stands in no process list. None: api_key."
+    )
     served_model_name: str | None = Field(
         None, min_length=1, description="Name of the model in the API. None: the value of the option model."
     )
@@ -46,6 +50,21 @@ class ServeOptions(BaseModel):
         ge=0,
         description="Maximum number of prompt tokens that wait; a request that exceeds it gets status 429. None: no limit.",
     )
+
+    def read_api_key(self) -> str | None:
+        """The key, from api_key or its file; None for no key. Raises OptionError if both are given, or the file has no key."""
+        if self.api_key_file is None:
+            return self.api_key
+        if self.api_key is not None:
+            raise OptionError("api_key and api_key_file exclude each other", why="both are the key", next="give one of them")
+        name = f"api_key_file={self.api_key_file!r}"
+        try:
+            key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise OptionError(f"{name} cannot be read", why=str(error), next="name a readable file with the key") from None
+        if not key or len(key.splitlines()) > 1:
+            raise OptionError(f"{name} has no key", why="it must have one line that is not empty", next="write the key into it")
+        return key
 
     @classmethod
     def of(cls, **values: Any) -> ServeOptions:

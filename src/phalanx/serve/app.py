@@ -63,6 +63,7 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = En
             from phalanx.executor.node import join
 
             return join(engine, local_rank=local_rank)
+        api_key = serving.read_api_key()
         sockets = bind(serving.host, serving.port)
     except OptionError as error:
         logger.error("%s", error)
@@ -71,7 +72,7 @@ def run(engine: EngineOptions, serving: ServeOptions, *, start: StartEngine = En
     raise_open_files()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     service = make_service(engine, serving)
-    app = make_app(service, api_key=serving.api_key)
+    app = make_app(service, api_key=api_key)
     lifecycle = Lifecycle(app, service, sockets, engine=engine, serving=serving, start=start)
     try:
         import uvloop

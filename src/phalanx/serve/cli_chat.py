@@ -35,7 +35,7 @@ def talk(target: str, raw_options: RawOptions, *, system: str | None, max_tokens
     """Read questions from stdin, one per line, and print the answers until the input ends. Returns the exit status."""
     history: Messages = [{"role": "system", "content": system}] if system else []
     if target.startswith(("http://", "https://")):
-        key = build_options(ServeOptions, raw_options).api_key
+        key = build_options(ServeOptions, raw_options).read_api_key()
         return _talk(history, _over_http(target, key, max_tokens=max_tokens, temperature=temperature))
     raw_options = RawOptions({**raw_options.values, "model": target}, {**raw_options.origins, "model": "MODEL"})
     with LLM(**build_options(EngineOptions, raw_options).model_dump()) as llm:

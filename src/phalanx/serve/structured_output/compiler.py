@@ -12,10 +12,13 @@ never stops. Schemas are strict: properties that they do not mention are not all
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -37,6 +40,7 @@ from phalanx.serve.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
+_PREFIX, _LOCK, _NEW_LOCK = "phalanx-grammars-", "lock", "new-lock"
 _MAX_CACHED = 256  # compiled grammars per tokenizer
 _IN_USE = 120.0  # seconds for which a requested file stays, whatever else is compiled
 _MAX_WHITESPACE = 2  # white-space characters in a row
@@ -131,6 +135,7 @@ class _Process:
         self._vocabulary = msgspec.msgpack.encode(vocabulary)
         self._eos, self._seconds = list(eos_token_ids), seconds
         self._folder: Path | None = None
+        self._lock_file = -1
         self._child: launch.Child | None = None
         self._connection: socket.socket | None = None
         self._tokenizer = Path()
@@ -149,12 +154,19 @@ class _Process:
         self._stop()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock_file)
+            self._folder = None
 
     def _start(self) -> None:
         self._stop()
         start_time = time.monotonic()
         if self._folder is None or not self._folder.exists():
-            self._folder = Path(tempfile.mkdtemp(prefix="phalanx-grammars-"))
+            if self._folder is not None:  # somebody removed it
+                os.close(self._lock_file)
+                self._folder = None
+            sweep_folders(Path(tempfile.gettempdir()))
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            self._lock_file, self._folder = _lock_folder(folder), folder
         vocabulary, address = self._folder / "vocabulary", self._folder / "socket"
         vocabulary.write_bytes(self._vocabulary)
         address.unlink(missing_ok=True)
@@ -214,6 +226,29 @@ class _Process:
         if self._child is not None:
             launch.stop([self._child], 0.0)
             self._child = None
+
+
+def sweep_folders(parent: Path) -> None:
+    """Remove the folders of this user's servers that have ended without removing them: nobody holds their locks any more."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            lock_file = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock_file)
+
+
+def _lock_folder(folder: Path) -> int:
+    """The descriptor of a new folder's lock, which the kernel releases when this process ends."""
+    lock_file = os.open(folder / _NEW_LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(lock_file, fcntl.LOCK_EX)
+    (folder / _NEW_LOCK).rename(folder / _LOCK)  # under this name it is locked from the start
+    return lock_file
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
