@@ -59,14 +59,15 @@ class StructuredOutputParams(msgspec.Struct, frozen=True, kw_only=True, forbid_u
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Named):
     """How the tokens of one request are sampled, and when it ends.
 
-    n: completions per prompt. max_tokens: maximum number of new tokens; None: up to `max_seq_len`. min_tokens: number of new tokens
-    before which nothing stops the text (eos, stop ids, stop strings). temperature: 0 is greedy. top_k: 0 or -1 disables it. top_p,
-    min_p: 1.0 and 0.0 disable them. repetition_penalty: > 0, over prompt and output. presence_penalty, frequency_penalty: -2..2,
-    over the output. seed: of the random numbers, which do not depend on the batch; the logits may, in 16 bit, so tokens repeat only
-    where the logits do. Completion i of n uses seed + i. stop: strings that end the text (they are removed unless
-    include_stop_str_in_output). stop_token_ids: ids that end the text, in addition to the model's eos ids (ignore_eos disables the
-    latter). logprobs: alternatives per new token (0: only the sampled token; None: off). prompt_logprobs: the same for the prompt.
-    logit_bias: token id -> value added to its logit, -100..100. structured_output: the format that the text must follow.
+    n: completions per prompt. max_tokens: maximum number of new tokens; None: up to `max_seq_len`. min_tokens: number of new
+    tokens before which nothing stops the text (eos, stop ids, stop strings). temperature: 0 is greedy. top_k: 0 or -1 disables
+    it. top_p, min_p: 1.0 and 0.0 disable them. repetition_penalty: > 0, over prompt and output. presence_penalty,
+    frequency_penalty: -2..2, over the output. seed: of the random numbers, which do not depend on the batch; the logits may, in
+    16 bit, so tokens repeat only where the logits do. Completion i of n uses seed + i. stop: strings that end the text (they
+    are removed unless include_stop_str_in_output). stop_token_ids: ids that end the text, in addition to the model's eos ids
+    (ignore_eos disables the latter). logprobs: alternatives per new token (0: only the sampled token; None: off).
+    prompt_logprobs: the same for the prompt. logit_bias: token id -> value added to its logit, -100..100. structured_output:
+    the format that the text must follow.
 
     Raises OptionError naming the field, its value and the allowed values; UnknownOption (a TypeError) for an unknown field,
     naming the nearest one.

@@ -85,14 +85,17 @@ class _State:
 
 
 class GrammarThreads:
-    """`begin` calls, and `collect` those that have ended or are beyond their budget. Both for one thread; `notify` is called on
-    another one when there is something to collect."""
+    """`begin` calls, `wait` for the quick ones, and `collect` those that have ended or are beyond their budget. All for one thread;
+    `notify` is called on another one when there is something to collect and nobody waits. Calls start at the next `wait` or
+    `collect`."""
 
     def __init__(self, notify: Callable[[], None] = lambda: None, *, call_seconds: float = CALL_SECONDS) -> None:
         self.notify = notify
         self._call_seconds = call_seconds
         self._state = _State()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._queued, self._quick_ended = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._waiting = False  # inside `wait`
 
     @property
     def busy(self) -> bool:
@@ -102,24 +105,27 @@ class GrammarThreads:
     def begin(self, owner: Any, work: Callable[[], Any], *, spent: float = 0.0, quick: bool = True) -> GrammarCall:
         """Run `work` on a thread. spent: CPU seconds of the owner's calls, less TOKEN_SECONDS for each. quick: the last one was."""
         call = GrammarCall(owner, work, min(self._call_seconds, REQUEST_SECONDS - spent), quick)
-        with self._changed:
+        with self._lock:
             self._state.queue.append(call)
-            self._start_threads()
-            self._changed.notify_all()
         return call
 
     def wait(self) -> None:
         """Wait until the calls of quick owners have ended, PATIENCE_SECONDS at most."""
+        with self._lock:
+            self._start_calls()
+            if self._quick_calls():
+                self._waiting = True
+                self._quick_ended.wait_for(lambda: not self._quick_calls(), timeout=PATIENCE_SECONDS)
+                self._waiting = False
+
+    def _quick_calls(self) -> bool:
         state = self._state
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not any(call.quick and not call.slow for call in (*state.queue, *state.busy)), timeout=PATIENCE_SECONDS
-            )
+        return any(call.quick and not call.slow for call in (*state.queue, *state.busy))
 
     def collect(self) -> list[GrammarCall]:
         """The calls that have ended, and those that are beyond their budget: with an error, and never again."""
         state = self._state
-        with self._changed:
+        with self._lock:
             for call in list(state.busy):
                 seconds = time.clock_gettime(call.clock) - call.began
                 if not call.slow and time.monotonic() - call.began_at > SLOW_SECONDS:
@@ -131,37 +137,43 @@ class GrammarThreads:
                     state.busy.remove(call)
                     state.ended.append(call)
                     _lower_priority(call, 19)
-            self._start_threads()
+            self._start_calls()
             calls, state.ended = state.ended, []
         return calls
 
-    def _start_threads(self) -> None:
+    def _start_calls(self) -> None:
+        """Wake the threads for what is queued; not at each `begin`, because threads would then take the GIL from the loop."""
+        if not self._state.queue:
+            return
         while self._state.threads < min(THREADS, len(self._state.queue) + sum(not call.slow for call in self._state.busy)):
             self._state.threads += 1
             threading.Thread(target=self._serve, name=_IDLE, daemon=True).start()
+        self._queued.notify(len(self._state.queue))
 
     def _serve(self) -> None:
         state, thread = self._state, threading.current_thread()
         assert thread.ident is not None
         clock = time.pthread_getcpuclockid(thread.ident)
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(state.queue))
+            with self._lock:
+                self._queued.wait_for(lambda: bool(state.queue))
                 call = state.queue.popleft()
                 call.thread, call.clock, call.began, call.began_at = thread, clock, time.clock_gettime(clock), time.monotonic()
                 state.busy.append(call)
             thread.name = _BUSY
             value, error = _outcome(call.work)
             thread.name = _IDLE
-            with self._changed:
+            with self._lock:
                 if not call.ended:
                     call.value, call.error, call.ended = value, error, True
                     call.seconds = time.clock_gettime(clock) - call.began
                     state.busy.remove(call)
                     state.ended.append(call)
-                    self._changed.notify_all()
-                slow = call.slow
-            self.notify()
+                slow, waiting = call.slow, self._waiting
+                if waiting and not self._quick_calls():
+                    self._quick_ended.notify()
+            if not waiting:
+                self.notify()
             if slow:  # another one has its place, and its priority is low
                 return
 
