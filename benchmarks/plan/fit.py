@@ -249,9 +249,7 @@ def summary(found: Sequence[float]) -> dict[str, float]:
             "max": round(float(sizes.max()), 4)}  # fmt: skip
 
 
-def without_group(
-    decodes: list[Row], layer_rows: list[Layer], base: dict[str, float], group: Callable[[Row], object]
-) -> list[float]:
+def leave_out(decodes: list[Row], layer_rows: list[Layer], base: dict[str, float], group: Callable[[Row], object]) -> list[float]:
     """Errors of each group's rows under coefficients that were fitted without them."""
     found = []
     for value in sorted({group(row) for row in decodes}, key=str):
@@ -362,7 +360,7 @@ def main() -> int:
     }  # fmt: skip
     residuals = {"fit": summary(errors(decodes, values))}
     for name, group in groups.items():
-        residuals[f"without its {name}"] = summary(without_group(decodes, layer_rows, base, group))
+        residuals[f"without its {name}"] = summary(leave_out(decodes, layer_rows, base, group))
         print(name, residuals[f"without its {name}"])
     document = {
         "what": "Coefficients of plan/cost.py and plan/footprint.py, by benchmarks/plan/fit.py from benchmarks/results. Residuals: "

@@ -33,10 +33,10 @@ def options(**asked):
 
 
 def test_throughput_rows_are_predicted_within_the_gates():
-    """One row of five; `python -m benchmarks.plan.accuracy` simulates all of them and checks the same gates."""
+    """One row of ten; `python -m benchmarks.plan.accuracy` simulates all of them and checks the same gates."""
     assert sum(row.kind == "batch" for row in rows()) >= 21
-    errors = [abs(line.error) for line in accuracy.throughput(every=5)]
-    assert len(errors) >= 4
+    errors = [abs(line.error) for line in accuracy.throughput(every=10)]
+    assert len(errors) >= 3
     assert sum(errors) / len(errors) <= accuracy.GATES["throughput rows, mean"]
     assert max(errors) <= accuracy.GATES["throughput rows, worst"]
 
