@@ -31,6 +31,8 @@ from phalanx.health.cli import register as register_health
 from phalanx.tune.cli import app as allreduce
 from phalanx.version import __version__
 
+logger = log.get_logger(__name__)
+
 app = typer.Typer(
     name="phalanx",
     help="Phalanx serves large language models on many GPUs, or on any CPU.",
@@ -62,7 +64,12 @@ def takes(*models: type[BaseModel], model_argument: bool = True) -> Callable[[Co
         def run(**arguments: Any) -> None:
             own_arguments = {parameter.name: arguments.pop(parameter.name) for parameter in own}
             file = arguments.pop("config")
-            command(raw_options=read_sources(arguments, file=file), **own_arguments)
+            raw_options = read_sources(arguments, file=file)
+            if raw_options.origins.get("cluster_token") == "--cluster_token":
+                logger.warning(
+                    "--cluster_token stands in the process list of this host: use PHALANX_CLUSTER_TOKEN or --cluster_token_file"
+                )
+            command(raw_options=raw_options, **own_arguments)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

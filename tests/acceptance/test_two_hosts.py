@@ -44,8 +44,11 @@ class Hosts:
     def start(self, host: int) -> subprocess.Popen[str]:
         flags = ["--tp_size", "2", "--pp_size", "2", "--nnodes", "2", "--node_rank", str(host), "--master_addr", ADDRESSES[0]]
         words = [sys.executable, "-m", "phalanx", "serve", "demo", "--host", ADDRESSES[0], "--port", str(PORT), "--device", "cpu"]
+        command = self.command(host, *words, *flags, *SMALL)
         with (self.logs / f"host{host}").open("w") as log:
-            return subprocess.Popen(self.command(host, *words, *flags, *SMALL), stdout=log, stderr=log, text=True)
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, text=True, env=os.environ | {"PHALANX_CLUSTER_TOKEN": "the token of both hosts"}
+            )
 
     def log(self) -> str:
         return "".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.logs.iterdir()))

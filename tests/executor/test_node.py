@@ -10,16 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import zmq
 
 from phalanx.config.options import EngineOptions
 from phalanx.engine.messages import RankFacts
-from phalanx.errors import EngineError, LayoutError, NodeLost, RankDied
-from phalanx.executor import heartbeat
+from phalanx.errors import EngineError, LayoutError, NodeLost, OptionError, RankDied
+from phalanx.executor import heartbeat, protocol
 from phalanx.executor.node import Node, join
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.hardware.probe import Gpu, Machine
@@ -54,6 +56,9 @@ while True:
 """
 
 
+TOKEN = "a secret of the hosts of one test"
+
+
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> float:
     """The engine loses patience earlier than it does by default, which is early enough."""
@@ -80,7 +85,7 @@ def two_nodes(folder: Path) -> EngineOptions:
     port = 23000 + os.getpid() % 4000 * 2
     while not (free(port) and free(port + 1)):
         port += 2
-    return options(folder, pipeline_parallel_size=2, nnodes=2, master_port=port)
+    return options(folder, pipeline_parallel_size=2, nnodes=2, master_port=port, cluster_token=TOKEN)
 
 
 def start_node(asked: EngineOptions, code: str = NODE, node: int = 1) -> subprocess.Popen[bytes]:
@@ -90,10 +95,12 @@ def start_node(asked: EngineOptions, code: str = NODE, node: int = 1) -> subproc
 
 @contextmanager
 def formed(
-    folder: Path, kernels: tuple[str | None, str | None] = (None, None)
+    folder: Path, kernels: tuple[str | None, str | None] = (None, None), *, insecure: bool = False
 ) -> Iterator[tuple[RankExecutor, list[RankFacts], subprocess.Popen[bytes]]]:
-    """kernels: where each host keeps them."""
+    """kernels: where each host keeps them. insecure: without a token."""
     asked = two_nodes(folder)
+    if insecure:
+        asked = asked.model_copy(update={"cluster_token": None, "insecure_cluster": True})
     executor = RankExecutor(asked.model_copy(update={"kernel_cache_dir": kernels[0]}))
     assert isinstance(executor, RankExecutor)
     node = start_node(asked.model_copy(update={"kernel_cache_dir": kernels[1]}))
@@ -198,6 +205,119 @@ def test_a_killed_engine_ends_the_other_node_at_once(folder: Path) -> None:
     assert node.wait(10) == 1
     node.communicate()
     assert gone(held, 10)
+
+
+@contextmanager
+def stranger(options: EngineOptions, identity: bytes, *messages: protocol.RankToEngine, token: str | None = None) -> Iterator[None]:
+    """Another process that connects to the engine's port and sends these messages."""
+    context: zmq.Context[Any] = zmq.Context()
+    socket = protocol.dealer(context, f"tcp://127.0.0.1:{options.master_port}", identity, token)
+    for message in messages:
+        socket.send(protocol.encode(message))
+    try:
+        yield
+    finally:
+        socket.close(linger=0)
+        context.term()
+
+
+@pytest.mark.parametrize("token", [None, "another token, of a stranger"])
+def test_a_stranger_ends_nothing(folder: Path, token: str | None) -> None:
+    """Whatever it sends, under whatever name. Its junk, large frames and closed connections do not shorten the patience either."""
+    with formed(folder) as (executor, _, node), ExitStack() as strangers:
+        options = executor._options
+        error = EngineError("forged").to_wire()
+        messages = protocol.RankExit(1, 1, -9), protocol.RankError(1, error, consequence=False), protocol.NodeHeartbeat(7)
+        for identity in (b"node-1", b"rank-1", b"stranger"):
+            strangers.enter_context(stranger(options, identity, *messages, token=token))
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x01\x7f" + bytes(100_000)):
+            with socket.create_connection(("127.0.0.1", options.master_port)) as connection, suppress(OSError):
+                connection.sendall(junk)
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            assert executor.collect() == []
+            assert not executor._heartbeats._suspicious_until
+            time.sleep(0.01)
+        texts = prompts(2, seed=9)
+        assert Drive(executor.submit, executor.collect).generate(texts, 4) == [expected(folder, text, 4) for text in texts]
+        assert node.poll() is None
+
+
+def test_a_process_speaks_only_for_itself(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    executor = RankExecutor(two_nodes(folder))
+    facts = RankFacts(1, 1, "cpu", (0, 1))
+    own: list[tuple[bytes, protocol.RankToEngine]] = [
+        (b"node-1", protocol.RankExit(1, 1, -9)), (b"rank-1", protocol.RankReady(1, facts)),
+        (b"rank-0", protocol.StoreReady(0, "x")),
+        (b"heartbeat-rank-1", protocol.RankHeartbeat(1)),
+    ]  # fmt: skip
+    for identity, message in own:
+        assert executor._message([identity, protocol.encode(message)]) == message
+    assert caplog.messages == []
+    others: list[tuple[bytes, protocol.RankToEngine]] = [
+        (b"rank-1", protocol.RankExit(1, 1, -9)), (b"node-1", protocol.RankExit(1, 0, -9)),
+        (b"rank-0", protocol.RankReady(1, facts)),
+        (b"rank-0", protocol.RankReady(0, facts)), (b"rank-1", protocol.StoreReady(1, "x")), (b"rank-1", protocol.RankHeartbeat(1)),
+        (b"rank-1", protocol.NodeHeartbeat(1)),
+    ]  # fmt: skip
+    for identity, message in others:
+        assert executor._message([identity, protocol.encode(message)]) is None
+    assert len(caplog.messages) == len(others)
+
+
+def test_another_cluster_token_is_named_on_both_sides(
+    folder: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = two_nodes(folder)
+    executor = RankExecutor(options.model_copy(update={"start_timeout": 12.0}))
+    node = start_node(options.model_copy(update={"cluster_token": "not the token of this engine"}))
+    with pytest.raises(NodeLost, match="node 1 has not joined"):
+        executor.start()
+    assert "a peer at 127.0.0.1 was refused: wrong cluster token" in caplog.text
+    assert node.wait(1) == 1
+    node.communicate()
+    assert "refused this process as node 1; the cluster tokens differ" in capfd.readouterr().err
+
+
+def test_a_second_holder_of_an_identity_is_refused_by_name(
+    folder: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with formed(folder) as (executor, _, node):
+        second = start_node(executor._options)
+        deadline = time.monotonic() + 60
+        while second.poll() is None:
+            assert executor.collect() == []
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        second.communicate()
+        assert second.returncode == 1
+        assert "refused this process as node 1; another process is that node already" in capfd.readouterr().err
+        assert "a second node-1, at 127.0.0.1, was refused: the first one is at 127.0.0.1" in caplog.text
+        texts = prompts(2, seed=9)
+        assert Drive(executor.submit, executor.collect).generate(texts, 4) == [expected(folder, text, 4) for text in texts]
+        assert node.poll() is None
+
+
+def test_no_rank_has_the_token_in_its_arguments_or_its_log(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with formed(folder) as (executor, _, node):
+        pids = [*(handle.pid for handle in executor._handles.values()), *ranks_of(node)]
+        assert all(TOKEN not in " ".join(psutil.Process(pid).cmdline()) for pid in pids)
+    assert TOKEN not in capfd.readouterr().err
+
+
+def test_several_nodes_without_a_token_are_refused_on_every_host(folder: Path) -> None:
+    options = two_nodes(folder).model_copy(update={"cluster_token": None})
+    with pytest.raises(OptionError, match="nnodes=2 needs a cluster token"):
+        RankExecutor(options)
+    with pytest.raises(OptionError, match="nnodes=2 needs a cluster token"):
+        join(options.model_copy(update={"node_rank": 1}))
+
+
+def test_an_insecure_cluster_works_and_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with formed(folder, insecure=True) as (executor, facts, _):
+        assert len(facts) == 2
+        assert "insecure_cluster: whoever reaches the ports" in caplog.text
+        assert executor._cluster_token is None
 
 
 def test_a_node_without_an_engine_gives_up(folder: Path) -> None:

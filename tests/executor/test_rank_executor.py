@@ -189,7 +189,9 @@ def test_a_taken_port_is_said_before_anything_starts(make_executor: Make) -> Non
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        executor = make_executor(nnodes=2, tensor_parallel_size=2, master_port=taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        token = "a token of sixteen bytes or more"
+        executor = make_executor(nnodes=2, tensor_parallel_size=2, master_port=port, cluster_token=token)
         with pytest.raises(OptionError, match="master_port"):
             executor.start()
     assert executor._handles == {}

@@ -491,7 +491,9 @@ def test_a_killed_rank_is_named(folder):
 def test_torchrun(tmp_path, folder, reference):
     """Each of its processes runs the same script; rank 0 has the LLM, the other serves and then leaves."""
     path = tmp_path / "script.py"
-    path.write_text(THREE_LINES.format(folder=str(folder)), encoding="utf-8")
+    token = "cluster_token='a token of sixteen bytes or more', tensor_parallel_size"
+    text = THREE_LINES.format(folder=str(folder)).replace("tensor_parallel_size", token)
+    path.write_text(text, encoding="utf-8")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

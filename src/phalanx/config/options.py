@@ -26,7 +26,7 @@ class EngineOptions(BaseModel):
     Units: memory in bytes, time in seconds, lengths in tokens.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), hide_input_in_errors=True)
 
     model: str = Field(min_length=1, description="The model: a local folder, a Hugging Face Hub id, or 'demo'.")
     tokenizer: str | None = Field(None, description="Folder or Hub id of the tokenizer. None: the model's own.")
@@ -63,6 +63,16 @@ class EngineOptions(BaseModel):
     node_rank: int = Field(0, ge=0, description="Number of this host, from 0 to nnodes - 1. The engine runs on host 0.")
     master_addr: str = Field("127.0.0.1", description="Address of host 0, reachable from every host.")
     master_port: int = Field(29400, ge=1, le=65535, description="Port on host 0 for the ranks; the next port is used, too.")
+    cluster_token: str | None = Field(
+        None,
+        repr=False,
+        description="Secret of at least 16 bytes that all hosts share; it authenticates and encrypts what host 0 exchanges with "
+        "the others. Required for nnodes > 1. Not as a flag where others can list processes: use the file or the environment.",
+    )
+    cluster_token_file: str | None = Field(None, min_length=1, description="File that holds the cluster token.")
+    insecure_cluster: bool = Field(
+        False, description="Allow nnodes > 1 without a cluster token: anybody who reaches the ports of host 0 can join and read."
+    )
 
     launcher: str = Field(
         "phalanx.executor.launcher:LocalLauncher",
@@ -140,4 +150,6 @@ def option_error(error: ValidationError) -> OptionError:
     """The first error that pydantic found, as an OptionError."""
     first = error.errors(include_url=False)[0]
     name = ".".join(str(part) for part in first["loc"]) or "options"
+    if name == "cluster_token":
+        return OptionError("cluster_token is not valid", why="it must be a string")
     return OptionError(f"{name}={first.get('input')!r} is not valid", why=first["msg"].replace("Input should be", "it must be", 1))

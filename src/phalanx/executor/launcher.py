@@ -92,9 +92,11 @@ class Launcher(Protocol):
 
         Each process executes `WORKER` by `comm.launch.start`, and gets `config` with these added: "rank", "node", "device_index",
         "local_ranks" (how many ranks share its host). config holds "options" (of EngineOptions), "engine" (the zmq address to which
-        ranks connect), "peer" (the address by which other hosts reach the host of rank 0) and "store_port" (where rank 0 listens
-        for the other ranks; 0 is any free port). A launcher that places ranks on other hosts calls `LocalLauncher.start` on each of
-        them, with its share of the ranks; if rank 0 is among these, it replaces "peer" by that host's address.
+        ranks connect), "peer" (the address by which other hosts reach the host of rank 0), "store_port" (where rank 0 listens for
+        the other ranks; 0 is any free port) and "cluster_token" (what authenticates the connection to "engine"; None where nothing
+        does). The token is a secret: pass it on where nobody else can read it, never in a command line. A launcher that places
+        ranks on other hosts calls `LocalLauncher.start` on each of them, with its share of the ranks; if rank 0 is among these, it
+        replaces "peer" by that host's address.
         """
 
     def ended(self) -> list[EndedRank]:

@@ -13,6 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.comm.launch import exit_words
+from phalanx.config.cluster_token import SECRET_OPTIONS, read_cluster_token
 from phalanx.config.options import EngineOptions
 from phalanx.engine.resolve_options import resolve_options
 from phalanx.errors import NodeLost, PhalanxError
@@ -25,6 +26,13 @@ from phalanx.hardware.probe import address_towards
 from phalanx.log import get_logger
 
 log = get_logger(__name__)
+
+MAX_REFUSALS = 5
+"""Failed handshakes after which a node gives up. It tries again several times a second, while the engine may still be starting."""
+_MONITORED = (
+    zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)  # fmt: skip
 
 
 def join(options: EngineOptions, *, local_rank: int = 0) -> int:
@@ -50,10 +58,18 @@ class Node:
         self._ranks = host_ranks(options, options.node_rank, local_rank=local_rank)
         self._launcher = load_launcher(options)
         self._launcher.require_devices(self._ranks)
+        self._cluster_token = read_cluster_token(options)
         self._engine = f"tcp://{bracketed(options.master_addr)}:{options.master_port}"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = dealer(self._context, self._engine, protocol.node_identity(self._ranks.node))
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._refusals = 0
+        self._socket = dealer(
+            self._context,
+            self._engine,
+            protocol.node_identity(self._ranks.node),
+            self._cluster_token,
+            max_frame=protocol.MAX_FRAME_TO_NODE,
+        )
+        self._monitor = self._socket.get_monitor_socket(_MONITORED)
         self._last_message: float | None = None
         self._last_check = self._began = self._last_heartbeat = time.monotonic()
 
@@ -63,7 +79,7 @@ class Node:
         try:
             self._launcher.start(self._ranks, {
                 "engine": self._engine, "peer": self._options.master_addr, "store_port": self._options.master_port + 1,
-                "options": self._options.model_dump(mode="json"),
+                "cluster_token": self._cluster_token, "options": self._options.model_dump(mode="json", exclude=SECRET_OPTIONS),
             })  # fmt: skip
             self._send(protocol.NodeHello(self._ranks.node, address_towards(self._options.master_addr)))
             log.info("node %d: ranks %s for the engine at %s", self._ranks.node, list(self._ranks.ranks), self._engine)
@@ -112,9 +128,7 @@ class Node:
         paused, self._last_check = now - self._last_check > MONITOR_GAP, now
         where = f"the engine at {self._engine} (node 0)"
         while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-            if self._last_message is not None:
-                raise NodeLost(f"{where} is gone", why="its process ended or its host reset the connection")
+            self._connection_event(int(recv_monitor_message(self._monitor)["event"]), where)
         if self._last_message is None:
             limit = self._options.start_timeout
             if now - self._began > limit:
@@ -130,6 +144,24 @@ class Node:
                 f"{where} has been silent for {now - self._last_message:.0f} s", held=f"the limit is {NODE_TIMEOUT:g} s",
                 why="its process stands still or the link to it is cut",
             )  # fmt: skip
+
+    def _connection_event(self, event: int, where: str) -> None:
+        """Raise NodeLost when the engine closed the connection, or refuses it for good."""
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            raise NodeLost(
+                f"{where} refused this process as node {self._ranks.node}", why="another process is that node already",
+                next="give each host its own node_rank; the engine's log names the address of the other process",
+            )  # fmt: skip
+        if event != zmq.EVENT_DISCONNECTED:
+            self._refusals += 1
+            if self._refusals >= MAX_REFUSALS:
+                raise NodeLost(
+                    f"{where} refused this process as node {self._ranks.node}",
+                    why="the cluster tokens differ, or what listens there is no engine of this version",
+                    next="give every host the same cluster_token; check master_addr and master_port",
+                )  # fmt: skip
+        elif self._last_message is not None:
+            raise NodeLost(f"{where} is gone", why="its process ended or its host reset the connection")
 
     def _send(self, message: protocol.RankToEngine) -> None:
         self._socket.send(protocol.encode(message))

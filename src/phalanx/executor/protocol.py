@@ -13,11 +13,16 @@ import struct
 import msgspec
 import zmq
 
+from phalanx.config.sampling_params import MAX_LOGPROBS
 from phalanx.engine.messages import RankFacts, RowResult, Step
 from phalanx.errors import StepDiverged
+from phalanx.executor.cluster_keys import ClusterKeys
 
 HEARTBEAT_SECONDS = 1.0
 """How often the engine, each rank and each node send a heartbeat."""
+MAX_FRAME_TO_NODE = 1 << 20
+"""Bytes of the largest frame that the engine sends to a node: an error."""
+_FRAME_SLACK = 1 << 20  # for errors, and the facts of a rank
 _LINGER_MS = 2000  # how long the last messages of a process may take to leave
 
 # ---- rank -> engine --------------------------------------------------------------------------------------------------
@@ -179,9 +184,41 @@ def node_identity(node: int) -> bytes:
     return f"node-{node}".encode()
 
 
-def dealer(context: zmq.Context[zmq.Socket[bytes]], address: str, identity: bytes) -> zmq.Socket[bytes]:
-    """A socket to the engine's ROUTER. Sending never blocks."""
+def heartbeat_identity(rank: int) -> bytes:
+    """The identity of the connection on which a rank sends heartbeats."""
+    return b"heartbeat-" + rank_identity(rank)
+
+
+def sender_identity(message: RankToEngine) -> bytes:
+    """The identity of the one process that may send this message."""
+    match message:
+        case RankHeartbeat():
+            return heartbeat_identity(message.rank)
+        case NodeHello() | NodeHeartbeat() | RankExit():
+            return node_identity(message.node)
+        case _:
+            return rank_identity(message.rank)
+
+
+def max_frame_to_engine(max_num_tokens: int, max_batch_size: int) -> int:
+    """Bytes of the largest frame that a rank or node sends: the results of a step in which every position has all logprobs."""
+    return _FRAME_SLACK + (max_num_tokens + max_batch_size) * (32 + 16 * MAX_LOGPROBS)
+
+
+def dealer(
+    context: zmq.Context[zmq.Socket[bytes]],
+    address: str,
+    identity: bytes,
+    cluster_token: str | None = None,
+    *,
+    max_frame: int = -1,
+) -> zmq.Socket[bytes]:
+    """A socket to the engine's ROUTER. Sending never blocks. `cluster_token`: authenticates both ends over TCP. `max_frame`: a
+    larger frame ends the connection; -1: no limit."""
     socket = context.socket(zmq.DEALER)
+    if cluster_token is not None:
+        ClusterKeys(cluster_token).secure_client(socket, identity.decode())
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, 0)

@@ -10,28 +10,32 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import secrets
 import shutil
 import socket as sockets
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
+from phalanx.config.cluster_token import SECRET_OPTIONS, read_cluster_token
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult
 from phalanx.errors import EngineClosed, OptionError, PhalanxError, RankStalled
 from phalanx.executor import failure, protocol
+from phalanx.executor.cluster_keys import ClusterKeys
 from phalanx.executor.failure import Evidence, FailureReport
 from phalanx.executor.heartbeat import NODE_TIMEOUT, HeartbeatMonitor
 from phalanx.executor.inflight import InFlightSteps
 from phalanx.executor.launcher import RankHandle, host_ranks, load_launcher
+from phalanx.executor.peer_authentication import PeerAuthenticator
 from phalanx.executor.startup import StartupCoordinator
+from phalanx.hardware.probe import address_towards
 from phalanx.log import get_logger
 from phalanx.plan.layout import Layout
 
@@ -53,9 +57,12 @@ class RankExecutor:
         self._host = host_ranks(options, 0)
         self._launcher = load_launcher(options)
         self._launcher.require_devices(self._host)
+        self._cluster_token = read_cluster_token(options)
+        if options.nnodes == 1 and not self._launcher.on_this_host and not options.insecure_cluster:
+            self._cluster_token = secrets.token_hex(32)  # every rank gets it from the launcher
         self.depth = max(self._layout.pp, 2)
         self._socket: zmq.Socket[bytes] | None = None  # while ranks run, or start
-        self._connection_events: zmq.Socket[bytes] | None = None  # reports closed connections to other hosts
+        self._peers: PeerAuthenticator | None = None  # of connections over TCP
         self._handles: Mapping[int, RankHandle] = {}
         self._nodes: set[int] = set()
         self._chain = protocol.Chain()
@@ -103,6 +110,7 @@ class RankExecutor:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             router.setsockopt(option, 0)
         router.setsockopt(zmq.IPV6, 1)
+        router.setsockopt(zmq.MAXMSGSIZE, protocol.max_frame_to_engine(options.max_num_tokens or 1 << 17, options.max_batch_size))
         self._startup.folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
         address = f"ipc://{self._startup.folder}/ranks"
         try:
@@ -114,7 +122,7 @@ class RankExecutor:
             router.bind(address)
         peer, store_port = LOOPBACK, 0
         if options.nnodes > 1 or not self._launcher.on_this_host:
-            self._connection_events = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._authenticate(router)
             bind_tcp(router, options.master_addr, options.master_port)
             peer, store_port = options.master_addr, options.master_port + 1
             if options.nnodes > 1:
@@ -122,8 +130,21 @@ class RankExecutor:
             if not self._launcher.on_this_host:
                 address = f"tcp://{bracketed(options.master_addr)}:{options.master_port}"
         self._handles = self._launcher.start(self._host, {
-            "engine": address, "peer": peer, "store_port": store_port, "options": options.model_dump(mode="json"),
+            "engine": address, "peer": peer, "store_port": store_port,
+            "cluster_token": self._cluster_token if address.startswith("tcp:") else None,
+            "options": options.model_dump(mode="json", exclude=SECRET_OPTIONS),
         })  # fmt: skip
+
+    def _authenticate(self, router: zmq.Socket[bytes]) -> None:
+        """From now on, every peer that connects over TCP proves that it has the cluster token."""
+        ranks, nodes = range(self._layout.world), range(1, self._options.nnodes)
+        names = [protocol.node_identity(node) for node in nodes]
+        names += [identity(rank) for rank in ranks for identity in (protocol.rank_identity, protocol.heartbeat_identity)]
+        keys = None if self._cluster_token is None else ClusterKeys(self._cluster_token)
+        if keys is None:
+            log.warning("insecure_cluster: whoever reaches the ports of this host can join the engine, read prompts and end it")
+        self._peers = PeerAuthenticator(keys, names)
+        self._peers.listen(self._context, router)
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -160,9 +181,8 @@ class RankExecutor:
         if self._nodes and now - self._last_node_heartbeat >= protocol.HEARTBEAT_SECONDS:
             self._last_node_heartbeat = now
             self._send_to_nodes(protocol.EngineHeartbeat())
-        while self._connection_events is not None and self._connection_events.poll(0):
-            if recv_monitor_message(self._connection_events)["endpoint"].startswith(b"tcp:"):
-                self._heartbeats.connection_closed(now)
+        if self._peers is not None and self._peers.closed():
+            self._heartbeats.connection_closed(now)
         silent = self._heartbeats.first_silent(now)
         if silent is not None:
             raise self._fail(silent)
@@ -174,13 +194,12 @@ class RankExecutor:
         assert self._socket is not None
         while True:
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                # Frames tell from which connection they came; bytes are cheaper.
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._peers is None)
             except zmq.Again:
                 break
-            try:
-                message = protocol.decode_to_engine(frames[-1])
-            except msgspec.DecodeError:
-                log.warning("a message that no rank sends was dropped")
+            message = self._message(frames)
+            if message is None:
                 continue
             try:
                 self._receive(message)
@@ -188,6 +207,43 @@ class RankExecutor:
                 self._reports.append(FailureReport(Evidence.CAUSE, error))
         for ended in self._launcher.ended():
             self._exited(ended.rank, ended.code, ended.where)
+
+    def _message(self, frames: Sequence[Any]) -> protocol.RankToEngine | None:
+        """The message in these frames; None where it is none, or another process than its sender sent it."""
+        identity: bytes | None
+        if self._peers is None:
+            identity, payload = frames[0], frames[-1]
+        else:
+            identity, payload = self._peers.sender(frames), frames[-1].buffer
+            if identity is None:
+                return None
+        try:
+            message = protocol.decode_to_engine(payload)
+        except msgspec.DecodeError:
+            self._drop(identity, "no rank sends such a message")
+            return None
+        if protocol.sender_identity(message) != identity or not self._own_place(message):
+            self._drop(identity, f"it sent {type(message).__name__} of another process")
+            return None
+        return message
+
+    def _own_place(self, message: protocol.RankToEngine) -> bool:
+        """Whether the further numbers in a message fit its sender, which is known."""
+        match message:
+            case protocol.RankExit():
+                return message.rank in host_ranks(self._options, message.node).ranks
+            case protocol.RankReady():
+                return message.facts.rank == message.rank
+            case protocol.StoreReady():
+                return message.rank == 0
+            case _:
+                return True
+
+    def _drop(self, identity: bytes, why: str) -> None:
+        if self._peers is not None:
+            self._peers.dropped(identity.decode(errors="replace"), why)
+        else:
+            log.warning("a message of %.40r was dropped: %s", identity, why)
 
     def _receive(self, message: protocol.RankToEngine) -> None:
         now = time.monotonic()
@@ -285,9 +341,6 @@ class RankExecutor:
         else:
             self._failed = error
         self._launcher.stop(SHUTDOWN_GRACE_SECONDS if error is None else 0.0)
-        if self._connection_events is not None:
-            self._socket.disable_monitor()
-            self._connection_events.close(linger=0)
         self._socket.close(linger=1000 if self._nodes else 0)
         self._socket = None
         self._context.term()
@@ -310,7 +363,8 @@ class RankExecutor:
 
 
 def bind_tcp(router: zmq.Socket[bytes], address: str, port: int) -> None:
-    """Listen at `address` alone if it is this host's own, else (a name in front of this host) at all of its addresses.
+    """Listen at `address` alone if it is this host's own, else (a name in front of this host) at this host's address on the
+    interface from which `address` is reached. Only where there is none, listen at all addresses. The log says so.
 
     Raises OptionError when the name is unknown or the port is taken.
     """
@@ -326,12 +380,23 @@ def bind_tcp(router: zmq.Socket[bytes], address: str, port: int) -> None:
         except zmq.ZMQError as error:
             if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
                 raise
-            router.bind(f"tcp://*:{port}")
+            _bind_behind(router, address, port)
     except zmq.ZMQError as error:
         raise OptionError(
             f"master_port={port} on {address} cannot be used", why=str(error),
             next="give another master_port; it and the next one must be free",
         ) from None  # fmt: skip
+
+
+def _bind_behind(router: zmq.Socket[bytes], address: str, port: int) -> None:
+    """`address` is not one of this host."""
+    with contextlib.suppress(OSError, zmq.ZMQError):
+        own_address = address_towards(address)
+        router.bind(f"tcp://{bracketed(own_address)}:{port}")
+        log.warning("master_addr=%s is not an address of this host: listening at %s:%d", address, own_address, port)
+        return
+    log.warning("master_addr=%s is not an address of this host: listening at ALL addresses of this host, port %d", address, port)
+    router.bind(f"tcp://*:{port}")
 
 
 def bracketed(host_address: str) -> str:

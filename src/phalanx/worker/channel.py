@@ -21,21 +21,24 @@ from phalanx.executor.protocol import (
     dealer,
     decode_to_rank,
     encode,
+    heartbeat_identity,
     rank_identity,
 )
 
+_MAX_HEARTBEAT_ANSWER = 4096  # bytes: nothing comes back but the handshake
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as numbers: enums cost a microsecond each
 
 
 class EngineChannel:
-    """One per rank process; used from its main thread only."""
+    """One per rank process; used from its main thread only. `cluster_token`: authenticates both ends of a TCP connection."""
 
-    def __init__(self, rank: int, address: str) -> None:
+    def __init__(self, rank: int, address: str, cluster_token: str | None = None) -> None:
         self.rank = rank
         self.begun = self.finished = 0  # step numbers, read by the heartbeat's thread
         self._address = address
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = dealer(self._context, address, rank_identity(rank))
+        self._cluster_token = cluster_token
+        self._socket = dealer(self._context, address, rank_identity(rank), cluster_token)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._chain = Chain()
 
@@ -74,7 +77,9 @@ class EngineChannel:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
         def beat() -> None:
-            socket = dealer(context, self._address, b"heartbeat-" + rank_identity(self.rank))
+            socket = dealer(
+                context, self._address, heartbeat_identity(self.rank), self._cluster_token, max_frame=_MAX_HEARTBEAT_ANSWER
+            )
             while True:
                 socket.send(encode(RankHeartbeat(self.rank, self.begun, self.finished, bytes_now(), *counts())))
                 threading.Event().wait(HEARTBEAT_SECONDS)

@@ -28,6 +28,7 @@ import psutil
 
 from phalanx import log
 from phalanx.comm import launch
+from phalanx.config.cluster_token import SECRET_OPTIONS
 from phalanx.config.locate import checkpoint_digest, locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 
 logger = log.get_logger(__name__)
 
-_PER_NODE = {"node_rank", "model", "tokenizer", "kernel_cache_dir", "launcher"}
+_PER_NODE = {"node_rank", "model", "tokenizer", "kernel_cache_dir", "launcher", *SECRET_OPTIONS}
 """Options that may differ between hosts. The model is compared by its digest."""
 
 ReportProgress = Callable[[int, int], None]
@@ -387,7 +388,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     log.configure(f"rank {rank}", "INFO" if rank == 0 else "WARNING")
-    channel = EngineChannel(rank, config["engine"])
+    channel = EngineChannel(rank, config["engine"], config.get("cluster_token"))
     channel.send(Hello(rank, config["node"], os.getpid()))
     status = 1
     try:
