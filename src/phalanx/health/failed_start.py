@@ -49,9 +49,15 @@ def fitting(text: str) -> list[Check]:
 
 
 def find(text: str, subject: Subject) -> list[Finding]:
-    """The gravest findings of the checks that fit a failure's text."""
+    """The gravest findings of the checks that fit a failure's text, and that say more than it does."""
     results = examine(subject, fitting(text)).results
-    alarms = [finding for result in results for finding in result.findings if finding.level.alarm]
+    # What begins as the error does is the error itself: the check asked the same code.
+    alarms = [
+        finding
+        for result in results
+        for finding in result.findings
+        if finding.level.alarm and finding.summary.split(";")[0] not in text
+    ]
     return sorted(alarms, key=lambda finding: finding.level is not Level.ERROR)[:MOST_FINDINGS]
 
 
