@@ -68,8 +68,9 @@ class Node:
             protocol.node_identity(self._ranks.node),
             self._cluster_token,
             max_frame=protocol.MAX_FRAME_TO_NODE,
+            events=_MONITORED,
         )
-        self._monitor = self._socket.get_monitor_socket(_MONITORED)
+        self._monitor = self._socket.get_monitor_socket()
         self._last_message: float | None = None
         self._last_check = self._began = self._last_heartbeat = time.monotonic()
 

@@ -145,8 +145,11 @@ class PeerAuthenticator:
         elif event == zmq.EVENT_DISCONNECTED:
             address = self._addresses.pop(value, "an unknown address")
             with self._lock:
+                known = any(connection.descriptor == value for connection in self._connections.values())
                 for name, connection in self._connections.items():
-                    if connection.descriptor == value:
+                    if connection.descriptor is None and not known:
+                        connection.since = -HANDSHAKE_SECONDS  # perhaps its own: its next attempt must not be refused
+                    elif connection.descriptor == value:
                         connection.descriptor = -1
                         self._closed.put(name)
             if self._refusals:

@@ -212,9 +212,10 @@ def dealer(
     cluster_token: str | None = None,
     *,
     max_frame: int = -1,
+    events: int = 0,
 ) -> zmq.Socket[bytes]:
     """A socket to the engine's ROUTER. Sending never blocks. `cluster_token`: authenticates both ends over TCP. `max_frame`: a
-    larger frame ends the connection; -1: no limit."""
+    larger frame ends the connection; -1: no limit. `events`: what its monitor socket reports, from before the first connection."""
     socket = context.socket(zmq.DEALER)
     if cluster_token is not None:
         ClusterKeys(cluster_token).secure_client(socket, identity.decode())
@@ -224,6 +225,8 @@ def dealer(
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.IPV6, 1)
+    if events:
+        socket.get_monitor_socket(events)
     socket.connect(address)
     return socket
 
