@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # A shell that starts us in the background has us ignore Ctrl-C, and so would the processes that tests press it on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def logger_as_before() -> Iterator[None]:
+    """A command that runs inside a test configures the logger of its process; the next test has it as it was."""
+    logger = logging.getLogger("phalanx")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    yield
+    logger.setLevel(before[0])
+    logger.propagate, logger.handlers[:] = before[1], before[2]
 
 
 def gpu_count() -> int:

@@ -237,7 +237,7 @@ def test_as_many_steps_are_in_flight_as_there_are_stages_and_never_less_than_two
 def test_an_executor_that_was_never_started_runs_nothing_and_ends_quietly() -> None:
     executor: Executor = RankExecutor(options(Path("x")))
     assert executor.waitables() == []
-    assert executor.stats() == ({}, {}, {})
+    assert executor.stats() == ({}, {}, {}, {})
     with pytest.raises(EngineClosed, match="not running"):
         executor.collect()
     executor.shutdown()

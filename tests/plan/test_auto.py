@@ -20,7 +20,6 @@ def options(**asked):
 def test_the_layout_of_the_best_plan_and_its_reason(caplog):
     machine, _ = subject.machine_for("H200", gpus_per_node=4)
     with caplog.at_level(logging.INFO, logger="phalanx"):
-        logging.getLogger("phalanx").propagate = True
         chosen = auto.choose(options(), subject.shape_for("llama-3-70b"), machine)
     assert (chosen.tensor_parallel_size, chosen.pipeline_parallel_size, chosen.plan) == (4, 1, "off")
     assert "chosen: tp 4 pp 1" in caplog.text

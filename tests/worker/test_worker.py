@@ -68,7 +68,7 @@ def test_each_rank_reports_what_it_holds(pool: Pool) -> None:
         assert 0 < rank.bytes["kv"] <= 300_000
         assert {"import torch", "load weights", "form groups"} <= rank.phases.keys()
     assert blocks >= 100
-    by_rank, calls, _ = executor.stats()
+    by_rank, calls, _, _ = executor.stats()
     assert by_rank.keys() == set(range(len(facts)))
     assert all(count > 0 for count in calls.values())
 
