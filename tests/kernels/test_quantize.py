@@ -15,6 +15,8 @@ tl = triton.language
 vectors = pytest.importorskip("phalanx.kernels.vectors")
 quantize = pytest.importorskip("phalanx.kernels.quantize")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @triton.jit
 def codes(values, e4m3, decoded, e2m1, BLOCK: tl.constexpr):

@@ -16,6 +16,8 @@ from triton.language.extra.cuda import gdc_wait  # noqa: E402
 
 from phalanx.kernels.vectors import load_output, load_row, load_scales, store  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.support.models_formation import Formation
+from tests.support.models_formation import Formation, assert_every_weight_matters, run_steps
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -84,15 +84,7 @@ def _assert_same(logits: Tensor, expected: Tensor) -> None:
 def test_logits_equal_transformers(case: str, tp: int, pp: int, root: Path) -> None:
     folder, ids, expected = _made(case, root)
     formation = Formation(folder, tp=tp, pp=pp)
-    done = [0] * len(ids)
-    for number, step in enumerate(STEPS):
-        rows = [(sequence, ids[sequence][done[sequence] : done[sequence] + count]) for sequence, count in step.items()]
-        for (sequence, tokens), logits in zip(rows, formation.step(rows, padding=number % 3), strict=True):
-            assert logits.shape == (len(tokens), formation.shape.vocab_size)
-            assert logits.dtype == torch.float32
-            _assert_same(logits, expected[sequence][done[sequence] : done[sequence] + len(tokens)])
-            done[sequence] += len(tokens)
-    assert done == [40, 25, 13]
+    run_steps(formation, STEPS, ids, expected, _assert_same)
 
 
 def test_three_ranks_with_heads_that_straddle(tmp_path: Path) -> None:
@@ -109,18 +101,9 @@ def test_three_ranks_with_heads_that_straddle(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["llama-12q-3kv-biases-llama3", "mistral-window", "qwen2-window-above", "qwen3-12q-6kv-biases"])
 def test_every_weight_changes_the_outcome(case: str, root: Path) -> None:
-    """The checkpoints of these tests leave no part of the arithmetic neutral; else an error in it would go unseen."""
+    """The checkpoints of these tests leave no part of the arithmetic neutral."""
     folder, ids, _ = _made(case, root)
-    formation = Formation(folder)
-    model = formation.models[0][0]
-    before = formation.step([(0, ids[1])])[0].log_softmax(-1)
-    for number, (name, weight) in enumerate(model.named_parameters(), start=1):
-        kept = weight.detach().clone()
-        weight.mul_(1.0 + 0.2 * torch.rand_like(weight))
-        after = formation.step([(number, ids[1])])[0].log_softmax(-1)
-        weight.copy_(kept)
-        assert (after - before).abs().max() > 1e-2, name
-        formation.free += formation.tables.pop(number)
+    assert_every_weight_matters(Formation(folder), ids[1], least=1e-2)
 
 
 def test_bf16_stays_near_fp32(root: Path) -> None:

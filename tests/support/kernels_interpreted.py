@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import runpy
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 
@@ -14,7 +16,7 @@ def interpreted(module: str, *arguments: str) -> str:
     """What the module prints when it is executed in the interpreter, in a process of its own: Triton asks for it once, as it is
     imported. An error in the module is an error here."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __name__, module, *arguments], env={**os.environ, "TRITON_INTERPRET": "1"},
+        [sys.executable, "-m", __name__, module, *arguments], env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -66,8 +68,82 @@ def patch_language_once() -> None:
     interpreter._patch_lang = patch_once
 
 
+def lighten_types() -> None:
+    """Makes the interpreter (of Triton 3.6) half as long again as fast, with the same results: what it computes for each value, and
+    mostly never reads (the type of a shape, the name of a type) or has computed before (the shape of a type, its numpy dtype)."""
+    import triton
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    if not triton.__version__.startswith("3.6."):
+        return
+    _lighten_shapes(core)
+    numpy_dtype, dtypes = interpreter._get_np_dtype, dict[Any, Any]()
+
+    def remembered(tt_dtype: Any) -> Any:
+        if isinstance(tt_dtype, core.pointer_type):
+            return numpy_dtype(tt_dtype)
+        scalar = tt_dtype.scalar
+        if isinstance(scalar, core.pointer_type):
+            return numpy_dtype(scalar)
+        if scalar not in dtypes:
+            dtypes[scalar] = numpy_dtype(scalar)
+        return dtypes[scalar]
+
+    interpreter._get_np_dtype = remembered
+
+
+def _lighten_shapes(core: Any) -> None:
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    blocks: dict[tuple[int, ...], tuple[Any, int]] = {}
+    unwrap = core._unwrap_shape
+
+    def type_of(values: Any) -> Any:
+        if values.__dict__.get("_type") is None:
+            values._type = core._type_for_tuple_values(values.values)
+        return values._type
+
+    def begin_tuple(self: Any, args: Any, type: Any = None) -> None:
+        self.values = list(args)
+        self._type = type if type is None or isinstance(type, core.tuple_type) else core.tuple_type(type)
+
+    def begin_tensor(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        known = shapes.get(sizes)
+        if known is None:
+            known = shapes[sizes] = core.constexpr(math.prod(sizes)), core.tuple([core.constexpr(size) for size in sizes])
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = known
+
+    def unwrapped(shape: Any) -> list[int]:
+        values = shape.values if isinstance(shape, core.tuple) else shape
+        if isinstance(values, tuple | list) and all(type(size) is int for size in values):
+            return list(values)
+        result: list[int] = unwrap(shape)
+        return result
+
+    def begin_block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(unwrapped(shape))
+        known = blocks.get(sizes)
+        if known is None:
+            if not sizes:
+                raise TypeError("0d block_type is forbidden")
+            known = blocks[sizes] = core.tuple(sizes), core.validate_block_shape(sizes)
+        self.element_ty = element_ty
+        self.shape, self.numel = known
+
+    core.tuple.__init__ = begin_tuple
+    core.tuple.type = property(type_of, lambda self, type: setattr(self, "_type", type))
+    core.tensor.__init__ = begin_tensor
+    core._unwrap_shape = unwrapped
+    core.block_type.__init__ = begin_block
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+
+
 def main() -> None:
+    warnings.simplefilter("ignore")
     patch_language_once()
+    lighten_types()
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

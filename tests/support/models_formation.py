@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.batch import Batch, KvCache, empty_cache
 from phalanx.models.layers.attention.select import select_backend
 from phalanx.plan.layout import stages
 from phalanx.plan.weight_tensors import layer_bytes
@@ -25,10 +26,10 @@ CPU = torch.device("cpu")
 class Formation:
     """Sequences by index, each with a block table that grows; block 0 is poison: it holds NaN, and nothing may read it.
 
-    options: those of `registry.build` for FP8.
+    options: those of `registry.build` for FP8 and experts.
     """
 
-    def __init__(self, folder: Path, *, tp: int = 1, pp: int = 1, block_size: int = 4, blocks: int = 64, **options: bool) -> None:
+    def __init__(self, folder: Path, *, tp: int = 1, pp: int = 1, block_size: int = 4, blocks: int = 64, **options: Any) -> None:
         self.options = options
         self.shape = ModelShape.from_folder(folder)
         self.world, self.block_size = LocalWorld(tp), block_size
@@ -41,17 +42,23 @@ class Formation:
         self.tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
 
+    def randomize(self, seed: int) -> None:
+        """Random weights instead of the checkpoint's."""
+        for stage in self.models:
+            for model in stage:
+                weights.dummy(model, seed=seed)
+
     def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
         model = registry.build(self.shape, group=group, layers=layers, dtype=torch.float32, device=CPU, **self.options)
         weights.load(model, folder)
         return model
 
-    def _caches(self, model: registry.Model, blocks: int) -> list[LayerCache]:
+    def _caches(self, model: registry.Model, blocks: int) -> list[KvCache]:
         dtype = model.context.cache_dtype
-        found = [LayerCache.zeros(blocks, self.block_size, s.heads, s.head_dim, dtype, CPU) for s in model.kv_specs()]
-        for cache in found:
+        caches = [empty_cache(spec, blocks, self.block_size, dtype, CPU) for spec in model.kv_specs()]
+        for cache in caches:
             cache.key[0], cache.value[0] = float("nan"), float("nan")
-        return found
+        return caches
 
     def step(self, rows: Sequence[tuple[int, Tensor]], *, padding: int = 0) -> list[Tensor]:
         """One forward. rows: (sequence, its next token ids). Returns the logits of each row's tokens, from tp rank 0."""
@@ -90,7 +97,7 @@ class Formation:
                 torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), tables, torch.arange(count),
                 starts, lengths,
             )  # fmt: skip
-            batch.attention = select_backend(CPU, torch.float32, self.shape.head_dim).plan(batch)
+            batch.attention = select_backend(CPU, torch.float32, self.shape.head_dim, self.shape.latent).plan(batch)
             made.append(batch)
         return made
 
@@ -101,3 +108,36 @@ class Formation:
         gone = max(0, next_position - self.shape.window + 1) // self.block_size
         self.free += [block for block in table[:gone] if block]
         table[:gone] = [0] * gone
+
+
+def run_steps(
+    formation: Formation, steps: Sequence[Mapping[int, int]], ids: Sequence[Tensor], expected: Sequence[Tensor],
+    assert_same: Callable[[Tensor, Tensor], None],
+) -> None:  # fmt: skip
+    """Forward all of `ids`, in steps of {sequence: number of its next tokens}, some of them padded. assert_same: compares the
+    logits of a row with those of `expected`."""
+    done = [0] * len(ids)
+    for number, step in enumerate(steps):
+        rows = [(sequence, ids[sequence][done[sequence] : done[sequence] + count]) for sequence, count in step.items()]
+        for (sequence, tokens), logits in zip(rows, formation.step(rows, padding=number % 3), strict=True):
+            assert logits.shape == (len(tokens), formation.shape.vocab_size)
+            assert_same(logits, expected[sequence][done[sequence] : done[sequence] + len(tokens)])
+            done[sequence] += len(tokens)
+    assert done == [len(tokens) for tokens in ids]
+
+
+def assert_every_weight_matters(formation: Formation, ids: Tensor, *, least: float) -> None:
+    """Change the weights of the first rank one after the other, by up to a fifth (bytes by 1): each change must move some log
+    probability of the next tokens by more than `least`. Else an error in its arithmetic would go unseen."""
+    torch.manual_seed(0)
+    before = formation.step([(0, ids)])[0].log_softmax(-1)
+    for number, (name, weight) in enumerate(formation.models[0][0].named_parameters(), start=1):
+        kept = weight.detach().clone()
+        if weight.dtype == torch.uint8:
+            weight.add_(1)
+        else:
+            weight.mul_(1.0 + 0.2 * torch.rand_like(weight))
+        after = formation.step([(number, ids)])[0].log_softmax(-1)
+        weight.copy_(kept)
+        assert (after - before).abs().max() > least, name
+        formation.free += formation.tables.pop(number)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -119,7 +121,7 @@ def rewrite(plain: Path, folder: Path, form: str) -> tuple[Path, Path]:
     for name, tensor in load_file(plain / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         held[name], wide[name] = tensor, tensor.float()
-        if layer.endswith("_proj") and layer != IGNORED:
+        if layer.endswith(("_proj", "_with_mqa")) and layer != IGNORED:
             held[name], scales, wide[name] = encode(tensor.float())
             held |= {f"{layer}.{end}": scale for end, scale in scales.items()}
         if layer.endswith("self_attn.k_proj") and scales_at != "-":
@@ -135,6 +137,14 @@ def rewrite(plain: Path, folder: Path, form: str) -> tuple[Path, Path]:
     else:
         declare(stored, declared)
     return stored, meant
+
+
+def rewrite_by_128(plain: Path, folder: Path) -> tuple[Path, Path]:
+    """`rewrite` in blocks of 128 x 128, as the released DeepSeek-V3 has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "BLOCK", (128, 128))
+        patch.setitem(FORMS["blocks"][0], "weight_block_size", [128, 128])
+        return rewrite(plain, folder, "blocks")
 
 
 def declare(folder: Path, declared: dict[str, Any]) -> None:

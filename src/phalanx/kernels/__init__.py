@@ -4,12 +4,13 @@
 The functions here pick the kernel for the tensors' device. Importing this package loads no Triton.
 """
 
-from phalanx.kernels.gemm.linear import linear
+from phalanx.kernels.gemm.linear import linear, linear_fp32
 from phalanx.kernels.gemm.scaled_mm import scaled_mm
 from phalanx.kernels.ops.dispatch import (
     embed,
     embed_norm,
     index_put_,
+    latent_rope_store,
     quantize_fp8,
     residual_rms_norm_quant,
     rms_norm,
@@ -26,7 +27,9 @@ __all__ = [
     "embed",
     "embed_norm",
     "index_put_",
+    "latent_rope_store",
     "linear",
+    "linear_fp32",
     "quantize_fp8",
     "quantize_nvfp4",
     "residual_rms_norm_quant",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -200,24 +200,40 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     Without a boolean index, whose size only the device knows: a padding token repeats what the token with the highest slot stores,
     or, where all are padding, what slot 0 holds.
     """
+    for part, cache in ((key, key_cache), (value, value_cache)):
+        _write(part, cache, slots)
+
+
+def _write(part: Tensor, cache: Tensor, slots: Tensor) -> None:
     padding = slots < 0
     last = slots.argmax().view(1)
     target = torch.where(padding, slots[last].clamp(min=0), slots)
-    for part, cache in ((key, key_cache), (value, value_cache)):
-        flat = cache.view(-1, *cache.shape[2:])
-        repeated = torch.where(padding[last, None, None], flat[:1], part[last])
-        flat[target] = torch.where(padding[:, None, None], repeated, part)
+    flat = cache.view(-1, *cache.shape[2:])
+    repeated = torch.where(padding[last, None, None], flat[:1], part[last])
+    flat[target] = torch.where(padding[:, None, None], repeated, part)
+
+
+class HeadNorm(NamedTuple):
+    """An RMS norm of each query head and each key head before rope: weights [D], in the model's dtype."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
 
 
 def rope_store(
     qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
-    kv_scales: tuple[float, float] | None = None,
+    kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None,
 ) -> Tensor:  # fmt: skip
     """rope of the query and key heads of qkv [T, q_heads + 2 * kv_heads, D], and write_kv of its key and value heads: the queries
     [T, q_heads, D]. cos, sin, caches and slots as there. A cache in e4m3 takes keys and values divided by their kv_scales (None:
-    1) and clipped to +-448."""
+    1) and clipped to +-448. head_norm: queries and keys are normed first."""
     values, dtype = (qkv.to_fp32(), qkv.values.dtype) if isinstance(qkv, Unscaled) else (qkv, qkv.dtype)
     kv_heads = (values.shape[1] - q_heads) // 2
+    if head_norm is not None:
+        query, key, value = torch.split(values.to(dtype), [q_heads, kv_heads, kv_heads], dim=1)
+        query, key = (rms_norm(*part, head_norm.eps) for part in ((query, head_norm.query), (key, head_norm.key)))
+        values = torch.cat((query, key, value), dim=1)
     rotated = rope(values[:, : q_heads + kv_heads], cos, sin).to(dtype)
     parts = [rotated[:, q_heads:], values[:, q_heads + kv_heads :].to(dtype)]
     if key_cache.dtype == torch.float8_e4m3fn:
@@ -227,19 +243,47 @@ def rope_store(
     return rotated[:, :q_heads]
 
 
+def _halves(x: Tensor) -> Tensor:
+    """x [..., D] with the elements at even places before those at odd ones."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+
+
+def latent_rope_store(
+    query: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float, cache: Tensor, slots: Tensor, *,
+    interleaved: bool,
+) -> None:  # fmt: skip
+    """Between the projections of latent attention and its scores: rotate the last dims of each query head in place, and store each
+    token's normed latent and rotated key.
+
+    query [T, heads, nope + rope]; latent [T, rank + rope]: the down-projection's output; cos, sin [T, rope / 2] fp32; weight
+    [rank] and eps of the latent's RMS norm; cache [blocks, block_size, 1, rank + rope] in the query's dtype or in e4m3, in which
+    values are clipped to +-448; slots as of `write_kv`. interleaved: elements 2i and 2i + 1 are a pair, which is rotated into i and
+    i + rope / 2; else i and i + rope / 2 are.
+    """
+    rank, turned = weight.shape[0], 2 * cos.shape[1]
+    pairs = _halves if interleaved else torch.Tensor.contiguous
+    query[..., -turned:] = rope(pairs(query[..., -turned:]), cos, sin)
+    key = rope(pairs(latent[:, None, rank:]), cos, sin)
+    entry = torch.cat((rms_norm(latent[:, :rank], weight, eps).unsqueeze(1), key), dim=-1)
+    if cache.dtype == torch.float8_e4m3fn:
+        entry = entry.float().clamp(-448.0, 448.0).to(cache.dtype)
+    _write(entry, cache, slots)
+
+
 # Attention over the paged KV cache
 
 
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
-    *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
+    *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Each decode row's query over the row's cached keys: all, or the last `window` of them.
 
     query [R, q_heads, head_dim] in bf16, fp16 or fp32; caches [blocks, block_size, kv_heads, head_dim] in its dtype, or in e4m3 to
     be multiplied by kv_scales (keys', values') when read; q_heads is a multiple of kv_heads, neighbours share a KV head.
     block_tables [N, W] int32: row r has its tokens in the blocks of table row table_rows[r] ([R] int32 or int64; None for r
-    itself). kv_lengths [R] int32, at least 1. Computed in fp32; returns query's shape and dtype.
+    itself). kv_lengths [R] int32, at least 1. sinks [q_heads]: a logit of each head
+    that takes its part of the softmax and has no value. Computed in fp32; returns query's shape and dtype.
     """
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     block_size, group = key_cache.shape[1], query.shape[1] // key_cache.shape[2]
@@ -254,14 +298,39 @@ def decode_attention(
             for cache in (key_cache, value_cache)
         )  # fmt: skip
         score = torch.einsum("hd,nhd->hn", query[row].float(), key) * (scale * key_scale)
-        out[row] = (torch.einsum("hn,nhd->hd", score.softmax(-1), value) * value_scale).to(query.dtype)
+        if sinks is not None:
+            score = torch.cat((score, sinks.float().unsqueeze(-1)), dim=-1)
+        weight = score.softmax(-1)[:, : len(token)]
+        out[row] = (torch.einsum("hn,nhd->hd", weight, value) * value_scale).to(query.dtype)
+    return out
+
+
+def latent_decode_attention(
+    query: Tensor, rotated: Tensor, cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor, *,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Each decode row's absorbed queries over the row's cached latents, which are keys, with the rotated key behind them, and
+    values.
+
+    query [R, heads, rank]: times the latent; rotated [R, heads, rope]: times the rotated key; cache [blocks, block_size, 1,
+    rank + rope] in their dtype, or in e4m3. All else as of `decode_attention`. Computed in fp32; returns query's shape and dtype.
+    """
+    rank, block_size = query.shape[2], cache.shape[1]
+    stored = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache  # which torch indexes everywhere
+    out = torch.empty_like(query)
+    for row, length in enumerate(kv_lengths.tolist()):
+        table = block_tables[row if table_rows is None else int(table_rows[row])]
+        token = torch.arange(length, device=query.device)
+        latent = stored[table[token // block_size].long(), token % block_size, 0].view(cache.dtype).float()
+        key = torch.cat((query[row], rotated[row]), dim=-1).float() @ latent.t()
+        out[row] = ((key * scale).softmax(-1) @ latent[:, :rank]).to(query.dtype)
     return out
 
 
 def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
-    out: Tensor | None = None,
+    out: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Each prefill row's n tokens, the newest in the cache: token i of n attends to the row's keys 0 .. kv_length - n + i, or to
     the last `window` of them.
@@ -279,6 +348,7 @@ def prefill_attention(
             out[token] = decode_attention(
                 query[token : token + 1], key_cache, value_cache, block_tables[table : table + 1], None,
                 kv_lengths.new_tensor([length - end + token + 1]), scale=scale, window=window, kv_scales=kv_scales,
+                sinks=sinks,
             )[0]  # fmt: skip
     return out
 

@@ -11,6 +11,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.plan.memory import KvSpec
+
+
+@dataclass(frozen=True)
+class DpTokens:
+    """The tokens of a step on all D dp indices, which exchange them for their experts.
+
+    counts: of each index. rows: that each index sends, at least the largest count. padding [D * rows] int64: in a captured graph,
+    where counts change from replay to replay, -1 for the rows that are no tokens, and 0 for the others; else None.
+    """
+
+    counts: Sequence[int]
+    rows: int
+    padding: Tensor | None = None
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> DpTokens:
+        """Of a step that no graph runs: no more rows than the largest index has tokens."""
+        return cls(counts, max(counts))
+
 
 @dataclass
 class Batch:
@@ -30,6 +50,8 @@ class Batch:
     KV length of 0; or, where all rows are decode rows, a token and a KV length of 1. Absent tokens come last, and have position 0
     and KV slot -1. short: of a fixed batch: no row gets longer than the back end's `short_kv_limit` for so many rows. last:
     (last_tokens [slots], slots [T]), both int64: a token id of -1 stands for last_tokens[slots[t]], the token sampled last.
+
+    dp_tokens: where several dp indices exchange tokens for their experts.
     """
 
     token_ids: Tensor
@@ -48,6 +70,7 @@ class Batch:
     decodes: int = 0
     short: bool = False
     last: tuple[Tensor, Tensor] | None = None
+    dp_tokens: DpTokens | None = None
 
 
 def count_leading_decodes(query_starts: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> int:
@@ -62,10 +85,17 @@ def first_block(position: int, window: int | None, block_size: int) -> int:
 
 
 class KvCache(Protocol):
-    """One layer's cache: `key` and `value` [num_blocks, block_size, kv_heads, head_dim]."""
+    """One layer's cache: `key` and `value` [num_blocks, block_size, kv_heads, head_dim]. A latent cache has one head, and its
+    `value` is the beginning of its `key`."""
 
-    key: Tensor
-    value: Tensor
+    @property
+    def key(self) -> Tensor: ...
+
+    @property
+    def value(self) -> Tensor: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass
@@ -75,7 +105,36 @@ class LayerCache:
     key: Tensor
     value: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return self.key.nbytes + self.value.nbytes
+
     @classmethod
     def zeros(cls, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         shape = (blocks, block_size, heads, head_dim)
         return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+
+@dataclass
+class LatentCache:
+    """The KvCache of latent attention: one tensor `key` [num_blocks, block_size, 1, rank + rope], of which the first `rank`
+    elements are the latent, from which all heads' keys and values come, and the rest the rotated key that they share."""
+
+    key: Tensor
+    rank: int
+
+    @property
+    def value(self) -> Tensor:
+        return self.key[..., : self.rank]
+
+    @property
+    def nbytes(self) -> int:
+        return self.key.nbytes
+
+
+def empty_cache(spec: KvSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> LayerCache | LatentCache:
+    """The cache of one layer, all zeros."""
+    if spec.latent_rank is None:
+        return LayerCache.zeros(blocks, block_size, spec.heads, spec.head_dim, dtype, device)
+    shape = (blocks, block_size, spec.heads, spec.head_dim)
+    return LatentCache(torch.zeros(shape, dtype=dtype, device=device), spec.latent_rank)

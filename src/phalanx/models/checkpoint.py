@@ -15,12 +15,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.errors import WeightError
-from phalanx.models.slices import Scale, Slice
+from phalanx.models.slices import Scale, Slice, Stacked
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 _READ_DTYPES = ("F64", "F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
+_MXFP4 = "U8"
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
 """Buffers that old versions of transformers saved with the weights; config.json implies them."""
@@ -101,23 +102,37 @@ def opened(file: Path) -> Iterator[Any]:
         ) from None  # fmt: skip
 
 
-def read(reader: Any, part: Slice, file: Path) -> Tensor:
-    """The slice's values in the dtype of the file. Raises WeightError where the stored tensor contradicts config.json."""
-    stored = reader.get_slice(part.name)
+def read(reader: Any, part: Slice, file: Path, stacked: Stacked | None = None) -> Tensor:
+    """The slice's values in the dtype of the file. stacked: they are read from there. Raises WeightError where the
+    stored tensor contradicts config.json."""
+    name, expected = (part.name, part.shape) if stacked is None else (stacked.name, stacked.shape)
+    stored = reader.get_slice(name)
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-    if shape != part.shape:
+    if shape != expected:
         raise WeightError(
-            f"{part.name} in {file} has shape {list(shape)}", held=f"config.json implies {list(part.shape)}",
+            f"{name} in {file} has shape {list(shape)}", held=f"config.json implies {list(expected)}",
             why="the two contradict each other", next="check that config.json belongs to these weights",
         )  # fmt: skip
-    in_fp8 = part.target.dtype == torch.float8_e4m3fn and part.scale is None
-    if dtype not in ((_FP8,) if in_fp8 else _READ_DTYPES):
+    in_fp8 = part.dequantize is not None or (part.target.dtype == torch.float8_e4m3fn and part.scale is None)
+    readable = (_FP8,) if in_fp8 else (_MXFP4,) if part.target.dtype == torch.uint8 else _READ_DTYPES
+    if dtype not in readable:
         raise WeightError(
-            f"{part.name} in {file} has dtype {dtype}", held=f"read here: {_FP8 if in_fp8 else ', '.join(_READ_DTYPES)}",
-            why="by its quantization_config this tensor is in FP8" if in_fp8
+            f"{name} in {file} has dtype {dtype}", held=f"read here: {', '.join(readable)}",
+            why="by its quantization_config this tensor is quantized" if readable != _READ_DTYPES
             else "no quantization_config that is read makes this tensor a quantized one",
             next="check that config.json belongs to these weights, or use the checkpoint in bf16, fp16 or fp32",
         )  # fmt: skip
+    if part.at:
+        return part.arrange(stored[part.at])
+    if stacked is not None and len(shape) == 3:
+        rows = slice(stacked.row, stacked.row + part.shape[0])
+        columns = slice(0, part.shape[1])
+        if part.dim == 0:
+            rows = slice(stacked.row + part.begin, stacked.row + part.end)
+        else:
+            columns = slice(part.begin, part.end)
+        expert: Tensor = stored[stacked.expert : stacked.expert + 1, rows, columns]
+        return expert[0]
     values: Tensor = stored[part.begin : part.end] if part.dim == 0 else stored[:, part.begin : part.end]
     return values
 

@@ -15,19 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelShape
-from phalanx.models.batch import Batch, KvCache
+from phalanx.kernels.reference import HeadNorm
+from phalanx.models.batch import Batch, DpTokens, KvCache
 from phalanx.models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from phalanx.models.layers.fp8 import Activation
 from phalanx.models.layers.kv_store import KvStore
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.mlp import GatedMlp
+from phalanx.models.layers.moe import ExpertNames, SparseMoe
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.layers.rope import Rotary
 from phalanx.models.slices import LayerContext
 from phalanx.plan.memory import KvSpec
 
 CosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of the batch's positions, [T, head_dim / 2] fp32 each."""
+"""Cosines and sines of the batch's positions, [T, rotary_dim / 2] fp32 each."""
 
 
 class Attention(nn.Module):
@@ -42,7 +44,6 @@ class Attention(nn.Module):
         self.q_heads, self.kv_heads, self.head_dim = len(self.qkv_proj.heads.q), len(self.qkv_proj.heads.kv), head_dim
         self.window, self.scale = window, head_dim**-0.5
         self.kv_store = KvStore(name, context=context)
-        self.has_head_norm = type(self).normalize_heads is not Attention.normalize_heads
         local = range(self.qkv_proj.heads.q.start * head_dim, self.qkv_proj.heads.q.stop * head_dim)
         self.o_proj = RowParallelLinear(
             f"{name}.o_proj", heads * head_dim, shape.hidden_size, local=local, bias=shape.output_bias, context=context
@@ -54,57 +55,81 @@ class Attention(nn.Module):
         """x and residual [T, hidden] -> (norm(residual + attention(x)), residual + attention(x))."""
         query = self._rotated_query(x, cos_sin, batch, cache)
         scales = self.kv_store.read_scales
-        context = batch.attention.forward(query, cache, window=self.window, scale=self.scale, kv_scales=scales)
+        context = batch.attention.forward(
+            query, cache, window=self.window, scale=self.scale, kv_scales=scales, sinks=self.head_sinks()
+        )
         output: tuple[Activation, Tensor] = self.o_proj(context.reshape(x.shape[0], -1), residual, norm)
         return output
 
+    def follow(self, norm: RmsNorm) -> None:
+        """The norm before the block: it quantizes for the block's first layer."""
+        norm.feed(self.qkv_proj.fp8)
+
+    def kv_spec(self, itemsize: int) -> KvSpec:
+        """What the layer stores per token on this rank."""
+        return KvSpec(self.kv_heads, self.head_dim, itemsize, self.window)
+
+    def head_sinks(self) -> Tensor | None:
+        """The sinks of this rank's heads [q_heads], in families that have them."""
+        return None
+
     def _rotated_query(self, x: Activation, cos_sin: CosSin, batch: Batch, cache: KvCache) -> Tensor:
         """x [T, hidden] -> the rotated queries [T, q_heads, head_dim]; keys and values are stored in the cache."""
-        if not self.has_head_norm:
+        head_norm = self.head_norm
+        if head_norm is None:
             query = self.kv_store.fused_with_gemv(x, self.qkv_proj, cos_sin, cache, batch.kv_slots)
             if query is not None:
                 return query
-        heads = self.qkv_proj(x, may_stay_unscaled=not self.has_head_norm).view(x.shape[0], -1, self.head_dim)
-        if self.has_head_norm:
-            heads = self.normalize_heads(heads)
-        rotated: Tensor = self.kv_store(heads, cos_sin, self.q_heads, cache, batch.kv_slots)
+        heads = self.qkv_proj(x, may_stay_unscaled=True).view(x.shape[0], -1, self.head_dim)
+        rotated: Tensor = self.kv_store(heads, cos_sin, self.q_heads, cache, batch.kv_slots, head_norm)
         return rotated
 
-    def normalize_heads(self, heads: Tensor) -> Tensor:
-        """What a family does to heads [T, q_heads + 2 * kv_heads, head_dim] before rope."""
-        return heads
+    @property
+    def head_norm(self) -> HeadNorm | None:
+        """The norm of queries and keys before rope, in families that have one."""
+        return None
 
 
 class DecoderLayer(nn.Module):
     """Attention, then the feed-forward block, each with its norm before it and its residual around it."""
 
-    def __init__(self, name: str, shape: ModelShape, attention: Attention, *, context: LayerContext) -> None:
+    def __init__(
+        self, name: str, shape: ModelShape, attention: Attention, feed_forward: GatedMlp | SparseMoe, *, context: LayerContext
+    ) -> None:  # fmt: skip
         super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = RmsNorm(f"{name}.input_layernorm", hidden, eps, context=context)
         self.self_attn = attention
         self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", hidden, eps, context=context)
-        self.mlp = GatedMlp(f"{name}.mlp", hidden, shape.intermediate_size, bias=shape.mlp_bias, context=context)
-        self.input_layernorm.feed(self.self_attn.qkv_proj.fp8)
-        self.post_attention_layernorm.feed(self.mlp.gate_up_proj.fp8)
+        self.mlp = feed_forward
+        self.self_attn.follow(self.input_layernorm)
+        self.mlp.follow(self.post_attention_layernorm)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Layers of one kind run the same kernels."""
         tensors = [*self.named_parameters(), *self.named_buffers()]
-        return type(self.self_attn), self.self_attn.window, *((name, each.dtype, each.shape) for name, each in tensors)
+        kinds = type(self.self_attn), self.self_attn.window, type(self.mlp)
+        return *kinds, *((name, each.dtype, each.shape) for name, each in tensors)
 
     def forward(
         self, x: Activation, cos_sin: CosSin, batch: Batch, cache: KvCache, residual: Tensor, next_norm: RmsNorm | None
     ) -> tuple[Activation, Tensor]:
         """x: norm(residual) [T, hidden]. Returns (next_norm(new residual), new residual); without next_norm the latter twice."""
         x, residual = self.self_attn(x, cos_sin, batch, cache, residual, self.post_attention_layernorm)
-        output: tuple[Activation, Tensor] = self.mlp(x, residual, next_norm)
+        output: tuple[Activation, Tensor]
+        if isinstance(self.mlp, SparseMoe):
+            output = self.mlp(x, residual, next_norm, batch.kv_slots, batch.dp_tokens)
+        else:
+            output = self.mlp(x, residual, next_norm)
         return output
 
 
 class Llama(nn.Module):
     """The stage that holds `layers` of a model: with the embedding if it is the first, with the LM head if it is the last."""
+
+    expert_names = ExpertNames("mlp")
+    """How checkpoints of a family with experts name them."""
 
     def __init__(self, shape: ModelShape, *, layers: range, context: LayerContext) -> None:
         super().__init__()
@@ -113,7 +138,13 @@ class Llama(nn.Module):
         first, last = layers.start == 0, layers.stop == shape.num_layers
         self.embed_tokens = VocabParallelEmbedding("model.embed_tokens", *vocabulary, context=context) if first else None
         self.layers = [
-            DecoderLayer(f"model.layers.{i}", shape, self.attention(f"model.layers.{i}.self_attn", i), context=context)
+            DecoderLayer(
+                f"model.layers.{i}",
+                shape,
+                self.attention(f"model.layers.{i}.self_attn", i),
+                self.feed_forward(f"model.layers.{i}", i),
+                context=context,
+            )
             for i in layers
         ]
         self.registered = nn.ModuleList(self.layers)  # torch finds weights in a ModuleList, mypy finds types in a list
@@ -121,11 +152,24 @@ class Llama(nn.Module):
         name = "model.embed_tokens" if shape.tie_word_embeddings else "lm_head"
         tied = self.embed_tokens if shape.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(name, *vocabulary, tied=tied, context=context) if last else None
-        self.rotary_emb = Rotary(shape.rope, shape.head_dim, context.device)
+        self.rotary_emb = Rotary(shape.rope, shape.rotary_dim, context.device)
 
     def attention(self, name: str, layer: int) -> Attention:
         """The attention of layer `layer`, which families vary."""
         return Attention(name, self.shape, window=None, context=self.context)
+
+    def feed_forward(self, prefix: str, layer: int) -> GatedMlp | SparseMoe:
+        """The feed-forward block of layer `layer`: experts where the shape has them."""
+        shape, experts = self.shape, self.shape.experts_in(layer)
+        if experts is not None:
+            return SparseMoe(prefix, self.expert_names, shape.hidden_size, experts, layer, context=self.context)
+        return GatedMlp(f"{prefix}.mlp", shape.hidden_size, shape.intermediate_size, bias=shape.mlp_bias, context=self.context)
+
+    @property
+    def moe_layers(self) -> dict[int, SparseMoe]:
+        """The blocks with experts of this stage, by the numbers of their layers in the model."""
+        blocks = zip(self.layer_range, self.layers, strict=True)
+        return {number: layer.mlp for number, layer in blocks if isinstance(layer.mlp, SparseMoe)}
 
     def forward(self, batch: Batch, caches: Sequence[KvCache], hidden: Tensor | None = None) -> Tensor:
         """As `stream`, and on the last stage the logits [S, vocab_size] fp32 of batch.logit_rows, on each of its ranks."""
@@ -150,6 +194,13 @@ class Llama(nn.Module):
         output: Tensor = x
         return output
 
+    def serve_experts(self, dp_tokens: DpTokens) -> None:
+        """A step that has tokens on other dp indices only: their experts on this rank are computed, and nothing else."""
+        nothing = torch.empty((0, self.shape.hidden_size), dtype=self.context.dtype, device=self.context.device)
+        for layer in self.layers:
+            if isinstance(layer.mlp, SparseMoe):
+                layer.mlp.exchanged(nothing, dp_tokens)
+
     @contextmanager
     def distinct_layers(self) -> Iterator[list[int]]:
         """Inside, the stage has only the first of its layers of each kind and its last, which is not followed by a layer. Yields
@@ -167,5 +218,4 @@ class Llama(nn.Module):
     def kv_specs(self) -> list[KvSpec]:
         """What each layer of this stage stores per token on this rank."""
         size = torch.empty((), dtype=self.context.cache_dtype, device="cpu").element_size()
-        attentions = [layer.self_attn for layer in self.layers]
-        return [KvSpec(each.kv_heads, each.head_dim, size, each.window) for each in attentions]
+        return [layer.self_attn.kv_spec(size) for layer in self.layers]

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from phalanx.config.model import ModelShape
+from phalanx.kernels.reference import HeadNorm
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.llama import Attention, Llama
 from phalanx.models.slices import LayerContext
@@ -20,9 +18,9 @@ class NormedAttention(Attention):
         self.q_norm = RmsNorm(f"{name}.q_norm", shape.head_dim, shape.rms_norm_eps, context=context)
         self.k_norm = RmsNorm(f"{name}.k_norm", shape.head_dim, shape.rms_norm_eps, context=context)
 
-    def normalize_heads(self, heads: Tensor) -> Tensor:
-        query, key, value = torch.split(heads, [self.q_heads, self.kv_heads, self.kv_heads], dim=1)
-        return torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
+    @property
+    def head_norm(self) -> HeadNorm:
+        return HeadNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class Qwen3(Llama):

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.comm.group import Group
+from phalanx.comm.group import Group, Solo
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
 from phalanx.kernels.capabilities import has_fp8_gemm
 from phalanx.log import get_logger
+from phalanx.models.deepseek import DeepSeek
+from phalanx.models.gpt_oss import GptOss
 from phalanx.models.layers.fp8 import describe_gemm
 from phalanx.models.llama import Llama
 from phalanx.models.mistral import Mistral
+from phalanx.models.mixtral import Mixtral
 from phalanx.models.qwen2 import Qwen2
 from phalanx.models.qwen3 import Qwen3
+from phalanx.models.qwen3_moe import Qwen3Moe
 from phalanx.models.slices import LayerContext
 
 logger = get_logger(__name__)
@@ -30,19 +34,26 @@ MODELS: dict[str, type[Model]] = {
     "MistralForCausalLM": Mistral,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "MixtralForCausalLM": Mixtral,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
+    "GptOssForCausalLM": GptOss,
+    "DeepseekV2ForCausalLM": DeepSeek,
+    "DeepseekV3ForCausalLM": DeepSeek,
 }
 
 
 def build(
     shape: ModelShape, *, group: Group, layers: range, dtype: torch.dtype, device: torch.device, fp8: bool = False,
-    fp8_cache: bool = False, fp8_gemm: bool | None = None,
+    fp8_cache: bool = False, fp8_gemm: bool | None = None, moe_ep: int = 1, traffic: float | None = None,
+    dp: Group | None = None, expert_exchange: str = "ALL_GATHER", redundant_experts: int = 0,
 ) -> Model:  # fmt: skip
     """The part of a model that holds `layers` on rank `group.rank`, with uninitialized weights (`weights.load` fills them).
 
     dtype: of the arithmetic, and of all weights that are not in FP8. fp8: linear layers in FP8 although the checkpoint is not; a
     checkpoint in FP8 (shape.quantization) always is. fp8_cache: keys and values in FP8. fp8_gemm: whether activations are quantized
     and multiplied in FP8; None: where the device can. It is the first stage if `layers` starts at 0, the last if it ends at
-    shape.num_layers. Raises LayoutError when group.size does not divide the heads or the intermediate size.
+    shape.num_layers. moe_ep, traffic, dp, expert_exchange, redundant_experts: see `LayerContext`. Raises LayoutError when
+    group.size does not divide the heads or the intermediate size.
     """
     if not (0 <= layers.start < layers.stop <= shape.num_layers and layers.step == 1):
         raise ValueError(f"{layers} is not a run of the model's {shape.num_layers} layers")
@@ -51,5 +62,17 @@ def build(
     line = None if quantization is None else describe_gemm(quantization, uses_fp8_gemm, device, dtype)
     if line is not None:
         logger.info(line)
-    context = LayerContext(group, dtype, device, quantization, uses_fp8_gemm, fp8_cache)
+    context = LayerContext(
+        group,
+        dtype,
+        device,
+        quantization,
+        uses_fp8_gemm,
+        fp8_cache,
+        moe_ep,
+        traffic,
+        dp or Solo(),
+        expert_exchange,
+        redundant_experts,
+    )
     return MODELS[shape.architecture](shape, layers=layers, context=context).eval()

@@ -4,16 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from phalanx import kernels
-from phalanx.comm.group import Group
+from phalanx.comm.group import Group, Solo
 from phalanx.config.quantization import Quantization
 
 _CHUNK_ROWS = 4096  # quantized together, so that their copy in fp32 stays small
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Where the tensor of an expert is in a checkpoint that has all experts of a layer in one: tensor `name` of `shape`
+    [experts, rows, columns], of which it is rows from `row` on of expert `expert`. A tensor of two dims is the whole of another
+    name."""
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int = 0
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,9 @@ class Slice:
 
     scale: where the target is e4m3 and the checkpoint is not: one per row of the target, fp32, computed as the rows are stored.
     Ranks that hold other columns of the same rows have scales of their own, since each applies them to its own partial sum.
+    stacked: where it is in a checkpoint that does not have `name`. at: the part of the stored tensor to read, where that is not
+    rows or columns; `arrange` turns it into the target's shape. dequantize: gets the values instead of the target, where the
+    checkpoint has them in e4m3 and the target is not.
     """
 
     name: str
@@ -31,6 +46,10 @@ class Slice:
     begin: int = 0
     dim: int = 0
     scale: Tensor | None = None
+    stacked: Stacked | None = None
+    at: tuple[slice, ...] = ()
+    arrange: Callable[[Tensor], Tensor] = lambda values: values
+    dequantize: Callable[[Tensor], None] | None = None
 
     @property
     def end(self) -> int:
@@ -38,6 +57,9 @@ class Slice:
 
     def store(self, values: Tensor) -> None:
         """Store the values that were read, of the target's shape."""
+        if self.dequantize is not None:
+            self.dequantize(values)
+            return
         if self.scale is None:
             self.target.copy_(values)
             return
@@ -68,8 +90,11 @@ class Scale:
 class LayerContext:
     """What a layer is built for: the ranks that split it, the dtype of weights and arithmetic, the device.
 
-    quantization: which linear layers are in FP8 instead, and how. fp8_gemm: their activations are FP8 too; else their weights are
-    dequantized for each GEMM. fp8_cache: keys and values are stored in FP8.
+    dp: the ranks that hold the same slices for other requests; experts are split over them, too. expert_exchange: how tokens get
+    there, see `EngineOptions`. moe_ep: ranks of the group that experts are split over. redundant_experts: copies beside a layer's
+    experts, on all ranks together. traffic: experts are drawn by a power law with this exponent, instead of computed by the router;
+    None: they are not. quantization: which linear layers are in FP8 instead, and how. fp8_gemm: their activations are FP8 too; else
+    their weights are dequantized for each GEMM. fp8_cache: keys and values are stored in FP8.
     """
 
     group: Group
@@ -78,6 +103,31 @@ class LayerContext:
     quantization: Quantization | None = None
     fp8_gemm: bool = False
     fp8_cache: bool = False
+    moe_ep: int = 1
+    traffic: float | None = None
+    dp: Group = field(default_factory=Solo)
+    expert_exchange: str = "ALL_GATHER"
+    redundant_experts: int = 0
+
+    @property
+    def expert_runs(self) -> int:
+        """How many runs the experts of a layer are split into."""
+        return self.dp.size * self.moe_ep
+
+    @property
+    def moe_tp(self) -> int:
+        """How many ranks share a run of experts, each with a slice of every expert."""
+        return self.group.size // self.moe_ep
+
+    @property
+    def expert_run(self) -> int:
+        """Which run is this rank's."""
+        return self.dp.rank * self.moe_ep + self.group.rank // self.moe_tp
+
+    @property
+    def moves_experts(self) -> bool:
+        """Whether experts can move between ranks: those of each layer are spread over ranks of the group, and of it alone."""
+        return self.moe_ep > 1 and self.dp.size == 1
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -23,6 +23,8 @@ from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywh
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402 (where there is a Triton)
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 HALF = 1 << 11
 """Vectors in one half of a workspace."""
 

@@ -19,6 +19,8 @@ from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywh
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 CPU = torch.device("cpu")
 SCALES = (0.25, 0.03)
 
@@ -39,6 +41,7 @@ class Case(NamedTuple):
     tile: int = 32
     warps: int = 2
     cooperative: bool = False
+    sinks: float | None = None
 
 
 class Inputs(NamedTuple):
@@ -80,6 +83,11 @@ def inputs_of(case: Case, seed: int = 0) -> Inputs:
     return Inputs(query.to(case.dtype), *caches, tables, torch.tensor(slots) if case.indirect else None, lengths)
 
 
+def sinks_of(heads: int, dtype: torch.dtype, center: float | None) -> Tensor | None:
+    """A sink of each head, about as large as the scores about `center`; None for none."""
+    return None if center is None else (torch.randn(heads, generator=torch.Generator().manual_seed(9)) * 2 + center).to(dtype)
+
+
 def check(case: Case, workspace: Any = None, seed: int = 0) -> None:
     from phalanx.kernels import reference
     from phalanx.kernels.attention.decode import decode_attention
@@ -87,6 +95,7 @@ def check(case: Case, workspace: Any = None, seed: int = 0) -> None:
 
     inputs = inputs_of(case, seed)
     rest = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
+    rest["sinks"] = sinks_of(inputs.query.shape[1], case.dtype, case.sinks)
     wanted = reference.decode_attention(*inputs, **rest)
     workspace = workspace or SplitKvWorkspace(CPU)
     tiling = DecodeTiling(case.extra_splits, 40, case.tile, case.warps, 2, 255, case.cooperative)
@@ -176,7 +185,33 @@ def check_queries_of_any_size_meet_a_quantized_cache() -> None:
         torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
 
 
+def check_sinks() -> None:
+    """Beside few and many scores, in one split and several, with windows, in a quantized cache; so low that they take nothing, and
+    so high that they take all."""
+    lengths = [1, 2, 50, 130, 330]
+    for center in (0.0, 12.0, -200.0, 300.0):
+        check(Case(lengths, 1, 4, 16, sinks=center))
+    check(Case(lengths, 2, 8, 16, sinks=3.0, window=50, extra_splits=0, cooperative=True))
+    check(Case([0, *lengths], 2, 20, 32, sinks=3.0, fp8=True, extra_splits=24, indirect=False))
+    check(Case(lengths, 2, 3, 16, sinks=3.0, dtype=torch.float32, window=3))
+
+
+def check_a_sink_is_a_key_without_a_value() -> None:
+    """The weights of a head whose sink is the logarithm of the sum of its scores are halved."""
+    from phalanx.kernels import reference
+
+    query, key, value, tables, rows, lengths = inputs_of(Case([40], 1, 2, 16, dtype=torch.float32))
+    options = {"scale": 0.25, "window": None, "kv_scales": None}
+    plain = reference.decode_attention(query, key, value, tables, rows, lengths, **options)
+    table = tables[int(rows[0])]
+    keys = torch.stack([key[int(table[at // 16]), at % 16, 0] for at in range(40)])
+    sinks = (query[0] @ keys.t() * 0.25).logsumexp(-1)
+    half = reference.decode_attention(query, key, value, tables, rows, lengths, **options, sinks=sinks)
+    torch.testing.assert_close(half, plain / 2)
+
+
 CHECKS = [
+    check_sinks, check_a_sink_is_a_key_without_a_value,
     check_ratios_of_heads, check_head_dims_dtypes_and_quantized_caches, check_lengths_about_the_edges,
     check_block_sizes_and_windows, check_one_long_row_among_short_ones, check_launches_share_a_workspace,
     check_queries_of_any_size_meet_a_quantized_cache,
@@ -200,11 +235,12 @@ SIGNATURE = {
     [
         (128, "*bf16", False, 64, False), (128, "*bf16", True, 64, False), (128, "*bf16", True, 1, False),
         (128, "*bf16", False, 1, True), (128, "*bf16", True, 1, True), (80, "*fp16", False, 1, True),
-        (128, "*bf16", True, 512, False),
+        (128, "*bf16", True, 512, False), (64, "*bf16", False, 1, True), (64, "*bf16", True, 64, False),
     ],
 )  # fmt: skip
 def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, arch: int) -> None:
-    """Down to machine code, as it is launched for so many rows: on tensor cores, with reads of 16 bytes under way."""
+    """Down to machine code, as it is launched for so many rows: on tensor cores, with reads of 16 bytes under way. With a head_dim
+    of 64, there are sinks."""
     from phalanx.kernels.attention.heuristics import select_decode
 
     tiling = select_decode(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
@@ -233,7 +269,8 @@ def test_a_short_rows_program_fits_a_multiprocessor(
     from phalanx.kernels.attention.heuristics import select_decode
 
     itemsize = 1 if fp8 else {"*fp32": 4}.get(dtype, 2)
-    tiling = select_decode(1, 2, group, head_dim, itemsize, 132, short=True, shared_memory=kib << 10)
+    fp32 = dtype == "*fp32"
+    tiling = select_decode(1, 2, group, head_dim, itemsize, 132, short=True, fp32=fp32, shared_memory=kib << 10)
     compiled = compiled_as(tiling, dtype, fp8=fp8, group=group, head_dim=head_dim, early=False, arch=arch)
     assert compiled.metadata.shared <= kib << 10
 
@@ -245,15 +282,15 @@ def compiled_as(tiling: DecodeTiling, dtype: str, *, fp8: bool, group: int, head
     from triton.compiler import ASTSource
 
     from phalanx.kernels.attention import decode
-    from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW
 
     heads, lanes = 8 if group <= 8 else 16, triton.next_power_of_2(group)
     constants = {
         "GROUP": group, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "HEADS": heads, "LANES": lanes,
-        "BLOCK_SIZE": 16, "MOST": MAX_SPLITS_PER_ROW, "AT_ONCE": min(MAX_SPLITS_PER_ROW, 16 * tiling.warps // lanes),
+        "BLOCK_SIZE": 16, "AT_ONCE": min(16, max(1, 16 * tiling.warps // lanes)),
         "TILE": tiling.tile,
         "APART": 1 if tiling.cooperative else tiling.warps, "STAGES": tiling.stages, "INDIRECT": not tiling.extra_splits,
-        "WINDOWED": False, "EARLY": early, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
+        "WINDOWED": head_dim == 64, "EARLY": early, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
+        **({} if head_dim == 64 else {"sinks": None}),
     }  # fmt: skip
     signature = {}
     for name in decode._decode.arg_names:
@@ -268,18 +305,27 @@ def compiled_as(tiling: DecodeTiling, dtype: str, *, fp8: bool, group: int, head
 def test_how_rows_are_split() -> None:
     """No further than into as many programs as the GPU runs at once, or than each row in two on average; and the tile of a warp is
     one that tensor cores take. Few rows are split more, so that the GPU is full; more than the planning kernel takes are not
-    tiling."""
-    from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, ROW_CLASSES, select_decode
+    split."""
+    from phalanx.kernels.attention.heuristics import ROW_CLASSES, select_decode
 
     shapes = ((8, 4, 128, 2), (1, 32, 64, 1), (2, 1, 256, 4))
     for rows, shape, short in itertools.product((1, 2, 8, 34, 64, 512), shapes, (False, True)):
         tiling, kv_heads = select_decode(rows, *shape, 132, short=short), shape[0]
         assert tiling.tile // tiling.warps >= 16
         assert tiling.extra_splits % rows == 0
-        assert tiling.extra_splits <= MAX_SPLITS_PER_ROW * rows
-        assert tiling.extra_splits <= rows or tiling.extra_splits * kv_heads <= 8 * 132
+        assert tiling.extra_splits <= rows or tiling.extra_splits * kv_heads * tiling.warps <= 9 * 132
         assert (tiling.extra_splits == 0) == tiling.cooperative
     assert select_decode(1, 8, 4, 128, 2, 132).extra_splits > 8
+    for rows, kv_heads, splits in (
+        (1, 8, 128),
+        (1, 1, 128),
+        (1, 4, 128),
+        (8, 8, 256),
+        (32, 8, 256),
+    ):  # of rows that are alike, long
+        tiling = select_decode(rows, kv_heads, 4, 128, 1, 132)
+        size = -(-rows * 1024 // tiling.extra_splits)
+        assert splits <= rows * kv_heads * -(-1024 // size) <= 1.25 * splits
     assert select_decode(512, 8, 4, 128, 2, 132).extra_splits == 512
     assert select_decode(ROW_CLASSES[-1], 8, 4, 128, 2, 132).extra_splits > 0
     assert select_decode(ROW_CLASSES[-1] + 1, 8, 4, 128, 2, 132).extra_splits == 0
@@ -288,13 +334,13 @@ def test_how_rows_are_split() -> None:
 def test_few_short_rows_have_a_program_each() -> None:
     """Which reads all at once; for many rows, and for what it does not know, shortness makes no difference."""
     from phalanx.kernels.attention.dispatch import HeadLayout, short_kv_limit
-    from phalanx.kernels.attention.heuristics import SHORT_KV, select_decode
+    from phalanx.kernels.attention.heuristics import SHORT_KV
 
     few = HeadLayout(8, 4, 128, 2)
-    tiling = select_decode(8, *few, 132, short=True)
+    tiling = few.tiling(8, 132, short=True, shared_memory=227 << 10)
     assert (tiling.extra_splits, tiling.cooperative) == (0, True)
     assert tiling.tile >= SHORT_KV
-    assert not select_decode(8, *few, 132).cooperative
+    assert not few.tiling(8, 132, short=False, shared_memory=227 << 10).cooperative
     assert [short_kv_limit(rows, few, 132) for rows in (1, 8, 9, 512)] == [SHORT_KV, SHORT_KV, 0, 0]
     assert short_kv_limit(1, few._replace(head_dim=256), 132) == 0
     assert [short_kv_limit(1, few, 132, kib << 10) for kib in (163, 99)] == [SHORT_KV, 0]
@@ -303,6 +349,7 @@ def test_few_short_rows_have_a_program_each() -> None:
 @pytest.mark.gpu1
 @pytest.mark.parametrize(
     "case", [
+        Case([1, 33, 700, 2000], 8, 8, 64, window=128, sinks=3.0), Case([1, 33, 700, 2000], 8, 8, 64, sinks=3.0),
         Case([1, 33, 700, 2000], 8, 4, 128), Case([1, 90, 1200], 2, 7, 64, window=300, fp8=True),
         Case([5] * 40 + [3000] + [60] * 40, 8, 4, 128, fp8=True),
     ], ids=lambda case: f"{len(case.lengths)} rows",
@@ -316,6 +363,8 @@ def test_replayed_on_a_gpu_with_other_lengths(case: Case, early: bool, short: bo
 
     inputs = Inputs(*(None if each is None else each.cuda() for each in inputs_of(case)))  # type: ignore[arg-type]
     options = {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
+    sinks = sinks_of(inputs.query.shape[1], case.dtype, case.sinks)
+    options["sinks"] = None if sinks is None else sinks.cuda()
     workspace, lengths = SplitKvWorkspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
     replayed = inputs._replace(lengths=lengths)
 

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, max_prefill_tiles, select_prefill, tile_tokens
-from tests.kernels.attention.test_decode import SCALES
+from tests.kernels.attention.test_decode import SCALES, sinks_of
 from tests.support.kernels_compiled import spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 KEPT = 7.0
 """What `out` holds where there is no row."""
@@ -40,6 +42,7 @@ class Case(NamedTuple):
     after: int = 3
     padding: int = 3
     tiling: PrefillTiling = PrefillTiling(64, 32, 4, 2)
+    sinks: float | None = None
 
 
 class Inputs(NamedTuple):
@@ -86,8 +89,12 @@ def inputs_of(case: Case, seed: int = 0) -> Inputs:
     return Inputs(query.to(case.dtype), caches[0], caches[1], tables, table_rows, torch.tensor(starts, dtype=torch.int32), lengths)
 
 
-def options(case: Case) -> dict[str, Any]:
-    return {"scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None}
+def options(case: Case, device: str = "cpu") -> dict[str, Any]:
+    sinks = sinks_of(case.kv_heads * case.group, case.dtype, case.sinks)
+    return {
+        "scale": case.head_dim**-0.5, "window": case.window, "kv_scales": SCALES if case.fp8 else None,
+        "sinks": None if sinks is None else sinks.to(device),
+    }  # fmt: skip
 
 
 def assert_near(case: Case, out: Tensor, wanted: Tensor) -> None:
@@ -134,6 +141,16 @@ def check_block_sizes_and_windows() -> None:
             check(Case([(40, 150), (1, 49), (51, 51), (3, 120)], 1, 4, 16, block_size, window, fp8=window == 50))
 
 
+def check_sinks() -> None:
+    """See `test_decode.check_sinks`."""
+    rows = [(0, 9), (1, 33), (33, 64), (17, 96), (65, 65)]
+    for center in (3.0, -200.0, 300.0):
+        check(Case(rows, 1, 4, 16, sinks=center))
+    check(Case(rows, 2, 8, 16, window=20, sinks=3.0))
+    check(Case(rows, 2, 3, 16, window=20, sinks=3.0, fp8=True))
+    check(Case([(7, 40)], 1, 20, 16, sinks=3.0, dtype=torch.float32))
+
+
 def check_as_many_programs_as_tiles_or_more() -> None:
     case = Case([(40, 50), (0, 3), (9, 9)], 2, 4, 16)
     exact = count_prefill_tiles(inputs_of(case).starts.tolist(), 4)
@@ -162,6 +179,7 @@ def check_queries_of_any_size_meet_a_quantized_cache() -> None:
 CHECKS = [
     check_ratios_of_heads, check_head_dims_dtypes_and_quantized_caches, check_rows_about_the_edges_of_tiles,
     check_block_sizes_and_windows, check_as_many_programs_as_tiles_or_more, check_queries_of_any_size_meet_a_quantized_cache,
+    check_sinks,
 ]  # fmt: skip
 
 
@@ -192,7 +210,15 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "fp8", "window"),
-    [(128, "*bf16", False, False), (128, "*bf16", True, False), (80, "*fp16", False, True), (256, "*bf16", True, True)],
+    [
+        (128, "*bf16", False, False),
+        (128, "*bf16", True, False),
+        (64, "*bf16", False, True),
+        (64, "*bf16", True, False),
+        (80, "*fp16", False, True),
+        (256, "*bf16", True, True),
+        (192, "*bf16", False, False),
+    ],
 )
 def test_compiles(head_dim: int, dtype: str, fp8: bool, window: bool, arch: int) -> None:
     """Down to machine code that fits a multiprocessor: on tensor cores, with loads of 16 bytes in flight."""
@@ -227,7 +253,7 @@ def compiled_as(tiling: PrefillTiling, dtype: str, *, fp8: bool, head_dim: int, 
     constants = {
         "GROUP": 8, "KV_HEADS": 2, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "TOKENS": tile_tokens(8), "ROWS": tiling.rows, "KEYS": tiling.keys, "STAGES": tiling.stages, "MOST": 32, "INDIRECT": True,
-        "WINDOWED": window, "EARLY": fp8, "SM": arch,
+        "WINDOWED": window, "EARLY": fp8, "SM": arch, **({} if head_dim == 64 else {"sinks": None}),
     }  # fmt: skip
     signature = {}
     for name in prefill._prefill.arg_names:
@@ -246,6 +272,7 @@ def compiled_as(tiling: PrefillTiling, dtype: str, *, fp8: bool, head_dim: int, 
 @pytest.mark.parametrize(
     "case",
     [
+        Case([(700, 900), (0, 5), (1, 2000), (130, 130)], 8, 8, 64, window=128, sinks=3.0),
         Case([(700, 900), (0, 5), (1, 2000), (130, 130)], 2, 8, 128), Case([(300, 1200), (90, 90)], 2, 7, 64, window=300, fp8=True),
         Case([(300, 1200), (90, 90)], 1, 4, 128, fp8=True), Case([(40, 1200), (90, 90)], 1, 4, 80, 5, dtype=torch.float32),
         Case([(40, 300), (90, 90)], 1, 3, 256, 32, dtype=torch.float16),
@@ -262,15 +289,16 @@ def test_replayed_on_a_gpu_with_other_rows(case: Case, early: bool) -> None:
     replayed = inputs._replace(starts=torch.zeros_like(inputs.starts), lengths=torch.ones_like(inputs.lengths))
     out = torch.full_like(inputs.query, KEPT)
     torch.cuda.synchronize()
-    prefill_attention(*replayed, **options(case), early_lengths=early, out=out)
+    chosen = options(case, "cuda")  # before the capture, which may copy nothing from the host
+    prefill_attention(*replayed, **chosen, early_lengths=early, out=out)
     torch.cuda.synchronize()
     assert bool((out == KEPT).all())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        prefill_attention(*replayed, **options(case), early_lengths=early, out=out)
+        prefill_attention(*replayed, **chosen, early_lengths=early, out=out)
     replayed.starts.copy_(inputs.starts)
     replayed.lengths.copy_(inputs.lengths)
-    wanted = reference.prefill_attention(*inputs, **options(case), out=torch.full_like(inputs.query, KEPT))
+    wanted = reference.prefill_attention(*inputs, **chosen, out=torch.full_like(inputs.query, KEPT))
     outputs = []
     for _ in range(5):
         graph.replay()

@@ -12,6 +12,8 @@ from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def check() -> None:
     from phalanx.kernels.gemm.apply_scales import apply_scales

@@ -23,6 +23,8 @@ from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywh
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = [  # outputs, inputs, begin
     (16, 128, 0), (48, 16, 112), (80, 208, 0), (144, 272, 48), (16, 640, 16), (176, 384, 0),

@@ -11,6 +11,8 @@ from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def check() -> None:
     from phalanx.kernels import reference
@@ -26,18 +28,24 @@ def check() -> None:
             into = torch.full((1, outputs), float("nan"), dtype=dtype)
             assert gemv(x, weight, into, rows=4, block=block, warps=8) is into
             torch.testing.assert_close(into, wanted, rtol=torch.finfo(dtype).eps, atol=1e-4)
+            bias, in_fp32 = torch.randn(outputs).to(dtype), torch.full((1, outputs), float("nan"))
+            gemv(x, weight, in_fp32, bias, rows=4, block=block, warps=8)
+            torch.testing.assert_close(in_fp32, x.float() @ weight.float().t() + bias.float(), rtol=1e-5, atol=1e-4)
 
 
 def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.gemm.test_gemv").strip() == "checked"
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
-def test_compiles(arch: int) -> None:
+@pytest.mark.parametrize(
+    ("arch", "out", "bias"), [(80, "*bf16", False), (90, "*bf16", True), (90, "*fp32", False), (100, "*bf16", True)]
+)
+def test_compiles(arch: int, out: str, bias: bool) -> None:
     from phalanx.kernels.gemm import gemv
 
-    kinds = {"x": "*bf16", "weight": "*bf16", "out": "*bf16", "rows": "i32"}
-    compiled(gemv._gemv, kinds, {"COLUMNS": 4096, "ROWS": 4, "BLOCK": 2048}, arch)
+    kinds = {"x": "*bf16", "weight": "*bf16", "out": out, "rows": "i32"} | ({"bias": "*bf16"} if bias else {})
+    constants = {"COLUMNS": 4096, "ROWS": 4, "BLOCK": 2048} | ({} if bias else {"bias": None})
+    compiled(gemv._gemv, kinds, constants, arch)
 
 
 def test_linear_on_a_cpu_is_torchs() -> None:

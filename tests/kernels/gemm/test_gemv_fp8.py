@@ -14,6 +14,8 @@ from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def check() -> None:
     from phalanx.kernels import reference

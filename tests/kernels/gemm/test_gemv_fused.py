@@ -16,6 +16,8 @@ from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 if TYPE_CHECKING:
     from phalanx.kernels.scaled_tensors import GemvArgs
 

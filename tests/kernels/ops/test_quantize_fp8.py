@@ -16,6 +16,8 @@ from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

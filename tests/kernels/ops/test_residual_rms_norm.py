@@ -19,6 +19,8 @@ from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SHAPES = ((1, 16), (3, 1008), (2, 2048))
 QUANTS = (("none", None, False), ("fp8", 0.01, True), ("fp8", None, False), ("nvfp4", 0.003, True))

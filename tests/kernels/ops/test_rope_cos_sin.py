@@ -16,6 +16,8 @@ from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def check_rope_cos_sin() -> None:
     from phalanx.kernels import reference

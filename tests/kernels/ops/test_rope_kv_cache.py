@@ -17,6 +17,8 @@ from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -34,7 +36,11 @@ def check_rope_store_of_an_unscaled_output() -> None:
     rope_store_is_the_references(is_unscaled=True)
 
 
-def rope_store_is_the_references(*, is_unscaled: bool) -> None:
+def check_rope_store_of_normed_heads() -> None:
+    rope_store_is_the_references(is_unscaled=True, has_norm=True)
+
+
+def rope_store_is_the_references(*, is_unscaled: bool, has_norm: bool = False) -> None:
     from phalanx.kernels import reference
     from phalanx.kernels.ops import rope_kv_cache
 
@@ -49,9 +55,10 @@ def rope_store_is_the_references(*, is_unscaled: bool) -> None:
         caches = [torch.randn(3, 4, kv_heads, head_dim).to(kind) for _ in range(2)]
         scales = (0.25, 0.004) if fp8 else None
         expected = [cache.clone() for cache in caches]
-        wanted = reference.rope_store(qkv, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
-        query = rope_kv_cache.rope_store(qkv, angles.cos(), angles.sin(), *caches, slots, q_heads, scales)
-        step = torch.finfo(dtype).eps
+        norm = reference.HeadNorm(*(torch.randn(2, head_dim) + 1).to(dtype), 1e-5) if has_norm else None
+        wanted = reference.rope_store(qkv, angles.cos(), angles.sin(), *expected, slots, q_heads, scales, norm)
+        query = rope_kv_cache.rope_store(qkv, angles.cos(), angles.sin(), *caches, slots, q_heads, scales, norm)
+        step = torch.finfo(dtype).eps * (4 if has_norm else 1)  # a norm magnifies what the first rounding leaves
         torch.testing.assert_close(query, wanted, rtol=2 * step, atol=step)
         for got, want in zip(caches, expected, strict=True):
             if fp8:
@@ -62,7 +69,7 @@ def rope_store_is_the_references(*, is_unscaled: bool) -> None:
             assert torch.equal(got.float().flatten(0, 1)[untouched], want.float().flatten(0, 1)[untouched])
 
 
-CHECKS = [check_rope_store, check_rope_store_of_an_unscaled_output]
+CHECKS = [check_rope_store, check_rope_store_of_an_unscaled_output, check_rope_store_of_normed_heads]
 
 
 def test_in_the_interpreter() -> None:
@@ -80,13 +87,13 @@ def test_compiles(fp8: bool, unscaled: bool, arch: int) -> None:
     cache = "*u8" if fp8 else "*bf16"
     signature = {
         "qkv": "*bf16", "cos": "*fp32", "sin": "*fp32", "query": "*bf16", "key_cache": cache, "value_cache": cache, "slots": "*i64",
-        "q_heads": "i32", "kv_heads": "i32", "half": "i32", "key_inverse": "fp32", "value_inverse": "fp32",
+        "q_heads": "i32", "kv_heads": "i32", "half": "i32", "eps": "fp32", "key_inverse": "fp32", "value_inverse": "fp32",
     }  # fmt: skip
     constants = {"BLOCK": rope_heads(1000), "HALF": 64, "FP8": fp8}
     if unscaled:
-        signature |= {"rows": "*fp32", "columns": "*fp32"}
+        signature |= {"rows": "*fp32", "columns": "*fp32", "q_norm": "*bf16", "k_norm": "*bf16"}
     else:
-        constants |= {"rows": None, "columns": None}
+        constants |= dict.fromkeys(("rows", "columns", "q_norm", "k_norm"))
     ptx = compiled(rope_kv_cache._rope_store, signature, constants, arch).asm["ptx"]
     if arch >= 89 and fp8:
         assert "min.NaN." in ptx, "clipped to +-448, and NaN stays NaN"

@@ -28,6 +28,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402 - after it is known to be there
 from triton.compiler import ASTSource  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 TOO_CLOSE = 5e-6
 
 

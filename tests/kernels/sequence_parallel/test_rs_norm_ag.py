@@ -21,6 +21,8 @@ from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywh
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 HALF = 1 << 10  # vectors
 NAN = float("nan")
 

@@ -115,11 +115,11 @@ def test_a_model_with_its_seams_is_the_model_without(tp: int, tmp_path: Path) ->
     assert not torch.equal(fused.step([(1, ids)])[0], widened.step([(1, ids)])[0])
 
 
-@pytest.mark.parametrize(("family", "tp", "left"), [("llama", 1, 4), ("qwen3", 1, 2), ("qwen2", 1, 2), ("llama", 2, 2 * 8)])
+@pytest.mark.parametrize(("family", "tp", "left"), [("llama", 1, 4), ("qwen3", 1, 4), ("qwen2", 1, 2), ("llama", 2, 2 * 8)])
 def test_scales_are_left_to_what_reads_a_product(
     family: str, tp: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the SiLU of each layer, and to rope where neither a bias nor a norm of the heads stands between, and to the
+    """To the SiLU of each layer, to rope (and the norm of heads before it) where no bias stands between, and to the
     sums of several ranks; with the same logits."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "std": 0.15}
     model = Formation(write_checkpoint(tmp_path / "m", family, **sizes), tp=tp, fp8=True, fp8_gemm=True)

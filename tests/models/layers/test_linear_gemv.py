@@ -24,6 +24,8 @@ from tests.support.models_formation import CPU, Formation
 
 pytest.importorskip("triton")
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 CONTEXT = LayerContext(Solo(), torch.bfloat16, CPU)
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "std": 0.15}
 

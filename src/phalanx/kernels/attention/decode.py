@@ -23,13 +23,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, DecodeTiling, SplitKvWorkspace
+from phalanx.kernels.attention.heuristics import DecodeTiling, SplitKvWorkspace
 from phalanx.kernels.attention.split_kv import load_split, plan, visible_range
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
 LOG2_E = 1.4426950408889634
+SINK_SCALE = tl.constexpr(LOG2_E)
 
 MAX_HEADS = 16
 """Query heads that a program computes, at most."""
@@ -180,32 +181,48 @@ def _part(
 
 @triton.jit
 def _merge_splits(
-    tops, totals, outs, group, count,
-    MOST: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """Merge the partial results that the splits of a row left in the workspace from `group` on -> (sum [LANES], output [LANES,
-    WIDTH])."""
+    tops, totals, outs, group, count, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """Merge the partial results that the splits of a row left in the workspace from `group` on -> (maximum [LANES], sum [LANES],
+    output [LANES, WIDTH]).
+
+    A thread has the same dims of all splits: nothing is exchanged between threads, and AT_ONCE splits are read at once."""
     lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
-    split = tl.arange(0, MOST)[:, None]
-    every = (group + split) * HEADS + lane[None, :]
-    top = tl.load(tops + every, split < count, LOWEST, cache_modifier=".cg")
-    sums = tl.load(totals + every, split < count, 0.0, cache_modifier=".cg")
-    highest = tl.max(top, 0)
-    total = tl.sum(sums * tl.exp2(top - highest[None, :]), 0)
+    top = tl.full([LANES], LOWEST, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
     out = tl.zeros([LANES, WIDTH], tl.float32)
-    some = tl.arange(0, AT_ONCE)[:, None]
     for first in range(0, count, AT_ONCE):
-        valid = first + some < count
-        place = (group + first + some) * HEADS + lane[None, :]
-        part = tl.load(outs + place[:, :, None] * WIDTH + dim[None, None, :], valid[:, :, None], 0.0, cache_modifier=".cg")
-        fade = tl.exp2(tl.load(tops + place, valid, LOWEST, cache_modifier=".cg") - highest[None, :])
-        out += tl.sum(part * fade[:, :, None], 0)
-    return total, out
+        higher, split_tops = top, ()
+        for each in tl.static_range(AT_ONCE):
+            place = (group + first + each) * HEADS + lane
+            split_top = tl.load(tops + place, first + each < count, LOWEST, cache_modifier=".cg")
+            higher, split_tops = tl.maximum(higher, split_top), split_tops + (split_top,)
+        fade = tl.exp2(top - higher)
+        total, out, top = total * fade, out * fade[:, None], higher
+        for each in tl.static_range(AT_ONCE):
+            valid, place = first + each < count, (group + first + each) * HEADS + lane
+            weight = tl.exp2(split_tops[each] - higher)
+            total += tl.load(totals + place, valid, 0.0, cache_modifier=".cg") * weight
+            out += tl.load(outs + place[:, None] * WIDTH + dim[None, :], valid, 0.0, cache_modifier=".cg") * weight[:, None]
+    return top, total, out
 
 
 @triton.jit
-def _store(out, row, first_head, members, total, mixed, like, value_scale, q_heads, DIM: tl.constexpr, SM: tl.constexpr):
-    """mixed [lanes, WIDTH] / total [lanes] as the output of the `members` heads from first_head on."""
+def _with_sinks(sinks, top, total, head, valid):
+    """total [HEADS] of weights 2^(score - top), and those of the heads' sinks: logits that have no value. A sink so far above all
+    scores that its weight is infinite leaves them none."""
+    if sinks is not None:
+        total += tl.exp2(tl.load(sinks + head, valid, 0.0).to(tl.float32) * SINK_SCALE - top)
+    return total
+
+
+@triton.jit
+def _store(
+    out, sinks, row, first_head, members, top, total, mixed, like, value_scale, q_heads, DIM: tl.constexpr, SM: tl.constexpr
+):
+    """mixed [lanes, WIDTH] / total [lanes] as the output of the `members` heads from first_head on. top [lanes]: their maximum."""
+    each = tl.arange(0, mixed.shape[0])
+    total = _with_sinks(sinks, top, total, first_head + each, each < members)
     lane, dim = tl.arange(0, mixed.shape[0])[:, None], tl.arange(0, mixed.shape[1])[None, :]
     place = (row.to(tl.int64) * q_heads + first_head + lane) * DIM + dim
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
@@ -217,15 +234,15 @@ def _store(out, row, first_head, members, total, mixed, like, value_scale, q_hea
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
 )
 def _decode(
-    query, key_cache, value_cache, tables, table_rows, lengths, splits, out, tops, totals, outs, arrivals,
+    query, key_cache, value_cache, tables, table_rows, lengths, splits, sinks, out, tops, totals, outs, arrivals,
     table_stride, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, MOST: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
     APART: tl.constexpr, STAGES: tl.constexpr, INDIRECT: tl.constexpr, WINDOWED: tl.constexpr, EARLY: tl.constexpr,
     SM: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head and band of HEADS of its query heads, split, or row where splits is None). MOST: splits of a row, at most.
-    EARLY: see early_lengths."""
+    """Program (KV head and band of HEADS of its query heads, split, or row where splits is None). EARLY: see
+    early_lengths."""
     if SM >= 90:
         gdc_launch_dependents()
         if not EARLY:
@@ -263,7 +280,7 @@ def _decode(
     )  # fmt: skip
     mixed = tl.trans(transposed)
     if count == 1:
-        _store(out, row, first_head, members, total, mixed, own, value_scale, KV_HEADS * GROUP, DIM, SM)
+        _store(out, sinks, row, first_head, members, top, total, mixed, own, value_scale, KV_HEADS * GROUP, DIM, SM)
     else:
         counted = row * tl.num_programs(0) + tl.program_id(0)
         group = tl.program_id(0) * tl.num_programs(1) + first
@@ -274,14 +291,14 @@ def _decode(
         tl.debug_barrier()  # all warps have stored before one of them releases what they stored
         if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
             tl.store(arrivals + counted, 0)
-            merged_total, merged = _merge_splits(tops, totals, outs, group, count, MOST, WIDTH, HEADS, LANES, AT_ONCE)
-            _store(out, row, first_head, members, merged_total, merged, own, value_scale, KV_HEADS * GROUP, DIM, SM)
+            highest, merged_total, merged = _merge_splits(tops, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE)
+            _store(out, sinks, row, first_head, members, highest, merged_total, merged, own, value_scale, KV_HEADS * GROUP, DIM, SM)
 
 
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, workspace: SplitKvWorkspace, tiling: DecodeTiling,
-    splits: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
+    splits: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.decode_attention`, for contiguous queries and caches; `workspace` is this stream's alone. splits:
     what `split_kv.plan` gives for these rows and this tiling; None: it runs here, where the tiling has extra_splits."""
@@ -299,10 +316,10 @@ def decode_attention(
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
     _decode[(programs, rows if splits is None else len(splits))](
-        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out,
+        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, splits, sinks, out,
         tops, totals, outs, arrivals, block_tables.stride(0), window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
-        MOST=MAX_SPLITS_PER_ROW, AT_ONCE=min(MAX_SPLITS_PER_ROW, 16 * tiling.warps // lanes), TILE=tiling.tile,
+        AT_ONCE=min(16, max(1, 16 * tiling.warps // lanes)), TILE=tiling.tile,
         APART=1 if tiling.cooperative else tiling.warps, STAGES=tiling.stages, INDIRECT=splits is None and table_rows is not None,
         WINDOWED=window is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, maxnreg=tiling.registers,
         launch_pdl=sm >= 90,

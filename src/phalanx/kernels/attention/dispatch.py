@@ -9,23 +9,40 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.kernels.attention.heuristics import SHORT_KV, DecodeTiling, SplitKvWorkspace, select_decode, select_prefill
+from phalanx.config.latent import Latent
+from phalanx.kernels.attention.heuristics import (
+    SHORT_KV,
+    DecodeTiling,
+    LatentTiling,
+    SplitKvWorkspace,
+    select_decode,
+    select_latent_decode,
+    select_prefill,
+)
 from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, has_triton
 
 
 class HeadLayout(NamedTuple):
-    """What decode tilings depend on besides the rows. group: query heads per KV head; itemsize: bytes of a cached element."""
+    """What decode tilings depend on besides the rows. group: query heads per KV head; itemsize: bytes of a cached element;
+    fp32: queries are."""
 
     kv_heads: int
     group: int
     head_dim: int
     itemsize: int
+    fp32: bool = False
 
     @classmethod
     def of(cls, query: Tensor, key_cache: Tensor) -> HeadLayout:
         """query [R, q_heads, head_dim], key_cache [blocks, block_size, kv_heads, head_dim]."""
         kv_heads = key_cache.shape[2]
-        return cls(kv_heads, query.shape[1] // kv_heads, query.shape[2], key_cache.element_size())
+        group, fp32 = query.shape[1] // kv_heads, query.dtype == torch.float32
+        return cls(kv_heads, group, query.shape[2], key_cache.element_size(), fp32)
+
+    def tiling(self, rows: int, num_sms: int, *, short: bool, shared_memory: int) -> DecodeTiling:
+        """See `select_decode`."""
+        shape = self.kv_heads, self.group, self.head_dim, self.itemsize
+        return select_decode(rows, *shape, num_sms, short=short, fp32=self.fp32, shared_memory=shared_memory)
 
 
 class LayerSpec(NamedTuple):
@@ -52,6 +69,7 @@ def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor,
     *, scale: float, workspace: SplitKvWorkspace, window: int | None = None, kv_scales: tuple[float, float] | None = None,
     short: bool = False, splits: Tensor | None = None, early_lengths: bool = False, out: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.decode_attention`; written into `out` [R, q_heads, head_dim] where one is given. All tensors contiguous but
     block_tables, whose rows are. Nothing is read by the host: the launch may be captured, and replayed with other lengths.
@@ -65,7 +83,7 @@ def decode_attention(
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, kv_lengths, scale=scale, window=window, kv_scales=kv_scales,
         workspace=workspace, tiling=_decode_tiling(len(query), HeadLayout.of(query, key_cache), workspace, short=short),
-        splits=splits, early_lengths=early_lengths, out=out,
+        splits=splits, early_lengths=early_lengths, out=out, sinks=sinks,
     )  # fmt: skip
 
 
@@ -83,14 +101,69 @@ def plan_splits(
 
 
 def _decode_tiling(rows: int, heads: HeadLayout, workspace: SplitKvWorkspace, *, short: bool) -> DecodeTiling:
-    return select_decode(max(rows, 1), *heads, workspace.num_sms, short=short, shared_memory=workspace.shared_memory)
+    return heads.tiling(max(rows, 1), workspace.num_sms, short=short, shared_memory=workspace.shared_memory)
 
 
 def short_kv_limit(rows: int, heads: HeadLayout, num_sms: int, shared_memory: int = HOPPER_SHARED_MEMORY) -> int:
     """The KV length up to which `short` makes launches of so many rows faster, where no row is longer; 0 where it makes no
     difference. num_sms, shared_memory: see `SplitKvWorkspace`."""
-    usual, fast = (select_decode(rows, *heads, num_sms, short=short, shared_memory=shared_memory) for short in (False, True))
+    usual, fast = (heads.tiling(rows, num_sms, short=short, shared_memory=shared_memory) for short in (False, True))
     return SHORT_KV if fast != usual else 0
+
+
+class LatentSpec(NamedTuple):
+    """What layers with latent attention must have in common to share one plan of splits. heads: of this rank; width: elements of a
+    cached token; itemsize: bytes of one."""
+
+    heads: int
+    width: int
+    itemsize: int
+    block_size: int
+
+    @classmethod
+    def of(cls, heads: int, cache: Tensor) -> LatentSpec:
+        """cache [blocks, block_size, 1, width]."""
+        return cls(heads, cache.shape[3], cache.element_size(), cache.shape[1])
+
+
+def supports_latent(device: torch.device, dtype: torch.dtype, latent: Latent) -> bool:
+    """Whether `latent_decode_attention` runs for queries of this dtype, over a cache in the same dtype or in e4m3."""
+    fits = latent.kv_rank <= (512 if dtype != torch.float32 else 256) and latent.rope <= 64
+    known = dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return device.type == "cuda" and known and fits and latent.cached % 16 == 0 and has_triton()
+
+
+def plan_latent_splits(
+    kv_lengths: Tensor, table_rows: Tensor | None, spec: LatentSpec, workspace: SplitKvWorkspace
+) -> Tensor | None:  # fmt: skip
+    """As `plan_splits`, of `latent_decode_attention`."""
+    tiling = _latent_tiling(len(kv_lengths), spec, workspace)
+    if not tiling.extra_splits or not len(kv_lengths) or not kv_lengths.is_cuda:
+        return None
+    from phalanx.kernels.attention.split_kv import plan
+
+    return plan(kv_lengths, table_rows, tiling.split, window=None, block_size=spec.block_size)
+
+
+def latent_decode_attention(
+    query: Tensor, rotated: Tensor, cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, kv_lengths: Tensor, *,
+    scale: float, workspace: SplitKvWorkspace, splits: Tensor | None = None, early_lengths: bool = False,
+) -> Tensor:  # fmt: skip
+    """See `reference.latent_decode_attention`. The cache is contiguous, and the last dims of query and rotated. workspace, splits,
+    early_lengths: as of `decode_attention`. Nothing is read by the host: the launch may be captured, and replayed with other
+    lengths."""
+    from phalanx.kernels.attention.latent_decode import latent_decode_attention as kernel
+
+    tiling = _latent_tiling(len(query), LatentSpec.of(query.shape[1], cache), workspace)
+    return kernel(
+        query, rotated, cache, block_tables, table_rows, kv_lengths, scale=scale, workspace=workspace, tiling=tiling, splits=splits,
+        early_lengths=early_lengths,
+    )  # fmt: skip
+
+
+def _latent_tiling(rows: int, spec: LatentSpec, workspace: SplitKvWorkspace) -> LatentTiling:
+    sizes = spec.heads, spec.width, spec.itemsize
+    return select_latent_decode(max(rows, 1), *sizes, workspace.num_sms, shared_memory=workspace.shared_memory)
 
 
 def supports_prefill(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -102,6 +175,7 @@ def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None = None, kv_scales: tuple[float, float] | None = None,
     tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.prefill_attention`; written into `out` where one is given, else into memory that is not set: tokens of no row
     have no output. All tensors contiguous but block_tables, whose rows are. Nothing is read by the host: the launch may be
@@ -115,5 +189,5 @@ def prefill_attention(
     tiling = select_prefill(query.shape[2], query.element_size())
     return kernel(
         query, key_cache, value_cache, block_tables, table_rows, query_starts, kv_lengths, scale=scale, window=window,
-        kv_scales=kv_scales, tiling=tiling, tiles=tiles, early_lengths=early_lengths, out=out,
+        kv_scales=kv_scales, tiling=tiling, tiles=tiles, early_lengths=early_lengths, out=out, sinks=sinks,
     )  # fmt: skip

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, gpu
 
-MAX_SPLITS_PER_ROW = 32
+MAX_SPLITS_PER_ROW = 128
 """The last program of a row to finish reads what all others left."""
+
+MAX_SMALL_SPLITS = 32
+"""The same, where a program has one or two warps, which read what fewer others left at once; and of latent attention."""
 
 ROW_CLASSES = (64, 512, 4096)
 """The planning kernel of split-KV reads the lengths of so many rows, there or not; batches of more rows are not split."""
@@ -35,7 +38,7 @@ class DecodeTiling(NamedTuple):
     be any number of them. chunk: tokens of a row for each of its splits, at least, unless the row is shorter. tile: tokens that a
     program computes at a time, divided among its warps, 16 or more each. stages: as Triton's num_stages: tiles that are computed or
     loaded. registers: of a thread, at most, so that as many programs fit on a multiprocessor as it allows. cooperative: a program's
-    warps work on the same scores, rather than each on its own."""
+    warps work on the same scores, rather than each on its own. max_splits: of a row."""
 
     extra_splits: int
     chunk: int
@@ -44,35 +47,89 @@ class DecodeTiling(NamedTuple):
     stages: int
     registers: int
     cooperative: bool = False
+    max_splits: int = MAX_SPLITS_PER_ROW
 
 
 def select_decode(
     rows: int, kv_heads: int, group: int, head_dim: int, itemsize: int, num_sms: int, *,
-    short: bool = False, shared_memory: int = HOPPER_SHARED_MEMORY,
+    short: bool = False, fp32: bool = False, shared_memory: int = HOPPER_SHARED_MEMORY,
 ) -> DecodeTiling:  # fmt: skip
     """For `rows` decode rows of any length, or (short) of up to SHORT_KV tokens each. group: query heads per KV head; itemsize:
-    bytes of a cached element; num_sms: the GPU's; shared_memory: bytes that a program may use. As measured on H200."""
+    bytes of a cached element; num_sms: the GPU's; fp32: queries are, and what is cached becomes; shared_memory: bytes that a
+    program may use. As measured on H200."""
     programs, concurrent = rows * kv_heads * -(-group // 16), PROGRAMS_PER_SM * num_sms
-    # Splits per row where all rows are equally long. With one, such rows are not split, but one that is longer than the others is:
-    # no finer than that needs, as merging splits costs more than it gains where all are short.
-    per_row = min(max(concurrent // (2 * programs), 1), MAX_SPLITS_PER_ROW) if rows <= ROW_CLASSES[-1] else 0
-    if head_dim * itemsize > 256:  # also in fp32, whose GEMMs do not run on tensor cores
-        return DecodeTiling(per_row * rows, 128, tile=32, warps=2, stages=2, registers=255)
-    chunk = 128 if per_row > 1 else 512
-    # Where one program per row fills no more than half of the GPU, too few bytes are being loaded: two warps help, or, where
-    # multiprocessors would have two or three programs, which is uneven, more programs for rows that have several chunks.
-    two_warps = per_row == 1 and itemsize == 1 and concurrent // programs == 2
-    if per_row == 1 and not two_warps:
-        per_row = max(concurrent // programs, 1)
-    extra_splits = per_row * rows
     few = 2 * programs <= num_sms
     if few and short and _short_row_bytes(group, head_dim, itemsize) <= shared_memory:  # latency of one row is what counts
         return DecodeTiling(0, SHORT_KV, tile=SHORT_KV, warps=8, stages=2, registers=255, cooperative=True)
-    if two_warps:
-        return DecodeTiling(extra_splits, chunk, tile=32, warps=2, stages=4, registers=168)
-    if not few and (itemsize == 1 or chunk == 128):  # more bytes being loaded per program, where programs alone are too few
-        return DecodeTiling(extra_splits, chunk, tile=32, warps=1, stages=3, registers=168)
-    return DecodeTiling(extra_splits, chunk, tile=16, warps=1, stages=4, registers=168)
+    if fp32 or head_dim * itemsize > 256:  # GEMMs in fp32 do not run on tensor cores
+        per_row = min(max(concurrent // (2 * programs), 1), MAX_SMALL_SPLITS) if rows <= ROW_CLASSES[-1] else 0
+        return DecodeTiling(per_row * rows, 128, tile=32, warps=2, stages=2, registers=255, max_splits=MAX_SMALL_SPLITS)
+    if programs <= 2 * num_sms:
+        return _one_wave(rows, programs, head_dim * itemsize, num_sms)
+    # Rows of equal length are not split further than into as many programs as run at once, but one that is longer than the others
+    # is. Where one program per row fills no more than half of the GPU, too few bytes are being loaded: two warps help.
+    per_row = concurrent // programs
+    if itemsize == 1 and per_row in (2, 3):
+        return DecodeTiling(rows * (per_row - 1), 512, tile=32, warps=2, stages=4, registers=168, max_splits=MAX_SMALL_SPLITS)
+    extra_splits = max(per_row, 1) * rows if rows <= ROW_CLASSES[-1] else 0
+    tile, stages = (32, 3) if itemsize == 1 else (16, 4)  # the same bytes being loaded
+    return DecodeTiling(extra_splits, 512, tile, warps=1, stages=stages, registers=168, max_splits=MAX_SMALL_SPLITS)
+
+
+def _one_wave(rows: int, programs: int, token_bytes: int, num_sms: int) -> DecodeTiling:
+    """Where `programs`, one per row and KV head, are at most twice the multiprocessors: splits so many that the GPU runs all at
+    once, and loads as much at a time as its memory delivers. token_bytes: of a key."""
+    each = 32 if token_bytes <= 128 else 16  # tokens of a warp
+    if 8 * programs <= num_sms:  # all splits are of a few rows: the fewer, the sooner they are merged
+        return DecodeTiling(num_sms // programs * rows, 128, tile=4 * each, warps=4, stages=4, registers=168)
+    if programs > num_sms:
+        return DecodeTiling(rows, 128, tile=4 * each, warps=4, stages=4, registers=168)
+    per_row = (4 * num_sms + programs) // (2 * programs)  # of programs of two warps, two on a multiprocessor, rounded
+    return DecodeTiling(per_row * rows, 128, tile=2 * each, warps=2, stages=3, registers=168)
+
+
+class LatentTiling(NamedTuple):
+    """Of latent decode attention. heads: rows of a program's tiles of scores, 16 or more; its other fields as of `DecodeTiling`."""
+
+    heads: int
+    extra_splits: int
+    tile: int
+    warps: int
+    stages: int
+
+    @property
+    def split(self) -> DecodeTiling:
+        """As `split_kv.plan` takes it."""
+        return DecodeTiling(
+            self.extra_splits, LATENT_CHUNK, self.tile, self.warps, self.stages, 255, max_splits=MAX_SMALL_SPLITS
+        )  # fmt: skip
+
+
+LATENT_CHUNK = 128
+"""Tokens of a split of latents, at least."""
+
+
+def select_latent_decode(
+    rows: int, heads: int, width: int, itemsize: int, num_sms: int, *, shared_memory: int = HOPPER_SHARED_MEMORY
+) -> LatentTiling:  # fmt: skip
+    """For `rows` decode rows of any length. heads: of this rank; width: elements of a cached token; itemsize: bytes of one. A
+    program takes as many heads as shared memory has room for, since each band of heads reads the latents again. Chosen by what fits
+    and by what fills the GPU, not by measurements."""
+    operand = itemsize if itemsize > 1 else 2  # what tensor cores read
+    tile = {1: 64, 2: 32, 4: 16}[itemsize]
+    stages = 2
+    band = 16
+    for larger in (32, 64):
+        operands = larger * width * operand + stages * tile * width * itemsize + tile * width * operand + larger * tile * 4
+        if heads >= larger and itemsize != 4 and operands <= shared_memory - (16 << 10):
+            band = larger
+    programs = rows * -(-heads // band)
+    # About one program of this size runs on a multiprocessor at once, or two of 16 heads.
+    concurrent = num_sms * (2 if band == 16 else 1)
+    per_row = min(max(concurrent // programs, 1), MAX_SMALL_SPLITS) if rows <= ROW_CLASSES[-1] else 0
+    # Widening e4m3 takes registers, of which four warps have too few.
+    warps = 4 if band == 16 and itemsize != 1 else 8
+    return LatentTiling(band, per_row * rows, tile, warps, stages)
 
 
 def row_class(rows: int) -> int:

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from phalanx.kernels.attention.decode import LOG2_E, LOWEST, _blocks, _dot, _in_fp16, _places
+from phalanx.kernels.attention.decode import LOG2_E, LOWEST, _blocks, _dot, _in_fp16, _places, _with_sinks
 from phalanx.kernels.attention.heuristics import PrefillTiling, max_prefill_tiles, tile_tokens
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.quantize import widened
@@ -56,9 +56,9 @@ def _attended(
     DIM: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, WINDOWED: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """query [ROWS, WIDTH] over keys low .. end - 1 of a row, begin <= low a multiple of RUN -> (sum [ROWS], output [ROWS, WIDTH],
-    yet to be divided by the sum). scales [ROWS]: of the scores, above 0, log2(e) among them; last [ROWS]: the last visible key of
-    each; keys before `full` are visible to all, but for the window. block: of the first KEYS."""
+    """query [ROWS, WIDTH] over keys low .. end - 1 of a row, begin <= low a multiple of RUN -> (maximum [ROWS], sum [ROWS], output
+    [ROWS, WIDTH], yet to be divided by the sum). scales [ROWS]: of the scores, above 0, log2(e) among them; last [ROWS]: the last
+    visible key of each; keys before `full` are visible to all, but for the window. block: of the first KEYS."""
     ROWS: tl.constexpr = query.shape[0]
     WIDTH: tl.constexpr = query.shape[1]
     FP8: tl.constexpr = key_cache.dtype.element_ty == tl.uint8
@@ -93,7 +93,7 @@ def _attended(
             value = widened(value, query, SM)
         out = _dot(nearest(weight, query, SM), value, out * fade[:, None], SM)
         top, block = higher, next_block
-    return total, out
+    return top, total, out
 
 
 @triton.jit(
@@ -101,7 +101,7 @@ def _attended(
     do_not_specialize_on_alignment=["tables", "table_rows", "starts", "lengths"],
 )
 def _prefill(
-    query, key_cache, value_cache, tables, table_rows, starts, lengths, out,
+    query, key_cache, value_cache, tables, table_rows, starts, lengths, sinks, out,
     table_stride, rows, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, MOST: tl.constexpr,
@@ -140,10 +140,11 @@ def _prefill(
     if FP8 and own.dtype == tl.bfloat16:
         operand, powers = _in_fp16(own)
         scales *= powers
-    total, mixed = _attended(
+    top, total, mixed = _attended(
         operand, tl.maximum(scales, 1e-30), earlier + member // GROUP, key_cache, value_cache, table, block, begin, low, full, end,
         kv_head, window, DIM, KV_HEADS, BLOCK_SIZE, RUN, KEYS, STAGES, WINDOWED, SM,
     )  # fmt: skip
+    total = _with_sinks(sinks, top, total, kv_head * GROUP + member % GROUP, member < TOKENS * GROUP)
     result = mixed * tl.where(total > 0, value_scale / total, 0.0)[:, None]
     tl.store(out + place, nearest(result, own, SM), valid)
 
@@ -151,7 +152,7 @@ def _prefill(
 def prefill_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, block_tables: Tensor, table_rows: Tensor | None, query_starts: Tensor,
     kv_lengths: Tensor, *, scale: float, window: int | None, kv_scales: tuple[float, float] | None, tiling: PrefillTiling,
-    tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None,
+    tiles: int | None = None, early_lengths: bool = False, out: Tensor | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.prefill_attention`, for contiguous queries and caches; tokens of no row are not set in `out`."""
     tokens, q_heads, head_dim = query.shape
@@ -165,7 +166,7 @@ def prefill_attention(
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
     _prefill[(tiles * triton.cdiv(each * group, tiling.rows) * kv_heads,)](
-        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, query_starts, kv_lengths, out,
+        query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, query_starts, kv_lengths, sinks, out,
         block_tables.stride(0), rows, window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size,
         TOKENS=each, ROWS=tiling.rows, KEYS=tiling.keys, STAGES=tiling.stages, MOST=_padded_rows(rows),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, DecodeTiling, row_class
+from phalanx.kernels.attention.heuristics import DecodeTiling, row_class
 
 FIELDS = tl.constexpr(8)
 """Of a split, int32: its row; the index of the row's first split; the row's number of splits; its first token, and the one behind
@@ -94,7 +94,7 @@ def plan(kv_lengths: Tensor, table_rows: Tensor | None, tiling: DecodeTiling, *,
     splits = torch.empty(rows + tiling.extra_splits, FIELDS.value, dtype=torch.int32, device=kv_lengths.device)
     _plan[(triton.cdiv(len(splits), SPLITS_PER_PROGRAM),)](
         kv_lengths, table_rows, splits, rows, tiling.extra_splits, triton.cdiv(tiling.chunk, tiling.tile), window or 0,
-        ROWS=row_class(rows), MOST=MAX_SPLITS_PER_ROW, TILE=tiling.tile, RUN=16 if block_size % 16 == 0 else 1,
+        ROWS=row_class(rows), MOST=tiling.max_splits, TILE=tiling.tile, RUN=16 if block_size % 16 == 0 else 1,
         WINDOWED=window is not None, SPLITS_PER_PROGRAM=SPLITS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     return splits

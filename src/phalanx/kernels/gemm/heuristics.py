@@ -156,7 +156,9 @@ def fuses_silu(inner: int, *, down_is_fp8: bool) -> bool:
 
 def warmup_token_counts(max_tokens: int) -> list[int]:
     """Token counts up to max_tokens that between them launch every variant of these kernels that any count does: GEMV and its
-    fusions for one token; `fp8_skinny` for each tile of tokens and on both sides of each split-K threshold; none of ours beyond."""
+    fusions for one token; `fp8_skinny` for each tile of tokens and on both sides of each split-K threshold; none of ours beyond.
+    But what reads the output is another variant where it has scales to apply, so there is a count on both sides of that, too."""
     tiles = {tile_tokens(tokens) for tokens in range(2, SKINNY_MAX_TOKENS + 1)}
     counts = {1, 2, SPLIT_K_4_MAX_TOKENS, SPLIT_K_2_MAX_TOKENS, SKINNY_MAX_TOKENS, 2 * SKINNY_MAX_TOKENS} | tiles
+    counts |= {UNSCALED_MAX_TOKENS_READER_SCALES, UNSCALED_MAX_TOKENS_READER_SCALES + 1}
     return sorted({min(count, max_tokens) for count in counts} - {0})

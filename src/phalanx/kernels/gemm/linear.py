@@ -12,20 +12,33 @@ from phalanx.kernels.gemm import heuristics
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out], written into `out` where one is given (without a
-    bias); summed in fp32, rounded to x's dtype.
+    """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out], written into `out` where one is given; summed in
+    fp32, rounded to x's dtype.
 
     For one token the time is that of reading the weight: a GEMV kernel does little else.
     """
-    if x.is_cuda and bias is None and _gemv_takes(x, weight, out):
+    if x.is_cuda and _gemv_takes(x, weight, out):
         tiling = heuristics.select_16bit(x.shape[0], weight.shape[1])
         if tiling is not None:
             from phalanx.kernels.gemm.gemv import gemv
 
-            return gemv(x, weight, out, **tiling._asdict())
+            return gemv(x, weight, out, bias, **tiling._asdict())
     if out is not None:
-        return torch.mm(x, weight.t(), out=out)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
     return F.linear(x, weight, bias)
+
+
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, in] times weight [out, in] transposed -> [T, out] in fp32, as if both were: there, products of 16 bit are exact."""
+    if x.is_cuda and x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
+        tiling = heuristics.select_16bit(x.shape[0], weight.shape[1])
+        if tiling is not None and _gemv_takes(x, weight, None):
+            from phalanx.kernels.gemm.gemv import gemv
+
+            out = torch.empty((1, weight.shape[0]), dtype=torch.float32, device=x.device)
+            return gemv(x, weight, out, **tiling._asdict())
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
 
 
 def _gemv_takes(x: Tensor, weight: Tensor, out: Tensor | None) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx.kernels import reference
 from phalanx.kernels.capabilities import has_triton
 from phalanx.kernels.ops.heuristics import MAX_QUANTIZED_COLUMNS
+from phalanx.kernels.reference import HeadNorm
 from phalanx.kernels.scaled_tensors import Quantized, Unscaled
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -126,13 +127,27 @@ def quantize_fp8(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor
     return reference.quantize_fp8(x, scale)
 
 
+def latent_rope_store(
+    query: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, weight: Tensor, eps: float, cache: Tensor, slots: Tensor, *,
+    interleaved: bool,
+) -> None:  # fmt: skip
+    """See `reference.latent_rope_store`."""
+    strided = all(each.stride(-1) == 1 for each in (query, latent))
+    if query.is_cuda and query.dtype in _FLOATS and strided and cache.is_contiguous() and has_triton():
+        from phalanx.kernels.ops.latent_rope_store import latent_rope_store as kernel
+
+        kernel(query, latent, cos, sin, weight, eps, cache, slots, interleaved=interleaved)
+        return
+    reference.latent_rope_store(query, latent, cos, sin, weight, eps, cache, slots, interleaved=interleaved)
+
+
 def rope_store(
     qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
-    kv_scales: tuple[float, float] | None = None,
+    kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None,
 ) -> Tensor:  # fmt: skip
     """See `reference.rope_store`."""
     if _kernel_takes(qkv) and key_cache.is_contiguous() and value_cache.is_contiguous():
         from phalanx.kernels.ops.rope_kv_cache import rope_store as kernel
 
-        return kernel(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales)
-    return reference.rope_store(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales)
+        return kernel(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales, head_norm)
+    return reference.rope_store(qkv, cos, sin, key_cache, value_cache, slots, q_heads, kv_scales, head_norm)

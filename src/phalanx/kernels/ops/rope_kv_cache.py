@@ -6,7 +6,8 @@
     query = rope(qkv[:, :q_heads])
     key_cache[slot], value_cache[slot] = rope(qkv[:, q_heads : q_heads + kv_heads]), qkv[:, q_heads + kv_heads :]    unless slot < 0
 
-An unscaled GEMM output gets its scales first, in fp32; results are rounded once.
+An unscaled GEMM output gets its scales first, in fp32; results are rounded once. With a head norm, query and key heads are
+RMS-normed before (rounded as `reference.rms_norm` does).
 
 A program has some heads of one token: see `heuristics.rope_heads`.
 """
@@ -22,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.ops.heuristics import rope_heads
 from phalanx.kernels.quantize import clipped, e4m3_byte
+from phalanx.kernels.reference import HeadNorm
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.kernels.vectors import nearest
 
@@ -67,12 +69,27 @@ def rotate_and_store(
     _store(value_cache, place, is_value, first, second, half, FP8, SM, value_inverse)
 
 
+@triton.jit
+def _normed(first, second, head, pair, q_norm, k_norm, eps, q_heads, kv_heads, half, SM: tl.constexpr):
+    """Both halves of heads, in their dtype: query and key heads RMS-normed, value heads as they are."""
+    fp32_first, fp32_second = first.to(tl.float32), second.to(tl.float32)
+    mean = tl.sum(fp32_first * fp32_first + fp32_second * fp32_second, 1, keep_dims=True) / (2 * half)
+    inverse = tl.rsqrt(mean + eps)
+    is_query = head < q_heads
+    w_first = tl.where(is_query, tl.load(q_norm + pair, pair < half, 0.0), tl.load(k_norm + pair, pair < half, 0.0))
+    w_second = tl.where(is_query, tl.load(q_norm + pair + half, pair < half, 0.0), tl.load(k_norm + pair + half, pair < half, 0.0))
+    normed_first = nearest(nearest(fp32_first * inverse, first, SM).to(tl.float32) * w_first.to(tl.float32), first, SM)
+    normed_second = nearest(nearest(fp32_second * inverse, first, SM).to(tl.float32) * w_second.to(tl.float32), first, SM)
+    is_normed = (head < q_heads + kv_heads) & (pair < half)
+    return tl.where(is_normed, normed_first, first), tl.where(is_normed, normed_second, second)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _rope_store(
-    qkv, rows, columns, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, key_inverse, value_inverse,
-    BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, SM: tl.constexpr,
+    qkv, rows, columns, q_norm, k_norm, cos, sin, query, key_cache, value_cache, slots, q_heads, kv_heads, half, eps, key_inverse,
+    value_inverse, BLOCK: tl.constexpr, HALF: tl.constexpr, FP8: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """rows, columns: the scales of an unscaled GEMM output, or None."""
+    """rows, columns: the scales of an unscaled GEMM output, or None. q_norm, k_norm: the weights of a head norm, or None."""
     if SM >= 90:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -96,6 +113,9 @@ def _rope_store(
         fp32_first = fp32_first * unit * first_scale
         fp32_second = fp32_second * unit * second_scale
         first, second = nearest(fp32_first, first, SM), nearest(fp32_second, second, SM)
+    if q_norm is not None:
+        first, second = _normed(first, second, head, pair, q_norm, k_norm, eps, q_heads, kv_heads, half, SM)
+        fp32_first, fp32_second = first.to(tl.float32), second.to(tl.float32)
     rotate_and_store(
         first, second, fp32_first, fp32_second, c, s, token, head, pair, inside, query, key_cache, value_cache, slots,
         q_heads, kv_heads, half, key_inverse, value_inverse, FP8, SM,
@@ -104,7 +124,7 @@ def _rope_store(
 
 def rope_store(
     qkv: Tensor | Unscaled, cos: Tensor, sin: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, q_heads: int,
-    kv_scales: tuple[float, float] | None = None,
+    kv_scales: tuple[float, float] | None = None, head_norm: HeadNorm | None = None,
 ) -> Tensor:  # fmt: skip
     """The kernel of `reference.rope_store`, for contiguous tensors; qkv in bf16, fp16 or fp32, caches in its dtype or e4m3."""
     values, rows, columns = Unscaled.parts(qkv)
@@ -116,9 +136,10 @@ def rope_store(
         key_scale, value_scale = kv_scales or (1.0, 1.0)
         caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
         block = rope_heads(tokens)
+        norm = head_norm or (None, None, 0.0)
         _rope_store[(tokens, triton.cdiv(heads, block))](
-            values, rows, columns, cos, sin, query, *caches, slots, q_heads, (heads - q_heads) // 2, head_dim // 2,
-            1.0 / key_scale, 1.0 / value_scale,
+            values, rows, columns, *norm[:2], cos, sin, query, *caches, slots, q_heads, (heads - q_heads) // 2, head_dim // 2,
+            norm[2], 1.0 / key_scale, 1.0 / value_scale,
             BLOCK=block, HALF=triton.next_power_of_2(head_dim // 2), FP8=fp8, SM=sm, num_warps=4, launch_pdl=sm >= 90,
         )  # fmt: skip
     return query

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx import kernels
 from phalanx.kernels.sampling import sampling
-from phalanx.models.layers.fp8 import Activation
+from phalanx.models.layers.fp8 import NormOutput
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext, Slice, Sliced
 from phalanx.plan import shard
@@ -37,7 +37,7 @@ class VocabParallelEmbedding(Sliced):
 
     def forward(
         self, token_ids: Tensor, norm: RmsNorm, last: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Activation, Tensor]:  # fmt: skip
+    ) -> tuple[NormOutput, Tensor]:  # fmt: skip
         """token_ids [T] int64 -> (norm(vectors), vectors), of [T, hidden]. last: see `Batch.last`."""
         group = self.context.group
         if group.size == 1:

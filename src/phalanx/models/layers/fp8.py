@@ -9,8 +9,9 @@ is scaled by block and tokens are few.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,17 @@ logger = get_logger(__name__)
 
 Activation = Tensor | Quantized
 """The input of a linear layer: in 16 or 32 bit, or quantized for a layer that takes that."""
+
+
+class NormAndQuantized(NamedTuple):
+    """A norm [T, size] for a reader in 16 bit, as a router is, and the same quantized for the layer beside it."""
+
+    norm: Tensor
+    quantized: Quantized
+
+
+NormOutput = Activation | NormAndQuantized
+"""What a norm gives to the block behind it."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +164,13 @@ class Fp8:
                 target.copy_(scale.reshape(-1).expand(shape[0])[rows.start : rows.stop])
 
         yield Scale(f"{name}.{self.quantization.scale_name}", shapes, store, may_be_zero=True, inputs=shape[1])
+        yield from self.input_scales([name])
+
+    def input_scales(self, names: Iterable[str]) -> Iterator[Scale]:
+        """What to read for the static scale of this layer's input, which covers these checkpoint layers."""
         if self.input_scale is not None:
-            yield Scale(f"{name}.input_scale", ((), (1,)), self._store_input_scale)
+            for name in names:
+                yield Scale(f"{name}.input_scale", ((), (1,)), self._store_input_scale)
 
     def _store_input_scale(self, scale: Tensor) -> None:
         # Layers that run as one GEMM share their input, and so the scale that covers all of it.

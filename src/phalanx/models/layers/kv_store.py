@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phalanx import kernels
 from phalanx.kernels.gemm.gemv_fused import qkv_rope_store
+from phalanx.kernels.reference import HeadNorm
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.models.batch import KvCache
 from phalanx.models.layers.fp8 import Activation
@@ -31,11 +32,12 @@ class KvStore(Sliced):
         self.read_scales: tuple[float, float] | None = None
 
     def forward(
-        self, heads: Tensor | Unscaled, cos_sin: tuple[Tensor, Tensor], q_heads: int, cache: KvCache, slots: Tensor
+        self, heads: Tensor | Unscaled, cos_sin: tuple[Tensor, Tensor], q_heads: int, cache: KvCache, slots: Tensor,
+        head_norm: HeadNorm | None = None,
     ) -> Tensor:  # fmt: skip
         """heads [T, q_heads + 2 * kv_heads, head_dim], not rotated yet; cos_sin: of the tokens' positions. Stores rotated keys, and
         values, in slots [T] (see `Batch.kv_slots`); returns the rotated queries [T, q_heads, head_dim]."""
-        return kernels.rope_store(heads, *cos_sin, cache.key, cache.value, slots, q_heads, self.read_scales)
+        return kernels.rope_store(heads, *cos_sin, cache.key, cache.value, slots, q_heads, self.read_scales, head_norm)
 
     def fused_with_gemv(
         self, x: Activation, qkv_proj: QkvParallelLinear, cos_sin: tuple[Tensor, Tensor], cache: KvCache, slots: Tensor

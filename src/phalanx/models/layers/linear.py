@@ -15,7 +15,7 @@ from phalanx import kernels
 from phalanx.comm.group import ResidualRmsNorm, ScatterTargets, finish
 from phalanx.comm.sequence_parallel import unshard
 from phalanx.kernels.scaled_tensors import GemvArgs, Unscaled
-from phalanx.models.layers.fp8 import Activation, add_weight
+from phalanx.models.layers.fp8 import Activation, NormOutput, add_weight
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext, Scale, Slice, Sliced
 from phalanx.plan import shard
@@ -133,7 +133,8 @@ def _runs(numbers: Sequence[int]) -> list[range]:
 
 class RowParallelLinear(Sliced):
     """y = x W^T + b, split by input features: each rank holds a partial sum, which the all-reduce completes. What follows in a
-    decoder, the residual add and the next norm, is fused to the all-reduce. The bias is added once, after the sum.
+    decoder, the residual add and the next norm, is fused to the all-reduce. The bias is added once: by the first rank to
+    its partial sum; or in FP8, whose scales come later, after the sum.
 
     weight [out, in / tp]; bias [out], complete on each rank. In FP8 a rank multiplies its partial sum by its own scales.
     """
@@ -149,24 +150,32 @@ class RowParallelLinear(Sliced):
         self.fp8 = add_weight(self, [name], out_features, len(local), context=context, begin=local.start)
         self.bias = context.weight(out_features) if bias else None
 
-    def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
+    def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[NormOutput, Tensor]:
         """x [T, in / tp], residual [T, out] -> (norm(residual + y), residual + y); without a norm, the new residual twice.
 
         The norm comes quantized where it feeds a layer that takes it so. The residual comes in and goes out as a tensor or as a
         `ShardedResidual`; without a norm it goes out as a tensor.
         """
         group = self.context.group
-        if norm is not None and self.bias is None:
+        late_bias = self.bias if self.fp8 is not None else None
+        if norm is not None and late_bias is None:
             fusion = norm.fusion(residual, accepts_sharded=True)
             scattered = self._gemm_reduce_scatter(x, fusion)
             return norm.unpack(group.all_reduce(self._partial_sum(x), fusion) if scattered is None else scattered.finish())
         total, residual = group.all_reduce(self._partial_sum(x)), unshard(residual, group)
-        if self.bias is not None:
-            total = total + self.bias
+        if late_bias is not None:
+            total = total + late_bias
         if norm is not None:
             return norm.unpack(finish(total, norm.fusion(residual)))
         residual = residual + total
         return residual, residual
+
+    def partial_sum(self, x: Activation) -> Tensor:
+        """x [T, in / tp] -> what this rank adds to the sum, [T, out]: for a block that adds other parts before the all-reduce."""
+        if self.fp8 is not None:
+            return self.fp8.linear(x, self.weight, self._own_bias())
+        assert isinstance(x, Tensor)
+        return kernels.linear(x, self.weight, self._own_bias())
 
     def _partial_sum(self, x: Activation) -> Tensor | Unscaled:
         group, context = self.context.group, self.context
@@ -176,7 +185,11 @@ class RowParallelLinear(Sliced):
         out = None
         if group.size > 1:
             out = group.empty(x.shape[0], self.out_features, dtype=context.dtype, device=context.device)
-        return kernels.linear(x, self.weight, out=out)
+        return kernels.linear(x, self.weight, self._own_bias(), out=out)
+
+    def _own_bias(self) -> Tensor | None:
+        """What this rank adds to its partial sum in 16 or 32 bit."""
+        return self.bias if self.context.group.rank == 0 else None
 
     def _gemm_reduce_scatter(self, x: Activation, fusion: ResidualRmsNorm) -> ScatterTargets | None:
         """The partial sum, written straight to the ranks that sum its rows, where the group wants that; else None."""
@@ -190,7 +203,7 @@ class RowParallelLinear(Sliced):
         else:
             assert isinstance(x, Tensor)
             for rows, out in scatter.targets:
-                kernels.linear(x[rows], self.weight, out=out)
+                kernels.linear(x[rows], self.weight, self._own_bias(), out=out)
         return scatter
 
     def slices(self) -> Iterator[Slice]:

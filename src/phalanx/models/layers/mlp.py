@@ -30,10 +30,18 @@ class GatedMlp(nn.Module):
             f"{name}.down_proj", intermediate_size, hidden_size, local=local, bias=bias, context=context
         )  # fmt: skip
 
+    def follow(self, norm: RmsNorm) -> None:
+        """The norm before the block: it quantizes for the block's first layer."""
+        norm.feed(self.gate_up_proj.fp8)
+
     def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
         """x [T, hidden] -> as RowParallelLinear: (norm(residual + mlp(x)), residual + mlp(x))."""
         output: tuple[Activation, Tensor] = self.down_proj(self._silu_and_mul(x), residual, norm)
         return output
+
+    def partial_sum(self, x: Activation) -> Tensor:
+        """x [T, hidden] -> what this rank's features add to mlp(x), [T, hidden]."""
+        return self.down_proj.partial_sum(self._silu_and_mul(x))
 
     def _silu_and_mul(self, x: Activation) -> Activation:
         """x [T, hidden] -> silu(gate_proj(x)) * up_proj(x), quantized where `down_proj` takes that and does not quantize itself."""

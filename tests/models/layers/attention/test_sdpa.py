@@ -96,6 +96,29 @@ def test_rows_of_every_kind(rows: list[tuple[int, int]], window: int | None, lim
         torch.testing.assert_close(out[here], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("window", "in_cache"), [(None, "fp32"), (5, "fp32"), (None, "fp8")])
+def test_sinks_take_their_part_of_each_heads_softmax(window: int | None, in_cache: str) -> None:
+    """As a key without a value does that all queries of a head see, whatever they are; one sink per query head."""
+    rows = [(12, 1), (0, 9), (30, 6)]
+    batch, cache, keys, values = made_batch(rows, window, 2)
+    scales = None
+    if in_cache == "fp8":
+        scales = (0.5, 2.0)
+        cache = in_fp8(cache, scales)
+        keys, values = [as_read(key, 0.5) for key in keys], [as_read(value, 2.0) for value in values]
+    query = torch.randn(batch.token_ids.shape[0], 6, 8, generator=torch.Generator().manual_seed(4))
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0, -50.0, 60.0])
+    plan = select_backend(CPU, torch.float32, 8).plan(batch)
+    out = plan.forward(query, cache, window=window, scale=0.4, sinks=sinks, kv_scales=scales)
+    for row, (before, count) in enumerate(rows):
+        for at in range(count):
+            token, begin = batch.query_starts_cpu[row] + at, 0 if window is None else max(0, before + at + 1 - window)
+            for head in range(6):
+                k, v = (each[row][begin : before + at + 1, head // 3] for each in (keys, values))
+                weight = torch.cat((k @ query[token, head] * 0.4, sinks[head : head + 1])).softmax(0)[:-1]
+                torch.testing.assert_close(out[token, head], weight @ v, rtol=1e-4, atol=1e-5)
+
+
 def test_one_plan_serves_layers_with_different_windows() -> None:
     batch, cache, keys, values = made_batch([(9, 1), (0, 12)], None)
     query = torch.randn(13, 6, 8)

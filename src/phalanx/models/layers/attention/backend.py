@@ -19,14 +19,26 @@ class AttentionPlan(Protocol):
 
     def forward(
         self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
-        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Each query attends to the keys of its own row up to its own position: to the last `window` of them (its own included), or
         to all.
 
         query [T, heads, head_dim]; the batch's own keys and values are in the cache already. kv_scales: the factors of the cached
-        keys and of the cached values, where the cache is quantized; None for 1. Returns a tensor of query's shape and dtype, `out`
+        keys and of the cached values, where the cache is quantized; None for 1. sinks [heads]: one more logit in the softmax of
+        each head, which takes its part of the weights and has no value. Returns a tensor of query's shape and dtype, `out`
         where that is given; its values at padding tokens are undefined.
+        """
+
+
+class LatentAttentionPlan(Protocol):
+    """One batch, ready for the latent attention of each layer."""
+
+    def forward(self, query: Tensor, cache: KvCache, *, up: Tensor, scale: float) -> Tensor:
+        """As `AttentionPlan`, where a head's keys and values are up[head] times the cached latents (see `LatentCache`).
+
+        query [T, heads, nope + rope], its last `rope` elements rotated; up [heads, nope + v, rank], rows of keys first. Returns
+        [T, heads, v] in query's dtype.
         """
 
 
@@ -51,5 +63,5 @@ class AttentionBackend(Protocol):
     def graphs(self) -> GraphSupport | None:
         """None for a back end that plans no fixed batches."""
 
-    def plan(self, batch: Batch) -> AttentionPlan:
+    def plan(self, batch: Batch) -> AttentionPlan | LatentAttentionPlan:
         """Host work and copies to the device, once per batch. It reads no tensor back from the device."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.errors import ModelError
 from phalanx.models.batch import Batch, KvCache
 
 WORKSPACE_BYTES = 256 << 20
@@ -133,9 +134,14 @@ class FlashInferPlan:
 
     def forward(
         self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
-        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
+        if sinks is not None:
+            raise ModelError(
+                "attention sinks cannot run with FlashInfer's kernels", held="they run with the Triton kernels and on CPU",
+                next="install triton",
+            )  # fmt: skip
         key = PlanKey(query.shape[1], cache.key.shape[2], query.shape[2], cache.key.shape[1], window, scale, cache.key.dtype)
         if key not in self._ready:
             self.prepare(key)

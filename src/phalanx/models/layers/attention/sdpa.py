@@ -6,7 +6,7 @@ Rows of similar size are gathered from the cache into one padded batch, so that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.models.batch import Batch, KvCache, first_block
+from phalanx.plan.attention_calls import size_class
 
 MASK_LIMITS = {"cpu": 1 << 24, "cuda": 1 << 22}
 """Elements of one mask, by device: a long prompt is attended in chunks of queries, so that memory does not grow with its square. On
 GPU a masked call may hold the scores of all heads, in fp32, beside the mask."""
-
-_FEW_BLOCKS = 8  # Rows with up to this many blocks are padded to one another: fewer calls are worth more than the padding.
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,7 @@ def bundles(chunks: Sequence[QueryChunk], block_size: int, limit: int) -> list[l
     """Chunks of similar padded sizes (within a factor of two) together; each bundle's mask within `limit`."""
     by_size: dict[tuple[int, int], list[QueryChunk]] = {}
     for chunk in chunks:
-        key = ((chunk.count - 1).bit_length(), (max(chunk.blocks, _FEW_BLOCKS) - 1).bit_length())
-        by_size.setdefault(key, []).append(chunk)
+        by_size.setdefault(size_class(chunk.count, chunk.blocks), []).append(chunk)
     bundled = []
     for (queries, blocks), members in by_size.items():
         most = max(1, limit // ((1 << queries) * (1 << blocks) * block_size))
@@ -119,27 +117,55 @@ class Bundle:
             mask &= key_at > query_at - window
         self.mask = mask.unsqueeze(1)
 
-    def attend(self, query: Tensor, cache: KvCache, scale: float, scratch: Scratch) -> Tensor:
+    def attend(self, query: Tensor, cache: KvCache, scale: float, scratch: Scratch, sinks: Tensor | None = None) -> Tensor:
         """query [T, heads, head_dim] -> [R * Q, heads, head_dim]. A quantized cache is converted after the gather."""
         heads, head_dim = query.shape[1:]
         q = query[self.tokens].view(self.rows, self.queries, heads, head_dim).transpose(1, 2)
-        k, v = self._gather(cache.key, scratch.key), self._gather(cache.value, scratch.value)
+        k, v = self.gather(cache.key, scratch.key), self.gather(cache.value, scratch.value)
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=heads != k.shape[1]
-        )  # fmt: skip
+        mask = self.mask
+        if sinks is not None:
+            q, k, v, mask = _with_sinks(q, k, v, mask, sinks / scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=heads != k.shape[1])[..., :head_dim]
         return out.transpose(1, 2).reshape(self.rows * self.queries, heads, head_dim)
 
-    def _gather(self, cache: Tensor, buffer: GrowingBuffer) -> Tensor:
+    def gather(self, cache: Tensor, buffer: GrowingBuffer) -> Tensor:
         """[num_blocks, block_size, kv_heads, head_dim] -> [R, kv_heads, L, head_dim]."""
-        blocks = cache.view(cache.shape[0], -1)
+        stored = cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache  # which torch gathers on every device
+        blocks = stored.view(cache.shape[0], -1)
         into = buffer.take(self.blocks.shape[0], blocks)
-        gathered = torch.index_select(blocks, 0, self.blocks, out=into)
+        gathered = torch.index_select(blocks, 0, self.blocks, out=into).view(cache.dtype)
         return gathered.view(self.rows, -1, *cache.shape[2:]).transpose(1, 2)
 
 
-class SdpaPlan:
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One more key, which all queries see, and one more dim: the key is 1 there and 0 elsewhere, and a head's query is its sink
+    there. The key's value is 0. q [R, heads, Q, D], k and v [R, kv_heads, L, D], mask [R, 1, Q, L]; sinks [heads]."""
+    extra = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:-1], 1)
+    k, v = F.pad(k, (0, 1, 0, 1)), F.pad(v, (0, 1, 0, 1))
+    k[:, :, -1, -1] = 1.0
+    return torch.cat((q, extra), dim=-1), k, v, F.pad(mask, (0, 1), value=True)
+
+
+def bundled(batch: Batch, window: int | None, block_size: int) -> tuple[list[Bundle], Tensor]:
+    """The bundles of a batch; and for each of its tokens the row of the bundles' outputs, one behind the other, that is its own."""
+    limit = MASK_LIMITS[batch.block_tables.device.type]
+    chunks = query_chunks(batch.query_starts_cpu, batch.kv_lengths_cpu, window, block_size, limit)
+    all_bundles, order, at = [], [0] * batch.token_ids.shape[0], 0
+    for members in bundles(chunks, block_size, limit):
+        bundle = Bundle(members, batch, window, block_size)
+        for index, chunk in enumerate(members):
+            begin = at + index * bundle.queries
+            order[chunk.first_token : chunk.first_token + chunk.count] = range(begin, begin + chunk.count)
+        at += bundle.rows * bundle.queries
+        all_bundles.append(bundle)
+    host = torch.tensor(order, dtype=torch.int64)
+    device = batch.block_tables.device
+    return all_bundles, host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+class BundledPlan:
     """The bundles of a batch for each window of its layers, made on first use; and the order in which their outputs are the
     tokens'."""
 
@@ -147,35 +173,30 @@ class SdpaPlan:
         self._batch, self._scratch = batch, scratch
         self._bundles: dict[int | None, tuple[list[Bundle], Tensor]] = {}
 
+    def attended(self, window: int | None, cache: KvCache, attend: Callable[[Bundle], Tensor]) -> Tensor:
+        """attend: a bundle -> the outputs of its rows [R * Q, heads, dim]. Returns those of the tokens [T, heads, dim]."""
+        if window not in self._bundles:
+            self._bundles[window] = bundled(self._batch, window, cache.key.shape[1])
+        bundles, order = self._bundles[window]
+        outs = [attend(bundle) for bundle in bundles]
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
+
+
+class SdpaPlan(BundledPlan):
+    """As AttentionPlan."""
+
     def forward(
         self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
-        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
         key_scale, value_scale = kv_scales or (1.0, 1.0)
-        if window not in self._bundles:
-            self._bundles[window] = self._bundle(window, cache.key.shape[1])
-        bundles, order = self._bundles[window]
-        outs = [bundle.attend(query, cache, scale * key_scale, self._scratch) for bundle in bundles]
-        output = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, order)
+        output = self.attended(
+            window, cache, lambda bundle: bundle.attend(query, cache, scale * key_scale, self._scratch, sinks)
+        )  # fmt: skip
         if value_scale != 1.0:
             output = output * value_scale
         return output if out is None else out.copy_(output)
-
-    def _bundle(self, window: int | None, block_size: int) -> tuple[list[Bundle], Tensor]:
-        batch, limit = self._batch, MASK_LIMITS[self._batch.block_tables.device.type]
-        chunks = query_chunks(batch.query_starts_cpu, batch.kv_lengths_cpu, window, block_size, limit)
-        bundled, order, at = [], [0] * batch.token_ids.shape[0], 0
-        for members in bundles(chunks, block_size, limit):
-            bundle = Bundle(members, batch, window, block_size)
-            for index, chunk in enumerate(members):
-                begin = at + index * bundle.queries
-                order[chunk.first_token : chunk.first_token + chunk.count] = range(begin, begin + chunk.count)
-            at += bundle.rows * bundle.queries
-            bundled.append(bundle)
-        host = torch.tensor(order, dtype=torch.int64)
-        device = batch.block_tables.device
-        return bundled, host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 class SdpaBackend:

@@ -7,14 +7,19 @@ import importlib.util
 
 import torch
 
+from phalanx.config.latent import Latent
 from phalanx.kernels.attention import dispatch as kernels
 from phalanx.models.layers.attention.backend import AttentionBackend
 
 
-def select_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+def select_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, latent: Latent | None = None
+) -> AttentionBackend:  # fmt: skip
     """On CUDA: our Triton kernel for decode rows. Prefill rows use FlashInfer, except over an FP8 cache or where FlashInfer is
     missing or does not support dtype and head_dim: there our Triton prefill kernel runs. Otherwise torch's
-    scaled_dot_product_attention."""
+    scaled_dot_product_attention. latent: of a model with latent attention, whose plans are `LatentAttentionPlan`s."""
+    if latent is not None:
+        return _latent_backend(device, dtype, latent)
     fallback = _fallback(device, dtype, head_dim)
     if kernels.supports(device, dtype, head_dim):
         from phalanx.models.layers.attention.triton import TritonBackend
@@ -23,6 +28,18 @@ def select_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> A
             return TritonBackend(fallback, device)
         return TritonBackend(fallback, device, "e4m3" if fallback.name == "flashinfer" else "all")
     return fallback
+
+
+def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent) -> AttentionBackend:
+    from phalanx.models.layers.attention.latent import LatentBackend
+
+    if not kernels.supports_latent(device, dtype, latent):
+        return LatentBackend()
+    from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
+
+    head_dim = latent.nope + latent.rope
+    own_prefill = latent.v <= head_dim and kernels.supports_prefill(device, dtype, head_dim)
+    return TritonLatentBackend(device, own_prefill=own_prefill)
 
 
 def _fallback(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:

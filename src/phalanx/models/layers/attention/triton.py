@@ -9,7 +9,7 @@ captured forward is replayed with whatever values the tensors of its batch then 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from phalanx.models.layers.attention.backend import AttentionBackend, AttentionP
 
 class TritonBackend:
     """prefill: the back end for prefill rows. own_prefill: the prefill rows that our kernel takes instead: those over a cache in
-    e4m3, all, or none, where there is no kernel for them. Where there is one, it takes all prefill rows of a fixed batch."""
+    e4m3 and those with sinks, all, or none, where there is no kernel for them. Where there is one, it takes all prefill rows of a
+    fixed batch."""
 
     def __init__(
         self, prefill: AttentionBackend, device: torch.device, own_prefill: Literal["none", "e4m3", "all"] = "none"
@@ -68,7 +69,7 @@ class TritonPlan:
 
     def forward(
         self, query: Tensor, cache: KvCache, *, window: int | None, scale: float,
-        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None,
+        kv_scales: tuple[float, float] | None = None, out: Tensor | None = None, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """As AttentionPlan."""
         batch, backend = self._batch, self._backend
@@ -86,18 +87,20 @@ class TritonPlan:
                 query[rows], cache.key, cache.value, tables if table_rows is not None else tables[rows],
                 None if table_rows is None else table_rows[rows], batch.kv_lengths[rows], scale=scale, window=window,
                 kv_scales=kv_scales, workspace=backend.workspace, short=self._short, splits=self._splits[spec],
-                early_lengths=early, out=out[rows],
+                early_lengths=early, out=out[rows], sinks=sinks,
             )  # fmt: skip
         backend.layer_specs.add(kernels.LayerSpec.of(query, cache.key, window))
         if self._prefills:
             own = backend.own_prefill
-            if batch.fixed or own == "all" or (own == "e4m3" and cache.key.dtype == torch.float8_e4m3fn):
-                self._attend_prefill(query, cache, window, scale, kv_scales, out)
+            must = own == "e4m3" and (cache.key.dtype == torch.float8_e4m3fn or sinks is not None)
+            if batch.fixed or own == "all" or must:
+                self._attend_prefill(query, cache, window, scale, kv_scales, out, sinks)
             else:
                 if self._prefill is None:
-                    self._prefill = backend.prefill.plan(without_rows(batch, self._decodes) if self._decodes else batch)
+                    prefill_rows = without_rows(batch, self._decodes) if self._decodes else batch
+                    self._prefill = cast(AttentionPlan, backend.prefill.plan(prefill_rows))
                 at = self._decodes
-                self._prefill.forward(query[at:], cache, window=window, scale=scale, kv_scales=kv_scales, out=out[at:])
+                self._prefill.forward(query[at:], cache, window=window, scale=scale, kv_scales=kv_scales, out=out[at:], sinks=sinks)
         return out
 
     def _plan_splits(self, spec: kernels.LayerSpec) -> Tensor | None:
@@ -106,8 +109,9 @@ class TritonPlan:
         return kernels.plan_splits(lengths, table_rows, spec, self._backend.workspace, short=self._short)
 
     def _attend_prefill(
-        self, query: Tensor, cache: KvCache, window: int | None, scale: float, kv_scales: tuple[float, float] | None, out: Tensor
-    ) -> None:
+        self, query: Tensor, cache: KvCache, window: int | None, scale: float, kv_scales: tuple[float, float] | None, out: Tensor,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         """The prefill rows, by our kernel. Its grid is as large as these rows need, or, of a fixed batch, as any rows may need."""
         batch, at = self._batch, self._decodes
         if not batch.fixed and self._tiles is None:
@@ -116,7 +120,7 @@ class TritonPlan:
         kernels.prefill_attention(
             query, cache.key, cache.value, batch.block_tables if rows is not None else batch.block_tables[at:],
             None if rows is None else rows[at:], batch.query_starts[at:], batch.kv_lengths[at:], scale=scale, window=window,
-            kv_scales=kv_scales, tiles=self._tiles, early_lengths=batch.fixed, out=out,
+            kv_scales=kv_scales, tiles=self._tiles, early_lengths=batch.fixed, out=out, sinks=sinks,
         )  # fmt: skip
 
 

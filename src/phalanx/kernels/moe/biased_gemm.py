@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""The grouped GEMMs of experts with biases, over the tiles of `sort_by_expert`: as `grouped_gemm`, with weights in 16 or 32 bit or
+in MXFP4, which are widened in registers to bf16, and with biases and a clamped SwiGLU in the epilogue.
+
+    inner[p, i] = swiglu(gate_e[i] . x[token of p] + gate_bias_e[i], up_e[i] . x[token of p] + up_bias_e[i])
+    out[q, h]   = down_e[h] . inner[p] + down_bias_e[h]                              e: the expert of pair p, whose number is q
+
+The bias of `down` is added by the first of the programs that share a tile's columns (split-K), and by none where it is None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.config.experts import ClampedSwiGlu
+from phalanx.kernels.capabilities import gpu, sm_arch
+from phalanx.kernels.moe import biased_heuristics
+from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
+from phalanx.kernels.moe.mxfp4 import columns_at, dequantized
+from phalanx.kernels.moe.reference import MXFP4_BLOCK
+from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles
+from phalanx.kernels.moe.tensors import ExpertTensors
+from phalanx.kernels.vectors import nearest
+
+BLOCK_COLUMNS = tl.constexpr(BLOCK_K)
+"""Columns of one turn: four blocks of MXFP4, whose scales are one word."""
+BLOCK_WORDS = tl.constexpr(MXFP4_BLOCK // 4)
+"""16-bit words of one block of MXFP4: 16 bytes, so that rows begin on multiples of these."""
+
+
+@triton.jit
+def _dot(w, v, total, SM: tl.constexpr):
+    """total + w [rows, columns] times v [tokens, columns], transposed. Triton's interpreter multiplies no bf16."""
+    if SM == 0:
+        w, v = w.to(tl.float32), v.to(tl.float32)
+    return tl.dot(w.to(v.dtype), tl.trans(v), total, input_precision="ieee")
+
+
+@triton.jit
+def _columns(row, valid, column, inputs, FULL: tl.constexpr):
+    """x at these columns [1, n] of rows that begin at `row` [TOKENS, 1], as far as they are `valid`: a tile of few pairs reads no
+    more than theirs."""
+    return tl.load(row + column, valid, 0.0) if FULL else tl.load(row + column, valid & (column < inputs), 0.0)
+
+
+@triton.jit
+def _turn(
+    total, x_row, valid, weight, scale, weight_row, block, inputs, row_blocks, row_scales, MXFP4: tl.constexpr, FULL: tl.constexpr,
+    SM: tl.constexpr,
+):  # fmt: skip
+    """total + columns block * 128 .. of weight_row [rows] times those of x."""
+    first = block * BLOCK_COLUMNS
+    if MXFP4:
+        at = block * (BLOCK_COLUMNS // 4) + tl.arange(0, BLOCK_COLUMNS // 4)[None, :]
+        place = weight + weight_row[:, None] * row_blocks * BLOCK_WORDS + at
+        words = tl.load(place) if FULL else tl.load(place, at < row_blocks * BLOCK_WORDS, 0)
+        a, b, c, d = dequantized(words, tl.load(scale + weight_row * row_scales + block), SM)
+        total = _dot(a, _columns(x_row, valid, first + columns_at(0), inputs, FULL), total, SM)
+        total = _dot(b, _columns(x_row, valid, first + columns_at(1), inputs, FULL), total, SM)
+        total = _dot(c, _columns(x_row, valid, first + columns_at(2), inputs, FULL), total, SM)
+        total = _dot(d, _columns(x_row, valid, first + columns_at(3), inputs, FULL), total, SM)
+    else:
+        column = first + tl.arange(0, BLOCK_COLUMNS)[None, :]
+        place = weight + weight_row[:, None] * inputs + column
+        w = tl.load(place) if FULL else tl.load(place, column < inputs, 0.0)
+        total = _dot(w, _columns(x_row, valid, column, inputs, FULL), total, SM)
+    return total
+
+
+@triton.jit
+def _swiglu(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+    """See `ClampedSwiGlu`; else silu(gate) * up."""
+    if CLAMPED:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        result = gate / (1.0 + tl.exp(-alpha * gate)) * up
+    else:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    return result
+
+
+@triton.jit
+def _with_bias(total, bias, row, part):
+    """total [ROWS, tokens] and, in the first part, the bias of its rows."""
+    if bias is not None:
+        total += tl.where(part == 0, tl.load(bias + row).to(tl.float32), 0.0)[:, None]
+    return total
+
+
+@triton.jit
+def _tile_of(program, tiles_most, outputs, ROWS: tl.constexpr, BESIDE: tl.constexpr):
+    """-> (the tile of pairs, that of rows); as `grouped_gemm` orders them."""
+    tiles_n = tl.cdiv(outputs, ROWS)
+    group = program // (BESIDE * tiles_most)
+    beside = tl.minimum(tiles_n - group * BESIDE, BESIDE)
+    in_group = program % (BESIDE * tiles_most)
+    return in_group // beside, group * BESIDE + in_group % beside
+
+
+@triton.jit(do_not_specialize=["count", "tiles_most", "row_blocks", "row_scales", "blocks", "part_blocks"])
+def _biased_gemm(
+    x, weight, scale, bias, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs, row_blocks, row_scales, blocks,
+    part_blocks, alpha, limit, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, MXFP4: tl.constexpr,
+    FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BESIDE: tl.constexpr, FIELDS: tl.constexpr,
+    SM: tl.constexpr,
+):  # fmt: skip
+    """GATED: x [T, inputs], out [count, outputs] in sorted order; else x [count, inputs] in sorted order, and out [count, outputs]
+    or fp32 [parts, count, outputs] by the pairs' numbers. row_blocks, row_scales: of a row in MXFP4, blocks of 32 values and
+    words of four scales."""
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    part = tl.program_id(1)
+    tile, tile_n = _tile_of(tl.program_id(0), tiles_most, outputs, ROWS, BESIDE)
+    if tile >= tl.load(num_tiles):
+        return
+    expert = tl.load(tiles + tile * FIELDS).to(tl.int64)
+    size = tl.load(tiles + tile * FIELDS + 2)
+    lane = tl.arange(0, TOKENS)
+    # Pairs and rows beyond the last repeat the last, and are not stored.
+    position = tl.load(tiles + tile * FIELDS + 1) + tl.maximum(tl.minimum(lane, size - 1), 0)
+    pair = tl.load(pairs + position)
+    source = (pair // TOP_K if GATED else position).to(tl.int64)
+    x_row, valid = x + source[:, None] * inputs, (lane < size)[:, None]
+    row = tile_n * ROWS + tl.arange(0, ROWS)
+    if GATED:  # rows of gate and of up in turns
+        both = tl.arange(0, 2 * ROWS)
+        of_tile = tl.minimum(tile_n * ROWS + both // 2, outputs - 1) + both % 2 * outputs
+        weight_row = expert * outputs * 2 + of_tile
+        total = tl.zeros([2 * ROWS, TOKENS], tl.float32)
+    else:
+        weight_row = expert * outputs + tl.minimum(row, outputs - 1)
+        total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
+        total = _turn(total, x_row, valid, weight, scale, weight_row, block, inputs, row_blocks, row_scales, MXFP4, FULL, SM)
+    total = _with_bias(total, bias, weight_row, part)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS, 2, TOKENS]), [0, 2, 1]))
+        total = _swiglu(gate, up, alpha, limit, CLAMPED)
+        target = position.to(tl.int64)
+    else:
+        target = pair.to(tl.int64) + part.to(tl.int64) * count
+    place = out + target[None, :] * outputs + row[:, None]
+    inside = (row < outputs)[:, None] & (lane < size)[None, :]
+    if PARTS:
+        tl.store(place, total, inside)
+    else:
+        tl.store(place, nearest(total, tl.zeros([ROWS, TOKENS], out.dtype.element_ty), SM), inside)
+
+
+def biased_gemm(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, tiles: Tiles, tiling: ExpertTiling, *, top_k: int,
+    experts: int, gated: bool, swiglu: ClampedSwiGlu | None,
+) -> Tensor:  # fmt: skip
+    """gated: x [T, H] times each expert's gate and up, weight [experts * 2 * I, H] -> [P, I] in sorted order, in x's dtype. Else
+    x [P, I] in sorted order times down, weight [experts * H, I] -> [parts, P, H] by the pairs' numbers, in fp32 where parts > 1.
+
+    weight, scale, bias: as of `ExpertTensors`. Rows of pairs with experts of other ranks are not written."""
+    mxfp4 = scale is not None
+    inputs, outputs = x.shape[1], weight.shape[0] // (experts * (2 if gated else 1))
+    count, sm = tiles.pairs.numel(), sm_arch(x.device)
+    blocks = triton.cdiv(inputs, BLOCK_K)
+    part_blocks = triton.cdiv(blocks, tiling.parts)
+    parts = triton.cdiv(blocks, part_blocks)
+    shape = (count, outputs) if gated else (parts, count, outputs)
+    out = torch.empty(shape, dtype=torch.float32 if parts > 1 else x.dtype, device=x.device)
+    scales = None if scale is None else scale.view(torch.int32)
+    alpha, limit = swiglu or (0.0, 0.0)
+    _biased_gemm[(tiles.most * triton.cdiv(outputs, tiling.rows), parts)](
+        x, weight.view(torch.int16) if mxfp4 else weight, scales, bias, out, *tiles[:3], count, tiles.most, outputs, inputs,
+        inputs // MXFP4_BLOCK, 0 if scales is None else scales.shape[1], blocks, part_blocks, alpha, limit, TOP_K=top_k,
+        GATED=gated, CLAMPED=swiglu is not None, MXFP4=mxfp4, FULL=inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows,
+        TOKENS=tiling.tokens, BESIDE=tiling.beside, FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps, num_stages=tiling.stages,
+        launch_pdl=sm >= 90,
+    )  # fmt: skip
+    return out
+
+
+def biased_experts(x: Tensor, experts: ExpertTensors, tiles: Tiles, tokens: int, top_k: int, num_experts: int) -> Tensor:
+    """x [T, H] -> what `experts` give each pair, [parts, T * top_k, H]. tokens: of a tile; num_experts: of the layer."""
+    device = gpu(x.device)
+    pairs = (1 << (len(x) - 1).bit_length()) * top_k  # of a power of 2 of tokens: variants change there only
+    busy = min(num_experts, pairs) * experts.count // num_experts or 1  # of this rank's experts, where all are alike
+    kind: dict[str, Any] = {
+        "mxfp4": experts.mxfp4, "num_sms": device.num_sms, "sm": device.sm, "itemsize": x.element_size(),
+    }  # fmt: skip
+    of_layer: dict[str, Any] = {"top_k": top_k, "experts": experts.count, "swiglu": experts.swiglu}
+    first = biased_heuristics.select(busy, tokens, experts.inner, experts.hidden, gated=True, **kind)
+    inner = biased_gemm(x, experts.gate_up, experts.gate_up_scale, experts.gate_up_bias, tiles, first, gated=True, **of_layer)
+    second = biased_heuristics.select(busy, tokens, experts.hidden, experts.inner, gated=False, **kind)
+    return biased_gemm(inner, experts.down, experts.down_scale, experts.down_bias, tiles, second, gated=False, **of_layer)

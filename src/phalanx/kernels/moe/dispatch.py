@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture-of-experts layer: routing, and the experts' GEMMs. Triton's kernels on GPUs, and `reference` elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from phalanx import kernels
+from phalanx.config.experts import Scoring
+from phalanx.kernels.capabilities import gpu, has_triton
+from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
+from phalanx.kernels.moe import heuristics, reference
+from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
+from phalanx.kernels.scaled_tensors import Quantized
+
+
+def routed_experts(
+    x: Tensor, logits: Tensor | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
+    pattern: TrafficPattern | None = None, load: Tensor | None = None, out: Tensor | None = None,
+    quantized: Quantized | None = None, kv_slots: Tensor | None = None, physical: Tensor | None = None,
+    scoring: Scoring | None = None, bias: Tensor | None = None, plus: Tensor | None = None,
+) -> tuple[Tensor, Routing]:  # fmt: skip
+    """x [T, H] in 16 or 32 bit, logits [T, num_experts] of the router -> ([T, H], the routing): each token's `top_k` experts, as
+    far as they are in `experts`, weighted by the softmax over all experts (see `reference.topk_softmax`) and added up in fp32.
+
+    scoring, bias [num_experts] fp32: how logits choose instead (see `reference.grouped_topk`).
+    quantized: x in e4m3, for experts with a scale per row, where the op before has quantized it. pattern: draw the experts instead.
+    load [experts of this rank] int64: tokens are counted in it. out: where the sum goes. plus [T, H]: what is added to it.
+    kv_slots [T] int64: a token with a negative one is padding: it reaches no expert. physical [num_experts, 1 + copies] int32:
+    where experts are, see `reference.physical_ids`; the numbers in `experts` and in the routing are then of physical experts.
+    None: where their numbers say. The host reads no value, and the same input gives the same bits."""
+    if not (x.is_cuda and has_triton()):
+        if pattern is not None:
+            routing = reference.drawn_topk(x, pattern, top_k)
+        else:
+            assert logits is not None
+            routing = _chosen(logits, top_k, renormalize, scoring, bias)
+        routing = Routing(routing.weights, reference.physical_ids(routing.ids, physical, kv_slots))
+        if load is not None:
+            reference.count_load(load, routing, experts.first)
+        total = reference.fused_experts(x, experts, routing)
+        total = total if plus is None else total + plus
+        return (total if out is None else out.copy_(total)), routing
+    from phalanx.kernels.moe.sort_by_expert import sort_by_expert
+    from phalanx.kernels.moe.topk_softmax import topk_softmax
+
+    x = x.contiguous()
+    routing, tiles = topk_softmax(
+        None if logits is None else logits.contiguous(), x, top_k, experts=num_experts, renormalize=renormalize,
+        first=experts.first, local_experts=experts.count, pattern=pattern, load=load if len(x) == 1 else None,
+        kv_slots=kv_slots, physical=physical, scoring=scoring, bias=bias,
+    )  # fmt: skip
+    size = heuristics.tokens_of_tile(x.shape[0], top_k, num_experts)
+    if tiles is None and len(x):
+        tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, tokens=size, load=load)
+    out = x.new_empty(x.shape) if out is None else out
+    if tiles is None:
+        return out, routing
+    return run(x, experts, routing, tiles, size, num_experts, out, quantized, plus), routing
+
+
+def route(
+    x: Tensor, logits: Tensor | None, experts: ExpertTensors, *, top_k: int, num_experts: int, renormalize: bool,
+    pattern: TrafficPattern | None = None, scoring: Scoring | None = None, bias: Tensor | None = None,
+) -> Routing:  # fmt: skip
+    """The routing of `routed_experts` alone."""
+    if not (x.is_cuda and has_triton()):
+        if pattern is not None:
+            return reference.drawn_topk(x, pattern, top_k)
+        assert logits is not None
+        return _chosen(logits, top_k, renormalize, scoring, bias)
+    from phalanx.kernels.moe.topk_softmax import topk_softmax
+
+    logits = None if logits is None else logits.contiguous()
+    return topk_softmax(
+        logits, x.contiguous(), top_k, experts=num_experts, renormalize=renormalize, first=experts.first,
+        local_experts=experts.count, pattern=pattern, scoring=scoring, bias=bias,
+    )[0]  # fmt: skip
+
+
+def _chosen(logits: Tensor, top_k: int, renormalize: bool, scoring: Scoring | None, bias: Tensor | None) -> Routing:
+    if scoring is None:
+        return reference.topk_softmax(logits, top_k, renormalize)
+    return reference.grouped_topk(logits, bias, scoring, top_k, renormalize)
+
+
+def experts_of(x: Tensor, experts: ExpertTensors, routing: Routing, *, num_experts: int, load: Tensor | None = None) -> Tensor:
+    """x [T, H] and its routing -> the sum of `routed_experts` [T, H]."""
+    if not (x.is_cuda and has_triton()):
+        if load is not None:
+            reference.count_load(load, routing, experts.first)
+        return reference.fused_experts(x, experts, routing)
+    from phalanx.kernels.moe.sort_by_expert import sort_by_expert
+
+    if not len(x):
+        return x.new_empty(x.shape)
+    size = heuristics.tokens_of_tile(x.shape[0], routing.top_k, num_experts)
+    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, tokens=size, load=load)
+    return run(x.contiguous(), experts, routing, tiles, size, num_experts, x.new_empty(x.shape))
+
+
+def launched(x: Tensor, experts: ExpertTensors, routing: Routing, num_experts: int | None = None) -> Tensor:
+    """`reference.fused_experts` by the kernels, on a GPU or in Triton's interpreter. num_experts: of the layer."""
+    from phalanx.kernels.moe.sort_by_expert import sort_by_expert
+
+    total = num_experts or experts.count
+    size = heuristics.tokens_of_tile(x.shape[0], routing.top_k, total)
+    tiles = sort_by_expert(routing.ids, first=experts.first, experts=experts.count, tokens=size)
+    return run(x, experts, routing, tiles, size, total, x.new_empty(x.shape))
+
+
+def run(
+    x: Tensor, experts: ExpertTensors, routing: Routing, tiles: tuple[object, ...], size: int, num_experts: int, out: Tensor,
+    quantized: Quantized | None = None, plus: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    from phalanx.kernels.moe.combine import combine
+    from phalanx.kernels.moe.grouped_gemm import grouped_gemm
+    from phalanx.kernels.moe.sort_by_expert import Tiles
+
+    assert isinstance(tiles, Tiles)
+    if experts.gate_up_bias is not None:
+        from phalanx.kernels.moe.biased_gemm import biased_experts
+
+        sums = biased_experts(x, experts, tiles, size, routing.top_k, num_experts)
+        return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
+    pairs, itemsize, num_sms = routing.ids.numel(), experts.gate_up.element_size(), gpu(x.device).num_sms
+    busy = min(num_experts, pairs) * experts.count // num_experts or 1  # of this rank's experts, where all are alike
+    kind: dict[str, Any] = {"sm": gpu(x.device).sm, "by_block": experts.by_block}
+    first = heuristics.gate_up_tiling(pairs, busy, size, experts.inner, itemsize, num_sms, **kind)
+    second = heuristics.down_tiling(pairs, busy, size, experts.hidden, experts.inner, itemsize, num_sms, **kind)
+    common = {"top_k": routing.top_k, "experts": experts.count, "dtype": x.dtype}
+    values, scale = quantized or _quantized(x, experts, experts.input_scale, 0)
+    inner = grouped_gemm(values, scale, experts.gate_up, experts.gate_up_scale, tiles, first, gated=True, **common)  # type: ignore[arg-type]
+    values, scale = _quantized(inner, experts, experts.inner_scale, experts.begin)
+    sums = grouped_gemm(
+        values, scale, experts.down, experts.down_scale, tiles, second, gated=False, begin=experts.begin, **common,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return combine(sums, routing, first=experts.first, experts=experts.count, out=out, plus=plus)
+
+
+def _quantized(x: Tensor, experts: ExpertTensors, static: Tensor | None, begin: int) -> tuple[Tensor, Tensor | None]:
+    """x as the next GEMM takes it, and its scales."""
+    if not experts.fp8_gemm:
+        return x, None
+    if experts.by_block:
+        return per_token_group_quant_fp8(x, begin)
+    values, scale = kernels.quantize_fp8(x, static)
+    return values, scale if static is None else static

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""The GEMMs of all experts in one launch, over the tiles of `sort_by_expert`.
+
+    inner[p, i] = silu(gate_e[i] . x[token of p]) * (up_e[i] . x[token of p])        pairs p in sorted order, e the pair's expert
+    out[q, h]   = down_e[h] . inner[p]                                               q: the pair's number, token * top_k + slot
+
+Weights are the rows of a tile and tokens its columns, of which tensor cores take any multiple of 8, where rows come in 64. One
+expert's gate and up are two tiles of one program, so that it has both operands of SwiGLU in registers. Programs beyond the tiles
+that exist end at once: the grid depends on the number of tokens alone, as a captured graph needs.
+
+Weights are in 16 or 32 bit; or in e4m3 with a scale per row, or per row and block of 128 columns. x is like the weights; or (with
+e4m3) in 16 or 32 bit, and the weights are widened in registers. All sums are in fp32. Programs that share a tile's columns
+(split-K) leave fp32 sums, which `combine` adds up in their order."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from phalanx.kernels.capabilities import sm_arch
+from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
+from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles
+from phalanx.kernels.quantize import widened
+from phalanx.kernels.vectors import nearest
+
+BLOCK_COLUMNS = tl.constexpr(BLOCK_K)
+"""Columns of one turn, and of a block with a scale."""
+FEW = 32
+"""Pairs up to which a tile for more is computed as a small one."""
+
+
+@triton.jit
+def _dot(w, v, total, WIDEN: tl.constexpr, ADD: tl.constexpr, SM: tl.constexpr):
+    """w [rows, columns] times v [tokens, columns], transposed; added to `total` or apart."""
+    if WIDEN:
+        w = widened(w, total, SM)
+    if SM == 0:  # the interpreter does not multiply bf16
+        result = tl.dot(w.to(tl.float32), tl.trans(v.to(tl.float32)), input_precision="ieee")
+        result = total + result if ADD else result
+    else:
+        if WIDEN:
+            w = w.to(v.dtype)
+        if ADD:
+            result = tl.dot(w, tl.trans(v), total, input_precision="ieee")
+        else:
+            result = tl.dot(w, tl.trans(v), input_precision="ieee")
+    return result
+
+
+@triton.jit
+def _columns(place, column, inputs, FULL: tl.constexpr):
+    """One turn's columns; FULL: none of them lies outside a row."""
+    if FULL:
+        values = tl.load(place)
+    else:
+        values = tl.load(place, (column >= 0) & (column < inputs), 0.0)
+    return values
+
+
+@triton.jit
+def _accumulate(
+    total, w, v, scale, scale_at, x_unit, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr, SM: tl.constexpr
+):  # fmt: skip
+    """total + w times v, of which each has its own scale in this turn (BY_BLOCK: w's, at `scale_at`; "block": v's, x_unit)."""
+    if BY_BLOCK:
+        total += _dot(w, v, total, WIDEN, False, SM) * (tl.load(scale + scale_at)[:, None] * x_unit)
+    elif X_SCALE == "block":
+        total += _dot(w, v, total, WIDEN, False, SM) * x_unit
+    else:
+        total = _dot(w, v, total, WIDEN, True, SM)
+    return total
+
+
+@triton.jit
+def _rescaled(total, scale, weight_row, x_scale, source, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr):
+    """total [rows, tokens] with the scales that hold for whole rows of the weight and of x."""
+    if scale is not None and not BY_BLOCK:
+        total *= tl.load(scale + weight_row)[:, None]
+    if X_SCALE == "static":
+        total *= tl.load(x_scale)
+    elif X_SCALE == "token":
+        total *= tl.load(x_scale + source)[None, :]
+    return total
+
+
+@triton.jit
+def _tile(
+    x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count, outputs,
+    inputs, blocks, part_blocks, TOP_K: tl.constexpr, GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
+    WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    SM: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of an expert's weight (of gate and of up, where GATED) times `size` pairs from `first` on, TOKENS at most."""
+    lane = tl.arange(0, TOKENS)
+    # Pairs and rows beyond the last repeat the last, and are not stored.
+    position = first + tl.maximum(tl.minimum(lane, size - 1), 0)
+    pair = tl.load(pairs + position)
+    source = pair // TOP_K if GATED else position
+    row = tile_n * ROWS + tl.arange(0, ROWS)
+    real_row = tl.minimum(row, outputs - 1)
+    column = tl.arange(0, BLOCK_COLUMNS)[None, :] - SKIP
+    weight_row = expert * outputs * (2 if GATED else 1) + real_row
+    up_row = weight_row + outputs
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    total_up = tl.zeros([ROWS, TOKENS], tl.float32)
+    for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
+        at = column + block * BLOCK_COLUMNS
+        w = _columns(weight + weight_row[:, None] * inputs + at, at, inputs, FULL)
+        v = _columns(x + source[:, None].to(tl.int64) * inputs + at, at, inputs, FULL)
+        x_unit = 1.0
+        if X_SCALE == "block":
+            x_unit = tl.load(x_scale + source * x_token_stride + block * x_block_stride)[None, :]
+        total = _accumulate(total, w, v, scale, weight_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
+        if GATED:
+            u = _columns(weight + up_row[:, None] * inputs + at, at, inputs, FULL)
+            total_up = _accumulate(total_up, u, v, scale, up_row * blocks + block, x_unit, WIDEN, BY_BLOCK, X_SCALE, SM)
+    total = _rescaled(total, scale, weight_row, x_scale, source, BY_BLOCK, X_SCALE)
+    inside = (row < outputs)[:, None] & (lane < size)[None, :]
+    if GATED:
+        total_up = _rescaled(total_up, scale, up_row, x_scale, source, BY_BLOCK, X_SCALE)
+        total = total / (1.0 + tl.exp(-total)) * total_up
+        target = position.to(tl.int64)
+    else:
+        target = pair.to(tl.int64) + part.to(tl.int64) * count
+    place = out + target[None, :] * outputs + row[:, None]
+    if PARTS:
+        tl.store(place, total, inside)
+    else:
+        tl.store(place, nearest(total, tl.zeros([ROWS, TOKENS], out.dtype.element_ty), SM), inside)
+
+
+@triton.jit(do_not_specialize=["x_token_stride", "x_block_stride", "count", "tiles_most", "blocks", "part_blocks"])
+def _grouped_gemm(
+    x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs,
+    blocks, part_blocks, TOP_K: tl.constexpr, GATED: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr,
+    WIDEN: tl.constexpr, SKIP: tl.constexpr, FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    FEW: tl.constexpr, BESIDE: tl.constexpr, FIELDS: tl.constexpr, SM: tl.constexpr,
+):  # fmt: skip
+    """GATED: x [T, inputs], out [count, outputs] in sorted order; else x [count, inputs] in sorted order, and out [count, outputs]
+    or fp32 [parts, count, outputs] by the pairs' numbers. X_SCALE: "none", "static" (a scalar), "token" or "block". FEW: a tile
+    with so few pairs, as an expert's last often is, computes no more than that; 0: there is no such way."""
+    if SM >= 90:
+        gdc_launch_dependents()
+        gdc_wait()
+    program, part = tl.program_id(0), tl.program_id(1)
+    tiles_n = tl.cdiv(outputs, ROWS)
+    group = program // (BESIDE * tiles_most)
+    beside = tl.minimum(tiles_n - group * BESIDE, BESIDE)
+    tile = program % (BESIDE * tiles_most) // beside
+    tile_n = group * BESIDE + program % (BESIDE * tiles_most) % beside
+    if tile >= tl.load(num_tiles):
+        return
+    expert = tl.load(tiles + tile * FIELDS).to(tl.int64)
+    first = tl.load(tiles + tile * FIELDS + 1)
+    size = tl.load(tiles + tile * FIELDS + 2)
+    if FEW > 0 and size <= FEW:
+        _tile(
+            x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
+            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, FEW, SM,
+        )  # fmt: skip
+    else:
+        _tile(
+            x, x_scale, x_token_stride, x_block_stride, weight, scale, out, pairs, expert, first, size, tile_n, part, count,
+            outputs, inputs, blocks, part_blocks, TOP_K, GATED, BY_BLOCK, X_SCALE, WIDEN, SKIP, FULL, PARTS, ROWS, TOKENS, SM,
+        )  # fmt: skip
+
+
+def grouped_gemm(
+    x: Tensor, x_scale: Tensor | None, weight: Tensor, scale: Tensor | None, tiles: Tiles, tiling: ExpertTiling, *, top_k: int,
+    experts: int, gated: bool, dtype: torch.dtype, begin: int = 0,
+) -> Tensor:  # fmt: skip
+    """gated: x [T, H] times each expert's gate and up, weight [experts * 2 * I, H] -> [P, I] in sorted order, in `dtype`. Else
+    x [P, I] in sorted order times down, weight [experts * H, I] -> [parts, P, H] by the pairs' numbers, in fp32 where parts > 1.
+
+    x_scale: of x in e4m3: a scalar, [rows, 1] or [rows, blocks]. Rows of pairs with experts of other ranks are not written."""
+    inputs, outputs = weight.shape[1], weight.shape[0] // (experts * (2 if gated else 1))
+    count, sm = tiles.pairs.numel(), sm_arch(x.device)
+    blocks = triton.cdiv(begin + inputs, BLOCK_K)
+    part_blocks = triton.cdiv(blocks, tiling.parts)
+    parts = triton.cdiv(blocks, part_blocks)
+    shape = (count, outputs) if gated else (parts, count, outputs)
+    out = torch.empty(shape, dtype=torch.float32 if parts > 1 else dtype, device=x.device)
+    by_block = scale is not None and scale.dim() == 2
+    if x_scale is None:
+        kind, strides = "none", (0, 0)
+    elif x_scale.dim() == 0:
+        kind, strides = "static", (0, 0)
+    else:
+        kind, strides = ("token", (0, 0)) if x_scale.shape[1] == 1 and not by_block else ("block", x_scale.stride())
+    widen = scale is not None and x_scale is None
+    _grouped_gemm[(tiles.most * triton.cdiv(outputs, tiling.rows), parts)](
+        x, x_scale, *strides, weight.view(torch.uint8) if widen else weight, scale, out, *tiles[:3], count, tiles.most, outputs,
+        inputs, blocks, part_blocks, TOP_K=top_k, GATED=gated, BY_BLOCK=by_block, X_SCALE=kind, WIDEN=widen, SKIP=begin,
+        FULL=begin == 0 and inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows, TOKENS=tiling.tokens,
+        FEW=FEW if tiling.tokens > 2 * FEW else 0, BESIDE=tiling.beside, FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps,
+        num_stages=tiling.stages, launch_pdl=sm >= 90,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the experts' GEMMs tile weights and tokens: pure functions of the sizes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BLOCK_K = 128
+"""Columns that one turn of a GEMM's loop multiplies, and that share a scale where scales are per block."""
+_TOKENS = (16, 32, 64, 128)
+
+
+class ExpertTiling(NamedTuple):
+    """rows, tokens: of the weight and of x in a program's tile (twice the rows in the GEMM of gate and up); beside: tiles of rows
+    that go through the tokens together, so that what they read stays in the L2 cache. parts: programs that share a tile's
+    columns (split-K)."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+    beside: int
+    parts: int = 1
+
+
+def tokens_of_tile(tokens: int, top_k: int, experts: int) -> int:
+    """Pairs of a full tile: twice what an expert has in the mean, so that few experts need a second one, which reads their weights
+    again. It changes at token counts of 2^n only, which `warmup_token_counts` has."""
+    per_token = max(1, experts // top_k)  # tokens for one pair of each expert
+    ratio = 1 << (per_token.bit_length() - 1)
+    return next((size for size in _TOKENS if tokens <= size * ratio // 2), _TOKENS[-1])
+
+
+def warmup_token_counts(max_tokens: int) -> list[int]:
+    """Token counts up to max_tokens, ascending, that between them launch every variant of these kernels that any count does: the
+    powers of 2, at which tiles change, and what lies beyond the last."""
+    return sorted({*(1 << power for power in range(max_tokens.bit_length())), max_tokens} - {0})
+
+
+def gate_up_tiling(
+    pairs: int, experts: int, tokens: int, outputs: int, itemsize: int, num_sms: int, *, sm: int = 90,
+    by_block: bool = False,
+) -> ExpertTiling:  # fmt: skip
+    """For x [tokens of a tile, H] times gate and up; outputs: I. itemsize: bytes of a weight's element. sm: compute capability
+    times 10. by_block: scales are, so that registers hold two sums.
+
+    As `benchmarks/kernels/moe.py --sweep` found on an H200: few tokens need many bytes under way."""
+    if tokens <= 32:
+        programs = min(pairs, experts) * -(-outputs // 64)
+        return ExpertTiling(64, tokens, 4, _stages(128 + tokens, itemsize, sm, programs=1 if programs < 4 * num_sms else 2), 4)
+    if tokens == 64 or not _large_tiles(sm, by_block):
+        return ExpertTiling(64, tokens, 4 if tokens == 64 else 8, _stages(128 + tokens, itemsize, sm, programs=2), 8)
+    return ExpertTiling(128, 128, 8, _stages(384, itemsize, sm, programs=1), 8)
+
+
+def down_tiling(
+    pairs: int, experts: int, tokens: int, outputs: int, inputs: int, itemsize: int, num_sms: int, *, sm: int = 90,
+    by_block: bool = False,
+) -> ExpertTiling:  # fmt: skip
+    """For the inner activations [tokens of a tile, I] times down; outputs: H, inputs: I. sm, by_block: as above."""
+    is_long = inputs >= 32 * BLOCK_K
+    if tokens <= 32:
+        programs = min(pairs, experts) * -(-outputs // 128)
+        if programs >= num_sms:
+            return ExpertTiling(128, tokens, 8, _stages(128 + tokens, itemsize, sm, programs=1 if is_long else 3), 4)
+        parts = 2 if inputs >= 4 * BLOCK_K else 1
+        return ExpertTiling(128, tokens, 8, _stages(128 + tokens, itemsize, sm, programs=1 if is_long else 2), 4, parts)
+    if tokens == 64:
+        return ExpertTiling(128, 64, 8, _stages(192, itemsize, sm, programs=1 if is_long else 2), 8)
+    rows = 128 if _large_tiles(sm, by_block) else 64
+    warps = 4 if rows == 128 and sm == 90 else 8  # one warpgroup holds its sums on Hopper, and spills them on Blackwell
+    return ExpertTiling(rows, 128, warps, _stages(rows + 128, itemsize, sm, programs=1 if is_long else 2), 8)
+
+
+def _large_tiles(sm: int, by_block: bool) -> bool:
+    """Whether registers hold the sums of 128 rows of gate and of up: where tensor cores read shared memory."""
+    return sm >= 90 and not by_block
+
+
+def _stages(rows: int, itemsize: int, sm: int, programs: int) -> int:
+    """Blocks of columns under way at once, of `rows` of both operands together, where a multiprocessor has `programs` of them."""
+    shared = 208 * 1024 if sm >= 90 else 144 * 1024  # of the 227 KiB and 163 KiB that a program may have at most
+    return max(2, min(8, shared // (programs * rows * BLOCK_K * itemsize)))

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
+# Kernels are written in Triton's language: its types are not Python's.
+"""MXFP4 (OCP Microscaling formats 1.0) in registers: words of four e2m1 values as `packing.packed` arranges them, and e8m0 scales,
+one for 32 values.
+
+Widening is what a GEMM of few tokens spends its time on beside reading: each value takes two instructions here. A word's halves
+have the same place in two neighbouring words of a row, so that no value changes its half; one mask, at most two shifts and the
+product by the scale make two values.
+
+The equivalent plain code is `reference.dequantize_mxfp4`; results are equal bit for bit."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from phalanx.kernels.moe.packing import MAGNITUDES, SIGNS
+
+_TEMPLATE = """
+{{
+.reg .b32 sign, value, factor, zero;
+mov.b32 zero, 0x80008000;
+prmt.b32 factor, $2, $3, 0x7610;
+{widen}
+fma.rn.bf16x2 $0, value, factor, zero;
+}}
+"""
+
+
+def _widen(place: int) -> str:
+    """The instructions that bring the value at `place` of two words ($1) to sign, exponent and mantissa of two bf16: the sign to
+    bit 15, and the three bits below it to the lowest two bits of the exponent and the highest of the mantissa."""
+    sign, value = 15 - SIGNS[place], 6 - MAGNITUDES[place]
+
+    def shifted(name: str, by: int) -> str:
+        return f"{'shl' if by > 0 else 'shr'}.b32 {name}, $1, {abs(by)};\n"
+
+    if sign == value:
+        moved = shifted("value", value) if value else "mov.b32 value, $1;\n"
+        return f"{moved}and.b32 value, value, 0x81C081C0;"
+    return (
+        f"{shifted('sign', sign)}{shifted('value', value)}and.b32 sign, sign, 0x80008000;\n"
+        "lop3.b32 value, value, 0x01C001C0, sign, 0xEA;"
+    )
+
+
+WIDEN = [_TEMPLATE.format(widen=_widen(place)) for place in range(4)]
+"""Two words ($1) and their factors ($2, $3: each twice in 32 bits) to the values at one place of each, in bf16. The exponent's bias
+is 126 too large after the shifts, which the factor makes good. Subnormals come out right by the product, too."""
+
+_WIDEN_0, _WIDEN_1, _WIDEN_2, _WIDEN_3 = (tl.constexpr(code) for code in WIDEN)
+_FACTOR_UNIT, _FACTOR_BASE = tl.constexpr(0x00800080), tl.constexpr(0x3F003F00)  # 2^(scale - 1) in bf16, twice
+
+
+@triton.jit
+def _plain(words, SIGN: tl.constexpr, MAGNITUDE: tl.constexpr):
+    """As above, with the bits of fp32."""
+    bits = (((words >> MAGNITUDE) & 7) << 22) | (((words >> SIGN) & 1) << 31)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def _exponent(byte):
+    """2^(byte - 127) of int32 0..254 in fp32."""
+    return tl.maximum(byte << 23, 1 << 22).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dequantized(words, scales, SM: tl.constexpr):
+    """words [R, 32] int16 of a row's 128 columns, scales [R] int32 of four scales each, the first in the lowest byte -> four
+    tensors [R, 32] in bf16, in the interpreter in fp32: of the columns `columns_at(0..3)`. Scales are 128 at most."""
+    block = tl.arange(0, 32)[None, :] // 8
+    scale = (scales[:, None] >> (block * 8)) & 0xFF
+    if SM == 0:
+        in_32_bit, unit = words.to(tl.int32), _exponent(scale)
+        a, b = _plain(in_32_bit, SIGN_0, MAGNITUDE_0) * unit, _plain(in_32_bit, SIGN_1, MAGNITUDE_1) * unit
+        c, d = _plain(in_32_bit, SIGN_2, MAGNITUDE_2) * unit, _plain(in_32_bit, SIGN_3, MAGNITUDE_3) * unit
+    else:
+        factor = scale * _FACTOR_UNIT + _FACTOR_BASE
+        a = tl.inline_asm_elementwise(_WIDEN_0, "=r,r,r,r", [words, factor], dtype=tl.bfloat16, is_pure=True, pack=2)
+        b = tl.inline_asm_elementwise(_WIDEN_1, "=r,r,r,r", [words, factor], dtype=tl.bfloat16, is_pure=True, pack=2)
+        c = tl.inline_asm_elementwise(_WIDEN_2, "=r,r,r,r", [words, factor], dtype=tl.bfloat16, is_pure=True, pack=2)
+        d = tl.inline_asm_elementwise(_WIDEN_3, "=r,r,r,r", [words, factor], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return a, b, c, d
+
+
+SIGN_0, SIGN_1, SIGN_2, SIGN_3 = (tl.constexpr(bit) for bit in SIGNS)
+MAGNITUDE_0, MAGNITUDE_1, MAGNITUDE_2, MAGNITUDE_3 = (tl.constexpr(bit) for bit in MAGNITUDES)
+
+
+@triton.jit
+def columns_at(PLACE: tl.constexpr):
+    """The columns [1, 32] of 128 whose values words have at this place."""
+    at = tl.arange(0, 32)[None, :]
+    return at // 8 * 32 + PLACE * 8 + at % 8

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels of a mixture-of-experts layer take: the experts of this rank, and each token's choice among all experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.config.experts import ClampedSwiGlu
+
+
+@dataclass(frozen=True)
+class ExpertTensors:
+    """The gated feed-forward blocks of E experts, which are experts first .. first + E of the layer.
+
+    gate_up [E * 2 * I, H]: each expert's gate rows, then its up rows. down [E * H, I]. In bf16, fp16 or fp32; or in e4m3 with fp32
+    scales: one per row ([rows]), or one per row and block of 128 columns ([rows, blocks]). input_scale, inner_scale: static scales
+    of the two GEMMs' inputs, fp32 scalars; None for one per token, or per token and block. begin: the column of its block that is
+    the first of `down`, whose columns may be a slice. fp8_gemm: inputs are e4m3, too; else the weights are widened in registers.
+
+    Or in MXFP4 (OCP Microscaling formats 1.0): uint8 with two e2m1 values each, [rows, columns / 2], arranged by `packing.packed`,
+    and a scale 2^(n - 127) for 32 columns, n in uint8 [rows, columns / 32], 128 at most, padded with zeros to a multiple of 4.
+    gate_up_bias [E * 2 * I], down_bias [E * H]: added to what the GEMMs give; None for none. swiglu: the activation where it is not
+    silu(gate) * up.
+    """
+
+    count: int
+    first: int
+    gate_up: Tensor
+    down: Tensor
+    gate_up_scale: Tensor | None = None
+    down_scale: Tensor | None = None
+    input_scale: Tensor | None = None
+    inner_scale: Tensor | None = None
+    begin: int = 0
+    fp8_gemm: bool = False
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    swiglu: ClampedSwiGlu | None = None
+
+    @property
+    def hidden(self) -> int:
+        return self.gate_up.shape[1] * (2 if self.mxfp4 else 1)
+
+    @property
+    def inner(self) -> int:
+        return self.down.shape[1] * (2 if self.mxfp4 else 1)
+
+    @property
+    def mxfp4(self) -> bool:
+        """Whether weights have 4 bits."""
+        return self.gate_up.dtype == torch.uint8
+
+    @property
+    def by_block(self) -> bool:
+        """Whether scales are per block of columns."""
+        return self.gate_up_scale is not None and self.gate_up_scale.dim() == 2 and not self.mxfp4
+
+
+class Routing(NamedTuple):
+    """The experts of T tokens. weights [T, k] fp32; ids [T, k] int32, numbers of experts of the layer, none twice in a row; -1 for
+    none."""
+
+    weights: Tensor
+    ids: Tensor
+
+    @property
+    def top_k(self) -> int:
+        return self.ids.shape[1]
+
+
+class TrafficPattern(NamedTuple):
+    """Routing that is drawn instead of computed, for benchmarks with random weights, whose routers would be anything but balanced.
+
+    log_weights [E] fp32: logarithms of the experts' shares of the traffic.
+    """
+
+    log_weights: Tensor
+
+    @classmethod
+    def power_law(cls, experts: int, exponent: float, layer: int, device: torch.device) -> TrafficPattern:
+        """Shares that fall with the power `exponent` of an expert's rank (0: uniform). Each layer has its own order of experts."""
+        order = torch.randperm(experts, generator=torch.Generator().manual_seed(layer))
+        return cls((-exponent * torch.log(1.0 + order.double())).float().to(device))

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent attention (arXiv 2405.04434, section 2.1) with torch's scaled_dot_product_attention over the paged latents.
+
+Decode rows are absorbed: a head's up-projection of keys is multiplied to its query, and that of values to its output, so that all
+heads attend to the latents themselves. For rows of many queries it is cheaper to expand the latents into keys and values.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.models.batch import Batch, KvCache
+from phalanx.models.layers.attention.sdpa import Bundle, BundledPlan, Scratch
+
+EXPANDED_BYTES = 256 << 20
+"""Of a bundle's expanded keys and values, and of its scores where a call may hold them. They are made for a few heads at a time, so
+that memory does not grow with a context times all heads; those of one head may take more."""
+
+
+def absorbed_query(query: Tensor, up: Tensor, nope: int) -> Tensor:
+    """The parts of queries [T, heads, nope + rope] without positions times up [heads, nope + v, rank] -> [T, heads, rank]."""
+    return torch.bmm(query[..., :nope].transpose(0, 1), up[:, :nope]).transpose(0, 1)
+
+
+def absorbed_output(mixed: Tensor, up: Tensor, nope: int, out: Tensor | None = None) -> Tensor:
+    """Mixed latents [T, heads, rank] -> mixed values [T, heads, v], in `out` where one is given."""
+    into = None if out is None else out.transpose(0, 1)  # whose rows are apart, as a GEMM may leave them
+    return torch.bmm(mixed.transpose(0, 1), up[:, nope:].transpose(1, 2), out=into).transpose(0, 1)
+
+
+def attend_absorbed(bundle: Bundle, query: Tensor, cache: KvCache, up: Tensor, scale: float, scratch: Scratch) -> Tensor:
+    """A bundle whose rows have one query each: query [T, heads, nope + rope] -> [R, heads, v]."""
+    rank, cached = up.shape[2], cache.key.shape[3]
+    nope = query.shape[2] - (cached - rank)
+    own = query[bundle.tokens]
+    latents = bundle.gather(cache.key, scratch.key).to(query.dtype)
+    # Heads are queries of one head, whose keys and values are the latents.
+    queries = torch.cat((absorbed_query(own, up, nope), own[..., nope:]), dim=-1).unsqueeze(1)
+    mixed = F.scaled_dot_product_attention(queries, latents, latents[..., :rank], attn_mask=bundle.mask, scale=scale)
+    return absorbed_output(mixed.squeeze(1), up, nope)
+
+
+def attend_expanded(bundle: Bundle, query: Tensor, cache: KvCache, up: Tensor, scale: float, scratch: Scratch) -> Tensor:
+    """query [T, heads, nope + rope] -> [R * Q, heads, v]."""
+    heads, rows, rank = query.shape[1], up.shape[1], up.shape[2]
+    nope = query.shape[2] - (cache.key.shape[3] - rank)
+    queries = query[bundle.tokens].view(bundle.rows, bundle.queries, heads, -1).transpose(1, 2)
+    latents = bundle.gather(cache.key, scratch.key).to(query.dtype)
+    keys = latents.shape[2]
+    scores = 4 * bundle.queries if query.is_cuda else 0  # of a key, which a masked call may hold in fp32
+    one_head = bundle.rows * keys * ((query.shape[2] + rows - nope) * query.element_size() + scores)
+    step = max(1, EXPANDED_BYTES // one_head)
+    outs = []
+    for first in range(0, heads, step):
+        some = slice(first, min(first + step, heads))
+        weight = up[some].flatten(0, 1)
+        expanded = F.linear(latents[:, 0, :, :rank], weight).view(bundle.rows, keys, -1, rows).transpose(1, 2)
+        rotated = latents[..., rank:].expand(-1, expanded.shape[1], -1, -1)
+        key = torch.cat((expanded[..., :nope], rotated), dim=-1)
+        outs.append(F.scaled_dot_product_attention(queries[:, some], key, expanded[..., nope:], attn_mask=bundle.mask, scale=scale))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+    return out.transpose(1, 2).reshape(bundle.rows * bundle.queries, heads, -1)
+
+
+class LatentPlan(BundledPlan):
+    """As LatentAttentionPlan."""
+
+    def forward(self, query: Tensor, cache: KvCache, *, up: Tensor, scale: float) -> Tensor:
+        """As LatentAttentionPlan."""
+
+        def attend(bundle: Bundle) -> Tensor:
+            of_bundle = attend_absorbed if bundle.queries == 1 else attend_expanded
+            return of_bundle(bundle, query, cache, up, scale, self._scratch)
+
+        return self.attended(None, cache, attend)
+
+
+class LatentBackend:
+    """torch's scaled_dot_product_attention over gathered latents."""
+
+    name = "latent sdpa"
+    graphs = None  # the shapes of its calls depend on the lengths
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    def plan(self, batch: Batch) -> LatentPlan:
+        return LatentPlan(batch, self._scratch)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts over data-parallel indices: the tokens of all indices go to every expert, and the sums come back.
+
+    gathered = all_gather(tokens of each index)          [D * rows, hidden], every rank
+    partial  = what this rank's experts give to all of them
+    sums     = reduce_scatter(partial)                   [rows, hidden], each index its own tokens
+
+Padding up to `rows` is sent and never computed: an index without tokens takes part, and its experts see the tokens of the others
+only. The sum over indices is in rank order: the same bits each time. Sizes are known beforehand, so graphs can contain it.
+
+Or each token goes to those indices alone that have one of its experts, once to each, with its routing:
+
+    sent     = the tokens of rank 0, of rank 1, ...      [S, hidden], S <= T * top_k: a token goes to as many indices as it reaches
+    received = all_to_all(sent)                          by source, each in the order of its tokens
+    back     = all_to_all(what this rank's experts give) [S, hidden]
+    sums     = back, added up by token in rank order
+
+That moves less where a token reaches few of the indices: 1 - (1 - 1/D)^top_k of them under even routing. But how many rows there
+are is known on the device only: the host waits for it, in each layer.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.comm.group import Group, Splits, by_rank
+from phalanx.kernels.moe.tensors import Routing
+from phalanx.models.batch import DpTokens
+
+
+class RankExperts(Protocol):
+    """This rank's experts."""
+
+    def __call__(self, x: Tensor, padding: Tensor | None) -> Tensor:
+        """x [N, hidden] -> what the experts give to them [N, hidden]: zeros where `padding` [N] is given and -1."""
+
+
+def gathered_experts(x: Tensor, tokens: DpTokens, group: Group, experts: RankExperts) -> Tensor:
+    """x [T, hidden], this index's tokens of a step -> [T, hidden], what all experts give to them on the ranks of `group`, which is
+    all indices. Collective."""
+    size, rows = group.size, tokens.rows
+    gathered = group.all_gather(_padded(x, rows), dim=0)
+    if tokens.padding is not None:
+        return group.reduce_scatter(experts(gathered, tokens.padding))[: len(x)]
+    if min(tokens.counts) == rows:
+        return group.reduce_scatter(experts(gathered, None))
+    by_index = by_rank(gathered, size)
+    partial = experts(torch.cat([by_index[index, :count] for index, count in enumerate(tokens.counts)]), None)
+    scattered = torch.cat([_padded(part, rows) for part in torch.split(partial, list(tokens.counts))])
+    return group.reduce_scatter(scattered)[: len(x)]
+
+
+class DispatchedExperts(Protocol):
+    """A router, and this rank's experts: run `group.rank` of as many equal runs as the group has ranks."""
+
+    def route(self, x: Tensor) -> Routing:
+        """x [T, hidden] -> its experts."""
+
+    def routed(self, x: Tensor, routing: Routing) -> Tensor:
+        """x [N, hidden] with its routing -> what the experts of this rank give [N, hidden]."""
+
+
+def dispatched_experts(x: Tensor, group: Group, num_experts: int, experts: DispatchedExperts) -> Tensor:
+    """As `gathered_experts`, of as many tokens on each index as it has, by two all-to-alls. Collective."""
+    routing = experts.route(x)
+    reaches = torch.zeros((len(x), group.size), dtype=torch.bool, device=x.device)
+    reaches.scatter_(1, routing.ids.long() // (num_experts // group.size), True)
+    sent = reaches.sum(0)
+    received = group.all_to_all(sent)
+    splits = Splits(sent.tolist(), received.tolist())
+    rows = reaches.t().nonzero()[:, 1]  # rank-major
+    parts = (x[rows], routing.weights[rows], routing.ids[rows])
+    payload = group.all_to_all(torch.cat([_bytes(part) for part in parts], dim=1), splits)
+    values, weights, ids = (
+        columns.contiguous().view(part.dtype)
+        for columns, part in zip(torch.split(payload, [_bytes(part).shape[1] for part in parts], dim=1), parts, strict=True)
+    )
+    back = group.all_to_all(experts.routed(values, Routing(weights, ids)), Splits(splits.received, splits.sent))
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for part, its_rows in zip(torch.split(back, list(splits.sent)), torch.split(rows, list(splits.sent)), strict=True):
+        total.index_add_(0, its_rows, part.float())  # no row twice: the order is that of ranks
+    return total.to(x.dtype)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """x [N, columns] -> [N, columns * itemsize] uint8."""
+    return x.contiguous().view(torch.uint8)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Absorbed decode attention over latents: in Triton's interpreter against the reference, and compiled for three generations of
+GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.kernels.attention.heuristics import LatentTiling
+from tests.support.kernels_compiled import spilled
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.usefixtures("forked_python")
+
+CPU = torch.device("cpu")
+
+
+class Case(NamedTuple):
+    """Rows of these lengths; the queries of `heads` heads."""
+
+    lengths: list[int]
+    heads: int = 4
+    rank: int = 32
+    rope: int = 16
+    block_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    indirect: bool = True
+    band: int = 16
+    extra_splits: int = 8
+    tile: int = 32
+
+
+class Inputs(NamedTuple):
+    query: Tensor
+    rotated: Tensor
+    cache: Tensor
+    tables: Tensor
+    rows: Tensor | None
+    lengths: Tensor
+
+
+def inputs_of(case: Case, seed: int = 0) -> Inputs:
+    """Blocks in random order; whatever no row attends to is NaN, as stale memory may be. Both parts of a query lie in other
+    tensors, as they do in a model."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = len(case.lengths), -(-max(case.lengths) // case.block_size) + 2
+    used = [-(-length // case.block_size) for length in case.lengths]
+    blocks = list(range(1, sum(used) + 1))
+    random.Random(seed).shuffle(blocks)
+    cached = case.rank + case.rope
+    cache = torch.full((len(blocks) + 1, case.block_size, 1, cached), float("nan"))
+    slots = random.Random(seed).sample(range(rows + 2), rows) if case.indirect else list(range(rows))
+    tables = torch.zeros(rows + 2, width + 1, dtype=torch.int32)[:, :width]  # rows lie apart
+    for row, length in enumerate(case.lengths):
+        for at in range(used[row]):
+            tables[slots[row], at] = blocks.pop()
+        for at in range(length):
+            cache[int(tables[slots[row], at // case.block_size]), at % case.block_size] = torch.randn(cached, generator=generator)
+    query = (torch.randn(case.heads, rows, case.rank, generator=generator) * 3).transpose(0, 1)
+    rotated = torch.randn(rows, case.heads, 24 + case.rope, generator=generator)[..., 24:] * 3
+    stored = cache.to(torch.float8_e4m3fn if case.fp8 else case.dtype)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    both = query.to(case.dtype), rotated.to(case.dtype)
+    return Inputs(*both, stored, tables, torch.tensor(slots) if case.indirect else None, lengths)
+
+
+def check(case: Case, workspace: Any = None, seed: int = 0) -> None:
+    from phalanx.kernels import reference
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
+    from phalanx.kernels.attention.latent_decode import latent_decode_attention
+
+    inputs, scale = inputs_of(case, seed), 0.3 * (case.rank + case.rope) ** -0.5
+    wanted = reference.latent_decode_attention(*inputs, scale=scale)
+    workspace = workspace or SplitKvWorkspace(CPU)
+    tiling = LatentTiling(case.band, case.extra_splits, case.tile, 4, 2)
+    out = latent_decode_attention(*inputs, scale=scale, workspace=workspace, tiling=tiling)
+    assert not wanted.isnan().any()
+    step = torch.finfo(case.dtype).eps
+    torch.testing.assert_close(
+        out, wanted, rtol=2 * step, atol=2 * step if case.dtype != torch.float32 else 1e-5, msg=lambda m: f"{case}: {m}"
+    )
+    assert all(int(counts.abs().sum()) == 0 for *_, counts in workspace._buffers), "the counts are 0 again"
+
+
+def check_heads_in_bands() -> None:
+    for heads, band in ((1, 16), (20, 16), (70, 32)):
+        check(Case([1, 33, 100], heads, band=band))
+
+
+def check_widths_dtypes_and_quantized_latents() -> None:
+    for rank, rope, dtype in ((512, 64, torch.bfloat16), (24, 8, torch.float32), (40, 8, torch.float16), (128, 32, torch.bfloat16)):
+        for fp8 in (False, True):
+            check(Case([5, 97], 4, rank, rope, dtype=dtype, fp8=fp8))
+
+
+def check_lengths_about_the_edges() -> None:
+    """Of tiles (32), of splits, and enough for every split; one split alone, and more than a row needs."""
+    lengths = [1, 31, 32, 33, 65, 128, 129, 330]
+    for extra_splits in (0, 1, 60):
+        check(Case(lengths, extra_splits=extra_splits))
+    check(Case(lengths, tile=16, indirect=False))
+    check(Case([0, *lengths, 0, 1], extra_splits=32, indirect=False, fp8=True))
+
+
+def check_block_sizes() -> None:
+    for block_size in (1, 5, 256):
+        check(Case([1, 49, 150], block_size=block_size))
+
+
+def check_launches_share_a_workspace() -> None:
+    """As replays of captured launches do, with other lengths each time."""
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
+
+    workspace = SplitKvWorkspace(CPU)
+    for seed, lengths in enumerate(([400, 3], [1, 1], [90, 401], [41, 900])):
+        check(Case(lengths, 20, extra_splits=12), workspace, seed)
+    assert len(workspace._buffers) == 1
+
+
+def check_queries_of_any_size_meet_quantized_latents() -> None:
+    """bf16 has a wider range than fp16, in which GEMMs with e4m3 run; both parts of a query share a power of two."""
+    from phalanx.kernels import reference
+    from phalanx.kernels.attention.heuristics import SplitKvWorkspace
+    from phalanx.kernels.attention.latent_decode import latent_decode_attention
+
+    query, rotated, *rest = inputs_of(Case([60, 60], fp8=True))
+    for first, second, scale in ((1e30, 1e30, 1e-31), (1e-30, 1e-30, 1e29), (0.0, 1.0, 0.1), (1.0, 0.0, 0.1)):
+        wanted = reference.latent_decode_attention(query * first, rotated * second, *rest, scale=scale)
+        out = latent_decode_attention(
+            query * first,
+            rotated * second,
+            *rest,
+            scale=scale,
+            workspace=SplitKvWorkspace(CPU),
+            tiling=LatentTiling(16, 2, 32, 4, 2),
+        )
+        torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
+
+
+CHECKS = [
+    check_heads_in_bands, check_widths_dtypes_and_quantized_latents, check_lengths_about_the_edges, check_block_sizes,
+    check_launches_share_a_workspace, check_queries_of_any_size_meet_quantized_latents,
+]  # fmt: skip
+
+
+def test_in_the_interpreter() -> None:
+    assert interpreted("tests.kernels.attention.test_latent_decode").split() == [check.__name__ for check in CHECKS]
+
+
+SIGNATURE = {
+    "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "splits"), "*i32"),
+    **dict.fromkeys(("tops", "totals", "outs"), "*fp32"), "score_scale": "fp32",
+    **dict.fromkeys(("table_stride", "row_stride", "head_stride", "rotated_row_stride", "rotated_head_stride"), "i32"),
+}  # fmt: skip
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize(("heads", "fp8", "rows"), [(16, False, 64), (16, True, 1), (128, False, 64), (128, True, 5000)])
+def test_compiles(heads: int, fp8: bool, rows: int, arch: int) -> None:
+    """Down to machine code, as it is launched for DeepSeek-V3 in bf16 on 8 ranks and on one: within a multiprocessor's shared
+    memory, with reads of 16 bytes under way."""
+    from phalanx.kernels.attention.heuristics import select_latent_decode
+
+    tiling = select_latent_decode(rows, heads, 576, 1 if fp8 else 2, 132, shared_memory=SHARED[arch])
+    compiled = compiled_as(tiling, fp8=fp8, heads=heads, arch=arch)
+    assert compiled.metadata.shared <= SHARED[arch]
+    ptx = compiled.asm["ptx"]
+    assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
+    assert "mma.sync" in ptx or "wgmma" in ptx or "tcgen05.mma" in ptx
+    assert "cp.async.cg.shared.global" in ptx
+    assert ("atom.gpu.global.acq_rel" in ptx or "atom.global.gpu.acq_rel" in ptx) == (tiling.extra_splits > 0)
+    if heads == 16:
+        assert spilled(compiled) == 0
+
+
+def compiled_as(tiling: LatentTiling, *, fp8: bool, heads: int, arch: int) -> Any:
+    """The kernel as Triton compiles it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from phalanx.kernels.attention import latent_decode
+
+    constants = {
+        "MEMBERS": heads, "RANK": 512, "ROPE": 64, "WIDTH": 512, "TURNED": 64, "HEADS": tiling.heads, "BLOCK_SIZE": 16,
+        "TILE": tiling.tile, "STAGES": tiling.stages, "INDIRECT": not tiling.extra_splits,
+        "EARLY": fp8, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
+    }  # fmt: skip
+    signature = {}
+    for name in latent_decode._latent_decode.arg_names:
+        kind = "*u8" if fp8 and name == "cache" else "*bf16"
+        signature[name] = "constexpr" if name in constants else SIGNATURE.get(name, kind)
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, (name, kind) in enumerate(signature.items())
+        if kind[0] == "*" or ("stride" in name and name != "table_stride")
+    }
+    source = ASTSource(latent_decode._latent_decode, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": tiling.warps})
+
+
+def test_how_rows_and_heads_are_divided() -> None:
+    """A program has as many heads as fit, and rows are split no further than the GPU runs programs at once."""
+    from phalanx.kernels.attention.heuristics import MAX_SMALL_SPLITS, ROW_CLASSES, select_latent_decode
+
+    for rows, heads, itemsize in itertools.product((1, 2, 8, 64, 512), (1, 16, 32, 128), (1, 2, 4)):
+        tiling = select_latent_decode(rows, heads, 576, itemsize, 132)
+        assert tiling.extra_splits % rows == 0
+        assert tiling.extra_splits <= MAX_SMALL_SPLITS * rows
+        assert tiling.heads == 16 or tiling.heads <= heads
+        assert tiling.tile >= 16
+    assert select_latent_decode(1, 16, 576, 2, 132).extra_splits == MAX_SMALL_SPLITS
+    assert select_latent_decode(1, 128, 576, 2, 132).heads > 16
+    assert select_latent_decode(ROW_CLASSES[-1] + 1, 16, 576, 2, 132).extra_splits == 0
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("case", [
+    Case([1, 33, 700, 2000], 16, 512, 64), Case([1, 33, 700, 2000], 128, 512, 64, fp8=True), Case([5] * 40 + [3000], 20, 512, 64),
+], ids=lambda case: f"{case.heads} heads")  # fmt: skip
+def test_replayed_on_a_gpu_with_other_lengths(case: Case) -> None:
+    """Captured once with lengths of 1, replayed with those of the case; each time the same bits."""
+    from phalanx.kernels import reference
+    from phalanx.kernels.attention.dispatch import SplitKvWorkspace, latent_decode_attention
+
+    inputs = Inputs(*(None if each is None else each.cuda() for each in inputs_of(case)))  # type: ignore[arg-type]
+    workspace, lengths = SplitKvWorkspace(torch.device("cuda")), torch.ones_like(inputs.lengths)
+    replayed = inputs._replace(lengths=lengths)
+    latent_decode_attention(*replayed, scale=0.05, workspace=workspace)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = latent_decode_attention(*replayed, scale=0.05, workspace=workspace)
+    lengths.copy_(inputs.lengths)
+    wanted, outputs = reference.latent_decode_attention(*inputs, scale=0.05), []
+    for _ in range(20):
+        graph.replay()
+        outputs.append(out.clone())
+    assert all(torch.equal(each, outputs[0]) for each in outputs)
+    step = 2 * torch.finfo(case.dtype).eps
+    torch.testing.assert_close(outputs[0], wanted, rtol=step, atol=step)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    let_loops_begin_anywhere()
+    for each in CHECKS:
+        each()
+        print(each.__name__)

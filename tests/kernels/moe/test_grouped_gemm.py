@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of a mixture-of-experts layer: in Triton's interpreter against the reference, and compiled without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config.experts import Scoring
+from phalanx.kernels import reference as ops
+from phalanx.kernels.moe import dispatch, heuristics, reference
+from phalanx.kernels.moe.heuristics import ExpertTiling
+from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
+from tests.support.kernels_compiled import spilled
+from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.usefixtures("forked_python")
+
+KINDS = ("plain", "row", "static", "block", "widened row", "widened block")
+"""Of weights: not quantized; e4m3 with scales per row and per token, with static scales of the inputs, with scales per block; and
+e4m3 that is widened because the device has no FP8 GEMM."""
+
+
+def quantized(weight: Tensor, by_block: bool, begin: int) -> tuple[Tensor, Tensor]:
+    if by_block:
+        return ops.per_token_group_quant_fp8(weight, 128, begin)
+    values, scale = ops.quantize_fp8(weight)
+    return values, scale.squeeze(-1)
+
+
+def experts_of(
+    kind: str, *, count: int = 4, first: int = 0, hidden: int = 144, inner: int = 80, begin: int = 0, device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> ExpertTensors:  # fmt: skip
+    gate_up = torch.randn(count * 2 * inner, hidden, device=device) / hidden**0.5
+    down = torch.randn(count * hidden, inner, device=device) / inner**0.5
+    if kind == "plain":
+        return ExpertTensors(count, first, gate_up.to(dtype), down.to(dtype))
+    by_block = "block" in kind
+    gate_up, gate_up_scale = quantized(gate_up, by_block, 0)
+    down, down_scale = quantized(down, by_block, begin)
+    static = torch.tensor(0.02, device=device) if kind == "static" else None
+    return ExpertTensors(
+        count, first, gate_up, down, gate_up_scale, down_scale, static, static, begin if by_block else 0, "widened" not in kind
+    )  # fmt: skip
+
+
+def routing_of(ids: Tensor) -> Routing:
+    weights = torch.rand(ids.shape, device=ids.device) + 0.1
+    return Routing(weights / weights.sum(-1, keepdim=True), ids.to(torch.int32))
+
+
+def routings(tokens: int, count: int, top_k: int) -> list[Routing]:
+    """Drawn; all to the first experts; the last expert with one token only; and one with experts of other ranks."""
+    drawn = torch.rand(tokens, count).argsort(1)[:, :top_k]
+    same = torch.arange(top_k).expand(tokens, top_k).clone()
+    one = same.clone()
+    one[0, 0] = count - 1
+    elsewhere = drawn + 2
+    elsewhere[-1] = -1
+    return [routing_of(ids) for ids in (drawn, same, one, elsewhere)]
+
+
+def check_experts() -> None:
+    torch.manual_seed(0)
+    for number, (kind, tokens) in enumerate(itertools.product(KINDS, (3, 40))):
+        experts = experts_of(kind, begin=48 if "block" in kind else 0)
+        for routing in routings(tokens, experts.count, 2) if number == 0 else [routings(tokens, experts.count, 2)[number % 4]]:
+            x = torch.randn(tokens, experts.hidden)
+            wanted, output = reference.fused_experts(x, experts, routing), dispatch.launched(x, experts, routing)
+            torch.testing.assert_close(output, wanted, rtol=2e-2 if experts.fp8_gemm else 1e-4, atol=2e-3)
+
+
+def check_other_ranks_add_the_rest() -> None:
+    torch.manual_seed(1)
+    experts = experts_of("plain", count=6)
+    parts = [
+        ExpertTensors(2, first, experts.gate_up[first * 160 : (first + 2) * 160], experts.down[first * 144 : (first + 2) * 144])
+        for first in (0, 2, 4)
+    ]
+    for routing in routings(9, 6, 3)[:2]:
+        x = torch.randn(9, experts.hidden)
+        output = sum(dispatch.launched(x, part, routing, num_experts=6) for part in parts)
+        torch.testing.assert_close(output, reference.fused_experts(x, experts, routing), rtol=1e-4, atol=1e-4)
+
+
+def check_split_columns() -> None:
+    """Split-K, tiles of 128 rows and tokens, and rows that do not fill a tile."""
+    from phalanx.kernels.moe.combine import combine
+    from phalanx.kernels.moe.grouped_gemm import grouped_gemm
+    from phalanx.kernels.moe.sort_by_expert import sort_by_expert
+
+    torch.manual_seed(2)
+    experts = experts_of("plain", hidden=208, inner=400)
+    tilings = ExpertTiling(32, 16, 4, 2, 4, parts=3), ExpertTiling(128, 128, 8, 2, 1)
+    for routing, tiling in zip(routings(70, 4, 2)[1:3], tilings, strict=True):
+        x = torch.randn(70, 208)
+        tiles = sort_by_expert(routing.ids, first=0, experts=4, tokens=tiling.tokens)
+        common: dict[str, Any] = {"top_k": 2, "experts": 4, "dtype": torch.float32}
+        inner = grouped_gemm(x, None, experts.gate_up, None, tiles, tiling._replace(parts=1), gated=True, **common)
+        sums = grouped_gemm(inner, None, experts.down, None, tiles, tiling, gated=False, **common)
+        assert sums.shape[0] == (2 if tiling.parts == 3 else 1)
+        output = combine(sums, routing, first=0, experts=4, out=torch.empty_like(x))
+        torch.testing.assert_close(output, reference.fused_experts(x, experts, routing), rtol=1e-4, atol=1e-4)
+
+
+def check_topk() -> None:
+    from phalanx.kernels.moe.topk_softmax import topk_softmax
+
+    torch.manual_seed(3)
+    for experts, top_k, renormalize in ((8, 2, True), (60, 6, False), (128, 8, True), (5, 1, False)):
+        for tokens in (1, 3):
+            logits = torch.randn(tokens, experts)
+            logits[:, 3] = logits[:, 1]  # the first of equal ones
+            routing, tiles = topk_softmax(
+                logits, torch.zeros(tokens, 16), top_k, experts=experts, renormalize=renormalize, first=0, local_experts=experts
+            )
+            wanted = reference.topk_softmax(logits, top_k, renormalize)
+            assert torch.equal(routing.ids, wanted.ids)
+            torch.testing.assert_close(routing.weights, wanted.weights)
+            assert (tiles is not None) == (tokens == 1)
+    assert tiles is None
+
+
+def check_topk_in_groups() -> None:
+    """Softmax and sigmoid, with a bias and without, of all experts and of the best groups, of any size."""
+    from phalanx.kernels.moe.topk_softmax import topk_softmax
+
+    torch.manual_seed(3)
+    for experts, top_k, bias, scoring in (
+        (160, 6, False, Scoring("softmax", 8, 3, 16.0)), (64, 6, False, Scoring("softmax")),
+        (256, 8, True, Scoring("sigmoid", 8, 4, 2.5)), (24, 3, True, Scoring("sigmoid", 4, 1, 2.5)),
+        (12, 4, True, Scoring("sigmoid")),
+    ):  # fmt: skip
+        for tokens, renormalize in itertools.product((1, 3), (False, True)):
+            logits = torch.randn(tokens, experts)
+            logits[:, 3] = logits[:, 1]
+            values = torch.randn(experts) - 1.0 if bias else None
+            routing, tiles = topk_softmax(
+                logits, torch.zeros(tokens, 16), top_k, experts=experts, renormalize=renormalize, first=0, local_experts=experts,
+                scoring=scoring, bias=values,
+            )  # fmt: skip
+            wanted = reference.grouped_topk(logits, values, scoring, top_k, renormalize)
+            assert torch.equal(routing.ids, wanted.ids)
+            torch.testing.assert_close(routing.weights, wanted.weights)
+            assert (tiles is not None) == (tokens == 1)
+
+
+def check_one_token_needs_no_sort() -> None:
+    from phalanx.kernels.moe.topk_softmax import topk_softmax
+
+    torch.manual_seed(4)
+    layer = experts_of("plain", count=8)
+    logits, x = torch.randn(1, 8), torch.randn(1, 144)
+    part = ExpertTensors(4, 2, layer.gate_up[320:960], layer.down[288:864])
+    routing, tiles = topk_softmax(logits, x, 3, experts=8, renormalize=True, first=2, local_experts=4)
+    assert tiles is not None
+    output = dispatch.run(x, part, routing, tiles, 16, 8, torch.empty_like(x))
+    torch.testing.assert_close(output, reference.fused_experts(x, part, routing), rtol=1e-4, atol=1e-4)
+
+
+def check_padding_and_copies() -> None:
+    """Padding reaches no expert, and the tokens of an expert with copies take turns, in the sorted and in the alone form."""
+    from phalanx.kernels.moe.sort_by_expert import sort_by_expert
+    from phalanx.kernels.moe.topk_softmax import topk_softmax
+
+    torch.manual_seed(6)
+    physical = torch.tensor([[1, 4, -1], [2, 0, 5], [1, 2, -1], [1, 1, -1], [2, 3, 6]], dtype=torch.int32)
+    for places in (None, physical, physical[[0, 2, 3, 0, 2]][:, :2].contiguous()):
+        for tokens in (1, 2, 7):
+            logits, kv_slots = torch.randn(tokens, 5), torch.arange(tokens) % 3 - int(tokens > 1)
+            options: dict[str, Any] = {"experts": 5, "renormalize": True, "first": 0, "local_experts": 4, "kv_slots": kv_slots}
+            load = torch.zeros(4, dtype=torch.int64)
+            routing, tiles = topk_softmax(
+                logits, torch.zeros(tokens, 16), 2, physical=places, load=load if tokens == 1 else None, **options
+            )
+            wanted = reference.physical_ids(reference.topk_softmax(logits, 2, True).ids, places, kv_slots)
+            assert torch.equal(routing.ids, wanted)
+            assert (routing.ids[kv_slots < 0] == -1).all()
+            if tiles is None:
+                sort_by_expert(routing.ids, first=0, experts=4, tokens=16, load=load)
+            expected = torch.zeros(4, dtype=torch.int64)
+            reference.count_load(expected, routing, 0)
+            assert torch.equal(load, expected)
+    assert reference.physical_ids(torch.ones(4, 1, dtype=torch.int32), physical, None).flatten().tolist() == [0, 5, 0, 5]
+
+
+def check_drawn() -> None:
+    from phalanx.kernels.moe.topk_softmax import topk_softmax
+
+    torch.manual_seed(5)
+    x = torch.randn(100, 32)
+    for exponent in (0.0, 1.2):
+        pattern = TrafficPattern.power_law(16, exponent, 0, torch.device("cpu"))
+        routing, _ = topk_softmax(None, x, 2, experts=16, renormalize=False, first=0, local_experts=16, pattern=pattern)
+        assert (routing.ids[:, 0] != routing.ids[:, 1]).all()
+        load = torch.bincount(routing.ids.flatten().long(), minlength=16).float()
+        expected = torch.softmax(pattern.log_weights, 0) * 200
+        if exponent:
+            assert load.argmax() == expected.argmax()
+            assert load.max() > 2.5 * load.mean()
+        else:
+            assert load.max() < 1.7 * load.mean()
+
+
+CHECKS = [
+    check_experts, check_other_ranks_add_the_rest, check_split_columns, check_topk, check_topk_in_groups,
+    check_one_token_needs_no_sort, check_padding_and_copies, check_drawn,
+]  # fmt: skip
+
+
+def test_in_the_interpreter() -> None:
+    assert interpreted("tests.kernels.moe.test_grouped_gemm").split() == [check.__name__ for check in CHECKS]
+
+
+def compiled_as(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full: bool = True) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from phalanx.kernels.moe.grouped_gemm import FEW
+    from phalanx.kernels.moe.grouped_gemm import _grouped_gemm as kernel
+
+    by_block, widen = "block" in kind, "widened" in kind
+    x_scale = "none" if kind == "plain" or widen else "block" if by_block else "token"
+    constants: dict[str, Any] = {
+        "TOP_K": 2, "GATED": gated, "BY_BLOCK": by_block, "X_SCALE": x_scale, "WIDEN": widen, "SKIP": 0, "FULL": full,
+        "PARTS": tiling.parts > 1, "ROWS": tiling.rows,
+        "TOKENS": tiling.tokens, "FEW": FEW if tiling.tokens > 2 * FEW else 0, "BESIDE": tiling.beside, "FIELDS": 4, "SM": arch,
+    }  # fmt: skip
+    out = "fp32" if tiling.parts > 1 else "bf16"
+    pointers = {"x": "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": out}
+    if x_scale == "none":
+        pointers |= {"x": "bf16", "weight": "u8" if widen else "bf16"}
+        constants["x_scale"] = None
+    if kind == "plain":
+        constants["scale"] = None
+    pointers |= dict.fromkeys(("pairs", "tiles", "num_tiles"), "i32")
+    kinds = {name: "*" + kind for name, kind in pointers.items()}
+    integers = ("x_token_stride", "x_block_stride", "count", "tiles_most", "outputs", "inputs", "blocks", "part_blocks")
+    kinds |= dict.fromkeys(integers, "i32")
+    aligned = [name for name in (*pointers, "outputs", "inputs") if name not in constants]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, attributes)
+    return triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": tiling.warps, "num_stages": tiling.stages}
+    )
+
+
+def test_warmup_has_every_variant() -> None:
+    """Steps of the warm-up's counts launch all that any count launches."""
+
+    def variants(tokens: int, experts: int, top_k: int, outputs: int) -> tuple[object, ...]:
+        size = heuristics.tokens_of_tile(tokens, top_k, experts)
+        busy = min(experts, tokens * top_k)
+        first = heuristics.gate_up_tiling(tokens * top_k, busy, size, outputs, 1, 132)
+        second = heuristics.down_tiling(tokens * top_k, busy, size, 4096, outputs, 1, 132)
+        return first, second._replace(parts=min(2, second.parts))
+
+    for experts, top_k, outputs in ((8, 2, 14336), (128, 8, 768), (128, 8, 96), (60, 6, 1408)):
+        launched = [variants(tokens, experts, top_k, outputs) for tokens in heuristics.warmup_token_counts(8192)]
+        of_any = [variants(tokens, experts, top_k, outputs) for tokens in range(1, 8193)]
+        for part in range(2):
+            assert {each[part] for each in of_any} == {each[part] for each in launched}
+
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "tokens"),
+    [
+        (90, "row", 1), (90, "row", 256), (90, "row", 4096), (90, "block", 1), (90, "block", 4096), (90, "plain", 4096),
+        (90, "widened row", 16), (80, "plain", 1), (80, "widened block", 64), (80, "plain", 4096), (100, "row", 1),
+        (100, "row", 4096),
+    ],
+)  # fmt: skip
+def test_compiles(arch: int, kind: str, tokens: int) -> None:
+    itemsize = 2 if kind == "plain" else 1
+    size = heuristics.tokens_of_tile(tokens, 2, 8)
+    sizes = {"sm": arch, "by_block": "block" in kind}
+    first = heuristics.gate_up_tiling(2 * tokens, min(8, 2 * tokens), size, 14336, itemsize, 132, **sizes)
+    second = heuristics.down_tiling(2 * tokens, min(8, 2 * tokens), size, 4096, 14336, itemsize, 132, **sizes)
+    for tiling, gated in ((first, True), (second, False)):
+        kernel = compiled_as(tiling, arch, kind, gated=gated)
+        assert kernel.metadata.shared <= SHARED_MEMORY[arch]
+        assert spilled(kernel) == 0
+        assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in kernel.asm["ptx"]
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (arch >= 90)
+
+
+if __name__ == "__main__":
+    let_loops_begin_anywhere()
+    for check in CHECKS:
+        check()
+        print(check.__name__)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MXFP4 as the kernels have it; and the instructions that widen it: executed one by one here, as PTX defines them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import torch
+
+from phalanx.kernels.moe.packing import codes as unpacked
+from phalanx.kernels.moe.packing import packed
+from phalanx.kernels.moe.reference import E2M1
+
+WORD = 0xFFFFFFFF
+
+
+def prmt(first: int, second: int, selector: int) -> int:
+    """Byte i of the result is byte (digit i of the selector) of `first` (0..3) and `second` (4..7)."""
+    every = [first >> 8 * i & 0xFF for i in range(4)] + [second >> 8 * i & 0xFF for i in range(4)]
+    return sum(every[selector >> 4 * i & 0xF] << 8 * i for i in range(4))
+
+
+def lop3(a: int, b: int, c: int, table: int) -> int:
+    return sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
+
+
+def fma_bf16x2(a: int, b: int, c: int) -> int:
+    """Exact in fp64, then rounded to bf16."""
+
+    def halves(word: int) -> torch.Tensor:
+        return torch.tensor([word & 0xFFFF, word >> 16], dtype=torch.int32).to(torch.int16).view(torch.bfloat16).double()
+
+    low, high = ((halves(a) * halves(b) + halves(c)).bfloat16().view(torch.int16).int() & 0xFFFF).tolist()
+    return low | high << 16
+
+
+def run(program: str, words: int, factors: tuple[int, int]) -> int:
+    """Register $0 after the program, with $1 = words, and $2 and $3 = factors."""
+    registers = {"$1": words, "$2": factors[0], "$3": factors[1]}
+
+    def value(operand: str) -> int:
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    operations = {
+        "mov.b32": lambda a: a, "prmt.b32": prmt, "and.b32": lambda a, b: a & b, "shl.b32": lambda a, n: a << n & WORD,
+        "shr.b32": lambda a, n: a >> n, "lop3.b32": lop3, "fma.rn.bf16x2": fma_bf16x2,
+    }  # fmt: skip
+    for line in re.findall(r"^([a-z0-9.]+ .*);$", program, re.MULTILINE):
+        name, operands = line.split(" ", 1)
+        if name == ".reg":
+            continue
+        target, *rest = operands.split(", ")
+        registers[target] = operations[name](*map(value, rest))
+    return registers["$0"]
+
+
+def factor_of(scale: int) -> int:
+    return scale * 0x00800080 + 0x3F003F00
+
+
+def test_every_code_becomes_its_value_at_each_place_of_both_words() -> None:
+    """Beside all codes at the other places, each word by its own scale; subnormal results among them."""
+    from phalanx.kernels.moe.mxfp4 import WIDEN
+
+    every = torch.arange(16).repeat_interleave(2) % 16
+    for turn, (first, second) in enumerate(itertools.product(range(16), (0, 5, 10, 15))):
+        codes = every.roll(turn)[:32].view(1, 4, 8)
+        codes[0, :, 0], codes[0, :, 1] = torch.tensor([first, second, turn % 16, 9]), torch.tensor([second, first, 3, turn % 16])
+        nibbles = codes.flatten(1)
+        words = packed((nibbles[:, 0::2] | nibbles[:, 1::2] << 4).to(torch.uint8)).view(torch.int16)[0].int() & 0xFFFF
+        assert torch.equal(codes_of(words), codes[0])
+        scales = (0, 1, 60, 120, 127, 128)[turn % 6], (118, 128, 0)[turn % 3]
+        for place, program in enumerate(WIDEN):
+            output = run(program, int(words[0]) | int(words[1]) << 16, (factor_of(scales[0]), factor_of(scales[1])))
+            values = torch.tensor([output & 0xFFFF, output >> 16]).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+            for half, value in enumerate(values):
+                code = int(codes[0, place, half])
+                wanted = torch.tensor(E2M1[code], dtype=torch.float64) * 2.0 ** (scales[half] - 127)
+                assert float(value) == float(wanted.bfloat16())
+                assert bool(value.signbit()) == (code >= 8)
+
+
+def codes_of(words: torch.Tensor) -> torch.Tensor:
+    """words [8] -> [4, 8]."""
+    each = torch.stack((words & 0xFF, words >> 8), dim=-1).to(torch.uint8).view(1, 16)
+    return unpacked(each).view(4, 8).long()
+
+
+def test_packing_loses_nothing() -> None:
+    blocks = torch.randint(0, 256, (3, 5 * 16), dtype=torch.uint8)
+    codes = unpacked(packed(blocks))
+    assert torch.equal(codes, torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(1).int())
+    assert torch.equal(packed(blocks[:, 16:48]), packed(blocks)[:, 16:48])  # a rank's columns alone

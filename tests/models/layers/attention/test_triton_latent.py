@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of latent attention's kernels: which rows are absorbed and which expanded, over which pages. The kernels' references
+stand in for them; the kernels' own tests check that these agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config.latent import Latent
+from phalanx.kernels import reference
+from phalanx.kernels.attention import dispatch
+from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, Gpu, simulated
+from phalanx.models.batch import Batch, LatentCache
+from phalanx.models.layers.attention import select, triton_latent
+from phalanx.models.layers.attention.latent import LatentBackend
+from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
+from tests.models.test_deepseek import written
+from tests.models.test_mixtral import assert_same
+from tests.models.test_registry import STEPS
+from tests.support import models_formation
+from tests.support.models_formation import Formation, run_steps
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Each launch: its kind, and its rows, negative where lengths are read early."""
+    calls: list[tuple[str, int]] = []
+
+    def decode(query: Tensor, *inputs: Any, workspace: Any, splits: Any, early_lengths: bool, scale: float) -> Tensor:
+        calls.append(("decode", -len(query) if early_lengths else len(query)))
+        assert query.stride(-1) == 1
+        return reference.latent_decode_attention(query, *inputs, scale=scale)
+
+    def prefill(query: Tensor, *inputs: Any, tiles: int, scale: float) -> Tensor:
+        calls.append(("prefill", len(inputs[-1])))
+        assert query.is_contiguous()
+        assert tiles >= len(inputs[-1])
+        return reference.prefill_attention(query, *inputs, scale=scale)
+
+    monkeypatch.setattr(triton_latent.kernels, "latent_decode_attention", decode)
+    monkeypatch.setattr(triton_latent.kernels, "prefill_attention", prefill)
+    return calls
+
+
+@pytest.mark.parametrize("own_prefill", [False, True])
+@pytest.mark.parametrize("heads_at_once", [1, 3, 8])
+def test_a_model_over_both_kinds_of_rows(
+    own_prefill: bool, heads_at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, int]]
+) -> None:
+    backend = TritonLatentBackend(CPU, own_prefill=own_prefill)
+    monkeypatch.setattr(models_formation, "select_backend", lambda *_: backend)
+    monkeypatch.setattr(triton_latent, "HEADS_AT_ONCE", heads_at_once)
+    folder, ids, expected = written("v3", tmp_path)
+    run_steps(Formation(folder), STEPS, ids, expected, assert_same)
+    assert {kind for kind, _ in launched} == ({"decode", "prefill"} if own_prefill else {"decode"})
+
+
+def latent_batch(rows: list[tuple[int, int]], *, indirect: bool) -> tuple[Batch, LatentCache]:
+    """rows: (tokens before, tokens now). Blocks of 4 in a shuffled order, block 0 poisoned; one KV slot per token."""
+    lengths = [before + now for before, now in rows]
+    counts = [-(-length // 4) for length in lengths]
+    order = (torch.randperm(sum(counts)) + 1).tolist()
+    tables = torch.zeros(len(rows) + 3, max(counts) + 1, dtype=torch.int32)
+    table_rows = torch.arange(len(rows) + 2, 2, -1) if indirect else torch.arange(len(rows))
+    for row, count in enumerate(counts):
+        tables[table_rows[row], :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
+    starts = [0]
+    for _, now in rows:
+        starts.append(starts[-1] + now)
+    cache = torch.randn(sum(counts) + 1, 4, 1, 20)
+    cache[0] = float("nan")
+    zeros = torch.zeros(starts[-1], dtype=torch.int64)
+    batch = Batch(
+        zeros, zeros, zeros, torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), tables, zeros,
+        starts, lengths, table_rows=table_rows if indirect else None,
+    )  # fmt: skip
+    return batch, LatentCache(cache, 12)
+
+
+@pytest.mark.parametrize("indirect", [False, True])
+@pytest.mark.parametrize("rows", [[(7, 1), (30, 1)], [(0, 9), (11, 6)], [(7, 1), (16, 1), (0, 9), (5, 1), (11, 6)]])
+def test_each_row_by_its_kind(rows: list[tuple[int, int]], indirect: bool, launched: list[tuple[str, int]]) -> None:
+    torch.manual_seed(1)
+    batch, cache = latent_batch(rows, indirect=indirect)
+    query, up = torch.randn(batch.token_ids.shape[0], 3, 6 + 8), torch.randn(3, 6 + 5, 12)
+    plan = TritonLatentBackend(CPU, own_prefill=True).plan(batch)
+    expected = LatentBackend().plan(batch).forward(query, cache, up=up, scale=0.2)
+    for _ in range(2):
+        torch.testing.assert_close(plan.forward(query, cache, up=up, scale=0.2), expected, rtol=1e-4, atol=1e-4)
+    first = next((at for at, (_, now) in enumerate(rows) if now > 1), len(rows))
+    one = [("decode", first)] * bool(first) + [("prefill", len(rows) - first)] * (first < len(rows))
+    assert launched == one * 2
+
+
+def test_a_fixed_batch_reads_lengths_early_once_its_layers_are_known(launched: list[tuple[str, int]]) -> None:
+    batch, cache = latent_batch([(7, 1), (30, 1)], indirect=True)
+    batch.fixed, batch.decodes = True, 2
+    query, up = torch.randn(2, 3, 14), torch.randn(3, 11, 12)
+    backend = TritonLatentBackend(CPU, own_prefill=True)
+    outs = [backend.plan(batch).forward(query, cache, up=up, scale=0.2) for _ in range(2)]
+    assert torch.equal(*outs)
+    assert launched == [("decode", -2)] * 2  # on CPU no kernel plans splits
+    assert backend.graphs is backend
+    assert backend.layer_specs == {dispatch.LatentSpec(3, 20, 4, 4)}
+    assert not backend.captures_prefill
+    assert backend.short_kv_limit(2) == 0
+
+
+def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    latent = Latent(None, 512, 128, 64, 128, softmax_scale=0.1)
+    assert select.select_backend(CPU, torch.float32, 192, latent).name == "latent sdpa"
+    cuda = torch.device("cuda")
+    with simulated(Gpu(90, 132, HOPPER_SHARED_MEMORY)):
+        monkeypatch.setattr(select.kernels, "supports_latent", lambda _, *rest: dispatch_supports(cuda, *rest))
+        monkeypatch.setattr(select.kernels, "supports_prefill", lambda _, *rest: dispatch_supports_prefill(cuda, *rest))
+        assert select.select_backend(CPU, torch.bfloat16, 192, latent).name == "triton latent"
+        assert select.select_backend(CPU, torch.float32, 192, latent).name == "latent sdpa"  # 512 in fp32 are too many
+        small = Latent(None, 128, 128, 64, 128, softmax_scale=0.1)
+        assert select.select_backend(CPU, torch.float32, 192, small).name == "triton latent+sdpa"
+
+
+dispatch_supports, dispatch_supports_prefill = dispatch.supports_latent, dispatch.supports_prefill
