@@ -9,21 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.choose import SP_MIN_TOKENS, Rules, choose, decider, sp_min_tokens
+from phalanx.comm.choose import Rules, choose, decider
 from phalanx.hardware.fingerprint import LINKS, Fingerprint
-from phalanx.tables.message import Fusion, Message
-from phalanx.tables.strategy import SUPPORTED, Strategy
-from phalanx.tables.table import Entry
+from phalanx.tables.message import Caller, Fusion, Message
+from phalanx.tables.seed import default
+from phalanx.tables.strategy import SEQUENCE_PARALLEL, SUPPORTED, Choice, Strategy
+from phalanx.tables.table import HAND_OVER, Entry, HiddenRange, Section, Span, Table
 
 HERE = Fingerprint(90, "nvlink", 4)
 
 
 def says(strategy: Strategy, *, fused: bool = True):
-    return lambda dtype, fusion, tokens, hidden: Entry(strategy, fused, "table", "measured")
+    return lambda dtype, fusion, tokens, hidden, caller: Entry(strategy, fused, "table", "measured")
 
 
-def message(tokens: int = 1, hidden: int = 8192, fusion: Fusion = Fusion.NONE, world: int = 4) -> Message:
-    return Message("all_reduce", fusion, "bf16", tokens, hidden, world)
+PLAIN = tuple(strategy for strategy in SUPPORTED if strategy not in SEQUENCE_PARALLEL)
+
+
+def message(
+    tokens: int = 1, hidden: int = 8192, fusion: Fusion = Fusion.NONE, world: int = 4, caller: Caller = Caller.REPLICATED
+) -> Message:  # fmt: skip
+    return Message("all_reduce", fusion, "bf16", tokens, hidden, world, caller)
 
 
 def test_the_table_decides_and_its_reason_stays() -> None:
@@ -37,10 +43,29 @@ def test_unfused_where_the_table_says_so() -> None:
     assert not choose(message(fusion=Fusion.RESIDUAL_RMS_NORM), rules).fused
 
 
-@pytest.mark.parametrize("strategy", SUPPORTED)
-def test_a_forced_strategy_runs(strategy: Strategy) -> None:
-    found = choose(message(), Rules(HERE, {}, says(Strategy.NCCL), forced=strategy))
-    assert (found.strategy, found.source) == (strategy, "forced")
+@pytest.mark.parametrize("strategy", PLAIN)
+@pytest.mark.parametrize("caller", Caller)
+def test_a_forced_strategy_runs(strategy: Strategy, caller: Caller) -> None:
+    """Everywhere: TWOSHOT means two-shot, in the layers of long steps, too."""
+    for fusion in Fusion:
+        for tokens in (1, 64, 128, 2048, 16384):
+            decision = choose(message(tokens, fusion=fusion, caller=caller), Rules(HERE, {}, says(Strategy.NCCL), forced=strategy))
+            assert (decision.strategy, decision.source) == (strategy, "forced")
+
+
+@pytest.mark.parametrize("forced", SEQUENCE_PARALLEL)
+@pytest.mark.parametrize("fusion", Fusion)
+def test_forced_sequence_parallelism_runs_where_the_caller_allows_it(forced: Strategy, fusion: Fusion) -> None:
+    """And TWOSHOT, which gives the same sums, elsewhere."""
+    rules = Rules(HERE, {}, says(Strategy.NCCL), forced=forced)
+    ran = [choose(message(64, fusion=fusion, caller=caller), rules) for caller in Caller]
+    sharded = Strategy.RS_NORM_AG if fusion.shards else Strategy.TWOSHOT
+    assert [decision.strategy for decision in ran] == [Strategy.TWOSHOT, sharded, forced if fusion.shards else sharded]
+    assert [decision.source for decision in ran if decision.strategy is forced] == ["forced"] * sum(
+        d.strategy is forced for d in ran
+    )
+    apart = Rules(Fingerprint(90, "pcie", 4), {}, says(Strategy.NCCL), forced=forced)
+    assert {choose(message(64, fusion=fusion, caller=caller), apart).strategy for caller in Caller} == {Strategy.NCCL}
 
 
 def test_what_cannot_run_gives_way_to_nccl_and_says_why() -> None:
@@ -72,7 +97,7 @@ def test_deterministic_never_takes_nccl_sums_where_it_need_not() -> None:
 
 @given(
     st.integers(1, 1 << 20), st.integers(1, 1 << 15), st.sampled_from(Fusion), st.sampled_from(sorted(LINKS)), st.integers(2, 16),
-    st.sampled_from(SUPPORTED), st.sampled_from([None, *SUPPORTED]), st.booleans(), st.booleans(),
+    st.sampled_from(SUPPORTED), st.sampled_from([None, *SUPPORTED]), st.booleans(), st.booleans(), st.sampled_from(Caller),
 )  # fmt: skip
 def test_every_size_has_an_answer_that_can_run(
     tokens: int,
@@ -84,9 +109,10 @@ def test_every_size_has_an_answer_that_can_run(
     forced: Strategy | None,
     fused: bool,
     pinned: bool,
+    caller: Caller,
 ) -> None:
     here = Fingerprint(0 if link == "shm" else 90, link, world)
-    asked = Message("all_reduce", fusion, "bf16", tokens, hidden, world)
+    asked = Message("all_reduce", fusion, "bf16", tokens, hidden, world, caller)
     rules = Rules(here, {}, says(best, fused=fused), forced, pinned)
     found = choose(asked, rules)
     assert found == choose(asked, rules)
@@ -99,6 +125,11 @@ def test_every_size_has_an_answer_that_can_run(
         assert world <= 8
     if fusion is Fusion.NONE:
         assert not found.fused
+    if found.strategy in SEQUENCE_PARALLEL:
+        assert found.fused
+        assert fusion.shards
+        assert hidden % 16 == 0
+        assert int(caller) > SEQUENCE_PARALLEL.index(found.strategy)
 
 
 def test_costs_less_than_a_microsecond_once_a_size_is_known() -> None:
@@ -121,27 +152,54 @@ def test_the_answers_do_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) 
         assert decide.cache_info().currsize <= 10  # type: ignore[attr-defined]
 
 
-@given(
-    st.integers(1, 1 << 12), st.integers(1, 1 << 15), st.sampled_from(Fusion), st.integers(2, 9), st.booleans(),
-    st.sampled_from([None, *SUPPORTED]),
-)  # fmt: skip
-def test_the_residual_is_sharded_where_a_kernel_can(
-    tokens: int, hidden: int, fusion: Fusion, world: int, pinned: bool, forced: Strategy | None
-) -> None:
-    here = Fingerprint(90, "nvlink", world)
-    rules = Rules(here, {}, says(Strategy.NCCL), forced, pinned, sp_min_tokens(here))
-    found = decider(rules)(tokens, hidden, "bf16", fusion, accepts_sharded=True)
-    can = fusion is Fusion.RESIDUAL_RMS_NORM or (fusion.quant == "fp8" and not fusion.keeps_norm)
-    many = world in SP_MIN_TOKENS and tokens >= SP_MIN_TOKENS[world]
-    assert found.sharded == (can and many and hidden % 16 == 0 and forced in (None, Strategy.TWOSHOT))
-    if found.sharded:
-        assert found.name == f"RS_NORM_AG/{fusion.name}"
-        assert found.fused
-    assert not decider(rules)(tokens, hidden, "bf16", fusion).sharded
+def layers(*spans: tuple[int, int, Choice], gemm: tuple[Span, ...] = ()) -> Table:
+    """A table of bf16 RESIDUAL_RMS_NORM at hidden 8192 for callers that accept a sharded residual, and perhaps for GEMMs."""
+    fusion = Fusion.RESIDUAL_RMS_NORM
+    rows = {Caller.SHARDED: tuple(Span(*span) for span in spans), Caller.GEMM: gemm}
+    sections = [Section("bf16", fusion, (HiddenRange(8192, 8192, row),), caller) for caller, row in rows.items() if row]
+    return Table(HERE, tuple(sections), default(HERE))
 
 
-def test_the_residual_is_not_sharded_on_a_cpu_or_apart() -> None:
-    for link in ("shm", "pcie", "nodes"):
-        assert sp_min_tokens(Fingerprint(0 if link == "shm" else 90, link, 2)) is None
-    refused = Rules(HERE, {Strategy.TWOSHOT: "broken"}, says(Strategy.NCCL), sp_min_tokens=1)
-    assert not decider(refused)(4096, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM, accepts_sharded=True).sharded
+def test_the_table_moves_sequence_parallelism() -> None:
+    """Away from the thresholds of the seed, in both directions, with the table as the source."""
+    sharded, one = Choice(Strategy.RS_NORM_AG), Choice(Strategy.ONESHOT)
+    handed_over, gemm_rs = Span(64, 255, HAND_OVER), Span(256, 16384, Choice(Strategy.GEMM_RS), 1.1)
+    decide = decider(
+        Rules(HERE, {}, layers((1, 7, one), (8, 4095, sharded), (4096, 16384, one), gemm=(handed_over, gemm_rs)).lookup)
+    )
+    norm = Fusion.RESIDUAL_RMS_NORM
+    for tokens, strategy in (
+        (7, Strategy.ONESHOT),
+        (8, Strategy.RS_NORM_AG),
+        (4095, Strategy.RS_NORM_AG),
+        (4096, Strategy.ONESHOT),
+    ):
+        decision = decide(tokens, 8192, "bf16", norm, Caller.SHARDED)
+        assert (decision.strategy, decision.source) == (strategy, "table")
+    for tokens, strategy in (
+        (63, Strategy.RS_NORM_AG),
+        (255, Strategy.RS_NORM_AG),
+        (256, Strategy.GEMM_RS),
+        (9000, Strategy.GEMM_RS),
+    ):
+        decision = decide(tokens, 8192, "bf16", norm, Caller.GEMM)
+        assert (decision.strategy, decision.source) == (strategy, "table")
+    assert decide(16385, 8192, "bf16", norm, Caller.SHARDED).source == "seed"
+    assert decide(8, 8192, "bf16", norm).strategy not in SEQUENCE_PARALLEL
+
+
+def test_sequence_parallelism_that_cannot_run_gives_way_to_what_the_caller_would_get_without_it() -> None:
+    table = layers((1, 16384, Choice(Strategy.RS_NORM_AG)), gemm=(Span(1, 16384, Choice(Strategy.GEMM_RS)),))
+    whole, norm = table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 64, 8192), Fusion.RESIDUAL_RMS_NORM
+    refused = Rules(HERE, {Strategy.RS_NORM_AG: "broken", Strategy.GEMM_RS: "broken"}, table.lookup)
+    decision = decider(refused)(64, 8192, "bf16", norm, Caller.GEMM)
+    assert (decision.strategy, decision.source) == (whole.strategy, whole.source)
+    without_gemm = decider(Rules(HERE, {Strategy.GEMM_RS: "broken"}, table.lookup))
+    assert without_gemm(64, 8192, "bf16", norm, Caller.GEMM).strategy is Strategy.RS_NORM_AG
+
+
+def test_sums_in_rank_order_allow_sequence_parallelism() -> None:
+    table = layers((1, 64, Choice(Strategy.RS_NORM_AG)), (65, 128, Choice(Strategy.NCCL)))
+    decide = decider(Rules(HERE, {}, table.lookup, deterministic=True))
+    assert decide(64, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM, Caller.SHARDED).name == "RS_NORM_AG/RESIDUAL_RMS_NORM"
+    assert decide(65, 8192, "bf16", Fusion.RESIDUAL_RMS_NORM, Caller.SHARDED).strategy is Strategy.TWOSHOT

@@ -47,6 +47,18 @@ def test_gather_broadcast_and_messages() -> None:
         assert got.tolist() == [[float((rank - 1) % 3)] * 3] * 2
 
 
+def test_all_to_all_and_reduce_scatter() -> None:
+    def act(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        numbered = torch.tensor([[10.0 * group.rank + to] for to in range(3) for _ in range(2)])
+        values = torch.tensor([256.0, 1.0, 2.0])[group.rank].bfloat16().expand(6, 8).clone()
+        return group.all_to_all(numbered), group.reduce_scatter(values)
+
+    for rank, (received, total) in enumerate(LocalWorld(3).run(act)):
+        assert received.flatten().tolist() == [10.0 * source + rank for source in range(3) for _ in range(2)]
+        assert total.shape == (2, 8)
+        assert (total == 260.0).all()  # 259 rounded once; 256 + 1 is 256 in bf16, and then 258
+
+
 def test_many_rounds_repeat_to_the_bit() -> None:
     torch.manual_seed(1)
     parts = torch.randn(4, 50, 7)

@@ -17,7 +17,10 @@ from phalanx.errors import RankStalled
 from phalanx.kernels import reference
 from tests.support import comm_cpu_ranks
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory needs stores in order: x86-64")
+pytestmark = [
+    pytest.mark.usefixtures("forked_python"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory needs stores in order: x86-64"),
+]
 
 SHAPES = ((1, 8), (3, 1000), (17, 512), (2, 16), (5, 8), (700, 1024))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -125,13 +128,13 @@ import statistics, time
 from phalanx.comm import shared_memory
 memory = shared_memory.form(group, 1 << 20)
 x = torch.ones(1, 4096, dtype=torch.bfloat16)
-for name, call in (("ours", memory.oneshot), ("gloo", group.all_reduce)):
+for name, call in (("ours", memory.oneshot), ("gloo", group.all_reduce)) * 6:  # others may have the cores for a while
     times = []
-    for _ in range(300):
+    for _ in range(60):
         begin = time.perf_counter()
         call(x.clone())
         times.append(time.perf_counter() - begin)
-    found[name] = statistics.median(times)
+    found[name] = min(statistics.median(times), found.get(name, 1.0))
 """
     ranks = comm_cpu_ranks.run(2, body, tmp_path)
     assert max(rank["ours"] for rank in ranks) < max(rank["gloo"] for rank in ranks)

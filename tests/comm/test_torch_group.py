@@ -16,12 +16,14 @@ from phalanx.comm.torch_group import ONE_SHOT_BYTES, SENDS_IN_FLIGHT
 from phalanx.errors import LayoutError
 from phalanx.plan.layout import Layout
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 WORLD = 4
 LARGE = ONE_SHOT_BYTES // 4 + 3
 
 RANK = """
 import torch
-from phalanx.comm.group import ResidualRmsNorm, Solo
+from phalanx.comm.group import ResidualRmsNorm, Solo, Splits
 from phalanx.comm.launch import read_config
 from phalanx.comm.torch_group import connect, form, listen
 from phalanx.plan.layout import Layout
@@ -53,6 +55,13 @@ norm, residual = tp.all_reduce(mine(2, 8), ResidualRmsNorm(torch.ones(2, 8), tor
 out["norm"], out["residual"] = norm, residual
 out["gather last"] = world.all_gather(mine(2, 3))
 out["gather first"] = world.all_gather(mine(2, 3), dim=0)
+for dtype in (torch.float32, torch.bfloat16):
+    out[f"all to all {dtype}"] = world.all_to_all(mine(8, 3, dtype=dtype))
+    out[f"reduce-scatter {dtype}"] = world.reduce_scatter(mine(8, 3, dtype=dtype))
+    counts = [(rank + to) % 3 for to in range(4)]
+    splits = Splits(counts, [(source + rank) % 3 for source in range(4)])
+    out[f"all to all uneven {dtype}"] = world.all_to_all(mine(sum(counts), 3, dtype=dtype), splits)
+out["all to all empty"] = world.all_to_all(mine(0, 3))
 out["broadcast"] = world.broadcast(mine(4), 2)
 if pp.rank == 0:
     for number in range(config["sends"]):
@@ -115,6 +124,22 @@ def test_the_fusion_runs_behind_the_sum(results: list[dict[str, torch.Tensor]]) 
     norm = residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + 1e-6) * 2.0
     assert torch.equal(results[0]["residual"], residual)
     torch.testing.assert_close(results[1]["norm"], norm, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_to_all_and_reduce_scatter(results: list[dict[str, torch.Tensor]], dtype: torch.dtype) -> None:
+    sent = [torch.randn(8, 3, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(WORLD)]
+    for rank, out in enumerate(results):
+        parts = [x[2 * rank : 2 * rank + 2] for x in sent]
+        assert torch.equal(out[f"all to all {dtype}"], torch.cat(parts))
+        assert torch.equal(out[f"reduce-scatter {dtype}"], reduce(lambda a, b: a + b, [x.float() for x in parts]).to(dtype))
+        assert out["all to all empty"].shape == (0, 3)
+        uneven = []
+        for source in range(WORLD):
+            counts = [(source + to) % 3 for to in range(WORLD)]
+            rows = torch.randn(sum(counts), 3, generator=torch.Generator().manual_seed(source)).to(dtype)
+            uneven.append(torch.split(rows, counts)[rank])
+        assert torch.equal(out[f"all to all uneven {dtype}"], torch.cat(uneven))
 
 
 def test_gather_joins_in_rank_order_along_any_dim(results: list[dict[str, torch.Tensor]]) -> None:

@@ -16,7 +16,10 @@ from phalanx.kernels import reference
 from phalanx.kernels.scaled_tensors import Unscaled
 from tests.support import comm_cpu_ranks
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory needs stores in order: x86-64")
+pytestmark = [
+    pytest.mark.usefixtures("forked_python"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="shared memory needs stores in order: x86-64"),
+]
 
 BODY = """
 import pathlib
@@ -112,7 +115,7 @@ from phalanx.tables.message import Fusion
 shared_memory.refusal = lambda *_: "no room in /dev/shm"
 made = tuned(group, message_bytes=1 << 20, strategy="ONESHOT", tables=folder / "none")
 found["sum"] = made.all_reduce(torch.ones(1, 8))
-found["calls"], found["reason"] = made.calls, made.decide(1, 8, "fp32", Fusion.NONE, False).reason
+found["calls"], found["reason"] = made.calls, made.decide(1, 8, "fp32", Fusion.NONE).reason
 """
     for rank in comm_cpu_ranks.run(2, body, tmp_path):
         assert torch.equal(rank["sum"], torch.full((1, 8), 2.0))

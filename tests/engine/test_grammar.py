@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xgrammar
 
-from phalanx.engine.grammar import Matcher, warm
+from phalanx.engine.grammar import GrammarCache, Matcher, warm
 from phalanx.errors import RequestError
 
 VOCABULARY = [bytes([i]) for i in range(256)] + [b"ab", b"abc", b"<end>", b""]
@@ -90,3 +90,24 @@ def test_a_damaged_file_is_refused(tmp_path):
     path.write_text(path.read_text(encoding="utf-8")[:100], encoding="utf-8")
     with pytest.raises(RequestError, match="cannot be read"):
         Matcher(compiled)
+
+
+def test_the_cache_is_bounded_by_bytes(tmp_path):
+    guides = []
+    for number in range(6):
+        (tmp_path / str(number)).mkdir()
+        guides.append(write(tmp_path / str(number), f"[ab]{{{20 + number}}}"))
+    size = len((tmp_path / "0" / "grammar.json").read_text())
+    cache = GrammarCache(max_bytes=4 * size)
+    first = cache.read(guides[0])
+    for guide in guides[1:3]:
+        cache.read(guide)
+    assert cache.read(guides[0]) is first
+    for guide in guides[3:]:
+        cache.read(guide)
+    assert 2 <= len(cache) <= 4
+    assert cache.read(guides[1]) is not first
+    small = GrammarCache(max_bytes=1)
+    assert small.read(guides[0]) is small.read(guides[0])  # one stays, whatever its size
+    small.read(guides[1])
+    assert len(small) == 1

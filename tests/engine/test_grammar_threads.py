@@ -65,7 +65,7 @@ def test_a_neighbour_does_not_wait_for_a_repeat_within_a_repeat(client: Client, 
     for number in range(3):
         constrained(client, f"slow {number}", compiled(REPEATS), max_tokens=110)
     slowest = 0.0
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200  # the slow calls have a low priority, so on busy cores they take long to use their budget
     count = 0
     while sum(isinstance(message, RequestRejected) for message in client.heard) < 3:
         assert time.monotonic() < deadline

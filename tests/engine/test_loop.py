@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from phalanx.config import SamplingParams, StructuredOutputParams
+from phalanx.engine import loop
 from phalanx.engine.fake import FakeExecutor, fake_tokens
 from phalanx.engine.grammar import OpenMatcher
 from phalanx.engine.grammar_threads import GrammarThreads
@@ -144,6 +145,55 @@ def test_requests_are_answered_with_their_own_tokens(make: Callable[..., Client]
     client.hear(Stopped)
     assert client.finish() == 0
     assert not [m for m in client.heard if isinstance(m, (RequestRejected, Failed))]
+
+
+def test_scores_of_a_long_prompt_come_in_parts(make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message is so long that the client is held up by decoding it."""
+    monkeypatch.setattr(loop, "SCORES_PER_UPDATE", 8)
+    client = make()
+    prompt = list(range(1, 36))
+    client.add("scored", prompt, max_tokens=3, ignore_eos=True, prompt_logprobs=1)
+    client.hear(Stats)
+    updates = [message for message in client.hear(RequestUpdate, 7) if message.request_id == "scored"]
+    parts = [update.prompt_logprobs for update in updates if update.prompt_logprobs is not None]
+    assert [len(part) for part in parts] == [8, 8, 8, 8, 3]
+    assert [one and one.token for part in parts for one in part] == [None, *prompt[1:]]
+    assert [len(update.tokens) for update in updates] == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_tokens_pass_the_scores_of_a_long_prompt(make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client decodes messages in their order: between two parts of one request's scores come tokens of others."""
+    monkeypatch.setattr(loop, "SCORES_PER_UPDATE", 8)
+    monkeypatch.setattr(loop, "SCORES_SECONDS", 0.1)
+    client = make()
+    prompt = list(range(1, 36))
+    both = [
+        AddRequest("scored", prompt, SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=1)),
+        AddRequest("other", [1, 2], SamplingParams(max_tokens=100, ignore_eos=True)),
+    ]
+    client.say(*both)
+    ended(client, 2)
+    names = [message.request_id for message in client.heard if isinstance(message, RequestUpdate)]
+    parts = [place for place, name in enumerate(names) if name == "scored"]
+    assert len(parts) == 6
+    assert "other" in names[parts[0] : parts[4]]
+    assert len(client.tokens("other")) == 100
+
+
+@pytest.mark.parametrize("end", ["abort", "shutdown"])
+def test_scores_that_nobody_waits_for_are_dropped(make: Callable[..., Client], monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    monkeypatch.setattr(loop, "SCORES_PER_UPDATE", 2)
+    monkeypatch.setattr(loop, "SCORES_SECONDS", 5.0)
+    client = make()
+    client.add("scored", list(range(1, 36)), max_tokens=2, ignore_eos=True, prompt_logprobs=1)
+    client.hear(RequestUpdate)
+    if end == "abort":
+        client.say(Abort(["scored"]), GetStats())
+        client.hear(Stats)
+    client.say(Shutdown())
+    client.hear(Stopped, seconds=5.0)
+    assert client.finish() == 0
+    assert sum(isinstance(message, RequestUpdate) for message in client.heard) < 10
 
 
 def test_stats_come_while_there_is_work_and_once_it_is_done(make: Callable[..., Client]) -> None:

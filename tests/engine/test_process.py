@@ -36,6 +36,8 @@ from phalanx.engine.messages import (
 )
 from phalanx.engine.process import _fit_length, _longer, facts_line
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SHAPE = {
     "architectures": ["MistralForCausalLM"], "vocab_size": 90, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256, "sliding_window": None, "eos_token_id": 3,

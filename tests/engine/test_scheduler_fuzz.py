@@ -14,8 +14,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from phalanx.config import SamplingParams, StructuredOutputParams
-from phalanx.engine.fake import StepChecker
+from phalanx.engine.dp_scheduler import DpScheduler
+from phalanx.engine.fake import FakeExecutor
 from phalanx.engine.grammar_threads import GrammarCall, InlineGrammarCalls
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
@@ -63,22 +66,33 @@ class Answer:
 class Simulation:
     """A scheduler on ranks whose steps are all checked."""
 
-    def __init__(self, options: SchedulerOptions, chance: random.Random) -> None:
+    def __init__(self, options: SchedulerOptions, chance: random.Random, indices: int = 1) -> None:
         self.calls = LateGrammarCalls(chance)
-        self.scheduler = Scheduler(options, Evens, grammar_calls=self.calls)
+        self.scheduler: Scheduler | DpScheduler
+        if indices == 1:
+            self.scheduler = Scheduler(options, Evens, grammar_calls=self.calls)
+            self.schedulers = [self.scheduler]
+        else:
+            self.scheduler = DpScheduler(options, indices, Evens, grammar_calls=self.calls)
+            self.schedulers = self.scheduler.indices
         self.answers: dict[str, Answer] = {}
         self.steps = 0
         self._results: deque[StepResult] = deque()
-        self._checker = StepChecker(
+        self._ranks = FakeExecutor.of(
             vocab_size=VOCAB, num_blocks=options.num_blocks, block_size=options.block_size, max_batch_size=options.max_batch_size,
-            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window,
+            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=options.window, thorough=True,
+            indices=indices,
         )  # fmt: skip
 
     def submit(self) -> bool:
         step = self.scheduler.schedule()
         if step is not None:
             self.steps += 1
-            self._results.append(self._checker.run(step))
+            self._ranks.submit(step)
+            self._results += self._ranks.collect()
+            if step.extent is not None:
+                assert step.extent.tokens == [sum(row.count for row in batch.rows) for batch in step.batches]
+                assert any(step.extent.tokens), "a step without tokens"
         return step is not None
 
     def process(self) -> None:
@@ -95,6 +109,9 @@ class Simulation:
             if self.scheduler.idle:
                 return
         raise AssertionError(f"{self.scheduler.open_ids} do not end")
+
+    def close(self) -> None:
+        self._ranks.shutdown()
 
 
 def draw_options(chance: random.Random) -> SchedulerOptions:
@@ -123,11 +140,11 @@ def draw_request(chance: random.Random, name: str, roots: list[list[int]], optio
     return AddRequest(name, prompt, SamplingParams(**fields), stop, stop[:2])
 
 
-def check_schedule(seed: int) -> tuple[int, int]:
+def check_schedule(seed: int, indices: int = 1) -> tuple[int, int]:
     """One schedule; returns its steps and preemptions."""
     chance = random.Random(seed)
     options = draw_options(chance)
-    crowd = Simulation(options, chance)
+    crowd = Simulation(options, chance, indices)
     roots = [[chance.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     requests: dict[str, AddRequest] = {}
     aborted: set[str] = set()
@@ -149,27 +166,31 @@ def check_schedule(seed: int) -> tuple[int, int]:
         crowd.scheduler.check()
     crowd.finish()
     crowd.scheduler.check()
-    assert crowd.scheduler.pool.referenced == 0
-    assert crowd.scheduler.pool.available == options.num_blocks
+    crowd.close()
+    for scheduler in crowd.schedulers:
+        assert scheduler.pool.referenced == 0
+        assert scheduler.pool.available == options.num_blocks
 
     for name, add in requests.items():
         alone = Simulation(options, random.Random(seed))
         alone.scheduler.add(add)
         alone.finish()
+        alone.close()
         answer = crowd.answers.get(name, Answer())
         if name in aborted:
             assert answer.finish_reason is None
             assert answer.tokens == alone.answers[name].tokens[: len(answer.tokens)], name
         else:
             assert answer == alone.answers[name], name
-    return crowd.steps, crowd.scheduler.counters.preemptions
+    return crowd.steps, crowd.scheduler.stats().preemptions
 
 
-def test_a_request_gets_the_same_answer_in_a_crowd_as_alone() -> None:
+@pytest.mark.parametrize("indices", [1, 2, 3])
+def test_a_request_gets_the_same_answer_in_a_crowd_as_alone(indices: int) -> None:
     begun, seed, steps, preemptions = time.monotonic(), SEED, 0, 0
-    while time.monotonic() - begun < SECONDS:
+    while time.monotonic() - begun < SECONDS / 3:
         try:
-            more_steps, more_preemptions = check_schedule(seed)
+            more_steps, more_preemptions = check_schedule(seed, indices)
         except BaseException:
             print(f"failed with PHALANX_FUZZ_SEED={seed}")
             raise

@@ -6,8 +6,8 @@ import signal
 import pytest
 
 from phalanx.errors import EngineError, RankDied, WeightError
-from phalanx.executor.failure import Evidence, FailureReport, from_exit, from_rank_error, root_cause
-from phalanx.executor.protocol import RankError
+from phalanx.executor.failure import Evidence, FailureReport, from_exit, from_rank_error, require_equal_hosts, root_cause
+from phalanx.executor.protocol import NodeHello, RankError
 
 
 def ended(code: int) -> FailureReport:
@@ -47,3 +47,17 @@ def test_a_death_names_the_rank_the_signal_and_what_it_was_doing() -> None:
     assert report.evidence == Evidence.KILLED
     assert str(report.error).startswith("rank 3 (pid 9, node 0) was killed by SIGKILL; it had begun step 5 and finished step 4")
     assert "/dev/shm" in str(ended(-signal.SIGBUS).error)
+
+
+FACTS = {"phalanx version": "1.0", "option max_seq_len": "512", "checkpoint": "abc"}
+
+
+def test_a_host_with_other_software_or_another_checkpoint_is_refused_with_the_difference() -> None:
+    require_equal_hosts(FACTS, NodeHello(1, "10.0.0.2", dict(FACTS)))
+    differs = r"^node 1 \(10.0.0.2\) differs from the engine's host in checkpoint, phalanx version; checkpoint: abc at the engine, "
+    with pytest.raises(EngineError, match=differs + "xyz on node 1; phalanx version: 1.0 at the engine, 0.9 on node 1"):
+        require_equal_hosts(FACTS, NodeHello(1, "10.0.0.2", {**FACTS, "phalanx version": "0.9", "checkpoint": "xyz"}))
+    with pytest.raises(EngineError, match="and 3 more"):
+        require_equal_hosts({str(n): "a" for n in range(8)}, NodeHello(1, "10.0.0.2", {str(n): "b" for n in range(8)}))
+    with pytest.raises(EngineError, match="runs another version of Phalanx"):
+        require_equal_hosts(FACTS, NodeHello(1, "10.0.0.2"))

@@ -45,6 +45,17 @@ def test_each_data_parallel_index_has_its_results() -> None:
     assert [[row.token for row in rows] for rows in result.batches] == [[8], [9]]
 
 
+def test_a_move_takes_as_long_as_on_the_slowest_rank() -> None:
+    """Also where that is one of an earlier stage, whose report comes after those of the last."""
+    steps = InFlightSteps(Layout(pp=2, tp=2))
+    steps.submitted(1, b"d1", 0.0, moves=True)
+    for rank, moved in ((2, None), (3, None), (0, 0.25)):
+        steps.record(StepDone(rank, 1, b"d1", 5 if rank > 1 else None, ROWS if rank == 2 else None, moved), 0.0)
+        assert steps.completed() == []
+    steps.record(StepDone(1, 1, b"d1", None, None, 0.125), 0.0)
+    assert [result.moved for result in steps.completed()] == [0.25]
+
+
 @pytest.mark.parametrize(
     ("done", "said"),
     [

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,17 @@ import pytest
 
 from phalanx.config.options import EngineOptions
 from phalanx.errors import LayoutError, OptionError, RankDied
-from phalanx.executor.launcher import HostRanks, Launcher, LocalLauncher, host_ranks, kernel_folders, load_launcher
+from phalanx.executor.launcher import (
+    SLEEPING_THREADS,
+    HostRanks,
+    Launcher,
+    LocalLauncher,
+    host_ranks,
+    kernel_folders,
+    load_launcher,
+)
 from phalanx.executor.rank_executor import RankExecutor
+from phalanx.hardware.probe import cores
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, await_results, expected, options, prompts
 
@@ -168,9 +178,7 @@ def test_a_launcher_of_ones_own_starts_real_ranks_through_configuration_alone(tm
     try:
         facts, _ = executor.start()
         assert [(rank.rank, rank.node) for rank in facts] == [(0, 0), (1, 1)]
-        assert [(config["engine"], config["peer"], config["store_port"]) for config in two_hosts.STARTED] == [
-            (f"tcp://127.0.0.1:{port}", "127.0.0.1", port + 1)
-        ]
+        assert [(config["engine"], config["peer"]) for config in two_hosts.STARTED] == [(f"tcp://127.0.0.1:{port}", "127.0.0.1")]
         texts = prompts(2, seed=9)
         tokens = Drive(executor.submit, executor.collect).generate(texts, 4)
         assert tokens == [expected(folder, text, 4) for text in texts]
@@ -194,3 +202,46 @@ def test_a_launcher_that_was_never_started_ends_quietly() -> None:
     assert launcher.ended() == []
     launcher.stop(1.0)
     launcher.stop(0.0)
+
+
+OPERATIONS = """
+import time, torch
+torch.set_num_threads(2)
+a, b, x = torch.randn(8, 1024), torch.randn(1024, 1024), torch.randn(64, 4096)
+a @ b
+begin = time.monotonic()
+for _ in range(150):
+    a @ b; x.add(1.0); torch.nn.functional.silu(x)
+print(time.monotonic() - begin)
+"""
+
+
+def test_threads_sleep_while_they_wait() -> None:
+    """Two programs keep all cores busy. Two threads that spin take several seconds here, and 0.2 s if they sleep."""
+    busy = [sys.executable, "-c", "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"]
+    neighbours = [subprocess.Popen(busy) for _ in range(os.cpu_count() or 2)]
+    try:
+        environment = {**os.environ, **SLEEPING_THREADS, "OMP_NUM_THREADS": "2"}
+        done = subprocess.run(
+            [sys.executable, "-c", OPERATIONS], env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
+    assert float(done.stdout) < 2.5
+
+
+def test_cpu_ranks_get_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def start(module: str, config: dict[str, object], title: str, **more: object) -> None:
+        calls.append({**config, **more})
+        raise OSError("not started")
+
+    monkeypatch.setattr("phalanx.comm.launch.start", start)
+    monkeypatch.setattr("phalanx.executor.launcher.free_cores", lambda: 3)
+    for device, free, defaults in (("cpu", 3, SLEEPING_THREADS), ("cuda", cores(), None)):
+        with pytest.raises(OSError, match="not started"):
+            LocalLauncher(EngineOptions(model="demo", device=device)).start(HostRanks(0, range(1)), {})
+        assert (calls[-1]["free_cores"], calls[-1]["defaults"]) == (free, defaults)

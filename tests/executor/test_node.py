@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +29,8 @@ from phalanx.executor.rank_executor import RankExecutor
 from phalanx.hardware.probe import Gpu, Machine
 from tests.support.checkpoints import write_checkpoint
 from tests.support.engine_drive import Drive, await_results, expected, options, prompts
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 NODE = """
 import json, sys
@@ -125,7 +129,7 @@ def gone(pids: list[int], seconds: float) -> bool:
 
 
 def ranks_of(node: subprocess.Popen[bytes]) -> list[int]:
-    return [child.pid for child in psutil.Process(node.pid).children()]
+    return [child.pid for child in psutil.Process(node.pid).children() if child.cmdline()[0].startswith("phalanx rank")]
 
 
 def test_two_nodes_serve_as_one_and_end_together(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +148,21 @@ def test_two_nodes_serve_as_one_and_end_together(folder: Path, tmp_path: Path, m
         assert node.wait(15) == 0
 
 
-def test_nodes_that_were_given_other_options_are_told_which(folder: Path) -> None:
+def test_a_node_with_other_options_software_or_checkpoint_is_told_which(folder: Path, tmp_path: Path) -> None:
     asked = two_nodes(folder)
+    altered = Path(shutil.copytree(folder, tmp_path / "altered"))
+    (altered / "more.safetensors").write_bytes(b"another")
     executor = RankExecutor(asked)
-    node = start_node(asked.model_copy(update={"max_num_tokens": 32}))
-    with pytest.raises(EngineError, match="differ in option max_num_tokens; rank 0: 64, rank 1: 32"):
+    other = "from phalanx.config import host_facts\nhost_facts.__version__ = '0.0.1'\n" + NODE
+    node = start_node(asked.model_copy(update={"max_num_tokens": 32, "model": str(altered)}), other)
+    begin = time.monotonic()
+    differs = (
+        r"^node 1 \(127.0.0.1\) differs from the engine's host in checkpoint, max_num_tokens, phalanx version; checkpoint: .*; "
+        r"max_num_tokens: 64 at the engine, 32 on node 1; phalanx version: .* at the engine, 0.0.1 on node 1;"
+    )
+    with pytest.raises(EngineError, match=differs):
         executor.start()
+    assert time.monotonic() - begin < 10  # the imports of both processes included
     assert node.wait(20) == 1
     node.communicate()
 
@@ -226,6 +239,12 @@ def test_a_stranger_ends_nothing(folder: Path, token: str | None) -> None:
     """Whatever it sends, under whatever name. Its junk, large frames and closed connections do not shorten the patience either."""
     with formed(folder) as (executor, _, node), ExitStack() as strangers:
         options = executor._options
+        ranks = [*(handle.pid for handle in executor._handles.values()), *ranks_of(node)]
+        sockets = [one for pid in ranks for one in psutil.Process(pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        assert sockets, "gloo listens"
+        for one in sockets:
+            with pytest.raises(TimeoutError):
+                socket.create_connection(one.laddr, timeout=0.3)
         error = EngineError("forged").to_wire()
         messages = protocol.RankExit(1, 1, -9), protocol.RankError(1, error, consequence=False), protocol.NodeHeartbeat(7)
         for identity in (b"node-1", b"rank-1", b"stranger"):
@@ -248,7 +267,7 @@ def test_a_process_speaks_only_for_itself(folder: Path, caplog: pytest.LogCaptur
     facts = RankFacts(1, 1, "cpu", (0, 1))
     own: list[tuple[bytes, protocol.RankToEngine]] = [
         (b"node-1", protocol.RankExit(1, 1, -9)), (b"rank-1", protocol.RankReady(1, facts)),
-        (b"rank-0", protocol.StoreReady(0, "x")),
+        (b"store-rank-1", protocol.StoreRequest(1, 1, "get", ["x"], [])),
         (b"heartbeat-rank-1", protocol.RankHeartbeat(1)),
     ]  # fmt: skip
     for identity, message in own:
@@ -257,7 +276,8 @@ def test_a_process_speaks_only_for_itself(folder: Path, caplog: pytest.LogCaptur
     others: list[tuple[bytes, protocol.RankToEngine]] = [
         (b"rank-1", protocol.RankExit(1, 1, -9)), (b"node-1", protocol.RankExit(1, 0, -9)),
         (b"rank-0", protocol.RankReady(1, facts)),
-        (b"rank-0", protocol.RankReady(0, facts)), (b"rank-1", protocol.StoreReady(1, "x")), (b"rank-1", protocol.RankHeartbeat(1)),
+        (b"rank-0", protocol.RankReady(0, facts)), (b"store-rank-1", protocol.StoreRequest(0, 1, "get", ["x"], [])),
+        (b"rank-1", protocol.RankHeartbeat(1)),
         (b"rank-1", protocol.NodeHeartbeat(1)),
     ]  # fmt: skip
     for identity, message in others:
@@ -273,7 +293,7 @@ def test_another_cluster_token_is_named_on_both_sides(
     node = start_node(options.model_copy(update={"cluster_token": "not the token of this engine"}))
     with pytest.raises(NodeLost, match="node 1 has not joined"):
         executor.start()
-    assert "a peer at 127.0.0.1 was refused: wrong cluster token" in caplog.text
+    assert re.search(r"a peer at (127\.0\.0\.1|an unknown address) was refused: wrong cluster token", caplog.text)
     assert node.wait(1) == 1
     node.communicate()
     assert "refused this process as node 1; the cluster tokens differ" in capfd.readouterr().err
@@ -320,10 +340,16 @@ def test_an_insecure_cluster_works_and_says_so(folder: Path, caplog: pytest.LogC
         assert executor._cluster_token is None
 
 
-def test_a_node_without_an_engine_gives_up(folder: Path) -> None:
+def test_a_node_without_an_engine_says_why_and_gives_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     asked = two_nodes(folder).model_copy(update={"node_rank": 1, "start_timeout": 0.5})
+    monkeypatch.setattr("phalanx.executor.node.LOG_SECONDS", 0.2)
     node = Node(asked)
     assert node.run() == 1
+    assert re.search(
+        r"engine at tcp://127.0.0.1:\d+ \(node 0\) has not answered for \d s: nothing listens at port \d+", caplog.text
+    )
     assert all(not psutil.pid_exists(process.pid) for process in node._launcher._ranks.values())
 
 

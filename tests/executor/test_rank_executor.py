@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +21,14 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.config.options import EngineOptions
 from phalanx.engine.executor import Executor
-from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepRow
+from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepExtent, StepRow
 from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError, RankDied, RankStalled, WeightError
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.hardware.probe import Gpu, Machine
 from tests.support.checkpoints import write_checkpoint
-from tests.support.engine_drive import GREEDY, await_results, options
+from tests.support.engine_drive import GREEDY, Drive, await_results, expected, options, prompts
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 PARENT = """
 import json, sys, time
@@ -100,6 +103,29 @@ def test_a_rank_killed_in_mid_step_is_named_and_takes_all_along(make_executor: M
     assert executor.waitables() == []
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_within_an_exchange_is_named(make_executor: Make, tmp_path: Path, victim: int) -> None:
+    """Data-parallel index 0 has a prompt and index 1 has nothing but experts: either waits for the other in each layer."""
+    executor = make_executor(write_checkpoint(tmp_path, "mixtral"), expert_parallel_size=2)
+    executor.start()
+    ranks = pids(executor)
+    batches = [FIRST, StepBatch()]
+    executor.submit(Step(1, batches, StepExtent.of(batches)))
+    (result,) = await_results(executor.collect, 1)
+    assert result.batches[1] == []
+    assert result.batches[0][0].token is not None
+    os.kill(ranks[victim], signal.SIGSTOP)
+    batches = [StepBatch(rows=[StepRow(0, 3, 1, [], samples=True)]), StepBatch()]
+    executor.submit(Step(2, batches, StepExtent.of(batches)))  # the other rank now waits in an all-gather
+    time.sleep(0.5)
+    begin = time.monotonic()
+    os.kill(ranks[victim], signal.SIGKILL)
+    error = await_error(executor, RankDied, 10)
+    assert error.startswith(f"rank {victim} (pid {ranks[victim]}, node 0) was killed by SIGKILL")
+    assert all_gone(ranks)
+    assert time.monotonic() - begin < 10
+
+
 def test_a_stopped_rank_is_named(make_executor: Make) -> None:
     executor = make_executor(tensor_parallel_size=2, stall_timeout=6.0)
     executor.start()
@@ -113,6 +139,21 @@ def test_a_stopped_rank_is_named(make_executor: Make) -> None:
     assert f"rank 1 (pid {held[1]}, node 0) has sent no heartbeat" in said
     assert "finished step 1" in said
     assert all_gone(held)
+
+
+def test_a_rank_that_was_stopped_for_a_while_goes_on(make_executor: Make, folder: Path) -> None:
+    """SIGSTOP and SIGCONT; and SIGHUP, which is for the front process."""
+    executor = make_executor(tensor_parallel_size=2, stall_timeout=6.0)
+    executor.start()
+    texts, held = prompts(2, seed=9), pids(executor)
+    for pid in held:
+        os.kill(pid, signal.SIGHUP)
+    os.kill(held[1], signal.SIGSTOP)
+    threading.Timer(2.0, os.kill, (held[1], signal.SIGCONT)).start()
+    begin = time.monotonic()
+    assert Drive(executor.submit, executor.collect).generate(texts, 4) == [expected(folder, text, 4) for text in texts]
+    assert time.monotonic() - begin > 1.5, "it did stand still"
+    assert all(psutil.pid_exists(pid) for pid in held)
 
 
 def test_a_stopped_rank_is_named_within_30_seconds_by_default() -> None:
@@ -237,13 +278,14 @@ def test_as_many_steps_are_in_flight_as_there_are_stages_and_never_less_than_two
 def test_an_executor_that_was_never_started_runs_nothing_and_ends_quietly() -> None:
     executor: Executor = RankExecutor(options(Path("x")))
     assert executor.waitables() == []
-    assert executor.stats() == ({}, {}, {}, {})
+    assert all(counts == {} for counts in executor.stats())
     with pytest.raises(EngineClosed, match="not running"):
         executor.collect()
     executor.shutdown()
     executor.shutdown()
 
 
+@pytest.mark.usefixtures("new_interpreters")
 @pytest.mark.parametrize("module", ["engine.process", "executor.rank_executor", "executor.node"])
 def test_torch_stays_out_of_the_engines_process(module: str) -> None:
     code = f"import sys, phalanx.{module}; sys.exit('torch' in sys.modules)"

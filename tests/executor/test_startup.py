@@ -16,8 +16,6 @@ from phalanx.executor.protocol import (
     NodeHeartbeat,
     RankReady,
     StartupProgress,
-    StoreAddress,
-    StoreReady,
 )
 from phalanx.executor.rank_executor import RankExecutor
 from phalanx.executor.startup import StartupCoordinator
@@ -59,20 +57,18 @@ def where(rank: int) -> str:
     return f"pid {100 + rank}, node 0"
 
 
-def test_ranks_meet_where_rank_0_listens_and_share_the_least_offer(tmp_path: Path) -> None:
-    startup = StartupCoordinator(3, 1, 0.0)
+def test_ranks_connect_and_share_the_least_offer(tmp_path: Path) -> None:
+    startup = StartupCoordinator(3, (), 0.0)
     startup.folder = tmp_path / "socket"
     startup.folder.mkdir()
     for rank in (0, 1):
         startup.rank_connected(Hello(rank, 0, 100 + rank))
     assert startup.next_messages() == []
-    startup.receive(StoreReady(0, "127.0.0.1:5"), 0.0)
-    assert startup.next_messages() == [([1], StoreAddress("127.0.0.1:5"))]
     startup.rank_connected(Hello(2, 0, 102))
-    assert startup.next_messages() == [([2], StoreAddress("127.0.0.1:5"))]
     for rank in range(3):
         assert startup.folder is not None
         startup.heartbeat_received(rank)
+        startup.store_request_received(rank)
     assert not (tmp_path / "socket").exists()
     for rank, blocks in enumerate((9, 7, 8)):
         assert startup.next_messages() == []
@@ -87,7 +83,7 @@ def test_ranks_meet_where_rank_0_listens_and_share_the_least_offer(tmp_path: Pat
 
 
 def test_who_is_late_is_named() -> None:
-    startup = StartupCoordinator(2, 2, 0.0)
+    startup = StartupCoordinator(2, {1}, 0.0)
     late = startup.timeout_error(5.0, where)
     assert isinstance(late, NodeLost)
     assert "node 1 has not joined" in str(late)
@@ -119,7 +115,7 @@ def test_who_is_ready_as_time_is_up_is_not_late(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_no_rank_sends_is_an_error() -> None:
     with pytest.raises(EngineError, match="NodeHeartbeat"):
-        StartupCoordinator(1, 1, 0.0).receive(NodeHeartbeat(1), 0.0)
+        StartupCoordinator(1, (), 0.0).receive(NodeHeartbeat(1), 0.0)
 
 
 def heard(startup: StartupCoordinator, caplog: pytest.LogCaptureFixture, begin: float, end: float) -> list[str]:
@@ -133,7 +129,7 @@ def heard(startup: StartupCoordinator, caplog: pytest.LogCaptureFixture, begin: 
 
 
 def test_a_long_phase_is_heard_of_within_a_second_and_then_ever_more_rarely(caplog: pytest.LogCaptureFixture) -> None:
-    startup = StartupCoordinator(2, 1, 0.0)
+    startup = StartupCoordinator(2, (), 0.0)
     for rank in (0, 1):
         startup.receive(StartupProgress(rank, "import torch"), 0.2)
     assert heard(startup, caplog, 0.2, 21.0) == [f"rank 0: import torch ... {age} s" for age in (1, 2, 5, 10, 15, 20)]
@@ -144,7 +140,7 @@ def test_a_long_phase_is_heard_of_within_a_second_and_then_ever_more_rarely(capl
 
 
 def test_a_fast_start_is_silent_however_much_ranks_report(caplog: pytest.LogCaptureFixture) -> None:
-    startup, found, now = StartupCoordinator(2, 1, 0.0), list[str](), 0.0
+    startup, found, now = StartupCoordinator(2, (), 0.0), list[str](), 0.0
     for phase in ("import torch", "form groups", "build", "load weights"):
         for done in range(80):
             for rank in (0, 1):
@@ -155,7 +151,7 @@ def test_a_fast_start_is_silent_however_much_ranks_report(caplog: pytest.LogCapt
 
 
 def test_the_rank_in_the_earliest_phase_is_behind(caplog: pytest.LogCaptureFixture) -> None:
-    startup = StartupCoordinator(3, 1, 0.0)
+    startup = StartupCoordinator(3, (), 0.0)
     for phase in ("import torch", "build", "measure"):
         for rank in range(3):
             if phase != "measure" or rank != 1:
@@ -177,7 +173,7 @@ def whole(startup: StartupCoordinator) -> StartupCoordinator:
 
 
 def test_a_node_that_is_not_there_is_waited_for_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    startup = StartupCoordinator(2, 2, 0.0)
+    startup = StartupCoordinator(2, {1}, 0.0)
     assert heard(startup, caplog, 0.0, 2.5) == ["node 1 has not joined ... 1 s", "node 1 has not joined ... 2 s"]
     startup.node_joined(1)
     assert heard(startup, caplog, 2.5, 3.0) == ["rank 0: starting Python ... 3 s"]

@@ -16,7 +16,9 @@ from phalanx.comm.strategies import AllReduce
 from phalanx.comm.tuned_group import TunedGroup
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.scaled_tensors import Unscaled
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.strategy import Strategy
+from phalanx.tables.table import Entry
 
 
 class _Sharding:
@@ -57,8 +59,6 @@ class PoisonedRsNormAg(_Sharding):
 class PoisonedGemmRs(_Sharding):
     """GEMM_RS over any group, from `min_tokens` tokens on."""
 
-    min_bytes = 0
-
     def __init__(self, base: Group, min_tokens: int) -> None:
         super().__init__(base)
         self._min_tokens = min_tokens
@@ -80,10 +80,9 @@ class PoisonedGemmRs(_Sharding):
 
 
 def poisoned(
-    base: Group, *, chunk_rows: int = 5, sp_min_tokens: int = 1, gemm_rs_min_tokens: int = 1 << 30,
-    forced: Strategy | None = Strategy.TWOSHOT,
+    base: Group, *, chunk_rows: int = 5, sp_min_tokens: int = 1, gemm_rs_min_tokens: int = 1 << 30, forced: Strategy | None = None
 ) -> TunedGroup:  # fmt: skip
-    """A group that shards the residual from `sp_min_tokens` tokens on."""
+    """A group that shards the residual from `sp_min_tokens` tokens on, by its table; all else runs TWOSHOT."""
 
     def total(x: Tensor | Unscaled) -> Tensor:
         return nccl.all_reduce(with_scales(x), base)
@@ -93,10 +92,18 @@ def poisoned(
 
     strategies = {
         Strategy.NCCL: AllReduce(total, norm),
-        Strategy.TWOSHOT: AllReduce(total, norm, PoisonedRsNormAg(base, chunk_rows), PoisonedGemmRs(base, gemm_rs_min_tokens)),
+        Strategy.TWOSHOT: AllReduce(total, norm),
+        Strategy.RS_NORM_AG: AllReduce(total, rs_norm_ag=PoisonedRsNormAg(base, chunk_rows)),
+        Strategy.GEMM_RS: AllReduce(total, gemm_rs=PoisonedGemmRs(base, gemm_rs_min_tokens)),
     }
-    rules = Rules(Fingerprint(0, "shm", base.size), {}, None, forced, sp_min_tokens=sp_min_tokens)
-    return TunedGroup(base, rules, strategies, "seed")
+
+    def lookup(dtype: str, fusion: Fusion, tokens: int, hidden: int, caller: Caller) -> Entry:
+        shards = fusion.shards and tokens >= sp_min_tokens
+        strategy = (Strategy.TWOSHOT, Strategy.RS_NORM_AG, Strategy.GEMM_RS)[caller if shards else 0]
+        return Entry(strategy, True, "table", "so it is to be")
+
+    rules = Rules(Fingerprint(0, "shm", base.size), {}, lookup, forced)
+    return TunedGroup(base, rules, strategies, "none")
 
 
 def _placed(rows: Tensor, own: Tensor, tokens: int) -> Tensor:

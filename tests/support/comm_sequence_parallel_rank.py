@@ -32,6 +32,8 @@ from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.kernels import linear, quantize_fp8, reference
 from phalanx.kernels.gemm.scaled_mm import scaled_mm, scaled_mm_into
 from phalanx.kernels.scaled_tensors import Quantized, Unscaled
+from phalanx.tables.message import Caller, Fusion
+from phalanx.tables.strategy import Strategy
 from tests.support.comm_allreduce_rank import same, tensor_of
 from tests.support.comm_gpu_ranks import replayed
 
@@ -207,7 +209,9 @@ def picked(workspace: SymmetricWorkspace) -> None:
     """The group that picks: a chain of norms, as of a model, owns rows from its number of tokens on; eager and captured."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=8 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
     assert isinstance(group, TunedGroup)
-    first = group.rules.sp_min_tokens
+    kind = Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE
+    owning = (n for n in range(1, 4096) if group.decide(n, 8192, "bf16", kind, Caller.SHARDED).strategy is Strategy.RS_NORM_AG)
+    first = next(owning, None)
     assert first is not None, "GPUs that reach each other run RS_NORM_AG"
     for tokens, hidden in ((first, 8192), (first - 1, 8192), (first + 3, 1000)):
         part, _, _, fusion = case(workspace, tokens, hidden, torch.bfloat16, MODES[2])
@@ -244,7 +248,7 @@ def buffer_of(workspace: SymmetricWorkspace) -> ReduceScatterBuffer:
 
 def put(part: Tensor, buffer: ReduceScatterBuffer, late: random.Random | None = None) -> None:
     """Write it where the ranks of its rows read it; late: with pauses."""
-    targets = scatter_targets(*part.shape, part.dtype, buffer, min_bytes=0)
+    targets = scatter_targets(*part.shape, part.dtype, buffer)
     assert targets is not None
     for rows, out in targets:
         if late is not None and late.random() < 0.3:
@@ -290,6 +294,7 @@ def gemm_rs_in_fp8(workspace: SymmetricWorkspace) -> None:
     """The group that picks GEMM_RS from some size on, if the sharding stays the same: real GEMMs, some of which write to
     targets."""
     group, plain = (tuned(TorchGroup(dist.group.WORLD, device()), message_bytes=64 << 20, strategy=s) for s in ("AUTO", "TWOSHOT"))
+    kind = Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE
     for tokens in (4096, 3001, 2048, 2047):
         _, _, _, fusion = case(workspace, tokens, 8192, torch.bfloat16, MODES[2])
         x, weight = (tensor_of(workspace.rank, size, 1024, torch.bfloat16, 27) for size in (tokens, 8192))
@@ -301,7 +306,8 @@ def gemm_rs_in_fp8(workspace: SymmetricWorkspace) -> None:
                 asked = replace(fusion, residual=residual, accepts_sharded=through is group)
                 scatter = through.gemm_reduce_scatter_targets(tokens, 8192, asked) if fp8 else None
                 stays = not isinstance(residual, ShardedResidual) or same_sharding(tokens, residual.chunk_rows, tokens)
-                assert (scatter is not None) == (fp8 and through is group and tokens >= 2048 and stays)
+                picked = group.decide(tokens, 8192, "bf16", kind, Caller.GEMM).strategy is Strategy.GEMM_RS
+                assert (scatter is not None) == (fp8 and through is group and picked and stays)
                 if scatter is None:
                     output = scaled_mm(quantized, held[0], held[1].view(-1), dtype=torch.bfloat16)
                     *made, residual = through.all_reduce(output, asked)

@@ -111,9 +111,12 @@ class Late:
 def make_runner(
     folder: Path, capturer: GraphCapturer | None, layers: range | None = None, pipe: object = None, *, group: Group | None = None,
     attention: Callable[[], AttentionBackend] = Fixed, longest: int = 128, tokens: int = 0,
+    dp: Group | None = None,
 ) -> ModelRunner:  # fmt: skip
     shape = ModelShape.from_folder(folder)
-    model = registry.build(shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU)
+    model = registry.build(
+        shape, group=group or Solo(), layers=layers or range(shape.num_layers), dtype=torch.float32, device=CPU, dp=dp
+    )
     weights.load(model, folder)
     caches = [LayerCache.zeros(BLOCKS, BLOCK, s.heads, s.head_dim, torch.float32, CPU) for s in model.kv_specs()]
     runner = ModelRunner(

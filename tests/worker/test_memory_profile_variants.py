@@ -6,20 +6,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from phalanx.comm import oneshot, twoshot
-from phalanx.comm.choose import Rules, sp_min_tokens
+from phalanx.comm.choose import Rules
 from phalanx.comm.group import Group, Solo
-from phalanx.comm.sequence_parallel.gemm_rs import GemmRs
-from phalanx.comm.sequence_parallel.rs_norm_ag import RsNormAg
-from phalanx.comm.strategies import AllReduce
+from phalanx.comm.strategies import symmetric_strategies
 from phalanx.comm.symmetric import ReduceScatterBuffer
 from phalanx.comm.tuned_group import TunedGroup
+from phalanx.config.experts import ClampedSwiGlu, Experts, Scoring
+from phalanx.config.latent import Latent
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import Quantization
 from phalanx.config.sampling_params import SamplingParams
@@ -27,11 +25,14 @@ from phalanx.engine.messages import SlotAssignment, StepBatch, StepRow
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.capabilities import has_gluon
 from phalanx.models import registry
-from phalanx.models.batch import LayerCache
+from phalanx.models.batch import empty_cache
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend
+from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.shipped import table_for
 from phalanx.tables.strategy import Strategy
+from phalanx.tables.table import Entry
 from phalanx.worker import memory_profile
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.sampler import Sampler
@@ -85,15 +86,14 @@ def group_of(size: int) -> Group:
         0, size, longest + size * 8192, longest, torch.zeros(4, dtype=torch.int32), (0,) * size, peer_tensor
     )
     space, machine = workspace(size, SM, TOKENS * 4096 * 2), Fingerprint(SM, "nvlink", size)
-    runners = {
-        strategy: AllReduce(
-            partial(module.all_reduce, workspace=space), partial(module.all_reduce_norm, workspace=space),
-            RsNormAg(space), GemmRs(space, buffer, min_bytes=(TOKENS // 2) * 4096 * 2),
-        )
-        for strategy, module in ((Strategy.ONESHOT, oneshot), (Strategy.TWOSHOT, twoshot))
-    }  # fmt: skip
-    rules = Rules(machine, {Strategy.NCCL: "there is none"}, table_for(machine).lookup, None, True, sp_min_tokens(machine))
-    return TunedGroup(Alike(size), rules, runners, "")
+    table = table_for(machine)
+
+    def lookup(dtype: str, fusion: Fusion, tokens: int, hidden: int, caller: Caller) -> Entry:
+        long = caller is Caller.GEMM and fusion.shards and tokens * hidden >= (TOKENS // 2) * 4096
+        return Entry(Strategy.GEMM_RS, True, "table", "long") if long else table.lookup(dtype, fusion, tokens, hidden, caller)
+
+    rules = Rules(machine, {Strategy.NCCL: "there is none"}, lookup, deterministic=True)
+    return TunedGroup(Alike(size), rules, symmetric_strategies(space, buffer), "")
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,17 @@ class Last(Solo):
 
 
 BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="weight_scale_inv")
+GPT_OSS = {
+    "architecture": "GptOssForCausalLM", "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64, "windows": (128, None),
+    "qkv_bias": True, "output_bias": True, "sinks": True,
+    "experts": Experts(8, 4, 2880, biases=True, mxfp4=True, swiglu=ClampedSwiGlu(1.702, 7.0)),
+}  # fmt: skip
+DEEPSEEK = {
+    "architecture": "DeepseekV3ForCausalLM", "num_kv_heads": 16, "head_dim": 192,
+    "latent": Latent(1536, 512, 128, 64, 128, softmax_scale=0.1), "experts": Experts(
+        16, 4, 2048, shared=1024, dense_layers=(0,), scoring_bias=True, scoring=Scoring("sigmoid", 4, 2, 2.5),
+    ),
+}  # fmt: skip
 CASES = {
     "graphs": Case({"vocab_size": 151936}),
     "eager": Case({"windows": (64, None), "vocab_size": 8193}, graphs=False),
@@ -132,6 +143,10 @@ CASES = {
     "fp8, 4 ranks": Case({"qkv_bias": True, "intermediate_size": 4 * 12288}, fp8=True, ranks=4),
     "of 2 stages": Case(fp8=True, ranks=2, slots=2 * SLOTS, stages=2),
     "of 3 stages, eager": Case(graphs=False, slots=3 * SLOTS, stages=3),
+    "gpt-oss": Case(GPT_OSS),
+    "gpt-oss, 4 ranks": Case(GPT_OSS, ranks=4),
+    "deepseek": Case(DEEPSEEK),
+    "deepseek, fp8, 2 ranks": Case(DEEPSEEK, fp8=True, ranks=2),
 }
 
 
@@ -146,9 +161,11 @@ def made_runner(case: Case) -> ModelRunner:
         shape, group=group_of(case.ranks), layers=range(0 if case.stages == 1 else 1, 2), dtype=BF16, device=CPU, fp8=case.fp8,
         fp8_cache=case.fp8, fp8_gemm=case.fp8,
     )  # fmt: skip
-    attention = TritonBackend(SdpaBackend(), CPU, "all")
+    attention: Any = TritonBackend(SdpaBackend(), CPU, "all")
+    if shape.latent is not None:
+        attention = TritonLatentBackend(CPU, own_prefill=True)
     attention.workspace.num_sms = NUM_SMS
-    caches = [LayerCache.zeros(1, BLOCK, s.heads, s.head_dim, model.context.cache_dtype, CPU) for s in model.kv_specs()]
+    caches = [empty_cache(spec, 1, BLOCK, model.context.cache_dtype, CPU) for spec in model.kv_specs()]
     sampler, pipeline = Sampler(case.slots, shape.vocab_size, CPU), Solo() if case.stages == 1 else Last(case.stages)
     return ModelRunner(
         model, caches, attention, sampler, pipeline, max_batch_size=case.slots, max_seq_len=LONGEST, block_size=BLOCK, dtype=BF16,
@@ -195,13 +212,18 @@ def later(case: Case, steps: int) -> tuple[set[Variant], set[Variant]]:
     return first, variants - first
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", list(CASES))
 def test_steps_ask_for_no_kernel_that_the_start_has_not_compiled(name: str) -> None:
-    first, new = later(CASES[name], 150)
+    first, new = later(CASES[name], 50 if name.startswith("deepseek") else 150)
     kernels = {variant.kernel for variant in first}
-    assert {"_decode", "_prefill", "_packed_argmax_keys", "_gumbel_max", "_filter_thresholds", "_decode_keys"} <= kernels
+    assert {"_packed_argmax_keys", "_gumbel_max", "_filter_thresholds", "_decode_keys"} <= kernels
+    if name.startswith("deepseek"):
+        assert {"_latent_decode", "_latent_rope_store", "_topk_softmax", "_plan", "_prefill"} <= kernels
+    else:
+        assert {"_decode", "_prefill"} <= kernels
     assert ("_embed" if CASES[name].ranks > 1 and CASES[name].stages == 1 else "_embed_norm") in kernels
     assert ("gemm_rs_norm_ag" in kernels) == (CASES[name].ranks > 1)
+    assert ("_biased_gemm" in kernels) == name.startswith("gpt-oss")
     if CASES[name].fp8 and has_gluon():
         assert ("_block_scaled_gemm" if name == "blocks" else "_fp8_skinny") in kernels
     assert not new, "\n".join(sorted(map(str, new)))

@@ -68,7 +68,7 @@ def test_each_rank_reports_what_it_holds(pool: Pool) -> None:
         assert 0 < rank.bytes["kv"] <= 300_000
         assert {"import torch", "load weights", "form groups"} <= rank.phases.keys()
     assert blocks >= 100
-    by_rank, calls, _, _ = executor.stats()
+    by_rank, calls, *_ = executor.stats()
     assert by_rank.keys() == set(range(len(facts)))
     assert all(count > 0 for count in calls.values())
 
@@ -141,7 +141,7 @@ def test_a_rank_queues_steps_before_it_reports_and_never_waits_for_the_device(fo
     events: list[str] = []
 
     class Runs:
-        def run(self, step: StepBatch) -> Later:
+        def run(self, step: StepBatch, extent: object) -> Later:
             events.append("run")
             line.send = lambda message: events.append(f"done {message.number}")  # type: ignore[attr-defined,method-assign]
             return Later(asked=6)

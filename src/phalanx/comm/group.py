@@ -49,6 +49,13 @@ class ScatterTargets(NamedTuple):
     finish: Callable[[], tuple[Tensor, ...]]
 
 
+class Splits(NamedTuple):
+    """Rows that a rank sends to each rank of its group, and receives from each."""
+
+    sent: Sequence[int]
+    received: Sequence[int]
+
+
 class Group(Protocol):
     """Ranks that compute together. Every method is collective: all ranks of the group call it in the same order."""
 
@@ -69,6 +76,14 @@ class Group(Protocol):
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """The ranks' equally shaped tensors, joined along a dim in rank order."""
+
+    def all_to_all(self, x: Tensor, splits: Splits | None = None) -> Tensor:
+        """x [sum of splits.sent, ...], rank-major: its next sent[r] rows go to rank r. Returns [sum of splits.received, ...],
+        rank-major: the next received[r] rows come from rank r. Without splits all ranks send and receive the same number."""
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """x [size * n, ...] -> [n, ...]: the sum over ranks of rows rank * n .. (rank + 1) * n of their x: in fp32, in rank order,
+        rounded once."""
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """Rank `source`'s x, written into every rank's x."""
@@ -107,6 +122,12 @@ class Solo:
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return x
 
+    def all_to_all(self, x: Tensor, splits: Splits | None = None) -> Tensor:
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x
+
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return x
 
@@ -133,6 +154,22 @@ def finish(total: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
     return kernels.residual_rms_norm_quant(
         total, fusion.residual, fusion.weight, fusion.eps, quant=fusion.quant, scale=fusion.scale, keep_norm=fusion.keep_norm
     )
+
+
+def by_rank(x: Tensor, size: int) -> Tensor:
+    """x [size * n, ...] -> [size, n, ...], a view."""
+    return x.view(size, x.shape[0] // size, *x.shape[1:])
+
+
+def sum_in_rank_order(parts: Tensor) -> Tensor:
+    """parts [size, ...] -> ((part 0 + part 1) + part 2) + ..., in fp32 where they are floats of fewer bits, rounded once."""
+    if len(parts) == 1:
+        return parts[0]
+    narrow = parts.is_floating_point() and parts.element_size() < 4
+    total = parts[0].float() + parts[1] if narrow else parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total.to(parts.dtype)
 
 
 def with_scales(x: Tensor | Unscaled) -> Tensor:

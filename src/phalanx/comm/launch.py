@@ -82,11 +82,19 @@ def exit_words(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def start(module: str, config: dict[str, Any], title: str, *, environment: Mapping[str, str] | None = None) -> Child:
+def start(
+    module: str,
+    config: dict[str, Any],
+    title: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    defaults: Mapping[str, str] | None = None,
+) -> Child:
     """Execute `module` in a new process that ends with this one, and pass it `config` (JSON).
 
     Its standard output goes to this process's standard error, where logs are. Its environment is that of this process with the
-    variables of `environment`. Raises EngineError when the process ends before it reads its config.
+    variables of `environment`, and with those of `defaults` that it has not. Raises EngineError when the process ends before it
+    reads its config.
     """
     line = json.dumps({"title": title, "config": config}).encode() + b"\n"
     # A service may have been started without a standard error: its number then belongs to another file.
@@ -94,7 +102,7 @@ def start(module: str, config: dict[str, Any], title: str, *, environment: Mappi
     # -P: a file torch.py in the user's folder must not be imported as torch.
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True, bufsize=0,
-        env=None if environment is None else {**os.environ, **environment},
+        env={**(defaults or {}), **os.environ, **(environment or {})},
     )  # fmt: skip
     child = Child(title, process)
     assert process.stdin is not None

@@ -18,7 +18,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from phalanx.comm.group import Group, ResidualRmsNorm, finish, with_scales
+from phalanx.comm.group import Group, ResidualRmsNorm, Splits, by_rank, finish, sum_in_rank_order, with_scales
 from phalanx.kernels.scaled_tensors import Unscaled
 
 T = TypeVar("T")
@@ -152,6 +152,24 @@ class LocalGroup:
         joined = torch.cat(offered, dim)
         self._world.meet()
         return joined
+
+    def all_to_all(self, x: Tensor, splits: Splits | None = None) -> Tensor:
+        """As Group."""
+        if splits is not None:
+            for to, part in enumerate(torch.split(x, list(splits.sent))):
+                self._world.put(self.rank, to, part.clone())
+            parts = [self._world.take(source, self.rank) for source in range(self.size)]
+            if [len(part) for part in parts] != list(splits.received):
+                raise ValueError(f"the ranks sent {[len(part) for part in parts]} rows, and {list(splits.received)} were expected")
+            return torch.cat(parts)
+        offered = self._world.exchange(self.rank, "all_to_all", x)
+        received = torch.cat([by_rank(other, self.size)[self.rank] for other in offered])
+        self._world.meet()
+        return received
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """As Group."""
+        return sum_in_rank_order(by_rank(self.all_to_all(x), self.size))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """As Group."""

@@ -19,7 +19,7 @@ import platform
 import secrets
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,7 +94,7 @@ class SharedMemory:
         x = with_scales(x)
         flat, out = x.reshape(-1), torch.empty(x.numel(), dtype=x.dtype)
         for first, last in self._chunks(flat.numel(), x.element_size()):
-            half = self._post(flat[first:last])
+            half = self.post(flat[first:last])
             count = last - first
             own = self._part_of(count)
             total = self._outputs[half][: count * x.element_size()].view(x.dtype)
@@ -108,8 +108,8 @@ class SharedMemory:
         """The sum over ranks of x [T, H], and the fusion: each rank finishes whole rows."""
         x = with_scales(x)
         hidden = x.shape[1]
-        rows_at_once = max(1, self._chunk // (hidden * x.element_size()))
-        if hidden * x.element_size() > self._chunk:
+        rows_at_once = self.rows_at_once(hidden, x.dtype)
+        if not rows_at_once:
             return finish(self.twoshot(x), fusion)
         parts: list[tuple[Tensor, ...]] = []
         for first in range(0, x.shape[0], rows_at_once):
@@ -118,24 +118,39 @@ class SharedMemory:
         return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
     def _norm_chunk(self, x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
-        rows, hidden = x.shape
-        half = self._post(x.reshape(-1))
+        half = self.post(x.reshape(-1))
+        own, total = self.own_sum(half, x.shape[0], x.shape[1], x.dtype)
+        return self.gather_rows(half, len(x), own, finish(total, replace(fusion, residual=fusion.residual[own])))
+
+    def own_sum(self, half: int, rows: int, hidden: int, dtype: torch.dtype) -> tuple[slice, Tensor]:
+        """(this rank's rows of the [rows, hidden] that the ranks have posted in `half`, the sum of those rows)."""
         own = self._part_of(rows)
-        total = self._sum(half, x.numel(), x.dtype, slice(own.start * hidden, own.stop * hidden)).view(-1, hidden)
-        finished = finish(total, replace(fusion, residual=fusion.residual[own]))
+        total = self._sum(half, rows * hidden, dtype, slice(own.start * hidden, own.stop * hidden))
+        return own, total.view(-1, hidden)
+
+    def gather_rows(self, half: int, rows: int, own: slice, parts: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        """Tensors of `rows` rows, of each of which a rank has its `own` rows."""
         outputs, at = [], 0
-        for out in finished:
-            width = out.shape[1] * out.element_size()
-            output = self._outputs[half][at : at + rows * width].view(rows, width).view(out.dtype)
-            output[own] = out
+        for part in parts:
+            width = part.shape[1] * part.element_size()
+            output = self._outputs[half][at : at + rows * width].view(rows, width).view(part.dtype)
+            output[own] = part
             outputs.append(output)
             at += -(-rows * width // _LINE) * _LINE
         self._arrive()
         self._wait()
         return tuple(output.clone() for output in outputs)
 
+    def rows_at_once(self, hidden: int, dtype: torch.dtype) -> int:
+        """Rows of a tensor [T, hidden] that a post holds."""
+        return self._chunk // (hidden * dtype.itemsize)
+
+    def next_post(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Where this rank's next post lies, as `count` values: what is written there needs no copy, only `post_written`."""
+        return self._parts(count, dtype)[self._calls % 2][self.rank]
+
     def _oneshot_chunk(self, flat: Tensor) -> Tensor:
-        half = self._post(flat)
+        half = self.post(flat)
         return self._sum(half, flat.numel(), flat.dtype, slice(0, flat.numel()))
 
     def _chunks(self, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
@@ -147,11 +162,15 @@ class SharedMemory:
         size = -(-count // self.world)
         return slice(min(self.rank * size, count), min((self.rank + 1) * size, count))
 
-    def _post(self, flat: Tensor) -> int:
+    def post(self, flat: Tensor) -> int:
         """Copy this rank's tensor where all can read it, and wait for those of all ranks. Returns the half that has them."""
+        self.next_post(flat.numel(), flat.dtype).copy_(flat)
+        return self.post_written()
+
+    def post_written(self) -> int:
+        """`post` of what was written to `next_post`."""
         half = self._calls % 2
         self._calls += 1
-        self._parts(flat.numel(), flat.dtype)[half][self.rank].copy_(flat)
         self._arrive()
         self._wait()
         return half

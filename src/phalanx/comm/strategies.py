@@ -23,7 +23,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.capabilities import has_triton
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.log import get_logger
-from phalanx.tables.strategy import Strategy
+from phalanx.tables.strategy import SUPPORTED, Strategy
 
 T = TypeVar("T")
 _log = get_logger(__name__)
@@ -43,9 +43,6 @@ class ReduceScatterNormAllGather(Protocol):
 class GemmReduceScatter(Protocol):
     """The same, of a GEMM output that the GEMM itself wrote to the ranks that sum it. All rows are one chunk."""
 
-    min_bytes: int
-    """Of a GEMM output for which there may be targets."""
-
     def targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Sequence[tuple[slice, Tensor]] | None:
         """Where to write a GEMM output [tokens, hidden]; None where it is to be handed over as a tensor instead."""
 
@@ -56,7 +53,8 @@ class GemmReduceScatter(Protocol):
 @dataclass(frozen=True)
 class AllReduce:
     """One strategy. sum: over ranks of x, which may be overwritten. sum_norm: the sum and its fusion in one kernel; None where the
-    fusion always runs as a kernel of its own. rs_norm_ag, gemm_rs: the variants that leave the residual sharded."""
+    fusion always runs as a kernel of its own. rs_norm_ag, gemm_rs: of the strategies that leave the residual sharded (their sum
+    alone is that of TWOSHOT)."""
 
     sum: Callable[[Tensor | Unscaled], Tensor]
     sum_norm: Callable[[Tensor | Unscaled, ResidualRmsNorm], tuple[Tensor, ...]] | None = None
@@ -83,11 +81,12 @@ def available(
     *,
     timeout: float = 300.0,
     gemm_rs: bool = False,
+    sweeps: bool = False,
 ) -> Strategies:
     """What the ranks of `base` can run on this machine; collective, and the same on every rank.
 
     message_bytes: of one rank's longest message that a workspace holds without chunks. timeout: seconds that a CPU rank may keep
-    the others waiting. gemm_rs: allocate the buffer of GEMM_RS, too.
+    the others waiting. gemm_rs: on GPUs, allocate the buffer of GEMM_RS, too. sweeps: see `GemmRs`.
     """
     strategies = Strategies(fingerprint, {Strategy.NCCL: AllReduce(partial(nccl.all_reduce, group=base))})
     if not fingerprint.peers_reach:
@@ -95,10 +94,10 @@ def available(
     on_cpu = device.type == "cpu"
     ours = _on_cpu(base, message_bytes, timeout) if on_cpu else _on_gpu(base, device, message_bytes, gemm_rs=gemm_rs)
     if isinstance(ours, str):
-        strategies.refused = dict.fromkeys((Strategy.ONESHOT, Strategy.TWOSHOT), ours)
+        strategies.refused = dict.fromkeys((strategy for strategy in SUPPORTED if strategy is not Strategy.NCCL), ours)
     elif isinstance(ours, tuple):
         strategies.workspace = ours[0]
-        strategies.runs |= symmetric_strategies(*ours)
+        strategies.runs |= symmetric_strategies(*ours, sweeps=sweeps)
     else:
         strategies.runs |= ours
     return strategies
@@ -106,6 +105,7 @@ def available(
 
 def _on_cpu(base: Group, message_bytes: int, timeout: float) -> dict[Strategy, AllReduce] | str:
     from phalanx.comm import shared_memory
+    from phalanx.comm.sequence_parallel.on_cpu import CpuGemmRs, CpuRsNormAg
 
     memory = shared_memory.form(base, message_bytes, timeout=timeout)
     if isinstance(memory, str):
@@ -113,6 +113,8 @@ def _on_cpu(base: Group, message_bytes: int, timeout: float) -> dict[Strategy, A
     return {
         Strategy.ONESHOT: AllReduce(memory.oneshot, memory.oneshot_norm),
         Strategy.TWOSHOT: AllReduce(memory.twoshot, memory.twoshot_norm),
+        Strategy.RS_NORM_AG: AllReduce(memory.twoshot, rs_norm_ag=CpuRsNormAg(memory)),
+        Strategy.GEMM_RS: AllReduce(memory.twoshot, gemm_rs=CpuGemmRs(memory)),
     }
 
 
@@ -135,22 +137,24 @@ def _on_gpu(
 
 
 def symmetric_strategies(
-    workspace: SymmetricWorkspace, buffer: ReduceScatterBuffer | None = None
+    workspace: SymmetricWorkspace, buffer: ReduceScatterBuffer | None = None, *, sweeps: bool = False
 ) -> dict[Strategy, AllReduce]:  # fmt: skip
-    """ONESHOT and TWOSHOT on GPUs."""
+    """The strategies over symmetric memory; GEMM_RS where it has a buffer."""
     from phalanx.comm import oneshot, twoshot
     from phalanx.comm.sequence_parallel.gemm_rs import GemmRs
     from phalanx.comm.sequence_parallel.rs_norm_ag import RsNormAg
 
-    return {
+    total = partial(twoshot.all_reduce, workspace=workspace)
+    strategies = {
         Strategy.ONESHOT: AllReduce(
             partial(oneshot.all_reduce, workspace=workspace), partial(oneshot.all_reduce_norm, workspace=workspace)
         ),
-        Strategy.TWOSHOT: AllReduce(
-            partial(twoshot.all_reduce, workspace=workspace), partial(twoshot.all_reduce_norm, workspace=workspace),
-            RsNormAg(workspace), None if buffer is None else GemmRs(workspace, buffer),
-        ),
+        Strategy.TWOSHOT: AllReduce(total, partial(twoshot.all_reduce_norm, workspace=workspace)),
+        Strategy.RS_NORM_AG: AllReduce(total, rs_norm_ag=RsNormAg(workspace)),
     }  # fmt: skip
+    if buffer is not None:
+        strategies[Strategy.GEMM_RS] = AllReduce(total, gemm_rs=GemmRs(workspace, buffer, sweeps=sweeps))
+    return strategies
 
 
 def _formed(base: TorchGroup, form: Callable[[], T]) -> T | str:

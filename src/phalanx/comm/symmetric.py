@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.choose import GEMM_RS_MIN_BYTES
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.torch_group import TorchGroup
 
@@ -101,15 +100,15 @@ class ReduceScatterBuffer:
 
 
 def reduce_scatter_bytes(world: int, message_bytes: int) -> int:
-    """GPU memory that `form_reduce_scatter_buffer` takes per rank, for messages of up to `message_bytes`; 0 where they are too
-    short to use it, or longer than the limit. Pure."""
+    """GPU memory that `form_reduce_scatter_buffer` takes per rank, for messages of up to `message_bytes`; 0 where they are
+    longer than the limit. Pure."""
     capacity = reduce_scatter_capacity(world, message_bytes)
     return capacity + _ALIGNMENT if capacity else 0
 
 
 def reduce_scatter_capacity(world: int, message_bytes: int) -> int:
     """Bytes of it for GEMM outputs; the flags lie behind them. Pure."""
-    if world == 1 or not GEMM_RS_MIN_BYTES <= message_bytes <= REDUCE_SCATTER_LIMIT_BYTES:
+    if world == 1 or message_bytes > REDUCE_SCATTER_LIMIT_BYTES:
         return 0
     # A rank's rows are rounded up: by less than a row for each rank.
     return -(-(message_bytes + world * _LONGEST_ROW) // _ALIGNMENT) * _ALIGNMENT

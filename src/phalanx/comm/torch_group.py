@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import overload
 
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed has the same names, untyped
 
-from phalanx.comm.group import Group, ResidualRmsNorm, Solo, finish, with_scales
+from phalanx.comm.group import Group, ResidualRmsNorm, Solo, Splits, by_rank, finish, sum_in_rank_order, with_scales
+from phalanx.comm.listeners import listening, refuse_connections
 from phalanx.errors import EngineError, LayoutError
 from phalanx.hardware.probe import address_towards
 from phalanx.kernels.scaled_tensors import Unscaled
@@ -35,11 +37,13 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class Groups:
-    """A rank's groups. `tp`: the ranks that split its layers; `pp`: the pipeline stages in order; `world`: all ranks."""
+    """A rank's groups. `tp`: the ranks that split its layers; `pp`: the pipeline stages in order; `world`: all ranks; `dp`: the
+    ranks with the same slices for other requests, which hold other experts."""
 
     tp: Group
     pp: Group
     world: Group
+    dp: Group = field(default_factory=Solo)
 
 
 class TorchGroup:
@@ -79,7 +83,7 @@ class TorchGroup:
         if self.size == 2:
             self.process_group.allreduce([total]).wait()
         elif total.nbytes <= ONE_SHOT_BYTES:
-            total = _in_rank_order(self._gather(total))
+            total = sum_in_rank_order(self._gather(total))
         else:
             total = self._two_shot(total)
         return total.to(x.dtype)
@@ -90,7 +94,7 @@ class TorchGroup:
         padded = torch.nn.functional.pad(x.reshape(-1), (0, count * self.size - x.numel()))
         parts = torch.empty_like(padded)
         self.process_group.alltoall_base(parts, padded, [], []).wait()
-        sums = self._gather(_in_rank_order(parts.view(self.size, count)))
+        sums = self._gather(sum_in_rank_order(parts.view(self.size, count)))
         return sums.view(-1)[: x.numel()].view(x.shape)
 
     def _gather(self, x: Tensor) -> Tensor:
@@ -106,6 +110,23 @@ class TorchGroup:
         parts = self._gather(x.contiguous())
         dim %= x.dim()
         return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
+
+    def all_to_all(self, x: Tensor, splits: Splits | None = None) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x) if splits is None else x.new_empty((sum(splits.received), *x.shape[1:]))
+        if self.device.type != "cpu":
+            sent, received = (None, None) if splits is None else (list(splits.sent), list(splits.received))
+            dist.all_to_all_single(out, x, received, sent, group=self.process_group)
+            return out
+        row = math.prod(x.shape[1:]) * x.element_size()  # as bytes: gloo does not know every dtype
+        sent, received = ([], []) if splits is None else ([row * n for n in splits.sent], [row * n for n in splits.received])
+        if row and (x.numel() or splits is not None):
+            self.process_group.alltoall_base(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8), received, sent).wait()
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """By an all-to-all: NCCL's own rounds at each rank, in an order that depends on the size."""
+        return sum_in_rank_order(by_rank(self.all_to_all(x), self.size))
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         self.process_group.broadcast(x, source).wait()
@@ -136,14 +157,6 @@ class TorchGroup:
 
     def gemm_reduce_scatter_targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> None:
         return None
-
-
-def _in_rank_order(parts: Tensor) -> Tensor:
-    """((part 0 + part 1) + part 2) + ..., of parts [size, ...]."""
-    total = parts[0] + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total
 
 
 def listen(host: str, port: int, world: int, *, timeout: float) -> tuple[TCPStore, str]:
@@ -202,6 +215,9 @@ def form(
     backend = "nccl" if device.type == "cuda" else "gloo"
     if backend == "gloo":
         _bind_gloo(peer)
+    else:  # else a thread of torch asks the store once a second whether to write a report, which nobody reads
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    before = listening()
     limit = timedelta(seconds=timeout)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=limit,
@@ -223,9 +239,12 @@ def form(
 
     tp = axis(sorted({tuple(layout.tp_group(r)) for r in range(world)}))
     pp = axis(sorted({tuple(layout.pp_group(r)) for r in range(world)}))
-    groups = Groups(tp, pp, TorchGroup(all_ranks, device))
-    for group in (groups.world, groups.tp, groups.pp):
+    dp = axis(sorted({tuple(layout.dp_group(r)) for r in range(world)}))
+    groups = Groups(tp, pp, TorchGroup(all_ranks, device), dp)
+    for group in (groups.world, groups.tp, groups.pp, groups.dp):
         group.barrier()  # connects now, so that a failure is one of the start
+    if backend == "gloo":  # NCCL connects more channels later
+        refuse_connections(listening() - before)
     return groups
 
 

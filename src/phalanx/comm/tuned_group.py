@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.agreement import difference
-from phalanx.comm.choose import Rules, decider, sp_min_tokens
+from phalanx.comm.choose import Rules, decider
 from phalanx.comm.detect import detect_fingerprint
-from phalanx.comm.group import Group, ResidualRmsNorm, ScatterTargets, finish
+from phalanx.comm.group import Group, ResidualRmsNorm, ScatterTargets, Splits, finish
 from phalanx.comm.sequence_parallel import ShardedResidual, same_sharding, unshard
 from phalanx.comm.shared_memory import share_text
 from phalanx.comm.strategies import AllReduce, GemmReduceScatter, available
@@ -23,7 +23,7 @@ from phalanx.comm.torch_group import TorchGroup
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.scaled_tensors import Unscaled
 from phalanx.log import get_logger
-from phalanx.tables.message import Fusion
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.shipped import advice, table_for
 from phalanx.tables.strategy import Strategy
 from phalanx.tables.table import Table
@@ -48,7 +48,7 @@ class TunedGroup:
         self.decide = decider(rules)
         self.calls: dict[str, int] = {}
         self.strategies = strategies
-        self._gemm_rs = next((each.gemm_rs for each in strategies.values() if each.gemm_rs is not None), None)
+        self._gemm_rs = strategies[Strategy.GEMM_RS].gemm_rs if Strategy.GEMM_RS in strategies else None
 
     @overload
     def all_reduce(self, x: Tensor | Unscaled, fusion: None = None) -> Tensor: ...
@@ -64,14 +64,14 @@ class TunedGroup:
         tokens = values.numel() // hidden
         # One kernel runs sum and fusion for tensors of one dtype only.
         fusable = fusion is not None and values.dim() == 2 and fusion.weight.dtype == values.dtype == fusion.residual.dtype
-        accepts_sharded = fusable and fusion is not None and fusion.accepts_sharded
-        decision = self.decide(tokens, hidden, dtype, _NONE if fusion is None else _fusion_of(fusion), accepts_sharded)
+        caller = Caller.SHARDED if fusable and fusion is not None and fusion.accepts_sharded else Caller.REPLICATED
+        decision = self.decide(tokens, hidden, dtype, _NONE if fusion is None else _fusion_of(fusion), caller)
         self._count(decision.name)
         strategy = self.strategies[decision.strategy]
         x = Unscaled(*map(_aligned, x)) if isinstance(x, Unscaled) else _aligned(x)
         if fusion is None:
             return strategy.sum(x)
-        if decision.sharded and (rs_norm_ag := strategy.rs_norm_ag) is not None:
+        if (rs_norm_ag := strategy.rs_norm_ag) is not None:
             residual = fusion.residual
             if isinstance(residual, ShardedResidual):
                 if not same_sharding(tokens, residual.chunk_rows, rs_norm_ag.chunk_rows(hidden, values.dtype)):
@@ -88,14 +88,14 @@ class TunedGroup:
         """As Group."""
         residual, gemm_rs = fusion.residual, self._gemm_rs
         dtype = DTYPE_NAMES.get(residual.dtype)
-        if gemm_rs is None or dtype is None or tokens * hidden * residual.dtype.itemsize < gemm_rs.min_bytes:
+        if gemm_rs is None or dtype is None or not tokens:
             return None
         if not fusion.accepts_sharded or fusion.weight.dtype != residual.dtype:
             return None
         if isinstance(residual, ShardedResidual) and not same_sharding(tokens, residual.chunk_rows, tokens):
             return None  # the sharding would change here and, where layers differ, change back in the next one
         kind = _fusion_of(fusion)
-        if not self.decide(tokens, hidden, dtype, kind, True).sharded:
+        if self.decide(tokens, hidden, dtype, kind, Caller.GEMM).strategy is not Strategy.GEMM_RS:
             return None
         targets = gemm_rs.targets(tokens, hidden, fusion)
         return None if targets is None else ScatterTargets(targets, partial(self._finish_gemm_rs, gemm_rs, fusion, kind))
@@ -117,6 +117,12 @@ class TunedGroup:
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         return self.base.all_gather(x, dim)
+
+    def all_to_all(self, x: Tensor, splits: Splits | None = None) -> Tensor:
+        return self.base.all_to_all(x, splits)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.base.reduce_scatter(x)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return self.base.broadcast(x, source)
@@ -158,8 +164,8 @@ def tuned(
     """`base` with tuned all-reduces; collective over its ranks. A group of one, or one not over torch, is returned as it is.
 
     message_bytes: of one rank's longest message, max_num_tokens x hidden size x bytes of an element; it bounds the workspace (on a
-    GPU `symmetric.workspace_bytes`, and `symmetric.reduce_scatter_bytes` unless another strategy than TWOSHOT is forced). strategy:
-    AUTO, NCCL, ONESHOT or TWOSHOT. timeout: seconds that a CPU rank may keep the others waiting. tables: the folder of tuned
+    GPU `symmetric.workspace_bytes`, and `symmetric.reduce_scatter_bytes` where GEMM_RS may run). strategy: AUTO, or the name of one
+    of `tables.strategy.SUPPORTED`. timeout: seconds that a CPU rank may keep the others waiting. tables: the folder of tuned
     tables, instead of the user's. Raises EngineError when ranks hold different tables.
     """
     if base.size == 1 or not isinstance(base, TorchGroup):
@@ -170,11 +176,10 @@ def tuned(
     options = {"allreduce_strategy": f"{strategy}, deterministic {deterministic}", "longest all-reduce": f"{message_bytes} bytes"}
     _compare(base, {"all-reduce table": table.digest, **options})
     forced = None if strategy == "AUTO" else Strategy[strategy]
-    first = sp_min_tokens(fingerprint)
-    gemm_rs = forced in (None, Strategy.TWOSHOT) and first is not None
+    shortest = {None: table.gemm_rs_min_bytes(), Strategy.GEMM_RS: 0}.get(forced)
+    gemm_rs = shortest is not None and message_bytes >= shortest
     strategies = available(base, base.device, fingerprint, message_bytes, timeout=timeout, gemm_rs=gemm_rs)
-    shards = any(each.rs_norm_ag is not None for each in strategies.runs.values())
-    rules = Rules(fingerprint, strategies.refused, table.lookup, forced, deterministic, first if shards else None)
+    rules = Rules(fingerprint, strategies.refused, table.lookup, forced, deterministic)
     _announce(base, table, strategies.refused, tables)
     return TunedGroup(base, rules, strategies.runs, digest)
 
@@ -182,8 +187,9 @@ def tuned(
 def _announce(base: TorchGroup, table: Table, refused: Mapping[Strategy, str], tables: Path | None) -> None:
     if base.rank:
         return
-    for strategy, reason in refused.items():
-        _log.warning("%s is not used: %s", strategy.name, reason)
+    for reason in dict.fromkeys(refused.values()):
+        names = ", ".join(strategy.name for strategy, why in refused.items() if why == reason)
+        _log.warning("not used: %s: %s", names, reason)
     line = advice(table.fingerprint, tables)
     if line:
         _log.info("%s", line)

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from phalanx.config.model import ModelShape
@@ -79,6 +80,16 @@ class _Slot:
     first_live: int = 0
 
 
+@lru_cache(maxsize=16)
+def _numbers(tokens: tuple[int, ...]) -> list[int]:
+    """The number of each position. Kept, since several completions of one long prompt must not hold up a step for each of them."""
+    numbers, at = [], 0
+    for token in tokens:
+        at = _extend(at, token)
+        numbers.append(at)
+    return numbers
+
+
 class StepChecker:
     """Applies steps to a model of what ranks keep, and raises StepDiverged at the first step that breaks a rule of messages.Step.
 
@@ -124,10 +135,7 @@ class StepChecker:
         self._require(slot not in self.slots, f"slot {slot} is taken twice")
         self._require(1 <= assignment.prompt_length <= len(assignment.token_ids), f"slot {slot} has no prompt")
         state = self.slots[slot] = _Slot(assignment, list(assignment.token_ids))
-        at = 0
-        for token in state.tokens:
-            at = _extend(at, token)
-            state.cells.append(at)
+        state.cells += _numbers(tuple(state.tokens))
 
     def _check_rows(self, rows: Sequence[StepRow]) -> None:
         counts = [row.count for row in rows]
@@ -230,14 +238,17 @@ class StepChecker:
 
 
 class FakeExecutor:
-    """An Executor with one imagined rank per stage. Every step is checked; results come `latency` seconds after a step began.
+    """An Executor with one imagined rank per stage. Every step is checked, by the checker of each dp index; results come `latency`
+    seconds after a step began.
 
     Stages overlap: with n of them, n steps take little longer than one. Other sizes as in StepChecker.
     """
 
-    def __init__(self, checker: StepChecker, *, num_blocks: int, pipeline_stages: int = 1, latency: float = 0.0) -> None:
+    def __init__(
+        self, *checkers: StepChecker, num_blocks: int, pipeline_stages: int = 1, latency: float = 0.0
+    ) -> None:  # fmt: skip
         self.depth = max(pipeline_stages, 2)
-        self.checker = checker
+        self.checkers = checkers
         self._num_blocks, self._stages, self._latency = num_blocks, pipeline_stages, latency
         self._due: deque[tuple[float, StepResult]] = deque()  # by time.monotonic()
         self._read, self._write = os.pipe()
@@ -255,22 +266,28 @@ class FakeExecutor:
         assert options.max_num_tokens is not None
         blocks = settings.get("num_blocks", 512 + 8 * options.max_seq_len // options.kv_block_size)
         return cls.of(
-            vocab_size=shape.vocab_size, num_blocks=blocks, block_size=options.kv_block_size, max_batch_size=options.max_batch_size,
-            max_num_tokens=options.max_num_tokens, max_seq_len=options.max_seq_len, window=shape.window,
+            vocab_size=shape.vocab_size, num_blocks=blocks, block_size=options.kv_block_size,
+            max_batch_size=options.index_batch_size, max_num_tokens=options.index_num_tokens or options.max_num_tokens,
+            max_seq_len=options.max_seq_len, window=shape.window,
             pipeline_stages=options.pipeline_parallel_size, latency=settings.get("latency", 0.0),
+            indices=options.expert_parallel_size,
         )  # fmt: skip
 
     @classmethod
     def of(
         cls, *, vocab_size: int, num_blocks: int = 512, block_size: int = 16, max_batch_size: int = 256, max_num_tokens: int = 2048,
         max_seq_len: int = 4096, window: int | None = None, pipeline_stages: int = 1, latency: float = 0.0, thorough: bool = False,
+        indices: int = 1,
     ) -> FakeExecutor:  # fmt: skip
-        """From sizes alone."""
-        checker = StepChecker(
-            vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, max_batch_size=max_batch_size,
-            max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, window=window, thorough=thorough,
-        )  # fmt: skip
-        return cls(checker, num_blocks=num_blocks, pipeline_stages=pipeline_stages, latency=latency)
+        """From sizes alone, of each of `indices` dp indices."""
+        checkers = [
+            StepChecker(
+                vocab_size=vocab_size, num_blocks=num_blocks, block_size=block_size, max_batch_size=max_batch_size,
+                max_num_tokens=max_num_tokens, max_seq_len=max_seq_len, window=window, thorough=thorough,
+            )
+            for _ in range(indices)
+        ]  # fmt: skip
+        return cls(*checkers, num_blocks=num_blocks, pipeline_stages=pipeline_stages, latency=latency)
 
     def start(self) -> tuple[list[RankFacts], int]:
         facts = [
@@ -280,7 +297,7 @@ class FakeExecutor:
         return facts, self._num_blocks
 
     def submit(self, step: Step) -> None:
-        result = self.checker.run(step)
+        result = self._run(step)
         if not self._latency:
             self._ready.append(result)
             os.write(self._write, b".")
@@ -289,6 +306,12 @@ class FakeExecutor:
             free = self._due[-1][0] - self._latency + self._latency / self._stages if self._due else 0.0
             self._due.append((max(time.monotonic(), free) + self._latency, result))
             self._changed.notify()
+
+    def _run(self, step: Step) -> StepResult:
+        if len(step.batches) != len(self.checkers):
+            raise StepDiverged(f"step {step.number} has {len(step.batches)} batches for {len(self.checkers)} dp indices")
+        pairs = zip(self.checkers, step.batches, strict=True)
+        return StepResult(step.number, [checker.run(Step(step.number, [batch])).batches[0] for checker, batch in pairs])
 
     def _wait(self) -> None:
         while True:

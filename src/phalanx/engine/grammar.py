@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +35,9 @@ class TokenMatcher(Protocol):
 
 
 OpenMatcher = Callable[[str], TokenMatcher]
+
+CACHED_BYTES = 48 << 20
+"""Bytes of the files of grammars that stay in memory. A grammar takes about 1.2 times its file, which may have 32 MiB."""
 
 
 def warm() -> None:
@@ -65,7 +70,7 @@ class Matcher:
     def __init__(self, compiled: str) -> None:
         import xgrammar
 
-        grammar = _grammar(compiled)
+        grammar = _grammars.read(compiled)
         info = grammar.tokenizer_info
         self._stops = frozenset(info.stop_token_ids)
         # Without a stop token, only the end of the grammar can end it.
@@ -113,14 +118,47 @@ class Matcher:
             raise RequestError(f"the grammar rejects the sampled token {token}", next="report this as a bug")
 
 
-@functools.lru_cache(maxsize=64)
-def _grammar(compiled: str) -> Any:
+class GrammarCache:
+    """The grammars that were used last, by `StructuredOutputParams.compiled`: as many as `max_bytes` of files, but at least one.
+    Several threads may read at once."""
+
+    def __init__(self, max_bytes: int = CACHED_BYTES) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._grammars: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._grammars)
+
+    def read(self, compiled: str) -> Any:
+        """The compiled grammar. Raises RequestError when the files cannot be read."""
+        with self._lock:
+            if compiled in self._grammars:
+                self._grammars.move_to_end(compiled)
+                return self._grammars[compiled][0]
+        grammar, size = _read(compiled)
+        with self._lock:
+            _, other = self._grammars.pop(compiled, (None, 0))  # another thread may have read it meanwhile
+            self._grammars[compiled] = grammar, size
+            self._bytes += size - other
+            while self._bytes > self._max_bytes and len(self._grammars) > 1:
+                _, (_, size) = self._grammars.popitem(last=False)
+                self._bytes -= size
+        return grammar
+
+
+_grammars = GrammarCache()
+
+
+def _read(compiled: str) -> tuple[Any, int]:
+    """A grammar and the bytes of its file."""
     import xgrammar
 
     try:
         files = json.loads(compiled)
-        text = Path(files["grammar"]).read_text(encoding="utf-8")
-        return xgrammar.CompiledGrammar.deserialize_json(text, _tokenizer_info(files["tokenizer"]))
+        content = Path(files["grammar"]).read_bytes()
+        grammar = xgrammar.CompiledGrammar.deserialize_json(content.decode(), _tokenizer_info(files["tokenizer"]))
+        return grammar, len(content)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise RequestError(
             "the compiled grammar of this request cannot be read", held=str(error) or type(error).__name__,

@@ -10,6 +10,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,19 +24,25 @@ from phalanx.engine.messages import (
     AddRequest,
     ClientToEngine,
     EngineToClient,
+    ExpertStats,
     Failed,
+    GetExperts,
     GetStats,
     Heartbeat,
+    RebalanceExperts,
     RequestRejected,
+    RequestUpdate,
     Shutdown,
     Stopped,
 )
 from phalanx.engine.scheduler import Scheduler
+from phalanx.engine.step_scheduler import StepScheduler
 from phalanx.errors import EngineClosed, EngineError, OptionError, PhalanxError, RequestError
 from phalanx.log import get_logger
 
 if TYPE_CHECKING:
     from phalanx.engine.executor import Executor
+    from phalanx.engine.experts import ExpertLoads
 
 logger = get_logger(__name__)
 
@@ -43,6 +50,10 @@ HEARTBEAT_SECONDS = 1.0
 STATS_SECONDS = 0.5
 QUIET_SECONDS = 2.0
 """How long the engine must have been idle before the accounting is checked: a request that comes during the check waits for it."""
+SCORES_PER_UPDATE = 256
+"""Logprobs of a prompt that go to the client in one message: it decodes them in milliseconds."""
+SCORES_SECONDS = 0.005
+"""Time between two such messages."""
 _MORE, _LAST = int(zmq.SNDMORE | zmq.NOBLOCK), int(zmq.NOBLOCK)
 _FRAMES_PER_STEP = 512  # so that a flood of messages does not keep the ranks waiting
 
@@ -68,17 +79,22 @@ class Loop:
     """Runs requests until it is told to stop or the ranks fail. Every message is a frame; an iteration sends its frames as one
     multipart message.
 
-    `backlog`: frames that came before the loop began. `warm` runs on a thread when the first constrained request comes.
+    `rebalance_every`: seconds between two rebalances of `experts`; None: none by itself. `backlog`: frames that came before the
+    loop began. `warm` runs on a thread when the first constrained request comes.
     """
 
     def __init__(
-        self, socket: ClientSocket, executor: Executor, scheduler: Scheduler, *, backlog: Iterable[bytes] = (),
-        warm: Callable[[], None] = warm_grammars, clock: Callable[[], float] = time.monotonic,
+        self, socket: ClientSocket, executor: Executor, scheduler: StepScheduler[Any], *, backlog: Iterable[bytes] = (),
+        experts: ExpertLoads | None = None, rebalance_every: float | None = None, warm: Callable[[], None] = warm_grammars,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._socket, self._executor, self._scheduler, self._clock = socket, executor, scheduler, clock
+        self._experts, self._rebalance_every = experts, rebalance_every
+        self._rebalance_due = clock() + (rebalance_every or 0.0)
         self._frames = list(backlog)
         self._outbox: list[EngineToClient] = []  # encoded when they are sent, after the ranks have their step
-        self._heartbeat_due = self._stats_due = clock()
+        self._scores: dict[str, deque[RequestUpdate]] = {}  # of each request whose scores are not all sent: its next updates
+        self._heartbeat_due = self._stats_due = self._scores_due = clock()
         self._idle_reported = True  # the client has the statistics of the idle engine
         self._check_due: float | None = None  # when the accounting is to be checked
         self._stopping = False
@@ -122,6 +138,7 @@ class Loop:
         self._process_results()
         self._submit()
         self._report()
+        self._queue_scores()
         self._send()
         if self._check_due is not None and self._clock() >= self._check_due:
             self._check()
@@ -141,6 +158,8 @@ class Loop:
             for waitable in waitables:
                 self._poller.register(waitable, zmq.POLLIN)
         due = min(self._heartbeat_due, (self._check_due or self._heartbeat_due) if self._scheduler.idle else self._stats_due)
+        if self._scores:
+            due = min(due, self._scores_due)
         seconds = 0.0 if self._frames else max(0.0, due - self._clock())
         if self._scheduler.grammar_calls.busy or self._openings.busy:
             seconds = min(seconds, SLOW_SECONDS)
@@ -166,6 +185,8 @@ class Loop:
 
     def _process_results(self) -> None:
         for result in self._executor.collect():
+            if self._experts is not None:
+                self._experts.step_done(result.number, result.moved)
             for message in self._scheduler.process_result(result):
                 self._queue(message)
         self._scheduler.grammar_calls.wait()
@@ -174,6 +195,18 @@ class Loop:
 
     def _submit(self) -> None:
         while (step := self._scheduler.schedule()) is not None:
+            if self._experts is not None and self._experts.moving:
+                step.move = self._experts.next_move(step.number)
+            self._executor.submit(step)
+        if self._experts is not None and self._experts.moving and not self._scheduler.steps_in_flight:
+            self._move_without_requests(self._experts)
+
+    def _move_without_requests(self, experts: ExpertLoads) -> None:
+        """No request runs: the moves go on in steps of their own."""
+        assert isinstance(self._scheduler, Scheduler), "experts do not move between data-parallel indices"
+        step = self._scheduler.empty_step()
+        if step is not None:
+            step.move = experts.next_move(step.number)
             self._executor.submit(step)
 
     def _report(self) -> None:
@@ -183,6 +216,9 @@ class Loop:
             self._heartbeat_due = now + HEARTBEAT_SECONDS
         if not self._scheduler.idle:
             self._idle_reported, self._check_due = False, None
+            if self._rebalance_every is not None and now >= self._rebalance_due:
+                self._begin_rebalance()
+                self._rebalance_due = now + self._rebalance_every
             if now >= self._stats_due:
                 self._queue_stats()
                 self._stats_due = now + STATS_SECONDS
@@ -219,8 +255,14 @@ class Loop:
                     self._scheduler.abort(request_id)
                     self._delayed = [add for add in self._delayed if add.request_id != request_id]
                     self._opening.pop(request_id, None)
+                    self._scores.pop(request_id, None)
             case GetStats():
                 self._queue_stats()
+            case GetExperts():
+                self._queue_experts()
+            case RebalanceExperts():
+                self._begin_rebalance()
+                self._queue_experts()
             case Shutdown():
                 self._stopping = True
 
@@ -297,12 +339,47 @@ class Loop:
             self._queue(RequestRejected(request_id, wire))
 
     def _queue(self, message: EngineToClient) -> None:
+        if isinstance(message, RequestUpdate):
+            id, scores = message.request_id, message.prompt_logprobs or []
+            if len(scores) > SCORES_PER_UPDATE:
+                parts = [scores[start : start + SCORES_PER_UPDATE] for start in range(0, len(scores), SCORES_PER_UPDATE)]
+                message.prompt_logprobs = parts[-1]
+                self._scores[id] = deque([*(RequestUpdate(id, [], prompt_logprobs=part) for part in parts[:-1]), message])
+                return
+            if id in self._scores:
+                self._scores[id].append(message)
+                return
+        elif isinstance(message, RequestRejected):
+            self._scores.pop(message.request_id, None)
         self._outbox.append(message)
 
+    def _queue_scores(self) -> None:
+        """The next part of a long prompt's scores. The client decodes messages in their order, at milliseconds for each part: all
+        at once would hold up the tokens of other requests behind them."""
+        if self._scores and (now := self._clock()) >= self._scores_due:
+            id = next(iter(self._scores))
+            parts = self._scores.pop(id)
+            self._outbox.append(parts.popleft())
+            if parts:
+                self._scores[id] = parts  # behind the other requests'
+            self._scores_due = now + SCORES_SECONDS
+
     def _queue_stats(self) -> None:
-        stats = self._scheduler.stats()
-        stats.rank_bytes, stats.allreduce, stats.ran, stats.rank_gauges = self._executor.stats()
+        stats, reported = self._scheduler.stats(), self._executor.stats()
+        stats.rank_bytes, stats.allreduce, stats.ran, stats.rank_gauges = reported[:4]
+        if self._experts is not None:
+            self._experts.update(reported.experts)
         self._queue(stats)
+
+    def _begin_rebalance(self) -> None:
+        if self._experts is not None:
+            self._experts.update(self._executor.stats().experts)
+            self._experts.begin_rebalance()
+
+    def _queue_experts(self) -> None:
+        if self._experts is not None:
+            self._experts.update(self._executor.stats().experts)
+        self._queue(ExpertStats() if self._experts is None else self._experts.stats())
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):

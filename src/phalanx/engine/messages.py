@@ -9,6 +9,8 @@ gc=False: there are hundreds of these per step, and none can be part of a cycle.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -18,6 +20,9 @@ from phalanx.config.sampling_params import SamplingParams
 STEP_KINDS = DECODE_GRAPH, MIXED_GRAPH, EAGER = ("decode graph", "prompt graph", "eager")
 """How a step runs: as a graph of decode rows that all sample, as a graph of any rows (decode and prefill), or launched kernel by
 kernel. The names are labels of metrics."""
+
+PackedCounts = bytes
+"""zlib of int64, little endian."""
 
 # ---- client -> engine ------------------------------------------------------------------------------------------------
 
@@ -43,11 +48,19 @@ class GetStats(msgspec.Struct, tag=True, array_like=True):
     """Answered by one Stats."""
 
 
+class GetExperts(msgspec.Struct, tag=True, array_like=True):
+    """Answered by one ExpertStats."""
+
+
+class RebalanceExperts(msgspec.Struct, tag=True, array_like=True):
+    """Move experts so that ranks get even parts of the recent load. Answered by one ExpertStats at once, before the first move."""
+
+
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """End the engine and its ranks now; every open request gets a RequestRejected(EngineClosed). Answered by Stopped."""
 
 
-ClientToEngine = AddRequest | Abort | GetStats | Shutdown
+ClientToEngine = AddRequest | Abort | GetStats | GetExperts | RebalanceExperts | Shutdown
 
 # ---- engine -> client ------------------------------------------------------------------------------------------------
 
@@ -62,12 +75,13 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestUpdate(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """New tokens of one request, in order, exactly once. The last one has a finish_reason."""
+    """New tokens of one request, in order, exactly once. The last one has a finish_reason. The first ones may have parts of
+    `prompt_logprobs` and no token; they end with the first update that has a token."""
 
     request_id: str
     tokens: list[int]
     logprobs: list[TokenLogprobs] = []  # one per token, where the request wants them
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # all of them, in the first update only; [0] is None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # the next ones, until the first token; the very first is None
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | None = None  # the stop token id that ended it, unless that is an eos
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
@@ -93,10 +107,13 @@ class RankFacts(msgspec.Struct, array_like=True):
     phases: dict[str, float] = {}
     attention: str = ""  # the back end in use
     allreduce: str = ""  # the digest of the table, or "seed"
+    expert_bytes: int = 0  # of one expert of a layer, on this rank
+    moe_layers: list[int] = []  # the layers with experts whose tokens it counts; others may count for it
 
 
 class EngineFacts(msgspec.Struct, array_like=True):
-    """The resolved size and layout of the engine, and how its start went."""
+    """The resolved size and layout of the engine, and how its start went. Of several replicas: layout, world and ranks are of one,
+    max_batch_size and num_blocks of all together."""
 
     model: str
     dtype: str
@@ -114,6 +131,7 @@ class EngineFacts(msgspec.Struct, array_like=True):
     phases: dict[str, float] = {}
     reasons: dict[str, str] = {}  # option -> why it has its value
     longer: str = ""  # what would raise max_seq_len; empty where nothing does, since the model ends there
+    replicas: int = 1
 
 
 class Started(msgspec.Struct, tag=True, array_like=True):
@@ -127,7 +145,6 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
 
     running: int = 0
     waiting: int = 0
-    waiting_tokens: int = 0
     steps: int = 0
     blocks_total: int = 0
     blocks_referenced: int = 0  # by requests; cached but unreferenced blocks do not count
@@ -140,16 +157,43 @@ class Stats(msgspec.Struct, tag=True, array_like=True):
     allreduce: dict[str, int] = {}  # "ONESHOT/RESIDUAL_RMS_NORM" -> calls, on rank 0
     ran: dict[str, int] = {}  # "decode graph/steps", "/tokens" and "/padding" (tokens), and so for each of STEP_KINDS, on rank 0
     rank_gauges: dict[int, dict[str, float]] = {}  # of each rank's GPU, as `hardware.gauges` names them
+    dp_running: list[int] = []  # `running` of each dp index, where there are several
+    dp_blocks_referenced: list[int] = []  # `blocks_referenced` of each, of blocks_total / indices
 
 
 class RankStats(NamedTuple):
     """What ranks report beside results. bytes: by rank and kind. Of rank 0: allreduce, calls by "STRATEGY/FUSION"; ran, see
-    `Stats`. gauges: of each rank's GPU."""
+    `Stats`. gauges: of each rank's GPU. experts: of each rank that counts them, [its layers with experts, experts]: tokens since
+    the start that reached the rank's part of the layer."""
 
     bytes: dict[int, dict[str, int]]
     allreduce: dict[str, int]
     ran: dict[str, int]
     gauges: dict[int, dict[str, float]]
+    experts: Mapping[int, PackedCounts] = MappingProxyType({})
+
+
+class ExpertStats(msgspec.Struct, tag=True, array_like=True):
+    """The tokens that reached each expert, as pairs of a token and one of its experts. Empty for a model without experts.
+
+    layers [L]: the layers that have experts. ranks [L][R]: the ranks that a layer's experts are spread over; where several share
+    each expert, the first of those. tokens, recent: [L, R, E]: since the start, and in the last `seconds`. placement [L][P]: the
+    expert of each physical expert; each rank of `ranks` has the next P / R of them. movable: whether experts can change ranks.
+    layers_left: whose experts are still to move. Since the start: moved, physical experts that got other weights; longest_move,
+    seconds that one step was delayed by.
+    """
+
+    layers: list[int] = []
+    ranks: list[list[int]] = []
+    experts: int = 0
+    tokens: PackedCounts = b""
+    recent: PackedCounts = b""
+    seconds: float = 0.0
+    placement: list[list[int]] = []
+    layers_left: int = 0
+    moved: int = 0
+    longest_move: float = 0.0
+    movable: bool = False
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -166,7 +210,7 @@ class Heartbeat(msgspec.Struct, tag=True, array_like=True):
     """The engine's heartbeat, once a second."""
 
 
-EngineToClient = RequestUpdate | RequestRejected | Started | Stats | Failed | Stopped | Heartbeat
+EngineToClient = RequestUpdate | RequestRejected | Started | Stats | ExpertStats | Failed | Stopped | Heartbeat
 
 # ---- engine -> ranks -------------------------------------------------------------------------------------------------
 
@@ -211,11 +255,44 @@ class StepBatch(msgspec.Struct, array_like=True):
     rows: list[StepRow] = []
 
 
+class StepExtent(msgspec.Struct, array_like=True):
+    """The size of a step that all dp indices run alike, since they exchange tokens in every layer. A rank pads its own part to it
+    and asks no other.
+
+    tokens: of each index. decode_rows, prefill_rows: the most that one index has. decodes: every row has one token and samples.
+    """
+
+    tokens: list[int]
+    decode_rows: int
+    prefill_rows: int
+    decodes: bool
+
+    @classmethod
+    def of(cls, batches: Sequence[StepBatch]) -> StepExtent:
+        singles = [sum(row.count == 1 for row in batch.rows) for batch in batches]
+        return cls(
+            [sum(row.count for row in batch.rows) for batch in batches],
+            max(singles),
+            max(len(batch.rows) - single for batch, single in zip(batches, singles, strict=True)),
+            all(row.count == 1 and row.samples for batch in batches for row in batch.rows),
+        )
+
+
+class ExpertMove(msgspec.Struct, array_like=True):
+    """Experts of a layer change places: placement [P] has the expert of each physical expert (see `plan.expert_placement`). The
+    ranks that have the layer exchange the weights of those that differ."""
+
+    layer: int
+    placement: list[int]
+
+
 class Step(msgspec.Struct, array_like=True):
     """One forward of all ranks. Numbers count from 1 without a gap; a rank that sees a gap stops with StepDiverged."""
 
     number: int
     batches: list[StepBatch]  # one per dp index, possibly empty
+    extent: StepExtent | None = None  # with several dp indices
+    move: ExpertMove | None = None  # before the forward
 
 
 def max_rows_per_step(max_batch_size: int, pipeline_stages: int) -> int:
@@ -237,3 +314,4 @@ class StepResult(msgspec.Struct, array_like=True):
 
     number: int
     batches: list[list[RowResult]]
+    moved: float | None = None  # seconds that the step's move took on the slowest rank

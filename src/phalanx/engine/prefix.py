@@ -16,18 +16,29 @@ from collections.abc import Sequence
 from phalanx.engine.blocks import BlockPool
 
 _ROOT = b"phalanx kv block"
+_ID_BYTES = array("q").itemsize
 
 
 def block_key(parent: bytes | None, token_ids: Sequence[int]) -> bytes:
     """16 bytes (BLAKE2b) over the parent's key and the block's token ids: no prompt can be crafted to hit the block of another."""
-    return hashlib.blake2b((parent or _ROOT) + array("q", token_ids).tobytes(), digest_size=16).digest()
+    return _key(parent, array("q", token_ids).tobytes())
+
+
+def _key(parent: bytes | None, ids: bytes) -> bytes:
+    return hashlib.blake2b((parent or _ROOT) + ids, digest_size=16).digest()
 
 
 def extend_keys(keys: list[bytes], token_ids: Sequence[int], block_size: int, count: int) -> None:
     """Append to `keys` until it holds those of the first `count` blocks of `token_ids`, which fill them."""
-    for index in range(len(keys), count):
-        chunk = token_ids[index * block_size : (index + 1) * block_size]
-        keys.append(block_key(keys[-1] if keys else None, chunk))
+    first = len(keys)
+    if first >= count:
+        return
+    # A long prompt has thousands of blocks, and tokens of other requests wait meanwhile: its ids become bytes at once.
+    data = array("q", token_ids[first * block_size : count * block_size]).tobytes()
+    size, parent = block_size * _ID_BYTES, keys[-1] if keys else None
+    for start in range(0, len(data), size):
+        parent = _key(parent, data[start : start + size])
+        keys.append(parent)
 
 
 def longest_hit(pool: BlockPool, keys: Sequence[bytes], block_size: int, window: int | None) -> list[int]:

@@ -29,13 +29,16 @@ from phalanx.comm import launch
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
+from phalanx.engine.dp_scheduler import DpScheduler
 from phalanx.engine.executor import RANK_EXECUTOR, Executor, load_executor
+from phalanx.engine.experts import ExpertLoads
 from phalanx.engine.grammar_threads import GrammarThreads, calls_run
 from phalanx.engine.limits import window_blocks
 from phalanx.engine.loop import HEARTBEAT_SECONDS, Loop, decode_to_engine
 from phalanx.engine.messages import EngineFacts, EngineToClient, Failed, Heartbeat, Shutdown, Started, Stopped
 from phalanx.engine.resolve_options import resolve_options
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
+from phalanx.engine.step_scheduler import StepScheduler
 from phalanx.errors import EngineError, PhalanxError
 from phalanx.hardware.probe import detect_machine
 
@@ -60,7 +63,9 @@ def main() -> None:
 
 def run(config: dict[str, Any]) -> int:
     """Serve the client at config["address"] to the end; returns the exit status: 0 when asked to end, 1 on failure."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front process, which then ends this one in order
+    # Ctrl-C and the end of the terminal are for the front process, which then ends this one in order.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     termination = _Termination()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
@@ -92,7 +97,10 @@ def _serve(config: dict[str, Any], socket: zmq.Socket[bytes], termination: _Term
         _send(socket, Failed(_explained(error, config).to_wire()))
         return 1
     listener.end()
-    loop = Loop(socket, engine.executor, engine.scheduler, backlog=listener.frames)
+    loop = Loop(
+        socket, engine.executor, engine.scheduler, backlog=listener.frames, experts=engine.experts,
+        rebalance_every=EngineOptions.of(**config["options"]).rebalance_experts_every,
+    )  # fmt: skip
     termination.then(loop.stop)
     _send(socket, Started(engine.facts))
     # The objects that exist now stay: a full collection would visit all of them, and ranks would wait meanwhile.
@@ -101,14 +109,23 @@ def _serve(config: dict[str, Any], socket: zmq.Socket[bytes], termination: _Term
     return loop.run()
 
 
+_SLOW_DIAGNOSIS_SECONDS = 2.0
+"""A failure whose explanation takes longer is logged meanwhile."""
+
+
 def _explained(error: PhalanxError, config: dict[str, Any]) -> PhalanxError:
     """The error of a failed start with what `config["diagnosis"]` ("module:function", DIAGNOSIS by default) finds behind it."""
     module, _, function = str(config.get("diagnosis", DIAGNOSIS)).partition(":")
+    slow = threading.Timer(_SLOW_DIAGNOSIS_SECONDS, logger.error, ("%s; (the doctor still looks for what is behind it)", error))
+    slow.daemon = True
+    slow.start()
     try:
         explained: PhalanxError = getattr(importlib.import_module(module), function)(error, config["options"])
     except Exception as raised:  # an explanation must never take the place of what it explains
         logger.warning("the failure could not be explained: %r", raised)
         return error
+    finally:
+        slow.cancel()
     return explained
 
 
@@ -117,8 +134,9 @@ class RunningEngine:
     """An engine that takes requests."""
 
     executor: Executor
-    scheduler: Scheduler
+    scheduler: StepScheduler[Any]
     facts: EngineFacts
+    experts: ExpertLoads | None = None
 
 
 def start(config: dict[str, Any]) -> RunningEngine:
@@ -136,27 +154,32 @@ def start(config: dict[str, Any]) -> RunningEngine:
             raise
     max_seq_len = _fit_length(given_options, options, shape, num_blocks, reasons)
     longer = _longer(options, shape, max_seq_len)
-    scheduler = Scheduler(
-        SchedulerOptions(
-            num_blocks=num_blocks, block_size=options.kv_block_size, max_batch_size=options.max_batch_size,
-            max_num_tokens=_resolved(options.max_num_tokens), max_seq_len=max_seq_len, depth=executor.depth,
-            pipeline_stages=options.pipeline_parallel_size, window=shape.window, prefix_caching=options.enable_prefix_caching,
-            chunked_prefill=options.enable_chunked_prefill, vocab_size=shape.vocab_size, seed=options.seed,
-            longer=longer,
-        ),
-        grammar_calls=GrammarThreads(),
+    limits = SchedulerOptions(
+        num_blocks=num_blocks, block_size=options.kv_block_size, max_batch_size=options.index_batch_size,
+        max_num_tokens=_resolved(options.index_num_tokens), max_seq_len=max_seq_len, depth=executor.depth,
+        pipeline_stages=options.pipeline_parallel_size, window=shape.window, prefix_caching=options.enable_prefix_caching,
+        chunked_prefill=options.enable_chunked_prefill, vocab_size=shape.vocab_size, seed=options.seed, longer=longer,
     )  # fmt: skip
+    indices, grammar_calls = options.expert_parallel_size, GrammarThreads()
+    scheduler: StepScheduler[Any]
+    if indices == 1:
+        scheduler = Scheduler(limits, grammar_calls=grammar_calls)
+    else:
+        scheduler = DpScheduler(limits, indices, grammar_calls=grammar_calls)
     facts = EngineFacts(
         model=options.model, dtype=options.dtype, device=options.device, world=options.world_size,
         layout=(options.pipeline_parallel_size, options.expert_parallel_size, options.tensor_parallel_size),
         max_seq_len=max_seq_len, max_batch_size=options.max_batch_size, max_num_tokens=_resolved(options.max_num_tokens),
-        block_size=options.kv_block_size, num_blocks=num_blocks, vocab_size=shape.vocab_size,
+        block_size=options.kv_block_size, num_blocks=num_blocks * indices, vocab_size=shape.vocab_size,
         eos_token_ids=list(shape.eos_token_ids), ranks=ranks, phases=phases.seconds, reasons=reasons, longer=longer,
     )  # fmt: skip
     for name, why in reasons.items():
         logger.info("%s = %s", name, why)
     logger.info("%s", facts_line(facts))
-    return RunningEngine(executor, scheduler, facts)
+    experts = None
+    if shape.experts is not None and any(rank.moe_layers for rank in ranks):
+        experts = ExpertLoads(ranks, shape.experts.count, redundant=options.redundant_experts, clock=time.monotonic)
+    return RunningEngine(executor, scheduler, facts, experts)
 
 
 def facts_line(facts: EngineFacts) -> str:

@@ -17,14 +17,14 @@ The request skips steps meanwhile, and the others do not wait (`process_grammar_
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from phalanx.engine.blocks import BlockPool
 from phalanx.engine.forecast import forecast_of
 from phalanx.engine.grammar import OpenMatcher, TokenMatcher, open_matcher, request_matcher
-from phalanx.engine.grammar_threads import SLOW_SECONDS, TOKEN_SECONDS, GrammarThreads, InlineGrammarCalls
+from phalanx.engine.grammar_threads import SLOW_SECONDS, TOKEN_SECONDS, GrammarCall, GrammarThreads, InlineGrammarCalls
 from phalanx.engine.limits import SchedulerOptions, length_limit
 from phalanx.engine.messages import (
     AddRequest,
@@ -40,6 +40,7 @@ from phalanx.engine.messages import (
 )
 from phalanx.engine.prefix import extend_keys, longest_hit
 from phalanx.engine.request import Request
+from phalanx.engine.step_scheduler import Messages, StepScheduler
 from phalanx.errors import EngineError, RequestError, StepDiverged
 
 __all__ = ["Scheduler", "SchedulerOptions"]
@@ -62,70 +63,57 @@ class _StepDraft:
     reserved_blocks: int = 0  # that running prompts will still take
 
 
-class Scheduler:
-    """`add`, `abort`, `schedule`, `process_result`. Each scheduled step must be submitted, and its result processed, in order."""
+class Scheduler(StepScheduler[list[tuple[Request, StepRow]]]):
+    """A `StepScheduler` whose steps have one batch."""
 
     def __init__(
         self, options: SchedulerOptions, open_matcher: OpenMatcher = open_matcher, *,
-        grammar_calls: GrammarThreads | InlineGrammarCalls | None = None,
+        grammar_calls: GrammarThreads | InlineGrammarCalls | None = None, seeds: random.Random | None = None,
     ) -> None:  # fmt: skip
-        self.options = options
+        """seeds: shared with other schedulers of one engine; None: from options.seed."""
+        super().__init__(options, open_matcher, grammar_calls, num_blocks=options.num_blocks)
         self.pool = BlockPool(options.num_blocks)
-        self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
-        self.counters = Stats(blocks_total=options.num_blocks)
-        self.open_matcher = open_matcher
-        self.grammar_calls = grammar_calls or InlineGrammarCalls()
-        self._requests: dict[str, Request] = {}
         self._slots = list(range(options.max_batch_size - 1, -1, -1))
         self._released: list[int] = []
-        self._in_flight: deque[tuple[int, list[tuple[Request, StepRow]]]] = deque()
-        self._seeds = random.Random(options.seed)
+        self._seeds = seeds or random.Random(options.seed)
 
     # ---- requests come and go ----------------------------------------------------------------------------------------
 
     def add(self, add: AddRequest, matcher: TokenMatcher | None = None) -> None:
-        """Queue a request. matcher: its grammar's, opened here where there is none. Raises PromptTooLong, CapacityError or
-        RequestError: then nothing has changed."""
+        """As `StepScheduler`."""
+        self.enqueue(self.request_of(add, matcher))
+
+    def request_of(self, add: AddRequest, matcher: TokenMatcher | None = None) -> Request:
+        """The request, which is not queued. Raises as `add`."""
         if add.request_id in self._requests:
             raise RequestError(f"request id {add.request_id!r} is in use", next="give each request its own id")
         limit = length_limit(add, self.options)
         matcher = matcher or request_matcher(add, self.open_matcher)
         seed = self._seeds.getrandbits(63) if add.params.seed is None else add.params.seed
-        request = Request(add, seed=seed, limit=limit, matcher=matcher)
+        return Request(add, seed=seed, limit=limit, matcher=matcher)
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request that `request_of` has made."""
         self._requests[request.id] = request
         self.waiting.append(request)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request, wherever it is. An unknown one is no error: it may just have ended."""
+        """As `StepScheduler`."""
         request = self._requests.get(request_id)
         if request is not None:
             request.ended = True
             self._remove([request])
 
-    @property
-    def open_ids(self) -> list[str]:
-        """The requests that have not ended, in order of arrival."""
-        return list(self._requests)
-
-    @property
-    def steps_in_flight(self) -> int:
-        return len(self._in_flight)
-
-    @property
-    def idle(self) -> bool:
-        return not self._requests and not self._in_flight
-
     def stats(self) -> Stats:
-        """The counters, with the gauges of now. The same object each time."""
+        """As `StepScheduler`."""
         stats = self.counters
         stats.running, stats.waiting = len(self.running), len(self.waiting)
-        stats.waiting_tokens = sum(len(request.tokens) for request in self.waiting)
         stats.blocks_referenced = self.pool.referenced
         return stats
 
     def check(self) -> None:
-        """Verify the accounting of blocks and slots; for idle moments. Raises EngineError."""
+        """As `StepScheduler`."""
         self.pool.check(request.blocks for request in self.running)
         slots = sorted(self._slots + [request.slot for request in self.running])
         if slots != list(range(self.options.max_batch_size)):
@@ -134,7 +122,7 @@ class Scheduler:
     # ---- schedule ----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        """The next step; None when `depth` steps are in flight, or no request can go on before a result is processed."""
+        """As `StepScheduler`."""
         if len(self._in_flight) >= self.options.depth or not self._requests:
             return None
         draft, eligible = self._draft()
@@ -142,6 +130,13 @@ class Scheduler:
         self._admit_waiting(draft)
         rows = draft.decode_rows + draft.prefill_rows
         return self._close(draft, rows) if rows else None
+
+    def empty_step(self) -> Step | None:
+        """A step without rows, for what ranks do beside requests; None when `depth` steps are in flight."""
+        if len(self._in_flight) >= self.options.depth:
+            return None
+        draft, _ = self._draft()
+        return self._close(draft, [])
 
     def _draft(self) -> tuple[_StepDraft, list[Request]]:
         """The budgets of this step, and the running requests that can go on."""
@@ -314,12 +309,8 @@ class Scheduler:
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
-    def process_result(self, result: StepResult) -> list[RequestUpdate | RequestRejected]:
-        """Take in the result of the oldest step in flight. Returns one RequestUpdate per request with a new token, RequestRejected
-        where a grammar failed.
-
-        Raises StepDiverged when the result is not that step's.
-        """
+    def process_result(self, result: StepResult) -> Messages:
+        """As `StepScheduler`."""
         number, rows = self._in_flight[0] if self._in_flight else (None, [])
         if number != result.number or len(result.batches) != 1 or len(result.batches[0]) != len(rows):
             raise StepDiverged(
@@ -327,7 +318,7 @@ class Scheduler:
                 held=f"the oldest step in flight is {number}, with {len(rows)} rows",
             )
         self._in_flight.popleft()
-        messages: list[RequestUpdate | RequestRejected] = []
+        messages: Messages = []
         ended: list[Request] = []
         for (request, row), row_result in zip(rows, result.batches[0], strict=True):
             if request.ended:
@@ -351,11 +342,15 @@ class Scheduler:
         self._remove(ended)
         return messages + self.process_grammar_calls()
 
-    def process_grammar_calls(self) -> list[RequestUpdate | RequestRejected]:
-        """Take in the tokens that grammars have accepted meanwhile; messages as from `process_result`."""
-        messages: list[RequestUpdate | RequestRejected] = []
+    def process_grammar_calls(self) -> Messages:
+        """As `StepScheduler`."""
+        return self.take_grammar_calls(self.grammar_calls.collect())
+
+    def take_grammar_calls(self, calls: Sequence[GrammarCall]) -> Messages:
+        """`process_grammar_calls`, of calls that have been collected."""
+        messages: Messages = []
         ended: list[Request] = []
-        for call in self.grammar_calls.collect():
+        for call in calls:
             request: Request = call.owner
             row_result, request.grammar_row = request.grammar_row, None
             if request.ended or row_result is None:
@@ -382,6 +377,21 @@ class Scheduler:
         return update
 
     # ---- blocks and slots --------------------------------------------------------------------------------------------
+
+    def load_with(self, request: Request) -> int | None:
+        """Tokens that this scheduler would have to hold and to compute if a request came now: those of its other requests, and
+        those of the prompt that its prefix cache lacks. None if the request would have to wait for a slot, for blocks, or for the
+        prompts of others."""
+        queued = sum(len(other.tokens) for other in self.waiting)
+        busy = bool(self.running or self.waiting)
+        if busy and (len(self.waiting) >= len(self._slots) or queued >= self.options.max_num_tokens):
+            return None
+        hit = len(self._prefix_hit(request))
+        blocks = self._blocks_for(queued) + len(self.waiting) + self._peak_new_blocks(request, hit)
+        if busy and blocks + len(self.running) > self.pool.available:
+            return None
+        running = sum(len(other.tokens) + other.pending for other in self.running)
+        return running + queued + len(request.tokens) - hit * self.options.block_size
 
     def _blocks_for(self, positions: int) -> int:
         return -(-positions // self.options.block_size)

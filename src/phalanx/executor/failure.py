@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from phalanx.comm.launch import exit_words
-from phalanx.errors import PhalanxError, RankDied
-from phalanx.executor.protocol import RankError
+from phalanx.config.host_facts import differences
+from phalanx.errors import EngineError, PhalanxError, RankDied
+from phalanx.executor.protocol import NodeHello, RankError
 
 
 class Evidence(IntEnum):
@@ -43,6 +44,28 @@ def from_exit(rank: int, code: int, *, where: str, doing: str) -> FailureReport:
     }
     error = RankDied(f"rank {rank} ({where}) {exit_words(code)}", held=doing, next=hints.get(code, "see its log lines above"))
     return FailureReport(Evidence.KILLED if killed else Evidence.ENDED, error)
+
+
+_SHOWN = 5  # differences of a host in one error
+
+
+def require_equal_hosts(facts: dict[str, str], hello: NodeHello) -> None:
+    """Raise EngineError where a node that joins has other facts (`config.host_facts`) than the engine's host has."""
+    differing = differences(facts, hello.facts)
+    if not differing:
+        return
+    if not hello.facts:  # as older versions join
+        raise EngineError(
+            f"node {hello.node} ({hello.address}) runs another version of Phalanx", held="it does not say which",
+            next="install the same version on every host",
+        )  # fmt: skip
+    shown = {name.removeprefix("option "): pair for name, pair in list(differing.items())[:_SHOWN]}
+    more = f"; and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    values = "; ".join(f"{name}: {engine} at the engine, {node} on node {hello.node}" for name, (engine, node) in shown.items())
+    raise EngineError(
+        f"node {hello.node} ({hello.address}) differs from the engine's host in {', '.join(shown)}", held=values + more,
+        why="ranks of both would compute different results", next="give every host the same options, software and checkpoint",
+    )  # fmt: skip
 
 
 def root_cause(reports: list[FailureReport]) -> FailureReport | None:

@@ -17,22 +17,25 @@ class _InFlightStep:
     waiting: set[int]  # ranks that have not run it
     sampling: set[int]  # those of them that belong to the last stage
     since: float
+    moves: bool  # experts, on ranks of any stage
     tokens: dict[int, tuple[int, int]] = field(default_factory=dict)  # dp index -> (rank, CRC of its tokens)
     rows: dict[int, list[RowResult]] = field(default_factory=dict)  # dp index -> results
     delivered: bool = False
+    moved: float | None = None  # on the slowest rank so far
 
 
 class InFlightSteps:
-    """A step is complete once every rank of the last stage has run it and they agree; the earlier stages have run it by then."""
+    """A step is complete once every rank of the last stage has run it and they agree; the earlier stages have run it by then, but
+    may not have reported it. One that moves experts is complete when all have: the result has the time of the slowest."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._last_stage = {rank for rank in range(layout.world) if layout.place(rank).pp_index == layout.pp - 1}
         self._steps: dict[int, _InFlightStep] = {}
 
-    def submitted(self, number: int, digest: bytes, now: float) -> None:
-        """A step was sent to every rank."""
-        self._steps[number] = _InFlightStep(digest, set(range(self._layout.world)), set(self._last_stage), now)
+    def submitted(self, number: int, digest: bytes, now: float, *, moves: bool = False) -> None:
+        """A step was sent to every rank. moves: it moves experts."""
+        self._steps[number] = _InFlightStep(digest, set(range(self._layout.world)), set(self._last_stage), now, moves)
 
     def record(self, done: StepDone, now: float) -> None:
         """A rank has run a step. Raises StepDiverged for a step that is not in flight on it, or another outcome than its peers'."""
@@ -58,6 +61,8 @@ class InFlightSteps:
                     why="ranks of one tensor-parallel group compute the same logits",
                     next="a GPU or its link is at fault, or a collective is: try allreduce_strategy='NCCL'",
                 )
+        if done.moved is not None:
+            step.moved = max(step.moved or 0.0, done.moved)
         if done.rows is not None:
             step.rows[dp_index] = done.rows
         if not step.waiting:
@@ -69,11 +74,11 @@ class InFlightSteps:
         """The results that are complete and were not returned before, in order."""
         results = []
         for number, step in list(self._steps.items()):
-            if step.sampling:
+            if step.sampling or (step.moves and step.waiting):
                 break
             if not step.delivered:
                 step.delivered = True
-                results.append(StepResult(number, [step.rows[dp_index] for dp_index in range(self._layout.dp)]))
+                results.append(StepResult(number, [step.rows[dp_index] for dp_index in range(self._layout.dp)], step.moved))
             if not step.waiting:
                 del self._steps[number]
         return results

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starting the processes of ranks: the `Launcher` seam, and `LocalLauncher` for this host.
 
-The option `launcher` names the implementation by a dotted path. An executor (and a `Node`, on each further host of `nnodes`) calls
+The option `launcher` names the implementation. An executor (and a `Node`, on each further host of `nnodes`) calls
 it with the options, hands it its ranks, and asks it which have ended. Steps and results do not pass through a launcher: ranks
 connect to the engine's socket themselves.
 """
@@ -15,14 +15,15 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from phalanx import hardware
 from phalanx.comm import launch
-from phalanx.config import dotted_path
+from phalanx.config.launchers import launcher_class
 from phalanx.config.options import EngineOptions
 from phalanx.config.sources import differing_variables
 from phalanx.errors import LayoutError, OptionError
+from phalanx.hardware.probe import cores, free_cores
 from phalanx.log import get_logger
 
 log = get_logger(__name__)
@@ -31,6 +32,12 @@ WORKER = "phalanx.worker"
 """The module that a rank's process executes."""
 KERNEL_FOLDERS = {"TRITON_CACHE_DIR": "triton", "FLASHINFER_WORKSPACE_BASE": "flashinfer"}
 """The variable that tells each compiler where it keeps kernels, and the subfolder of kernel_cache_dir that it is given."""
+
+
+SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Environment of CPU ranks, unless the user sets the variable. OpenMP threads wait for each other after each operation. By default
+they spin, on a core that another program may need to get its own part done: with two busy neighbours on two cores, operations take
+many times as long."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +98,16 @@ class Launcher(Protocol):
         """Start one process per rank, and return them by rank. Called once. When it raises, no process is left.
 
         Each process executes `WORKER` by `comm.launch.start`, and gets `config` with these added: "rank", "node", "device_index",
-        "local_ranks" (how many ranks share its host). config holds "options" (of EngineOptions), "engine" (the zmq address to which
-        ranks connect), "peer" (the address by which other hosts reach the host of rank 0), "store_port" (where rank 0 listens for
-        the other ranks; 0 is any free port) and "cluster_token" (what authenticates the connection to "engine"; None where nothing
-        does). The token is a secret: pass it on where nobody else can read it, never in a command line. A launcher that places
-        ranks on other hosts calls `LocalLauncher.start` on each of them, with its share of the ranks; if rank 0 is among these, it
-        replaces "peer" by that host's address.
+        "local_ranks" (how many ranks share its host), and may have "free_cores" (cores that no other program uses). config holds
+        "options" (of EngineOptions), "engine" (the zmq address to which ranks connect), "peer" (the address by which other hosts
+        reach the host of rank 0: collectives use the interface that leads there) and "cluster_token" (what authenticates the
+        connections to "engine"; None where nothing does). The token is a secret: pass it on where nobody else can read it, never in
+        a command line. A launcher that places ranks on other hosts calls `LocalLauncher.start` on each of them, with its share of
+        the ranks; if rank 0 is among these, it replaces "peer" by that host's address.
         """
 
     def ended(self) -> list[EndedRank]:
-        """The ranks whose processes have ended since the last call, in order. Never blocks."""
+        """The ranks whose processes have ended since the last call, in order. Never blocks. Raises the error that ended a host."""
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when a process has ended. Valid from `start` to `stop`."""
@@ -110,9 +117,25 @@ class Launcher(Protocol):
         called at any time, and again."""
 
 
+@runtime_checkable
+class ClusterLauncher(Launcher, Protocol):
+    """A launcher that finds the hosts itself: `options.nnodes` of them, from one command.
+
+    `start` gets all ranks, as those of node 0, and spreads them by `host_ranks`. Each host, that of rank 0 included, runs a
+    `executor.node.Node` that joins the engine: so a lost host is noticed and named as it is without such a launcher.
+    """
+
+    @classmethod
+    def gpus_per_host(cls, options: EngineOptions) -> int:
+        """GPUs of the host that has the most: this one, where the engine runs, may have none."""
+
+    def engine_address(self) -> str:
+        """The address by which those hosts reach this one. The engine listens there, at master_port."""
+
+
 def load_launcher(options: EngineOptions) -> Launcher:
     """The launcher that `options.launcher` names. Raises OptionError when it cannot be loaded."""
-    launcher: Launcher = dotted_path.load(options.launcher, option="launcher")(options)
+    launcher: Launcher = launcher_class(options)(options)
     return launcher
 
 
@@ -161,14 +184,22 @@ class LocalLauncher:
 
     def start(self, ranks: HostRanks, config: Mapping[str, Any]) -> Mapping[int, LocalRank]:
         environment = kernel_folders(self._options.kernel_cache_dir)
+        on_cpu = self._options.device == "cpu"
+        free = free_cores() if on_cpu else cores()
         self._watch = launch.Watch()
         try:
             for index, rank in enumerate(ranks.ranks):
                 rank_config = {
                     **config, "rank": rank, "node": ranks.node, "device_index": ranks.first_device + index,
-                    "local_ranks": len(ranks.ranks),
+                    "local_ranks": len(ranks.ranks), "free_cores": free,
                 }  # fmt: skip
-                child = launch.start(self.module, rank_config, f"phalanx rank {rank}", environment=environment)
+                child = launch.start(
+                    self.module,
+                    rank_config,
+                    f"phalanx rank {rank}",
+                    environment=environment,
+                    defaults=SLEEPING_THREADS if on_cpu else None,
+                )
                 self._ranks[rank] = LocalRank(child, ranks.node)
                 self._watch.add(child)
         except BaseException:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import Literal
 
 import msgspec
 import zmq
 
 from phalanx.config.sampling_params import MAX_LOGPROBS
-from phalanx.engine.messages import RankFacts, RowResult, Step
+from phalanx.engine.messages import PackedCounts, RankFacts, RowResult, Step
 from phalanx.errors import StepDiverged
 from phalanx.executor.cluster_keys import ClusterKeys
 
@@ -36,11 +37,17 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
     pid: int
 
 
-class StoreReady(msgspec.Struct, tag=True, array_like=True):
-    """Rank 0 has opened the store through which ranks form their groups, at "host:port"."""
+StoreOperation = Literal["set", "get", "append", "add", "compare_set", "delete", "check", "wait", "count"]
+
+
+class StoreRequest(msgspec.Struct, tag=True, array_like=True):
+    """An operation on the store through which ranks form their groups (`executor.rank_store`). `number`: of the reply."""
 
     rank: int
-    address: str
+    number: int
+    operation: StoreOperation
+    keys: list[str]
+    values: list[bytes]
 
 
 class StartupProgress(msgspec.Struct, tag=True, array_like=True):
@@ -69,13 +76,14 @@ class RankReady(msgspec.Struct, tag=True, array_like=True):
 
 class StepDone(msgspec.Struct, tag=True, array_like=True):
     """A rank has run a step. `tokens`: CRC-32 of the tokens it sampled (None before the last stage). `rows`: the results, from
-    tp index 0 of the last stage."""
+    tp index 0 of the last stage. `moved`: seconds that the step's move of experts took."""
 
     rank: int
     number: int
     digest: bytes
     tokens: int | None = None
     rows: list[RowResult] | None = None
+    moved: float | None = None
 
 
 class RankError(msgspec.Struct, tag=True, array_like=True):
@@ -88,7 +96,8 @@ class RankError(msgspec.Struct, tag=True, array_like=True):
 
 class RankHeartbeat(msgspec.Struct, tag=True, array_like=True):
     """A rank's heartbeat, once a second: the last steps that it began and finished, its bytes by kind, its all-reduce calls, and
-    how its steps ran (see `Stats.ran`)."""
+    how its steps ran (see `Stats.ran`). experts: tokens of each expert, see `RankStats`; empty where
+    they are as in the last one."""
 
     rank: int
     begun: int = 0
@@ -97,16 +106,18 @@ class RankHeartbeat(msgspec.Struct, tag=True, array_like=True):
     allreduce: dict[str, int] = {}
     ran: dict[str, int] = {}
     gauges: dict[str, float] = {}
+    experts: PackedCounts = b""
 
 
 # ---- node -> engine --------------------------------------------------------------------------------------------------
 
 
 class NodeHello(msgspec.Struct, tag=True, array_like=True):
-    """A node has started its ranks."""
+    """A node has started its ranks. `facts`: see `config.host_facts`; they must be those of the engine's host."""
 
     node: int
     address: str
+    facts: dict[str, str] = {}
 
 
 class NodeHeartbeat(msgspec.Struct, tag=True, array_like=True):
@@ -124,17 +135,18 @@ class RankExit(msgspec.Struct, tag=True, array_like=True):
 
 
 RankToEngine = (
-    Hello | StoreReady | StartupProgress | KvCapacity | RankReady | StepDone | RankError | RankHeartbeat
+    Hello | StoreRequest | StartupProgress | KvCapacity | RankReady | StepDone | RankError | RankHeartbeat
     | NodeHello | NodeHeartbeat | RankExit
 )  # fmt: skip
 
 # ---- engine -> rank or node ------------------------------------------------------------------------------------------
 
 
-class StoreAddress(msgspec.Struct, tag=True, array_like=True):
-    """The store is at "host:port"."""
+class StoreReply(msgspec.Struct, tag=True, array_like=True):
+    """What a rank's StoreRequest of this number returns."""
 
-    address: str
+    number: int
+    values: list[bytes]
 
 
 class Allocate(msgspec.Struct, tag=True, array_like=True):
@@ -153,7 +165,7 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     error: dict[str, str] | None = None
 
 
-EngineToRank = StoreAddress | Allocate | EngineHeartbeat | Stop
+EngineToRank = StoreReply | Allocate | EngineHeartbeat | Stop
 
 _HEADER = struct.Struct("<Q16s")
 _encoder = msgspec.msgpack.Encoder()
@@ -189,11 +201,18 @@ def heartbeat_identity(rank: int) -> bytes:
     return b"heartbeat-" + rank_identity(rank)
 
 
+def store_identity(rank: int) -> bytes:
+    """The identity of the connection on which a rank reads and writes the store."""
+    return b"store-" + rank_identity(rank)
+
+
 def sender_identity(message: RankToEngine) -> bytes:
     """The identity of the one process that may send this message."""
     match message:
         case RankHeartbeat():
             return heartbeat_identity(message.rank)
+        case StoreRequest():
+            return store_identity(message.rank)
         case NodeHello() | NodeHeartbeat() | RankExit():
             return node_identity(message.node)
         case _:

@@ -23,6 +23,8 @@ import msgspec
 import zmq
 
 from phalanx.config.cluster_token import SECRET_OPTIONS, read_cluster_token
+from phalanx.config.host_facts import host_facts
+from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.engine.messages import RankFacts, RankStats, Step, StepResult
@@ -32,8 +34,10 @@ from phalanx.executor.cluster_keys import ClusterKeys
 from phalanx.executor.failure import Evidence, FailureReport
 from phalanx.executor.heartbeat import NODE_TIMEOUT, HeartbeatMonitor
 from phalanx.executor.inflight import InFlightSteps
-from phalanx.executor.launcher import RankHandle, host_ranks, load_launcher
+from phalanx.executor.late_names import wait_for_name
+from phalanx.executor.launcher import ClusterLauncher, HostRanks, RankHandle, host_ranks, load_launcher
 from phalanx.executor.peer_authentication import PeerAuthenticator
+from phalanx.executor.rank_store import RankStore
 from phalanx.executor.startup import StartupCoordinator
 from phalanx.hardware.probe import address_towards
 from phalanx.log import get_logger
@@ -52,28 +56,36 @@ class RankExecutor:
     """The `Executor` of rank processes; see `engine.executor.Executor` for the contract of each method."""
 
     def __init__(self, options: EngineOptions) -> None:
-        self._options = options
         self._layout = Layout.of(options)
-        self._host = host_ranks(options, 0)
         self._launcher = load_launcher(options)
+        self._joins = range(1, options.nnodes)  # the hosts that join this engine, each with a `Node`
+        self._host = host_ranks(options, 0)  # what the launcher starts
+        if isinstance(self._launcher, ClusterLauncher):
+            self._joins, self._host = range(options.nnodes), HostRanks(0, range(self._layout.world))
+            options = options.model_copy(update={"master_addr": self._launcher.engine_address()})
+        self._options = options
         self._launcher.require_devices(self._host)
-        self._cluster_token = read_cluster_token(options)
-        if options.nnodes == 1 and not self._launcher.on_this_host and not options.insecure_cluster:
-            self._cluster_token = secrets.token_hex(32)  # every rank gets it from the launcher
+        launches_all = not self._launcher.on_this_host and len(self._joins) in (0, options.nnodes)
+        self._cluster_token = read_cluster_token(options, required=not launches_all)
+        if launches_all and self._cluster_token is None and not options.insecure_cluster:
+            self._cluster_token = secrets.token_hex(32)  # every rank and node gets it from the launcher
+        self._facts: dict[str, str] = {}
         self.depth = max(self._layout.pp, 2)
         self._socket: zmq.Socket[bytes] | None = None  # while ranks run, or start
         self._peers: PeerAuthenticator | None = None  # of connections over TCP
         self._handles: Mapping[int, RankHandle] = {}
         self._nodes: set[int] = set()
+        self._store = RankStore()
         self._chain = protocol.Chain()
         self._in_flight = InFlightSteps(self._layout)
         self._heartbeats = HeartbeatMonitor(options.stall_timeout)
-        self._startup = StartupCoordinator(self._layout.world, options.nnodes, time.monotonic())
+        self._startup = StartupCoordinator(self._layout.world, self._joins, time.monotonic())
         self._reports: list[FailureReport] = []
         self._bytes: dict[int, dict[str, int]] = {}
         self._allreduce: dict[str, int] = {}
         self._ran: dict[str, int] = {}
         self._gauges: dict[int, dict[str, float]] = {}
+        self._experts: dict[int, bytes] = {}
         self._failed: PhalanxError | None = None
         self._last_node_heartbeat = 0.0
 
@@ -103,7 +115,7 @@ class RankExecutor:
 
     def _launch(self) -> None:
         """Listen, and start this host's ranks. Ranks of this host connect through a private folder that is gone once all have
-        connected, so engines never collide and nothing stays behind; ranks of other hosts use two TCP ports of host 0."""
+        connected, so engines never collide and nothing stays behind; ranks of other hosts use one TCP port of host 0."""
         options = self._options
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = self._socket = self._context.socket(zmq.ROUTER)
@@ -120,26 +132,29 @@ class RankExecutor:
             self._startup.folder = Path(tempfile.mkdtemp(prefix="phalanx-", dir="/tmp"))
             address = f"ipc://{self._startup.folder}/ranks"
             router.bind(address)
-        peer, store_port = LOOPBACK, 0
+        peer = LOOPBACK
         if options.nnodes > 1 or not self._launcher.on_this_host:
             self._authenticate(router)
+            wait_for_name(options.master_addr, options.master_addr_timeout)
             bind_tcp(router, options.master_addr, options.master_port)
-            peer, store_port = options.master_addr, options.master_port + 1
-            if options.nnodes > 1:
-                log.info("waiting for %d nodes at %s:%d", options.nnodes - 1, options.master_addr, options.master_port)
+            peer = options.master_addr
+            if self._joins:
+                self._facts = host_facts(options, locate(options.model, options.revision))
+                log.info("waiting for %d nodes at %s:%d", len(self._joins), options.master_addr, options.master_port)
             if not self._launcher.on_this_host:
                 address = f"tcp://{bracketed(options.master_addr)}:{options.master_port}"
         self._handles = self._launcher.start(self._host, {
-            "engine": address, "peer": peer, "store_port": store_port,
+            "engine": address, "peer": peer,
             "cluster_token": self._cluster_token if address.startswith("tcp:") else None,
             "options": options.model_dump(mode="json", exclude=SECRET_OPTIONS),
         })  # fmt: skip
 
     def _authenticate(self, router: zmq.Socket[bytes]) -> None:
         """From now on, every peer that connects over TCP proves that it has the cluster token."""
-        ranks, nodes = range(self._layout.world), range(1, self._options.nnodes)
-        names = [protocol.node_identity(node) for node in nodes]
-        names += [identity(rank) for rank in ranks for identity in (protocol.rank_identity, protocol.heartbeat_identity)]
+        ranks = range(self._layout.world)
+        names = [protocol.node_identity(node) for node in self._joins]
+        identities = protocol.rank_identity, protocol.heartbeat_identity, protocol.store_identity
+        names += [identity(rank) for rank in ranks for identity in identities]
         keys = None if self._cluster_token is None else ClusterKeys(self._cluster_token)
         if keys is None:
             log.warning("insecure_cluster: whoever reaches the ports of this host can join the engine, read prompts and end it")
@@ -151,7 +166,7 @@ class RankExecutor:
     def submit(self, step: Step) -> None:
         self._require_open()
         frames = self._chain.seal(step)
-        self._in_flight.submitted(step.number, self._chain.digest, time.monotonic())
+        self._in_flight.submitted(step.number, self._chain.digest, time.monotonic(), moves=step.move is not None)
         for rank in range(self._layout.world):
             self._send(protocol.rank_identity(rank), *frames)
 
@@ -165,7 +180,7 @@ class RankExecutor:
         return [] if self._socket is None else [self._socket, self._launcher.fileno()]
 
     def stats(self) -> RankStats:
-        return RankStats(self._bytes, self._allreduce, self._ran, self._gauges)
+        return RankStats(self._bytes, self._allreduce, self._ran, self._gauges, self._experts)
 
     def shutdown(self) -> None:
         self._end(None)
@@ -205,8 +220,11 @@ class RankExecutor:
                 self._receive(message)
             except PhalanxError as error:
                 self._reports.append(FailureReport(Evidence.CAUSE, error))
-        for ended in self._launcher.ended():
-            self._exited(ended.rank, ended.code, ended.where)
+        try:
+            for ended in self._launcher.ended():
+                self._exited(ended.rank, ended.code, ended.where)
+        except PhalanxError as error:
+            self._reports.append(FailureReport(Evidence.CAUSE, error))
 
     def _message(self, frames: Sequence[Any]) -> protocol.RankToEngine | None:
         """The message in these frames; None where it is none, or another process than its sender sent it."""
@@ -234,8 +252,6 @@ class RankExecutor:
                 return message.rank in host_ranks(self._options, message.node).ranks
             case protocol.RankReady():
                 return message.facts.rank == message.rank
-            case protocol.StoreReady():
-                return message.rank == 0
             case _:
                 return True
 
@@ -257,17 +273,24 @@ class RankExecutor:
                     self._bytes[message.rank] = message.bytes
                 if message.gauges:
                     self._gauges[message.rank] = message.gauges
+                if message.experts:
+                    self._experts[message.rank] = message.experts
                 if message.rank == 0:
                     self._allreduce, self._ran = message.allreduce, message.ran
             case protocol.Hello():
                 self._heartbeats.register(message.rank, f"pid {message.pid}, node {message.node}")
                 self._startup.rank_connected(message)
+            case protocol.StoreRequest():
+                self._startup.store_request_received(message.rank)
+                for rank, reply in self._store.receive(message):
+                    self._send(protocol.store_identity(rank), protocol.encode(reply))
             case protocol.RankError():
                 self._reports.append(failure.from_rank_error(message))
             case protocol.NodeHello():
                 log.info("node %d has joined from %s", message.node, message.address)
                 self._nodes.add(message.node)
                 self._heartbeats.node_heartbeat(message.node, now, address=message.address)
+                failure.require_equal_hosts(self._facts, message)
                 self._startup.node_joined(message.node)
             case protocol.NodeHeartbeat():
                 self._heartbeats.node_heartbeat(message.node, now)
@@ -384,7 +407,7 @@ def bind_tcp(router: zmq.Socket[bytes], address: str, port: int) -> None:
     except zmq.ZMQError as error:
         raise OptionError(
             f"master_port={port} on {address} cannot be used", why=str(error),
-            next="give another master_port; it and the next one must be free",
+            next="give another master_port",
         ) from None  # fmt: skip
 
 

@@ -2,14 +2,13 @@
 """Start-up of the ranks, seen from the engine: who has connected, how far each rank is, and which message comes next. This module
 decides; `rank_executor` sends.
 
-Hello -> (rank 0 opens the store: StoreReady) -> StoreAddress -> groups, agreement, weights -> KvCapacity -> (the smallest of them)
-Allocate -> RankReady.
+Hello -> groups, agreement (`executor.rank_store`), weights -> KvCapacity -> (the smallest of them) Allocate -> RankReady.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from phalanx.engine.messages import RankFacts
@@ -22,8 +21,6 @@ from phalanx.executor.protocol import (
     RankReady,
     RankToEngine,
     StartupProgress,
-    StoreAddress,
-    StoreReady,
 )
 from phalanx.log import get_logger
 
@@ -38,15 +35,14 @@ _WAITING_PHASE = "wait for the other ranks"
 
 
 class StartupCoordinator:
-    """One start-up of a world of ranks, which begins `now`."""
+    """One start-up of a world of ranks, which begins `now`. joins: the nodes that must join the engine."""
 
-    def __init__(self, world: int, nodes: int, now: float) -> None:
-        self._world, self._nodes = world, nodes
-        self._joined_nodes = {0}
+    def __init__(self, world: int, joins: Collection[int], now: float) -> None:
+        self._world = world
+        self._missing = set(joins)
         self._connected: set[int] = set()
         self._beating: set[int] = set()  # ranks that have sent a heartbeat
-        self._store_address: str | None = None
-        self._knows_store: set[int] = {0}  # rank 0 opens the store and need not be told
+        self._using_store: set[int] = set()
         self._capacities: dict[int, int] = {}
         self._allocated = False
         self._ready: dict[int, RankFacts] = {}
@@ -74,17 +70,24 @@ class StartupCoordinator:
 
     def heartbeat_received(self, rank: int) -> None:
         self._beating.add(rank)
-        if self.folder is not None and len(self._connected) == len(self._beating) == self._world:
-            self.remove_folder()  # both connections of all ranks stand: the name of the socket is not needed any more
+        self._remove_folder_once_connected()
+
+    def store_request_received(self, rank: int) -> None:
+        self._using_store.add(rank)
+        self._remove_folder_once_connected()
+
+    def _remove_folder_once_connected(self) -> None:
+        """When all connections of all ranks stand, the name of the socket is not needed any more. A rank alone has no store."""
+        stores = len(self._using_store) if self._world > 1 else 1
+        if self.folder is not None and len(self._connected) == len(self._beating) == stores == self._world:
+            self.remove_folder()
 
     def node_joined(self, node: int) -> None:
-        self._joined_nodes.add(node)
+        self._missing.discard(node)
 
     def receive(self, message: RankToEngine, now: float) -> None:
         """Take in a message of the start-up. Raises EngineError for any other message."""
         match message:
-            case StoreReady():
-                self._store_address = message.address
             case StartupProgress():
                 self._enter(message, now)
             case KvCapacity():
@@ -105,9 +108,6 @@ class StartupCoordinator:
     def next_messages(self) -> list[tuple[list[int], EngineToRank]]:
         """The messages to send now, each with the ranks that get it. Each message is returned once."""
         messages: list[tuple[list[int], EngineToRank]] = []
-        if self._store_address is not None and self._connected - self._knows_store:
-            messages.append((sorted(self._connected - self._knows_store), StoreAddress(self._store_address)))
-            self._knows_store |= self._connected
         if len(self._capacities) == self._world and not self._allocated:
             self._allocated = True
             messages.append((list(range(self._world)), Allocate(self.num_blocks)))
@@ -117,7 +117,7 @@ class StartupCoordinator:
         """The error for a start that took longer than `limit` seconds: it names the node or rank that is behind."""
         failure = f"the ranks did not start within {limit:g} s"
         hint = "raise start_timeout if it only needs longer; else see its log"
-        if self._joined_nodes != set(range(self._nodes)):
+        if self._missing:
             return NodeLost(
                 failure, held=self._missing_nodes(),
                 why="it was not started, or cannot reach master_addr",
@@ -135,7 +135,7 @@ class StartupCoordinator:
         These are all log lines on the progress of a start, however often ranks report: a fast start has none, a long one few.
         """
         rank = self._slowest()
-        subject = self._progress[rank].phase if self._joined_nodes == set(range(self._nodes)) else self._missing_nodes()
+        subject = self._missing_nodes() if self._missing else self._progress[rank].phase
         if subject != self._log_subject:
             self._log_subject, self._log_lines = subject, 0
         last = self._last_logged if self._log_lines else max(self._last_logged, self._phase_began[rank])
@@ -158,7 +158,7 @@ class StartupCoordinator:
         return min((rank for rank in range(self._world) if rank not in self._ready), key=position)
 
     def _missing_nodes(self) -> str:
-        return f"node {', '.join(map(str, sorted(set(range(self._nodes)) - self._joined_nodes)))} has not joined"
+        return f"node {', '.join(map(str, sorted(self._missing)))} has not joined"
 
     def remove_folder(self) -> None:
         if self.folder is not None:

@@ -70,9 +70,9 @@ class EngineChannel:
                 return False
         return True
 
-    def start_heartbeat(self, bytes_now: Callable[[], dict[str, int]], counts: Callable[[], Sequence[dict[str, Any]]]) -> None:
-        """Send a heartbeat each second. `bytes_now` and `counts` (all-reduce calls, how steps ran, the GPU's gauges) give what
-        RankHeartbeat holds; they are called in the heartbeat's thread."""
+    def start_heartbeat(self, bytes_now: Callable[[], dict[str, int]], counts: Callable[[], Sequence[Any]]) -> None:
+        """Send a heartbeat each second. `bytes_now` and `counts` (all-reduce calls, how steps ran, the GPU's gauges, tokens
+        of experts) give what RankHeartbeat holds; they are called in the heartbeat's thread."""
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 

@@ -25,12 +25,20 @@ import torch
 from torch import Tensor
 
 from phalanx import kernels
-from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS
+from phalanx.engine.messages import DECODE_GRAPH, EAGER, MIXED_GRAPH, STEP_KINDS, StepExtent
 from phalanx.kernels.sampling import sampling
 from phalanx.models.batch import Batch, KvCache, count_leading_decodes
 from phalanx.models.layers.attention.backend import AttentionBackend
 from phalanx.models.registry import Model
-from phalanx.worker.graph_buffers import DecodeGraphBuffers, GraphSize, MixedGraphBuffers, NewBlocks, graph_sizes, max_graph_tokens
+from phalanx.worker.graph_buffers import (
+    DecodeGraphBuffers,
+    DpGraphTokens,
+    GraphSize,
+    MixedGraphBuffers,
+    NewBlocks,
+    graph_sizes,
+    max_graph_tokens,
+)
 from phalanx.worker.input_batch import BlockTables, HostBatch
 
 Replay = Callable[[], None]
@@ -144,6 +152,8 @@ class StepGraphs:
         self.mixed_buffers: MixedGraphBuffers | None = None
         if mixed_sizes:
             self.mixed_buffers = MixedGraphBuffers(mixed_sizes[-1], model, first=first, dtype=dtype, device=device)
+        indices, width = model.context.dp.size, max(size.tokens for size in self.sizes)
+        self.dp_tokens = DpGraphTokens(indices, width, device) if indices > 1 else None
         self._captured: dict[GraphSize, Replay] = {}
         self._short: dict[GraphSize, tuple[int, Replay]] = {}  # the limit of the KV length, and the graph for shorter rows
         self._ready_decode: list[GraphSize] = []  # the captured sizes, in order
@@ -195,8 +205,9 @@ class StepGraphs:
         columns = buffers.columns
         batch.attention = self._backend.plan(batch)  # first: later work reads early what it computes
         kernels.index_put_(self._tables.device.view(-1), columns.table_entries, columns.block_ids)
+        batch.dp_tokens = None if self.dp_tokens is None else self.dp_tokens.of(size)
         stream = self._model.stream(batch, caches, None if buffers.hidden is None else buffers.hidden[:tokens])
-        batch.attention = None  # a plan references its batch: both would wait for the cyclic garbage collector
+        batch.attention = batch.dp_tokens = None  # a plan references its batch: both would wait for the cyclic garbage collector
         if buffers.out is not None:
             buffers.out[:tokens].copy_(stream)
         if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None and lm_head is not None:
@@ -214,13 +225,21 @@ class StepGraphs:
         """The smallest captured size that can forward these rows: a decode graph if every row is a decode row whose logits are
         wanted, and no other logits are; else a mixed graph. None where there is none."""
         rows, tokens = len(host_batch.slots), len(host_batch.token_ids)
-        if tokens == len(host_batch.sampled_slots) == len(host_batch.logit_rows) == rows:
-            index = bisect_left(self._ready_decode, (rows,))
+        all_decodes = tokens == len(host_batch.sampled_slots) == len(host_batch.logit_rows) == rows
+        decodes = count_leading_decodes(host_batch.query_starts) if self._ready_mixed else 0
+        return self._smallest(tokens, decodes, rows - decodes, all_decodes)
+
+    def size_of_extent(self, extent: StepExtent) -> GraphSize | None:
+        """As `size_of`, for the parts of all dp indices: the same on every rank."""
+        return self._smallest(max(extent.tokens), extent.decode_rows, extent.prefill_rows, extent.decodes)
+
+    def _smallest(self, tokens: int, decodes: int, prefills: int, all_decodes: bool) -> GraphSize | None:
+        if all_decodes:
+            index = bisect_left(self._ready_decode, (tokens,))
             if index < len(self._ready_decode):
                 return self._ready_decode[index]
-        decodes = count_leading_decodes(host_batch.query_starts) if self._ready_mixed else 0
         for size in self._ready_mixed:
-            if tokens <= size.tokens and decodes <= size.decode_rows and rows - decodes <= size.prefill_rows:
+            if tokens <= size.tokens and decodes <= size.decode_rows and prefills <= size.prefill_rows:
                 return size
         return None
 
@@ -228,9 +247,9 @@ class StepGraphs:
         """Forward T tokens that the size can hold. The output stays in the buffers until the next replay. new: the blocks that the
         device's tables lack, at most `max_new_blocks`. `receive` fills the residual stream [T, hidden_size] on later stages."""
         limit, short = self._short.get(size, (0, None))
-        run = short if short is not None and host_batch.kv_lengths.max() <= limit else self._captured[size]
+        run = short if short is not None and host_batch.kv_lengths.max(initial=0) <= limit else self._captured[size]
         buffers = self.buffers(size)
         buffers.fill(host_batch, new, size)
-        if buffers.hidden is not None:
+        if buffers.hidden is not None and len(host_batch.token_ids):
             receive(buffers.hidden[: len(host_batch.token_ids)])
         run()

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.models.batch import Batch, count_leading_decodes
+from phalanx.models.batch import Batch, DpTokens, count_leading_decodes
 from phalanx.models.registry import Model
 from phalanx.plan import graphs
 from phalanx.plan.graphs import GraphSize as GraphSize
@@ -24,6 +24,8 @@ from phalanx.worker.input_batch import HostBatch, Ints, Words
 
 NewBlocks = tuple[Ints, Words]
 """Entries [K] of the flattened block tables of all slots, and the block ids [K] that are new there: see `BlockTables.append`."""
+
+NO_BLOCKS: NewBlocks = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32))
 
 PINNED_COPIES = 4
 """Steps whose inputs may wait for the device at a time, before the host waits."""
@@ -189,6 +191,25 @@ class MixedGraphBuffers(GraphBuffers[MixedColumns[Any]]):
         columns.slots[host_batch.from_slot_at] = host_batch.from_slot
         columns.logit_rows[: len(host_batch.logit_rows)] = host_batch.logit_rows
         columns.sampled_slots[: len(host_batch.sampled_slots)] = host_batch.sampled_slots
+
+
+class DpGraphTokens:
+    """The tokens of each dp index in a step, on the device at a fixed address, where indices exchange tokens inside graphs of up to
+    `width` tokens."""
+
+    def __init__(self, indices: int, width: int, device: torch.device) -> None:
+        self._counts = torch.zeros(indices, dtype=torch.int64, device=device)
+        self._row_numbers = torch.arange(width, dtype=torch.int64, device=device)
+        self._ring = PinnedRing(self._counts, lambda array: array)
+
+    def fill(self, counts: Sequence[int]) -> None:
+        with self._ring.next() as host:
+            host[:] = counts
+
+    def of(self, size: GraphSize) -> DpTokens:
+        """For the forward of a size, inside its graph: counts of the step that is replayed are read there."""
+        valid = self._row_numbers[: size.tokens] < self._counts.unsqueeze(1)
+        return DpTokens([size.tokens] * len(self._counts), size.tokens, valid.view(-1).long() - 1)
 
 
 View = TypeVar("View")

@@ -40,6 +40,12 @@ class HostBatch:
     query_starts: Words
     kv_lengths: Words
 
+    @classmethod
+    def empty(cls) -> HostBatch:
+        """Of no rows."""
+        none, words = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+        return cls(none, none, none, none, none, none, none, none, np.zeros(1, dtype=np.int32), words)
+
     @property
     def arrays(self) -> list[np.ndarray[Any, Any]]:
         """All of them, in the order of the fields: the device needs them."""

@@ -23,13 +23,13 @@ DEFAULT_CPU_BYTES = 1 << 30
 
 
 def cpu_blocks(options: EngineOptions, specs: Sequence[KvSpec], max_seq_len: int) -> int:
-    """Blocks in `kv_cache_bytes`, or in 1 GiB, but no more than max_batch_size full requests can use. Raises CapacityError when no
-    block fits."""
+    """Blocks in `kv_cache_bytes`, or in 1 GiB, but no more than as many full requests as run at once can use. Raises CapacityError
+    when no block fits."""
     if options.kv_cache_bytes is not None:
         budget, what = options.kv_cache_bytes, f"kv_cache_bytes={options.kv_cache_bytes:,}"
     else:
         budget, what = DEFAULT_CPU_BYTES, "the default of 1 GiB"
-    usable = options.max_batch_size * -(-max_seq_len // options.kv_block_size)
+    usable = options.index_batch_size * -(-max_seq_len // options.kv_block_size)
     return min(blocks_in(budget, specs, options.kv_block_size, what=what), usable)
 
 
@@ -73,8 +73,8 @@ def profiling_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: in
 
 def kernel_warmup_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size: int, block_size: int) -> list[StepBatch]:
     """Steps that together launch every kernel variant that an eager step can launch, with few tokens. The variant depends on a
-    step's tokens (`kernels.warmup_token_counts`), on the magnitudes of its decode rows and of its prefill rows, on the length of
-    an only row, and on how tokens are sampled, for few rows and for many."""
+    step's tokens (`kernels.warmup_token_counts`), on the magnitudes of its decode rows and of its prefill rows, on whether any of
+    few decode rows is long, and on how tokens are sampled, for few rows and for many."""
     max_rows = min(max_batch_size, max_num_tokens)
     alone = StepRow(0, max_seq_len - 1, 1, [0], [0] * -(-max_seq_len // block_size), samples=True)
     decodes = [[alone], *([_row(slot, 1, block_size) for slot in range(count)] for count in _doubled(1, max_rows))]
@@ -88,8 +88,12 @@ def kernel_warmup_steps(*, max_num_tokens: int, max_seq_len: int, max_batch_size
     prefills = [[_row(slot, 2, block_size) for slot in range(count)] for count in _doubled(MANY_ROWS + MANY_ROWS // 2, pairs)]
     larger = [tokens for tokens in warmup_token_counts(max_num_tokens)[:-1] if tokens > max_rows]
     prefills += [_prompts(tokens, max_seq_len, max_batch_size, block_size) for tokens in larger]
-    return [*steps, *(_step(rows, SAMPLING_VARIANTS[0]) for rows in prefills)]
+    one_long = [[alone, *(_row(slot, 1, block_size) for slot in range(1, count))] for count in _doubled(2, min(max_rows, FEW_ROWS))]
+    return [*steps, *(_step(rows, SAMPLING_VARIANTS[0]) for rows in (*one_long, *prefills))]
 
+
+FEW_ROWS = 64
+"""Up to so many decode rows, or fewer, attention has another variant where none of them is long."""
 
 SAMPLING_VARIANTS = [
     *(

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group
-from phalanx.engine.messages import RowResult, StepBatch, StepRow, max_rows_per_step
+from phalanx.engine.messages import RowResult, StepBatch, StepExtent, StepRow, max_rows_per_step
 from phalanx.errors import EngineError
-from phalanx.models.batch import Batch, KvCache
+from phalanx.models.batch import Batch, DpTokens, KvCache
 from phalanx.models.layers.attention.backend import AttentionBackend
 from phalanx.models.registry import Model
 from phalanx.worker.cuda_graphs import GraphCapturer, StepCounts, StepGraphs
-from phalanx.worker.graph_buffers import DecodeGraphBuffers, GraphSize, MixedGraphBuffers, NewBlocks
+from phalanx.worker.graph_buffers import NO_BLOCKS, DecodeGraphBuffers, GraphSize, MixedGraphBuffers, NewBlocks
 from phalanx.worker.input_batch import BlockTables, HostBatch, PromptLogprobs, Upload
 from phalanx.worker.sampler import Sampler
 from phalanx.worker.sampler_output import PromptScores, SampledTokens
@@ -103,6 +103,7 @@ class ModelRunner:
         self.caches = caches
         self._model, self._backend, self._sampler, self._pipeline = model, backend, sampler, pipeline
         self._dtype, self._device = dtype, device
+        self._indices = model.context.dp.size
         self.max_rows = max_rows_per_step(max_batch_size, pipeline.size)
         self._tables = BlockTables(max_batch_size, max_seq_len, block_size, device)
         self._last_tokens = torch.zeros(max_batch_size, dtype=torch.int64, device=device)
@@ -119,16 +120,19 @@ class ModelRunner:
             )  # fmt: skip
 
     @torch.inference_mode()
-    def run(self, step: StepBatch) -> StepOutput:
-        """Queue the step's work on the device. Raises EngineError for a step that no scheduler would make."""
+    def run(self, step: StepBatch, extent: StepExtent | None = None) -> StepOutput:
+        """Queue the step's work on the device. extent: of the parts of all dp indices; None where all have this part. Raises
+        EngineError for a step that no scheduler would make."""
         self._apply(step)
+        if self._indices > 1 and extent is None:
+            extent = StepExtent.of([step] * self._indices)
         if not step.rows:
-            return StepOutput(0 if self._last else None)
+            return self._without_rows(extent)
         reported = self._reported(step.rows)
         host_batch, new = self._build(step.rows, reported)
-        size = None if self.graphs is None else self.graphs.size_of(host_batch)
+        size = self._graph_size(host_batch, extent)
         self.ran.add(size, len(host_batch.token_ids))
-        stream, forwarded = self._eager(host_batch, new) if size is None else self._replay(size, host_batch, new)
+        stream, forwarded = self._eager(host_batch, new, extent) if size is None else self._replay(size, host_batch, new)
         output = StepOutput()
         if forwarded is not None:
             output = self._sample(step.rows, host_batch, reported, forwarded)
@@ -138,6 +142,34 @@ class ModelRunner:
             output.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             output.event.record()
         return output
+
+    def _without_rows(self, extent: StepExtent | None) -> StepOutput:
+        """A step in which this dp index has no rows: it computes its experts for the others. Where they replay a graph it replays
+        the same one, all of it padding."""
+        output = StepOutput(0 if self._last else None)
+        if extent is not None and any(extent.tokens):
+            host_batch = HostBatch.empty()
+            size = self._graph_size(host_batch, extent)
+            if size is None:
+                self._model.serve_experts(DpTokens.of(extent.tokens))
+            else:
+                assert self.graphs is not None
+                self.graphs.replay(size, host_batch, NO_BLOCKS, self._receive)
+            if self._device.type == "cuda":
+                output.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                output.event.record()
+        return output
+
+    def _graph_size(self, host_batch: HostBatch, extent: StepExtent | None) -> GraphSize | None:
+        """The size of the graph that runs the step; None where none does. It is filled with the tokens of each dp index."""
+        if self.graphs is None:
+            return None
+        if extent is None:
+            return self.graphs.size_of(host_batch)
+        size = self.graphs.size_of_extent(extent)
+        if size is not None and self.graphs.dp_tokens is not None:
+            self.graphs.dp_tokens.fill(extent.tokens)
+        return size
 
     def _replay(self, size: GraphSize, host_batch: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
         """Forward by the graph of a size. Returns the residual stream for the next stage; on the last stage the ForwardOutput."""
@@ -163,10 +195,13 @@ class ModelRunner:
         if self._device.type == "cuda" and new[0].size:
             self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
 
-    def _eager(self, host_batch: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
+    def _eager(
+        self, host_batch: HostBatch, new: NewBlocks, extent: StepExtent | None
+    ) -> tuple[Tensor | None, ForwardOutput | None]:
         """Forward without a graph. Returns the same as `_replay`."""
         self._store(new)
         batch, slots = self._batch(host_batch)
+        batch.dp_tokens = None if extent is None else DpTokens.of(extent.tokens)
         batch.attention = self._backend.plan(batch)
         hidden = None
         if not self._first:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a rank (`python -m phalanx.worker`, started by a launcher): it gets ready, then runs steps until told to stop.
 
-Hello -> import torch -> StoreReady or StoreAddress -> form groups -> agree -> build, load -> compile, measure -> KvCapacity ->
-Allocate -> capture graphs -> RankReady -> steps
+Hello -> import torch -> agree -> form groups -> build, load -> compile, measure -> KvCapacity -> Allocate -> capture graphs ->
+RankReady -> steps
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib.util
-import json
 import os
-import platform
 import signal
 import sys
 import traceback
@@ -22,14 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from phalanx import log
 from phalanx.comm import launch
-from phalanx.config.cluster_token import SECRET_OPTIONS
-from phalanx.config.locate import checkpoint_digest, locate
+from phalanx.config.host_facts import host_facts
+from phalanx.config.locate import locate
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import compute_dtype
@@ -44,14 +42,11 @@ from phalanx.executor.protocol import (
     StartupProgress,
     StepDone,
     Stop,
-    StoreAddress,
-    StoreReady,
 )
 from phalanx.hardware.gauges import GpuSampler
-from phalanx.hardware.probe import cores
+from phalanx.hardware.probe import address_towards, cores
 from phalanx.plan import Layout, stages
 from phalanx.plan.weight_tensors import layer_bytes
-from phalanx.version import __version__
 from phalanx.worker.channel import EngineChannel
 
 if TYPE_CHECKING:
@@ -62,18 +57,27 @@ if TYPE_CHECKING:
     from phalanx.models.registry import Model
     from phalanx.plan.memory import KvSpec
     from phalanx.worker.cuda_graphs import StepCounts
+    from phalanx.worker.engine_store import EngineStore
+    from phalanx.worker.expert_load import ExpertLoad
+    from phalanx.worker.expert_moves import ExpertMover, MoveTime
     from phalanx.worker.model_runner import ModelRunner, StepOutput
 
 logger = log.get_logger(__name__)
-
-_PER_NODE = {"node_rank", "model", "tokenizer", "kernel_cache_dir", "launcher", *SECRET_OPTIONS}
-"""Options that may differ between hosts. The model is compared by its digest."""
 
 ReportProgress = Callable[[int, int], None]
 """Reports how much of a phase is done: (done, total)."""
 
 _POLL_SECONDS = 80e-6
 """How often a rank asks whether the device has finished a step."""
+
+
+class _QueuedStep(NamedTuple):
+    """A step on the device's queue. move: of experts, before it."""
+
+    number: int
+    digest: bytes
+    output: StepOutput
+    move: MoveTime | None
 
 
 class StopRequested(Exception):
@@ -95,6 +99,10 @@ class Worker:
         self._groups: Groups | None = None
         self._ran: StepCounts | None = None
         self._sampler: GpuSampler | None = None
+        self._store: EngineStore | None = None  # groups use it for as long as they live
+        self._expert_load: ExpertLoad | None = None
+        self._sent_experts = b""
+        self._mover: ExpertMover | None = None
 
     def run(self) -> None:
         """Get ready and run steps. Raises what goes wrong; returns when told to stop."""
@@ -121,6 +129,7 @@ class Worker:
             groups = self._groups = self._tune(groups, shape, device)
         with self._phase("build"):
             model, layers = self._build(shape, device)
+            self._prepare_experts(model, device)
         with self._phase("load weights") as report:
             self._load(model, folder, report)
         return self._allocate(model, layers, groups, device)
@@ -137,7 +146,8 @@ class Worker:
 
         from phalanx.kernels.compiling import compile_time
 
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), cores() // self._config["local_ranks"])))
+        share = min(cores(), self._config.get("free_cores", cores())) // self._config["local_ranks"]
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
         if self.options.device != "cuda":
             return torch.device("cpu")
         if not torch.cuda.is_available():
@@ -154,18 +164,21 @@ class Worker:
         return device
 
     def _form(self, device: torch.device, folder: Path) -> Groups:
+        import torch
+
         from phalanx.comm import torch_group
         from phalanx.comm.agreement import agree
+        from phalanx.comm.reachability import require_mutual
+        from phalanx.worker.engine_store import EngineStore
 
         world, timeout = self._layout.world, self.options.start_timeout
         if world == 1:
             return torch_group.form(0, 1, self._layout, "", device)
-        if self.rank == 0:
-            store, address = torch_group.listen(self._config["peer"], self._config["store_port"], world, timeout=timeout)
-            self.channel.send(StoreReady(0, address))
-        else:
-            store = torch_group.connect(self._await(StoreAddress).address, world, timeout=timeout)
-        agree(store, self.rank, world, self._facts(folder))
+        store = self._store = EngineStore(self.rank, self._config["engine"], self._config.get("cluster_token"), timeout=timeout)
+        agree(store, self.rank, world, {**host_facts(self.options, folder), "torch version": torch.__version__})
+        if self.options.nnodes > 1 and self.rank % self._config["local_ranks"] == 0:
+            own_address = address_towards(self._config["peer"])
+            require_mutual(store, self._config["node"], self.options.nnodes, own_address)
         collective_timeout = max(timeout, self.options.step_timeout)
         return torch_group.form(
             self.rank, world, self._layout, store, device, peer=self._config["peer"], timeout=collective_timeout
@@ -178,23 +191,12 @@ class Worker:
 
         options = self.options
         dtype = TORCH_DTYPES[compute_dtype(options.dtype, shape, device.type)]
-        tokens = options.max_num_tokens or options.max_seq_len or shape.max_positions
+        tokens = options.index_num_tokens or options.max_seq_len or shape.max_positions
         group = tuned(
             groups.tp, message_bytes=tokens * shape.hidden_size * dtype.itemsize, strategy=options.allreduce_strategy,
             deterministic=options.deterministic, timeout=options.step_timeout,
         )  # fmt: skip
         return replace(groups, tp=group)
-
-    def _facts(self, folder: Path) -> dict[str, str]:
-        """What must be equal on all ranks."""
-        import torch
-
-        options = self.options.model_dump(mode="json", exclude=_PER_NODE)
-        return {
-            **{f"option {name}": json.dumps(value) for name, value in options.items()},
-            "phalanx version": __version__, "torch version": torch.__version__, "Python version": platform.python_version(),
-            "checkpoint": checkpoint_digest(folder, weights=self.options.load_format != "dummy"),
-        }  # fmt: skip
 
     def _build(self, shape: ModelShape, device: torch.device) -> tuple[Model, range]:
         from phalanx.kernels.dtypes import TORCH_DTYPES
@@ -207,9 +209,25 @@ class Worker:
         layers = stages(per_layer, self._layout.pp, first_bytes=embedding, last_bytes=head)[self._place.pp_index]
         model = registry.build(
             shape, group=self._groups.tp, layers=layers, dtype=TORCH_DTYPES[name], device=device, fp8=fp8,
-            fp8_cache=self.options.kv_cache_dtype == "fp8",
+            fp8_cache=self.options.kv_cache_dtype == "fp8", moe_ep=self.options.moe_expert_parallel_size,
+            traffic=self.options.expert_traffic, dp=self._groups.dp, expert_exchange=self.options.expert_exchange,
+            redundant_experts=self.options.redundant_experts,
         )  # fmt: skip
         return model, layers
+
+    def _prepare_experts(self, model: Model, device: torch.device) -> None:
+        """Count their tokens, and get ready to move them. Collective where they can move."""
+        from phalanx.worker.expert_load import ExpertLoad
+        from phalanx.worker.expert_moves import ExpertMover
+
+        layers = model.moe_layers
+        if not layers:
+            return
+        each = list(layers.values())
+        load = self._expert_load = ExpertLoad(each, each[0].config.count, device)
+        if model.context.moves_experts:
+            self._mover = ExpertMover(layers, model.context.group, model.context.moe_ep, load)
+            self._mover.warm_up()
 
     def _load(self, model: Model, folder: Path, report: ReportProgress) -> None:
         from phalanx.models import weights
@@ -225,7 +243,7 @@ class Worker:
         """Measure and report how many KV blocks fit, make caches of as many blocks as the engine decides, and capture graphs."""
         import torch
 
-        from phalanx.models.batch import LayerCache
+        from phalanx.models.batch import KvCache, empty_cache
         from phalanx.models.layers.attention.select import select_backend
         from phalanx.worker.cuda_graphs import CudaGraphCapturer, StepCounts
         from phalanx.worker.model_runner import ModelRunner
@@ -233,38 +251,38 @@ class Worker:
 
         options, specs, shape = self.options, model.kv_specs(), model.shape
         dtype = model.context.dtype
-        attention = select_backend(device, dtype, shape.head_dim)
+        attention = select_backend(device, dtype, shape.head_dim, shape.latent)
         last = groups.pp.rank == groups.pp.size - 1
         max_seq_len = options.max_seq_len or shape.max_positions
-        sampler = Sampler(options.max_batch_size, shape.vocab_size, device) if last else None
+        sampler = Sampler(options.index_batch_size, shape.vocab_size, device) if last else None
 
-        def caches(blocks: int) -> list[LayerCache]:
-            return [
-                LayerCache.zeros(blocks, options.kv_block_size, s.heads, s.head_dim, model.context.cache_dtype, device)
-                for s in specs
-            ]
+        def caches(blocks: int) -> list[KvCache]:
+            return [empty_cache(spec, blocks, options.kv_block_size, model.context.cache_dtype, device) for spec in specs]
 
         graphs = options.cuda_graphs and device.type == "cuda"
         capturer = CudaGraphCapturer(device, getattr(groups.tp, "calls", None)) if graphs else None
         runner = ModelRunner(
-            model, caches(1), attention, sampler, groups.pp, max_batch_size=options.max_batch_size, max_seq_len=max_seq_len,
-            block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=options.max_num_tokens or max_seq_len,
+            model, caches(1), attention, sampler, groups.pp, max_batch_size=options.index_batch_size, max_seq_len=max_seq_len,
+            block_size=options.kv_block_size, dtype=dtype, device=device, max_num_tokens=options.index_num_tokens or max_seq_len,
             capturer=capturer,
         )  # fmt: skip
         self.channel.send(KvCapacity(self.rank, self._measure(runner, specs, max_seq_len, groups.world, device)))
         blocks = self._await(Allocate).blocks
         with self._phase("make the KV cache"):
             runner.caches = caches(blocks)
-            self._bytes["kv"] = sum(cache.key.nbytes + cache.value.nbytes for cache in runner.caches)
+            self._bytes["kv"] = sum(cache.nbytes for cache in runner.caches)
         self._capture(runner, device)
         self._ran = runner.ran = StepCounts()  # from here on steps are the engine's
+        if self._expert_load is not None:
+            self._expert_load.reset()
         calls = getattr(groups.tp, "calls", {})
         for name in calls:  # not cleared: a graph counts up the entries that it holds
             calls[name] = 0
         facts = RankFacts(
             self.rank, self._config["node"], device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             layers=(layers.start, layers.stop), bytes=self._bytes_now(), phases=self._phases.seconds, attention=attention.name,
-            allreduce=getattr(groups.tp, "digest", ""),
+            allreduce=getattr(groups.tp, "digest", ""), expert_bytes=0 if self._mover is None else self._mover.expert_bytes,
+            moe_layers=list(model.moe_layers) if self._reports_experts else [],
         )  # fmt: skip
         self.channel.send(RankReady(self.rank, facts))
         return runner
@@ -279,7 +297,7 @@ class Worker:
             with self._phase("measure"):
                 return memory_profile.cpu_blocks(options, specs, max_seq_len)
         steps = memory_profile.profiling_steps(
-            max_num_tokens=options.max_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
+            max_num_tokens=options.index_num_tokens or max_seq_len, max_seq_len=max_seq_len, max_batch_size=runner.max_rows,
             block_size=options.kv_block_size,
         )  # fmt: skip
         with self._phase("compile kernels", "kernel") as report:
@@ -330,7 +348,20 @@ class Worker:
             return {**self._bytes, "total": torch.cuda.memory_reserved(self._config["device_index"])}
         return {**self._bytes, "total": psutil.Process().memory_info().rss, "capacity": psutil.virtual_memory().total}
 
-    def _counts(self) -> tuple[dict[str, int], dict[str, int], dict[str, float]]:
+    @property
+    def _reports_experts(self) -> bool:
+        """Of the ranks that share each expert, the first one reports their tokens."""
+        return self._place.tp_index % (self._layout.tp // self.options.moe_expert_parallel_size) == 0
+
+    def _new_experts(self) -> bytes:
+        """Tokens of experts that no heartbeat has reported yet."""
+        load = self._expert_load
+        if load is None or not self._reports_experts or load.latest is self._sent_experts:
+            return b""
+        self._sent_experts = load.latest
+        return load.latest
+
+    def _counts(self) -> tuple[dict[str, int], dict[str, int], dict[str, float], bytes]:
         """All-reduce calls, and how steps ran: see RankHeartbeat."""
         calls = {} if self._groups is None else getattr(self._groups.tp, "calls", {})
         gauges = {} if self._sampler is None else self._sampler.read()
@@ -338,6 +369,7 @@ class Worker:
             {name: count for name, count in calls.copy().items() if count},
             {} if self._ran is None else self._ran.by_name,
             gauges,
+            self._new_experts(),
         )
 
     # ---- running steps -----------------------------------------------------------------------------------------------
@@ -349,27 +381,36 @@ class Worker:
         gc.collect()
         gc.freeze()
         _sharpen_timers()
-        queued: deque[tuple[int, bytes, StepOutput]] = deque()
+        queued: deque[_QueuedStep] = deque()
+        load = self._expert_load
         while True:
             # A new step wakes this at once. An event of the device does not: it is polled, and in between the core and the
             # interpreter are free for the other threads.
-            timeout = None if not queued else 0.0 if queued[0][2].ready else _POLL_SECONDS
+            timeout = None if not queued else 0.0 if queued[0].output.ready else _POLL_SECONDS
+            if load is not None and timeout is None:
+                timeout = load.seconds_left
             message = self.channel.receive(timeout)
             if isinstance(message, Step):
                 self.channel.begun = message.number
-                output = runner.run(message.batches[self._place.dp_index])
-                queued.append((message.number, self.channel.digest, output))
+                move = None if message.move is None or self._mover is None else self._mover.apply(message.move)
+                output = runner.run(message.batches[self._place.dp_index], message.extent)
+                queued.append(_QueuedStep(message.number, self.channel.digest, output, move))
+                if load is not None:
+                    load.step_queued()
             elif isinstance(message, Stop):
                 return
             elif message is not None:
                 raise EngineError(f"rank {self.rank} received {type(message).__name__}", held="it waits for steps")
-            if queued and queued[0][2].ready:
-                self._report(*queued.popleft())
+            if queued and queued[0].output.ready:
+                self._report(queued.popleft())
+            if load is not None:
+                load.read()
 
-    def _report(self, number: int, digest: bytes, output: StepOutput) -> None:
-        rows, tokens = output.results()
-        self.channel.finished = number
-        self.channel.send(StepDone(self.rank, number, digest, tokens, rows if self._place.tp_index == 0 else None))
+    def _report(self, step: _QueuedStep) -> None:
+        rows, tokens = step.output.results()
+        self.channel.finished = step.number
+        moved = None if step.move is None else step.move.seconds
+        self.channel.send(StepDone(self.rank, step.number, step.digest, tokens, rows if self._place.tp_index == 0 else None, moved))
 
 
 def _sharpen_timers() -> None:
@@ -384,8 +425,8 @@ def main() -> None:
     rank: int = config["rank"]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the engine sends it to a stalled rank before it kills it
-    # Only its engine ends a rank: a service manager that sends SIGTERM to every process must not cut a drain short.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    # Only its engine ends a rank: a service manager that sends signals to every process must not cut a drain short.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log.configure(f"rank {rank}", "INFO" if rank == 0 else "WARNING")
     channel = EngineChannel(rank, config["engine"], config.get("cluster_token"))

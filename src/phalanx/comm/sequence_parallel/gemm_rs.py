@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.comm.choose import GEMM_RS_MIN_BYTES
 from phalanx.comm.chunked import pitch_of
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.sequence_parallel.rs_norm_ag import Outputs, launch_of, local_residual
@@ -27,14 +26,13 @@ _MAX_CACHED = 256
 
 
 def scatter_targets(
-    tokens: int, hidden: int, dtype: torch.dtype, buffer: ReduceScatterBuffer, *, min_bytes: int
+    tokens: int, hidden: int, dtype: torch.dtype, buffer: ReduceScatterBuffer
 ) -> list[tuple[slice, Tensor]] | None:  # fmt: skip
-    """`ScatterTargets.targets` of a GEMM output [tokens, hidden]. None where it does not fit the buffer, is shorter than
-    `min_bytes` bytes, or leaves the last rank without rows. The next GEMM may write there once this one's `all_reduce_norm` is
-    launched."""
+    """`ScatterTargets.targets` of a GEMM output [tokens, hidden]. None where it does not fit the buffer, or leaves the last rank
+    without rows. The next GEMM may write there once this one's `all_reduce_norm` is launched."""
     rank, world, row_bytes = buffer.rank, buffer.world, hidden * dtype.itemsize
     depth = -(-tokens // world)
-    if tokens * row_bytes < min_bytes or world * depth * row_bytes > buffer.capacity or tokens <= depth * (world - 1):
+    if world * depth * row_bytes > buffer.capacity or tokens <= depth * (world - 1):
         return None  # a GEMM without rows, for a last rank that has none, cannot run
     targets = []
     # Each rank begins with another peer, and ends with itself while what it sent is still on the wire.
@@ -51,29 +49,26 @@ def gathered_rows_fit(tokens: int, row_bytes: int, workspace: SymmetricWorkspace
 
 
 class GemmRs:
-    """GEMM_RS of one group. min_bytes: of a GEMM output from which on it pays."""
+    """GEMM_RS of one group. sweeps: its messages are measured one by one, and none has to run like a longer one."""
 
-    def __init__(
-        self, workspace: SymmetricWorkspace, buffer: ReduceScatterBuffer, *, min_bytes: int = GEMM_RS_MIN_BYTES
-    ) -> None:  # fmt: skip
-        self.min_bytes = min_bytes
+    def __init__(self, workspace: SymmetricWorkspace, buffer: ReduceScatterBuffer, *, sweeps: bool = False) -> None:
         self._workspace, self._buffer = workspace, buffer
+        self._longest_bytes = 0 if sweeps else buffer.max_message_bytes
         self._targets: dict[tuple[int, int, torch.dtype], Targets | None] = {}
 
     def targets(self, tokens: int, hidden: int, fusion: ResidualRmsNorm) -> Targets | None:
-        """Where to write a GEMM output [tokens, hidden] for `all_reduce_norm`; None where RS_NORM_AG is faster, or alone has
-        room."""
+        """Where to write a GEMM output [tokens, hidden] for `all_reduce_norm`; None where RS_NORM_AG alone has room."""
         dtype, buffer = fusion.residual.dtype, self._buffer
         row_bytes = hidden * dtype.itemsize
         gathered = hidden if fusion.quant == "fp8" else row_bytes
         # Decided by the longest message: if GEMM_RS excluded that one, shorter ones would run a kernel that no start has met.
-        if not gathered_rows_fit(max(tokens, buffer.max_message_bytes // row_bytes), gathered, self._workspace):
+        if not gathered_rows_fit(max(tokens, self._longest_bytes // row_bytes), gathered, self._workspace):
             return None
         key = (tokens, hidden, dtype)
         if key not in self._targets:
             if len(self._targets) >= _MAX_CACHED:
                 self._targets.clear()
-            self._targets[key] = scatter_targets(tokens, hidden, dtype, buffer, min_bytes=self.min_bytes)
+            self._targets[key] = scatter_targets(tokens, hidden, dtype, buffer)
         return self._targets[key]
 
     def all_reduce_norm(self, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:

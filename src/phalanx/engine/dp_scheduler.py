@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One scheduler for all data-parallel indices. Each has KV blocks, slots and requests of its own, and steps have a part for each.
+
+A request runs on one index from its admission to its end: on that with the fewest tokens to hold and to compute for it, its prefix
+cache considered. Until then it waits for all of them. All indices run a step together, since they exchange tokens in every layer:
+an index without rows has an empty part, and when none has rows there is no step. The step carries its extent, so that no rank asks
+another.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.engine.grammar import OpenMatcher, TokenMatcher, open_matcher
+from phalanx.engine.grammar_threads import GrammarCall, GrammarThreads, InlineGrammarCalls
+from phalanx.engine.messages import (
+    AddRequest,
+    Stats,
+    Step,
+    StepBatch,
+    StepExtent,
+    StepResult,
+)
+from phalanx.engine.request import Request
+from phalanx.engine.scheduler import Scheduler, SchedulerOptions
+from phalanx.engine.step_scheduler import Messages, StepScheduler
+from phalanx.errors import RequestError, StepDiverged
+
+
+class _SharedCalls(InlineGrammarCalls):
+    """The grammar calls of one index: begun with those of the others, and collected for all of them by `DpScheduler`."""
+
+    def __init__(self, calls: GrammarThreads | InlineGrammarCalls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def begin(self, owner: Any, work: Callable[[], Any], *, spent: float = 0.0, quick: bool = True) -> GrammarCall:
+        return self._calls.begin(owner, work, spent=spent, quick=quick)
+
+
+class DpScheduler(StepScheduler[list[int | None]]):
+    """A `StepScheduler` of several indices, each with a `Scheduler` of its own. options: the limits of one index. Of a step in
+    flight it keeps the number of each index's own step; None: the index has no rows."""
+
+    def __init__(
+        self, options: SchedulerOptions, indices: int, open_matcher: OpenMatcher = open_matcher, *,
+        grammar_calls: GrammarThreads | InlineGrammarCalls | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(options, open_matcher, grammar_calls, num_blocks=options.num_blocks * indices)
+        seeds = random.Random(options.seed)
+        self.indices = [
+            Scheduler(options, open_matcher, grammar_calls=_SharedCalls(self.grammar_calls), seeds=seeds) for _ in range(indices)
+        ]
+        self._placed: dict[str, Scheduler] = {}
+
+    # ---- requests come and go ----------------------------------------------------------------------------------------
+
+    def add(self, add: AddRequest, matcher: TokenMatcher | None = None) -> None:
+        """As `StepScheduler`."""
+        if add.request_id in self._requests:
+            raise RequestError(f"request id {add.request_id!r} is in use", next="give each request its own id")
+        request = self.indices[0].request_of(add, matcher)
+        self._requests[request.id] = request
+        self.waiting.append(request)
+
+    def abort(self, request_id: str) -> None:
+        """As `StepScheduler`."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        if request_id in self._placed:
+            self._placed.pop(request_id).abort(request_id)
+        else:
+            request.ended = True
+            self.waiting.remove(request)
+
+    @property
+    def running(self) -> list[Request]:
+        """The running requests of all indices."""
+        return [request for index in self.indices for request in index.running]
+
+    def stats(self) -> Stats:
+        """The counters and gauges of all indices together. The same object each time."""
+        stats, parts = self.counters, [index.stats() for index in self.indices]
+        for name in _SUMMED:
+            setattr(stats, name, sum(getattr(part, name) for part in parts))
+        stats.dp_running = [part.running for part in parts]
+        stats.dp_blocks_referenced = [part.blocks_referenced for part in parts]
+        stats.waiting += len(self.waiting)
+        return stats
+
+    def check(self) -> None:
+        """As `StepScheduler`, of each index."""
+        for index in self.indices:
+            index.check()
+
+    # ---- schedule ----------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """The next step of all indices; None when `depth` steps are in flight, or no request of any index can go on."""
+        if len(self._in_flight) >= self.options.depth or not self._requests:
+            return None
+        self._place_waiting()
+        steps = [index.schedule() for index in self.indices]
+        if not any(steps):
+            return None
+        batches = [StepBatch() if step is None else step.batches[0] for step in steps]
+        self.counters.steps += 1
+        self._in_flight.append((self.counters.steps, [None if step is None else step.number for step in steps]))
+        return Step(self.counters.steps, batches, StepExtent.of(batches))
+
+    def _place_waiting(self) -> None:
+        """Give waiting requests, in order, to the indices that can begin with them. An index that has not admitted all that it was
+        given gets no more: another may have room before it."""
+        ready = [index for index in self.indices if not index.waiting]
+        while self.waiting and ready:
+            request = self.waiting[0]
+            loads = [(load, number) for number, index in enumerate(ready) if (load := index.load_with(request)) is not None]
+            if not loads:
+                return
+            index = ready[min(loads)[1]]
+            index.enqueue(self.waiting.popleft())
+            self._placed[request.id] = index
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    def process_result(self, result: StepResult) -> Messages:
+        """As `StepScheduler`."""
+        number, numbers = self._in_flight[0] if self._in_flight else (None, [])
+        empty = [own is None for own in numbers]
+        if number != result.number or len(result.batches) != len(numbers) or any(
+            rows for rows, without in zip(result.batches, empty, strict=True) if without
+        ):  # fmt: skip
+            raise StepDiverged(
+                f"the result of step {result.number} came out of order, with {[len(batch) for batch in result.batches]} rows",
+                held=f"the oldest step in flight is {number}; in it {empty.count(False)} of {len(self.indices)} indices have rows",
+            )
+        self._in_flight.popleft()
+        messages: Messages = []
+        for index, own, rows in zip(self.indices, numbers, result.batches, strict=True):
+            if own is not None:
+                messages += index.process_result(StepResult(own, [rows]))
+        self._forget_ended(messages)
+        return messages + self.process_grammar_calls()
+
+    def process_grammar_calls(self) -> Messages:
+        """As `StepScheduler`."""
+        calls: dict[int, list[GrammarCall]] = {}
+        for call in self.grammar_calls.collect():
+            if call.owner.id in self._placed:  # else it was aborted
+                calls.setdefault(self.indices.index(self._placed[call.owner.id]), []).append(call)
+        messages: Messages = []
+        for index, its_calls in calls.items():
+            messages += self.indices[index].take_grammar_calls(its_calls)
+        self._forget_ended(messages)
+        return messages
+
+    def _forget_ended(self, messages: Messages) -> None:
+        for message in messages:
+            if self._requests[message.request_id].ended:
+                del self._requests[message.request_id], self._placed[message.request_id]
+
+
+_SUMMED = (
+    "running", "waiting", "blocks_referenced", "preemptions", "prefix_queries", "prefix_hits", "prompt_tokens",
+    "generation_tokens",
+)  # fmt: skip
