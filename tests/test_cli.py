@@ -38,7 +38,9 @@ def other_value(name, field):
         return next(value for value in choices if value != field.default)
     if name == "metrics_prefix":
         return "vllm"
-    return "0.5" if field.annotation is float else "7"
+    if name == "cors_origins":
+        return "https://chat.example.org"
+    return "0.5" if field.annotation is float or float in get_args(field.annotation) else "7"
 
 
 @pytest.mark.parametrize("dash", ["_", "-"])
@@ -116,6 +118,8 @@ def test_a_key_is_not_shown(served, capsys):
 
 
 def test_version_and_help(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"phalanx {__version__}\n"
     assert cli.main(["version"]) == 0
     assert capsys.readouterr().out == f"phalanx {__version__}\n"
     assert cli.main([]) == 0

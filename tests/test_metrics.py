@@ -12,7 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from phalanx.engine.messages import Stats
-from phalanx.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, Metrics
+from phalanx.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS, ExpertCounters, Metrics
 
 ALERTS = Path(__file__).resolve().parents[1] / "dashboards" / "alerts.yaml"
 DASHBOARD = Path(__file__).resolve().parents[1] / "dashboards" / "phalanx.json"
@@ -25,7 +25,7 @@ STEMS = [
 
 def filled(prefix: str = "phalanx") -> Metrics:
     metrics = Metrics(prefix=prefix, model_name="demo", version="1.2")
-    metrics.engine = Stats(
+    metrics.engines = [Stats(
         running=3, waiting=2, blocks_total=100, blocks_referenced=25, preemptions=1, prefix_queries=50, prefix_hits=20,
         prompt_tokens=60, generation_tokens=70, rank_bytes={0: {"weights": 10, "kv": 20}, 1: {"weights": 11, "kv": 21}},
         allreduce={"ONESHOT/RESIDUAL_RMS_NORM": 8, "NCCL/NONE": 9},
@@ -37,9 +37,12 @@ def filled(prefix: str = "phalanx") -> Metrics:
             1: {"gpu_utilization_perc": 80.0, "power_limit_watts": 700.0},
         },
         ran={"decode graph/steps": 5, "decode graph/tokens": 35, "decode graph/padding": 6, "eager/steps": 0},
-    )  # fmt: skip
+        dp_running=[2, 1], dp_blocks_referenced=[20, 5],
+    )]  # fmt: skip
+    metrics.experts = {0: ExpertCounters({("0", "0"): 30, ("0", "1"): 10}, {"0": 30, "1": 10}, 1.5)}
     metrics.startup_phases = {"weights": 1.5}
     metrics.queue_limits = {"requests": 16, "tokens": 1000}
+    metrics.cache_config = {"block_size": 16, "num_gpu_blocks": 100}
     metrics.queued = lambda: (4, 400)
     return metrics
 
@@ -116,8 +119,21 @@ def test_buckets_are_fine_below_ten_milliseconds(buckets):
 def test_rank_bytes_of_the_start_stand_until_there_are_newer():
     metrics = filled()
     metrics.rank_bytes = {0: {"kv": 1}}
-    metrics.engine = Stats()
+    metrics.engines = [Stats()]
     assert len(samples(metrics)["phalanx:rank_memory_bytes"]) == 1
+
+
+def test_experts_by_layer_and_by_rank():
+    metrics = filled()
+    exported = samples(metrics)
+    values = {(dict(key)["layer"], dict(key)["expert"]): value for key, value in exported["phalanx:expert_tokens_total"].items()}
+    assert values == {("0", "0"): 30, ("0", "1"): 10}
+    assert list(exported["phalanx:expert_imbalance"].values()) == [1.5]
+    metrics.each_expert = False
+    assert "phalanx:expert_tokens_total" not in samples(metrics)
+    assert sum(samples(metrics)["phalanx:expert_rank_tokens_total"].values()) == 40
+    metrics.experts = {}  # a model without experts
+    assert not [name for name in samples(metrics) if "expert" in name]
 
 
 def queries() -> list[str]:
@@ -163,8 +179,16 @@ def test_gauges_of_gpus():
     assert value("rank_clock_reason", rank="0", reason="power_cap") == 1.0
     assert set(series["phalanx:rank_temperature_celsius"]) == {(("engine", "0"), ("model_name", "demo"), ("rank", "0"))}
     bare = Metrics(prefix="phalanx", model_name="demo", version="1")
-    bare.engine = Stats(rank_bytes={0: {"kv": 1}})
+    bare.engines = [Stats(rank_bytes={0: {"kv": 1}})]
     assert not [name for name in samples(bare) if "gpu" in name or "nvlink" in name or "power" in name]
+
+
+def test_data_parallel_indices_share_the_blocks():
+    exported = samples(filled())
+    usage = {dict(labels)["dp_index"]: value for labels, value in exported["phalanx:dp_kv_cache_usage_perc"].items()}
+    assert usage == {"0": 0.4, "1": 0.1}
+    running = {dict(labels)["dp_index"]: value for labels, value in exported["phalanx:dp_requests_running"].items()}
+    assert running == {"0": 2, "1": 1}
 
 
 def test_alerts_ask_for_series_that_are_there():
@@ -177,3 +201,27 @@ def test_alerts_ask_for_series_that_are_there():
             assert name in series, f"{rule['alert']} asks for {name}, which is not exported"
             labels = {label for key in series[name] for label, _ in key}
             assert set(re.findall(r'(\w+)(?:=~|!~|!=|=)"', selector)) <= labels, rule["alert"]
+
+
+# What the endpoint picker of the Gateway API Inference Extension reads from a server of this prefix, without any setting.
+PICKER_GAUGES = {"num_requests_waiting": 2, "num_requests_running": 3, "kv_cache_usage_perc": 0.25, "gpu_cache_usage_perc": 0.25}
+
+
+def test_the_endpoint_picker_gets_what_it_reads():
+    series = samples(filled("vllm"))
+    for stem, expected in PICKER_GAUGES.items():
+        assert list(series[f"vllm:{stem}"].values()) == [expected], stem
+    (cache,) = series["vllm:cache_config_info"]
+    assert {"block_size": "16", "num_gpu_blocks": "100"}.items() <= dict(cache).items()
+    (adapters,) = series["vllm:lora_requests_info"]
+    assert {"max_lora": "0"}.items() <= dict(adapters).items()
+    # An empty label is no label in Prometheus; the text has them, and the picker reads the text.
+    text = filled("vllm").exposition()[0].decode()
+    assert 'running_lora_adapters=""' in text
+    assert 'waiting_lora_adapters=""' in text
+
+
+def test_names_of_pickers_stand_under_their_prefix_only():
+    series = samples(filled())
+    assert "phalanx:cache_config_info" in series
+    assert not [name for name in series if "lora" in name or "gpu_cache" in name]

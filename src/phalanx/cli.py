@@ -26,6 +26,8 @@ from phalanx.bench.prediction.cli import register as register_plan
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import ALIASES, RawOptions, build_options, read_sources
+from phalanx.deploy.cli import register as register_deploy
+from phalanx.deploy.ray_serve_cli import register as register_ray_serve
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.health.cli import register as register_health
 from phalanx.tune.cli import app as allreduce
@@ -44,6 +46,21 @@ app = typer.Typer(
 app.add_typer(allreduce, name="allreduce")
 
 Command = Callable[..., None]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"phalanx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def phalanx(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.", show_default=False)
+    ] = False,
+) -> None:
+    """Phalanx serves large language models on many GPUs, or on any CPU."""
 
 
 def takes(*models: type[BaseModel], model_argument: bool = True) -> Callable[[Command], Command]:
@@ -174,6 +191,8 @@ def version() -> None:
 register_bench(app, takes)
 register_health(app, takes)
 register_plan(app)
+register_ray_serve(app, takes)
+register_deploy(app, takes)
 
 
 def main(arguments: list[str] | None = None) -> int:

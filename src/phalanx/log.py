@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logging: one logger tree, one format, and the timing of start-up phases.
 
-Every process of an engine logs to stderr, which it inherits from its parent. Each line names the process by its title.
+Every process of an engine logs to stderr, which it inherits from its parent. Each line, also of a message with several, has the
+time and names the process by its title.
 """
 
 from __future__ import annotations
@@ -12,7 +13,26 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_FORMAT = "%(asctime)s %(levelname).1s {title}: %(message)s"
+_FORMAT = "%(asctime)s %(levelname).1s {title}: "
+_TIME = "%Y-%m-%d %H:%M:%S"
+_OTHERS = ("uvicorn", "asyncio", "py.warnings")
+"""Loggers of libraries. Without a handler, they would write lines without a time."""
+
+
+class _EveryLine(logging.Formatter):
+    """Writes the time and the title before each line of a message and its traceback."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__()
+        self._head = logging.Formatter(_FORMAT.format(title=title.replace("%", "%%")), _TIME)
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = self._head.formatMessage(self._with_time(record))
+        return "\n".join(head + line for line in super().format(record).splitlines() or [""])
+
+    def _with_time(self, record: logging.LogRecord) -> logging.LogRecord:
+        record.asctime = self.formatTime(record, _TIME)
+        return record
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -27,10 +47,13 @@ def configure(title: str = "phalanx", level: str = "INFO") -> None:
     """
     root = logging.getLogger("phalanx")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT.format(title=title), datefmt="%H:%M:%S"))
+    handler.setFormatter(_EveryLine(title))
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+    logging.captureWarnings(True)
+    for name in _OTHERS:
+        logging.getLogger(name).handlers[:] = [handler]
 
 
 class Phases:

@@ -2,14 +2,17 @@
 """The metrics of `/metrics`, exported with prometheus-client from a registry of their own.
 
 Names have the stems that common dashboards read (`num_requests_running`, `time_to_first_token_seconds`, ...) behind a prefix:
-`phalanx:`, or `vllm:` with `--metrics_prefix vllm`. Every series has the labels `model_name` and `engine`. Latencies are observed
-as they occur. At each scrape, the engine's gauges and counters are read from the last `EngineCounters` that it sent.
+`phalanx:`, or `vllm:` with `--metrics_prefix vllm`, which is what endpoint pickers of the Gateway API read without any setting.
+Every series has the labels `model_name` and `engine`: the number of a replica for what an engine counts, 0 for what the server
+does. Latencies are observed as they occur. At each scrape, an engine's gauges and counters are read from the last
+`EngineCounters` that it sent.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -24,6 +27,9 @@ ITL_BUCKETS = (*_FINE, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5
 TTFT_BUCKETS = (*_FINE, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
 E2E_BUCKETS = (*_FINE, 0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 
+PICKER_PREFIX = "vllm"
+"""The prefix of the names that endpoint pickers of the Gateway API Inference Extension read unless they are told others."""
+
 RANK_GAUGES = {
     "gpu_utilization_perc": "Utilization of each rank's GPU, 0 to 100.",
     "power_watts": "Power that each rank's GPU draws.",
@@ -37,7 +43,7 @@ class EngineCounters(Protocol):
     """The engine's counts; its `Stats` message satisfies this protocol. Gauges are current, counters run since the start.
 
     rank_bytes: by rank and kind. allreduce: calls by "strategy/fusion". ran: steps by "kind/steps", "kind/tokens", "kind/padding".
-    rank_gauges: of each rank's GPU.
+    rank_gauges: of each rank's GPU. dp_*: of each data-parallel index, empty where there is one.
     """
 
     running: int
@@ -53,16 +59,31 @@ class EngineCounters(Protocol):
     allreduce: dict[str, int]
     ran: dict[str, int]
     rank_gauges: dict[int, dict[str, float]]
+    dp_running: list[int]
+    dp_blocks_referenced: list[int]
+
+
+class ExpertCounters(NamedTuple):
+    """The load of an engine's experts, as pairs of a token and one of its experts. tokens: by layer and expert; rank_tokens: by
+    rank, over all layers; imbalance: the largest load of a rank over the mean, in the last minute, averaged over layers.
+    moved: experts that a rebalance has moved; longest_move: seconds that one step waited for that, at most."""
+
+    tokens: dict[tuple[str, str], int]
+    rank_tokens: dict[str, int]
+    imbalance: float
+    moved: int = 0
+    longest_move: float = 0.0
 
 
 class Metrics:
-    """All series of one server. It is created before the engine; `engine` is set when the engine has sent its counters."""
+    """All series of one server. It is created before the engine; `engines` is set when the engine (or each replica) has sent its
+    counters. engines_up: the numbers of those that take requests."""
 
-    def __init__(self, *, prefix: str, model_name: str, version: str, engine: str = "0") -> None:
+    def __init__(self, *, prefix: str, model_name: str, version: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # creation times would double the size of a scrape, and no dashboard reads them
         self.registry = CollectorRegistry(auto_describe=False)
         self.prefix = prefix
-        self._labels = {"model_name": model_name, "engine": engine}
+        self._labels = {"model_name": model_name, "engine": "0"}
         self._ttft = self._histogram("time_to_first_token_seconds", "Seconds from acceptance to the first token.", TTFT_BUCKETS)
         self._itl = self._histogram("inter_token_latency_seconds", "Seconds between two tokens of one sequence.", ITL_BUCKETS)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Seconds from acceptance to the last token.", E2E_BUCKETS)
@@ -72,12 +93,20 @@ class Metrics:
         self._refused = self._counter(
             "request_refused_total", "Requests that admission control rejected, by reason.", "reason", REFUSED_REASONS
         )
+        self._accepted = self._counter(
+            "request_fields_without_effect_total", "Requests with a field that is accepted without effect, by field.", "field", ()
+        )
         self.registry.register(_EngineCollector(self))
         ProcessCollector(registry=self.registry)
-        self.engine: EngineCounters | None = None
+        self.engines: Sequence[EngineCounters] = ()
+        self.engines_up: Sequence[int] = (0,)
+        self.experts: Mapping[int, ExpertCounters] = {}
+        self.each_expert = True
+        self._one_scrape = threading.Lock()
         self.build = {"version": version}
         self.startup_phases: dict[str, float] = {}
         self.queue_limits: dict[str, float] = {}
+        self.cache_config: dict[str, int] = {}
         self.rank_bytes: dict[int, dict[str, int]] = {}
         self.queued: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
@@ -97,10 +126,16 @@ class Metrics:
     def refused(self, reason: str) -> None:
         self._refused.labels(**self._labels, reason=reason).inc()
 
+    def accepted_field(self, field: str) -> None:
+        """A request has a field that is accepted without effect. field: body and name, one of a fixed table."""
+        self._accepted.labels(**self._labels, field=field).inc()
+
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
-        """The text of `/metrics` and its content type, in the format of the scraper's Accept header."""
+        """The text of `/metrics` and its content type, in the format of the scraper's Accept header. On any thread: thousands of
+        experts take a tenth of a second."""
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        with self._one_scrape:
+            return encode(self.registry), content_type
 
     def name(self, stem: str) -> str:
         return f"{self.prefix}:{stem}"
@@ -121,15 +156,14 @@ class _EngineCollector(Collector):
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._engine = "0"
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterable[Metric]:
         metrics = self._metrics
-        counters = metrics.engine
-        if counters is not None:
-            yield from self._of_engine(counters)
+        yield from self._of_engines(metrics.engines)
         queued, tokens = metrics.queued()
         yield self._gauge("num_requests_queued", "Sequences accepted by the server that have no token yet.", {(): queued})
         yield self._gauge("num_tokens_queued", "Prompt tokens of those sequences.", {(): tokens})
@@ -138,16 +172,42 @@ class _EngineCollector(Collector):
         phases = {(name,): seconds for name, seconds in metrics.startup_phases.items()}
         yield self._gauge("startup_phase_seconds", "Seconds of each start-up phase.", phases, "phase")
         yield self._gauge("build_info", "Version of the server, as a label.", {tuple(metrics.build.values()): 1}, *metrics.build)
+        if metrics.cache_config:
+            config = {name: str(value) for name, value in metrics.cache_config.items()}
+            yield self._gauge("cache_config_info", "Size of the KV cache, as labels.", {tuple(config.values()): 1}, *config)
+
+    def _of_picker(self, counters: EngineCounters) -> Iterable[Metric]:
+        """What endpoint pickers read beside the series above: one that they miss is an error in their log at each scrape."""
+        adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}  # this server runs none
+        yield self._gauge("lora_requests_info", "LoRA adapters: none.", {tuple(adapters.values()): 1}, *adapters)
+        yield self._gauge("gpu_cache_usage_perc", "kv_cache_usage_perc under its older name.", {(): _share(counters)})
+
+    def _of_engines(self, engines: Sequence[EngineCounters]) -> Iterable[Metric]:
+        """Each family once, with the samples of all engines."""
+        families: dict[str, Metric] = {}
+        for number, counters in enumerate(engines):
+            self._engine = str(number)
+            up = {(): float(number in self._metrics.engines_up)}
+            picked = self._of_picker(counters) if self._metrics.prefix == PICKER_PREFIX else ()
+            alive = self._gauge("engine_up", "1 where an engine takes requests.", up)
+            experts = self._of_experts(self._metrics.experts.get(number))
+            for family in (*self._of_engine(counters), *experts, *picked, alive):
+                if family.name in families:
+                    families[family.name].samples.extend(family.samples)
+                else:
+                    families[family.name] = family
+        self._engine = "0"
+        return families.values()
 
     def _of_engine(self, counters: EngineCounters) -> Iterable[Metric]:
         yield self._gauge("num_requests_running", "Sequences in the batch.", {(): counters.running})
         yield self._gauge("num_requests_waiting", "Sequences that wait for a place in the batch.", {(): counters.waiting})
-        used = counters.blocks_referenced / counters.blocks_total if counters.blocks_total else 0.0
         yield self._gauge(
             "kv_cache_usage_perc",
             "Share of KV cache blocks in use by requests, 0 to 1; blocks that are only cached do not count.",
-            {(): used},
+            {(): _share(counters)},
         )
+        yield from self._of_dp_indices(counters)
         for stem, help_text, value in (
             ("num_preemptions", "Sequences preempted to free KV cache blocks.", counters.preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counters.prefix_queries),
@@ -169,6 +229,31 @@ class _EngineCollector(Collector):
         ):
             ran = {(key.removesuffix(f"/{what}"),): count for key, count in counters.ran.items() if key.endswith(f"/{what}")}
             yield self._count(stem, help_text, ran, "kind")
+
+    def _of_dp_indices(self, counters: EngineCounters) -> Iterable[Metric]:
+        """How evenly requests and their KV blocks lie on data-parallel indices, where there are several."""
+        indices = len(counters.dp_running)
+        if indices:
+            running = {(str(index),): count for index, count in enumerate(counters.dp_running)}
+            yield self._gauge("dp_requests_running", "Sequences in the batch of each data-parallel index.", running, "dp_index")
+            blocks = counters.blocks_total / indices or 1.0
+            usage = {(str(index),): count / blocks for index, count in enumerate(counters.dp_blocks_referenced)}
+            yield self._gauge("dp_kv_cache_usage_perc", "kv_cache_usage_perc of each data-parallel index.", usage, "dp_index")
+
+    def _of_experts(self, counters: ExpertCounters | None) -> Iterable[Metric]:
+        """Of a model with experts."""
+        if counters is None:
+            return
+        pairs = "Pairs of a token and one of its experts"
+        if self._metrics.each_expert:
+            yield self._count("expert_tokens", f"{pairs}, by layer and expert.", counters.tokens, "layer", "expert")
+        by_rank = {(rank,): count for rank, count in counters.rank_tokens.items()}
+        yield self._count("expert_rank_tokens", f"{pairs}, by the rank that has the expert.", by_rank, "rank")
+        help_text = "Largest load of a rank's experts over the mean of the ranks, in the last minute, averaged over layers."
+        yield self._gauge("expert_imbalance", help_text, {(): counters.imbalance})
+        yield self._count("expert_moves", "Experts that rebalances have moved to other ranks.", {(): counters.moved})
+        help_text = "Longest time that a step waited for a move of experts, since the start."
+        yield self._gauge("expert_move_seconds_max", help_text, {(): counters.longest_move})
 
     def _of_gpus(self, gauges: Mapping[int, Mapping[str, float]]) -> Iterable[Metric]:
         """Of each rank's GPU, as NVML answers; what it refuses has no series."""
@@ -204,6 +289,11 @@ class _EngineCollector(Collector):
 
     def _fill(self, family: Any, values: Mapping[Any, float]) -> Metric:
         for labels, value in values.items():
-            family.add_metric([*self._metrics._labels.values(), *labels], value)
+            family.add_metric([self._metrics._labels["model_name"], self._engine, *labels], value)
         filled: Metric = family
         return filled
+
+
+def _share(counters: EngineCounters) -> float:
+    """KV cache blocks that requests use, of all: 0 to 1."""
+    return counters.blocks_referenced / counters.blocks_total if counters.blocks_total else 0.0

@@ -185,3 +185,27 @@ def test_an_unreachable_hub_and_offline_mode(tmp_path: Path) -> None:
     _, last = ask("org/model", endpoint="http://127.0.0.1:9", cache=tmp_path, offline="1")
     assert "ModelNotFound" in last
     assert "HF_HUB_OFFLINE" in last
+
+
+def test_gguf(tmp_path):
+    file = tmp_path / "model.Q4_K_M.gguf"
+    file.write_bytes(b"GGUF\x03\0\0\0" + b"\0" * 64)
+    with pytest.raises(ModelNotFound, match=r"is a GGUF file; .*not GGUF"):
+        locate(str(file))
+    with pytest.raises(ModelNotFound, match="has GGUF files only"):
+        locate(str(tmp_path))
+    (tmp_path / "other.bin").write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(ModelNotFound, match="is a GGUF file"):
+        locate(str(tmp_path / "other.bin"))
+    (tmp_path / "config.json").write_text("{}")
+    assert locate(str(tmp_path)) == tmp_path
+
+
+def test_gguf_of_the_hub(tmp_path, monkeypatch):
+    """Of a Hub id, no GGUF file is downloaded: what is there is a README."""
+    (tmp_path / "README.md").write_text("quantized")
+    monkeypatch.setattr("phalanx.config.locate._download", lambda *_: tmp_path)
+    with pytest.raises(ModelNotFound, match=r"model 'org/Llama-3-8B-GGUF' has GGUF files only"):
+        locate("org/Llama-3-8B-GGUF")
+    with pytest.raises(ModelNotFound, match=r"has no config\.json; .*README\.md"):
+        locate("org/Llama-3-8B")

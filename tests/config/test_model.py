@@ -49,8 +49,56 @@ def test_what_config_json_leaves_out_is_as_in_the_reference(family: str) -> None
     assert ours.windows == (window,) * reference.num_hidden_layers
 
 
+def test_what_config_json_of_gpt_oss_leaves_out_is_as_in_the_reference() -> None:
+    reference = transformers.GptOssConfig()
+    sizes = {"vocab_size": 384, "hidden_size": 2880, "num_hidden_layers": 3, "num_attention_heads": 64}
+    ours = ModelShape.from_config({"architectures": ["GptOssForCausalLM"], **sizes, "intermediate_size": 2880})
+    assert (ours.num_kv_heads, ours.head_dim) == (reference.num_key_value_heads, reference.head_dim)
+    assert (ours.max_positions, ours.rms_norm_eps) == (reference.max_position_embeddings, reference.rms_norm_eps)
+    rope = reference.rope_parameters
+    assert (ours.rope.theta, ours.rope.kind, ours.rope.factor) == (rope["rope_theta"], rope["rope_type"], rope["factor"])
+    assert (ours.rope.beta_fast, ours.rope.beta_slow) == (rope["beta_fast"], rope["beta_slow"])
+    assert ours.rope.truncate == rope["truncate"]
+    assert ours.rope.original_max_positions == rope["original_max_position_embeddings"]
+    assert (ours.qkv_bias, ours.output_bias, ours.sinks) == (reference.attention_bias, reference.attention_bias, True)
+    assert ours.windows == (reference.sliding_window, None, reference.sliding_window)
+    experts = ours.experts
+    assert experts is not None
+    assert experts.swiglu is not None
+    assert (experts.count, experts.per_token) == (reference.num_local_experts, reference.num_experts_per_tok)
+    assert tuple(experts.swiglu) == (reference.swiglu_alpha, reference.swiglu_limit)
+    assert not experts.mxfp4
+    assert ours.dtype == "bf16"
+    assert ours.window is None
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_what_a_deepseek_leaves_out_is_what_transformers_takes(version: int) -> None:
+    reference = getattr(transformers, f"DeepseekV{version}Config")(hidden_size=64, num_attention_heads=4, num_key_value_heads=4)
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5, "num_attention_heads": 4}
+    ours = ModelShape.from_config({"architectures": [f"DeepseekV{version}ForCausalLM"], **sizes})
+    latent, experts = ours.latent, ours.experts
+    assert latent is not None
+    assert experts is not None
+    assert experts.scoring is not None
+    ranks = reference.q_lora_rank, reference.kv_lora_rank
+    dims = reference.qk_nope_head_dim, reference.qk_rope_head_dim, reference.v_head_dim
+    assert (latent.q_rank, latent.kv_rank, latent.nope, latent.rope, latent.v) == (*ranks, *dims)
+    assert ours.max_positions == reference.max_position_embeddings
+    assert (experts.count, experts.intermediate) == (reference.n_routed_experts, reference.moe_intermediate_size)
+    assert experts.shared == reference.n_shared_experts * reference.moe_intermediate_size
+    assert experts.dense_layers == tuple(range(reference.first_k_dense_replace))
+    assert experts.renormalize == reference.norm_topk_prob
+    assert experts.scoring.scale == reference.routed_scaling_factor
+    if version == 3:
+        assert (experts.scoring.groups, experts.scoring.top_groups) == (reference.n_group, reference.topk_group)
+        assert experts.per_token == reference.num_experts_per_tok
+        assert ours.mtp_layers == reference.num_mtp_layers
+
+
 def test_traits_of_the_families() -> None:
-    assert set(FAMILIES) == {f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+    names = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "GptOss", "DeepseekV2", "DeepseekV3")
+    assert set(FAMILIES) == {f"{name}ForCausalLM" for name in names}
     assert shape(attention_bias=True, mlp_bias=True).output_bias
     assert shape(mlp_bias=True).mlp_bias
     qwen2 = shape(architectures=["Qwen2ForCausalLM"], attention_bias=True)

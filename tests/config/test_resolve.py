@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.config import EngineOptions
+from phalanx.config.experts import Experts
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
 from phalanx.config.resolve import compute_dtype, resolve
@@ -112,6 +113,58 @@ def test_whole_prompts_fit_a_step():
 def test_what_cannot_be(values, gpus, message):
     with pytest.raises((OptionError, LayoutError), match=message):
         resolve(options(**values), SHAPE, gpus)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"expert_parallel_size": 3}, "^expert_parallel_size=3 does not divide the model's 8 experts; use one of 1, 2, 4, 8"),
+        ({"expert_parallel_size": 2, "max_batch_size": 1}, "^max_batch_size=1 is below expert_parallel_size=2"),
+        ({"expert_parallel_size": 2, "tensor_parallel_size": 3}, "does not divide the experts' intermediate size 64"),
+        ({"expert_parallel_size": 4, "nnodes": 3}, "nnodes=3 does not divide .*expert_parallel_size=4 = 4 ranks"),
+        (
+            {"expert_parallel_size": 2, "enable_chunked_prefill": False, "max_seq_len": 100, "max_num_tokens": 150},
+            "^max_num_tokens=150 is below max_seq_len=100 x 2; .*use max_num_tokens=200",
+        ),
+    ],
+)
+def test_what_data_parallel_attention_cannot_be(values, message):
+    shape = replace(SHAPE, architecture="MixtralForCausalLM", experts=Experts(8, 2, 64))
+    with pytest.raises((OptionError, LayoutError), match=message):
+        resolve(options(device="cpu", **values), shape, gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "experts"),
+    [
+        ({}, Experts(8, 2, 64)),
+        ({"tensor_parallel_size": 2, "moe_expert_parallel_size": 2}, Experts(8, 2, 64)),
+        ({}, None),
+    ],
+)
+def test_an_exchange_needs_groups_that_exchange(values, experts):
+    shape = replace(SHAPE, architecture="MixtralForCausalLM", experts=experts)
+    message = "^expert_exchange='ALL_TO_ALL' has no effect with expert_parallel_size=1; .*raise expert_parallel_size"
+    with pytest.raises(LayoutError, match=message):
+        resolve(options(device="cpu", expert_exchange="ALL_TO_ALL", **values), shape, gpus=0)
+
+
+def test_each_data_parallel_index_has_its_part_of_a_step():
+    shape = replace(SHAPE, architecture="MixtralForCausalLM", experts=Experts(8, 2, 64))
+    resolved = resolve(options(device="cpu", expert_parallel_size=2, max_batch_size=5, max_num_tokens=99), shape, gpus=0).options
+    assert (resolved.world_size, resolved.index_batch_size, resolved.index_num_tokens) == (2, 3, 50)
+    unchunked = resolve(options(device="cpu", expert_parallel_size=4, enable_chunked_prefill=False), shape, gpus=0).options
+    assert unchunked.index_num_tokens >= unchunked.max_seq_len
+
+
+def test_ranks_share_blocks_of_mxfp4_evenly_or_not():
+    """Of 96 columns, three ranks hold a block of 32 each, two hold two and one; four have none to share."""
+    experts = Experts(4, 2, 96, biases=True, mxfp4=True)
+    shape = replace(SHAPE, architecture="GptOssForCausalLM", num_heads=12, num_kv_heads=12, experts=experts)
+    for tp, moe_ep in ((2, 1), (3, 1), (4, 2), (4, 4)):
+        resolve(options(tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, device="cpu"), shape, gpus=0)
+    with pytest.raises(LayoutError, match="= 4 exceeds the 3 blocks of 32 columns"):
+        resolve(options(tensor_parallel_size=4, device="cpu"), shape, gpus=0)
 
 
 def test_more_ranks_than_gpus_is_fine_on_cpu():

@@ -5,7 +5,17 @@ import pytest
 
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.config.sources import Torchrun, build_options, differing_variables, place_process, read_sources, torchrun
+from phalanx.config.sources import (
+    Torchrun,
+    adopt_variables,
+    build_options,
+    differing_variables,
+    place_process,
+    ray_address,
+    read_sources,
+    torchrun,
+    variables_to_pass_on,
+)
 from phalanx.errors import LayoutError, OptionError, UnknownOption
 
 
@@ -125,6 +135,40 @@ def test_torchrun():
         place_process(EngineOptions.of(model="m", tensor_parallel_size=2), environ)
     alone = EngineOptions.of(model="m")
     assert place_process(alone, {}) == (alone, 0)
+
+
+def test_ray_is_chosen_where_one_command_asks_for_several_hosts_of_a_cluster(tmp_path):
+    def launcher(environ, **options):
+        return place_process(EngineOptions.of(model="m", **options), environ)[0].launcher
+
+    here = {"RAY_ADDRESS": "10.0.0.1:6379"}
+    assert launcher(here, nnodes=2) == "ray"
+    assert launcher(here) == "auto"
+    assert launcher(here, nnodes=2, launcher="local") == "local"
+    assert launcher(here, nnodes=2, node_rank=1) == "auto"
+    assert launcher(here, nnodes=2, master_addr="host0") == "auto"
+    assert launcher({"TMPDIR": str(tmp_path)}, nnodes=2) == "auto"
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.7:6379")
+    assert ray_address({"TMPDIR": str(tmp_path), "RAY_ADDRESS": "auto"}) == "10.0.0.7:6379"
+    assert launcher({"TMPDIR": str(tmp_path)}, nnodes=2) == "ray"
+
+
+def test_variables_that_ranks_on_other_hosts_get():
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "HF_TOKEN": "t",
+        "PHALANX_API_KEY": "k",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "PATH": "/bin",
+        "HOME": "/",
+    }
+    assert variables_to_pass_on(environ) == {"NCCL_DEBUG": "INFO", "HF_TOKEN": "t"}
+    there = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}
+    assert adopt_variables({"NCCL_DEBUG": "INFO", "HF_TOKEN": "t"}, there) == {"NCCL_DEBUG": "WARN"}
+    assert there == {"NCCL_DEBUG": "WARN", "HF_TOKEN": "t"}  # what Ray set for its actor is gone
+    assert adopt_variables({"OMP_NUM_THREADS": "8"}, there := {"OMP_NUM_THREADS": "1"}) == {}
+    assert there == {"OMP_NUM_THREADS": "8"}
 
 
 def test_variables_that_say_otherwise():

@@ -96,3 +96,11 @@ def test_what_a_container_holds_is_not_free(tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "memory_limit", lambda: (32000, 5000))
     machine = probe.detect_machine()
     assert (machine.host_memory, machine.free_host_memory) == (32000, 5000)
+
+
+def test_free_cores(monkeypatch):
+    monkeypatch.setattr(probe, "cores", lambda: 4)
+    monkeypatch.setattr(probe.psutil, "cpu_count", lambda: 8)
+    for percent, free in ((0, 4), (25, 4), (75, 2), (100, 1)):
+        monkeypatch.setattr(probe.psutil, "cpu_percent", lambda seconds, percent=percent: percent)
+        assert probe.free_cores() == free

@@ -18,8 +18,9 @@ _CURE = (
 )
 
 
-def read_cluster_token(options: EngineOptions) -> str | None:
-    """The token of these options, without the white space around it; None where there is none and none is needed.
+def read_cluster_token(options: EngineOptions, *, required: bool = True) -> str | None:
+    """The token of these options, without the white space around it; None where there is none and none is needed:
+    for one node, or where not `required`, since a launcher carries one.
 
     Raises OptionError for a token that is too short or cannot be read, and for several nodes without one. No error shows the token.
     """
@@ -34,7 +35,7 @@ def read_cluster_token(options: EngineOptions) -> str | None:
             why = error.strerror if isinstance(error, OSError) else "it is not the path of a text file"
             raise OptionError(f"{source} cannot be read", why=why or "", next="name a readable file") from None
     if token is None:
-        if options.nnodes > 1 and not options.insecure_cluster:
+        if required and options.nnodes > 1 and not options.insecure_cluster:
             raise OptionError(
                 f"nnodes={options.nnodes} needs a cluster token",
                 why="without one, whoever reaches the ports of host 0 can end the engine, join it and read its prompts", next=_CURE,

@@ -58,6 +58,7 @@ def _checked(folder: Path, model: str, need: str, option: str) -> Path:
             f"{option} {model!r} was not found", held=f"there is no folder {folder}",
             next=f"give a folder with a {'checkpoint' if option == 'model' else option}, or a Hub id such as 'org/name'",
         )  # fmt: skip
+    refuse_gguf(folder, f"{option} {model!r}", need=need)
     if not folder.is_dir():
         raise ModelNotFound(f"{option} {model!r} is a file", held=f"the file is {folder}", next="give the folder that contains it")
     if need and not (folder / need).exists():
@@ -68,6 +69,33 @@ def _checked(folder: Path, model: str, need: str, option: str) -> Path:
             next="give the folder of a Hugging Face checkpoint",
         )  # fmt: skip
     return folder
+
+
+def refuse_gguf(path: Path, name: str, *, need: str = CONFIG) -> None:
+    """Raise ModelNotFound if `path` is a GGUF file, by its first four bytes, or a folder that has GGUF files and not `need`.
+
+    name: of the model, for the error. Of a Hub id, GGUF files are not downloaded: its name says what they are.
+    """
+    if path.is_dir():
+        lacks = bool(need) and not (path / need).exists()
+        gguf, words = lacks and ("gguf" in name.lower() or any(path.glob("*.gguf"))), "has GGUF files only"
+    else:
+        gguf, words = _begins_as_gguf(path), "is a GGUF file"
+    if gguf:
+        raise ModelNotFound(
+            f"{name} {words}", why="Phalanx reads Hugging Face checkpoints (config.json and safetensors), not GGUF",
+            next="give the folder or the Hub id of the checkpoint that the GGUF file was made from",
+        )  # fmt: skip
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def _download(model: str, revision: str | None, option: str) -> Path:

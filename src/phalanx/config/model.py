@@ -4,13 +4,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.dtypes import DTYPES
+from phalanx.config.experts import (
+    Experts,
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_gpt_oss,
+    read_mixtral,
+    read_qwen3_moe,
+)
 from phalanx.config.json_fields import Fields
+from phalanx.config.latent import Latent, read_latent
 from phalanx.config.quantization import Quantization, from_modelopt, read_quantization
 from phalanx.config.rope import Rope, read_rope
 from phalanx.errors import ModelError, UnsupportedArchitecture
@@ -28,7 +37,12 @@ class Family:
     """What config.json does not state: the defaults of the architecture's reference implementation, and its fixed traits.
 
     kv_heads, head_dim: None if derived from the query heads. window: the layers with a sliding window: "all" (if config.json has a
-    sliding_window), "chosen" (by use_sliding_window, max_window_layers or layer_types) or "none".
+    sliding_window, or none at all), "stated" (if it is given and not null), "used" (with use_sliding_window), "chosen" (by
+    use_sliding_window, max_window_layers or layer_types), "alternating" (every second, from the first on, without layer_types) or
+    "none". experts: how their fields are read, in a mixture of experts. sinks: each head's softmax has one more logit, without a
+    value. attention_bias: where reads_attention_bias, the default. yarn: the factor and the original context of a config.json that
+    says nothing of RoPE's scaling. dtype: of one that has none. latent: how latent attention is read, in families that have it.
+    mtp_layers: multi-token prediction layers behind the last one, by default.
     """
 
     max_positions: int
@@ -39,6 +53,15 @@ class Family:
     reads_attention_bias: bool = False
     reads_mlp_bias: bool = False
     qk_norm: bool = False
+    experts: Callable[[Fields], Experts] | None = None
+    attention_bias: bool = False
+    sinks: bool = False
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    yarn: tuple[float, int] | None = None
+    dtype: str = "float32"
+    latent: Callable[[Fields, Rope], Latent] | None = None
+    mtp_layers: int = 0
 
 
 FAMILIES = {
@@ -46,7 +69,17 @@ FAMILIES = {
     "MistralForCausalLM": Family(131072, kv_heads=8, window="all"),
     "Qwen2ForCausalLM": Family(32768, kv_heads=32, window="chosen", qkv_bias=True),
     "Qwen3ForCausalLM": Family(32768, kv_heads=32, head_dim=128, window="chosen", reads_attention_bias=True, qk_norm=True),
-}
+    "MixtralForCausalLM": Family(131072, kv_heads=8, window="stated", experts=read_mixtral),
+    "Qwen3MoeForCausalLM": Family(
+        32768, kv_heads=4, window="used", reads_attention_bias=True, qk_norm=True, experts=read_qwen3_moe
+    ),
+    "GptOssForCausalLM": Family(
+        131072, kv_heads=8, head_dim=64, window="alternating", reads_attention_bias=True, attention_bias=True, sinks=True,
+        experts=read_gpt_oss, rms_norm_eps=1e-5, rope_theta=150_000.0, yarn=(32.0, 4096), dtype="bfloat16",
+    ),
+    "DeepseekV2ForCausalLM": Family(2048, experts=read_deepseek_v2, latent=read_latent),
+    "DeepseekV3ForCausalLM": Family(4096, experts=read_deepseek_v3, latent=read_latent, mtp_layers=1),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,7 +87,9 @@ class ModelShape:
     """One model's sizes and traits. Lengths in tokens; `dtype` is the checkpoint's: "fp32", "fp16" or "bf16".
 
     windows: per layer, the number of tokens that a query attends to, itself included; None: all before it. eos_token_ids: those
-    of generation_config.json first, then those of config.json.
+    of generation_config.json first, then those of config.json. sinks: see `Family`. latent: of models with latent attention, whose
+    head_dim is that of queries and keys. mtp_layers: multi-token prediction layers, which a checkpoint may have behind the last
+    layer, and which are not loaded.
     """
 
     architecture: str
@@ -74,15 +109,28 @@ class ModelShape:
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
+    experts: Experts | None = None
     quantization: Quantization | None = None
     dtype: str = "fp32"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    sinks: bool = False
+    latent: Latent | None = None
+    mtp_layers: int = 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that RoPE rotates."""
+        return self.head_dim if self.latent is None else self.latent.rope
 
     @property
     def window(self) -> int | None:
         """Tokens after which no layer needs a KV cache block any more; None if some layer attends to everything."""
         return max((size for size in self.windows if size), default=None) if all(self.windows) else None
+
+    def experts_in(self, layer: int) -> Experts | None:
+        """The experts of a layer; None where its MLP is dense."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     @classmethod
     def from_folder(cls, folder: Path) -> ModelShape:
@@ -106,8 +154,10 @@ class ModelShape:
             raise ModelError(f"{file}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}", why=_NO_GROUPS)
         num_layers = fields.count("num_hidden_layers")
         max_positions = fields.count("max_position_embeddings", family.max_positions)
-        rope = read_rope(fields, max_positions)
-        attention_bias = family.reads_attention_bias and fields.flag("attention_bias", False)
+        rope = read_rope(_with_rope(fields, family), max_positions, family.rope_theta)
+        attention_bias = family.reads_attention_bias and fields.flag("attention_bias", family.attention_bias)
+        experts = None if family.experts is None else family.experts(fields)
+        latent = None if family.latent is None else family.latent(fields, rope)
         bos, vocab_size = fields.ids("bos_token_id"), fields.count("vocab_size")
         return cls(
             architecture=architecture,
@@ -117,9 +167,9 @@ class ModelShape:
             num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=_head_dim(fields, heads, family),
+            head_dim=_head_dim(fields, heads, family) if latent is None else latent.nope + latent.rope,
             max_positions=max(max_positions, int(rope.original_max_positions * rope.factor) if rope.kind == "yarn" else 0),
-            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.positive("rms_norm_eps", family.rms_norm_eps),
             rope=rope,
             windows=_windows(fields, family, num_layers),
             qkv_bias=family.qkv_bias or attention_bias,
@@ -127,10 +177,14 @@ class ModelShape:
             mlp_bias=family.reads_mlp_bias and fields.flag("mlp_bias", False),
             qk_norm=family.qk_norm,
             tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            quantization=read_quantization(fields),
-            dtype=_dtype(fields),
+            experts=experts,
+            quantization=None if experts is not None and experts.mxfp4 else read_quantization(fields),
+            dtype=_dtype(fields, family.dtype),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=_eos(fields, vocab_size),
+            sinks=family.sinks,
+            latent=latent,
+            mtp_layers=int(fields.number("num_nextn_predict_layers", family.mtp_layers)),
         )
 
 
@@ -193,20 +247,40 @@ def _head_dim(fields: Fields, heads: int, family: Family) -> int:
     return head_dim
 
 
+def _with_rope(fields: Fields, family: Family) -> Fields:
+    """The fields with the family's YaRN where they say nothing of RoPE's scaling."""
+    if family.yarn is None or any(fields.values.get(name) is not None for name in ("rope_parameters", "rope_scaling")):
+        return fields
+    factor, original = family.yarn
+    scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, "truncate": False}
+    return Fields({**fields.values, "rope_scaling": scaling}, fields.file)
+
+
 def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | None, ...]:
     no_windows: tuple[int | None, ...] = (None,) * num_layers
-    if family.window == "none":
+    if family.window == "none" or (family.window == "stated" and fields.values.get("sliding_window") is None):
         return no_windows
-    # In the reference implementations, a missing sliding_window is 4096, and null means no window.
-    size = fields.count("sliding_window", 4096) if fields.values.get("sliding_window", 4096) is not None else None
-    if family.window == "all":
+    # In the reference implementations, a missing sliding_window is 4096 (128 in gpt-oss), and null means no window.
+    default = 128 if family.window == "alternating" else 4096
+    size = fields.count("sliding_window", default) if fields.values.get("sliding_window", default) is not None else None
+    if family.window in ("all", "stated"):
         return (size,) * num_layers
+    kinds = fields.optional_texts("layer_types")
+    if family.window == "alternating":
+        chosen = tuple(("sliding", "full")[layer % 2] + "_attention" for layer in range(num_layers)) if kinds is None else kinds
+        return _by_kind(fields, chosen, size, num_layers)
     if size is None or not fields.flag("use_sliding_window", False):
         return no_windows
-    kinds = fields.optional_texts("layer_types")
+    if family.window == "used":
+        return (size,) * num_layers
     if kinds is None:
         first = int(fields.number("max_window_layers", 28))
         return tuple(size if layer >= first else None for layer in range(num_layers))
+    return _by_kind(fields, kinds, size, num_layers)
+
+
+def _by_kind(fields: Fields, kinds: Sequence[str], size: int | None, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window by its layer_types."""
     unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
     if unknown or len(kinds) != num_layers:
         raise ModelError(
@@ -216,8 +290,8 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _dtype(fields: Fields) -> str:
-    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
+def _dtype(fields: Fields, default: str) -> str:
+    name = fields.text("dtype", fields.text("torch_dtype", default)).removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelError(f"{fields.file} has dtype={name!r}", held=f"supported are: {', '.join(_DTYPES)}")
     return _DTYPES[name]

@@ -44,6 +44,12 @@ class EngineOptions(BaseModel):
     load_format: Literal["auto", "safetensors", "dummy"] = Field(
         "auto", description="auto, safetensors: read the checkpoint. dummy: make seeded random weights on the device."
     )
+    expert_traffic: float | None = Field(
+        None,
+        ge=0,
+        description="With load_format dummy, for benchmarks: experts are drawn instead of computed by routers with random weights. "
+        "Their shares fall with this power of their rank; 0: all are alike. None: routers choose.",
+    )
     skip_tokenizer_init: bool = Field(False, description="Load no tokenizer: prompts and outputs are token ids only.")
     seed: int = Field(0, description="Seed of dummy weights, and of requests without a seed of their own.")
     device: Literal["auto", "cuda", "cpu"] = Field("auto", description="Device type. auto: GPUs if this host has any, else CPU.")
@@ -55,14 +61,51 @@ class EngineOptions(BaseModel):
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Number of ranks that each layer is split over.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Number of pipeline stages; each holds consecutive layers.")
-    expert_parallel_size: int = Field(1, ge=1, description="Number of groups that experts are split over. Only 1 is supported.")
+    expert_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="Number of groups of tensor_parallel_size ranks that a layer's experts are split over. Attention is "
+        "data-parallel over them: each request runs on one group, and all of them exchange tokens for their experts.",
+    )
+    expert_exchange: Literal["ALL_GATHER", "ALL_TO_ALL"] = Field(
+        "ALL_GATHER",
+        description="How tokens reach the experts of other groups, with expert_parallel_size above 1. ALL_GATHER: all tokens go to "
+        "all groups. ALL_TO_ALL: each goes to the groups that have one of its experts, once to each; steps that run as CUDA graphs "
+        "use ALL_GATHER.",
+    )
     moe_expert_parallel_size: int = Field(
-        1, ge=1, description="Number of ranks of the tensor-parallel group that experts are split over. Only 1 is supported."
+        1,
+        ge=1,
+        description="Number of runs that a layer's experts are split into inside the tensor-parallel group; each run is split over "
+        "tensor_parallel_size / moe_expert_parallel_size ranks. It divides both that size and the number of experts.",
+    )
+    redundant_experts: int = Field(
+        0,
+        ge=0,
+        description="Number of copies of experts in each layer, beside the experts: of those with the most tokens, as the last "
+        "rebalance saw them. A multiple of moe_expert_parallel_size; each costs the memory of an expert.",
+    )
+    rebalance_experts_every: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds between two rebalances of experts, under load. None: only when POST /experts/rebalance asks for one.",
+    )
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="Number of engines behind one server or LLM, each with a copy of the model on GPUs of its own. A request goes "
+        "to the one with the least to do for it, its prefix cache considered; where one fails, the others serve on.",
     )
     nnodes: int = Field(1, ge=1, description="Number of hosts. Each runs the same number of ranks.")
     node_rank: int = Field(0, ge=0, description="Number of this host, from 0 to nnodes - 1. The engine runs on host 0.")
     master_addr: str = Field("127.0.0.1", description="Address of host 0, reachable from every host.")
-    master_port: int = Field(29400, ge=1, le=65535, description="Port on host 0 for the ranks; the next port is used, too.")
+    master_addr_timeout: float = Field(
+        5.0,
+        ge=0,
+        description="Seconds for which a master_addr that does not resolve is tried again. More where names of hosts are published "
+        "late, as in Kubernetes; manifests give start_timeout.",
+    )
+    master_port: int = Field(29400, ge=1, le=65535, description="Port on host 0 for the ranks and further hosts.")
     cluster_token: str | None = Field(
         None,
         repr=False,
@@ -75,10 +118,11 @@ class EngineOptions(BaseModel):
     )
 
     launcher: str = Field(
-        "phalanx.executor.launcher:LocalLauncher",
+        "auto",
         min_length=1,
-        description="Class that starts the processes of the ranks, as a dotted path (package.module:Name). The default starts "
-        "them on this host.",
+        description="What starts the processes of the ranks. local: this host, and each further host by its own command. ray: the "
+        "hosts of the Ray cluster that this host belongs to. auto: ray for nnodes > 1 on a host of a Ray cluster, unless node_rank "
+        "or master_addr is set; else local. Or the dotted path of a class (package.module:Name).",
     )
 
     max_batch_size: int = Field(256, ge=1, le=1 << 16, description="Maximum number of requests that run at once.")
@@ -101,13 +145,15 @@ class EngineOptions(BaseModel):
         True, description="Split long prompts over several steps. Without it, each prompt must fit into one step."
     )
 
-    allreduce_strategy: Literal["AUTO", "NCCL", "ONESHOT", "TWOSHOT"] = Field(
+    allreduce_strategy: Literal["AUTO", "NCCL", "ONESHOT", "TWOSHOT", "RS_NORM_AG", "GEMM_RS"] = Field(
         "AUTO",
         description="All-reduce strategy. AUTO: the fastest one by the tuning table of this machine. Any other: that one wherever "
-        "it can run. On CPU, NCCL stands for gloo.",
+        "it can run. RS_NORM_AG and GEMM_RS: sequence parallelism between layers, TWOSHOT elsewhere. On CPU, NCCL stands for gloo.",
     )
     deterministic: bool = Field(
-        False, description="All-reduces sum in fp32 in the order of the ranks, and never use NCCL: results repeat bit for bit."
+        False,
+        description="All-reduces sum in fp32 in the order of the ranks, and never use NCCL: their results repeat bit for bit. "
+        "Tokens still depend on the batch in 16 bit on a GPU, since the order of sums in other kernels does.",
     )
     cuda_graphs: bool = Field(True, description="Use CUDA graphs for decode steps and for small steps with prompts. GPU only.")
     kernel_cache_dir: str | None = Field(
@@ -128,6 +174,16 @@ class EngineOptions(BaseModel):
             return cls(**{name: str(value) if isinstance(value, Path) else value for name, value in values.items()})
         except ValidationError as error:
             raise option_error(error) from None
+
+    @property
+    def index_batch_size(self) -> int:
+        """Of max_batch_size, the requests that run at once on one dp index."""
+        return -(-self.max_batch_size // self.expert_parallel_size)
+
+    @property
+    def index_num_tokens(self) -> int | None:
+        """Of max_num_tokens, the tokens per step of one dp index."""
+        return None if self.max_num_tokens is None else -(-self.max_num_tokens // self.expert_parallel_size)
 
     @property
     def world_size(self) -> int:

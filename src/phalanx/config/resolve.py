@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.config.experts import Experts, require_places
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.errors import LayoutError, OptionError
@@ -29,8 +30,8 @@ class Resolved:
 def resolve(options: EngineOptions, shape: ModelShape, gpus: int) -> Resolved:
     """Choose the values that the user left open, for this model and a host with this number of GPUs.
 
-    Raises OptionError or LayoutError for a max_seq_len beyond the model's, missing GPUs, expert parallelism of a model without
-    experts, and a number of ranks that the number of nodes does not divide.
+    Raises OptionError or LayoutError for a max_seq_len beyond the model's, missing GPUs, a number of ranks that the number of nodes
+    does not divide, and options that have no effect or contradict each other for this model and layout.
     """
     chosen: dict[str, tuple[Any, str]] = {}
     device = _device(options, gpus, chosen)
@@ -78,6 +79,62 @@ def _device(options: EngineOptions, gpus: int, chosen: dict[str, tuple[Any, str]
     return device
 
 
+def _check_moves(options: EngineOptions, experts: Experts | None) -> None:
+    """Raise LayoutError where options ask for moves or copies of experts that the layout does not have."""
+    ranks, groups = options.moe_expert_parallel_size, options.expert_parallel_size
+    for name in ("redundant_experts", "rebalance_experts_every"):
+        value = getattr(options, name)
+        if value and groups > 1:
+            raise LayoutError(
+                f"{name}={value:g} is not supported with expert_parallel_size={groups}",
+                why="experts move inside one tensor-parallel group only",
+                next="leave it out, or use moe_expert_parallel_size instead of expert_parallel_size",
+            )  # fmt: skip
+        if value and (experts is None or ranks == 1):
+            raise LayoutError(
+                f"{name}={value:g} has no effect with moe_expert_parallel_size={ranks}",
+                why="the model has no experts" if experts is None else "each rank has a slice of every expert: their load is even",
+                next="leave it out" if experts is None else "raise moe_expert_parallel_size, or leave it out",
+            )  # fmt: skip
+    if experts is not None:
+        require_places(experts.count, ranks, options.redundant_experts)
+
+
+def _check_experts(tp: int, moe_ep: int, ep: int, experts: Experts | None) -> None:
+    """Raise LayoutError where tp ranks cannot share a layer's experts, moe_ep runs of them, or ep such groups cannot."""
+    if tp % moe_ep:
+        raise LayoutError(
+            f"moe_expert_parallel_size={moe_ep} does not divide tensor_parallel_size={tp}",
+            why="experts are split inside the tensor-parallel group", next=f"use one of {_divisors(tp)}",
+        )  # fmt: skip
+    if experts is None:
+        return
+    for name, size in (("moe_expert_parallel_size", moe_ep), ("expert_parallel_size", ep)):
+        if experts.count % size:
+            raise LayoutError(
+                f"{name}={size} does not divide the model's {experts.count} experts", next=f"use one of {_divisors(experts.count)}",
+            )  # fmt: skip
+    moe_tp = tp // moe_ep
+    if experts.mxfp4:  # ranks share the blocks of 32 columns as evenly as they can
+        blocks = experts.intermediate // 32
+        if moe_tp > blocks:
+            raise LayoutError(
+                f"tensor_parallel_size={tp} / moe_expert_parallel_size={moe_ep} = {moe_tp} exceeds the {blocks} blocks of "
+                f"32 columns that an expert has in MXFP4", next=f"choose sizes whose quotient is at most {blocks}",
+            )  # fmt: skip
+        return
+    if experts.intermediate % moe_tp:
+        raise LayoutError(
+            f"tensor_parallel_size={tp} / moe_expert_parallel_size={moe_ep} = {moe_tp} does not divide the experts' "
+            f"intermediate size {experts.intermediate}",
+            next=f"choose sizes whose quotient is one of {_divisors(experts.intermediate)}",
+        )  # fmt: skip
+
+
+def _divisors(size: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+
+
 def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None) -> None:
     ep, moe_ep = options.expert_parallel_size, options.moe_expert_parallel_size
     if ep > 1 and moe_ep > 1:
@@ -86,16 +143,35 @@ def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None) -
             why="the first splits experts over more ranks, the second inside the tensor-parallel group", next="give one of them",
         )  # fmt: skip
     for name, size in (("expert_parallel_size", ep), ("moe_expert_parallel_size", moe_ep)):
-        if size > 1:
+        if size > 1 and shape.experts is None:
             raise LayoutError(
                 f"{name}={size} needs a model with experts", held=f"{shape.architecture} has no experts", next=f"use {name}=1"
             )
+    if options.expert_traffic is not None and (options.load_format != "dummy" or shape.experts is None):
+        raise OptionError(
+            f"expert_traffic={options.expert_traffic} needs a model with experts and load_format='dummy'",
+            held=f"{shape.architecture}, load_format={options.load_format!r}", why="a trained router must choose the experts",
+            next="leave expert_traffic out",
+        )  # fmt: skip
+    _check_experts(options.tensor_parallel_size, moe_ep, ep, shape.experts)
+    if options.expert_exchange == "ALL_TO_ALL" and ep == 1:
+        raise LayoutError(
+            f"expert_exchange={options.expert_exchange!r} has no effect with expert_parallel_size=1",
+            why="there are no other groups to exchange tokens with", next="leave it out, or raise expert_parallel_size",
+        )  # fmt: skip
+    if options.max_batch_size < ep:
+        raise OptionError(
+            f"max_batch_size={options.max_batch_size} is below expert_parallel_size={ep}",
+            why="each of the groups runs requests of its own", next=f"use at least max_batch_size={ep}",
+        )  # fmt: skip
+    _check_moves(options, shape.experts)
     if options.node_rank >= options.nnodes:
         raise LayoutError(
             f"node_rank={options.node_rank} is not below nnodes={options.nnodes}", why="hosts are numbered from 0",
             next=f"use 0..{options.nnodes - 1}",
         )  # fmt: skip
     sizes = f"tensor_parallel_size={options.tensor_parallel_size} x pipeline_parallel_size={options.pipeline_parallel_size}"
+    sizes += f" x expert_parallel_size={ep}" if ep > 1 else ""
     world = options.world_size
     if world % options.nnodes:
         raise LayoutError(
@@ -123,16 +199,19 @@ def _max_seq_len(options: EngineOptions, shape: ModelShape, chosen: dict[str, tu
 
 
 def _max_num_tokens(options: EngineOptions, device: str, max_seq_len: int, chosen: dict[str, tuple[Any, str]]) -> None:
+    ep = options.expert_parallel_size
+    longest = max_seq_len * ep  # a prompt runs on one of the groups, whose part of a step is 1/ep
+    part = "one step" if ep == 1 else f"one group's part of a step, of expert_parallel_size={ep} parts"
     unchunked = not options.enable_chunked_prefill
     if options.max_num_tokens is None:
         tokens = GPU_STEP_TOKENS if device == "cuda" else CPU_STEP_TOKENS
         why = f"enough to keep a {'GPU' if device == 'cuda' else 'CPU'} busy, and steps stay short"
-        if unchunked and max_seq_len > tokens:
-            tokens, why = max_seq_len, "without chunked prefill, a prompt of max_seq_len must fit into one step"
+        if unchunked and longest > tokens:
+            tokens, why = longest, f"without chunked prefill, a prompt of max_seq_len must fit into {part}"
         chosen["max_num_tokens"] = tokens, why
-    elif unchunked and options.max_num_tokens < max_seq_len:
+    elif unchunked and options.max_num_tokens < longest:
         raise OptionError(
-            f"max_num_tokens={options.max_num_tokens} is below max_seq_len={max_seq_len}",
-            why="without chunked prefill, a prompt must fit into one step",
-            next=f"use max_num_tokens={max_seq_len}, or a smaller max_seq_len",
+            f"max_num_tokens={options.max_num_tokens} is below max_seq_len={max_seq_len}" + (f" x {ep}" if ep > 1 else ""),
+            why=f"without chunked prefill, a prompt must fit into {part}",
+            next=f"use max_num_tokens={longest}, or a smaller max_seq_len",
         )  # fmt: skip

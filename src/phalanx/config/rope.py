@@ -17,7 +17,8 @@ class Rope:
     """The mapping of positions to angles. kind: one of ROPE_TYPES. A field that the kind does not use keeps its default.
 
     theta: base of the wavelengths. factor: by how much the context was extended. original_max_positions: context before the
-    extension, in tokens. attention_factor: multiplies cosines and sines (yarn).
+    extension, in tokens. attention_factor: multiplies cosines and sines (yarn). softmax_factor: multiplies the softmax's scale in
+    the families that read it (mscale_all_dim of DeepSeek).
     """
 
     kind: str = "default"
@@ -30,10 +31,13 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    softmax_factor: float = 1.0
 
 
-def read_rope(fields: Fields, max_positions: int) -> Rope:
-    """Read RoPE's fields. Raises ModelError for a type that is not supported, a missing factor or an impossible number."""
+def read_rope(fields: Fields, max_positions: int, default_theta: float = 10_000.0) -> Rope:
+    """Read RoPE's fields; default_theta: where they have none.
+
+    Raises ModelError for a type that is not supported, a missing factor or an impossible number."""
     values = fields.optional_mapping("rope_parameters")
     where = "rope_parameters"
     if values is None:
@@ -52,7 +56,7 @@ def read_rope(fields: Fields, max_positions: int) -> Rope:
         raise ModelError(
             f"{fields.file} has a partial_rotary_factor other than 1", why="only rotation of the whole head is supported"
         )
-    theta = inner.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
+    theta = inner.positive("rope_theta", fields.positive("rope_theta", default_theta))
     if kind == "default":
         return Rope(theta=theta)
     original = int(inner.positive("original_max_position_embeddings", max_positions))
@@ -70,12 +74,13 @@ def read_rope(fields: Fields, max_positions: int) -> Rope:
 def _yarn(inner: Fields, theta: float, original: int, max_positions: int) -> Rope:
     factor = inner.positive("factor", max_positions / original)
     attention = inner.number("attention_factor", 0.0)
+    mscale, all_dim = inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)
     if attention <= 0.0:
-        mscale, all_dim = inner.number("mscale", 0.0), inner.number("mscale_all_dim", 0.0)
         attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
     return Rope(
         "yarn", theta, factor, original, truncate=inner.flag("truncate", True), attention_factor=attention,
         beta_fast=inner.positive("beta_fast", 32.0), beta_slow=inner.positive("beta_slow", 1.0),
+        softmax_factor=_mscale(factor, all_dim) ** 2,
     )  # fmt: skip
 
 

@@ -6,13 +6,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from phalanx.config.options import option_error, refuse_unknown
 from phalanx.errors import OptionError
+
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "mistral", "gpt_oss"]
+ToolCallParserName = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "deepseek_v3", "deepseek_v31", "gpt_oss"
+]
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,]+")
 
 
 class ServeOptions(BaseModel):
@@ -25,9 +33,16 @@ class ServeOptions(BaseModel):
 
     host: str = Field("localhost", min_length=1, description="Address or host name to listen on. 0.0.0.0: every interface.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on. 0: any free port, which is logged.")
-    api_key: str | None = Field(None, min_length=1, repr=False, description="Bearer key that requests must carry. None: no key.")
+    api_key: str | None = Field(
+        None,
+        min_length=1,
+        repr=False,
+        description="Bearer keys, separated by commas; requests carry one. None: no key.",
+    )
     api_key_file: str | None = Field(
-        None, min_length=1, description="File with the bearer key, which then stands in no process list. None: api_key."
+        None,
+        min_length=1,
+        description="File with bearer keys, one per line; they stand in no process list. None: api_key.",
     )
     served_model_name: str | None = Field(
         None, min_length=1, description="Name of the model in the API. None: the value of the option model."
@@ -37,6 +52,11 @@ class ServeOptions(BaseModel):
     )
     metrics_prefix: str = Field(
         "phalanx", pattern=r"^[a-zA-Z_][a-zA-Z0-9_]*$", description="Prefix of metric names, before the colon."
+    )
+    expert_metrics: bool = Field(
+        True,
+        description="/metrics has expert_tokens_total of each layer and expert: 14,848 series for DeepSeek-V3. Without it, "
+        "sums by rank and the imbalance remain there, and /experts has all.",
     )
     shutdown_timeout: float = Field(30.0, ge=0, description="Seconds that running requests get to finish after SIGTERM.")
     max_num_queued_reqs: int | None = Field(
@@ -50,21 +70,62 @@ class ServeOptions(BaseModel):
         ge=0,
         description="Maximum number of prompt tokens that wait; a request that exceeds it gets status 429. None: no limit.",
     )
+    reasoning_parser: ReasoningParserName = Field(
+        "auto",
+        description="Format of the reasoning in the model's outputs, which becomes reasoning_content. auto: by the checkpoint. "
+        "none: reasoning stays in the content.",
+    )
+    tool_call_parser: ToolCallParserName = Field(
+        "auto",
+        description="Format of tool calls in the model's outputs. auto: by the checkpoint. none: tools are an error.",
+    )
+    max_stored_responses: int = Field(
+        1000, ge=0, description="Responses of /v1/responses that stay in memory for previous_response_id, 256 MiB at most. 0: none."
+    )
+    stored_response_ttl: float = Field(3600.0, gt=0, description="Seconds for which a response of /v1/responses stays.")
+    open_metrics: bool = Field(False, description="/metrics needs no API key. Without it, only /live and /ready need none.")
+    cors_origins: str | None = Field(
+        None,
+        min_length=1,
+        description="Origins whose pages may call the server from a browser, separated by commas: https://chat.example.org. "
+        "*: any. None: none.",
+    )
+    header_timeout: float = Field(20.0, gt=0, description="Seconds in which the head of a request must arrive.")
+    body_timeout: float = Field(120.0, gt=0, description="Seconds in which the body of a request must arrive after its head.")
+    escape_special_tokens: bool = Field(
+        False, description="Texts of special tokens in the contents of messages stay text, so that they cannot end a message."
+    )
 
-    def read_api_key(self) -> str | None:
-        """The key, from api_key or its file; None for no key. Raises OptionError if both are given, or the file has no key."""
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, value: str | None) -> str | None:
+        for origin in _split(value):
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is not an origin: it must be scheme://host or scheme://host:port, or *")
+        return value
+
+    def read_cors_origins(self) -> list[str]:
+        """The origins of `cors_origins`."""
+        return _split(self.cors_origins)
+
+    def read_api_keys(self) -> list[str]:
+        """The keys, from api_key or its file; empty for no key. Raises OptionError if both are given, or there is no key in one."""
         if self.api_key_file is None:
-            return self.api_key
+            keys = _split(self.api_key)
+            if self.api_key is not None and not keys:
+                raise bad_api_key()
+            return keys
         if self.api_key is not None:
             raise OptionError("api_key and api_key_file exclude each other", why="both are the key", next="give one of them")
         name = f"api_key_file={self.api_key_file!r}"
         try:
-            key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+            lines = Path(self.api_key_file).read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise OptionError(f"{name} cannot be read", why=str(error), next="name a readable file with the key") from None
-        if not key or len(key.splitlines()) > 1:
-            raise OptionError(f"{name} has no key", why="it must have one line that is not empty", next="write the key into it")
-        return key
+        keys = [line.strip() for line in lines if line.strip()]
+        if not keys:
+            raise OptionError(f"{name} has no key", why="it must have a line that is not empty", next="write a key into it")
+        return keys
 
     @classmethod
     def of(cls, **values: Any) -> ServeOptions:
@@ -81,3 +142,7 @@ class ServeOptions(BaseModel):
 def bad_api_key() -> OptionError:
     """The error for a value that cannot be an API key. It does not show the value."""
     return OptionError("the api_key is not valid", why="it must be a string of at least one character")
+
+
+def _split(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,9 @@ from pydantic import BaseModel, ValidationError
 from phalanx.config.options import EngineOptions, option_error, refuse_unknown
 from phalanx.config.serving import ServeOptions, bad_api_key
 from phalanx.errors import LayoutError, OptionError, UnknownOption
+from phalanx.log import get_logger
+
+logger = get_logger(__name__)
 
 ALIASES = {
     "tp_size": "tensor_parallel_size",
@@ -87,6 +90,13 @@ def build_options(options: type[Options], raw_options: RawOptions) -> Options:
         raise OptionError(problem.failure, held=origin, why=problem.why, next=problem.next) from None
 
 
+def client_api_key(environ: Mapping[str, str] | None = None) -> str | None:
+    """The API key with which this process asks a server, of PHALANX_API_KEY or PHALANX_API_KEY_FILE. Raises OptionError."""
+    variables = os.environ if environ is None else environ
+    names = {name: variables.get(PREFIX + name.upper()) or None for name in ("api_key", "api_key_file")}
+    return next(iter(ServeOptions.of(**names).read_api_keys()), None)
+
+
 def long_option_name(name: str) -> str | None:
     """The option that a short name stands for, for errors where only long names are allowed. None for any other name."""
     return ALIASES.get(name.replace("-", "_"))
@@ -123,11 +133,12 @@ def place_process(options: EngineOptions, environ: Mapping[str, str] | None = No
     """The options of this process, and the index of its first GPU.
 
     Under torchrun, each process is a node of one rank. Otherwise the options stay as they are, and the GPU is 0. Raises
-    LayoutError if the number of processes that torchrun started is not the number of ranks of the layout.
+    LayoutError if the number of processes that torchrun started is not the number of ranks of the layout. launcher="auto" becomes
+    "ray" where one command on a host of a Ray cluster asks for several hosts.
     """
     run = torchrun(environ)
     if run is None or run.world_size == 1:
-        return options, 0
+        return _choose_launcher(options, environ), 0
     if run.world_size != options.world_size:
         raise LayoutError(
             f"torchrun started {run.world_size} processes", held=f"the layout has {options.world_size} ranks",
@@ -136,6 +147,66 @@ def place_process(options: EngineOptions, environ: Mapping[str, str] | None = No
     # torchrun itself listens on MASTER_PORT.
     address = {"node_rank": run.rank, "master_addr": run.master_addr, "master_port": run.master_port + 1}
     return options.model_copy(update={"nnodes": run.world_size, **address}), run.local_rank
+
+
+def _choose_launcher(options: EngineOptions, environ: Mapping[str, str] | None) -> EngineOptions:
+    """With launcher "auto": Ray's where it is meant, else the options as they are."""
+    default = EngineOptions.model_fields["master_addr"].default
+    if options.launcher != "auto" or options.nnodes == 1 or options.node_rank > 0 or options.master_addr != default:
+        return options
+    address = ray_address(environ)
+    if address is None:
+        return options
+    logger.info("launcher = ray: this host belongs to the Ray cluster at %s, and nnodes is %d", address, options.nnodes)
+    return options.model_copy(update={"launcher": "ray"})
+
+
+def ray_address(environ: Mapping[str, str] | None = None) -> str | None:
+    """The Ray cluster that this host belongs to: RAY_ADDRESS, else what `ray start` wrote on this host; None without one."""
+    variables = os.environ if environ is None else environ
+    if variables.get("RAY_ADDRESS", "auto") not in ("", "auto"):
+        return variables["RAY_ADDRESS"]
+    folder = Path(variables.get("RAY_TMPDIR") or variables.get("TMPDIR") or "/tmp")
+    try:
+        return (folder / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+PASSED_ON = (
+    "CUDA_", "FLASHINFER_", "GLOO_", "HF_", "HUGGING_FACE_", "KMP_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH",
+    "TRITON_", "UCX_",
+)  # fmt: skip
+"""Beginnings of the variables that ranks on other hosts get from the host of the command."""
+_OF_THE_HOST = {"CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES"}
+_FORCED_BY_RAY = {"OMP_NUM_THREADS"}
+
+
+def variables_to_pass_on(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of this process that its ranks on other hosts get, too; none that describes this host, and no option.
+
+    (A token of the Hub is passed on: the other hosts download the model with it.)
+    """
+    variables = os.environ if environ is None else environ
+    return {name: value for name, value in variables.items() if name.startswith(PASSED_ON) and name not in _OF_THE_HOST}
+
+
+def adopt_variables(passed: Mapping[str, str], environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
+    """Set the variables that another host passed on, in the process of a Ray actor: its children inherit them. Returns those that
+    this host sets to another value, with that value: this host's own value stays, since an interface may have another name here.
+
+    Ray itself sets OMP_NUM_THREADS in each actor, for one core: it is replaced, or removed where nothing is passed on.
+    """
+    variables = os.environ if environ is None else environ
+    for name in _FORCED_BY_RAY - passed.keys():
+        variables.pop(name, None)
+    differing = {}
+    for name, value in passed.items():
+        if name in _FORCED_BY_RAY:
+            variables[name] = value
+        elif variables.setdefault(name, value) != value:
+            differing[name] = variables[name]
+    return differing
 
 
 def differing_variables(wanted: Mapping[str, str], environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -67,6 +67,13 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return allowed
 
 
+def free_cores(seconds: float = 0.1) -> int:
+    """Of the cores that this process may use, those that no program uses now, but at least 1. It looks on for `seconds`."""
+    present = psutil.cpu_count() or 1
+    busy = psutil.cpu_percent(seconds) / 100 * present
+    return max(1, min(cores(), round(present - busy)))
+
+
 def address_towards(peer: str) -> str:
     """This host's address on the interface that leads to `peer` (a name or address). Nothing is sent.
 

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ways of deployment: Kubernetes and Compose manifests as pure text, Ray."""

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kubernetes manifests of a server: options in, text out. Pure: the same options give the same bytes.
+
+    resolve the options -> workload (Deployment | LeaderWorkerSet) -> what stands around it -> YAML
+
+`read_back` makes the same options from the text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from phalanx.config.sources import ALIASES
+from phalanx.deploy import objects as k
+from phalanx.deploy import ray_service, yaml_text
+from phalanx.deploy.budget import PROBE_SECONDS, shm_quantity, startup
+from phalanx.deploy.options import LONGEST_NAME, K8sOptions, quantity
+from phalanx.deploy.pod import SECRET_KEYS, in_folder, labels, on_gpu, ranks_per_pod, template
+from phalanx.deploy.serve_flags import ServeFlags, require_portable
+from phalanx.errors import OptionError
+from phalanx.metrics import PICKER_PREFIX
+
+LWS = "leaderworkerset.sigs.k8s.io"
+SCRAPE_INTERVAL = "15s"
+KEDA_POLLING_SECONDS = 15
+SCALE_DOWN_SECONDS = 360
+"""Without a longer queue, until a server is taken away: longer than the gaps of usual traffic, since a start takes minutes."""
+
+
+class Resolved(NamedTuple):
+    """K8sOptions without None for what a manifest must say, and the reasons of automatic choices."""
+
+    options: K8sOptions
+    reasons: tuple[str, ...]
+
+
+def resolve(flags: ServeFlags, options: K8sOptions) -> Resolved:
+    """Replace what is chosen automatically. Raises OptionError or LayoutError for options that make no working manifest."""
+    _require_consistent(flags, options)
+    require_portable(flags, folder=in_folder(options))
+    engine = flags.engine
+    source = _source(flags, options)
+    budget = startup(engine, source)
+    reasons = [f"startup_seconds: {budget.reason}"] if options.startup_seconds is None else []
+    gpu, ranks = on_gpu(flags), ranks_per_pod(flags)
+    name = options.name or name_of(engine.model)
+    token = options.cluster_token_secret
+    if engine.nnodes > 1 and not engine.insecure_cluster and options.with_ == "none":
+        token = token or f"{name}-cluster-token"
+    if options.shm_size is None:
+        reasons.append(f"shm_size: {ranks} ranks on {'GPUs' if gpu else 'CPU'}")
+    values = {
+        "name": name, "startup_seconds": options.startup_seconds or budget.seconds, "cluster_token_secret": token,
+        "shm_size": options.shm_size or shm_quantity(ranks, gpu=gpu),
+        "pod_replicas": options.pod_replicas or (1 if options.autoscale == "none" else None),
+    }  # fmt: skip
+    resolved = options.model_copy(update=values)
+    _require_sizes(flags, resolved)
+    return Resolved(resolved, tuple(reasons))
+
+
+def name_of(model: str) -> str:
+    """The name of the objects for a model, as "meta-llama-3-70b" for "meta-llama/Meta-Llama-3-70B"."""
+    stem = re.sub(r"[^a-z0-9]+", "-", model.rstrip("/").rpartition("/")[2].lower()).strip("-")
+    stem = stem if stem[:1].isalpha() else f"model-{stem}"
+    return stem[:LONGEST_NAME].strip("-")
+
+
+def _source(flags: ServeFlags, options: K8sOptions) -> str:
+    """Where the weights come from, as `budget` names it."""
+    if options.model_claim is not None:
+        return "a claim"
+    if options.model_host_path is not None:
+        return "a folder of the node"
+    return "" if flags.engine.model == "demo" else "the Hub"
+
+
+def _require_consistent(flags: ServeFlags, options: K8sOptions) -> None:
+    engine = flags.engine
+    if options.with_ == "ray":
+        ray_service.require_possible(flags, options)
+    for one, other in (("model_claim", "model_host_path"), ("cache_claim", "cache_host_path")):
+        if getattr(options, one) is not None and getattr(options, other) is not None:
+            raise OptionError(f"{one} and {other} exclude each other", next="give one of them")
+    several, gpu, scaled = engine.nnodes > 1, on_gpu(flags), options.autoscale != "none"
+    needs = {
+        "cluster_token_secret": (several and not engine.insecure_cluster, "nnodes > 1 without insecure_cluster"),
+        "exclusive_topology": (several, "nnodes > 1"),
+        "gpu_resource": (gpu and not options.dra, "GPUs, without dra"), "dra": (gpu, "GPUs"), "device_class": (options.dra, "dra"),
+        "pod_replicas": (not scaled, "autoscale none: a scaler sets the number, within min_replicas and max_replicas"),
+        "min_replicas": (scaled, "autoscale"), "max_replicas": (scaled, "autoscale"), "queue_target": (scaled, "autoscale"),
+        "prometheus_url": (options.autoscale == "keda", "autoscale keda"),
+        "endpoint_picker_port": (options.endpoint_picker is not None, "endpoint_picker"),
+    }  # fmt: skip
+    for name, (holds, need) in needs.items():
+        if not holds and getattr(options, name) != K8sOptions.model_fields[name].default:
+            raise OptionError(f"{name} has no effect", why=f"it needs {need}", next="leave it out")
+    if options.autoscale == "keda" and options.prometheus_url is None:
+        raise OptionError("autoscale=keda needs prometheus_url", why="KEDA asks Prometheus for the waiting requests")
+    if options.min_replicas > options.max_replicas:
+        raise OptionError(f"min_replicas={options.min_replicas} is above max_replicas={options.max_replicas}")
+    if options.endpoint_picker is not None and flags.serving.metrics_prefix != PICKER_PREFIX:
+        raise OptionError(
+            f"endpoint_picker needs metrics_prefix={PICKER_PREFIX}", why="the picker reads metrics by these names",
+            next=f"add --metrics_prefix {PICKER_PREFIX}",
+        )  # fmt: skip
+    for name in ("env", "node_selector"):
+        names = [each.partition("=")[0] for each in getattr(options, name)]
+        if repeated := next((each for each in names if names.count(each) > 1), None):
+            raise OptionError(f"{name} has {repeated} twice", next="give it once")
+
+
+def _require_sizes(flags: ServeFlags, options: K8sOptions) -> None:
+    assert options.startup_seconds is not None
+    assert options.shm_size is not None
+    start_timeout = flags.engine.start_timeout
+    if options.startup_seconds % PROBE_SECONDS:
+        raise OptionError(
+            f"startup_seconds={options.startup_seconds} is no multiple of {PROBE_SECONDS}", why="the probe has this period"
+        )
+    if options.startup_seconds < start_timeout:
+        raise OptionError(
+            f"startup_seconds={options.startup_seconds} is below start_timeout={start_timeout:g}",
+            why="the pod would be ended before the engine says what it waits for", next="raise it, or lower start_timeout",
+        )  # fmt: skip
+    if options.memory is not None and quantity(options.memory) <= quantity(options.shm_size):
+        raise OptionError(f"memory={options.memory} is not above shm_size={options.shm_size}", why="/dev/shm counts towards it")
+
+
+def objects(flags: ServeFlags, options: K8sOptions) -> list[k.Object]:
+    """The objects of a server. options: of `resolve`."""
+    result: list[k.Object] = [_claim_template(flags, options)] if options.dra else []
+    if options.with_ == "ray":
+        result.append(ray_service.service(flags, options, _meta(options)))
+        return result + ray_service.around(flags, options, _meta(options), _meta(options, "-api"))
+    result += [_workload(flags, options), _service(flags, options)]
+    if options.disruption_budget:
+        selector = k.LabelSelector(match_labels=labels(_name(options)))
+        spec = k.PodDisruptionBudgetSpec(max_unavailable=1, selector=selector)
+        result.append(k.PodDisruptionBudget(metadata=_meta(options), spec=spec))
+    if options.network_policy:
+        result += _policies(flags, options)
+    if options.service_monitor:
+        endpoint = k.Endpoint(port="http", path="/metrics", interval=SCRAPE_INTERVAL)
+        selector = k.LabelSelector(match_labels=labels(_name(options)))
+        # The job is then "phalanx", which dashboards/alerts.yaml selects.
+        spec_ = k.ServiceMonitorSpec(job_label="app.kubernetes.io/name", selector=selector, endpoints=[endpoint])
+        result.append(k.ServiceMonitor(metadata=_meta(options), spec=spec_))
+    if options.autoscale != "none":
+        result.append(_scaler(flags, options))
+    if options.endpoint_picker is not None:
+        picker = k.PickerRef(name=options.endpoint_picker, port=k.PortNumber(number=options.endpoint_picker_port))
+        pool = k.InferencePoolSpec(
+            selector=k.LabelSelector(match_labels=_servers(flags, options)),
+            target_ports=[k.PortNumber(number=flags.serving.port)], endpoint_picker_ref=picker,
+        )  # fmt: skip
+        result.append(k.InferencePool(metadata=_meta(options), spec=pool))
+    return result
+
+
+def text(flags: ServeFlags, options: K8sOptions) -> str:
+    """The manifest: YAML below comments with the reasons of automatic choices and the Secrets to create. Raises as `resolve`."""
+    resolved = resolve(flags, options)
+    return yaml_text.dumps((each.document() for each in objects(flags, resolved.options)), comments=comments(flags, resolved))
+
+
+def comments(flags: ServeFlags, resolved: Resolved) -> list[str]:
+    """What a reader of the manifest must know: commands that create its Secrets, reasons."""
+    options, lines = resolved.options, []
+    namespace = f" -n {options.namespace}" if options.namespace else ""
+    for option, key in SECRET_KEYS.items():
+        if (secret := getattr(options, option)) is not None:
+            source = "$(openssl rand -hex 32)" if option == "cluster_token_secret" else "..."
+            lines.append(f'needs: kubectl{namespace} create secret generic {secret} --from-literal={key}="{source}"')
+    pods = flags.engine.nnodes * (options.pod_replicas or options.max_replicas)
+    if options.cache_claim is not None and pods > 1:
+        lines.append(f"needs: the claim {options.cache_claim} with access mode ReadWriteMany, for {pods} pods")
+    short = {long: each for each, long in ALIASES.items()}
+    for line in resolved.reasons:
+        name, _, reason = line.partition(": ")
+        lines.append(f"{short.get(name, name)} = {getattr(options, name)}: {reason}")
+    return lines
+
+
+def _name(options: K8sOptions) -> str:
+    assert options.name is not None
+    return options.name
+
+
+def _meta(options: K8sOptions, suffix: str = "", annotations: dict[str, str] | None = None) -> k.Meta:
+    name = _name(options)
+    return k.Meta(name=name + suffix, namespace=options.namespace, labels=labels(name), annotations=annotations)
+
+
+def _servers(flags: ServeFlags, options: K8sOptions) -> dict[str, str]:
+    """Labels of the pods that answer requests: the leader of each group."""
+    name = _name(options)
+    return {f"{LWS}/name": name, f"{LWS}/worker-index": "0"} if flags.engine.nnodes > 1 else labels(name)
+
+
+def _rolling(options: K8sOptions) -> k.RollingUpdate:
+    return k.RollingUpdate(max_surge=options.max_surge, max_unavailable=0 if options.max_surge else 1)
+
+
+def _workload(flags: ServeFlags, options: K8sOptions) -> k.Object:
+    assert options.startup_seconds is not None
+    if flags.engine.nnodes > 1:
+        annotations = {f"{LWS}/exclusive-topology": options.exclusive_topology} if options.exclusive_topology else None
+        group = k.Group(
+            size=flags.engine.nnodes, leader_template=template(flags, options, "leader"),
+            worker_template=template(flags, options, "follower"),
+        )  # fmt: skip
+        rollout = k.RolloutStrategy(rolling_update_configuration=_rolling(options))
+        # LeaderCreated: a leader is ready only when its followers have joined, so waiting for it would never end.
+        spec = k.LeaderWorkerSetSpec(replicas=options.pod_replicas, rollout_strategy=rollout, leader_worker_template=group)
+        return k.LeaderWorkerSet(metadata=_meta(options, annotations=annotations), spec=spec)
+    return k.Deployment(
+        metadata=_meta(options),
+        spec=k.DeploymentSpec(
+            replicas=options.pod_replicas,
+            # Kubernetes' 600 s would call the start of a large model a failure.
+            progress_deadline_seconds=options.startup_seconds + 60,
+            strategy=k.DeploymentStrategy(rolling_update=_rolling(options)),
+            selector=k.LabelSelector(match_labels=labels(_name(options))), template=template(flags, options, "single"),
+        ),
+    )  # fmt: skip
+
+
+def _service(flags: ServeFlags, options: K8sOptions) -> k.Service:
+    """In front of the servers. Its name has a suffix: a LeaderWorkerSet makes a headless Service of its own name."""
+    port = k.ServicePort(name="http", port=flags.serving.port, target_port="http")
+    return k.Service(metadata=_meta(options, "-api"), spec=k.ServiceSpec(selector=_servers(flags, options), ports=[port]))
+
+
+def _claim_template(flags: ServeFlags, options: K8sOptions) -> k.ResourceClaimTemplate:
+    devices = k.ExactDevices(device_class_name=options.device_class, count=ranks_per_pod(flags))
+    claim = k.ClaimSpec(devices=k.Devices(requests=[k.DeviceRequest(name="gpus", exactly=devices)]))
+    return k.ResourceClaimTemplate(metadata=_meta(options, "-gpus"), spec=k.ResourceClaimTemplateSpec(spec=claim))
+
+
+def _policies(flags: ServeFlags, options: K8sOptions) -> list[k.Object]:
+    """The API port is open to everybody; every port of a group, to the pods of that group.
+
+    A policy cannot say "of the same group", so that each group has one: as many as there can be during an update.
+    """
+    api = k.NetworkPolicySpec(
+        pod_selector=k.LabelSelector(match_labels=_servers(flags, options)), ingress=[k.Ingress(ports=[k.PolicyPort(port="http")])]
+    )
+    policies: list[k.Object] = [k.NetworkPolicy(metadata=_meta(options, "-api"), spec=api)]
+    if flags.engine.nnodes == 1:
+        return policies
+    for index in range((options.pod_replicas or options.max_replicas) + options.max_surge):
+        group = k.LabelSelector(match_labels={f"{LWS}/name": _name(options), f"{LWS}/group-index": str(index)})
+        spec = k.NetworkPolicySpec(pod_selector=group, ingress=[k.Ingress(from_=[k.Peer(pod_selector=group)])])
+        policies.append(k.NetworkPolicy(metadata=_meta(options, f"-group-{index}"), spec=spec))
+    return policies
+
+
+def _scaler(flags: ServeFlags, options: K8sOptions) -> k.Object:
+    kind = k.LeaderWorkerSet if flags.engine.nnodes > 1 else k.Deployment
+    target = k.ScaleTarget(api_version=kind.api, kind=kind.kind(), name=_name(options))
+    metric = f"{flags.serving.metrics_prefix}:num_requests_waiting"
+    if options.autoscale == "hpa":
+        goal = k.MetricTarget(average_value=str(options.queue_target))
+        spec = k.HorizontalPodAutoscalerSpec(
+            scale_target_ref=target, min_replicas=options.min_replicas, max_replicas=options.max_replicas,
+            metrics=[k.ScalerMetric(pods=k.PodsMetric(metric=k.MetricName(name=metric), target=goal))],
+            behavior=k.Behavior(scale_down=k.ScaleDown(stabilization_window_seconds=SCALE_DOWN_SECONDS)),
+        )  # fmt: skip
+        return k.HorizontalPodAutoscaler(metadata=_meta(options), spec=spec)
+    assert options.prometheus_url is not None
+    chosen = {"service": f"{_name(options)}-api", **({"namespace": options.namespace} if options.namespace else {})}
+    selector = ",".join(f'{label}="{value}"' for label, value in chosen.items())
+    trigger = k.TriggerMetadata(
+        server_address=options.prometheus_url, query=f"sum({metric}{{{selector}}})", threshold=str(options.queue_target)
+    )
+    keda = k.ScaledObjectSpec(
+        scale_target_ref=target, min_replica_count=options.min_replicas, max_replica_count=options.max_replicas,
+        polling_interval=KEDA_POLLING_SECONDS, cooldown_period=SCALE_DOWN_SECONDS, triggers=[k.Trigger(metadata=trigger)],
+    )  # fmt: skip
+    return k.ScaledObject(metadata=_meta(options), spec=keda)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several hosts on one machine: network namespaces with their own addresses, and links between them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """names: of the namespaces; addresses: of the hosts, towards each other."""
+
+    names: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def command(self, host: int, *words: str) -> list[str]:
+        """What runs `words` on a host."""
+        return ["ip", "netns", "exec", self.names[host], *words]
+
+    def cut(self) -> None:
+        """Both ends fall silent: packets vanish, no reset is sent."""
+        for host in (0, 1):
+            subprocess.run(self.command(host, "ip", "link", "set", f"ph{host}", "down"), check=True)
+
+    def join(self) -> None:
+        """The link carries packets again."""
+        for host in (0, 1):
+            subprocess.run(self.command(host, "ip", "link", "set", f"ph{host}", "up"), check=True)
+
+    def processes(self, host: int) -> list[psutil.Process]:
+        pids = subprocess.run(["ip", "netns", "pids", self.names[host]], capture_output=True, text=True, check=True).stdout.split()
+        processes = []
+        for pid in pids:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(int(pid))
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    processes.append(process)
+        return processes
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def idle_percent(groups: Sequence[Sequence[psutil.Process]], seconds: float) -> list[float]:
+    """What each group of processes takes of a core, in percent, over some seconds."""
+
+    def used() -> list[float]:
+        return [sum(sum(process.cpu_times()[:2]) for process in group) for group in groups]
+
+    before = used()
+    time.sleep(seconds)
+    return [100 * (now - then) / seconds for now, then in zip(used(), before, strict=True)]
+
+
+@contextlib.contextmanager
+def two_namespaces(network: str) -> Iterator[Namespaces]:
+    """network: the first three numbers of the addresses, which no other test of this machine uses: "10.213.7"."""
+    with _namespaces(network, 2) as hosts:
+        _ip("link", "add", "ph0", "netns", hosts.names[0], "type", "veth", "peer", "name", "ph1", "netns", hosts.names[1])
+        _set_up(hosts)
+        yield hosts
+
+
+@contextlib.contextmanager
+def namespaces_on_a_switch(network: str, count: int) -> Iterator[Namespaces]:
+    """`count` hosts that all reach each other, as on one switch; network: as for `two_namespaces`."""
+    with _namespaces(network, count, extra=1) as spaces:
+        hosts, switch = Namespaces(spaces.names[:count], spaces.addresses[:count]), spaces.names[count]
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for host, name in enumerate(hosts.names):
+            _ip("link", "add", f"ph{host}", "netns", name, "type", "veth", "peer", "name", f"port{host}", "netns", switch)
+            _ip("-n", switch, "link", "set", f"port{host}", "master", "switch", "up")
+        _set_up(hosts)
+        yield hosts
+
+
+@contextlib.contextmanager
+def _namespaces(network: str, count: int, extra: int = 0) -> Iterator[Namespaces]:
+    """Without links. `extra` further ones have no address in use."""
+    letters = network.replace(".", "-")
+    names = tuple(f"phalanx{os.getpid()}-{letters}{chr(ord('a') + host)}" for host in range(count + extra))
+    hosts = Namespaces(names, tuple(f"{network}.{host + 1}" for host in range(count + extra)))
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+        yield hosts
+    finally:
+        for host, name in enumerate(names):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                for process in hosts.processes(host):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def _set_up(hosts: Namespaces) -> None:
+    for host, name in enumerate(hosts.names):
+        _ip("-n", name, "address", "add", f"{hosts.addresses[host]}/24", "dev", f"ph{host}")
+        _ip("-n", name, "link", "set", f"ph{host}", "up")
+        _ip("-n", name, "link", "set", "lo", "up")
