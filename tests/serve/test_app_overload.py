@@ -18,6 +18,8 @@ import pytest
 from benchmarks.serve.overload import GONE, TIMES, Client, closed_loop, open_loop
 from tests.support.serve_processes import MODEL, Served, fake_server, until
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SECONDS = 8.0
 """Of the rush; the benchmark takes 60."""
 FLAT = 12 * 2**20

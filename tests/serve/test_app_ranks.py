@@ -19,6 +19,8 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.serve_http_app import HERMES_TEMPLATE
 from tests.support.serve_processes import MODEL, rank_server, until
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 LONG = {"model": MODEL, "prompt": "What is a rank?", "max_tokens": 5000, "temperature": 0, "extra_body": {"ignore_eos": True}}
 SCHEMA = {
     "type": "object",
@@ -212,6 +214,17 @@ def test_a_rank_is_killed(tmp_path, model):
         assert "rank 1" in streamed
         assert "rank 1" in response
         assert time.monotonic() - began < 15
+
+
+def test_a_rank_is_killed_that_exchanges_tokens_for_experts(tmp_path):
+    """Rank 1 is a data-parallel index of its own, and may have no request: it computes its experts for rank 0."""
+    folder = write_checkpoint(tmp_path / "mixtral", "mixtral", max_position_embeddings=8192)
+    with rank_server(tmp_path, folder, "--ep_size", "2") as served:
+        served.wait_ready()
+        streamed, response, named = broken(served, signal.SIGKILL, 10.0)
+        assert "rank 1" in streamed
+        assert "rank 1" in response
+        assert named < 10
 
 
 def test_a_rank_is_stopped(tmp_path, model):

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 
 from tests.support.checkpoints import write_checkpoint
 from tests.support.serve_processes import MODEL, Served, fake_server, python_path, rank_server
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 CONNECTIONS = 3000
 
@@ -43,6 +47,33 @@ def test_a_user_without_a_home(tmp_path: Path, checkpoint: Path, home: str | Non
     with rank_server(tmp_path, checkpoint, "--max_seq_len", "64", environment=environment) as served:
         assert answers(served.wait_ready())
         assert "Traceback" not in served.log
+
+
+AUTO_MAP = {
+    name: f"evil.{name}" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoTokenizer", "AutoProcessor",
+    "AutoImageProcessor", "AutoFeatureExtractor", "AutoVideoProcessor")
+}  # fmt: skip
+
+
+def test_no_code_of_a_checkpoint_is_run(tmp_path: Path, checkpoint: Path) -> None:
+    """Each file that can name code does, as the formats of transformers have it; each file of code tells when it is run."""
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "evil"))
+    for name in ("config", "tokenizer_config", "generation_config", "processor_config", "preprocessor_config", "video_processor"):
+        path = folder / f"{name}.json"
+        fields = json.loads(path.read_text()) if path.exists() else {}
+        tokenizer = {"auto_map": AUTO_MAP | {"AutoTokenizer": ["evil.Slow", "evil.Fast"]}} if "token" in name else {}
+        path.write_text(json.dumps({**fields, "auto_map": AUTO_MAP, "trust_remote_code": True, **tokenizer}))
+    (folder / "custom_generate").mkdir()
+    code = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+    for name in ("evil.py", "modeling_evil.py", "configuration_llama.py", "__init__.py", "custom_generate/generate.py", "setup.py"):
+        (folder / name).write_text(code)
+    with rank_server(tmp_path, folder, "--max_seq_len", "64") as served:
+        assert answers(served.wait_ready())
+        with served.http() as http:
+            chat = http.post("/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "x"}]})
+            assert chat.status_code in (200, 400), chat.text
+            assert http.post("/tokenize", json={"model": MODEL, "prompt": "x"}).status_code == 200
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_working_directory_that_cannot_be_written(tmp_path: Path, checkpoint: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import RequestError
-from phalanx.serve import chat_template
+from phalanx.serve import template_sandbox
 from phalanx.serve.chat_template import ChatTemplate
 
 USER = [{"role": "user", "content": "x"}]
@@ -23,7 +23,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{
     ],
 )
 def test_limit_of_time(monkeypatch, source):
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.2)
     with pytest.raises(RequestError, match="takes longer than 0"):
         ChatTemplate(source, origin="test").render(USER)
 
@@ -40,11 +40,60 @@ def test_limit_of_time(monkeypatch, source):
     ],
 )
 def test_limit_of_length(monkeypatch, source):
-    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 2**20)
-    with pytest.raises(RequestError, match="makes a text of"):
+    monkeypatch.setattr(template_sandbox, "MAX_CHARACTERS", 2**20)
+    with pytest.raises(RequestError, match=r"makes a (text|number) of"):
         ChatTemplate(source, origin="test").render(USER)
 
 
 def test_same_text_as_before():
     source = "{% for m in messages %}{{ loop.index ~ ': ' ~ m.role + '|' * 2 }}{{ 2 ** 10 + 1 }}{% endfor %}{{ step }}{{ joined }}"
     assert ChatTemplate(source, origin="test").render(USER, joined="j", step="s") == "1: user||1025sj"
+
+
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set thought = '' %}{% if m.reasoning_content is string %}"
+    "{% set thought = m.reasoning_content %}{% endif %}{% if thought %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}"
+)
+R1 = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}<User>{{ message['content'] }}{% else %}"
+    "<Assistant>{{ message['content'].split('</think>')[-1] }}{% for tool in message['tool_calls'] or [] %}"
+    "<call>{{ tool['function']['name'] }}{% endfor %}<end>{% endif %}{% endfor %}"
+)
+GPT_OSS = (
+    "{% for message in messages %}{% if 'tool_calls' in message %}{% if message.content and message.thinking %}"
+    "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}{% if message.content or message.thinking %}"
+    "<|channel|>analysis<|message|>{{ message.content or message.thinking }}<|end|>{% endif %}"
+    "to=functions.{{ message.tool_calls[0].function.name }}<|call|>{% else %}"
+    "{% if 'thinking' in message and loop.last %}<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
+    "<|message|>{{ message.content }}<|end|>{% endif %}{% endfor %}"
+)
+CALLS = [{"id": "1", "type": "function", "function": {"name": "noon", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize(
+    ("source", "field", "answer", "call"),
+    [
+        (QWEN3, "reasoning_content", "<|im_start|>assistant\n<think>\nmm\n</think>\n\nyes<|im_end|>\n",
+         "<|im_start|>assistant\n<think>\nmm\n</think>\n\nyes<tool_call>noon</tool_call><|im_end|>\n"),
+        (R1, "reasoning_content", "<Assistant>yes<end>", "<Assistant>yes<call>noon<end>"),
+        (GPT_OSS, "thinking", "<|channel|>analysis<|message|>mm<|end|><|message|>yes<|end|>",
+         "<|channel|>analysis<|message|>mm\n\nyes<|end|>to=functions.noon<|call|>"),
+        ("{{ messages[0].get('reasoning') }}", "reasoning", "mm", "mm"),
+    ],
+)  # fmt: skip
+def test_past_reasoning_has_the_name_that_the_template_reads(source, field, answer, call, name):
+    template = ChatTemplate(source, origin="test")
+    assert template.reasoning_field == field
+    message = {"role": "assistant", "content": "yes", name: "mm"}
+    assert template.render([message]) == answer
+    assert template.render([{**message, "tool_calls": CALLS}]) == call
+    assert message[name] == "mm"
+
+
+def test_a_message_without_reasoning_has_no_such_field():
+    assert ChatTemplate(GPT_OSS, origin="test").render([{"role": "assistant", "content": "yes", "reasoning": ""}]) == (
+        "<|message|>yes<|end|>"
+    )

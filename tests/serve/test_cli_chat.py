@@ -20,6 +20,10 @@ from phalanx import LLM, SamplingParams, cli
 from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.serve.client import EngineClient
 from tests.support.checkpoints import write_checkpoint
+from tests.support.serve_http_app import Scripted, live
+from tests.support.serve_output_checkpoints import FAMILIES, tokenizer_of_family
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,18 @@ def test_a_prompt_that_is_too_long(folder, capsys):
     assert "max_seq_len is 256, the model's own limit" in capsys.readouterr().err
     assert cli.main(["generate", str(folder), "--max_seq_len", "100", "--prompt", "word " * 300]) == 1
     assert "shorten the prompt or raise max_seq_len (the model ends at 256)" in capsys.readouterr().err
+
+
+def test_the_reasoning_of_a_server_goes_to_stderr(capsys, monkeypatch):
+    tokenizer = tokenizer_of_family("qwen3")
+    engine = Scripted("<think>\nI greet.\n</think>\n\nHello!", tokenizer=tokenizer, eos=FAMILIES["qwen3"].eos)
+    with live(engine, tokenizer=tokenizer) as server:
+        typed(monkeypatch, "one\ntwo\n")
+        assert cli.main(["chat", server.url]) == 0
+    output = capsys.readouterr()
+    assert output.out == "Hello!\nHello!\n"
+    assert "I greet.\n\nI greet.\n\n" in output.err
+    assert "I greet" not in tokenizer.decode(engine.added[-1].token_ids)
 
 
 def test_chat_with_a_model_remembers(folder, capsys, monkeypatch):

@@ -21,6 +21,8 @@ from phalanx.serve import client as client_module
 from phalanx.serve.client import EngineClient
 from phalanx.serve.update_stream import COALESCED_TOKENS, UpdateStream
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -30,8 +32,8 @@ def scripted(monkeypatch):
     started = []
     begin = launch.start
 
-    def start_scripted(module, config, title):
-        assert (module, title) == ("phalanx.engine", "phalanx engine")
+    def start_scripted(module, config, title, *, environment=None):
+        assert (module, title, environment) == ("phalanx.engine", "phalanx engine", None)
         started.append(begin("tests.support.serve_scripted_engine", config, title))
         return started[-1]
 
@@ -123,6 +125,22 @@ def test_what_comes_while_nobody_reads_is_joined():
         stream.put(RequestUpdate("r", [5], finish_reason="stop", stop_reason=5))
         last = await waits
         assert (last.tokens, last.finish_reason, last.stop_reason, stream.ended) == ([4, 5], "stop", 5, True)
+
+    asyncio.run(run())
+
+
+def test_scores_of_a_prompt_in_parts_come_with_the_first_token():
+    async def run():
+        stream = UpdateStream()
+        scores = [None, *(TokenLogprobs(token, -1.0, 1) for token in range(4))]
+        waits = asyncio.create_task(stream.next())
+        for part in (scores[:2], scores[2:4]):
+            stream.put(RequestUpdate("r", [], prompt_logprobs=part))
+            await asyncio.sleep(0)
+            assert not waits.done()
+        stream.put(RequestUpdate("r", [7], prompt_logprobs=scores[4:], cached_tokens=2))
+        first = await waits
+        assert (first.prompt_logprobs, first.tokens, first.cached_tokens) == (scores, [7], 2)
 
     asyncio.run(run())
 
@@ -222,6 +240,7 @@ def test_a_start_that_is_cancelled(scripted):
     [
         ("is killed", EngineError, "the engine process was killed by SIGKILL"),
         ("loses a rank", RankDied, "rank 1 .*killed by SIGKILL"),
+        ("sends nonsense", EngineError, "^the engine sent what cannot be read; DecodeError"),
         ("is stopped", EngineError, "^the engine process has sent no heartbeat for 1 s"),
     ],
 )
@@ -271,6 +290,39 @@ def test_closing_ends_open_streams_and_kills_what_does_not_listen(scripted):
         with pytest.raises(EngineClosed):
             await waiting
         assert scripted.children[0].process.returncode == -9
+
+    asyncio.run(run())
+
+
+def test_a_close_that_is_cancelled_leaves_neither_process_nor_socket(scripted):
+    """As by a second Ctrl-C, while the engine takes its time."""
+
+    async def run():
+        client = await scripted.start("ignores shutdown")
+        closing = asyncio.create_task(client.close(timeout=60))
+        await asyncio.sleep(0.1)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert not scripted.children[0].alive
+        assert client._socket.closed
+
+    asyncio.run(run())
+
+
+def test_experts_that_come_behind_a_failure_have_no_reader(scripted):
+    async def run():
+        client = await scripted.start("answers late")
+        reading = client._tasks[0]
+        with pytest.raises(RankDied):
+            await client.experts_by_replica()
+        await asyncio.sleep(0.2)
+        assert not reading.done()
+        await client.close()
+
+        client = await scripted.start("works")
+        assert [stats.experts for stats in await client.experts_by_replica()] == [8]
+        await client.close()
 
     asyncio.run(run())
 

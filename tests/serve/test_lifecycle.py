@@ -19,6 +19,8 @@ import pytest
 
 from tests.support.serve_processes import MODEL, fake_server, free_port, until
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SLOW = {"latency": 0.02}
 PLAIN = "/v1/completions"
 
@@ -91,6 +93,32 @@ def test_sigterm_loses_no_accepted_request(tmp_path, tiny_model):
         assert served.process.wait(10) == 0
         served.gone()
         assert time.monotonic() - began < 25
+
+
+def test_the_end_of_the_terminal_loses_no_accepted_request(tmp_path, tiny_model):
+    """SIGHUP, to every process of the server at once, as service managers send it."""
+    with fake_server(tmp_path, tiny_model, fake=SLOW) as served:
+        served.wait_ready()
+        readers = reading(served, 100)
+        for process in served.tree:
+            process.send_signal(signal.SIGHUP)
+        for reader in readers:
+            reader.join(20)
+            assert reader.error is None
+            assert reader.usage.completion_tokens == 100
+        assert served.process.wait(10) == 0
+        served.gone()
+
+
+def test_a_server_under_nohup_outlives_the_terminal(tmp_path, tiny_model):
+    with fake_server(tmp_path, tiny_model, fake=SLOW, before=["nohup"]) as served:
+        served.wait_ready()
+        for process in served.tree:
+            process.send_signal(signal.SIGHUP)
+        (reader, *_) = reading(served, 20)
+        reader.join(20)
+        assert reader.error is None
+        assert served.process.poll() is None
 
 
 def test_what_does_not_finish_in_time_gets_an_error(tmp_path, tiny_model):

@@ -29,6 +29,8 @@ from phalanx.errors import EngineClosed, ModelError, OptionError, RankDied, Requ
 from phalanx.serve.client import EngineClient
 from tests.support.checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 PROMPTS = [
     "What is a rank?", "What is a block? A block holds the keys of sixteen tokens.", "The user asks: 0 1 2 3 4 5 6 7 8 9",
@@ -379,6 +381,23 @@ def test_an_llm_that_is_forgotten_is_shut_down(folder, fake_ranks):
     assert engine.wait(20) == 0
 
 
+def test_an_llm_that_its_own_thread_collects_leaves_nothing_open(folder, fake_ranks):
+    """The garbage collector may run on the thread of the engine's loop, which cannot wait for that loop. An unclosed socket or loop
+    is a ResourceWarning, and an error in these tests."""
+    llm = LLM(folder)
+    background = llm._engine
+    client, loop, thread = background.client, background._loop, background._thread
+    finalizer = llm._finalizer
+    loop.call_soon_threadsafe(finalizer)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert loop.is_closed()
+    assert client._socket.closed
+    assert client._child.process.wait(20) == -signal.SIGKILL
+    with pytest.raises(EngineClosed):
+        llm.generate([5])
+
+
 # ---- whole scripts -------------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +470,7 @@ def test_ctrl_c_leaves_the_llm_usable_and_sigkill_leaves_nothing(tmp_path, folde
         process.communicate()
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_ctrl_c_while_starting_leaves_nothing(tmp_path, folder):
     process = script(tmp_path, THREE_LINES.format(folder=str(folder)))
     try:

@@ -155,6 +155,15 @@ def test_broken_and_missing_files(tmp_path):
         Tokenizer.load(folder)
 
 
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_continuation(pairs, name):
+    """Two parts decode to the whole text: no space comes between them, and no special token."""
+    ours, _ = pairs[name]
+    for first, second in (("a <", "/s> b"), ("world", " world"), ("two", "\n\nline"), ("é", ""), ("", "x")):
+        ids = ours.encode(first, add_special_tokens=False) + ours.encode_continuation(second)
+        assert ours.decode(ids).lstrip() == first + second
+
+
 def test_text_that_is_not_unicode(pairs):
     with pytest.raises(RequestError, match="not valid Unicode"):
         pairs["byte_level"][0].encode("\ud800")

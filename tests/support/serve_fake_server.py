@@ -2,14 +2,16 @@
 """`phalanx serve` over the engine process with its fake executor: the real server, the real engine, no model's arithmetic.
 
 Run with one argument, JSON: {"engine": fields of EngineOptions, "serving": fields of ServeOptions, "fake": what the fake executor
-is given, for example {"latency": 0.01}}.
+is given, for example {"latency": 0.01}}. With "delays", a folder, the delays of both loops are recorded in its files `loop` and
+`turns` (`tests.support.loop_delays`).
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import json
 import sys
+from pathlib import Path
 
 from phalanx.__main__ import open_standard_descriptors
 from phalanx.comm import launch
@@ -18,6 +20,7 @@ from phalanx.config.serving import ServeOptions
 from phalanx.engine.executor import FAKE_EXECUTOR
 from phalanx.serve.app import run
 from phalanx.serve.client import EngineClient
+from tests.support.loop_delays import watch_loop
 
 
 def main() -> int:
@@ -31,8 +34,18 @@ def main() -> int:
         return begin(module, config, title, **more)
 
     launch.start = start
+    delays, executor, watching = config_json.get("delays"), FAKE_EXECUTOR, []
+    if delays is not None:
+        executor = "tests.support.loop_delays:TimedFakeExecutor"
+        config_json.setdefault("fake", {})["turns"] = f"{delays}/turns"
+
+    async def start_engine(options: EngineOptions) -> EngineClient:
+        if delays is not None:
+            watching.append(asyncio.create_task(watch_loop(Path(delays, "loop"))))
+        return await EngineClient.start(options, executor=executor)
+
     engine, serving = EngineOptions.of(**config_json["engine"]), ServeOptions.of(**config_json["serving"])
-    return run(engine, serving, start=functools.partial(EngineClient.start, executor=FAKE_EXECUTOR))
+    return run(engine, serving, start=start_engine)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,12 @@ import uvicorn
 
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
-from phalanx.serve.app import bind, make_app, make_service
+from phalanx.serve.app import make_app, make_service
+from phalanx.serve.connections.listen import bind
+from phalanx.serve.connections.timed_protocol import timed_protocol
 from phalanx.serve.fake_client import FakeEngineClient, fake_facts
 from phalanx.serve.openai.service import Service, ServingEngine
-from phalanx.serve.openai.tools import detect
+from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.tokenizer import Tokenizer
 from tests.support.serve_small_tokenizers import byte_level, write
 
@@ -57,18 +59,22 @@ def tokenizer_of(template: str | None = None) -> Tokenizer:
 class Scripted(FakeEngineClient):
     """Says the texts that it is given, each ended by eos; the last one again and again."""
 
-    def __init__(self, *texts: str, delay: float = 0.0, max_seq_len: int = 1024, max_batch_size: int = 8) -> None:
-        tokenizer = tokenizer_of()
+    def __init__(
+        self, *texts: str, delay: float = 0.0, max_seq_len: int = 1024, max_batch_size: int = 8, tokenizer: Tokenizer | None = None,
+        eos: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """eos: tokens that end a text, beside the tokenizer's eos."""
+        self.tokenizer = tokenizer = tokenizer or tokenizer_of()
         assert tokenizer.eos_token_id is not None
-        facts = fake_facts(vocab_size=tokenizer.vocab_size, max_seq_len=max_seq_len, eos_token_ids=[tokenizer.eos_token_id])
+        eos_token_ids = [tokenizer.eos_token_id, *(tokenizer.backend.token_to_id(text) for text in eos)]
+        facts = fake_facts(vocab_size=tokenizer.vocab_size, max_seq_len=max_seq_len, eos_token_ids=eos_token_ids)
         facts.max_batch_size = max_batch_size
         self.texts = list(texts)
         super().__init__(lambda add: self._says(), facts=facts, delay=delay)
 
     def _says(self) -> Iterator[int]:
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        tokenizer = tokenizer_of()
-        return forever(tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id or 0)
+        return forever(self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id or 0)
 
 
 def forever(tokens: Sequence[int], eos: int) -> Iterator[int]:
@@ -102,18 +108,27 @@ class Live:
 
 
 @contextmanager
-def live(engine: FakeEngineClient, *, template: str | None = None, ready: bool = True, **serving: object) -> Iterator[Live]:
-    """Serve `engine` on a free port until the context ends."""
+def live(
+    engine: FakeEngineClient,
+    *,
+    template: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    ready: bool = True,
+    **serving: object,
+) -> Iterator[Live]:
+    """Serve `engine` on a free port until the context ends. tokenizer: that of the engine; template: for the usual one."""
     options = ServeOptions.of(host="127.0.0.1", port=0, served_model_name=MODEL, **serving)
     service = make_service(EngineOptions(model="tests"), options)
-    app = make_app(service, api_key=options.api_key)
-    tokenizer = tokenizer_of(template)
+    app = make_app(service, options, api_keys=options.read_api_keys())
+    tokenizer = tokenizer or tokenizer_of(template)
+    output = OutputFormat.detect(tokenizer, reasoning=options.reasoning_parser, tools=options.tool_call_parser)
     if ready:
         service.admission.begin(batch=engine.facts.max_batch_size, max_reqs=options.max_num_queued_reqs)
-        service.engine = ServingEngine(engine, tokenizer, detect(tokenizer))
+        service.engine = ServingEngine(engine, tokenizer, output, escape_special_tokens=options.escape_special_tokens)
         engine.on_failure(service.admission.fail)
     sockets = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none"))
+    protocol = timed_protocol(header_seconds=options.header_timeout, body_seconds=options.body_timeout)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", http=protocol))
     began: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:

@@ -140,14 +140,17 @@ def started(
 def fake_server(
     folder: Path, model: Path, *, fake: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **serving: Any
 ):
-    """The server over the fake executor, with the tokenizer and shape of a checkpoint. before: a command that executes it."""
+    """The server over the fake executor, with the tokenizer and shape of a checkpoint. before: a command that executes it.
+    delays: a folder for the delays of its loops (`tests.support.loop_delays`)."""
     before = serving.pop("before", [])
     port = serving.pop("port", None) or free_port()
     surroundings = {name: serving.pop(name) for name in ("cwd", "environment") if name in serving}
+    delays = serving.pop("delays", None)
     options = {
         "engine": {"model": str(model), "device": "cpu", "max_batch_size": 8, **(engine or {})},
         "serving": {"host": "127.0.0.1", "port": port, "served_model_name": MODEL, **serving},
         "fake": fake or {},
+        "delays": None if delays is None else str(delays),
     }
     command = [*before, sys.executable, "-m", "tests.support.serve_fake_server", json.dumps(options)]
     return started(command, port, folder, **surroundings)

@@ -19,7 +19,9 @@ from phalanx.engine.messages import (
     Abort,
     AddRequest,
     ClientToEngine,
+    ExpertStats,
     Failed,
+    GetExperts,
     GetStats,
     Heartbeat,
     RequestRejected,
@@ -63,6 +65,9 @@ def main() -> None:
                 aborted += len(names)
             case GetStats():
                 socket.send(encode(Stats(steps=aborted)))
+            case GetExperts():
+                failed = [encode(Failed(RankDied("rank 1 ran step 7").to_wire()))] if way == "answers late" else []
+                socket.send_multipart([*failed, encode(ExpertStats(experts=8))])
             case Shutdown():
                 if way == "ignores shutdown":
                     time.sleep(600)
@@ -80,6 +85,8 @@ def obey(way: str, socket: zmq.Socket, encode, name: str) -> None:
         socket.send(encode(Failed(RankDied("rank 1 ran step 7", held="it was killed by SIGKILL").to_wire())))
         socket.close(linger=1000)
         raise SystemExit(1)
+    elif way == "sends nonsense":
+        socket.send(b"\xc1")
     elif way == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
 

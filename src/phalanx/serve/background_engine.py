@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from phalanx.config import EngineOptions
 from phalanx.errors import EngineClosed
-from phalanx.serve.client import EngineClient
+from phalanx.serve.client import Engine
+from phalanx.serve.replicas import start_engine
 
 Result = TypeVar("Result")
 _CLEANUP_SECONDS = 15.0
@@ -23,16 +24,17 @@ class BackgroundEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self._options = options
-        self._client: EngineClient | None = None
+        self._client: Engine | None = None
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx LLM", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="phalanx LLM", daemon=True)
         self._lock = threading.Lock()
         self._stopped = False
+        self._ended_by_own_thread = False
         self._pid = os.getpid()
         self._thread.start()
 
     @property
-    def client(self) -> EngineClient:
+    def client(self) -> Engine:
         if os.getpid() != self._pid:
             raise EngineClosed(
                 f"this LLM belongs to process {self._pid}", why="a forked process cannot use it", next="create another LLM here"
@@ -41,9 +43,9 @@ class BackgroundEngine:
             raise EngineClosed("this LLM was shut down", next="create another LLM")
         return self._client
 
-    def start(self) -> EngineClient:
+    def start(self) -> Engine:
         try:
-            self._client = self.run(EngineClient.start(self._options))
+            self._client = self.run(start_engine(self._options))
         except BaseException:
             self.stop()
             raise
@@ -78,6 +80,15 @@ class BackgroundEngine:
 
         return cancel
 
+    def _run_loop(self) -> None:
+        self._loop.run_forever()
+        if self._ended_by_own_thread:  # nobody else will release the sockets and the loop
+            try:
+                if self._client is not None:
+                    self._loop.run_until_complete(self._client.close(timeout=0))
+            finally:
+                self._loop.close()
+
     def stop(self) -> None:
         """Close the client and end the thread. Safe from any thread, and while the interpreter exits."""
         if os.getpid() != self._pid:
@@ -89,6 +100,7 @@ class BackgroundEngine:
         if threading.current_thread() is self._thread:  # the garbage collector ran on this thread
             if self._client is not None:
                 self._client.kill()
+            self._ended_by_own_thread = True
             self._loop.stop()
             return
         try:

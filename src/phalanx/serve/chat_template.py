@@ -1,115 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Render messages into one prompt text with the checkpoint's Jinja chat template, in a sandbox.
 
-A template comes from the internet. So it runs in Jinja's immutable sandbox and gets only plain JSON data. It has what the reference
-renderer (transformers' `apply_chat_template`) provides: `messages`, `tools`, `documents`, `add_generation_prompt`, the special
-tokens by name, the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
-
-A rendering has a limit of time, checked in each iteration of a loop and each call of a macro, and one of length, checked for the
-prompt and for each value that an operator makes.
+A template comes from the internet. So it runs in a sandbox with limits of time and length (`template_sandbox`), and gets only plain
+JSON data. It has what the reference renderer (transformers' `apply_chat_template`) provides: `messages`, `tools`, `documents`,
+`add_generation_prompt`, the special tokens by name, the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+from jinja2.meta import find_undeclared_variables
 
 from phalanx.errors import ModelError, RequestError
+from phalanx.serve.template_sandbox import BoundedEnvironment, limit_length, limit_value
 
 MessageDict = Mapping[str, Any]
 
-MAX_SECONDS = 10.0
-"""Time of one rendering. A body at the size limit takes less than a second."""
-MAX_CHARACTERS = 2**25
-"""Characters of the prompt, and of each text or list that an operator makes."""
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message in which templates look for the reasoning of an earlier answer: Qwen3 and most others in the first, gpt-oss
+in the last."""
 
-
-class _GenerationTag(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the assistant's text for training; here only its body is rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 (the interface of Jinja)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates call `step` in each iteration and macro, and whose operators make no huge values."""
-
-    intercepted_binops = frozenset({"*", "**", "+"})
-
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
-        self._thread = threading.local()
-
-    def begin(self) -> None:
-        """A rendering begins on this thread."""
-        self._thread.deadline = time.monotonic() + MAX_SECONDS
-
-    def step(self) -> str:
-        """Raise RequestError if the rendering takes too long."""
-        if time.monotonic() > self._thread.deadline:
-            raise RequestError(f"the chat template takes longer than {MAX_SECONDS:g} s", next="shorten the messages")
-        return ""
-
-    def joined(self, *values: Any) -> str:
-        """The operator `~`."""
-        texts = [str(value) for value in values]
-        _limit_length(sum(map(len, texts)))
-        return "".join(texts)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(value) if isinstance(value, (str, list, tuple)) else None for value in (left, right)]
-        numbers = [abs(value) if isinstance(value, int) else 1 for value in (left, right)]
-        if operator == "**":
-            _limit_length(numbers[0].bit_length() * numbers[1])
-        elif operator == "+":
-            _limit_length(sum(size or 0 for size in sizes))
-        elif any(size is not None for size in sizes):
-            _limit_length(max(size or 0 for size in sizes) * max(numbers))
-        return super().call_binop(context, operator, left, right)
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-            assert isinstance(node, (nodes.For, nodes.Macro, nodes.CallBlock))
-            node.body.insert(0, nodes.ExprStmt(_call("step", [], node.lineno), lineno=node.lineno))
-        return _Concatenations().visit(tree)  # type: ignore[no-any-return]
-
-
-class _Concatenations(NodeTransformer):
-    """Replaces the operator `~`, which a sandbox cannot intercept."""
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("joined", node.nodes, node.lineno)
-
-
-def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
-    """A call of a method of the environment. A template cannot name it, nor hide it with a variable."""
-    call = nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None)
-    call.set_lineno(line)
-    return call
-
-
-def _limit_length(length: int) -> None:
-    if length > MAX_CHARACTERS:
-        raise RequestError(f"the chat template makes a text of {length} characters", held=f"the limit is {MAX_CHARACTERS}")
+_MAX_JSON_INDENT = 64
 
 
 class ChatTemplate:
@@ -127,6 +44,19 @@ class ChatTemplate:
         except TemplateError as error:
             raise ModelError(f"the chat template of {origin} cannot be compiled", why=str(error)) from None
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        return frozenset(find_undeclared_variables(self._environment.parse(self.source)))
+
+    @cached_property
+    def reasoning_field(self) -> str:
+        """The field of a message in which the template looks for its reasoning; the first of REASONING_FIELDS if it reads none."""
+        tree = self._environment.parse(self.source)
+        names = {node.attr for node in tree.find_all(nodes.Getattr)}
+        names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        return next((name for name in REASONING_FIELDS if name in names), REASONING_FIELDS[0])
+
     def render(
         self,
         messages: Sequence[MessageDict],
@@ -135,20 +65,23 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The prompt text. Raises RequestError with the template's own message if the template rejects the messages, and if it
-        takes longer than MAX_SECONDS or writes more than MAX_CHARACTERS."""
+        """The prompt text. The reasoning of a message may have any name of REASONING_FIELDS.
+
+        Raises RequestError with the template's own message if the template rejects the messages, and if it takes longer than the
+        limits of `template_sandbox` allow, or writes more.
+        """
         self._environment.begin()
         try:
             parts, length = [], 0
             for part in self._template.generate(
-                messages=[_plain_message(message) for message in messages],
+                messages=[_with_reasoning(_plain_message(message), self.reasoning_field) for message in messages],
                 tools=_plain(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             ):
                 length += len(part)
-                _limit_length(length)
+                limit_length(length)
                 parts.append(part)
             return "".join(parts)
         except TemplateError as error:
@@ -179,6 +112,21 @@ def _plain_message(message: MessageDict) -> dict[str, Any]:
     return plain
 
 
+def _with_reasoning(message: dict[str, Any], field: str) -> dict[str, Any]:
+    """A message whose reasoning has the name under which the template reads it (changed in place).
+
+    The template of gpt-oss rejects a call with both reasoning and content, and writes either as reasoning: they are joined.
+    """
+    if message["role"] != "assistant":
+        return message
+    thoughts = [thought for name in REASONING_FIELDS if (thought := message.pop(name, None))]
+    if thoughts:
+        message[field] = thoughts[0]
+        if field == "thinking" and message.get("tool_calls") and message.get("content"):
+            message[field], message["content"] = f"{thoughts[0]}\n\n{message['content']}", ""
+    return message
+
+
 def _plain(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
@@ -204,6 +152,11 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes for HTML, which models are not trained on.
+    limit_value(value)
+    if indent is not None:
+        size = indent if isinstance(indent, int) else len(indent)
+        if size > _MAX_JSON_INDENT:
+            raise RequestError(f"the chat template indents JSON by {size}", held=f"the limit is {_MAX_JSON_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import httpx
 
@@ -35,7 +36,7 @@ def talk(target: str, raw_options: RawOptions, *, system: str | None, max_tokens
     """Read questions from stdin, one per line, and print the answers until the input ends. Returns the exit status."""
     history: Messages = [{"role": "system", "content": system}] if system else []
     if target.startswith(("http://", "https://")):
-        key = build_options(ServeOptions, raw_options).read_api_key()
+        key = next(iter(build_options(ServeOptions, raw_options).read_api_keys()), None)
         return _talk(history, _over_http(target, key, max_tokens=max_tokens, temperature=temperature))
     raw_options = RawOptions({**raw_options.values, "model": target}, {**raw_options.origins, "model": "MODEL"})
     with LLM(**build_options(EngineOptions, raw_options).model_dump()) as llm:
@@ -98,7 +99,7 @@ def _of_llm(llm: LLM, params: SamplingParams) -> Respond:
 
 
 def _over_http(url: str, key: str | None, *, max_tokens: int, temperature: float) -> Respond:
-    """Answers of the first model of an OpenAI-compatible server."""
+    """Answers of the first model of an OpenAI-compatible server. Its reasoning goes to stderr."""
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
 
@@ -114,9 +115,18 @@ def _over_http(url: str, key: str | None, *, max_tokens: int, temperature: float
                     if response.status_code != 200:
                         await response.aread()
                         _checked(response)
+                    thinking = False
                     async for line in response.aiter_lines():
                         if line.startswith("data: ") and line != "data: [DONE]":
-                            yield _delta(json.loads(line.removeprefix("data: ")))
+                            delta = _delta(json.loads(line.removeprefix("data: ")))
+                            if reasoning := delta.get("reasoning_content"):
+                                thinking = True
+                                print(reasoning, end="", file=sys.stderr, flush=True)
+                            if content := delta.get("content"):
+                                if thinking:
+                                    print(end="\n\n", file=sys.stderr, flush=True)
+                                thinking = False
+                                yield content
         except httpx.ConnectError as error:
             raise EngineError(
                 f"the server {base} cannot be reached", why=str(error), next="start one with `phalanx serve`"
@@ -139,8 +149,8 @@ def _checked(response: httpx.Response) -> httpx.Response:
     raise RequestError(f"the server answered with status {response.status_code}", why=message)
 
 
-def _delta(event: dict[str, object]) -> str:
+def _delta(event: dict[str, Any]) -> dict[str, str]:
     if "error" in event:
         raise RequestError("the server ended the answer with an error", why=json.dumps(event["error"]))
-    choices = event["choices"]
-    return str(choices[0]["delta"].get("content") or "") if isinstance(choices, list) and choices else ""
+    delta: dict[str, str] = event["choices"][0]["delta"] if event["choices"] else {}
+    return delta

@@ -16,7 +16,8 @@ import signal
 import tempfile
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -29,10 +30,14 @@ from phalanx.engine.executor import RANK_EXECUTOR
 from phalanx.engine.messages import (
     Abort,
     AddRequest,
+    ClientToEngine,
     EngineFacts,
     EngineToClient,
+    ExpertStats,
     Failed,
+    GetExperts,
     GetStats,
+    RebalanceExperts,
     RequestRejected,
     RequestUpdate,
     Shutdown,
@@ -59,10 +64,15 @@ class Engine(Protocol):
     facts: EngineFacts
     eos_token_ids: list[int]
     """Tokens that end a completion, unless ignore_eos is set. The model's; if it has none, the tokenizer's."""
-    latest: Stats
-    """The last Stats that arrived."""
     failure: PhalanxError | None
     """Why the engine cannot be used any more; None while it can."""
+
+    @property
+    def alive(self) -> list[int]:
+        """The numbers of the engines behind this one that take requests: [0] or none, unless there are replicas."""
+
+    def latest_by_replica(self) -> list[Stats]:
+        """The last Stats of each engine behind this one."""
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise the error that `add` would be rejected with, as far as it is known beforehand: PromptTooLong, RequestError."""
@@ -80,6 +90,15 @@ class Engine(Protocol):
         """Abort these requests; their streams end with finish_reason "abort". Unknown ids are ignored."""
 
     async def stats(self) -> Stats: ...
+
+    async def stats_by_replica(self) -> list[Stats]:
+        """As `stats`, of each engine behind this one."""
+
+    async def experts_by_replica(self) -> list[ExpertStats]:
+        """The load of experts, of each engine behind this one; empty ones for a model without experts."""
+
+    async def rebalance_experts(self) -> list[ExpertStats]:
+        """Have each engine move its experts to where their load is even, and return at once, with what it has to do."""
 
     def on_failure(self, callback: Callable[[PhalanxError], None]) -> None:
         """Register a callback that runs on the event loop when the engine fails (not when it is closed)."""
@@ -101,6 +120,7 @@ class EngineClient:
         self.failure: PhalanxError | None = None
         self._streams: dict[str, UpdateStream] = {}
         self._stats_futures: list[asyncio.Future[Stats]] = []
+        self._expert_futures: deque[asyncio.Future[ExpertStats]] = deque()
         self._failure_callbacks: list[Callable[[PhalanxError], None]] = []
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ended = asyncio.Event()
@@ -118,15 +138,19 @@ class EngineClient:
         self._decode = msgspec.msgpack.Decoder(EngineToClient).decode
 
     @classmethod
-    async def start(cls, options: EngineOptions, *, executor: str = RANK_EXECUTOR) -> EngineClient:
-        """Start an engine process and wait until it accepts requests. executor: the dotted path of the engine's `Executor`.
+    async def start(
+        cls, options: EngineOptions, *, executor: str = RANK_EXECUTOR, title: str = "phalanx engine",
+        environment: Mapping[str, str] | None = None,
+    ) -> EngineClient:  # fmt: skip
+        """Start an engine process and wait until it accepts requests. executor: the dotted path of the engine's `Executor`. title:
+        of the process; environment: variables that it has besides those of this process.
 
         Raises the error of a failed start (ModelError, LayoutError, CapacityError, EngineError, ...). When it raises, or is
         cancelled, no process is left.
         """
         client = cls(options)
         try:
-            client._launch(executor)
+            client._launch(executor, title, environment)
             # The engine observes start_timeout itself; this limit is for an engine that hangs.
             async with asyncio.timeout(options.start_timeout + SILENCE):
                 await client._started
@@ -178,20 +202,45 @@ class EngineClient:
         self._send(GetStats())
         return await answer
 
+    @property
+    def alive(self) -> list[int]:
+        return [] if self.failure is not None else [0]
+
+    def latest_by_replica(self) -> list[Stats]:
+        return [self.latest]
+
+    async def stats_by_replica(self) -> list[Stats]:
+        return [await self.stats()]
+
+    async def experts_by_replica(self) -> list[ExpertStats]:
+        return [await self._ask_experts(GetExperts())]
+
+    async def rebalance_experts(self) -> list[ExpertStats]:
+        return [await self._ask_experts(RebalanceExperts())]
+
+    async def _ask_experts(self, message: GetExperts | RebalanceExperts) -> ExpertStats:
+        self._raise_if_failed()
+        answer: asyncio.Future[ExpertStats] = asyncio.get_running_loop().create_future()
+        self._expert_futures.append(answer)
+        self._send(message)
+        return await answer
+
     def on_failure(self, callback: Callable[[PhalanxError], None]) -> None:
         self._failure_callbacks.append(callback)
 
     async def close(self, timeout: float = 10.0) -> None:
-        """Shut the engine down; kill it after `timeout` seconds. Open streams end with EngineClosed."""
-        if not self._closing:
-            self._closing = True
-            self._fail(EngineClosed("the engine was shut down"))
-            if timeout > 0 and self._child is not None and self._child.alive:
-                self._send(Shutdown())
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(timeout):
-                        await self._ended.wait()
-        await self._end()
+        """Shut the engine down; kill it after `timeout` seconds, or at once when cancelled. Open streams end with EngineClosed."""
+        try:
+            if not self._closing:
+                self._closing = True
+                self._fail(EngineClosed("the engine was shut down"))
+                if timeout > 0 and self._child is not None and self._child.alive:
+                    self._send(Shutdown())
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(timeout):
+                            await self._ended.wait()
+        finally:  # a second interrupt cancels the wait
+            await self._end()
 
     def kill(self) -> None:
         """End the process of the engine at once, without an event loop."""
@@ -201,14 +250,14 @@ class EngineClient:
 
     # ---- the process -----------------------------------------------------------------------------------------------------
 
-    def _launch(self, executor: str) -> None:
+    def _launch(self, executor: str, title: str, environment: Mapping[str, str] | None) -> None:
         address = f"ipc://{self._folder}/engine"
         # No message is dropped: the requests bound what is in flight.
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.bind(address)
         config = {"address": address, "options": self.options.model_dump(), "executor": executor}
-        self._child = launch.start("phalanx.engine", config, "phalanx engine")
+        self._child = launch.start("phalanx.engine", config, title, environment=environment)
         self._watch.add(self._child)
         asyncio.get_running_loop().add_reader(self._watch.fileno(), self._child_ended)
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch_heartbeat())]
@@ -252,12 +301,20 @@ class EngineClient:
     def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> AddRequest:
         return build_request(request_id, token_ids, params, self.eos_token_ids)
 
-    def _send(self, message: AddRequest | Abort | GetStats | Shutdown) -> None:
+    def _send(self, message: ClientToEngine) -> None:
         # Without a high-water mark it is queued at once, and the future is done.
         self._socket.send(self._encode(message))
 
     async def _read(self) -> None:
-        """Read messages, one per frame. The first one of a step is awaited; the others of the step have arrived with it."""
+        """Read messages until cancelled. The engine counts as failed where one cannot be read."""
+        try:
+            await self._read_messages()
+        except Exception as error:
+            logger.exception("a message of the engine cannot be read")
+            self._fail(EngineError("the engine sent what cannot be read", why=repr(error), next="report this with the log"))
+
+    async def _read_messages(self) -> None:
+        """One message per frame. The first one of a step is awaited; the others of the step have arrived with it."""
         decode, streams = self._decode, self._streams
         arrived: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         while True:
@@ -274,6 +331,8 @@ class EngineClient:
                         self._handle(message)
                     elif (stream := streams.get(message.request_id)) is not None:
                         stream.put(message)
+                        if message.prompt_logprobs is not None:
+                            await asyncio.sleep(0)  # a part of many: other streams go on between two
                     frame = arrived.recv(_NOBLOCK)
 
     def _handle(self, message: Any) -> None:
@@ -287,6 +346,11 @@ class EngineClient:
                     if not answer.done():
                         answer.set_result(message)
                 self._stats_futures.clear()
+            case ExpertStats():
+                # Answers come in the order of the questions; those that come after a failure have no question any more.
+                waiter = self._expert_futures.popleft() if self._expert_futures else None
+                if waiter is not None and not waiter.done():
+                    waiter.set_result(message)
             case Started(facts=facts):
                 self.facts, self.eos_token_ids = facts, list(facts.eos_token_ids)
                 if not self._started.done():
@@ -307,10 +371,12 @@ class EngineClient:
         self.failure = error
         for stream in self._streams.values():
             stream.fail(error.copy())
-        for answer in self._stats_futures:
+        futures: list[asyncio.Future[Any]] = [*self._stats_futures, *self._expert_futures]
+        for answer in futures:
             if not answer.done():
                 answer.set_exception(error.copy())
         self._stats_futures.clear()
+        self._expert_futures.clear()
         starting = not self._started.done()
         if starting:
             self._started.set_exception(error.copy())

@@ -8,7 +8,7 @@ text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -25,28 +25,32 @@ _SEEDS = 1 << 63
 
 def stream_completions(
     engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams,
-    *, coalesce: bool = False,
+    *, coalesce: bool = False, shown: Mapping[int, str] | None = None,
 ) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
     """The deltas of all params.n completions as they arrive; in order within each completion.
 
     Without a tokenizer, or with params.detokenize off, texts are "". coalesce: the caller needs only the end, so a completion
     without stop strings may come in few deltas. Closing the generator early (`contextlib.aclosing`) aborts what still runs. The
-    first error of any completion is raised, and the others are aborted. Raises what `Engine.add` raises.
+    first error of any completion is raised, and the others are aborted. Raises what `Engine.add` raises. shown: special tokens that
+    add these texts (see `Detokenizer`).
     """
     coalesce = coalesce and not params.stops
     if params.n == 1:
-        return _completion(engine, tokenizer, f"{request_id}-0", token_ids, params, 0, coalesce)
-    return _interleaved(engine, tokenizer, request_id, token_ids, params, coalesce)
+        return _completion(engine, tokenizer, f"{request_id}-0", token_ids, params, 0, coalesce, shown)
+    return _interleaved(engine, tokenizer, request_id, token_ids, params, coalesce, shown)
 
 
 async def _interleaved(
-    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, coalesce: bool
-) -> AsyncGenerator[CompletionDelta]:
+    engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, coalesce: bool,
+    shown: Mapping[int, str] | None,
+) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
     queue: asyncio.Queue[CompletionDelta | BaseException] = asyncio.Queue()
 
     async def pump(index: int) -> None:
         try:
-            deltas = _completion(engine, tokenizer, f"{request_id}-{index}", token_ids, _params_of(params, index), index, coalesce)
+            deltas = _completion(
+                engine, tokenizer, f"{request_id}-{index}", token_ids, _params_of(params, index), index, coalesce, shown
+            )
             async with aclosing(deltas):
                 async for delta in deltas:
                     queue.put_nowait(delta)
@@ -70,9 +74,9 @@ async def _interleaved(
 
 async def _completion(
     engine: Engine, tokenizer: Tokenizer | None, request_id: str, token_ids: Sequence[int], params: SamplingParams, index: int,
-    coalesce: bool,
+    coalesce: bool, shown: Mapping[int, str] | None,
 ) -> AsyncGenerator[CompletionDelta]:  # fmt: skip
-    text = Detokenizer(tokenizer, params) if tokenizer is not None and params.detokenize else None
+    text = Detokenizer(tokenizer, params, shown=shown) if tokenizer is not None and params.detokenize else None
     updates = engine.add(request_id, token_ids, params, coalesce=coalesce)
     async with aclosing(updates):
         async for update in updates:

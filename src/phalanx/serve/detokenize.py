@@ -7,7 +7,7 @@ string. Both are emitted once it is clear what they are, or by `finish`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phalanx.config import SamplingParams
 from phalanx.serve.tokenizer import Tokenizer
@@ -23,10 +23,14 @@ class TextStream:
 
     Most tokens need no decoding: if nothing is held back, the text of a token that does not depend on its neighbours is looked up
     in `Tokenizer.fragments`.
+
+    shown: special tokens that add these texts, whatever skip_special_tokens says. No other token adds a character of these texts:
+    it is replaced by U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, shown: Mapping[int, str]) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
+        self._reserved = {ord(character): _INCOMPLETE for text in shown.values() for character in text}
         self._skip_special = skip_special_tokens
         self._ids: list[int] = []
         self._read_from = 0
@@ -38,6 +42,14 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; "" while a character is incomplete. O(1) amortized."""
+        if not self._shown:
+            return self._ordinary(token_id)
+        if token_id in self._shown:
+            return self.finish() + self._shown[token_id]
+        text = self._ordinary(token_id)
+        return text if text.isascii() else text.translate(self._reserved)
+
+    def _ordinary(self, token_id: int) -> str:
         if self._complete:
             text = self._fragments[token_id]
             if text is not None:
@@ -135,14 +147,14 @@ class Detokenizer:
     `min_tokens` tokens does not count. The result depends on the tokens only, not on how they are grouped into pushes.
 
     text: the emitted text. stop_reason: the stop string that ended the text, else None. count: number of consumed tokens, up to and
-    including the one that completed the stop string.
+    including the one that completed the stop string. shown: see `TextStream`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, *, shown: Mapping[int, str] | None = None) -> None:
         self.stop_reason: str | None = None
         self.count = 0
         self._pieces: list[str] = []
-        self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens, shown=shown or {})
         self._stops = [StopString(stop) for stop in sorted(set(params.stops), key=len, reverse=True)]
         self._min_tokens = params.min_tokens
         self._keep_stop = params.include_stop_str_in_output

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
 from phalanx.config import SamplingParams
-from phalanx.engine.messages import AddRequest, EngineFacts, RequestUpdate, Stats, TokenLogprobs
+from phalanx.engine.messages import AddRequest, EngineFacts, ExpertStats, RequestUpdate, Stats, TokenLogprobs
 from phalanx.errors import EngineClosed, PhalanxError
 from phalanx.serve.client import Engine
 from phalanx.serve.engine_requests import build_request, check_request
@@ -37,6 +37,7 @@ class FakeEngineClient(Engine):
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
         self.latest = Stats(blocks_total=self.facts.num_blocks)
+        self.experts = ExpertStats()
         self._tokens = tokens
         self._running: dict[str, asyncio.Event] = {}
         self._failure_callbacks: list[Callable[[PhalanxError], None]] = []
@@ -77,6 +78,23 @@ class FakeEngineClient(Engine):
         self._raise_if_failed()
         self.latest = Stats(running=len(self._running), blocks_total=self.facts.num_blocks, blocks_referenced=len(self._running))
         return self.latest
+
+    @property
+    def alive(self) -> list[int]:
+        return [] if self.failure is not None else [0]
+
+    def latest_by_replica(self) -> list[Stats]:
+        return [self.latest]
+
+    async def stats_by_replica(self) -> list[Stats]:
+        return [await self.stats()]
+
+    async def experts_by_replica(self) -> list[ExpertStats]:
+        self._raise_if_failed()
+        return [self.experts]
+
+    async def rebalance_experts(self) -> list[ExpertStats]:
+        return await self.experts_by_replica()
 
     def on_failure(self, callback: Callable[[PhalanxError], None]) -> None:
         self._failure_callbacks.append(callback)

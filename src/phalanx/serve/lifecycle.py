@@ -22,10 +22,12 @@ from phalanx.config.options import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.log import get_logger
+from phalanx.serve import allocator
 from phalanx.serve.client import Engine
-from phalanx.serve.descriptors import ConnectionLimit
+from phalanx.serve.connections.descriptors import ConnectionLimit
+from phalanx.serve.connections.timed_protocol import timed_protocol
 from phalanx.serve.openai.service import Service, ServingEngine
-from phalanx.serve.openai.tools import detect
+from phalanx.serve.output_parsing import OutputFormat
 from phalanx.serve.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -34,7 +36,11 @@ LAST_EVENT_SECONDS = 2.0
 """Seconds that streams get to send a last error when the server ends."""
 CLOSE_SECONDS = 5.0
 """Seconds that the engine gets to shut down before it is killed."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FULL_COLLECTION = 1000
+"""Collections of the middle generation before one of all objects (Python's default: 10). It would stop every stream for as long as
+it takes to visit them; the server is also collected when it is idle (`allocator`)."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""They end the server in order. SIGHUP comes when the terminal is closed; if it was ignored from the start (nohup), it stays so."""
 
 
 class Lifecycle:
@@ -52,8 +58,9 @@ class Lifecycle:
     ) -> None:
         self._service, self._sockets, self._engine, self._serving, self._start = service, sockets, engine, serving, start
         limited = ConnectionLimit(app, lambda: len(self._http.server_state.connections))
+        protocol = timed_protocol(header_seconds=serving.header_timeout, body_seconds=serving.body_timeout)
         config = uvicorn.Config(
-            limited, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", http="httptools",
+            limited, log_config=None, access_log=False, server_header=False, lifespan="off", ws="none", http=protocol,
             timeout_keep_alive=75, timeout_graceful_shutdown=int(LAST_EVENT_SECONDS), proxy_headers=False,
         )  # fmt: skip
         self._http = HttpServer(config)
@@ -62,17 +69,22 @@ class Lifecycle:
         self._failed: asyncio.Event = asyncio.Event()
         self._starting: asyncio.Task[None] | None = None
         self._warming: asyncio.Task[None] | None = None
+        self._trimming: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Serve until a signal or a failure."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._on_signal, number)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
+        allocator.configure()
         http = asyncio.create_task(self._http.serve(sockets=self._sockets))
         try:
             status = await self._until_done(http)
         finally:
             self._http.should_exit = True
+            if self._trimming is not None:
+                self._trimming.cancel()
             await asyncio.wait([http], timeout=LAST_EVENT_SECONDS * 2)
             if self._client is not None:
                 await self._client.close(0.0 if self._failed.is_set() else CLOSE_SECONDS)
@@ -98,6 +110,8 @@ class Lifecycle:
         )
         gc.collect()
         gc.freeze()  # these objects live as long as the server; collections that scan them would delay every stream
+        gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION)
+        self._trimming = asyncio.create_task(allocator.trim_when_idle(lambda: not self._service.admission.open))
         await _first(self._failed.wait(), self._shutdown.wait(), http)
         if http.done() and not self._shutdown.is_set():
             logger.error("the HTTP server ended unexpectedly: %s", http.exception())
@@ -115,7 +129,7 @@ class Lifecycle:
         if options.skip_tokenizer_init:
             raise OptionError("skip_tokenizer_init is not possible here", why="a server reads and writes text", next="remove it")
         tokenizer = await asyncio.to_thread(self._load_tokenizer)
-        tool_format = await asyncio.to_thread(detect, tokenizer) if tokenizer.has_chat_template else None
+        output = await asyncio.to_thread(self._detect_output, tokenizer)
         client = self._client = await self._start(options)
         if not client.eos_token_ids and tokenizer.eos_token_id is not None:
             client.eos_token_ids = list(known_eos_ids([tokenizer.eos_token_id], client.facts.vocab_size, "the tokenizer"))
@@ -123,11 +137,12 @@ class Lifecycle:
         service.admission.begin(batch=facts.max_batch_size, max_reqs=self._serving.max_num_queued_reqs)
         metrics.startup_phases = dict(facts.phases)
         metrics.rank_bytes = {rank.rank: rank.bytes for rank in facts.ranks}
-        metrics.engine = client.latest
+        metrics.engines, metrics.engines_up = client.latest_by_replica(), client.alive
+        metrics.cache_config = {"block_size": facts.block_size, "num_gpu_blocks": facts.num_blocks // facts.replicas}
         metrics.queue_limits = {"requests": service.admission.max_reqs}
         if service.admission.max_tokens is not None:
             metrics.queue_limits["tokens"] = service.admission.max_tokens
-        service.engine = ServingEngine(client, tokenizer, tool_format)
+        service.engine = ServingEngine(client, tokenizer, output, escape_special_tokens=self._serving.escape_special_tokens)
         if facts.device != "cpu":
             self._warming = asyncio.create_task(service.warm_up(service.engine))
         else:  # a CPU has no spare cores for it, and structured output may never be requested
@@ -144,7 +159,14 @@ class Lifecycle:
         if template is not None:
             source, origin = _template(template)
             tokenizer.set_chat_template(source, origin=origin)
+        _ = tokenizer.text  # written now, for the processes of large bodies: it would hold up the streams
         return tokenizer
+
+    def _detect_output(self, tokenizer: Tokenizer) -> OutputFormat:
+        serving = self._serving
+        output = OutputFormat.detect(tokenizer, reasoning=serving.reasoning_parser, tools=serving.tool_call_parser)
+        logger.info("reasoning format: %s; tool call format: %s", output.reasoning or "none", output.tools or "none")
+        return output
 
     async def _drain(self) -> None:
         """Reject new requests, let accepted ones finish for shutdown_timeout seconds, and end the rest with an error."""

@@ -73,6 +73,16 @@ class Tokenizer:
             raise RequestError("the prompt is not valid Unicode", why=str(error)) from None
         return ids
 
+    def encode_continuation(self, text: str) -> list[int]:
+        """Token ids of a text that goes on from another one, without special tokens around it.
+
+        Many tokenizers (those of Llama 2 and of Mistral) write a space before each text, which nothing before this one must have:
+        it is tokenized behind an end of line, whose tokens are left out.
+        """
+        line = self.encode("\n", add_special_tokens=False)
+        joined = self.encode(f"\n{text}", add_special_tokens=False)
+        return joined[len(line) :] if joined[: len(line)] == line else self.encode(text, add_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Unknown ids (the padding of the model's vocabulary) have no text."""
         if len(token_ids) > MAX_LOCKED_TOKENS:
@@ -84,6 +94,17 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The text of a single token, special tokens included; an incomplete character is U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    @cached_property
+    def max_token_characters(self) -> int:
+        """Maximum number of characters in one token. A normalizer may join characters; no known one joins more than 4."""
+        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self.backend.normalizer is None else 4 * longest
+
+    @cached_property
+    def text(self) -> str:
+        """The text of a tokenizer.json that is equal to it."""
+        return str(self.backend.to_str())
 
     @cached_property
     def known_ids(self) -> frozenset[int]:
@@ -98,6 +119,16 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return bool(self._sources)
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Name -> source."""
+        return dict(self._sources)
+
+    @property
+    def chat_template_source(self) -> str:
+        """The template for conversations with tools, else the default one; "" without a template."""
+        return self._sources.get("tool_use") or self._sources.get("default", "")
 
     def set_chat_template(self, source: str, *, origin: str) -> None:
         """Use this template instead of the model's own. Raises ModelError if it does not compile."""
@@ -119,6 +150,15 @@ class Tokenizer:
         """
         template = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **{**self.special, **variables})
+
+    def template_variables(self, *, tools: bool = False) -> frozenset[str]:
+        """The variables that the chat template reads. tools: of the template for tools, if the model has one of its own."""
+        return self._template("tool_use" if tools and "tool_use" in self._sources else "default").variables
+
+    @cached_property
+    def added_tokens(self) -> list[str]:
+        """The texts that become one token wherever they stand, special or not."""
+        return [token.content for token in self.backend.get_added_tokens_decoder().values()]
 
     def encode_chat(self, messages: Sequence[MessageDict], **variables: Any) -> list[int]:
         """Token ids of a conversation: `apply_chat_template`, encoded."""

@@ -15,14 +15,15 @@ COALESCED_TOKENS = 128
 class UpdateStream:
     """The updates of one request, in order, until one has a finish_reason or an error ends them.
 
-    Updates that arrive while nobody reads are merged into one, and wake the reader once. coalesce: the reader wakes only every
-    `COALESCED_TOKENS` tokens and at the end; the former so that its work does not all pile up at the end.
+    Updates that arrive while nobody reads are merged into one, and wake the reader once. Those without a token wait for the next.
+    coalesce: the reader wakes only every `COALESCED_TOKENS` tokens and at the end; the former so that its work does not all pile up
+    at the end.
     """
 
     def __init__(self, *, coalesce: bool = False) -> None:
         self.ended = False
         """The engine sends nothing more for this request."""
-        self._min_tokens = COALESCED_TOKENS if coalesce else 0
+        self._min_tokens = COALESCED_TOKENS if coalesce else 1
         self._pending: RequestUpdate | None = None
         self._error: PhalanxError | None = None
         self._reader: asyncio.Future[None] | None = None
@@ -36,7 +37,11 @@ class UpdateStream:
         else:
             pending.tokens += update.tokens
             pending.logprobs += update.logprobs
-            pending.prompt_logprobs = pending.prompt_logprobs or update.prompt_logprobs
+            if pending.prompt_logprobs is None:
+                pending.prompt_logprobs = update.prompt_logprobs
+            else:
+                pending.prompt_logprobs += update.prompt_logprobs or ()
+            pending.cached_tokens = pending.cached_tokens or update.cached_tokens
             pending.finish_reason, pending.stop_reason = update.finish_reason, update.stop_reason
         self.ended = update.finish_reason is not None
         if self.ended or len(pending.tokens) >= self._min_tokens:

@@ -98,10 +98,8 @@ def test_neutral_fields_are_taken(client):
 @pytest.mark.parametrize(
     ("fields", "message", "param"),
     [
-        ({"store": True}, "store is not supported: answers are not stored", "store"),
         ({"audio": {"voice": "x", "format": "wav"}}, "audio is not supported", "audio"),
         ({"modalities": ["text", "audio"]}, "modalities is not supported", "modalities"),
-        ({"service_tier": "flex"}, "the only tier is", "service_tier"),
         ({"extra_body": {"temprature": 1}}, "unknown field 'temprature'; did you mean 'temperature'", "temprature"),
         ({"extra_body": {"messages": []}}, "messages", "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only", None),
@@ -110,7 +108,7 @@ def test_neutral_fields_are_taken(client):
         ({"messages": [{"role": "user"}]}, "required", "messages[0].content"),
         ({"top_logprobs": 2}, "needs logprobs", "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "contradict", "max_tokens"),
-        ({"tools": TOOLS}, "chat template describes neither", "tools"),
+        ({"tools": TOOLS}, "chat template shows no tools", "tools"),
         ({"tool_choice": "required"}, "needs tools", "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "not one of the tools", "tool_choice"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}},
@@ -217,17 +215,20 @@ def test_forced_calls_have_a_structural_tag(template):
     strict = msgspec.json.decode(msgspec.json.encode(TOOLS))
     strict[0]["function"]["strict"] = True
     with live(engine, template=template) as server, server.openai() as client:
-        for fields, tags, once in (
-            ({"tools": TOOLS, "tool_choice": "required"}, 2, False),
-            ({"tools": TOOLS, "tool_choice": named}, 1, True),
-            ({"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False}, 2, True),
-            ({"tools": strict}, 2, False),
+        for fields, kind, functions, several in (
+            ({"tools": TOOLS, "tool_choice": "required"}, "sequence", 2, True),
+            ({"tools": TOOLS, "tool_choice": named}, "sequence", 1, False),
+            ({"tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": False}, "dispatch", 2, False),
+            ({"tools": strict}, "dispatch", 2, True),
         ):
             client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, **fields)
             structured_output = engine.added[-1].params.structured_output
             layout = json.loads(structured_output.structural_tag)["format"]
             assert structured_output.compiled
-            assert (len(layout["tags"]), layout["stop_after_first"]) == (tags, once)
+            assert layout["type"] == kind
+            text = json.dumps(layout)
+            assert ("weather" in text) + ("noon" in text) == functions
+            assert layout.get("loop", '"star"' in text) is several
         client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, tools=TOOLS)
         assert engine.added[-1].params.structured_output is None
         answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, parallel_tool_calls=False)
@@ -236,8 +237,173 @@ def test_forced_calls_have_a_structural_tag(template):
         with pytest.raises(openai.BadRequestError, match="exclude each other"):
             client.chat.completions.create(model=MODEL, messages=ASK, **both)
         bad = [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "["}}]}]
-        with pytest.raises(openai.BadRequestError, match="not valid JSON"):
-            client.chat.completions.create(model=MODEL, messages=bad, tools=TOOLS)
+        client.chat.completions.create(model=MODEL, messages=bad, tools=TOOLS, max_tokens=1)
+
+
+def prompt_of(server) -> str:
+    return tokenizer_of().decode(server.engine.added[-1].token_ids, skip_special_tokens=False)
+
+
+def test_calls_that_were_cut_off_are_rendered():
+    engine = Scripted("x")
+    with live(engine, template=HERMES_TEMPLATE) as server, server.openai() as client:
+        for arguments, rendered in (
+            ("", "{}"),
+            (None, "{}"),
+            ('{"city": "Kö', '{"city": "Kö"}'),
+            ('{"a": [1, {"b": tru', '{"a": [1, {}]}'),
+            ("nothing", '"nothing"'),
+        ):
+            call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+            history = [*ASK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": ""}]
+            client.chat.completions.create(model=MODEL, messages=history, tools=TOOLS, max_tokens=1)
+            assert f'{{"name": "weather", "arguments": {rendered}}}' in prompt_of(server)
+
+
+THOUGHTS = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "because"}]}
+
+
+def test_an_empty_answer_of_the_history(client):
+    """As the server writes it when a model ends at once; `content: null` without calls was never its answer."""
+    history = [*ASK, {"role": "assistant", "content": "", "refusal": None}, *ASK]
+    assert client.chat.completions.create(model=MODEL, messages=history, max_tokens=1).choices
+    with pytest.raises(openai.BadRequestError, match="needs content or tool_calls"):
+        client.chat.completions.create(model=MODEL, messages=[*ASK, {"role": "assistant", "content": None}], max_tokens=1)
+
+
+def test_refusals_and_reasoning_of_the_history(server, client):
+    history = [
+        *ASK,
+        {"role": "assistant", "content": None, "refusal": "I will not."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}, {"type": "text", "text": "Never."}]},
+        {"role": "assistant", "content": "yes", "reasoning_content": "because"},
+        *ASK,
+    ]
+    client.chat.completions.create(model=MODEL, messages=history, max_tokens=1)
+    assert "<|assistant|>I will not.</s>\n<|assistant|>No.\nNever.</s>\n<|assistant|>yes</s>" in prompt_of(server)
+    template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}"
+    with live(Scripted("x"), template=template) as other, other.openai() as asked:
+        for name in ("reasoning_content", "reasoning"):
+            asked.chat.completions.create(
+                model=MODEL, messages=[{"role": "assistant", "content": "yes", name: "because"}], max_tokens=1
+            )
+            assert prompt_of(other) == "[because]yes"
+    with live(Scripted("x"), template="{% for m in messages %}[{{ m.thinking }}]{{ m.content }}{% endfor %}") as other:
+        with other.openai() as asked:
+            asked.responses.create(model=MODEL, input=[THOUGHTS, {"role": "assistant", "content": "yes"}], max_output_tokens=1)
+        assert prompt_of(other) == "[because]yes"
+
+
+def test_reasoning_effort_is_for_templates_that_read_it(server, client):
+    template = "{{ reasoning_effort }}{% if enable_thinking is defined %} {{ enable_thinking }}{% endif %}{{ messages[0].content }}"
+    with live(Scripted("x"), template=template) as reader, reader.openai() as asked:
+        asked.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="low")
+        assert prompt_of(reader) == "lowWhat?"
+        asked.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="none")
+        assert prompt_of(reader) == "none FalseWhat?"
+        assert "ChatRequest.reasoning_effort" not in reader.service.metrics.exposition()[0].decode()
+    client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, reasoning_effort="low")
+    assert "ChatRequest.reasoning_effort" in server.service.metrics.exposition()[0].decode()
+
+
+def test_the_last_message_goes_on(server, client):
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    history = [*ASK, {"role": "assistant", "content": "The answer is"}]
+    client.chat.completions.create(model=MODEL, messages=history, max_tokens=1, extra_body=more)
+    assert prompt_of(server) == "<s><|user|>What?</s>\n<|assistant|>The answer is"
+    client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, extra_body={"add_generation_prompt": False})
+    assert prompt_of(server) == "<s><|user|>What?</s>\n"
+    with pytest.raises(openai.BadRequestError, match="needs add_generation_prompt: false"):
+        client.chat.completions.create(model=MODEL, messages=history, extra_body={"continue_final_message": True})
+
+
+def test_truncated_prompts(server, client):
+    client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1)
+    tokens = server.engine.added[-1].token_ids
+    client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, extra_body={"truncate_prompt_tokens": 5})
+    assert server.engine.added[-1].token_ids == tokens[-5:]
+    long = [{"role": "user", "content": "a b " * 2000}]
+    client.chat.completions.create(model=MODEL, messages=long, max_tokens=24, extra_body={"truncate_prompt_tokens": -1})
+    assert len(server.engine.added[-1].token_ids) == 1000
+    client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, extra_body={"add_special_tokens": True})
+    assert server.engine.added[-1].token_ids == [tokens[0], *tokens]
+
+
+def test_usage_in_every_event(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = stream_of(client, messages=ASK, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0] <= 2, counts[-1]) == (True, len(TOKENS) + 1)
+
+
+def test_prompt_logprobs(server, client):
+    answer = client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, extra_body={"prompt_logprobs": 1})
+    ChatCompletionResponse.model_validate(answer.to_dict())
+    prompt, scores = server.engine.added[-1].token_ids, answer.to_dict()["prompt_logprobs"]
+    assert (len(scores), scores[0]) == (len(prompt), None)
+    assert scores[1][str(prompt[1])] == {"logprob": -1.0, "rank": 1, "decoded_token": tokenizer_of().token_text(prompt[1])}
+    with pytest.raises(openai.BadRequestError, match="not part of a stream"):
+        client.chat.completions.create(model=MODEL, messages=ASK, stream=True, extra_body={"prompt_logprobs": 1})
+
+
+def test_empty_stops_and_vllm_structured_outputs(server, client):
+    for stop in ("", [], ["", "x"]):
+        client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, stop=stop)
+    for fields, kind in (
+        ({"guided_choice": ["yes", 'a "no"', "ö\n🙂"]}, "grammar"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "grammar"),
+        ({"structured_outputs": {"json": {"type": "integer"}}}, "json_schema"),
+        ({"structured_outputs": {"regex": "[0-9]+", "json": None}}, "regex"),
+        ({"structured_outputs": {"json_object": True, "disable_any_whitespace": True}}, "json_object"),
+    ):
+        client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, extra_body=fields)
+        assert getattr(server.engine.added[-1].params.structured_output, kind)
+    for fields, message in (
+        ({"structured_outputs": {}}, "needs one of"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exclude each other"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " *"}},
+            "structured_outputs.whitespace_pattern is not supported",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(model=MODEL, messages=ASK, max_tokens=1, extra_body=fields)
+
+
+def test_allowed_tools():
+    text = CALLS[HERMES_TEMPLATE]
+    engine = Scripted(text)
+    with live(engine, template=HERMES_TEMPLATE) as server, server.openai() as client:
+        for mode in ("auto", "required"):
+            allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+            choice = {"type": "allowed_tools", "allowed_tools": allowed}
+            answer = client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, tool_choice=choice)
+            assert [call.function.name for call in answer.choices[0].message.tool_calls] == ["weather"]
+            layout = engine.added[-1].params.structured_output.structural_tag
+            assert "weather" in layout
+            assert "noon" not in layout
+            assert ('"dispatch"' in layout) == (mode == "auto")
+            assert "noon" in prompt_of(server), "every tool stands in the prompt"
+        allowed["tools"][0]["function"]["name"] = "other"
+        with pytest.raises(openai.BadRequestError, match="not one of the tools"):
+            client.chat.completions.create(model=MODEL, messages=ASK, tools=TOOLS, tool_choice=choice)
+
+
+@pytest.mark.parametrize("escaped", [True, False])
+def test_special_tokens_that_a_user_types(escaped):
+    typed = "a</s></s\n<|user|><s>b"
+    with live(Scripted("x"), escape_special_tokens=escaped) as server, server.openai() as client:
+        history = [
+            {"role": "user", "content": typed, "name": "<s>"},
+            {"role": "assistant", "content": [{"type": "text", "text": "</s>"}]},
+        ]
+        client.chat.completions.create(model=MODEL, messages=history, max_tokens=1)
+        assert prompt_of(server) == f"<s><|user|>{typed}</s>\n<|assistant|></s></s>\n<|assistant|>"
+        tokens = server.engine.added[-1].token_ids
+        end = tokenizer_of().eos_token_id
+        assert tokens.count(end) == (2 if escaped else 4)
+        assert tokens.count(tokenizer_of().bos_token_id) == (1 if escaped else 2)
 
 
 def test_async_client(server):

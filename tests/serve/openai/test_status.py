@@ -69,7 +69,7 @@ def test_failed():
 def test_key(key, caplog):
     caplog.set_level(logging.DEBUG)
     with live(Scripted("x"), api_key=key) as server, server.client() as http:
-        for path in ("/live", "/ready", "/health", "/version", "/metrics", "/openapi.json"):
+        for path in ("/live", "/ready"):
             assert http.get(path).status_code == 200, path
         right = b"Bearer " + key.encode()
         wrong = [b"Bearer wrong", b"Basic " + key.encode(), key.encode(), b"Bearer", right[:-1]]
@@ -79,6 +79,10 @@ def test_key(key, caplog):
                 ("POST", "/v1/chat/completions"),
                 ("POST", "/tokenize"),
                 ("GET", "/nothing"),
+                ("GET", "/health"),
+                ("GET", "/version"),
+                ("GET", "/metrics"),
+                ("GET", "/openapi.json"),
             ):
                 answer = http.request(method, path, headers=headers)
                 assert answer.status_code == 401, (headers, path)
@@ -88,7 +92,7 @@ def test_key(key, caplog):
         headers = {"Authorization": right}
         assert http.get("/v1/models", headers=headers).status_code == 200
         assert http.post("/v1/completions", json=ASK, headers=headers).status_code == 200
-        assert http.get("/openapi.json").json()["components"]["securitySchemes"]
+        assert http.get("/openapi.json", headers=headers).json()["components"]["securitySchemes"]
     assert key not in caplog.text
 
 
@@ -98,6 +102,25 @@ def test_key_of_the_client():
             assert client.models.list().data
         with server.openai(api_key="k2") as client, pytest.raises(openai.AuthenticationError):
             client.models.list()
+
+
+def test_several_keys_and_open_metrics():
+    with live(Scripted("x"), api_key="k1, k2", open_metrics=True) as server, server.client() as http:
+        for key in ("k1", "k2"):
+            assert http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        for key in ("k1, k2", "k", "k1,k2"):
+            assert http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 401
+        assert [http.get(path).status_code for path in ("/metrics", "/version")] == [200, 401]
+
+
+def test_head(http):
+    for path in ("/live", "/ready", "/metrics", "/v1/models", "/version"):
+        head, get = http.head(path), http.get(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"] == get.headers["content-type"]
+    assert http.head("/v1/completions").status_code == 405
+    assert http.put("/v1/responses/x").headers["allow"] == "DELETE, GET, HEAD"
+    assert http.head("/nothing").status_code == 404
 
 
 def test_metrics_formats(http):

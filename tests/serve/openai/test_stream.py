@@ -17,7 +17,7 @@ import pytest
 
 from phalanx.errors import RankDied
 from phalanx.serve.openai.schema.responses import ErrorResponse
-from phalanx.serve.openai.stream import chunks, event
+from phalanx.serve.openai.stream import PART, _parts, chunks, encode_json, encode_small, event
 from tests.support.serve_http_app import MODEL, Live, Scripted, live
 
 LONG = "What is a rank? " * 200
@@ -38,6 +38,18 @@ def test_a_chunk_is_its_head_with_one_choice():
     assert (chunk[:6], chunk[-2:]) == (b"data: ", b"\n\n")
     assert json.loads(chunk[6:]) == {**head, "choices": [choice]} == json.loads(event({**head, "choices": [choice]})[6:])
     assert chunk.count(b"\n") == 2  # an event ends with an empty line, and must hold no other
+
+
+@pytest.mark.parametrize("count", [0, 1, PART, PART + 1, 3 * PART + 5])
+def test_a_long_answer_is_encoded_in_short_parts(count):
+    top = [{"token": "b", "logprob": -2.0, "bytes": [98, 99]}] * 20
+    content = [{"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": top}] * count
+    scores = [None] + [{str(i): {"logprob": -1.0, "rank": i} for i in range(20)}] * count
+    choices = [{"index": i, "text": 'x"', "logprobs": {"content": content, "text_offset": list(range(count))}} for i in range(3)]
+    body = {"id": "x", "choices": choices, "empty": [], "none": {}, "prompt_logprobs": scores, "usage": None}
+    parts = list(_parts(body))
+    assert b"".join(parts) == encode_json(body) == encode_small(body)
+    assert max(map(len, parts)) < 2 * PART * len(encode_small(content[:1] or top))
 
 
 def raw(server: Live, body: dict) -> socket.socket:

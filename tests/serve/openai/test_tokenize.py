@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.serve.openai.schema.responses import DetokenizeResponse, TokenizeResponse
-from tests.support.serve_http_app import tokenizer_of
+from tests.support.serve_http_app import MODEL, tokenizer_of
 
 
 @pytest.mark.parametrize("text", ["", "What is a rank?", "héllo 🙂\0\n你好"])
@@ -34,3 +34,15 @@ def test_refusals(http):
     assert http.post("/tokenize", json={"prompt": "x", "model": "other"}).status_code == 404
     assert http.post("/tokenize", json={"prompt": 3}).status_code == 400
     assert http.post("/detokenize", json={"tokens": [10**5]}).json()["error"]["param"] == "tokens"
+
+
+def test_messages(http, server):
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "What?"}]}
+    answer = TokenizeResponse.model_validate(http.post("/tokenize", json=body).json())
+    http.post("/v1/chat/completions", json={**body, "max_tokens": 1})
+    assert answer.tokens == server.engine.added[-1].token_ids
+    bare = http.post("/tokenize", json={**body, "add_generation_prompt": False}).json()["tokens"]
+    assert bare == answer.tokens[: len(bare)]
+    assert len(bare) < len(answer.tokens)
+    for wrong in ({"model": MODEL}, {**body, "prompt": "x"}, {"prompt": "x", "tools": []}):
+        assert http.post("/tokenize", json=wrong).status_code == 400

@@ -9,6 +9,8 @@ import random
 import re
 import signal
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.engine.grammar import Matcher
 from phalanx.errors import OptionError, RequestError
-from phalanx.serve.structured_output.compiler import StructuredOutputCompiler, compile_structured_output, token_bytes
+from phalanx.serve.structured_output.compiler import NO_TEXT, StructuredOutputCompiler, compile_structured_output, token_bytes
 from phalanx.serve.tokenizer import Tokenizer
 
 SPECIAL = ["<|end|>", "<|user|>"]
@@ -138,7 +140,7 @@ def test_structural_tag(tokenizer):
         (StructuredOutputParams(json_schema='{"items":' * 60 + "{}" + "}" * 60), "nested deeper"),
         (StructuredOutputParams(json_schema='{"const": "\\ud800"}'), "surrogate|JSON"),
         (StructuredOutputParams(regex="("), "parenthesis"),
-        (StructuredOutputParams(regex=r"(a)\1"), "backreference"),
+        (StructuredOutputParams(regex=r"(a)\1"), "Backreference is not supported"),
         (StructuredOutputParams(regex="a^b"), "the anchor '\\^'"),
         (StructuredOutputParams(regex="(" * 5000 + "a" + ")" * 5000), "[Nn]est"),
         (StructuredOutputParams(regex="a" * 40000), "40000"),
@@ -198,18 +200,65 @@ def test_a_guide_is_compiled_once_and_sent_by_name(tokenizer):
     assert Matcher(compiled(StructuredOutputParams(regex="[ab]{5}c"), tokenizer).compiled).mask()
 
 
+def slow_schema(number=0):
+    """A schema that takes minutes to compile."""
+    properties = [(f"k{number}_{i}", {"type": "string", "pattern": f"[a-z]{{1,{i + 300}}}"}) for i in range(900)]
+    alternatives = [{"type": "object", "properties": {name: kind}, "required": [name]} for name, kind in properties]
+    return StructuredOutputParams(json_schema=json.dumps({"anyOf": alternatives}))
+
+
+def test_short_ones_pass_long_ones(tokenizer):
+    """Four formats that reach the limit of time, of which two run at a time, hold up no other; callers share a compilation."""
+    compiler = StructuredOutputCompiler(token_bytes(tokenizer, WIDTH), [0], seconds=1.5)
+    compiler.compile(StructuredOutputParams(regex="start"))
+    with ThreadPoolExecutor(12) as threads:
+        slow = [threads.submit(compiler.compile, slow_schema(number)) for number in (0, 1, 2, 3, 0, 0)]
+        time.sleep(0.2)
+        for moment in range(6):
+            began = time.monotonic()
+            assert compiler.compile(StructuredOutputParams(regex=f"[ab]{{{moment + 1}}}")).compiled
+            assert time.monotonic() - began < 1.0
+            time.sleep(0.1)
+        assert not all(one.done() for one in slow)
+        for one in slow:
+            with pytest.raises(OptionError, match=r"longer than 1\.5 s"):
+                one.result()
+    assert slow[0].exception() is slow[4].exception() is slow[5].exception()
+    compiler.close()
+
+
+def test_memory_has_a_limit(tokenizer):
+    compiler = StructuredOutputCompiler(token_bytes(tokenizer, WIDTH), [0], memory=16 << 20)
+    with pytest.raises(OptionError, match="memory"):
+        compiler.compile(StructuredOutputParams(json_schema=json.dumps({"enum": [f"v{i}" * 3 for i in range(6000)]})))
+    assert compiler.compile(StructuredOutputParams(regex="abc")).compiled
+    compiler.close()
+
+
+def long_strings(lengths):
+    """Ten alternatives of optional strings, each of its own length."""
+    kinds = [{"type": "string", "maxLength": length} for length in lengths]
+    alternatives = [{"type": "object", "properties": {f"p{i}_{j}": kinds[10 * i + j] for j in range(10)}} for i in range(10)]
+    return StructuredOutputParams(json_schema=json.dumps({"anyOf": alternatives}))
+
+
+def test_many_long_optional_strings(tokenizer):
+    matcher = Matcher(compiled(long_strings([200] * 100), tokenizer).compiled)
+    for token in tokenizer.encode('{"p3_1": "' + "x" * 200):
+        matcher.accept(token)
+    assert [tokenizer.decode([token])[:1] for token in allowed(matcher)] == ['"'] * len(allowed(matcher)) != []
+
+
 def test_a_compiler_that_is_stuck_or_dies_costs_one_guide(tokenizer):
     """A schema that takes minutes to compile, twice: once it takes too long, and once something kills its compiler."""
-    properties = [(f"k{i}", {"type": "string", "pattern": f"[a-z]{{1,{i + 300}}}"}) for i in range(900)]
-    slow = {"anyOf": [{"type": "object", "properties": {name: kind}, "required": [name]} for name, kind in properties]}
     compiler = StructuredOutputCompiler(token_bytes(tokenizer, WIDTH), [0], seconds=1.0)
     with pytest.raises(OptionError, match=r"longer than 1 s"):
-        compiler.compile(StructuredOutputParams(json_schema=json.dumps(slow)))
+        compiler.compile(slow_schema())
     first = compiler.compile(StructuredOutputParams(regex="abc"))
     killer = threading.Timer(0.3, os.kill, [compiler._process._child.pid, signal.SIGKILL])
     killer.start()
     with pytest.raises(OptionError, match="killed by SIGKILL"):
-        compiler.compile(StructuredOutputParams(json_schema=json.dumps(slow)))
+        compiler.compile(slow_schema())
     killer.join()
     assert compiler.compile(StructuredOutputParams(regex="abc")) == first
     folder = Path(json.loads(first.compiled)["grammar"]).parent
@@ -222,7 +271,7 @@ def test_token_bytes_undo_the_vocabulary(tokenizer):
     assert len(contents) == WIDTH
     for text in ('{"name": "Zoë"}', "the cat\n\t sat", "日本"):
         assert b"".join(contents[i] for i in tokenizer.encode(text)) == text.encode()
-    assert all(contents[tokenizer.backend.token_to_id(name)] == b"" for name in SPECIAL)
+    assert all(contents[tokenizer.backend.token_to_id(name)] == NO_TEXT + name.encode() for name in SPECIAL)
 
 
 def test_token_bytes_of_a_byte_fallback_vocabulary():
@@ -232,4 +281,4 @@ def test_token_bytes_of_a_byte_fallback_vocabulary():
     backend.add_tokens(["<tool>"])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     contents = token_bytes(Tokenizer(backend, {}, {}, origin="toy"), 8)
-    assert contents == [b"", b"\n", b" the", b" ", b"\xe6", b"<tool>", b"", b""]
+    assert contents == [NO_TEXT + b"<unk>", b"\n", b" the", b" ", b"\xe6", b"<tool>", b"", b""]

@@ -26,20 +26,11 @@ TEXTS = [
         ("a(?=b)", "a lookahead"),
         ("(?!a)[ab]", "a lookahead"),
         ("x(y|(?!a)b)", "a lookahead"),
-        ("(?<=a)b", "a lookbehind"),
-        ("(?<!a)b", "a lookbehind"),
-        (r"(a)\1", r"the backreference '\\\\1'"),
-        (r"(?<n>a)\k<n>", "the backreference"),
-        (r"\ba", "the word boundary"),
-        (r"a\Bb", "the word boundary"),
         (r"\Aa", "the escape"),
         (r"a\Z", "the escape"),
         (r"[\b]", "the escape"),
         (r"[\p{L}]", "the escape"),
         (r"\u{22}", "the escape"),
-        ("x(?i)a", r"a group that begins with '\(\?i'"),
-        ("(?m)^a$", r"a group that begins with '\(\?m'"),
-        ("(?>a+)b", r"a group that begins with '\(\?>'"),
         ("a^b", r"the anchor '\^'"),
         ("a$b", r"the anchor '\$'"),
         ("^a$b?", r"the anchor '\$'"),
@@ -63,6 +54,23 @@ TEXTS = [
 )
 def test_what_the_grammar_would_ignore_is_named(pattern, part):
     assert re.search(part, unsupported_construct(pattern) or "")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(?<=a)b", "^(?<!a)b$", "x(y|(?<=a)b)", r"(a)\1", r"(?<n>a)\k<n>", r"\2", r"\ba", r"a\Bb", "x(?i)a", "(?m)^a$", "(?>a+)b",
+        "(?i:a)", "(?#c)a", "(a", r"\p{L}",
+    ],
+)  # fmt: skip
+def test_what_xgrammar_rejects_itself(pattern):
+    """It is left to xgrammar, in JSON and outside."""
+    for convert, text in (
+        (xgrammar.Grammar.from_regex, pattern),
+        (xgrammar.Grammar.from_json_schema, json.dumps({"type": "string", "pattern": expand_unicode_classes(pattern)})),
+    ):
+        with pytest.raises(RuntimeError, match="Regex parsing error"):
+            convert(text)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from phalanx.errors import (
     RequestError,
 )
 from phalanx.log import get_logger
+from phalanx.serve.openai.schema.field_table import undeclared
 
 logger = get_logger(__name__)
 
@@ -88,17 +89,21 @@ def api_error_of(error: BaseException, *, retry_after: int = 1) -> ApiError:
 
 def validation_api_error(error: ValidationError, model: type[BaseModel]) -> ApiError:
     """The most important validation error of a body, naming the field, and for an unknown field also the nearest known one."""
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    first = max(problems, key=lambda problem: (problem["type"] == "cannot_honour", problem["type"] == "extra_forbidden"))
+    problems = error.errors(include_url=False)
+    for problem in problems:  # the class judges fields that it does not declare, so that their names are not in the location
+        if "field" in problem.get("ctx", {}):
+            problem["loc"] = (*problem["loc"], problem["ctx"]["field"])
+    first = max(problems, key=lambda problem: (problem["type"] == "cannot_honour", problem["type"] == "unknown_field"))
     where = _path(first["loc"])
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}", code="invalid_json")
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "unknown_field":
         name = str(first["loc"][-1])
         near = difflib.get_close_matches(name, _names(model), n=1, cutoff=0.7) if len(first["loc"]) == 1 else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
+        where = where if where.endswith(name) else name
         return bad_request(f"unknown field {clip(where)!r}{hint}", param=clip(where), code="unknown_parameter")
-    if first["type"] == "missing":
+    if first["type"] == "missing" or (first["input"] is None and where):
         return bad_request(f"{where}: this field is required", param=where, code="missing_required_parameter")
     if first["type"] == "cannot_honour":
         return bad_request(f"{where} {first['msg']}", param=where, code="unsupported_parameter")
@@ -124,7 +129,8 @@ _CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def _names(model: type[BaseModel]) -> list[str]:
-    return [field.alias or name for name, field in model.model_fields.items()]
+    declared = {field.alias or name: field for name, field in model.model_fields.items()}
+    return [*declared, *undeclared(model, declared)]
 
 
 def _path(where: Sequence[Any]) -> str:
@@ -140,7 +146,33 @@ def _path(where: Sequence[Any]) -> str:
     return path
 
 
-_UNION_MEMBERS = {"str", "int", "plain", "assistant", "tool", "json_schema_", "constrained-str", "TextPart", "NamedTool"}
+_UNION_MEMBERS = {
+    "text_part",
+    "refusal_part",
+    "other_part",
+    "message_item",
+    "call_item",
+    "output_item",
+    "reasoning_item",
+    "reference_item",
+    "other_item",
+    "function_tool",
+    "other_tool",
+    "function_choice",
+    "allowed_choice",
+    "other_choice",
+    "choice_mode",
+    "named_choice",
+    "str",
+    "int",
+    "plain",
+    "assistant",
+    "tool",
+    "json_schema_",
+    "constrained-str",
+    "TextPart",
+    "NamedTool",
+}
 
 
 def _snake(name: str) -> str:

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read and validate request bodies, with limits on size, nesting and time.
 
-A body has a size limit (413), and limits on its numbers of values, members and containers (400): a parser holds the interpreter
-lock, so that even on a thread its time delays every stream. pydantic's JSON parser rejects nesting beyond 200 levels, lone
-surrogates, and numbers beyond the range of a double. Grammars of clients have further limits here, because compilers recurse over
-them (`structured_output.json_schema` limits schemas).
+A body has a size limit (413), and a large one limits on its numbers of values, members and containers (400). A parser holds the
+interpreter lock, so that even on a thread its time would delay every stream: a large body is read by another process
+(`large_bodies`). pydantic's JSON parser rejects nesting beyond 200 levels, lone surrogates, and numbers beyond the range of a
+double. Grammars of clients have further limits here, because compilers recurse over them (`structured_output.json_schema` limits
+schemas).
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -23,7 +22,7 @@ from phalanx.serve.openai.api_errors import ApiError, bad_request, validation_ap
 
 MAX_BODY_BYTES = 8 * 2**20
 """A million tokens are about 4 MiB of English text; token ids in JSON take up to 8 bytes each."""
-THREAD_BYTES = 64 * 2**10
+LARGE_BYTES = 64 * 2**10
 """A body of this size is parsed in about a millisecond; a larger one would delay the event loop."""
 MAX_VALUES = 2**19
 """Values of a body. So many token ids are parsed in 70 ms."""
@@ -38,33 +37,27 @@ MAX_GRAMMAR_DEPTH = 100
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
 
-# One thread: several parsers would take the interpreter lock from each other before the event loop gets it.
-_parser = ThreadPoolExecutor(1, thread_name_prefix="body parser")
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
 
 
-async def read_body(request: Request, model: type[Model]) -> Model:
-    """The body of `request`, validated as `model`. Raises ApiError 400 or 413."""
-    return await read_request(request, model, lambda body: body)
+async def read_request(
+    request: Request, model: type[Model], prepare: Callable[[Model], Result], prepare_large: Callable[[bytes], Awaitable[Result]]
+) -> Result:
+    """`prepare` of the body of `request`, validated as `model`; of a large body, which must not be parsed here, `prepare_large`.
 
-
-async def read_request(request: Request, model: type[Model], prepare: Callable[[Model], Result]) -> Result:
-    """`prepare` of the body of `request`, validated as `model`. A large body is prepared on the thread that parses it.
-
-    Raises ApiError 400 or 413, and what `prepare` raises.
+    Raises ApiError 400 or 413, and what the two raise.
     """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise bad_request("the body must be JSON, and Content-Type application/json", code="invalid_content_type")
     body = await _bounded(request)
-    if len(body) <= THREAD_BYTES:
-        return prepare(parse(body, model))
-    return await asyncio.get_running_loop().run_in_executor(_parser, lambda: prepare(_parse_large(body, model)))
-
-
-def _parse_large(body: bytes, model: type[Model]) -> Model:
-    check_counts(body)
-    return parse(body, model)
+    if len(body) > LARGE_BYTES:
+        return await prepare_large(body)
+    accepted: set[str] = set()
+    result = prepare(parse(body, model, accepted))
+    for field in accepted:
+        request.app.state.service.metrics.accepted_field(field)
+    return result
 
 
 def check_counts(text: bytes, param: str | None = None) -> None:
@@ -94,10 +87,10 @@ def check_counts(text: bytes, param: str | None = None) -> None:
                 raise bad_request(message, param=param, code="too_many_values")
 
 
-def parse(body: bytes, model: type[Model]) -> Model:
-    """Validate JSON. Raises ApiError 400 naming the field."""
+def parse(body: bytes, model: type[Model], accepted: set[str] | None = None) -> Model:
+    """Validate JSON. Raises ApiError 400 naming the field. accepted: gets the fields that are accepted without effect."""
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, context=accepted)
     except ValidationError as error:
         raise validation_api_error(error, model) from None
 
@@ -140,14 +133,18 @@ def check_grammar(text: str, param: str) -> None:
             depth = max(0, depth - 1)
 
 
-def json_object(text: str, param: str) -> dict[str, Any]:
-    """Parse a JSON object that is given as text. Raises ApiError 400."""
-    if len(text) > THREAD_BYTES:
+def completed_object(text: str, param: str) -> dict[str, Any] | str:
+    """A JSON object that is given as text; one that is cut off is completed with what it has, and no text is an empty object.
+
+    A model that reached its limit of tokens wrote such text, and its client sends it back. What cannot be completed stays text.
+    Raises ApiError 400 for text with too many values.
+    """
+    if len(text) > LARGE_BYTES:
         check_counts(text.encode(errors="replace"), param)
+    if not text.strip():
+        return {}
     try:
-        value = from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        raise bad_request(f"{param} is not valid JSON: {error}", param=param, code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise bad_request(f"{param} must be a JSON object", param=param, code="invalid_value")
-    return value
+        value = from_json(text, allow_inf_nan=False, allow_partial="trailing-strings")
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text

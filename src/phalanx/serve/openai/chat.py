@@ -9,21 +9,30 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from phalanx.serve.openai.body import read_request
 from phalanx.serve.openai.generate import UsageCounter, generate
-from phalanx.serve.openai.logprobs import chat_logprobs
-from phalanx.serve.openai.prompts import encode_chat, renders_quickly
-from phalanx.serve.openai.request_params import chat_params, structured_output_of
+from phalanx.serve.openai.logprobs import chat_logprobs, prompt_logprobs
+from phalanx.serve.openai.prepare import PreparedChat, prepare_chat
+from phalanx.serve.openai.prompts import encode_chat, reasoning_variables, renders_quickly
+from phalanx.serve.openai.request_params import (
+    StructuredOutputField,
+    callable_names,
+    is_forced,
+    schemas_of,
+)
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ChatCompletionResponse
 from phalanx.serve.openai.service import Service, ServingEngine, service_of
-from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, event
-from phalanx.serve.openai.tools.calls import CallArguments, CallBegin, CallReader, ContentText, Event
+from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, event, off_loop
+from phalanx.serve.output_parsing import CallArguments, CallBegin, ContentText, Event, OutputFormat, OutputParser, ReasoningText
+from phalanx.serve.output_parsing.reasoning import Begin
+from phalanx.serve.output_parsing.structural_tags import after_reasoning, forced_parser
 from phalanx.serve.outputs import CompletionDelta
 
 router = APIRouter()
@@ -38,9 +47,13 @@ async def create_chat_completion(http_request: Request) -> Response:
     """Answer a conversation."""
     service = service_of(http_request)
     service.admission.require_capacity_for_one()
-    handler = await read_request(
-        http_request, ChatRequest, lambda request: ChatHandler(service, service.require_engine(request.model), request)
+    prepared = await read_request(
+        http_request,
+        ChatRequest,
+        lambda request: prepare_chat(request, service.require_engine(request.model)),
+        service.large_bodies.chat,
     )
+    handler = ChatHandler(service, service.require_engine(), prepared)
     if handler.streams:
         return EventStream(handler.events(), service.api_error)
     return CancellableResponse(handler.response(), service.api_error)
@@ -49,75 +62,117 @@ async def create_chat_completion(http_request: Request) -> Response:
 class ChatHandler:
     """One request: validated, not yet accepted by admission control."""
 
-    def __init__(self, service: Service, engine: ServingEngine, request: ChatRequest) -> None:
-        self._service, self._engine, self._request = service, engine, request
+    def __init__(self, service: Service, engine: ServingEngine, prepared: PreparedChat) -> None:
+        self._service, self._engine, self._request = service, engine, prepared.request
         self._accepted = time.monotonic()
-        self._params = chat_params(request, engine.facts)
-        self._structured_output = structured_output_of(request, engine.tool_format)
-        self.streams = bool(request.stream)
+        self._params, self._structured_output = prepared.params, prepared.structured_output
+        self._token_ids = prepared.token_ids
+        self.streams = bool(prepared.request.stream)
         self._id, self._created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        self._usage: UsageCounter | None = None
+        self.usage: UsageCounter | None = None
+        self._prompt_logprobs: msgspec.Raw | None = None
 
     async def response(self) -> dict[str, Any]:
         """The body of the response."""
         choices = [ChoiceAssembler(i) for i in range(self._params.n)]
-        async with aclosing(self._deltas()) as deltas:
+        async with aclosing(self.deltas()) as deltas:
             async for delta in deltas:
                 choices[delta["index"]].add(delta)
         return {
             **self._head("chat.completion"),
             "choices": [choice.body() for choice in choices],
-            "usage": self._usage and self._usage.body(),
+            "usage": self._usage_body(),
+            **({} if self._params.prompt_logprobs is None else {"prompt_logprobs": self._prompt_logprobs}),
         }
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of the response as server-sent events."""
-        with_usage = bool(self._request.stream_options and self._request.stream_options.include_usage)
+        options = self._request.stream_options
+        with_usage = bool(options and options.include_usage)
+        continuous = with_usage and bool(options and options.continuous_usage_stats)
         head = self._head("chat.completion.chunk")
         as_event = chunks({**head, "usage": None} if with_usage else head)
-        async with aclosing(self._deltas()) as deltas:
+        async with aclosing(self.deltas()) as deltas:
             async for choice in deltas:
-                yield as_event(choice)
+                yield event({**head, "choices": [choice], "usage": self._usage_body()}) if continuous else as_event(choice)
         if with_usage:
-            yield event({**head, "choices": [], "usage": self._usage and self._usage.body()})
+            yield event({**head, "choices": [], "usage": self._usage_body()})
         yield DONE
 
-    async def _deltas(self) -> AsyncGenerator[dict[str, Any], None]:
+    def _usage_body(self) -> dict[str, Any] | None:
+        return None if self.usage is None else self.usage.body()
+
+    async def deltas(self) -> AsyncGenerator[dict[str, Any], None]:
         """Deltas of the choices as they are generated."""
         service, engine = self._service, self._engine
         with service.admission.enter(self._params.n) as ticket:
-            tokens = await service.run_on_thread(encode_chat, self._request, engine, inline=renders_quickly(self._request))
-            params = await service.compiled_params(engine, self._params, self._structured_output)
+            tokens = self._token_ids
+            if tokens is None:
+                tokens = await service.run_on_thread(encode_chat, self._request, engine, inline=renders_quickly(self._request))
+            if self._request.reasoning_effort is not None and not reasoning_variables(self._request, engine):
+                service.metrics.accepted_field("ChatRequest.reasoning_effort")
+            begin = engine.output.begin(tokens)
+            params = await service.compiled_params(engine, self._params, self._structured_output_after(begin))
             engine.client.check(tokens, params)
             ticket.prompt([len(tokens)] * params.n)
-            usage = self._usage = UsageCounter([tokens], params.n)
-            writers = [MessageWriter(engine, self._request, i) for i in range(params.n)]
-            running = generate(engine, [tokens], params, ticket, service.metrics, accepted=self._accepted)
+            output, request = engine.output, self._request
+            counters = [counter for _ in range(params.n) if (counter := output.token_counter(begin)) is not None]
+            usage = self.usage = UsageCounter([tokens], params.n, reasoning=counters)
+            parsers = [parser_of(output, request, begin) for _ in range(params.n)]
+            writers = [MessageWriter(engine, request, i, parser) for i, parser in enumerate(parsers)]
+            shown = None if parsers[0] is None else output.markers.shown
+            running = generate(engine, [tokens], params, ticket, service.metrics, accepted=self._accepted, shown=shown)
             async with aclosing(running) as deltas:
                 async for delta in deltas:
                     usage.add(delta)
+                    if delta.prompt_logprobs is not None:
+                        scores, text_of = delta.prompt_logprobs, engine.tokenizer.token_text
+                        self._prompt_logprobs = await off_loop(prompt_logprobs, scores, text_of, entries=len(scores))
                     for choice in writers[delta.index].push(delta):
                         yield choice
+
+    def _structured_output_after(self, begin: Begin) -> StructuredOutputField | None:
+        """The structured output of the request, which begins after the reasoning."""
+        field = self._structured_output
+        if field is None:
+            return None
+        calls = field.param == "tools"
+        structured_output = after_reasoning(self._engine.output, field.structured_output, begin, calls=calls)
+        return StructuredOutputField(structured_output, field.param)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._service.model_name}
 
 
-class MessageWriter:
-    """Turns the deltas of one completion into deltas of its message: the role, then text and tool calls, then the finish reason."""
+def parser_of(output: OutputFormat, request: ChatRequest, begin: Begin) -> OutputParser | None:
+    """The parser of one completion of this request; None if all its text is content."""
+    tools, choice = output.tools, request.tool_choice
+    if not request.tools or choice == "none" or tools is None:
+        return output.parser(begin, {}, tools=None)
+    if is_forced(choice):
+        tools = forced_parser(tools)
+    names = callable_names(request)
+    return output.parser(begin, {name: schema for name, schema in schemas_of(request.tools).items() if name in names}, tools=tools)
 
-    def __init__(self, engine: ServingEngine, request: ChatRequest, index: int) -> None:
+
+class MessageWriter:
+    """Turns the deltas of one completion into deltas of its message: role, reasoning, text, calls and finish reason."""
+
+    def __init__(self, engine: ServingEngine, request: ChatRequest, index: int, parser: OutputParser | None) -> None:
         self._index, self._text_of = index, engine.tokenizer.token_text
         self._with_logprobs = bool(request.logprobs)
+        self._with_reasoning = request.include_reasoning is not False
         self._one_call = request.parallel_tool_calls is False
-        self._has_role = False
-        self._reader = None
-        if request.tools and request.tool_choice != "none" and engine.tool_format is not None:
-            self._reader = CallReader(engine.tool_format, {tool.function.name for tool in request.tools})
+        self._has_role = self._called = False
+        self._parser = parser
+        # Templates of Mistral take ids of nine letters and digits only.
+        self._id_form = ("", 9) if engine.output.tools == "mistral" else ("call_", 24)
+        markers = engine.output.markers
+        self._clean = markers.decode if request.skip_special_tokens is False else markers.remove
 
     def push(self, delta: CompletionDelta) -> list[dict[str, Any]]:
         """The next deltas of the choice."""
-        if self._has_role and self._reader is None and not self._with_logprobs and delta.finish_reason is None:
+        if self._has_role and self._parser is None and not self._with_logprobs and delta.finish_reason is None:
             return [self._choice({"content": delta.text})] if delta.text else []
         deltas = self._message_deltas(delta)
         logprobs = None
@@ -131,8 +186,7 @@ class MessageWriter:
         if logprobs is not None:
             choices[-1]["logprobs"] = logprobs
         if delta.finish_reason is not None:
-            called = self._reader is not None and self._reader.calls > 0
-            reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+            reason = "tool_calls" if self._called and delta.finish_reason == "stop" else delta.finish_reason
             choices.append({**self._choice({}), "finish_reason": reason, "stop_reason": delta.stop_reason})
         return choices
 
@@ -140,23 +194,32 @@ class MessageWriter:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def _message_deltas(self, delta: CompletionDelta) -> list[dict[str, Any]]:
-        if self._reader is None:
-            return [{"content": delta.text}] if delta.text else []
-        events = self._reader.push(delta.text)
-        if delta.finish_reason is not None:
-            events += self._reader.finish()
-        return [self._delta(event) for event in events if not (self._one_call and getattr(event, "index", 0) > 0)]
+        if self._parser is None:
+            events: list[Event] = [ContentText(delta.text)]
+        else:
+            events = self._parser.push(delta.text)
+            if delta.finish_reason is not None:
+                events += self._parser.finish()
+        return [message for event in events if (message := self._delta(event)) is not None]
 
-    @staticmethod
-    def _delta(event: Event) -> dict[str, Any]:
+    def _delta(self, event: Event) -> dict[str, Any] | None:
+        """The delta of an event; None if the client does not get it."""
         match event:
-            case ContentText(text):
-                return {"content": text}
             case CallBegin(index, name):
-                call = {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-                return {"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}
+                self._called = True
+                prefix, length = self._id_form
+                call = {"index": index, "id": prefix + uuid.uuid4().hex[:length], "type": "function"}
+                delta = {"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}
+                return None if self._one_call and index > 0 else delta
             case CallArguments(index, text):
-                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+                delta = {"tool_calls": [{"index": index, "function": {"arguments": self._clean(text)}}]}
+                return None if self._one_call and index > 0 else delta
+            case ReasoningText(text):
+                text = self._clean(text)
+                return {"reasoning_content": text} if text and self._with_reasoning else None
+            case ContentText(text):
+                text = self._clean(text)
+                return {"content": text} if text else None
 
 
 class ChoiceAssembler:
@@ -165,6 +228,7 @@ class ChoiceAssembler:
     def __init__(self, index: int) -> None:
         self._index = index
         self._content: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._logprobs: list[Any] | None = None
         self._last: dict[str, Any] = {}
@@ -174,13 +238,17 @@ class ChoiceAssembler:
         delta = choice["delta"]
         if delta.get("content"):
             self._content.append(delta["content"])
+        if delta.get("reasoning_content"):
+            self._reasoning.append(delta["reasoning_content"])
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 self._calls.append({"id": call["id"], "type": "function", "function": dict(call["function"])})
             else:
                 self._calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
         if choice["logprobs"] is not None:
-            self._logprobs = [*(self._logprobs or []), *choice["logprobs"]["content"]]
+            if self._logprobs is None:
+                self._logprobs = []
+            self._logprobs += choice["logprobs"]["content"]
         self._last = choice
 
     def body(self) -> dict[str, Any]:
@@ -188,6 +256,8 @@ class ChoiceAssembler:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
         if self._calls:
             message = {**message, "content": message["content"] or None, "tool_calls": self._calls}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
         finish = {name: self._last.get(name) for name in ("finish_reason", "stop_reason")}
         return {"index": self._index, "message": message, "logprobs": logprobs, **finish}

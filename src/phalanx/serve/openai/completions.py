@@ -19,14 +19,14 @@ from phalanx.config.sampling_params import SamplingParams
 from phalanx.engine.messages import TokenLogprobs
 from phalanx.serve.openai.body import read_request
 from phalanx.serve.openai.generate import Deltas, UsageCounter, generate
-from phalanx.serve.openai.logprobs import CompletionLogprobsWriter
-from phalanx.serve.openai.prompts import encode_prompts, encodes_quickly, prompts_of
-from phalanx.serve.openai.request_params import completion_params, structured_output_of
+from phalanx.serve.openai.logprobs import CompletionLogprobsWriter, prompt_logprobs
+from phalanx.serve.openai.prepare import PreparedCompletion, prepare_completion
+from phalanx.serve.openai.prompts import encode_prompts, encodes_quickly
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import CompletionResponse
 from phalanx.serve.openai.service import Service, ServingEngine, service_of
-from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, event
+from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, entries_of, event, off_loop
 from phalanx.serve.outputs import CompletionDelta
 
 router = APIRouter()
@@ -41,9 +41,13 @@ async def create_completion(http_request: Request) -> Response:
     """Complete one or several prompts."""
     service = service_of(http_request)
     service.admission.require_capacity_for_one()
-    handler = await read_request(
-        http_request, CompletionRequest, lambda request: CompletionHandler(service, service.require_engine(request.model), request)
+    prepared = await read_request(
+        http_request,
+        CompletionRequest,
+        lambda request: prepare_completion(request, service.require_engine(request.model)),
+        service.large_bodies.completion,
     )
+    handler = CompletionHandler(service, service.require_engine(), prepared)
     if handler.streams:
         return EventStream(handler.events(), service.api_error)
     return CancellableResponse(handler.response(), service.api_error)
@@ -52,13 +56,12 @@ async def create_completion(http_request: Request) -> Response:
 class CompletionHandler:
     """One request: validated, not yet accepted by admission control."""
 
-    def __init__(self, service: Service, engine: ServingEngine, request: CompletionRequest) -> None:
-        self._service, self._engine, self._request = service, engine, request
+    def __init__(self, service: Service, engine: ServingEngine, prepared: PreparedCompletion) -> None:
+        self._service, self._engine, self._request = service, engine, prepared.request
         self._accepted = time.monotonic()
-        self._prompts = prompts_of(request)
-        self._params = completion_params(request, engine.facts)
-        self._structured_output = structured_output_of(request, None)
-        self.streams = bool(request.stream)
+        self._prompts, self._token_ids = prepared.prompts, prepared.token_ids
+        self._params, self._structured_output = prepared.params, prepared.structured_output
+        self.streams = bool(prepared.request.stream)
         self._usage: UsageCounter | None = None
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()),
@@ -75,11 +78,16 @@ class CompletionHandler:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The chunks of the response as server-sent events."""
-        with_usage = bool(self._request.stream_options and self._request.stream_options.include_usage)
+        options = self._request.stream_options
+        with_usage = bool(options and options.include_usage)
+        continuous = with_usage and bool(options and options.continuous_usage_stats)
         as_event = chunks({**self._head, "usage": None} if with_usage else self._head)
         async with aclosing(self._choices()) as choice_deltas:
             async for choice in choice_deltas:
-                yield as_event(choice)
+                if continuous:
+                    yield event({**self._head, "choices": [choice], "usage": self._usage_body()})
+                else:
+                    yield await off_loop(as_event, choice, entries=entries_of(choice))
         if with_usage:
             yield event({**self._head, "choices": [], "usage": self._usage_body()})
         yield DONE
@@ -93,7 +101,11 @@ class CompletionHandler:
         """Deltas of the choices as they are generated."""
         service, engine, params = self._service, self._engine, self._params
         with service.admission.enter(len(self._prompts) * params.n) as ticket:
-            prompts = await service.run_on_thread(encode_prompts, self._prompts, engine, inline=encodes_quickly(self._prompts))
+            prompts = self._token_ids
+            if prompts is None:
+                prompts = await service.run_on_thread(
+                    encode_prompts, self._prompts, engine, self._request, inline=encodes_quickly(self._prompts)
+                )
             params = await service.compiled_params(engine, params, self._structured_output)
             for tokens in prompts:
                 engine.client.check(tokens, params)
@@ -105,7 +117,8 @@ class CompletionHandler:
             async with aclosing(_prompts_first(running, params)) as deltas:
                 async for delta in deltas:
                     usage.add(delta)
-                    choice = writers[delta.index].push(delta)
+                    writer = writers[delta.index]
+                    choice = await off_loop(writer.push, delta, entries=writer.entries(delta))
                     if choice is not None:
                         yield choice
 
@@ -146,10 +159,15 @@ class ChoiceWriter:
         self._tokenizer, self._prompt = engine.tokenizer, prompt
         self._echo = bool(request.echo)
         self._silent = request.max_tokens == 0
+        self._scores = request.prompt_logprobs is not None
         self._logprobs = None
         if request.logprobs is not None:
             hidden = () if request.skip_special_tokens is False else engine.tokenizer.special_ids
             self._logprobs = CompletionLogprobsWriter(engine.tokenizer.token_text, hidden=hidden, top=request.logprobs > 0)
+
+    def entries(self, delta: CompletionDelta) -> int:
+        """How many tokens `push` looks at."""
+        return len(self._prompt.token_ids) * self._echo + len(delta.prompt_logprobs or ()) * self._scores + len(delta.logprobs)
 
     def push(self, delta: CompletionDelta) -> dict[str, Any] | None:
         """The next delta of the choice; None if there is nothing new."""
@@ -170,7 +188,10 @@ class ChoiceWriter:
                 logprobs = new if logprobs is None else {name: _extend(logprobs[name], new[name]) for name in new}
         if not text and logprobs is None and finish is None:
             return None
-        return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+        choice = {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+        if self._scores and delta.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, self._tokenizer.token_text)
+        return choice
 
 
 def _extend(first: list[Any] | None, more: list[Any] | None) -> list[Any] | None:
@@ -183,6 +204,8 @@ def _join(choice: dict[str, Any], delta: dict[str, Any]) -> None:
         choice.update(delta)
         return
     choice["text"] += delta["text"]
+    if "prompt_logprobs" in delta:
+        choice.setdefault("prompt_logprobs", delta["prompt_logprobs"])
     choice["finish_reason"], choice["stop_reason"] = delta["finish_reason"], delta["stop_reason"]
     more = delta["logprobs"]
     if choice["logprobs"] is None or more is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -19,6 +19,7 @@ from phalanx.metrics import Metrics
 from phalanx.serve.admission import Ticket
 from phalanx.serve.completions import stream_completions
 from phalanx.serve.openai.service import ServingEngine
+from phalanx.serve.output_parsing.reasoning import TokenCounter
 from phalanx.serve.outputs import CompletionDelta
 
 Deltas = AsyncGenerator[CompletionDelta, None]
@@ -32,14 +33,16 @@ async def generate(
     metrics: Metrics,
     *,
     accepted: float,
+    shown: Mapping[int, str] | None = None,
 ) -> Deltas:
     """n completions of each prompt; those of prompt p have the indices p * n .. p * n + n - 1.
 
     accepted: the time at which the request arrived (time.monotonic). Raises the error of the first completion that fails.
+    shown: special tokens that add these texts.
     """
     observers = [LatencyObserver(metrics, ticket, index, accepted) for index in range(len(prompts) * params.n)]
     try:
-        running = _every(engine, prompts, params) if len(prompts) > 1 else _one(engine, prompts[0], params, 0)
+        running = _every(engine, prompts, params, shown) if len(prompts) > 1 else _one(engine, prompts[0], params, 0, shown)
         async with aclosing(running) as deltas:
             async for delta in deltas:
                 if delta.finish_reason == "abort":
@@ -55,8 +58,8 @@ async def generate(
             observer.stop("abort")
 
 
-def _one(engine: ServingEngine, tokens: list[int], params: SamplingParams, prompt: int) -> Deltas:
-    deltas = stream_completions(engine.client, engine.tokenizer, uuid.uuid4().hex, tokens, params)
+def _one(engine: ServingEngine, tokens: list[int], params: SamplingParams, prompt: int, shown: Mapping[int, str] | None) -> Deltas:
+    deltas = stream_completions(engine.client, engine.tokenizer, uuid.uuid4().hex, tokens, params, shown=shown)
     return deltas if prompt == 0 else _renumbered(deltas, prompt * params.n)
 
 
@@ -67,7 +70,9 @@ async def _renumbered(deltas: Deltas, first: int) -> Deltas:
             yield delta
 
 
-async def _every(engine: ServingEngine, prompts: Sequence[list[int]], params: SamplingParams) -> Deltas:
+async def _every(
+    engine: ServingEngine, prompts: Sequence[list[int]], params: SamplingParams, shown: Mapping[int, str] | None
+) -> Deltas:
     arrived: asyncio.Queue[CompletionDelta | Exception | None] = asyncio.Queue()
 
     async def pump(deltas: Deltas) -> None:
@@ -79,7 +84,7 @@ async def _every(engine: ServingEngine, prompts: Sequence[list[int]], params: Sa
         except Exception as error:
             arrived.put_nowait(error)
 
-    tasks = [asyncio.create_task(pump(_one(engine, tokens, params, i))) for i, tokens in enumerate(prompts)]
+    tasks = [asyncio.create_task(pump(_one(engine, tokens, params, i, shown))) for i, tokens in enumerate(prompts)]
     try:
         left = len(tasks)
         while left:
@@ -125,24 +130,34 @@ class LatencyObserver:
 
 
 class UsageCounter:
-    """Counts the tokens of a request. A prompt counts once, however many completions it has."""
+    """Counts the tokens of a request. A prompt counts once, however many completions it has.
 
-    def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
+    reasoning: the counters of the tokens of the reasoning, one per completion; none for a model without.
+    """
+
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int, *, reasoning: Sequence[TokenCounter] = ()) -> None:
+        self._reasoning = reasoning
         self._prompt = sum(len(tokens) for tokens in prompts)
         self._n, self._generated = n, 0
         self._cached: dict[int, int] = {}
 
     def add(self, delta: CompletionDelta) -> None:
         self._generated += len(delta.token_ids)
+        if self._reasoning:
+            self._reasoning[delta.index].push(delta.token_ids)
         # Only what was cached before the request: later completions of a prompt find the blocks of the first one.
         self._cached.setdefault(delta.index // self._n, delta.cached_tokens)
 
     def body(self, *, completion_tokens: int | None = None) -> dict[str, Any]:
         """The `usage` of a response. completion_tokens: those of the response, if they are not all generated tokens."""
         count = self._generated if completion_tokens is None else completion_tokens
-        return {
+        body = {
             "prompt_tokens": self._prompt,
             "completion_tokens": count,
             "total_tokens": self._prompt + count,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        if self._reasoning:
+            tokens = sum(counter.count for counter in self._reasoning)
+            body["completion_tokens_details"] = {"reasoning_tokens": tokens}
+        return body

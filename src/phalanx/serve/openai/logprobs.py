@@ -6,8 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
+import msgspec
+
 from phalanx.engine.messages import TokenLogprobs
 
+_PART = 64
+"""Tokens whose alternatives are encoded at once: a millisecond."""
+_encode = msgspec.json.Encoder().encode
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON has no number for (the same value as OpenAI's)."""
 
@@ -23,6 +28,28 @@ def chat_logprobs(logprobs: Sequence[TokenLogprobs], text_of: Callable[[int], st
 
     content = [{**entry(one.token, one.logprob), "top_logprobs": [entry(*top) for top in one.top]} for one in logprobs]
     return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(logprobs: Sequence[TokenLogprobs | None], text_of: Callable[[int], str]) -> msgspec.Raw:
+    """`prompt_logprobs` in vLLM's form, as JSON: per token of the prompt a map of token ids, the token's own and the most likely
+    ones, to logprob, rank (from 1) and text. The first token has none. text_of: token id -> its text.
+
+    It is encoded part by part: half a million objects at once would have the garbage collector stop every stream.
+    """
+
+    def entries(one: TokenLogprobs) -> dict[str, dict[str, Any]]:
+        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)}
+        ranked.setdefault(one.token, (one.logprob, one.rank))
+        return {
+            str(token): {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": text_of(token)}
+            for token, (logprob, rank) in ranked.items()
+        }
+
+    parts = [
+        _encode([None if one is None else entries(one) for one in logprobs[start : start + _PART]])[1:-1]
+        for start in range(0, len(logprobs), _PART)
+    ]
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
 class CompletionLogprobsWriter:

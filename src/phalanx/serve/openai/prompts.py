@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.errors import RequestError
 from phalanx.serve.openai.api_errors import bad_request
-from phalanx.serve.openai.body import check_counts, json_object
+from phalanx.serve.openai.body import check_counts, completed_object
+from phalanx.serve.openai.plain_contents import Breaks
+from phalanx.serve.openai.prompt_engine import PromptEngine, encode
 from phalanx.serve.openai.request_params import check_token
-from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, Content, RequestMessage
+from phalanx.serve.openai.schema.chat import AssistantMessage, ChatRequest, RefusalPart, RequestMessage, TextPart
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.service import ServingEngine
+from phalanx.serve.openai.schema.fields import SampledRequest
+from phalanx.serve.openai.schema.tokenize import TokenizeRequest
 
 MAX_INLINE_CHARACTERS = 512
 """A text of this length is tokenized before a thread would even start while other requests stream."""
@@ -45,37 +48,105 @@ def renders_quickly(request: ChatRequest) -> bool:
     calls = any(isinstance(message, AssistantMessage) and message.tool_calls for message in request.messages)
     if request.tools or calls or request.chat_template_kwargs:
         return False
-    return sum(len(_text(message.content) or "") for message in request.messages) <= MAX_INLINE_CHARACTERS
+    texts = [_text(message.content) for message in request.messages]
+    texts += [getattr(message, name, None) for message in request.messages for name in ("reasoning_content", "reasoning")]
+    return sum(len(text or "") for text in texts) <= MAX_INLINE_CHARACTERS
 
 
-def encode_prompts(prompts: Sequence[str] | Sequence[list[int]], engine: ServingEngine) -> list[list[int]]:
+def encode_prompts(
+    prompts: Sequence[str] | Sequence[list[int]], engine: PromptEngine, request: SampledRequest | None = None
+) -> list[list[int]]:
     """Token ids of each prompt. Raises ApiError or RequestError for an empty prompt, or one that is invalid for this model."""
+    special = request is None or request.add_special_tokens is not False
     encoded = []
     for prompt in prompts:
-        tokens = engine.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = encode(engine, prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
         if not isinstance(prompt, str):
             check_token(max(tokens), engine.facts, "prompt")
-        encoded.append(_not_empty(tokens))
+        encoded.append(_not_empty(tokens if request is None else truncated(tokens, request, engine)))
     return encoded
 
 
-def encode_chat(request: ChatRequest, engine: ServingEngine) -> list[int]:
+def encode_chat(request: ChatRequest | TokenizeRequest, engine: PromptEngine) -> list[int]:
     """Token ids of a conversation, by the model's chat template. Raises as `encode_prompts`, and if the template rejects it."""
     if reserved := TEMPLATE_NAMES & set(request.chat_template_kwargs or ()):
         name = sorted(reserved)[0]
         raise bad_request(f"chat_template_kwargs: {name!r} is set by the server", param="chat_template_kwargs")
-    tools = None
-    if request.tools and request.tool_choice != "none":
+    tools, variables = None, dict(request.chat_template_kwargs or {})
+    choice = None
+    if isinstance(request, ChatRequest):
+        choice = request.tool_choice
+        variables = {**reasoning_variables(request, engine), **variables}
+    if request.tools and choice != "none":
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools]
-    calls = [call for message in request.messages if isinstance(message, AssistantMessage) for call in message.tool_calls or ()]
+    messages = request.messages or []
+    calls = [call for message in messages if isinstance(message, AssistantMessage) for call in message.tool_calls or ()]
     if calls:  # each is parsed by itself, and together they are held in memory
-        check_counts(",".join(call.function.arguments for call in calls).encode(errors="replace"), "messages")
-    messages = [_plain(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+        check_counts(",".join(call.function.arguments or "" for call in calls).encode(errors="replace"), "messages")
+    plain = [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    text, breaks = _rendered(request, plain, tools, variables, engine)
+    special = bool(request.add_special_tokens)
+    tokens: list[int] = []
+    for i, part in enumerate(breaks.parts(text)):
+        tokens += encode(engine, part, add_special_tokens=special, continues=i > 0)
+    return _not_empty(truncated(tokens, request, engine) if isinstance(request, ChatRequest) else tokens)
+
+
+def _rendered(
+    request: ChatRequest | TokenizeRequest,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    variables: Mapping[str, Any],
+    engine: PromptEngine,
+) -> tuple[str, Breaks]:
+    """The text of the prompt, and the breaks in it that keep the texts of special tokens in messages from becoming tokens."""
+    breaks = Breaks(messages, engine.tokenizer if engine.escape_special_tokens else None)
+    begin = request.add_generation_prompt is not False
+    if request.continue_final_message:
+        if begin:
+            raise bad_request(
+                "continue_final_message needs add_generation_prompt: false, since the last message goes on",
+                param="continue_final_message",
+            )
+        messages[-1]["content"] += breaks.end
     try:
-        text = engine.tokenizer.apply_chat_template(messages, tools=tools, **(request.chat_template_kwargs or {}))
+        text = engine.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=begin, **variables)
     except RequestError as error:
         raise bad_request(str(error), param="messages", code="invalid_messages") from None
-    return _not_empty(engine.encode(text, add_special_tokens=False))
+    if not request.continue_final_message:
+        return text, breaks
+    continued, end, _ = text.rpartition(breaks.end)
+    if not end:
+        raise bad_request(
+            "continue_final_message: the chat template does not write the last message", param="continue_final_message"
+        )
+    return continued, breaks
+
+
+def reasoning_variables(request: ChatRequest, engine: PromptEngine) -> dict[str, Any]:
+    """What `reasoning_effort` is for the chat template; empty if the template reads nothing of the kind."""
+    if request.reasoning_effort is None or not engine.tokenizer.has_chat_template:
+        return {}
+    names = engine.tokenizer.template_variables(tools=bool(request.tools))
+    variables: dict[str, Any] = {}
+    if "reasoning_effort" in names:
+        variables["reasoning_effort"] = request.reasoning_effort
+    if "enable_thinking" in names and request.reasoning_effort == "none":
+        variables["enable_thinking"] = False
+    return variables
+
+
+def truncated(tokens: list[int], request: SampledRequest, engine: PromptEngine) -> list[int]:
+    """The last tokens of a prompt, as many as `truncate_prompt_tokens` says."""
+    count = request.truncate_prompt_tokens
+    if count is None:
+        return tokens
+    if count == 0:
+        raise bad_request("truncate_prompt_tokens=0 leaves no prompt", param="truncate_prompt_tokens")
+    if count < 0:
+        limit = getattr(request, "max_completion_tokens", None) or getattr(request, "max_tokens", None) or 1
+        count = max(1, engine.facts.max_seq_len - limit)
+    return tokens[-count:]
 
 
 def _not_empty(tokens: list[int]) -> list[int]:
@@ -89,8 +160,13 @@ def _plain(message: RequestMessage, where: str) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     plain["content"] = _text(message.content)
     if getattr(message, "name", None):
-        plain["name"] = message.name  # type: ignore[union-attr]
+        plain["name"] = message.name
     if isinstance(message, AssistantMessage):
+        if not plain["content"] and message.refusal is not None:
+            plain["content"] = message.refusal
+        for name in ("reasoning_content", "reasoning"):
+            if text := getattr(message, name):
+                plain["reasoning_content"] = text
         if message.tool_calls:
             plain["tool_calls"] = [
                 {
@@ -98,12 +174,12 @@ def _plain(message: RequestMessage, where: str) -> dict[str, Any]:
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments, f"{where}.tool_calls[{i}].function.arguments"),
+                        "arguments": _arguments(call.function.arguments or "", f"{where}.tool_calls[{i}].function.arguments"),
                     },
                 }
                 for i, call in enumerate(message.tool_calls)
             ]
-        elif plain["content"] is None:
+        elif plain["content"] is None and "reasoning_content" not in plain:
             raise bad_request(f"{where}: an assistant message needs content or tool_calls", param=where)
         plain["content"] = plain["content"] or ""
     elif message.role == "tool":
@@ -111,13 +187,13 @@ def _plain(message: RequestMessage, where: str) -> dict[str, Any]:
     return plain
 
 
-def _arguments(text: str, where: str) -> dict[str, Any]:
+def _arguments(text: str, where: str) -> dict[str, Any] | str:
     if len(text) > MAX_ARGUMENTS:
         raise bad_request(f"{where} is longer than {MAX_ARGUMENTS} characters", param=where, code="arguments_too_large")
-    return json_object(text, where)
+    return completed_object(text, where)
 
 
-def _text(content: Content | None) -> str | None:
+def _text(content: str | Sequence[TextPart | RefusalPart] | None) -> str | None:
     if content is None or isinstance(content, str):
         return content
-    return "\n".join(part.text for part in content)
+    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

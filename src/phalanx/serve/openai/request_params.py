@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,24 @@ import msgspec
 from phalanx.config.sampling_params import SamplingParams, StructuredOutputParams
 from phalanx.engine.messages import EngineFacts
 from phalanx.errors import OptionError
-from phalanx.serve.openai.api_errors import bad_request
-from phalanx.serve.openai.body import check_grammar
-from phalanx.serve.openai.schema.chat import ChatRequest, JsonObjectFormat, JsonSchemaFormat, NamedTool
+from phalanx.serve.openai.api_errors import ApiError, bad_request
+from phalanx.serve.openai.body import MAX_GRAMMAR_CHARACTERS, check_grammar
+from phalanx.serve.openai.schema.chat import (
+    AllowedToolsChoice,
+    ChatRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    NamedTool,
+    Tool,
+    ToolChoice,
+)
 from phalanx.serve.openai.schema.completion import CompletionRequest
-from phalanx.serve.openai.schema.fields import SampledRequest
-from phalanx.serve.openai.tools.formats import ToolFormat, forced_call_tag, strict_call_tag
+from phalanx.serve.openai.schema.fields import SampledRequest, StructuredOutputs
+from phalanx.serve.output_parsing import OutputFormat
+from phalanx.serve.output_parsing.structural_tags import forced_calls, structural_tag, valid_calls
 
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+"""The schema of a function without `parameters`."""
 COMPLETION_TOKENS = 16
 """Default `max_tokens` of /v1/completions (OpenAI's)."""
 
@@ -32,6 +43,13 @@ class StructuredOutputField:
     param: str
 
 
+def require_model(model: str | None, names: Collection[str]) -> None:
+    """Raise ApiError 404 for a model that is not served. names: those of the one that is, of which the first is shown."""
+    if model is not None and model not in names:
+        message = f"the model {model[:200]!r} is not served here; {next(iter(names))!r} is"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
 def completion_params(request: CompletionRequest, facts: EngineFacts) -> SamplingParams:
     """The parameters of a completion. Raises ApiError 400 naming the field."""
     n = request.n or 1
@@ -40,13 +58,16 @@ def completion_params(request: CompletionRequest, facts: EngineFacts) -> Samplin
             f"best_of={request.best_of} is not supported: completions are not ranked; remove it, or set it to n={n}",
             param="best_of", code="unsupported_parameter",
         )  # fmt: skip
+    echoed = request.logprobs if request.echo else None
+    if None not in (echoed, request.prompt_logprobs) and echoed != request.prompt_logprobs:
+        raise bad_request("with echo, prompt_logprobs must equal logprobs", param="prompt_logprobs")
     limit = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     return _params(
         request,
         facts,
         max_tokens=max(1, limit),  # scoring only the prompt still generates one token, which is not returned
         logprobs=request.logprobs,
-        prompt_logprobs=request.logprobs if request.echo else None,
+        prompt_logprobs=request.prompt_logprobs if echoed is None else echoed,
     )
 
 
@@ -60,13 +81,16 @@ def chat_params(request: ChatRequest, facts: EngineFacts) -> SamplingParams:
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _params(request, facts, max_tokens=limit if limit is not None else older, logprobs=logprobs)
+    max_tokens = limit if limit is not None else older
+    return _params(request, facts, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=request.prompt_logprobs)
 
 
 def _params(request: SampledRequest, facts: EngineFacts, *, max_tokens: int | None, **more: Any) -> SamplingParams:
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream: true", param="stream_options")
-    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs are not part of a stream: remove stream", param="prompt_logprobs")
+    bias = {int(token): value for token, value in (request.logit_bias or {}).items() if value is not None}
     for param, tokens in (("logit_bias", bias), ("stop_token_ids", request.stop_token_ids or [])):
         for token in tokens:
             check_token(token, facts, param)
@@ -74,12 +98,15 @@ def _params(request: SampledRequest, facts: EngineFacts, *, max_tokens: int | No
         name: value
         for name in (
             "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-            "stop", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output", "skip_special_tokens",
+            "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output", "skip_special_tokens",
         )
         if (value := getattr(request, name)) is not None
     }  # fmt: skip
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     try:
-        return SamplingParams(**direct, max_tokens=max_tokens, logit_bias=bias or None, **more)
+        return SamplingParams(
+            **direct, stop=[text for text in stops if text] or None, max_tokens=max_tokens, logit_bias=bias or None, **more
+        )
     except OptionError as error:
         name = str(error).partition("=")[0].partition("[")[0]
         raise bad_request(str(error), param=name if name in type(request).model_fields else None, code="invalid_value") from None
@@ -94,11 +121,12 @@ def check_token(token: int, facts: EngineFacts, param: str) -> None:
         )  # fmt: skip
 
 
-def structured_output_of(request: SampledRequest, tool_format: ToolFormat | None) -> StructuredOutputField | None:
+def structured_output_of(request: SampledRequest, output: OutputFormat) -> StructuredOutputField | None:
     """The structured output of a request, or None. Raises ApiError 400 if two of its fields demand one."""
-    fields = [*_from_guided_fields(request)]
+    optional = [_from_response_format(request)] if isinstance(request, (ChatRequest, CompletionRequest)) else []
     if isinstance(request, ChatRequest):
-        fields += [field for field in (_from_response_format(request), _from_tools(request, tool_format)) if field is not None]
+        optional.append(_from_tools(request, output))
+    fields = [*_from_guided_fields(request), *(field for field in optional if field is not None)]
     if len(fields) > 1:
         names = " and ".join(field.param for field in fields)
         raise bad_request(f"{names} exclude each other: an answer can follow only one of them", param=fields[1].param)
@@ -110,21 +138,51 @@ def with_structured_output(params: SamplingParams, compiled: StructuredOutputPar
 
 
 def _from_guided_fields(request: SampledRequest) -> list[StructuredOutputField]:
+    """The structured outputs by vLLM's names, the older (`guided_json`) and the newer (`structured_outputs.json`)."""
+    newer = request.structured_outputs or StructuredOutputs()
+    prefix = "structured_outputs."
     fields = []
-    if request.guided_json is not None:
-        schema = request.guided_json
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        fields.append(StructuredOutputField(StructuredOutputParams(json_schema=text), "guided_json"))
-    if request.guided_regex is not None:
-        check_grammar(request.guided_regex, "guided_regex")
-        fields.append(StructuredOutputField(StructuredOutputParams(regex=request.guided_regex), "guided_regex"))
-    if request.guided_grammar is not None:
-        check_grammar(request.guided_grammar, "guided_grammar")
-        fields.append(StructuredOutputField(StructuredOutputParams(grammar=request.guided_grammar), "guided_grammar"))
+    for name, schema in (("guided_json", request.guided_json), (f"{prefix}json", newer.json_)):
+        if schema is not None:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            fields.append(StructuredOutputField(StructuredOutputParams(json_schema=text), name))
+    for name, pattern in (("guided_regex", request.guided_regex), (f"{prefix}regex", newer.regex)):
+        if pattern is not None:
+            check_grammar(pattern, name)
+            fields.append(StructuredOutputField(StructuredOutputParams(regex=pattern), name))
+    for name, grammar in (("guided_grammar", request.guided_grammar), (f"{prefix}grammar", newer.grammar)):
+        if grammar is not None:
+            check_grammar(grammar, name)
+            fields.append(StructuredOutputField(StructuredOutputParams(grammar=grammar), name))
+    for name, choices in (("guided_choice", request.guided_choice), (f"{prefix}choice", newer.choice)):
+        if choices is not None:
+            fields.append(StructuredOutputField(StructuredOutputParams(grammar=_grammar_of(choices, name)), name))
+    if newer.json_object:
+        fields.append(StructuredOutputField(StructuredOutputParams(json_object=True), f"{prefix}json_object"))
+    if newer.structural_tag is not None:
+        fields.append(StructuredOutputField(StructuredOutputParams(structural_tag=newer.structural_tag), f"{prefix}structural_tag"))
+    if request.structured_outputs is not None and not any(field.param.startswith(prefix) for field in fields):
+        raise bad_request("structured_outputs needs one of json, regex, choice, grammar", param="structured_outputs")
     return fields
 
 
-def _from_response_format(request: ChatRequest) -> StructuredOutputField | None:
+def _grammar_of(choices: Sequence[str], param: str) -> str:
+    """The EBNF of one of several texts. Raises ApiError 400 if they are too long together."""
+    literals = " | ".join(f'"{"".join(map(_escaped, choice))}"' for choice in choices)
+    if len(literals) > MAX_GRAMMAR_CHARACTERS:
+        raise bad_request(
+            f"{param} has more than {MAX_GRAMMAR_CHARACTERS} characters in all", param=param, code="grammar_too_large"
+        )
+    return f"root ::= {literals}"
+
+
+def _escaped(character: str) -> str:
+    if character in '"\\':
+        return f"\\{character}"
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
+
+
+def _from_response_format(request: ChatRequest | CompletionRequest) -> StructuredOutputField | None:
     format_ = request.response_format
     if isinstance(format_, JsonSchemaFormat) and format_.json_schema.schema_ is not None:
         return StructuredOutputField(StructuredOutputParams(json_schema=json.dumps(format_.json_schema.schema_)), "response_format")
@@ -133,27 +191,59 @@ def _from_response_format(request: ChatRequest) -> StructuredOutputField | None:
     return None
 
 
-def _from_tools(request: ChatRequest, tool_format: ToolFormat | None) -> StructuredOutputField | None:
+def schemas_of(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
+    """The name of each function, and the JSON schema of its arguments."""
+    return {tool.function.name: tool.function.parameters or ANY_OBJECT for tool in tools}
+
+
+def _from_tools(request: ChatRequest, output: OutputFormat) -> StructuredOutputField | None:
     """The structured output of forced calls, of strict functions, and of requests without parallel calls."""
     tools, choice = request.tools or [], request.tool_choice
     parallel = request.parallel_tool_calls is not False
-    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
-        raise bad_request(f"tool_choice names {choice.function.name!r}, which is not one of the tools", param="tool_choice")
+    names = {tool.function.name for tool in tools}
+    wanted = [choice.function.name] if isinstance(choice, NamedTool) else []
+    if isinstance(choice, AllowedToolsChoice):
+        wanted = [tool.function.name for tool in choice.allowed_tools.tools]
+    for name in wanted:
+        if name not in names:
+            raise bad_request(f"tool_choice names {name!r}, which is not one of the tools", param="tool_choice")
     if choice == "required" and not tools:
         raise bad_request("tool_choice 'required' needs tools", param="tool_choice")
     if not tools or choice == "none":
         return None
-    if tool_format is None:
+    if output.tools is None:
         raise bad_request(
-            "tools are not supported: this model's chat template describes neither the Llama 3 JSON nor the Hermes (Qwen) format",
+            "tools are not supported: this model's chat template shows no tools to it, or describes an unknown format of calls "
+            "(the server's option tool_call_parser names a format)",
             param="tools", code="unsupported_parameter",
         )  # fmt: skip
-    if choice == "required" or isinstance(choice, NamedTool):
-        return StructuredOutputField(
-            StructuredOutputParams(structural_tag=forced_call_tag(tool_format, tools, choice, parallel=parallel)), "tools"
-        )
-    if not parallel or any(tool.function.strict for tool in tools):
-        return StructuredOutputField(
-            StructuredOutputParams(structural_tag=strict_call_tag(tool_format, tools, parallel=parallel)), "tools"
-        )
+    schemas = schemas_of(tools)
+    functions = {name: schemas[name] for name in wanted} if wanted else schemas
+    if is_forced(choice):
+        parallel = parallel and not isinstance(choice, NamedTool)
+        tag = forced_calls(output, output.tools, functions, parallel=parallel)
+        return StructuredOutputField(StructuredOutputParams(structural_tag=structural_tag(tag)), "tools")
+    strict = any(tool.function.strict for tool in tools)
+    if strict and output.tools == "pythonic":
+        raise bad_request(
+            "strict functions are not supported: this model writes Python calls, which cannot follow a JSON schema",
+            param="tools", code="unsupported_parameter",
+        )  # fmt: skip
+    if strict or ((not parallel or wanted) and output.tools not in ("pythonic", "gpt_oss")):
+        tag = valid_calls(output, output.tools, functions, parallel=parallel)
+        return StructuredOutputField(StructuredOutputParams(structural_tag=structural_tag(tag)), "tools")
     return None
+
+
+def is_forced(choice: ToolChoice | None) -> bool:
+    """Whether the answer must be a call."""
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedTool)
+
+
+def callable_names(request: ChatRequest) -> set[str]:
+    """The functions that the answer may call."""
+    if isinstance(request.tool_choice, AllowedToolsChoice):
+        return {tool.function.name for tool in request.tool_choice.allowed_tools.tools}
+    return {tool.function.name for tool in request.tools or ()}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routes for load balancers, dashboards and people: models, state, metrics, version. Only `/v1/models` requires the API key."""
+"""The routes for load balancers, dashboards and people: models, state, metrics, version. `/live` and `/ready` need no API key."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -61,7 +62,7 @@ async def metrics(request: Request) -> Response:
     """Counters, gauges and histograms for Prometheus."""
     service = service_of(request)
     await service.refresh()
-    text, content_type = service.metrics.exposition(request.headers.get("accept", ""))
+    text, content_type = await asyncio.to_thread(service.metrics.exposition, request.headers.get("accept", ""))
     return Response(text, headers={"Content-Type": content_type})
 
 
@@ -69,7 +70,7 @@ def _card(service: Service) -> dict[str, Any]:
     engine = service.require_engine()
     return {
         "id": service.model_name, "object": "model", "created": engine.created, "owned_by": "phalanx",
-        "root": engine.facts.model, "max_model_len": engine.facts.max_seq_len,
+        "root": service.model_name, "max_model_len": engine.facts.max_seq_len,
     }  # fmt: skip
 
 

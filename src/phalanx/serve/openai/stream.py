@@ -10,9 +10,11 @@ only its own events: a write waits until the connection takes more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -21,10 +23,68 @@ from starlette.types import Receive, Scope, Send
 from phalanx.serve.openai.api_errors import ApiError
 
 ErrorToResponse = Callable[[BaseException], ApiError]
-encode_json = msgspec.json.Encoder().encode
+PART = 256
+"""Entries of a list (tokens with logprobs) that are encoded, or made, at once: a few milliseconds, in which no stream goes on."""
+_DEPTH = 6  # how deep the lists of an answer lie
+
+Result = TypeVar("Result")
+
+encode_small = msgspec.json.Encoder().encode
+# One thread: several would take the interpreter lock from each other before the event loop gets it.
+_long_answers = ThreadPoolExecutor(1, thread_name_prefix="long answers")
 
 DONE = b"data: [DONE]\n\n"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+async def off_loop(work: Callable[..., Result], *args: Any, entries: int) -> Result:
+    """`work(*args)`, on a thread if it is about many entries."""
+    if entries <= PART:
+        return work(*args)
+    return await asyncio.get_running_loop().run_in_executor(_long_answers, partial(work, *args))
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON. A long answer is encoded in parts, between which another thread may take the interpreter lock."""
+    return encode_small(value) if entries_of(value) <= PART else b"".join(_parts(value))
+
+
+def entries_of(value: Any, depth: int = _DEPTH) -> int:
+    """The entries of all lists in an answer; it stops counting where there are more than PART."""
+    count = 0
+    if isinstance(value, dict) and depth > 0:
+        for inner in value.values():
+            if isinstance(inner, (dict, list)):  # every event of a stream comes here, and most have nothing but texts
+                count += entries_of(inner, depth - 1)
+                if count > PART:
+                    break
+    elif isinstance(value, list):
+        count = len(value)
+        for inner in value:
+            if count > PART or depth <= 0 or not isinstance(inner, (dict, list)):
+                break
+            count += entries_of(inner, depth - 1)
+    return count
+
+
+def _parts(value: Any, depth: int = _DEPTH) -> Iterator[bytes]:
+    """The JSON of a value in pieces, each of which has few entries."""
+    if entries_of(value, depth) <= PART:
+        yield encode_small(value)
+    elif isinstance(value, dict):
+        for number, (name, inner) in enumerate(value.items()):
+            yield (b"," if number else b"{") + encode_small(name) + b":"
+            yield from _parts(inner, depth - 1)
+        yield b"}"
+    elif isinstance(value[0], dict) and entries_of(value[0], depth - 1) > PART // 2:
+        for number, inner in enumerate(value):
+            yield b"," if number else b"["
+            yield from _parts(inner, depth - 1)
+        yield b"]"
+    else:
+        for start in range(0, len(value), PART):
+            yield (b"," if start else b"[") + encode_small(value[start : start + PART])[1:-1]
+        yield b"]"
 
 
 def event(data: Any) -> bytes:
@@ -52,7 +112,9 @@ class CancellableResponse(Response):
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = Response(encode_json(await self._work), media_type="application/json")
+            body = await self._work
+            content = await off_loop(encode_json, body, entries=entries_of(body))
+            response = Response(content, media_type="application/json")
         except Exception as error:
             response = self._error_to_response(error).response()
         await response(scope, receive, send)

@@ -3,48 +3,85 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from phalanx.serve.openai.body import read_body
+from phalanx.serve.openai.api_errors import bad_request
+from phalanx.serve.openai.body import read_request
+from phalanx.serve.openai.prompt_engine import PromptEngine
+from phalanx.serve.openai.prompts import encode_chat
 from phalanx.serve.openai.request_params import check_token
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import DetokenizeResponse, TokenizeResponse
 from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
-from phalanx.serve.openai.service import ServingEngine, service_of
+from phalanx.serve.openai.service import Service, service_of
 from phalanx.serve.openai.stream import CancellableResponse, encode_json
 
 router = APIRouter()
 
+Model = TypeVar("Model", TokenizeRequest, DetokenizeRequest)
+
 
 @router.post("/tokenize", responses=responses_of(TokenizeResponse), openapi_extra=request_body(TokenizeRequest))
 async def tokenize(http_request: Request) -> Response:
-    """Tokenize a text with the model's tokenizer."""
-    service = service_of(http_request)
-    request = await read_body(http_request, TokenizeRequest)
-    return CancellableResponse(service.run_on_thread(_tokenize, request, service.require_engine(request.model)), service.api_error)
+    """Tokenize a text with the model's tokenizer, or messages with its chat template."""
+    return await _answer(http_request, "tokenize", TokenizeRequest, tokenized)
 
 
 @router.post("/detokenize", responses=responses_of(DetokenizeResponse), openapi_extra=request_body(DetokenizeRequest))
 async def detokenize(http_request: Request) -> Response:
     """Turn token ids into text."""
+    return await _answer(http_request, "detokenize", DetokenizeRequest, detokenized)
+
+
+async def _answer(
+    http_request: Request, route: str, model: type[Model], answer: Callable[[Model, PromptEngine], bytes]
+) -> Response:
     service = service_of(http_request)
-    request = await read_body(http_request, DetokenizeRequest)
-    engine = service.require_engine(request.model)
-    return CancellableResponse(service.run_on_thread(_detokenize, request, engine), service.api_error)
+
+    async def prepare_large(body: bytes) -> Callable[[], bytes]:
+        content = await service.large_bodies.answer(route, body)
+        return lambda: content
+
+    def prepare(request: Model) -> Callable[[], bytes]:
+        return partial(answer, request, service.require_engine(request.model))
+
+    content = await read_request(http_request, model, prepare, prepare_large)
+    return CancellableResponse(_raw(service, content), service.api_error)
 
 
-def _tokenize(request: TokenizeRequest, engine: ServingEngine) -> msgspec.Raw:
-    tokens = engine.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+async def _raw(service: Service, content: Callable[[], bytes]) -> msgspec.Raw:
+    return msgspec.Raw(await service.run_on_thread(content))
+
+
+def _check(request: TokenizeRequest) -> None:
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("give either prompt or messages", param="prompt", code="missing_required_parameter")
+    if request.messages is None:
+        for name in ("tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(request, name) is not None:
+                raise bad_request(f"{name} needs messages: a prompt has no template", param=name)
+
+
+def tokenized(request: TokenizeRequest, engine: PromptEngine) -> bytes:
+    """The body of the answer. Raises ApiError 400 where the fields contradict each other."""
+    _check(request)
+    if request.prompt is None:
+        tokens = encode_chat(request, engine)
+    else:
+        tokens = engine.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     texts = [engine.tokenizer.token_text(token) for token in tokens]
     body = {"count": len(tokens), "max_model_len": engine.facts.max_seq_len, "tokens": tokens, "token_strs": texts}
-    return msgspec.Raw(encode_json(body))  # encoded on this thread: it may have a million tokens
+    return encode_json(body)
 
 
-def _detokenize(request: DetokenizeRequest, engine: ServingEngine) -> dict[str, Any]:
+def detokenized(request: DetokenizeRequest, engine: PromptEngine) -> bytes:
+    """The body of the answer."""
     check_token(max(request.tokens, default=0), engine.facts, "tokens")
-    return {"prompt": engine.tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))}
+    return encode_json({"prompt": engine.tokenizer.decode(request.tokens, skip_special_tokens=bool(request.skip_special_tokens))})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -25,8 +26,9 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -34,18 +36,22 @@ from phalanx.comm import launch
 from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.errors import EngineError, OptionError
 from phalanx.log import get_logger
-from phalanx.serve.structured_output.json_schema import MAX_BYTES, enforceable, read_json
-from phalanx.serve.structured_output.regex import expand_unicode_classes, unsupported_construct
+from phalanx.serve.structured_output.checks import checked
+from phalanx.serve.structured_output.json_schema import MAX_BYTES
 from phalanx.serve.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
 _PREFIX, _LOCK, _NEW_LOCK = "phalanx-grammars-", "lock", "new-lock"
+NO_TEXT = b"\xff"
+"""A byte that UTF-8 never has."""
 _MAX_CACHED = 256  # compiled grammars per tokenizer
 _IN_USE = 120.0  # seconds for which a requested file stays, whatever else is compiled
-_MAX_WHITESPACE = 2  # white-space characters in a row
 _START_SECONDS = 120.0
 _COMPILE_SECONDS = 15.0
+_COMPILE_MEMORY = 2 << 30
+_SILENT_SECONDS = 600.0
+"""A compilation waits for its turn, but never so long."""
 
 
 def compile_structured_output(
@@ -76,26 +82,54 @@ def _compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, .
 
 
 class StructuredOutputCompiler:
-    """Compiles formats for one vocabulary, and caches the latest. Several threads may use it; one compiles at a time.
+    """Compiles formats for one vocabulary, and caches the latest. Several threads may use it, and compile at once.
 
-    vocabulary: the bytes of each token id; empty for ids that no text may use. seconds: limit of one compilation.
+    vocabulary: the bytes of each token id; empty for ids that no text may use. seconds, memory: limits of one compilation, in
+    seconds and bytes.
     """
 
-    def __init__(self, vocabulary: list[bytes], eos_token_ids: Sequence[int], *, seconds: float = _COMPILE_SECONDS) -> None:
-        self._process = _Process(vocabulary, eos_token_ids, seconds)
+    def __init__(
+        self,
+        vocabulary: list[bytes],
+        eos_token_ids: Sequence[int],
+        *,
+        seconds: float = _COMPILE_SECONDS,
+        memory: int = _COMPILE_MEMORY,
+    ) -> None:
+        self._process = _Process(vocabulary, eos_token_ids, seconds, memory)
         self._end = weakref.finalize(self, self._process.end)
         self._cached: OrderedDict[tuple[str, str], _CachedGrammar] = OrderedDict()
-        self._lock, self._compiling = threading.Lock(), threading.Lock()
+        self._compiling: dict[tuple[str, str], Future[str]] = {}
+        self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputParams) -> StructuredOutputParams:
-        """The params with `compiled` set. Raises OptionError saying what is wrong with them."""
+        """The params with `compiled` set. Raises OptionError saying what is wrong with them.
+
+        Callers that want the same format at once share one compilation.
+        """
         kind, text = _format_of(params)
         compiled = self._find(kind, text)
         if compiled is None:
-            checked = _checked(kind, text)
-            with self._compiling:
-                compiled = self._find(kind, text) or self._store(kind, text, *self._process.compile(kind, checked))
+            if len(text) > MAX_BYTES:
+                checked(kind, text)  # refuses it
+            with self._lock:
+                shared = self._compiling.get((kind, text))
+                result = self._compiling.setdefault((kind, text), Future())
+            if shared is None:
+                self._compile(kind, text, result)
+            compiled = result.result()
         return msgspec.structs.replace(params, compiled=compiled)
+
+    def _compile(self, kind: str, text: str, result: Future[str]) -> None:
+        try:
+            result.set_result(self._find(kind, text) or self._store(kind, text, *self._process.compile(kind, text)))
+        except BaseException as error:
+            result.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self._lock:
+                del self._compiling[kind, text]
 
     def close(self) -> None:
         """End the compiler and remove its files; requests that the engine has not read yet lose their grammars."""
@@ -129,25 +163,45 @@ class _CachedGrammar:
 
 
 class _Process:
-    """The process of the compiler (`structured_output.worker`): started when it is first needed, and again after it has ended."""
+    """The compiler's process (`structured_output.worker`): started when it is first needed, and again after it has ended.
 
-    def __init__(self, vocabulary: list[bytes], eos_token_ids: Sequence[int], seconds: float) -> None:
+    Several threads wait for its replies at once, which a thread of its own receives.
+    """
+
+    def __init__(self, vocabulary: list[bytes], eos_token_ids: Sequence[int], seconds: float, memory: int) -> None:
         self._vocabulary = msgspec.msgpack.encode(vocabulary)
-        self._eos, self._seconds = list(eos_token_ids), seconds
+        self._eos, self._limits = list(eos_token_ids), {"seconds": seconds, "memory": memory}
         self._folder: Path | None = None
         self._lock_file = -1
         self._child: launch.Child | None = None
         self._connection: socket.socket | None = None
         self._tokenizer = Path()
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count()
 
     def compile(self, kind: str, text: str) -> tuple[Path, Path]:
         """The files of the tokenizer info and of the compiled grammar. Raises OptionError."""
-        if self._child is None or not self._child.alive or self._folder is None or not self._folder.exists():
-            self._start()
-        reply = self._request({"kind": kind, "text": text})
-        if "path" not in reply:
-            raise OptionError(f"this {kind} cannot be compiled", why=reply["refused"])
-        return self._tokenizer, Path(reply["path"])
+        with self._lock:
+            if self._child is None or not self._child.alive or self._folder is None or not self._folder.exists():
+                self._start()
+            assert self._connection is not None
+            number, tokenizer = next(self._numbers), self._tokenizer
+            reply: Future[dict[str, Any]] = Future()
+            self._pending[number] = reply
+            with contextlib.suppress(OSError):  # it has ended, and whoever receives its replies says so
+                self._connection.sendall(json.dumps({"number": number, "kind": kind, "text": text}).encode() + b"\n")
+        try:
+            answer = reply.result(_SILENT_SECONDS)
+        except TimeoutError:
+            answer = {"refused": "the compiler stopped answering at it"}
+        finally:
+            self._pending.pop(number, None)
+        if "invalid" in answer:
+            raise OptionError(answer["invalid"])
+        if "path" not in answer:
+            raise OptionError(f"this {kind} cannot be compiled", why=answer["refused"], next=answer.get("next", ""))
+        return tokenizer, Path(answer["path"])
 
     def end(self) -> None:
         """End the process and remove its files."""
@@ -170,7 +224,13 @@ class _Process:
         vocabulary, address = self._folder / "vocabulary", self._folder / "socket"
         vocabulary.write_bytes(self._vocabulary)
         address.unlink(missing_ok=True)
-        config = {"vocabulary": str(vocabulary), "eos_token_ids": self._eos, "folder": str(self._folder), "socket": str(address)}
+        config: dict[str, Any] = {
+            "vocabulary": str(vocabulary),
+            "eos_token_ids": self._eos,
+            "folder": str(self._folder),
+            "socket": str(address),
+        }
+        config |= self._limits
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(address))
             listener.listen(1)
@@ -184,40 +244,12 @@ class _Process:
                     problem = "ended" if not self._child.alive else f"did not connect within {_START_SECONDS:g} s"
                     self._stop()
                     raise EngineError(f"the compiler of structured output {problem} at its start", next="see its log above")
-        self._tokenizer = Path(self._receive(_START_SECONDS)["tokenizer"])
+        self._connection.settimeout(_START_SECONDS)
+        stream = self._connection.makefile("rb")
+        self._tokenizer = Path(json.loads(stream.readline())["tokenizer"])
+        self._connection.settimeout(None)
+        threading.Thread(target=_receive, args=(stream, self._child, self._pending), daemon=True).start()
         logger.info("the compiler of structured output is ready, %.1f s after its start", time.monotonic() - start_time)
-
-    def _request(self, message: dict[str, str]) -> dict[str, str]:
-        assert self._child is not None
-        assert self._connection is not None
-        kind = message["kind"]
-        try:
-            self._connection.settimeout(self._seconds)
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-            return self._receive(self._seconds)
-        except TimeoutError:
-            self._stop()
-            raise OptionError(
-                f"this {kind} cannot be compiled", why=f"it takes longer than {self._seconds:g} s", next="simplify it"
-            ) from None
-        except (OSError, ValueError):
-            launch.wait([self._child], 5.0)
-            problem = launch.exit_words(self._child.process.returncode) if not self._child.alive else "stopped answering"
-            self._stop()
-            raise OptionError(f"this {kind} cannot be compiled", why=f"the compiler {problem} at it", next="simplify it") from None
-
-    def _receive(self, seconds: float) -> dict[str, str]:
-        """The next message. Raises TimeoutError, or ValueError if the connection is closed."""
-        assert self._connection is not None
-        deadline, data = time.monotonic() + seconds, b""
-        while not data.endswith(b"\n"):
-            self._connection.settimeout(max(deadline - time.monotonic(), 0.001))
-            more = self._connection.recv(65536)
-            if not more:
-                raise ValueError("the connection was closed")
-            data += more
-        message: dict[str, str] = json.loads(data)
-        return message
 
     def _stop(self) -> None:
         if self._connection is not None:
@@ -226,6 +258,21 @@ class _Process:
         if self._child is not None:
             launch.stop([self._child], 0.0)
             self._child = None
+
+
+def _receive(stream: BinaryIO, child: launch.Child, pending: dict[int, Future[dict[str, Any]]]) -> None:
+    """Give each reply of a process to whoever waits for it; when the process ends, all who wait hear of it."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in stream:
+            reply = json.loads(line)
+            future = pending.get(reply["number"])
+            if future is not None:
+                future.set_result(reply)
+    launch.wait([child], 5.0)
+    problem = launch.exit_words(child.process.returncode) if not child.alive else "stopped answering"
+    for future in list(pending.values()):
+        if not future.done():
+            future.set_result({"refused": f"the compiler {problem} at it", "next": "simplify it"})
 
 
 def sweep_folders(parent: Path) -> None:
@@ -252,7 +299,9 @@ def _lock_folder(folder: Path) -> int:
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """The bytes that each of vocab_size token ids adds to a text; empty for special tokens and ids without a token.
+    """The bytes that each of vocab_size token ids adds to a text; empty for ids without a token.
+
+    Special tokens begin with a byte that stands in no text: a grammar can name such a token, and no text allows it.
 
     Byte-level vocabularies (GPT-2's alphabet) and those with byte fallback ("<0x0A>") and "▁" for a space are decoded; in others,
     a token is its own text.
@@ -263,9 +312,11 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     byte_of = _byte_letters() if "ByteLevel" in decoders else {}
     contents = [b""] * vocab_size
     for text, i in backend.get_vocab(with_added_tokens=True).items():
-        if i >= vocab_size or i in tokenizer.special_ids:
+        if i >= vocab_size:
             continue
-        if i in added:
+        if i in tokenizer.special_ids:
+            contents[i] = NO_TEXT + text.encode()
+        elif i in added:
             contents[i] = added[i].encode()
         elif byte_of:
             contents[i] = bytes(byte_of[c] for c in text) if all(c in byte_of for c in text) else text.encode()
@@ -297,47 +348,3 @@ def _format_of(params: StructuredOutputParams) -> tuple[str, str]:
         return "json_object", '{"type": "object"}'
     fields = ("json_schema", "regex", "grammar", "structural_tag")
     return next((kind, text) for kind in fields if (text := getattr(params, kind)) is not None)
-
-
-def _checked(kind: str, text: str) -> str:
-    """The text for the compiler. Raises OptionError if it is too large, or the grammar would not enforce all of it."""
-    if kind == "json_schema":
-        return json.dumps(enforceable(read_json(text, what=kind)))
-    if kind == "structural_tag":
-        tag = read_json(text, what=kind)
-        for content in _contents_of_tag(tag):
-            if "json_schema" in content:
-                content["json_schema"] = enforceable(content["json_schema"], what="json_schema of the structural_tag")
-                content["max_whitespace_cnt"] = _whitespace(content.get("max_whitespace_cnt"))
-            if content.get("type") == "regex" and isinstance(content.get("pattern"), str):
-                content["pattern"] = _checked_regex(content["pattern"], what="regex of the structural_tag")
-        return json.dumps(tag)
-    if len(text) > MAX_BYTES // 4:
-        raise OptionError(f"the {kind} has {len(text)} characters", why=f"the limit is {MAX_BYTES // 4}", next="simplify it")
-    return _checked_regex(text, what=kind) if kind == "regex" else text
-
-
-def _checked_regex(pattern: str, *, what: str) -> str:
-    part = unsupported_construct(pattern)
-    if part is not None:
-        raise OptionError(f"the {what} has {part}", why="the grammar cannot enforce it", next="rewrite it without")
-    return expand_unicode_classes(pattern)
-
-
-def _whitespace(limit: Any) -> Any:
-    """The limit of white space between the parts of a tag's JSON: at most 2 characters. The compiler rejects what is no number."""
-    if limit is None:
-        return _MAX_WHITESPACE
-    return min(limit, _MAX_WHITESPACE) if isinstance(limit, int) else limit
-
-
-def _contents_of_tag(tag: Any) -> Iterator[dict[str, Any]]:
-    """All objects of a structural tag, except those of its schemas."""
-    if isinstance(tag, dict):
-        yield tag
-        for name, value in tag.items():
-            if name != "json_schema":
-                yield from _contents_of_tag(value)
-    elif isinstance(tag, list):
-        for value in tag:
-            yield from _contents_of_tag(value)

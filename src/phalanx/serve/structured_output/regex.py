@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reject or rewrite the parts of regular expressions that xgrammar ignores or misreads, with no more than a line on stderr.
 
-Observed with xgrammar 0.2.8: lookaheads and anchors in the middle are ignored; a quantifier after an anchor applies to what
+Observed with xgrammar 0.2.8: lookaheads in JSON and anchors in the middle are ignored; a quantifier after an anchor applies to what
 precedes the anchor; an unknown escape is its letter; `\\x61` takes more digits if more follow; a possessive quantifier backtracks;
 `[^]` allows control characters and quotation marks in the JSON; `\\S` and `.` match spaces and line ends outside of ASCII, and
-outside of JSON `.` matches those within ASCII. Everything else is either enforced for the whole text, or rejected by xgrammar.
+outside of JSON `.` matches those within ASCII. Everything else is either enforced for the whole text, or rejected by xgrammar,
+whose own message the client gets: lookbehinds, word boundaries, backreferences, and flags.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ _ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
 _MORE_DIGITS = re.compile(r"\\(?:x[0-9a-fA-F]{3}|0[0-7])")
 """Escapes whose digits end elsewhere than in ECMA-262."""
 _KNOWN_LETTERS = frozenset("dDwWsStnrfv0")
-_GROUPS = {"(?=": "a lookahead", "(?!": "a lookahead", "(?<=": "a lookbehind", "(?<!": "a lookbehind"}
 _ONCE = ("?", "{0,1}", "{1}", "{1,1}", "{0}")
 _SPACES = r"\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 """What `\\s` matches outside of ASCII (ECMA-262, 22.2.2.9)."""
@@ -59,7 +59,7 @@ def unsupported_construct(pattern: str) -> str | None:
         kind, text, before = match.lastgroup, match.group(), times
         at, times = match.end(), ""
         items = groups[-1].alternatives[-1]
-        complaint = _of_text(kind or "", text, start=match.start(), after=pattern[at : at + 1])
+        complaint = _of_text(kind or "", text, after=pattern[at : at + 1])
         if complaint is not None:
             return complaint
         if kind in ("open", "other"):
@@ -118,7 +118,7 @@ def _expanded(kind: str, text: str) -> str:
     return _NO_SPACE if rest == "[]" else f"(?:{_NO_SPACE}|{rest})"
 
 
-def _of_text(kind: str, text: str, *, start: int, after: str) -> str | None:
+def _of_text(kind: str, text: str, *, after: str) -> str | None:
     if kind == "escape":
         return _of_escape(text, after)
     if kind == "class":
@@ -126,11 +126,9 @@ def _of_text(kind: str, text: str, *, start: int, after: str) -> str | None:
             return f"the class {text!r}"
         inner = ((match.group(), text[match.end()]) for match in _ESCAPE.finditer(text))
         return next((complaint for escape, next_ in inner if (complaint := _of_escape(escape, next_, inside=True))), None)
-    if kind == "unclosed":
+    if kind == "unclosed":  # each one of many takes as long as the rest of the pattern
         return "a class that is not closed"
-    if kind == "other" and not (start == 0 and text == "(?i"):
-        return _GROUPS.get(text, f"a group that begins with {text!r}")
-    return None
+    return "a lookahead" if text in ("(?=", "(?!") else None
 
 
 def _of_escape(text: str, after: str, *, inside: bool = False) -> str | None:
@@ -140,10 +138,8 @@ def _of_escape(text: str, after: str, *, inside: bool = False) -> str | None:
         return f"the escape {text!r} before the digit {after!r}"
     if len(text) > 2 or not (letter.isascii() and letter.isalnum()) or letter in _KNOWN_LETTERS:
         return None
-    if letter in "bB" and not inside:
-        return f"the word boundary {text!r}"
-    if letter == "k" or letter.isdigit():
-        return f"the backreference {text!r}"
+    if not inside and (letter in "bBk" or letter.isdigit()):  # word boundaries and backreferences
+        return None
     return f"the escape {text!r}"
 
 

@@ -11,9 +11,7 @@ from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
 from phalanx.serve.openai.schema.fields import (
     Body,
     FirstError,
-    MetadataKey,
-    MetadataValue,
-    Neutral,
+    OnlyValue,
     SampledRequest,
     SchemaObject,
 )
@@ -26,11 +24,28 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 class TextPart(Body):
     """A part of the text of a message. Other types of parts (images, audio, files) are not supported: the models read text."""
 
-    type: Annotated[Any, Neutral("text", required=True, why="the models read text only, no images, audio or files")]
+    type: Annotated[Any, OnlyValue("text", why="the models read text only, no images, audio or files")]
     text: str
 
 
+class RefusalPart(Body):
+    """A refusal that the assistant wrote."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return "refusal_part" if kind == "refusal" else "text_part"
+
+
 Content = str | Annotated[list[TextPart], Field(min_length=1, max_length=1024), FirstError()]
+AssistantPart = Annotated[
+    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")],
+    Discriminator(_part),
+]
+AssistantContent = str | Annotated[list[AssistantPart], Field(min_length=1, max_length=1024), FirstError()]
 
 
 class PlainMessage(Body):
@@ -42,17 +57,17 @@ class PlainMessage(Body):
 
 
 class RequestFunctionCall(Body):
-    """`arguments` is a JSON object as text."""
+    """`arguments` is a JSON object as text. It may be empty, or cut off at the limit of tokens."""
 
     name: FunctionName
-    arguments: str
+    arguments: str | None = None
 
 
 class RequestToolCall(Body):
     """A call by the assistant."""
 
     id: str = Field(max_length=256)
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: RequestFunctionCall
 
 
@@ -60,13 +75,12 @@ class AssistantMessage(Body):
     """An earlier message of the model: a text, calls, or both."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: AssistantContent | None = None
     name: str | None = None
     tool_calls: list[RequestToolCall] | None = Field(None, max_length=MAX_TOOLS)
-    refusal: Annotated[Any, Neutral(why="the models write refusals as text")] = None
-    audio: Annotated[Any, Neutral(why="the models read text only")] = None
-    function_call: Annotated[Any, Neutral(why="it is replaced by tool_calls")] = None
-    annotations: Annotated[Any, Neutral([], why="the models read text only")] = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ToolMessage(Body):
@@ -75,6 +89,7 @@ class ToolMessage(Body):
     role: Literal["tool"]
     content: Content
     tool_call_id: str = Field(max_length=256)
+    name: str | None = None
 
 
 def _role(message: Any) -> str:
@@ -115,6 +130,35 @@ class NamedTool(Body):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Body):
+    """The calls of `tool_choice: allowed_tools`. mode: whether the model must call one."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedToolsChoice(Body):
+    """`tool_choice` that restricts calls to some of the tools, which all stand in the prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice(choice: Any) -> str:
+    if isinstance(choice, str):
+        return "choice_mode"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed_choice" if kind == "allowed_tools" else "named_choice"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("choice_mode")]
+    | Annotated[NamedTool, Tag("named_choice")]
+    | Annotated[AllowedToolsChoice, Tag("allowed_choice")],
+    Discriminator(_choice),
+]
 
 
 class JsonSchema(Body):
@@ -158,27 +202,13 @@ class ChatRequest(SampledRequest):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-
-    store: Annotated[Any, Neutral(False, why="answers are not stored")] = None
-    service_tier: Annotated[Any, Neutral("auto", "default", why="the only tier is 'default'")] = None
-    modalities: Annotated[Any, Neutral(["text"], why="the models write text only")] = None
-    audio: Annotated[Any, Neutral(why="the models write text only")] = None
-    prediction: Annotated[Any, Neutral(why="predicted outputs are not implemented")] = None
-    reasoning_effort: Annotated[Any, Neutral("none", why="the length of reasoning cannot be set")] = None
-    verbosity: Annotated[Any, Neutral("medium", why="the length of answers cannot be set")] = None
-    web_search_options: Annotated[Any, Neutral(why="there is no web search")] = None
-    prompt_cache_retention: Annotated[Any, Neutral("in_memory", "in-memory", why="the prefix cache is in memory")] = None
-    prompt_cache_options: Annotated[Any, Neutral(why="the prefix cache has no options")] = None
-    moderation: Annotated[Any, Neutral(why="there is no moderation")] = None
-    functions: Annotated[Any, Neutral([], why="it is replaced by tools")] = None
-    function_call: Annotated[Any, Neutral("none", why="it is replaced by tool_choice")] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     # Extensions, with the names that other servers of this API use.
-    add_generation_prompt: Annotated[Any, Neutral(True, why="an answer is always a new message")] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Additional variables of the chat template, for example enable_thinking."
     )

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
-from phalanx.serve.openai.schema.fields import MAX_N, FirstError, Neutral, SampledRequest, TokenId
+from phalanx.serve.openai.schema.chat import ResponseFormat
+from phalanx.serve.openai.schema.fields import MAX_N, FirstError, SampledRequest, TokenId
 
 MAX_PROMPTS = 1024
 """Maximum number of prompts per request."""
@@ -29,4 +30,4 @@ class CompletionRequest(SampledRequest):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1, le=MAX_N)
-    suffix: Annotated[Any, Neutral("", why="insertion before a suffix is not implemented")] = None
+    response_format: ResponseFormat | None = None

@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common fields of chat and completion requests, and `Neutral`: a known field that is accepted with a neutral value only.
+"""`Body`, the base of all request bodies, and the common fields of chat and completion requests.
 
-Requests are validated in pydantic's strict JSON mode: "1" is no number, 1 is no boolean, and an unknown name is an error.
+Requests are validated in pydantic's strict JSON mode: "1" is no number, 1 is no boolean, and an unknown name is an error. Which
+fields are accepted or refused beside the declared ones stands in `field_table`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from functools import cache
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, GetCoreSchemaHandler
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from phalanx.config.sampling_params import MAX_LOGPROBS, MAX_TOKEN_COUNT
+from phalanx.serve.openai.schema.field_table import Row, Treatment, undeclared
 
 MAX_N = 128
 """Maximum number of completions per prompt, as in `SamplingParams`."""
@@ -23,25 +35,23 @@ MAX_SEED = 2**63 - 1 - MAX_N
 """Completion i of n uses seed + i, which must fit into a signed 64-bit integer."""
 
 
-class Neutral:
-    """Annotates a field of the API that is not supported, except with these values (and null, if the field is not `required`).
+class OnlyValue:
+    """Annotates a field that must have one of these values. Any other is an error of the type "cannot_honour" that names it."""
 
-    Any other value is an error of the type "cannot_honour" with `why` in its message.
-    """
-
-    def __init__(self, *values: Any, why: str, required: bool = False) -> None:
-        self.values, self.why = (values if required else (None, *values)), why
+    def __init__(self, *values: Any, why: str) -> None:
+        self.values, self.why = values, why
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: Callable[[CoreSchema], Any]) -> dict[str, Any]:
-        return {"enum": list(self.values)}
+        return {"enum": list(self.values)} if self.values else {"not": {}}
 
     def _check(self, value: Any) -> Any:
         if any(type(value) is type(known) and value == known for known in self.values):
             return value
-        raise PydanticCustomError("cannot_honour", "is not supported: {why}", {"why": self.why})
+        shown = repr(value)
+        raise PydanticCustomError("cannot_honour", "is not supported: {why}", {"why": f"{self.why} ({shown[:60]})"})
 
 
 class FirstError(FailFast):
@@ -51,25 +61,74 @@ class FirstError(FailFast):
 
 
 class Body(BaseModel):
-    """Base of all request bodies: strict types, no unknown field, no NaN or infinity."""
+    """Base of all request bodies: strict types, no NaN or infinity, and no field that the table of fields does not have.
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    A field that the class does not declare is judged by `field_table`: accepted and dropped, or an error. null is absent. With a
+    set as the context of the validation, the fields that were accepted without effect are added to it as "Class.field".
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _judge_others(self, info: ValidationInfo) -> Self:
+        others = self.__pydantic_extra__
+        if not others:
+            return self
+        kind = type(self)
+        rows = _undeclared(kind)
+        for name, value in others.items():
+            if value is None:
+                continue
+            row = rows.get(name)
+            if row is None:
+                raise PydanticCustomError("unknown_field", "unknown field", {"field": name})
+            if not row.takes(value):
+                raise PydanticCustomError("cannot_honour", "is not supported: {why}", {"why": row.meaning, "field": name})
+            if row.treatment is Treatment.ACCEPTED and info.context is not None:
+                info.context.add(f"{kind.__name__}.{name}")
+        others.clear()
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described = handler(schema)
+        body = handler.resolve_ref_schema(described)
+        body.setdefault("properties", {}).update({name: row.json_schema() for name, row in _undeclared(cls).items()})
+        body["additionalProperties"] = {"type": "null"}
+        return described
 
 
-StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+@cache
+def _undeclared(kind: type[Body]) -> dict[str, Row]:
+    return undeclared(kind, {field.alias or name: field for name, field in kind.model_fields.items()})
+
+
+StopText = Annotated[str, Field(max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_COUNT)]
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 SchemaObject = dict[str, Any]
+Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=4096)]], Field(min_length=1, max_length=1024), FirstError()]
 
 
 class StreamOptions(Body):
     """`stream_options`: only with `stream: true`."""
 
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, Neutral(False, why="chunks are not padded; remove it")] = None
+    continuous_usage_stats: bool | None = None
+
+
+class StructuredOutputs(Body):
+    """`structured_outputs`: vLLM's newer form of the guided_ fields. One of the formats."""
+
+    json_: SchemaObject | str | None = Field(None, alias="json")
+    regex: str | None = Field(None, min_length=1)
+    choice: Choices | None = None
+    grammar: str | None = Field(None, min_length=1)
+    json_object: bool | None = None
+    structural_tag: str | None = Field(None, min_length=1)
 
 
 class SampledRequest(Body):
@@ -85,10 +144,9 @@ class SampledRequest(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS), FirstError()] | None = None
-    logit_bias: dict[TokenIdText, Bias] | None = Field(
+    logit_bias: dict[TokenIdText, Bias | None] | None = Field(
         None, max_length=MAX_LOGIT_BIAS, json_schema_extra={"additionalProperties": False}
     )
-    user: str | None = None
     # Extensions, with the names that other servers of this API use.
     top_k: int | None = Field(None, ge=-1, le=MAX_TOKEN_COUNT)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -100,7 +158,12 @@ class SampledRequest(Body):
     skip_special_tokens: bool | None = None
     guided_json: SchemaObject | str | None = None
     guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: Choices | None = None
     guided_grammar: str | None = Field(None, min_length=1)
+    structured_outputs: StructuredOutputs | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKEN_COUNT)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
 
 __all__ = [
@@ -110,12 +173,14 @@ __all__ = [
     "MAX_SEED",
     "MAX_STOPS",
     "Body",
+    "Choices",
     "FirstError",
     "MetadataKey",
     "MetadataValue",
-    "Neutral",
+    "OnlyValue",
     "SampledRequest",
     "SchemaObject",
     "StreamOptions",
+    "StructuredOutputs",
     "TokenId",
 ]

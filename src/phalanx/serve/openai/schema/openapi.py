@@ -13,17 +13,20 @@ from pydantic.json_schema import models_json_schema
 from phalanx.serve.openai.schema.chat import ChatRequest
 from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.responses import ChatCompletionChunk, ErrorResponse, StatusResponse
+from phalanx.serve.openai.schema.responses_object import ResponseStreamEvent
+from phalanx.serve.openai.schema.responses_request import ResponsesRequest
 from phalanx.serve.openai.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from phalanx.version import __version__
 
 Responses = dict[int | str, dict[str, Any]]
 
-REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest)
+REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest)
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
     400: "The request is not valid or not supported; `param` names the field.",
     401: "The key is missing or wrong.",
     404: "No such model.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "A queue is full; Retry-After says when to try again.",
     500: "The engine failed; the message names the rank.",
@@ -38,23 +41,35 @@ def request_body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def responses_of(
-    model: type[BaseModel], *, streams: type[BaseModel] | None = None, body: bool = True, key: bool = True
+    model: type[BaseModel],
+    *,
+    streams: type[BaseModel] | None = None,
+    body: bool = True,
+    key: bool = True,
+    refuses: bool = False,
+    done: bool = True,
 ) -> Responses:
     """The responses of a route, for its `responses`. streams: the model of its events, if it can stream. body: it reads a body.
-    key: it requires the API key, if there is one."""
+    key: it requires the API key, if there is one. refuses: it has other parameters. done: its stream ends with [DONE]."""
     responses: Responses = {200: {"model": model, "description": "The response."}}
     if streams is not None:
-        responses[200]["content"] = {"text/event-stream": {"schema": _event(streams.__name__)}}
-    errors = (400, 413, 429) * body + (401, 404, 500, 503) * key
-    return responses | {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in sorted(errors)}
+        responses[200]["content"] = {"text/event-stream": {"schema": _event(streams.__name__, done=done)}}
+    errors = (400, 408, 413, 429) * body + (400,) * refuses + (401, 404, 500, 503) * key
+    return responses | {status: {"model": ErrorResponse, "description": _ERRORS[status]} for status in sorted(set(errors))}
 
 
-def _event(chunk: str) -> dict[str, Any]:
+def query_parameter(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """An optional parameter in the query of a route, for its `openapi_extra`."""
+    return {"name": name, "in": "query", "required": False, "schema": schema}
+
+
+def _event(chunk: str, *, done: bool) -> dict[str, Any]:
     """The schema of one server-sent event (OpenAPI 3.1 cannot describe a sequence of them)."""
     bodies = [{"$ref": _REF.format(model=name)} for name in (chunk, ErrorResponse.__name__)]
     parsed = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": bodies}}
-    data = {"anyOf": [{"const": "[DONE]"}, parsed]}
-    description = f"One event: a {chunk}, or the error that ended the stream; the last one is [DONE]."
+    data = {"anyOf": [{"const": "[DONE]"}, parsed]} if done else parsed
+    last = "; the last one is [DONE]" if done else ""
+    description = f"One event: a {chunk}, or the error that ended the stream{last}."
     return {"type": "object", "required": ["data"], "properties": {"data": data}, "description": description}
 
 
@@ -69,41 +84,48 @@ def text_response(description: str) -> Responses:
     return {200: {"description": description, "content": {"text/plain": {"schema": {"type": "string"}}}}}
 
 
-def install_openapi(app: FastAPI, *, model_name: str, with_key: bool) -> None:
-    """Make the app serve this description. model_name: the served model. with_key: /v1 and the tokenizer require a bearer key."""
+def install_openapi(app: FastAPI, *, model_name: str, with_key: bool, open_metrics: bool = False) -> None:
+    """Make the app serve this description. model_name: the served model. with_key: routes require a bearer key. open_metrics:
+    /metrics does not."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _build(app, model_name=model_name, with_key=with_key)
+            app.openapi_schema = _build(app, model_name=model_name, with_key=with_key, open_metrics=open_metrics)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _build(app: FastAPI, *, model_name: str, with_key: bool) -> dict[str, Any]:
+def _build(app: FastAPI, *, model_name: str, with_key: bool, open_metrics: bool) -> dict[str, Any]:
     document = get_openapi(title="Phalanx", version=__version__, description="The OpenAI API.", routes=app.routes)
-    models: list[type[BaseModel]] = [*REQUESTS, ChatCompletionChunk]
+    models: list[type[BaseModel]] = [*REQUESTS, ChatCompletionChunk, ResponseStreamEvent]
     _, schemas = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     parts = document.setdefault("components", {})
     parts.setdefault("schemas", {}).update(schemas["$defs"])
     for kind in REQUESTS:
         schema = schemas["$defs"][kind.__name__]
-        schema["properties"]["model"] = {"enum": [model_name] if "model" in schema["required"] else [model_name, None]}
+        schema["properties"]["model"] = {"enum": [model_name] if "model" in schema.get("required", []) else [model_name, None]}
     if with_key:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for path, methods in document["paths"].items():
         for route in methods.values():
-            if with_key and needs_key(path):
+            if with_key and needs_key(path, open_metrics=open_metrics):
                 route["security"] = [{"key": []}]
-            elif not with_key:
+                route["responses"].setdefault("401", _refused())
+            else:
                 route["responses"].pop("401", None)
             route["responses"].pop("422", None)  # of FastAPI's own validation, which is not used
     return document
 
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/version", "/metrics", "/openapi.json"})
+def _refused() -> dict[str, Any]:
+    schema = {"$ref": _REF.format(model=ErrorResponse.__name__)}
+    return {"description": _ERRORS[401], "content": {"application/json": {"schema": schema}}}
 
 
-def needs_key(path: str) -> bool:
-    """Whether a path requires the API key: all do, except those that probes and scrapers read."""
-    return path not in OPEN_PATHS
+OPEN_PATHS = frozenset({"/live", "/ready"})
+
+
+def needs_key(path: str, *, open_metrics: bool) -> bool:
+    """Whether a path requires an API key: all do, except those that probes read, and /metrics with `--open_metrics`."""
+    return path not in OPEN_PATHS and not (open_metrics and path == "/metrics")

@@ -36,13 +36,28 @@ class CachedTokens(ResponseModel):
     cached_tokens: int
 
 
+class ReasoningTokens(ResponseModel):
+    """Number of generated tokens that are reasoning."""
+
+    reasoning_tokens: int
+
+
 class UsageInfo(ResponseModel):
-    """Number of tokens of the request."""
+    """Number of tokens of the request. `completion_tokens_details`: in chats with a model that thinks."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None
+
+
+class PromptLogprob(ResponseModel):
+    """A token at one position of the prompt. `rank` counts from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class CompletionLogprobs(ResponseModel):
@@ -62,6 +77,7 @@ class CompletionChoice(ResponseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class CompletionResponse(ResponseModel):
@@ -112,10 +128,11 @@ class ResponseToolCall(ResponseModel):
 
 
 class ChatMessage(ResponseModel):
-    """The message of the model."""
+    """The message of the model. `reasoning_content`: what it thought before it answered."""
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | None = None
     refusal: None = None
     tool_calls: list[ResponseToolCall] | None = None
 
@@ -139,6 +156,7 @@ class ChatCompletionResponse(ResponseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageInfo
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 class FunctionDelta(ResponseModel):
@@ -162,6 +180,7 @@ class ChatDelta(ResponseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolDelta] | None = None
 
 
@@ -223,6 +242,41 @@ class VersionResponse(ResponseModel):
     """The version of Phalanx."""
 
     version: str
+
+
+class ExpertLayer(ResponseModel):
+    """A layer with experts. `tokens`, `recent_tokens`: pairs of a token and one of its experts, by expert; `rank_tokens`,
+    `recent_rank_tokens`: by the ranks in `ranks`. `placement`: the expert of each physical expert; each of the ranks has the next
+    ones, as many as any other."""
+
+    layer: int
+    ranks: list[int]
+    placement: list[int]
+    tokens: list[int]
+    recent_tokens: list[int]
+    rank_tokens: list[int]
+    recent_rank_tokens: list[int]
+
+
+class EngineExperts(ResponseModel):
+    """The experts of one engine, of which each layer has `experts`. Recent: in the last `recent_seconds`. `layers_left`: layers
+    whose experts a rebalance has still to move; `moved`: how many it has moved since the start, and the longest time that one
+    step waited for that."""
+
+    engine: int
+    experts: int
+    recent_seconds: float
+    layers_left: int
+    moved: int
+    longest_move_seconds: float
+    layers: list[ExpertLayer]
+
+
+class ExpertsResponse(ResponseModel):
+    """The load of experts; no engines for a model without experts."""
+
+    object: Literal["experts"]
+    engines: list[EngineExperts]
 
 
 class StatusResponse(ResponseModel):

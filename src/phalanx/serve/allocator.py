@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that large requests leave behind goes back to the system.
+
+glibc keeps what is freed: in an arena for each thread that has ever allocated, and above the largest block that is still in use.
+After a few bodies at the size limit a server would stay hundreds of MiB larger than it needs to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from phalanx.log import get_logger
+
+logger = get_logger(__name__)
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # names of malloc.h
+_LARGE_BLOCK = 256 << 10
+"""Blocks of this size are mapped each by itself, and go back as soon as they are freed. glibc would raise the limit by itself, up
+to 32 MiB, with the first large block that is freed."""
+_ARENAS = 2  # the interpreter lock lets one thread at a time allocate, apart from parsers and tokenizers
+_CHECK_SECONDS = 2.0
+_GROWTH = 8 << 20  # bytes beyond the level after the last time that are worth it
+
+
+def configure() -> None:
+    """Tell the allocator of this process to keep little. Does nothing where the system's allocator is not glibc's."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+async def trim_when_idle(idle: Callable[[], bool]) -> None:
+    """Give back what is free whenever the process has grown and `idle` says that nobody would wait for it. Never returns."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is None or not Path("/proc/self/statm").exists():
+        return
+    process = psutil.Process()
+    level = process.memory_info().rss
+    while True:
+        await asyncio.sleep(_CHECK_SECONDS)
+        before = process.memory_info().rss
+        level = min(level, before)
+        if before - level < _GROWTH or not idle():
+            continue
+        gc.collect()  # what lives as long as the server is frozen: this takes a moment
+        await asyncio.to_thread(malloc_trim, 0)
+        level = process.memory_info().rss
+        logger.debug("memory: %d MiB before, %d MiB after what is free went back", before >> 20, level >> 20)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The listening sockets of a server."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from phalanx.errors import OptionError
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets on every address of `host`. With port 0, all use the same free port. Raises OptionError."""
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise OptionError(f"host={host!r} cannot be resolved", why=str(error), next="give an address of this host") from None
+    sockets: list[socket.socket] = []
+    last: OSError | None = None
+    for family, kind, protocol, _, address in sorted(set(addresses)):
+        bound_port = sockets[0].getsockname()[1] if sockets else port
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((address[0], bound_port, *address[2:]))
+            listener.listen(2048)  # already here: two sockets can be bound to one port, and only the second `listen` fails
+        except OSError as error:
+            listener.close()
+            last = error
+            if error.errno not in _NO_SUCH_ADDRESS:
+                break
+            continue
+        listener.setblocking(False)
+        sockets.append(listener)
+        last = None
+    if last is not None and (not sockets or last.errno not in _NO_SUCH_ADDRESS):
+        for one in sockets:
+            one.close()
+        in_use = last.errno == errno.EADDRINUSE
+        raise OptionError(
+            f"host={host!r} port={port} cannot be used",
+            why="another process listens there" if in_use else str(last),
+            next="choose another --port, or end that process" if in_use else "choose another --host or --port",
+        )
+    return sockets
+
+
+# A host name may resolve to an IPv6 address on a host without IPv6.
+_NO_SUCH_ADDRESS = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}

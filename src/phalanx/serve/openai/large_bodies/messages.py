@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server and the processes that read its large bodies say to each other, over a Unix socket: frames of a length and bytes.
+
+The server begins with `Setup`. Then it sends a `Job` and, as a frame of its own, a body; the process may ask for what is stored
+(`WantedItem`, `WantedConversation`), each answered by a frame `Stored`, and ends with `Prepared`, `Answer` or `Refused`.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from phalanx.config.sampling_params import SamplingParams, StructuredOutputParams
+from phalanx.engine.messages import EngineFacts
+from phalanx.serve.openai.api_errors import ApiError
+
+_LENGTH = struct.Struct("<Q")
+_READ_BYTES = 1 << 20
+
+
+class Setup(msgspec.Struct):
+    """The engine whose prompts are made. names: those of the model in requests. tokenizer: the text of its tokenizer.json."""
+
+    names: list[str]
+    facts: EngineFacts
+    tokenizer: str
+    special: dict[str, str | list[str]]
+    templates: dict[str, str]
+    origin: str
+    reasoning: str | None
+    tools: str | None
+    markers: dict[str, int]
+    escape_special_tokens: bool
+
+
+class Job(msgspec.Struct):
+    """The next frame is a body of this route."""
+
+    route: str
+
+
+class WantedItem(msgspec.Struct, tag=True):
+    """The stored item of this id."""
+
+    id: str
+
+
+class WantedConversation(msgspec.Struct, tag=True):
+    """All items of a stored response's conversation."""
+
+    response_id: str
+
+
+class Refused(msgspec.Struct, tag=True):
+    """The request is answered with an error: the fields of an ApiError (kind: its type)."""
+
+    status: int
+    message: str
+    kind: str
+    param: str | None
+    code: str | None
+    headers: dict[str, str]
+
+    @classmethod
+    def of(cls, error: ApiError) -> Refused:
+        return cls(error.status, error.message, error.type, error.param, error.code, error.headers)
+
+    def error(self) -> ApiError:
+        return ApiError(self.status, self.message, type=self.kind, param=self.param, code=self.code, headers=self.headers)
+
+
+class Stored(msgspec.Struct):
+    """JSON lists of items, one behind the other; or why there are none."""
+
+    texts: list[bytes]
+    refused: Refused | None = None
+
+
+class Answer(msgspec.Struct, tag=True):
+    """The body of the answer. accepted: the fields of the request that had no effect."""
+
+    content: bytes
+    accepted: list[str]
+
+
+class Prepared(msgspec.Struct, tag=True):
+    """A valid request. request: what is left of it, as JSON. token_ids: of each prompt, as 32-bit integers. texts: the prompts that
+    are echoed. items: of a response's input, as JSON. param: the field of the structured output."""
+
+    request: bytes
+    params: SamplingParams
+    token_ids: list[bytes]
+    accepted: list[str]
+    structured_output: StructuredOutputParams | None = None
+    param: str | None = None
+    texts: list[str] = []
+    chat: bytes = b""
+    items: bytes = b"[]"
+
+
+Reply = WantedItem | WantedConversation | Refused | Answer | Prepared
+
+encode = msgspec.msgpack.Encoder().encode
+decode_setup = msgspec.msgpack.Decoder(Setup).decode
+decode_job = msgspec.msgpack.Decoder(Job).decode
+decode_stored = msgspec.msgpack.Decoder(Stored).decode
+_decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """A message of a process."""
+    reply: Reply = _decode_reply(frame)
+    return reply
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Token ids as 32-bit integers."""
+    return array("i", tokens).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    """The token ids that `packed` wrote."""
+    return array("i", data).tolist()
+
+
+def send(connection: socket.socket, data: bytes) -> None:
+    """Send a frame."""
+    connection.sendall(_LENGTH.pack(len(data)))
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """The next frame; None at the end of the connection."""
+    head = _receive(connection, _LENGTH.size)
+    return None if head is None else _receive(connection, _LENGTH.unpack(head)[0])
+
+
+def _receive(connection: socket.socket, size: int) -> bytes | None:
+    data = bytearray(size)
+    view, start = memoryview(data), 0
+    while start < size:
+        count = connection.recv_into(view[start : start + _READ_BYTES])
+        if count == 0:
+            return None
+        start += count
+    return bytes(data)

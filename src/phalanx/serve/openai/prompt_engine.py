@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What prompts are made with: the tokenizer, the format of outputs and the facts of an engine, in any process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from phalanx.engine.messages import EngineFacts
+from phalanx.errors import PromptTooLong
+from phalanx.serve.output_parsing import OutputFormat
+from phalanx.serve.tokenizer import Tokenizer
+
+
+class PromptEngine(Protocol):
+    """An engine as far as prompts need it. escape_special_tokens: texts of special tokens in messages stay text."""
+
+    @property
+    def facts(self) -> EngineFacts: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def output(self) -> OutputFormat: ...
+    @property
+    def escape_special_tokens(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class DescribedEngine:
+    """A `PromptEngine` of another process."""
+
+    facts: EngineFacts
+    tokenizer: Tokenizer
+    output: OutputFormat
+    escape_special_tokens: bool
+
+
+def encode(engine: PromptEngine, text: str, *, add_special_tokens: bool = True, continues: bool = False) -> list[int]:
+    """Token ids of a prompt, or of a part of one that continues another part. Raises PromptTooLong before it tokenizes a text
+    that is far too long, since this takes a second and 200 MB per million characters."""
+    min_tokens = len(text) // engine.tokenizer.max_token_characters
+    if min_tokens > engine.facts.max_seq_len:
+        raise PromptTooLong(
+            f"the prompt has at least {min_tokens} tokens, and max_seq_len is {engine.facts.max_seq_len}",
+            next="shorten the prompt",
+        )  # fmt: skip
+    if continues:
+        return engine.tokenizer.encode_continuation(text)
+    return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)

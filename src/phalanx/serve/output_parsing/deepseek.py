@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls of DeepSeek. Text may stand before the first.
+
+V3 and R1: `<｜tool▁calls▁begin｜>`, then for each call `<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`, the arguments as a
+fenced block of JSON and `<｜tool▁call▁end｜>`, then `<｜tool▁calls▁end｜>`.
+V3.1: each call is `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.serve.output_parsing.events import Events, Functions, first_of, overlap
+from phalanx.serve.output_parsing.json_call import ArgumentsObject, CallParser
+from phalanx.serve.output_parsing.markers import Markers
+
+CALLS_BEGIN, CALLS_END = "<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"
+CALL_BEGIN, CALL_END = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+SEPARATOR = "<\uff5ctool\u2581sep\uff5c>"
+MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+MAX_HEAD = 160
+"""Characters of a call before its arguments: the type, the name and the beginning of the fence."""
+
+MAX_TAIL = 64
+"""Characters between the arguments and the end of a call: the end of the fence."""
+
+
+class DeepSeekParser(CallParser):
+    """The parser of both forms."""
+
+    def __init__(self, functions: Functions, markers: Markers) -> None:
+        super().__init__(functions)
+        self._begin_all, self._end_all, self._begin_one, self._end_one, separator = map(markers.encode, MARKERS)
+        self._head = re.compile(
+            rf"\s*(?:function{re.escape(separator)}\s*([\w.-]+)\s*(?:```(?:json)?\s*)?|([\w.-]+)\s*{re.escape(separator)}\s*)(?=\{{)"
+        )
+        self._state = self._content_before
+        self._object = ArgumentsObject()
+        self._skipped = ""  # markers that are content if no call follows
+
+    def _step(self, *, final: bool) -> Events:
+        progress = yield from self._state(final=final)
+        return progress if progress or not final else (yield from self._last_blank())
+
+    def _content_before(self, *, final: bool) -> Events:
+        match = first_of(self._text, self._begin_all, self._begin_one)
+        if match is None:
+            ready = len(self._text) - (0 if final else overlap(self._text, self._begin_all, self._begin_one))
+            yield from self._content(self._text[:ready])
+            self._text = self._text[ready:]
+            return False
+        at, marker = match
+        yield from self._content(self._text[:at])
+        self._text = self._text[at + len(marker) :]
+        self._skipped, self._state = marker, self._in_head if marker == self._begin_one else self._between_calls
+        return True
+
+    def _between_calls(self, *, final: bool) -> Events:
+        rest = self._text.lstrip()
+        blank = self._text[: len(self._text) - len(rest)]
+        for marker, state in ((self._begin_one, self._in_head), (self._end_all, self._content_before)):
+            if rest.startswith(marker):
+                self._text, self._state = rest[len(marker) :], state
+                self._skipped += blank + marker if self._skipped else ""
+                if state == self._content_before:
+                    yield from self._content(self._skipped)
+                return True
+        if not final and (self._begin_one.startswith(rest) or self._end_all.startswith(rest)):
+            return False
+        self._state = self._content_before
+        yield from self._content(self._skipped)
+        return True
+
+    def _in_head(self, *, final: bool) -> Events:
+        head = self._head.match(self._text)
+        name = head and (head[1] or head[2])
+        if head is not None and name in self._functions and head.end() <= MAX_HEAD:
+            self._text = self._text[head.end() :]
+            self._object, self._skipped, self._state = ArgumentsObject(), "", self._in_arguments
+            yield self._begin(str(name))
+            return True
+        if head is None and not final and len(self._text) <= MAX_HEAD and "{" not in self._text and self._end_one not in self._text:
+            return False
+        self._state = self._content_before
+        yield from self._content(self._skipped or self._begin_one)
+        return True
+
+    def _in_arguments(self, *, final: bool) -> Events:
+        count = self._object.push(self._text)
+        yield self._arguments(self._text[:count])
+        self._text = self._text[count:]
+        if self._object.done:
+            self._state = self._after_arguments
+        return self._object.done
+
+    def _after_arguments(self, *, final: bool) -> Events:
+        """Drop the end of the fence and of the call. Longer text without a marker is content."""
+        markers = (self._end_one, self._begin_one, self._end_all)
+        match = first_of(self._text, *markers)
+        if match is not None and match[0] <= MAX_TAIL:
+            at, marker = match
+            self._text = self._text[at + len(marker) if marker == self._end_one else at :]
+            self._state = self._between_calls
+            return True
+        if not final and len(self._text) <= MAX_TAIL + max(map(len, markers)):
+            return False
+        self._text, self._state = self._text.lstrip(" \t\r\n`"), self._content_before
+        yield from ()
+        return True

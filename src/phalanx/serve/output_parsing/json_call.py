@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls as JSON: `CallObject` reads `{"name": ..., "arguments": {...}}`, `ArgumentsObject` reads an object of arguments alone, and
+`JsonCallParser` is what the parsers of formats with such objects share."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+
+from phalanx.serve.output_parsing.events import BLANK, BufferedParser, CallArguments, CallBegin, ContentText, Events, Functions
+
+
+class CallObject:
+    """Parses the JSON object of one call character by character, and returns its arguments before it ends.
+
+    name: set once it is read. accepted: the name is one of `functions`. done: the object is closed. failed: it is no call (broken
+    JSON, or another name). text: all consumed text. begun: set by the reader when it has emitted CallBegin.
+    """
+
+    def __init__(self, functions: Functions) -> None:
+        self.name: str | None = None
+        self.accepted = self.done = self.failed = self.begun = False
+        self._functions = functions
+        self._all: list[str] = []
+        self._step = self._start
+        self._key = ""
+        self._value: list[str] = []  # the current key or value
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self._has_arguments = False
+        self._pending: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._all)
+
+    def push(self, text: str) -> int:
+        """Consume characters; return their number, which is below that of the text if the object ends or fails within it."""
+        for count, character in enumerate(text):
+            if self.done or self.failed:
+                return count
+            self._all.append(character)
+            self._step(character)
+        return len(text)
+
+    def take(self) -> str:
+        """The part of the arguments since the previous call of this method; "{}" at the end of a call without arguments."""
+        if self.done and not self._has_arguments:
+            self._has_arguments = True
+            return "{}"
+        arguments = "".join(self._pending)
+        self._pending.clear()
+        return arguments
+
+    def _start(self, character: str) -> None:
+        if character == "{":
+            self._step = self._before_key
+        elif character not in BLANK:
+            self.failed = True
+
+    def _before_key(self, character: str) -> None:
+        if character == '"':
+            self._value, self._step = [character], self._in_key
+        elif character == "}":
+            self._end()
+        elif character not in BLANK:
+            self.failed = True
+
+    def _in_key(self, character: str) -> None:
+        self._value.append(character)
+        if self._ends_string(character):
+            self._key = str(self._decoded())
+            self._step = self._before_colon
+
+    def _before_colon(self, character: str) -> None:
+        if character == ":":
+            self._step = self._before_value
+        elif character not in BLANK:
+            self.failed = True
+
+    def _before_value(self, character: str) -> None:
+        if character in BLANK:
+            return
+        if character in ",}":
+            self.failed = True
+            return
+        self._value, self._depth, self._step = [], 0, self._in_value
+        self._has_arguments = self._has_arguments or self._is_arguments
+        self._in_value(character)
+
+    @property
+    def _is_arguments(self) -> bool:
+        return self._key in ("arguments", "parameters")
+
+    def _in_value(self, character: str) -> None:
+        if self._in_string:
+            ended = self._ends_string(character) and self._depth == 0
+        elif not self._depth and self._value and (character in ",}" or character in BLANK):
+            self._value_ended()  # a number or a word ends before the next character
+            self._after_value(character)
+            return
+        else:
+            self._in_string = character == '"'
+            self._depth += (character in "{[") - (character in "}]")
+            ended = character in "}]" and self._depth == 0
+        self._value.append(character)
+        if self._is_arguments and self._value[0] != '"':
+            self._pending.append(character)
+        if ended:
+            self._value_ended()
+
+    def _value_ended(self) -> None:
+        self._step = self._after_value
+        if self._key == "name" and self.name is None:
+            self.name = str(self._decoded())
+            self.accepted = self.name in self._functions
+            self.failed = not self.accepted
+        elif self._is_arguments and self._value[0] == '"':  # arguments as a string that contains JSON
+            self._pending.append(str(self._decoded()))
+
+    def _after_value(self, character: str) -> None:
+        if character == ",":
+            self._step = self._before_key
+        elif character == "}":
+            self._end()
+        elif character not in BLANK:
+            self.failed = True
+
+    def _end(self) -> None:
+        self.done = True
+        self.failed = not self.accepted
+
+    def _ends_string(self, character: str) -> bool:
+        """Whether an unescaped quotation mark ends the current string."""
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._in_string = False
+            return True
+        return False
+
+    def _decoded(self) -> object:
+        try:
+            value: object = json.loads("".join(self._value))
+            str(value).encode()  # half of a character cannot be sent
+            return value
+        except ValueError:
+            self.failed = True
+            return ""
+
+
+class ArgumentsObject:
+    """Finds the end of a JSON object, whose text is the arguments. Its first character must be "{"."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._depth = 0
+        self._in_string = self._escaped = False
+
+    def push(self, text: str) -> int:
+        """Consume characters; return their number, which is below that of the text if the object ends within it."""
+        for count, character in enumerate(text):
+            if self.done:
+                return count
+            if self._in_string:
+                self._in_string = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            else:
+                self._in_string = character == '"'
+                self._depth += (character in "{[") - (character in "}]")
+                self.done = self._depth == 0
+        return len(text)
+
+
+class CallParser(BufferedParser):
+    """What all parsers of tool calls share: content around the calls, and their numbers.
+
+    White space before a call and at the end is dropped. A call of a function that is not one of `functions` is content.
+    """
+
+    def __init__(self, functions: Functions) -> None:
+        super().__init__()
+        self._functions = functions
+        self._calls = 0
+        self._blank = ""  # white space that is content only if content follows
+
+    def _content(self, text: str) -> Events:
+        text = self._blank + text
+        content = text.rstrip(BLANK)
+        self._blank = text[len(content) :]
+        yield ContentText(content)
+        return False
+
+    def _begin(self, name: str) -> CallBegin:
+        self._calls += 1
+        self._blank = ""
+        return CallBegin(self._calls - 1, name)
+
+    def _arguments(self, text: str) -> CallArguments:
+        return CallArguments(self._calls - 1, text)
+
+    def _last_blank(self) -> Events:
+        """The white space at the end of an output without calls."""
+        if not self._calls:
+            yield ContentText(self._blank)
+        self._blank = ""
+        return False
+
+
+class JsonCallParser(CallParser):
+    """Parses the calls of a format in which each is an object with its name and its arguments."""
+
+    def __init__(self, functions: Functions) -> None:
+        super().__init__(functions)
+        self._object: CallObject | None = None
+        self._prefix = ""  # what introduced the object; it is content if the object is no call
+
+    def _step(self, *, final: bool) -> Events:
+        if self._object is not None:
+            progress = yield from self._in_object(self._object)
+        else:
+            progress = yield from self._between(final=final)
+        if progress or not final:
+            return progress
+        if self._object is not None and not self._object.begun:
+            return (yield from self._reject(self._object))
+        return (yield from self._last_blank())
+
+    @abstractmethod
+    def _between(self, *, final: bool) -> Events:
+        """Consume text up to the next object, and set `_object` and `_prefix`."""
+
+    def _rejected(self) -> None:
+        """The object was no call, and its text is content."""
+
+    def _in_object(self, call: CallObject) -> Events:
+        self._text = self._text[call.push(self._text) :]
+        if call.accepted and not call.begun:
+            call.begun, self._prefix = True, ""
+            yield self._begin(call.name or "")
+        if call.begun and (arguments := call.take()):
+            yield self._arguments(arguments)
+        if call.failed or (call.done and not call.begun):
+            return (yield from self._reject(call))
+        if call.done:
+            self._object = None
+        return call.done
+
+    def _reject(self, call: CallObject) -> Events:
+        """The text is no call, so it is content as written. A call that has begun stays as it is."""
+        self._object = None
+        if not call.begun:
+            yield from self._content(self._prefix + call.text)
+        self._rejected()
+        return True

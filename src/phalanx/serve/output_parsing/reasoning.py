@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasoning between two tags before the answer: `<think>`, `</think>` (Qwen3, DeepSeek-R1), or `[THINK]`, `[/THINK]` (Mistral)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Protocol
+
+from phalanx.serve.output_parsing.events import BLANK, BufferedParser, Events, OutputParser, ReasoningText, overlap
+
+
+class Begin(Enum):
+    """Where an output begins, which the end of the prompt tells: the template may have written a tag."""
+
+    INSIDE = "inside the reasoning"
+    OPEN = "the reasoning may begin with its tag"
+    AFTER = "after the reasoning"
+
+
+class ReasoningParser(BufferedParser):
+    """Parses the reasoning, and gives what follows to the parser of the answer.
+
+    White space around the reasoning and before the answer is dropped. An opening tag counts only at the beginning. Without a
+    closing tag, everything is reasoning.
+    """
+
+    def __init__(self, opening: str, closing: str, answer: OutputParser, begin: Begin) -> None:
+        super().__init__()
+        self._opening, self._closing, self._answer = opening, closing, answer
+        self._begin = begin
+        self._step_of_state = self._before if begin is not Begin.AFTER else self._after
+        self._started = False  # a part of the reasoning that is not blank has been emitted
+        self._strip_answer = begin is not Begin.OPEN
+
+    def _step(self, *, final: bool) -> Events:
+        return (yield from self._step_of_state(final=final))
+
+    def _before(self, *, final: bool) -> Events:
+        rest = self._text.lstrip(BLANK)
+        if rest.startswith(self._opening):
+            self._text = rest[len(self._opening) :]
+            self._step_of_state = self._inside
+        elif not final and self._opening.startswith(rest):
+            return False
+        else:
+            self._step_of_state = self._inside if self._begin is Begin.INSIDE else self._after
+        yield from ()
+        return True
+
+    def _inside(self, *, final: bool) -> Events:
+        if not self._started:
+            self._text = self._text.lstrip(BLANK)
+        at = self._text.find(self._closing)
+        if at >= 0:
+            yield ReasoningText(self._text[:at].rstrip(BLANK))
+            self._text = self._text[at + len(self._closing) :]
+            self._step_of_state, self._strip_answer = self._after, True
+            return True
+        ready = self._text
+        if not final:
+            ready = ready[: len(ready) - overlap(ready, self._closing)].rstrip(BLANK)
+        self._text = self._text[len(ready) :]
+        self._started = self._started or bool(ready)
+        yield ReasoningText(ready)
+        return False
+
+    def _after(self, *, final: bool) -> Events:
+        text, self._text = self._text, ""
+        if self._strip_answer:
+            text = text.lstrip(BLANK)
+            self._strip_answer = not text
+        if text:
+            yield from self._answer.push(text)
+        if final:
+            yield from self._answer.finish()
+        return False
+
+
+class TokenCounter(Protocol):
+    """Counts the tokens of the reasoning in one completion."""
+
+    count: int
+
+    def push(self, token_ids: Sequence[int]) -> None: ...
+
+
+class TagTokenCounter:
+    """Counts the tokens between the tags. opening, closing: the ids of the tags. text_of: the text of a token."""
+
+    def __init__(self, opening: int | None, closing: int, text_of: Callable[[int], str], begin: Begin) -> None:
+        self.count = 0
+        self._opening, self._closing, self._text_of = opening, closing, text_of
+        self._state = begin
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Count the next tokens."""
+        for token_id in token_ids:
+            if self._state is Begin.AFTER:
+                return
+            if token_id == self._opening and not self.count:
+                self._state = Begin.INSIDE
+            elif self._state is Begin.INSIDE:
+                if token_id == self._closing:
+                    self._state = Begin.AFTER
+                else:
+                    self.count += 1
+            elif self._text_of(token_id).strip():
+                self._state = Begin.AFTER

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A large body is answered as a small one is: each request is sent as it is, and padded with spaces beyond the limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx.serve.openai.body import LARGE_BYTES
+from tests.support.serve_http_app import HERMES_TEMPLATE, MODEL, Live, Scripted, live, tokenizer_of
+
+CHAT, PLAIN, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+USER = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+PADDING = " " * (LARGE_BYTES + 1)
+VARYING = {"id", "created", "created_at", "completed_at", "usage", "item_id", "system_fingerprint"}
+
+REQUESTS: dict[str, tuple[str, dict[str, object]]] = {
+    "a prompt": (PLAIN, {"prompt": "one two", "max_tokens": 4}),
+    "an echo": (PLAIN, {"prompt": "one two", "max_tokens": 4, "echo": True}),
+    "an echo of token ids": (PLAIN, {"prompt": [5, 6, 7], "max_tokens": 2, "echo": True}),
+    "prompts": (PLAIN, {"prompt": ["one", "two three"], "n": 2, "max_tokens": 4, "stop": ["z"], "logit_bias": {"5": 1.5}}),
+    "lists of token ids": (PLAIN, {"prompt": [[5, 6], [7]], "max_tokens": 3, "user": "somebody"}),
+    "truncated": (PLAIN, {"prompt": "one two three", "truncate_prompt_tokens": 2, "max_tokens": 2, "echo": True}),
+    "a chat": (CHAT, {"messages": [USER], "max_tokens": 6, "seed": 3}),
+    "parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 3}),
+    "tools": (CHAT, {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "a",
+        "content": "1"}], "tools": [TOOL], "tool_choice": "auto", "max_tokens": 6}),
+    "continued": (CHAT, {"messages": [USER, {"role": "assistant", "content": "On"}], "continue_final_message": True,
+        "add_generation_prompt": False, "max_tokens": 3}),
+    "a response": (RESPONSES, {"input": "hello", "max_output_tokens": 16, "metadata": {"a": "b"}, "instructions": "Be brief."}),
+    "items": (RESPONSES, {"input": [{"role": "user", "content": "hello"}], "max_output_tokens": 16, "tools": [
+        {"type": "function", **TOOL["function"]}]}),
+    "tokenize": ("/tokenize", {"prompt": "one two"}),
+    "tokenize a chat": ("/tokenize", {"messages": [USER], "tools": [TOOL]}),
+    "detokenize": ("/detokenize", {"tokens": [5, 6, 7]}),
+    "another model": (PLAIN, {"model": "other", "prompt": "x"}),
+    "an empty prompt": (PLAIN, {"prompt": ""}),
+    "an unknown field": (CHAT, {"messages": [USER], "max_token": 1}),
+    "a wrong value": (CHAT, {"messages": [USER], "temperature": 9}),
+    "a token of no model": (PLAIN, {"prompt": [2_000_000]}),
+    "a prompt that is too long": (PLAIN, {"prompt": [5] * 3000}),
+    "two formats": (CHAT, {"messages": [USER], "guided_regex": "a", "guided_json": {}}),
+    "neither prompt nor messages": ("/tokenize", {}),
+    "a response to nothing": (RESPONSES, {"input": "x", "previous_response_id": "resp_0"}),
+    "a reference to nothing": (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_0"}]}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    tokenizer = tokenizer_of(HERMES_TEMPLATE)
+    with live(Scripted("Hello, this is a rank.", tokenizer=tokenizer), tokenizer=tokenizer) as running:
+        yield running
+
+
+def constant(value: object) -> object:
+    """An answer without what differs from one to the next."""
+    if isinstance(value, dict):
+        return {name: constant(inner) for name, inner in value.items() if name not in VARYING}
+    return [constant(inner) for inner in value] if isinstance(value, list) else value
+
+
+def answers(server: Live, path: str, fields: dict[str, object]) -> list[tuple[int, object]]:
+    body = json.dumps({"model": MODEL, **fields})
+    with server.client() as http:
+        replies = [http.post(path, content=one, headers={"content-type": "application/json"}) for one in (body, body + PADDING)]
+    return [(reply.status_code, constant(reply.json())) for reply in replies]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_it_is_answered_like_a_small_one(server, name):
+    small, large = answers(server, *REQUESTS[name])
+    assert large == small
+
+
+def test_a_stream_and_its_prompt(server):
+    path, fields = REQUESTS["tools"]
+    small, large = answers(server, path, fields)
+    assert small[0] == large[0] == 200
+    prompts = [added.token_ids for added in server.engine.added[-2:]]
+    assert prompts[0] == prompts[1]
+    assert server.engine.added[-1].params == server.engine.added[-2].params
+
+
+def test_it_goes_on_after_a_stored_response(server):
+    with server.client() as http:
+        first = http.post(RESPONSES, json={"model": MODEL, "input": "hello", "max_output_tokens": 16}).json()
+    more = {"input": "and then?", "previous_response_id": first["id"], "max_output_tokens": 16}
+    small, large = answers(server, RESPONSES, more)
+    assert small[0] == large[0] == 200
+    assert server.engine.added[-1].token_ids == server.engine.added[-2].token_ids
+    item = {"input": [{"type": "item_reference", "id": first["output"][0]["id"]}, {"role": "user", "content": "x"}]}
+    small, large = answers(server, RESPONSES, {**item, "max_output_tokens": 16})
+    assert small[0] == large[0] == 200
+    assert server.engine.added[-1].token_ids == server.engine.added[-2].token_ids
+
+
+def test_accepted_fields_are_counted(server):
+    with server.client() as http:
+        body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 1, "user": "somebody"})
+        http.post(PLAIN, content=body + PADDING, headers={"content-type": "application/json"})
+        assert 'CompletionRequest.user"' in http.get("/metrics").text
+
+
+def test_a_process_that_ended_is_replaced(server):
+    answers(server, *REQUESTS["a prompt"])
+    for process in server.service.large_bodies._idle:
+        os.kill(process._child.process.pid, signal.SIGKILL)
+        process._child.process.wait(10)
+    small, large = answers(server, *REQUESTS["a prompt"])
+    assert large == small

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store holds its limits of number, bytes and time."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+from phalanx.serve.openai.responses.store import ResponseStore, StoredResponse
+
+
+def stored(name: str, *, text: str = "", before=()) -> StoredResponse:
+    output = [{"id": f"out_{name}", "type": "message", "content": text}]
+    return StoredResponse({"id": name, "output": output}, [{"id": f"in_{name}", "type": "message"}], before)
+
+
+def test_number():
+    store = ResponseStore(count=3, seconds=10)
+    for i in range(5):
+        store.put(stored(f"r{i}"))
+    assert [store.get(f"r{i}") is not None for i in range(5)] == [False, False, True, True, True]
+    store.put(store.get("r2"))
+    store.put(stored("r5"))
+    assert [store.get(f"r{i}") is not None for i in (2, 3, 4, 5)] == [True, False, True, True]
+
+
+def test_time():
+    now = [0.0]
+    store = ResponseStore(count=9, seconds=10, clock=lambda: now[0])
+    store.put(stored("a"))
+    now[0] = 6.0
+    store.put(stored("b"))
+    now[0] = 11.0
+    assert (store.get("a"), store.item("out_a")) == (None, None)
+    assert store.item("in_b") == {"id": "in_b", "type": "message"}
+    now[0] = 30.0
+    store.put(stored("c"))
+    assert len(store) == 1
+
+
+def test_bytes_count_whole_conversations():
+    store = ResponseStore(count=1000, seconds=10, max_bytes=20_000)
+    before = ()
+    for i in range(50):
+        one = stored(f"r{i}", text="x" * 1000, before=before)
+        store.put(one)
+        before = one.texts
+    assert [item["id"] for item in one.conversation[-4:]] == ["in_r48", "out_r48", "in_r49", "out_r49"]
+    held = sum(one.size for one in (store.get(f"r{i}") for i in range(50)) if one is not None)
+    assert held <= 20_000
+    assert len(store) < 5
+
+
+def test_deleted():
+    store = ResponseStore(count=2, seconds=10)
+    store.put(stored("a"))
+    assert store.delete("a")
+    assert not store.delete("a")
+    assert store.item("out_a") is None
+
+
+def test_one_in_progress_shows_what_is_written():
+    store = ResponseStore(count=2, seconds=10)
+    body = {"id": "a", "status": "in_progress", "output": []}
+    store.put(StoredResponse(body, []))
+    body["output"].append({"id": "out_a", "type": "message"})
+    assert store.get("a").response is body
+    body["status"] = "completed"
+    store.put(store.get("a"))
+    assert store.get("a").response == body
+    assert store.get("a").response is not body
+    assert store.item("out_a") == {"id": "out_a", "type": "message"}
+
+
+def test_memory_is_the_bytes_that_it_counts():
+    """Many small items, whose objects take four times the bytes of their JSON."""
+    store = ResponseStore(count=100, seconds=10)
+    tracemalloc.start()
+    for i in range(20):
+        items = [{"id": f"in_{i}_{j}", "type": "message", "content": [{"type": "input_text", "text": f"{j}"}]} for j in range(500)]
+        store.put(StoredResponse({"id": f"r{i}", "output": []}, items))
+    del items
+    memory, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert memory < 2 * sum(store.get(f"r{i}").size for i in range(20))
+
+
+def test_only_a_response_in_progress_can_be_cancelled():
+    """The answer may still be on its way to a slow client: a cancellation would leave the stream without its end."""
+    store, one, cancelled = ResponseStore(count=2, seconds=10), stored("a"), []
+    one.cancel = lambda: cancelled.append("a")
+    one.response["status"] = "in_progress"
+    store.put(one)
+    assert one.cancel is not None
+    one.response["status"] = "completed"
+    store.put(one)
+    assert one.cancel is None

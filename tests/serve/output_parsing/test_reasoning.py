@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reasoning between tags."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.serve.output_parsing.events import ContentParser
+from phalanx.serve.output_parsing.hermes import HermesParser
+from phalanx.serve.output_parsing.reasoning import Begin, ReasoningParser, TagTokenCounter
+from tests.support.serve_output_parsing import LETTERS, NAMES, SIZES, Read, cut, read, read_all_ways, shreds
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def make(begin, answer=ContentParser):
+    return ReasoningParser("<think>", "</think>", answer(), begin)
+
+
+@pytest.mark.parametrize(
+    ("begin", "text", "expected"),
+    [
+        (Begin.OPEN, "<think>\nHm.\n\nYes.\n</think>\n\nHello.", Read("Hello.", [], "Hm.\n\nYes.")),
+        (Begin.OPEN, "Hello. <think>no</think>", Read("Hello. <think>no</think>", [])),
+        (Begin.OPEN, "  <thinking", Read("  <thinking", [])),
+        (Begin.OPEN, " <thi", Read(" <thi", [])),
+        (Begin.OPEN, "<think>\n\n</think>\n\nHello.", Read("Hello.", [])),
+        (Begin.INSIDE, "Hm. </think>Hello. </think> <think>", Read("Hello. </think> <think>", [], "Hm.")),
+        (Begin.INSIDE, "<think>\nHm.</think>Hello.", Read("Hello.", [], "Hm.")),
+        (Begin.INSIDE, "Hm. </thi", Read("", [], "Hm. </thi")),
+        (Begin.INSIDE, "a < b </ think>", Read("", [], "a < b </ think>")),
+        (Begin.AFTER, "\n\nHello.</think>", Read("Hello.</think>", [])),
+        (Begin.OPEN, "", Read("", [])),
+    ],
+)
+def test_cases(begin, text, expected):
+    assert read_all_ways(lambda: make(begin), text) == expected
+
+
+def test_calls_follow_the_reasoning():
+    text = f"<think>I could write {CALL}.</think>\n\nI look.\n{CALL}"
+    result = read_all_ways(lambda: make(Begin.OPEN, lambda: HermesParser(NAMES, LETTERS)), text)
+    assert result == Read("I look.", [("add", '{"a": 1}')], f"I could write {CALL}.")
+
+
+@settings(max_examples=150, deadline=None)
+@given(begin=st.sampled_from(Begin), text=shreds("<think>", "</think>", "\n\n", CALL), sizes=SIZES)
+def test_pieces_never_matter(begin, text, sizes):
+    def parser():
+        return make(begin, lambda: HermesParser(NAMES, LETTERS))
+
+    assert read(parser(), cut(text, sizes)) == read(parser(), [text])
+
+
+@pytest.mark.parametrize(
+    ("begin", "tokens", "count"),
+    [
+        (Begin.OPEN, [1, 5, 5, 2, 5], 2),
+        (Begin.OPEN, [6, 1, 5, 2, 5, 1, 5], 1),
+        (Begin.OPEN, [5, 1, 5, 2], 0),
+        (Begin.INSIDE, [5, 6, 5], 3),
+        (Begin.INSIDE, [1, 5, 2, 5], 1),
+        (Begin.AFTER, [5, 2, 5], 0),
+    ],
+)
+def test_tokens_are_counted(begin, tokens, count):
+    for size in (1, 2, len(tokens)):
+        counter = TagTokenCounter(1, 2, {1: "<think>", 2: "</think>", 5: "a", 6: "\n"}.__getitem__, begin)
+        for piece in cut(tokens, [size]):
+            counter.push(piece)
+        assert counter.count == count

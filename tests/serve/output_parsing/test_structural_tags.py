@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars hold a model to its format of calls, and leave its reasoning free: by the engine's own matcher, token by token."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken
+
+from phalanx.config.sampling_params import StructuredOutputParams
+from phalanx.engine.grammar import Matcher
+from phalanx.serve.output_parsing import OutputFormat, deepseek, harmony, mistral
+from phalanx.serve.output_parsing.reasoning import Begin
+from phalanx.serve.output_parsing.structural_tags import after_reasoning, forced_calls, forced_parser, structural_tag, valid_calls
+from phalanx.serve.structured_output.compiler import compile_structured_output
+from phalanx.serve.tokenizer import Tokenizer
+from tests.support.serve_output_parsing import read
+from tests.support.serve_small_tokenizers import byte_level, write
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
+FUNCTIONS = {"weather": CITY, "noon": {"type": "object"}}
+SPECIAL = [*harmony.MARKERS, *mistral.MARKERS, "[THINK]", "[/THINK]"]
+OSLO, NOON = '{"city": "Oslo"}', "{}"
+DS = deepseek
+WRITTEN = {
+    "hermes": ("", '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>', "\n", ""),
+    "qwen3_coder": ("", "<tool_call>\n<function={}>\n{}\n</function>\n</tool_call>", "\n", ""),
+    "llama3_json": ("", '{{"name": "{}", "parameters": {}}}', "; ", ""),
+    "mistral": ("[TOOL_CALLS][", '{{"name": "{}", "arguments": {}}}', ", ", "]"),
+    "deepseek_v3": (
+        DS.CALLS_BEGIN,
+        DS.CALL_BEGIN + "function" + DS.SEPARATOR + "{}\n```json\n{}\n```" + DS.CALL_END,
+        "\n",
+        DS.CALLS_END,
+    ),
+    "deepseek_v31": (DS.CALLS_BEGIN, DS.CALL_BEGIN + "{}" + DS.SEPARATOR + "{}" + DS.CALL_END, "", DS.CALLS_END),
+}
+
+
+@functools.cache
+def tokenizer_of(template=None) -> Tokenizer:
+    """Markers of gpt-oss and Mistral are special tokens; those of DeepSeek and Qwen are plain ones."""
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    plain = ["<think>", "</think>", "<tool_call>", "</tool_call>", *deepseek.MARKERS]
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Tokenizer.load(write(Path(folder), backend))
+    if template is not None:
+        tokenizer.set_chat_template(template, origin="test")
+    return tokenizer
+
+
+def output_of(tools, reasoning="none", template=None):
+    return OutputFormat.detect(tokenizer_of(template), tools=tools, reasoning=reasoning)
+
+
+def calls(tools, *named):
+    if tools == "qwen3_coder":
+        named = [
+            (name, "\n".join(f"<parameter={key}>{value}</parameter>" for key, value in json.loads(arguments).items()))
+            for name, arguments in named
+        ]
+    before, one, between, after = WRITTEN[tools]
+    return before + between.join(one.format(name, arguments) for name, arguments in named) + after
+
+
+def accepts(params: StructuredOutputParams, text: str) -> bool:
+    """Whether a model could write this text, and end there. A special token in the text is that token."""
+    tokenizer = tokenizer_of()
+    params = compile_structured_output(params, tokenizer, vocab_size=tokenizer.vocab_size, eos_token_ids=[tokenizer.eos_token_id])
+    matcher = Matcher(params.compiled)
+    for token in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]:
+        mask = int.from_bytes(matcher.mask(), "little")
+        if not mask >> token & 1:
+            return False
+        matcher.accept(token)
+    return True
+
+
+def tag(format_):
+    return StructuredOutputParams(structural_tag=structural_tag(format_))
+
+
+@pytest.mark.parametrize("tools", WRITTEN)
+def test_forced(tools):
+    output = output_of(tools)
+    many = tag(forced_calls(output, tools, FUNCTIONS, parallel=True))
+    oslo, both = calls(tools, ("weather", OSLO)), calls(tools, ("weather", OSLO), ("noon", NOON))
+    assert accepts(many, oslo)
+    assert accepts(many, both)
+    assert not accepts(many, "")
+    assert not accepts(many, "Sure. " + oslo)
+    assert not accepts(many, calls(tools, ("weather", NOON)))
+    assert not accepts(many, calls(tools, ("other", NOON)))
+    one = tag(forced_calls(output, tools, {"noon": FUNCTIONS["noon"]}, parallel=False))
+    assert accepts(one, calls(tools, ("noon", NOON)))
+    assert not accepts(one, calls(tools, ("noon", NOON), ("noon", NOON)))
+    assert not accepts(one, oslo)
+    # What the grammar enforces is what the parser reads.
+    parser = output.parser(Begin.AFTER, FUNCTIONS, tools=forced_parser(tools))
+    assert read(parser, [output.markers.encode(both)]) == ("", [("weather", OSLO), ("noon", NOON)], "")
+
+
+@pytest.mark.parametrize("tools", WRITTEN)
+def test_valid(tools):
+    output = output_of(tools)
+    params = tag(valid_calls(output, tools, FUNCTIONS, parallel=True))
+    oslo = calls(tools, ("weather", OSLO))
+    for text in ("", "No need.", oslo, "I look. " + oslo, calls(tools, ("weather", OSLO), ("weather", OSLO))):
+        assert accepts(params, text), text
+    assert not accepts(params, calls(tools, ("weather", '{"town": 3}')))
+    assert not accepts(params, calls(tools, ("other", NOON)))
+    one = tag(valid_calls(output, tools, FUNCTIONS, parallel=False))
+    assert accepts(one, "I look. " + oslo)
+    assert not accepts(one, calls(tools, ("weather", OSLO), ("weather", OSLO)))
+    assert not accepts(one, oslo + oslo)
+
+
+def test_mistral_writes_as_its_template_does():
+    spaced = output_of("mistral", template="{{ '[TOOL_CALLS] [' }}")
+    assert accepts(
+        tag(forced_calls(spaced, "mistral", FUNCTIONS, parallel=False)), '[TOOL_CALLS] [{"name": "noon", "arguments": {}}]'
+    )
+    named = output_of("mistral", template="{{ '[ARGS]' }}")
+    params = tag(forced_calls(named, "mistral", FUNCTIONS, parallel=True))
+    assert accepts(params, "[TOOL_CALLS]noon[ARGS]{}[TOOL_CALLS]weather[ARGS]" + OSLO)
+    assert not accepts(params, "[TOOL_CALLS]noon[ARGS]3")
+
+
+def test_harmony():
+    output = output_of("gpt_oss", "gpt_oss")
+    analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + OSLO
+    final = "<|channel|>final<|message|>"
+    forced = after_reasoning(output, tag(forced_calls(output, "gpt_oss", FUNCTIONS, parallel=True)), Begin.AFTER, calls=True)
+    assert accepts(forced, call)
+    assert accepts(forced, analysis + call)
+    assert not accepts(forced, analysis + final + "No.")
+    assert not accepts(forced, call.replace(OSLO, NOON))
+    valid = after_reasoning(output, tag(valid_calls(output, "gpt_oss", FUNCTIONS, parallel=True)), Begin.AFTER, calls=True)
+    for text in (
+        call,
+        analysis + call,
+        analysis + final + "No.",
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + call,
+    ):
+        assert accepts(valid, text), text
+    assert not accepts(valid, call.replace(OSLO, NOON))
+    number = after_reasoning(output, StructuredOutputParams(regex="[0-9]+"), Begin.AFTER)
+    assert accepts(number, analysis + final + "42")
+    assert not accepts(number, analysis + final + "no")
+    assert not accepts(number, "42")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (StructuredOutputParams(regex="[0-9]+"), "42"),
+        (StructuredOutputParams(json_object=True), '{"a": {"b": 1}}'),
+        (StructuredOutputParams(json_schema=json.dumps(CITY)), OSLO),
+        (StructuredOutputParams(grammar='root ::= "yes" | "no"'), "no"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("reasoning", "opening", "closing"), [("qwen3", "<think>", "</think>"), ("mistral", "[THINK]", "[/THINK]")]
+)
+def test_a_grammar_begins_after_the_reasoning(answer, text, reasoning, opening, closing):
+    output = output_of("none", reasoning)
+    inside = after_reasoning(output, answer, Begin.INSIDE)
+    assert accepts(inside, f"Hm. {{}}{closing}\n\n{text}")
+    assert not accepts(inside, f"Hm.{closing}\n\nnothing")
+    before = after_reasoning(output, answer, Begin.OPEN)
+    assert accepts(before, f"{opening}\nHm.\n{closing}{text}")
+    assert accepts(before, text)
+    assert not accepts(before, "Hm. " + text)
+    assert after_reasoning(output, answer, Begin.AFTER) is answer
+    assert after_reasoning(output_of("none"), answer, Begin.OPEN) is answer
+
+
+def test_text_never_uses_special_tokens():
+    schema = StructuredOutputParams(json_schema=json.dumps({"type": "string"}))
+    assert accepts(schema, '"TOOL_CALLS"')
+    assert not accepts(schema, '"[TOOL_CALLS]"')
+    assert not accepts(StructuredOutputParams(regex="(.|\n)*"), "a<|end|>")

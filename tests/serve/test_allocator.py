@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After bodies at the size limit the server is about as large as before."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+
+from tests.serve.test_app_worst_bodies import BODIES, TEMPLATE, _post, plain
+from tests.support.serve_processes import Served, fake_server, until
+
+HOSTILE = (
+    "token ids", "lists of token ids", "texts of prompts", "one text", "one escaped text",
+    "one text of a message", "tools", "stops", "parts of messages", "template texts", "schema of objects", "unknown fields",
+    "arguments of lists", "wrong tokens", "lists",
+)  # fmt: skip
+MAX_GROWTH = 24 << 20
+"""Bytes. One body at the size limit takes more while it is parsed."""
+
+
+def send(served: Served, name: str) -> None:
+    path, body = BODIES[name]()
+    with _post(served, path, body) as connection:
+        connection.recv(65536)
+
+
+def test_memory_goes_back_after_hostile_bodies(tmp_path, tiny_model):
+    with fake_server(tmp_path, tiny_model, chat_template=TEMPLATE) as served:
+        server = psutil.Process(served.wait_ready().process.pid)
+
+        def memory() -> int:
+            return int(server.memory_info().rss)
+
+        with _post(served, "/v1/completions", plain()) as connection:
+            connection.recv(65536)
+        level, most = memory(), 0
+        for _ in range(2):
+            with ThreadPoolExecutor(5) as pool:
+                for _ in pool.map(lambda name: send(served, name), HOSTILE):
+                    most = max(most, memory())
+        until(lambda: memory() < level + MAX_GROWTH, 15.0, every=0.2)
+        print(f"MEMORY before {level >> 20} MiB, most {most >> 20} MiB, after {memory() >> 20} MiB")
