@@ -37,7 +37,7 @@ def started(monkeypatch, running):
 
 def test_strategies():
     assert all_workloads.parse_strategies("AUTO, NCCL,AUTO") == ["AUTO", "NCCL"]
-    with pytest.raises(OptionError, match="strategy 'FASTEST' is unknown; use AUTO, NCCL, ONESHOT, TWOSHOT"):
+    with pytest.raises(OptionError, match="strategy 'FASTEST' is unknown; use AUTO, NCCL, ONESHOT, TWOSHOT, RS_NORM_AG, GEMM_RS"):
         all_workloads.parse_strategies("AUTO,FASTEST")
 
 

@@ -19,6 +19,8 @@ from phalanx.errors import EngineError, OptionError, RequestError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.serve_processes import fake_server, rank_server, until
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from phalanx.bench import roofline, shapes, workloads
@@ -40,6 +41,24 @@ def test_weights_are_layers_and_head():
     assert roofline.weight_bytes(shape_of("llama-3-8b"), "bf16") == 2 * (32 * one_layer + head)
 
 
+def test_experts_count_where_tokens_reach_them():
+    """Mixtral: 2 of 8 for one token, 8 (1 - (6/8)^T) of them for T, and all in the limit."""
+    shape = shape_of("mixtral-8x7b")
+    expert = 3 * 4096 * 14336 * 2
+    others = 2 * (32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 8 * 4096 + 2 * 4096) + 32000 * 4096 + 4096)
+    assert roofline.weight_bytes(shape, "bf16", 1) == pytest.approx(others + 32 * 2 * expert, rel=1e-9)
+    assert roofline.weight_bytes(shape, "bf16", 4) == pytest.approx(others + 32 * 8 * (1 - 0.75**4) * expert, rel=1e-9)
+    assert roofline.weight_bytes(shape, "bf16", 1000) == pytest.approx(others + 32 * 8 * expert, rel=1e-9)
+
+
+def test_experts_that_one_tensor_has_count_where_tokens_reach_them():
+    """gpt-oss-120b: 4 of 128 experts of 2,880 features for a token, in MXFP4 with a scale for 32 values, and biases in 16 bit."""
+    shape = shape_of("gpt-oss-120b")
+    every = roofline.weight_bytes(shape, "bf16", 1e6)
+    expert = 3 * 2880 * 2880 * (1 / 2 + 1 / 32) + 2 * 3 * 2880
+    assert every - roofline.weight_bytes(shape, "bf16", 1) == pytest.approx(36 * 124 * expert, rel=1e-9)
+
+
 def test_keys_and_values_are_read_by_every_request():
     shape, facts = shape_of("llama-3-8b"), facts_of(token_bytes=131072)
     assert roofline.kv_token_bytes(facts) == 131072
@@ -55,6 +74,25 @@ def test_a_pipeline_reads_the_weights_for_every_micro_batch():
     assert roofline.round_bytes(shape, facts, 64, 100) == weights + 32 * 100 * 131072
     # One request passes the stages one after the other: its time is that of one rank.
     assert roofline.round_bytes(shape, facts, 1, 100) == weights + 100 * 131072
+
+
+def test_replicas_share_the_requests():
+    shape, one = shape_of("llama-3-8b"), facts_of(token_bytes=131072)
+    two = facts_of(token_bytes=131072)
+    two.num_blocks, two.max_batch_size, two.replicas = 2 * one.num_blocks, 2 * one.max_batch_size, 2
+    assert roofline.kv_token_bytes(two) == 131072
+    assert roofline.round_bytes(shape, two, 64, 192) == roofline.round_bytes(shape, one, 32, 192)
+
+
+def test_data_parallel_indices_share_requests_and_experts():
+    """Two indices of two ranks: a rank reads its quarter of the experts that all tokens reach, and its own requests' keys."""
+    shape, facts = shape_of("mixtral-8x7b"), facts_of(tp=2, token_bytes=65536)
+    together = msgspec.structs.replace(facts, layout=(1, 2, 2), world=4, num_blocks=2 * facts.num_blocks)
+    assert roofline.kv_token_bytes(together) == roofline.kv_token_bytes(facts)
+    expert, reached = 3 * 4096 * 14336 * 2, 32 * 8 * (1 - 0.75**4)
+    others = roofline.weight_bytes(shape, "bf16", 4) - reached * expert
+    expected = others / 2 + reached * expert / 4 + 2 * 100 * 65536
+    assert roofline.round_bytes(shape, together, 4, 100) == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_fullest_rank_of_a_stage_counts():

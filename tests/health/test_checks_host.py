@@ -397,6 +397,10 @@ def test_loopback_host_name(tmp_path):
     assert (status, finding_of(report, "host_name")["level"]) == (1, "warning")
 
 
+def test_master_address_where_ray_places_the_ranks():
+    assert only("master_address", subject("demo", launcher="ray", **TWO_HOSTS)).level == "skipped"
+
+
 def test_master_address():
     own = next(entry.address for entry in psutil.net_if_addrs()[outward()] if entry.family == socket.AF_INET)
     assert only("master_address", subject("demo", master_addr=own, **TWO_HOSTS)).level == "ok"

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -30,6 +32,7 @@ def names(text):
         ("0.9 of the GPU memory left (...) gives the KV cache 0 bytes; not a single KV block fits", "memory_budget"),
         ("rank 1 (pid 17, node 0) was killed by SIGBUS", "shm_size"),
         ("rank 1 (pid 17, node 0) was killed by SIGKILL", "host_memory"),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 536870912 bytes", "host_memory"),
         ("rank 0 failed: OSError: [Errno 24] Too many open files", "open_files"),
         ("rank 0 failed: OSError: [Errno 28] No space left on device", "disk_space"),
         ("rank 0 failed: RuntimeError: can't start new thread", "task_limit"),
@@ -60,6 +63,16 @@ def test_findings_of_a_full_gpu():
     assert any(f"(pid {os.getpid()}) has 136.0 GiB" in finding.summary for finding in findings)
 
 
+def test_several_processes_on_a_gpu_leave_room_for_the_remedy():
+    holders = [struct(pid=os.getppid(), usedGpuMemory=4 << 30), struct(pid=os.getpid(), usedGpuMemory=126 << 30)]
+    taken = machine(1).change("nvmlDeviceGetComputeRunningProcesses", holders)
+    taken.change("nvmlDeviceGetMemoryInfo", struct(total=150_754_820_096, used=127 << 30, free=13 << 30))
+    findings = failed_start.find("CUDA out of memory", subject("llama-3-8b", nvml=taken))
+    assert [finding.level for finding in findings] == [Level.ERROR, Level.ERROR]
+    assert any(f"(pid {os.getpid()}) has 126.0 GiB" in finding.summary for finding in findings)  # the one with the most
+    assert any("--dtype fp8" in command for finding in findings for command in finding.commands)
+
+
 def test_the_error_keeps_its_kind_and_words():
     finding = Finding(Level.ERROR, "the disk is full", "free it", ("rm big",))
     error = failed_start.with_findings(CapacityError("no room", held="1 byte", why="it is small", next="grow"), [finding])
@@ -85,7 +98,7 @@ def test_an_explanation_that_fails_changes_nothing():
     assert process._explained(error, {"options": {"model": "demo", "unknown": 1}}) is error
 
 
-def generate(*flags: str) -> subprocess.CompletedProcess:
+def generate(*flags: str, limits: Callable[[], None] | None = None) -> subprocess.CompletedProcess:
     command = [
         sys.executable,
         "-m",
@@ -101,7 +114,7 @@ def generate(*flags: str) -> subprocess.CompletedProcess:
         *flags,
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment, preexec_fn=limits)
 
 
 def test_following_the_first_remedy_makes_the_same_start_succeed():
@@ -112,3 +125,21 @@ def test_following_the_first_remedy_makes_the_same_start_succeed():
     remedy = re.search(r"`phalanx serve demo (--kv_cache_bytes \d+)`", failed.stderr)
     assert remedy, failed.stderr
     assert generate(*remedy[1].split()).returncode == 0
+
+
+def test_following_the_first_remedy_with_capped_memory():
+    """For real, on CPU: the allocator of a rank runs out of memory (`ulimit -v`); the KV cache that the error names lets the same
+    start succeed under the same cap."""
+
+    def capped() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (5 << 29, 5 << 29))
+
+    same = ("--max_batch_size", "1024")
+    failed = generate(*same, "--kv_cache_bytes", str(4 << 30), limits=capped)
+    assert failed.returncode == 1
+    assert "can't allocate memory" in failed.stderr
+    assert "the doctor finds: `ulimit -v` allows each process 2.50 GiB, and a rank needs about 6.0" in failed.stderr
+    remedy = re.search(r"`phalanx serve demo (--kv_cache_bytes \d+)`", failed.stderr)
+    assert remedy, failed.stderr
+    again = generate(*same, *remedy[1].split(), limits=capped)
+    assert again.returncode == 0, again.stderr[-2000:]

@@ -8,9 +8,12 @@ import logging
 import pytest
 
 from phalanx.config import EngineOptions
+from phalanx.config.model import ModelShape
+from phalanx.config.resolve import resolve
 from phalanx.errors import CapacityError, OptionError
 from phalanx.hardware.probe import Machine
 from phalanx.plan import auto, subject
+from phalanx.plan.families import known
 
 
 def options(**asked):
@@ -23,7 +26,19 @@ def test_the_layout_of_the_best_plan_and_its_reason(caplog):
         chosen = auto.choose(options(), subject.shape_for("llama-3-70b"), machine)
     assert (chosen.tensor_parallel_size, chosen.pipeline_parallel_size, chosen.plan) == (4, 1, "off")
     assert "chosen: tp 4 pp 1" in caplog.text
-    assert "replicas" not in caplog.text
+    assert chosen.replicas == 1
+
+
+def test_groups_of_experts_where_options_ask_for_them():
+    machine, _ = subject.machine_for("H200")
+    shape = subject.shape_for("mixtral-8x22b")
+    mixtral = options(model="mixtral-8x22b", expert_exchange="ALL_TO_ALL")
+    chosen = auto.choose(mixtral, shape, machine)
+    assert chosen.expert_parallel_size > 1  # what is exchanged between groups has an effect only there
+    resolve(chosen, ModelShape.from_config(known("mixtral-8x22b")), 8)
+    moved = auto.choose(options(model="mixtral-8x22b", rebalance_experts_every=60.0, redundant_experts=8), shape, machine)
+    assert (moved.moe_expert_parallel_size > 1, moved.expert_parallel_size) == (True, 1)
+    resolve(moved, ModelShape.from_config(known("mixtral-8x22b")), 8)
 
 
 def test_where_nothing_fits_nothing_is_started():
@@ -32,9 +47,13 @@ def test_where_nothing_fits_nothing_is_started():
         auto.choose(options(), subject.shape_for("llama-3-70b"), machine)
 
 
-def test_a_layout_beside_it_is_a_contradiction():
-    with pytest.raises(OptionError, match="either the planner or the user"):
-        auto.planned(options(tensor_parallel_size=2))
+@pytest.mark.parametrize(
+    "name",
+    ["tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "moe_expert_parallel_size", "replicas", "nnodes"],
+)
+def test_a_layout_beside_it_is_a_contradiction(name):
+    with pytest.raises(OptionError, match=f"beside a layout; {name}=2; .*either the planner or the user"):
+        auto.planned(options(**{name: 2}))
 
 
 def test_without_a_gpu_one_rank(monkeypatch):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from phalanx.bench.prediction import arrivals, simulate
 from phalanx.engine.scheduler import SchedulerOptions
 from phalanx.plan import burst, subject
 from phalanx.plan.burst import Limits
-from phalanx.plan.cost import Costs, Work
+from phalanx.plan.cost import Costs
 from phalanx.plan.footprint import Split
 from phalanx.plan.graphs import graph_sizes
 
@@ -47,11 +49,8 @@ def test_every_request_ends_and_more_take_longer(requests, isl, osl, split):
     mine, limits = costs(*split), Limits(128, 8192, 500_000)
     one, more = burst.run(mine, requests, isl, osl, limits), burst.run(mine, requests + 7, isl, osl, limits)
     assert 0 < one.ttft_s <= one.ttft_last_s <= one.seconds * (1 + 1e-9)
-    # A pipeline's last prompt step is charged its own stages alone, not what the step before it still takes to drain: more requests
-    # that end with a small step may so come out shorter, by no more than that.
-    stages = mine.step_seconds(Work(8192, 128, 0.0, 8192 * isl / 2, True))
-    drain = sum(stages) - max(stages)
-    assert more.seconds >= (one.seconds - drain) * (1 - 1e-9)
+    # How many steps share a pipeline is a whole number: some more requests may change it, and gain a little by that.
+    assert more.seconds >= one.seconds * (1 - (1e-9 if split[1] == 1 else 0.02))
     assert one.output_tokens_per_second == pytest.approx(requests * osl / one.seconds)
 
 
@@ -63,5 +62,17 @@ def test_a_small_cache_runs_in_turns():
 
 def test_padding_is_that_of_the_captured_graphs():
     captured = [size.tokens for size in graph_sizes(256, 0)[0]]
-    assert [burst.padded(rows, 256) for rows in (1, 3, 9, 65, 250, 256)] == [1, 4, 16, 80, 256, 256]
-    assert all(burst.padded(rows, 256) in captured for rows in range(1, 257))
+    assert [burst.computed_rows(costs(), rows, 256) for rows in (1, 3, 9, 65, 250, 256)] == [1, 4, 16, 80, 256, 256]
+    assert all(burst.computed_rows(costs(), rows, 256) in captured for rows in range(1, 257))
+    largest = costs().graph_tokens
+    assert largest in (size.tokens for size in graph_sizes(256, largest)[1])
+    assert [burst.computed_tokens(costs(), tokens) for tokens in (7, 100, 200, largest, largest + 1)] == [
+        (32, False), (128, False), (256, False), (largest, False), (largest + 1, True)
+    ]  # fmt: skip
+
+
+def test_a_cpu_replays_no_graphs():
+    mine = replace(MACHINE, gpu=replace(MACHINE.gpu, sm=0))
+    on_cpu = replace(costs(), machine=mine)
+    assert [burst.computed_rows(on_cpu, rows, 256) for rows in (1, 3, 9)] == [1, 3, 9]
+    assert burst.computed_tokens(on_cpu, 100) == (100, True)

@@ -58,8 +58,8 @@ def test_more_ranks_slower_links_and_networks_cost_more():
     assert collectives.worst("table", "estimated", "derived") == "estimated"
 
 
-def test_all_to_all_is_at_least_its_wire():
-    curve = collectives.all_to_all(H200, 8, None)
+def test_the_exchange_of_experts_is_at_least_its_wire():
+    curve = collectives.expert_exchange(H200, 8, None)
     size = 1 << 26
     assert curve.us(size) > size * 7 / 8 / H200.link_bandwidth * 1e6
     assert curve.label == "estimated"

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import CapacityError, OptionError
-from phalanx.plan import search, subject
+from phalanx.plan import explain, footprint, search, subject
+from phalanx.plan.families import layer_tensors
+from phalanx.plan.footprint import Split
 from phalanx.plan.search import Layout, Rejected, Wanted
 
 LLAMA, MIXTRAL = subject.shape_for("llama-3-70b"), subject.shape_for("mixtral-8x22b")
@@ -55,8 +57,40 @@ def test_experts_both_ways():
     found = search.search(MIXTRAL, machine("H200"), wanted())
     layouts = {(plan.layout.tp, plan.layout.ep, plan.layout.moe_ep) for plan in found.plans}
     assert {(4, 2, 1), (2, 4, 1), (8, 1, 8), (4, 1, 2)} <= layouts
-    assert {plan.output_tokens_per_second.label for plan in found.plans} == {"estimated"}
+    for plan in found.plans:  # groups of ep are in no fit; experts inside the tensor-parallel group are
+        assert (plan.output_tokens_per_second.label == "estimated") == (plan.layout.ep > 1), plan.layout
     assert not any(plan.layout.ep > 1 for plan in search.search(LLAMA, machine(), wanted()).plans)
+
+
+def test_copies_of_experts_cost_their_memory():
+    layout = Layout(8, 1, 1, 1, moe_ep=8, redundant=8)
+    bare = search.examine(MIXTRAL, machine("H200"), wanted(), replace(layout, redundant=0))
+    copied = search.examine(MIXTRAL, machine("H200"), wanted(), layout)
+    experts = sum(
+        footprint.tensor_bytes(MIXTRAL, tensor, "fp8", Split()) // tensor.experts
+        for layer in range(MIXTRAL.num_layers) for tensor in layer_tensors(MIXTRAL, layer) if tensor.experts
+    )  # fmt: skip
+    assert copied.bytes["weights"] - bare.bytes["weights"] == experts  # one more expert of each layer on each rank
+    assert copied.kv_tokens < bare.kv_tokens
+    assert copied.layout.name == "tp 8 pp 1 moe_ep 8 + 8 copies"
+    assert explain.options("mixtral-8x22b", machine("H200"), wanted(), copied)["redundant_experts"] == 8
+
+
+def test_copies_need_ranks_that_hold_whole_experts():
+    found = search.search(MIXTRAL, machine("H200"), wanted(redundant_experts=8))
+    assert {plan.layout.moe_ep for plan in found.plans} == {2, 4, 8}
+    reasons = {each.layout.moe_ep: each.reason for each in found.rejected}
+    assert reasons[1].startswith("redundant_experts 8: only ranks of moe_ep above 1")
+    three = search.examine(MIXTRAL, machine("H200"), wanted(), Layout(4, 1, 1, 2, moe_ep=4, redundant=3))
+    assert three.reason == "redundant_experts 3 is no multiple of moe_ep 4 up to 24"
+    dense = search.search(LLAMA, machine("H200"), wanted(redundant_experts=2))
+    assert not dense.plans
+    assert "the model has no experts" in dense.rejected[0].reason
+
+
+def test_groups_of_experts_need_a_request_each():
+    verdict = search.examine(MIXTRAL, machine("H200"), wanted(max_batch_size=2), Layout(2, 1, 4, 1))
+    assert verdict.reason == "ep 4 runs requests of its own in each group, and max_batch_size is 2"
 
 
 def test_objectives_reject_and_say_by_how_much():

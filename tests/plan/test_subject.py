@@ -39,6 +39,15 @@ def test_a_file_and_a_folder(tmp_path):
         subject.shape_for(str(path))
 
 
+def test_gguf(tmp_path):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(ModelNotFound, match="is a GGUF file"):
+        subject.shape_for(str(file))
+    with pytest.raises(ModelNotFound, match="has GGUF files only"):
+        subject.shape_for(str(tmp_path))
+
+
 def test_an_unknown_model_names_the_known_ones(monkeypatch):
     import huggingface_hub
 

@@ -12,6 +12,10 @@ import transformers
 from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
+from phalanx.plan.families import known
+from phalanx.plan.families.registry import names
+from phalanx.plan.footprint import Split, layer_weight_bytes
+from phalanx.plan.shape import Shape
 from phalanx.plan.weight_tensors import layer_bytes, tensors
 
 SIZES: dict[str, Any] = {
@@ -44,6 +48,26 @@ def test_the_catalog_is_what_our_models_read(family: str, traits: dict[str, Any]
     shape = _shape(family, traits)
     model = registry.build(shape, group=Solo(), layers=range(3), dtype=torch.float32, device=torch.device("meta"))
     assert {part.name: part.shape for part in weights.slices(model)} == tensors(shape)
+
+
+class Rank(Solo):
+    """The first of `size` ranks, of which nothing is computed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", [name for name in names() if not name.startswith(("openai/gpt-oss", "deepseek-ai/DeepSeek-V3"))])
+def test_layers_are_split_as_declared(name: str, tp: int) -> None:
+    """What a rank reads of a layer has the bytes that the planner counts. Two differ: gpt-oss, whose ranks pad scales, and
+    DeepSeek-V3, which reads in FP8 what it keeps in 16 bit."""
+    config = known(name)
+    assert config is not None
+    shape = ModelShape.from_config(config)
+    model = registry.build(shape, group=Rank(tp), layers=range(1, 2), dtype=torch.bfloat16, device=torch.device("meta"))
+    read = sum(part.target.nbytes for part in weights.slices(model))
+    assert read == layer_weight_bytes(Shape.of(shape), 1, "bf16", Split(tp))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -87,7 +87,7 @@ def metrics_text(model: str = "demo", **fields: Any) -> str:
         metrics.next_tokens(seconds, 1)
     for _ in range(refused):
         metrics.refused("queue_full")
-    metrics.engine = Stats(**{"blocks_total": 100, **fields})
+    metrics.engines = [Stats(**{"blocks_total": 100, **fields})]
     metrics.queued, metrics.queue_limits = lambda: (queued, 10 * queued), {"requests": limit}
     return metrics.exposition()[0].decode()
 

@@ -2,9 +2,9 @@
 """The roofline: the bytes that a step must read from memory, over the measured bandwidth of this machine's memory.
 
 A round is one token for every running request. Each rank reads its slice of the weights once a round for every micro-batch. A
-pipeline holds pp micro-batches, so all stages together read weights / tp in a round, whatever pp is. A round also reads the keys
-and values of the requests. Activations, the few rows of the embedding and all writes are left out, so no measurement exceeds the
-roofline.
+pipeline holds pp micro-batches, so all stages together read weights / tp in a round, whatever pp is. Of routed experts it reads
+those that its tokens reach, in the mean of a uniform routing. A round also reads the keys and values of the requests. Activations,
+the few rows of the embedding and all writes are left out, so no measurement exceeds the roofline.
 
 `python -m phalanx.bench.roofline` measures a GPU and prints JSON: in a process of its own, so that no memory stays allocated.
 """
@@ -25,7 +25,7 @@ from phalanx.config.model import ModelShape
 from phalanx.engine.messages import EngineFacts
 from phalanx.hardware import probe
 from phalanx.plan.layout import Layout
-from phalanx.plan.weight_tensors import layer_bytes
+from phalanx.plan.weight_tensors import expert_bytes, layer_bytes
 
 _TIMEOUT = 180.0  # seconds for the process that measures a GPU: importing torch is most of it
 _GPU_BYTES = 4 << 30
@@ -50,19 +50,23 @@ class Bandwidth:
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def weight_bytes(shape: ModelShape, dtype: str) -> int:
-    """Bytes of the weights that a token reads, all ranks together: every layer and the output head, not the embedding.
+def weight_bytes(shape: ModelShape, dtype: str, tokens: float = 1) -> float:
+    """Bytes of the weights that a step of so many tokens reads, all ranks together: every layer, of routed experts those that are
+    reached, and the output head, not the embedding.
 
-    dtype: as `plan.weights.layer_bytes` takes it.
+    dtype: as `plan.weight_tensors.layer_bytes` takes it.
     """
     layers, _, head = layer_bytes(shape, dtype)
-    return sum(layers) + head
+    total = float(sum(layers) + head)
+    if shape.experts is None:
+        return total
+    return total - (1 - shape.experts.touched(tokens) / shape.experts.count) * expert_bytes(shape, dtype)
 
 
 def kv_token_bytes(facts: EngineFacts) -> float:
     """Bytes of one token's keys and values in the engine's cache, on the tp rank that holds most, all stages together."""
     layout = _layout(facts)
-    tokens = facts.num_blocks * facts.block_size
+    tokens = facts.num_blocks // (facts.replicas * layout.dp) * facts.block_size
     stages = [0.0] * layout.pp
     for rank in facts.ranks:
         stage = layout.place(rank.rank).pp_index
@@ -71,14 +75,18 @@ def kv_token_bytes(facts: EngineFacts) -> float:
 
 
 def round_bytes(shape: ModelShape, facts: EngineFacts, requests: float, context: float) -> float:
-    """Bytes that one device reads for a round of `requests` requests at a mean context in tokens.
+    """Bytes that one device reads for a round of `requests` requests, split evenly over the replicas, at a mean context in tokens.
 
     On CPU all ranks share the host's memory, so the bytes of all ranks count.
     """
     layout = _layout(facts)
-    weights = weight_bytes(shape, facts.dtype) / layout.tp
-    keys = max(requests / layout.pp, 1) * attended_tokens(shape, context) * kv_token_bytes(facts)
-    return (weights + keys) * (layout.world if facts.device.startswith("cpu") else 1)
+    rows = max(requests / facts.replicas / layout.pp / layout.dp, 1)
+    weights = weight_bytes(shape, facts.dtype, rows * layout.dp) / layout.tp
+    if shape.experts is not None and layout.dp > 1:  # tokens of all dp indices reach a rank's experts, which are 1/dp of them
+        reached = expert_bytes(shape, facts.dtype) * shape.experts.touched(rows * layout.dp) / shape.experts.count
+        weights -= reached * (1 - 1 / layout.dp) / layout.tp
+    keys = rows * attended_tokens(shape, context) * kv_token_bytes(facts)
+    return (weights + keys) * (layout.world * facts.replicas if facts.device.startswith("cpu") else 1)
 
 
 def attended_tokens(shape: ModelShape, context: float) -> float:

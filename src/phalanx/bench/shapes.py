@@ -16,6 +16,7 @@ from typing import Any
 
 from phalanx.bench.report import os_failure
 from phalanx.errors import OptionError
+from phalanx.plan.families import known
 
 _LLAMA_3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "hidden_act": "silu",
@@ -40,9 +41,20 @@ def _llama(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": _llama(4096, 14336, 32, 32),
     "llama-3-70b": _llama(8192, 28672, 80, 64),
+    "llama-3.1-8b": {**_llama(4096, 14336, 32, 32), **_LONG},
+    "llama-3.1-70b": {**_llama(8192, 28672, 80, 64), **_LONG},
     "llama-3.1-405b": {**_llama(16384, 53248, 126, 128), **_LONG},
 }
 """Name -> config.json."""
+
+_KNOWN = (
+    "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b", "deepseek-v2-lite",
+    "deepseek-v2", "deepseek-v3",
+)  # fmt: skip
+for _name in _KNOWN:
+    _config = known(_name)
+    assert _config is not None
+    SHAPES[_name] = {"bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16", **_config}
 
 
 def write(name: str, folder: Path) -> Path:

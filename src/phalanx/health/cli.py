@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs `topo`, `monitor` and `doctor` of the command. The engine's and the server's flags come from the command above."""
+"""The verbs `topo`, `monitor`, `experts` and `doctor` of the command. The engine's and the server's flags come from the command
+above."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ def register(command: typer.Typer, takes: Takes) -> None:
     """Add the verbs to the command. takes: `cli.takes`, which gives a verb the engine's and the server's flags."""
     command.command()(takes(EngineOptions, model_argument=False)(topo))
     command.command()(monitor)
+    command.command()(experts)
     command.command()(takes(EngineOptions, ServeOptions, model_argument=False)(doctor))
 
 
@@ -110,6 +112,22 @@ def monitor(
         watch.read()
         _give(json, view.dumps(watch.frame()), lambda: _console().print(view.render(watch.frame())))
         raise typer.Exit(0 if watch.reached else 1)
+
+
+def experts(
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="A server.")] = "http://localhost:8000",
+    recent: Annotated[bool, typer.Option("--recent", help="Of the last minute, instead of since the start.")] = False,
+    copies: Annotated[int, typer.Option(help="Also show what so many further copies in each layer would give.", min=0)] = 0,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.svg", help="Draw the map there, too.")] = None,
+    json: Json = None,
+) -> None:
+    """Show the load of each expert of a running server as a heat map, and what another placement would give."""
+    from phalanx.health import experts as view
+
+    engines = view.views(view.read(url), recent=recent, redundant=copies)
+    if out is not None:
+        out.write_text(view.picture(engines), encoding="utf-8")
+    _give(json, view.dumps(engines), lambda: view.show(engines, _console()))
 
 
 def _subject(raw_options: RawOptions, model: str | None) -> Any:

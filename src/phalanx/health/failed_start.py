@@ -49,16 +49,18 @@ def fitting(text: str) -> list[Check]:
 
 
 def find(text: str, subject: Subject) -> list[Finding]:
-    """The gravest findings of the checks that fit a failure's text, and that say more than it does."""
+    """The gravest findings of the checks that fit a failure's text, and that say more than it does. The first finding of each check
+    comes before the second of any: several processes on a GPU do not take the place of a remedy."""
     results = examine(subject, fitting(text)).results
     # What begins as the error does is the error itself: the check asked the same code.
     alarms = [
-        finding
+        (number, finding)
         for result in results
-        for finding in result.findings
-        if finding.level.alarm and finding.summary.split(";")[0] not in text
+        for number, finding in enumerate(each for each in result.findings if each.level.alarm)
+        if finding.summary.split(";")[0] not in text
     ]
-    return sorted(alarms, key=lambda finding: finding.level is not Level.ERROR)[:MOST_FINDINGS]
+    alarms.sort(key=lambda alarm: (alarm[1].level is not Level.ERROR, alarm[0]))
+    return [finding for _, finding in alarms[:MOST_FINDINGS]]
 
 
 def with_findings(error: PhalanxError, findings: Sequence[Finding]) -> PhalanxError:

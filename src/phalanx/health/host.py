@@ -103,7 +103,7 @@ class Host:
         return Space(stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize)
 
     def limit(self, name: str) -> Limit:
-        """Of "nofile", "memlock", "nproc" or "stack"."""
+        """Of "nofile", "memlock", "nproc", "stack", "as" or "data"."""
         soft, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
         return Limit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
 

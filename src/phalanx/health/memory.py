@@ -2,9 +2,8 @@
 """Bytes that a model takes on the fullest GPU of a layout, and what each change of options would free: the remedies for out of
 memory.
 
-Weights and the KV cache are exact (`plan.weight_tensors`, `plan.memory`). Activations and graphs are estimates: the engine
-measures them at its start. The formula of activations was checked against starts of 70B in FP8 on H200
-(benchmarks/results/serving): 1.68, 1.37 and 1.37 GB against 1.62, 1.40 and 1.37 measured at TP 1, 2 and 4 with max_batch_size 512.
+All of it by the planner's function (`plan.footprint.rank_memory`): weights and KV cache are exact, and what stands beside them is
+never less than a committed start took. On CPU only weights, KV cache and a step's activations count.
 """
 
 from __future__ import annotations
@@ -13,46 +12,34 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.config.dtypes import DTYPES
 from phalanx.config.model import ModelShape
 from phalanx.config.options import EngineOptions
 from phalanx.config.resolve import resolve
 from phalanx.errors import PhalanxError
-from phalanx.plan.layout import Layout, require_suits, stages
-from phalanx.plan.memory import KvSpec, block_bytes
-from phalanx.plan.shard import heads
-from phalanx.plan.weight_tensors import layer_bytes
+from phalanx.plan import footprint
+from phalanx.plan.footprint import RankMemory, Sizes, Split
+from phalanx.plan.layout import Layout, require_suits
+from phalanx.plan.shape import Shape
 
-CONTEXT_BYTES = 600 << 20
-"""A CUDA context with the libraries' workspaces, and the all-reduce's buffers, which torch's allocator does not count."""
-GRAPHS_BYTES = 450 << 20
-_SAMPLER_COPIES = 5
-"""Tensors [max_batch_size, vocabulary] in fp32 that the sampler may hold at once."""
+MOST_BYTES = 1 << 62
+"""Of a GPU, where its memory does not matter."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes on one GPU, of the rank that needs the most. block: one KV block, without which no request runs."""
+    """Bytes on one GPU, of the rank that needs the most. sequence: KV cache of one request of full length."""
 
-    weights: int
-    activations: int
-    graphs: int
-    context: int
-    block: int
+    rank: RankMemory
     sequence: int
 
     @property
     def least(self) -> int:
         """What a start needs: everything, and a single KV block."""
-        return self.weights + self.activations + self.graphs + self.context + self.block
+        return self.rank.least
 
     def text(self) -> str:
-        parts = {
-            "weights": self.weights,
-            "activations": self.activations,
-            "graphs": self.graphs,
-            "context and buffers": self.context,
-        }
+        rank = self.rank
+        parts = {"weights": rank.weights, "activations, context and buffers": rank.beside, "graphs": rank.graphs}
         return ", ".join(f"{name} {count / 1e9:.2f} GB" for name, count in parts.items() if count)
 
 
@@ -77,43 +64,28 @@ def _flag(name: str, value: object) -> str:
     return f"--{name} {value}"
 
 
-def budget(options: EngineOptions, shape: ModelShape, *, on_gpu: bool) -> Budget:
-    """Of options whose "auto" is settled here. Raises LayoutError or OptionError for what cannot be laid out."""
+def split(options: EngineOptions) -> Split:
+    return Split(
+        options.tensor_parallel_size, options.pipeline_parallel_size, options.expert_parallel_size,
+        options.moe_expert_parallel_size, options.redundant_experts,
+    )  # fmt: skip
+
+
+def budget(options: EngineOptions, shape: ModelShape, total: int = MOST_BYTES, *, on_gpu: bool) -> Budget:
+    """Of options whose "auto" is settled here, on GPUs with `total` free bytes. Raises LayoutError or OptionError for what cannot
+    be laid out."""
     world = options.world_size
     device = "cuda" if on_gpu else "cpu"
     settled = resolve(options.model_copy(update={"device": device}), shape, max(-(-world // options.nnodes), 1)).options
-    tp, pp = options.tensor_parallel_size, options.pipeline_parallel_size
-    require_suits(Layout(pp, options.expert_parallel_size, tp), shape)
-    quantized = options.dtype == "fp8" or shape.quantization is not None
-    plain = "bf16" if settled.dtype == "fp8" else settled.dtype
-    per_layer, embedding, head = layer_bytes(shape, "fp8" if quantized else plain)
-    ranges = stages(per_layer, pp, first_bytes=embedding, last_bytes=head)
-    first, last = embedding, head
-    if shape.tie_word_embeddings and pp == 1:
-        last = 0
-    stage_bytes = [
-        sum(per_layer[place] for place in layers) + (first if stage == 0 else 0) + (last if stage == pp - 1 else 0)
-        for stage, layers in enumerate(ranges)
-    ]
-    stage = max(range(pp), key=stage_bytes.__getitem__)
-    itemsize = DTYPES[plain].itemsize
-    spec = KvSpec(
-        len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv),
-        shape.head_dim,
-        1 if settled.kv_cache_dtype == "fp8" else itemsize,
-    )
-    block = block_bytes([spec] * len(ranges[stage]), options.kv_block_size)
-    tokens, length = settled.max_num_tokens or 1, settled.max_seq_len or 1
-    layer_peak = tokens * itemsize * (2 * shape.hidden_size + 3 * shape.intermediate_size // tp)
-    sampler = _SAMPLER_COPIES * min(options.max_batch_size, tokens) * shape.vocab_size * 4
-    return Budget(
-        -(-stage_bytes[stage] // tp),
-        max(layer_peak, sampler),
-        GRAPHS_BYTES if on_gpu and options.cuda_graphs else 0,
-        CONTEXT_BYTES if on_gpu else 0,
-        block,
-        block * math.ceil(length / options.kv_block_size),
-    )
+    layout = split(options)
+    require_suits(Layout(layout.pp, layout.ep, layout.tp), shape)
+    size = 1 if settled.kv_cache_dtype == "fp8" else footprint.itemsize(settled.dtype)
+    sizes = Sizes(
+        settled.dtype, size, options.index_batch_size, settled.max_num_tokens or 1, options.kv_block_size,
+        options.kv_cache_free_gpu_memory_fraction, options.cuda_graphs,
+    )  # fmt: skip
+    rank = footprint.rank_memory(Shape.of(shape), layout, total, sizes)
+    return Budget(rank, rank.block * math.ceil((settled.max_seq_len or 1) / options.kv_block_size))
 
 
 def remedies(options: EngineOptions, shape: ModelShape, free: int, gpus: int) -> list[Remedy]:
@@ -148,23 +120,74 @@ def _changes(options: EngineOptions, shape: ModelShape) -> Iterator[tuple[dict[s
         yield {"cuda_graphs": False}, "no memory for captured graphs; small steps get slower"
     if options.dtype != "fp8" and shape.quantization is None:
         yield {"dtype": "fp8"}, "weights of GEMMs in one byte instead of two"
+    if options.redundant_experts:
+        yield {"redundant_experts": 0}, "no copies of experts; the load of ranks may be less even"
     for factor in (2, 4, 8):
         yield {"tensor_parallel_size": options.tensor_parallel_size * factor}, f"each layer over {factor} times as many GPUs"
     for factor in (2, 4):
         yield {"pipeline_parallel_size": options.pipeline_parallel_size * factor}, f"layers over {factor} times as many stages"
 
 
-def sequence_remedy(options: EngineOptions, shape: ModelShape, room: int) -> Remedy | None:
-    """The longest max_seq_len of which one request fits in `room` bytes of KV cache, where the whole length does not."""
-    current = budget(options, shape, on_gpu=True)
+@dataclass(frozen=True)
+class CpuBudget:
+    """Bytes of the rank on CPU that needs the most, without its libraries. block: one KV block; sequence: one request of full
+    length."""
+
+    weights: int
+    activations: int
+    kv: int
+    block: int
+    sequence: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.kv
+
+    def text(self) -> str:
+        return f"weights {self.weights / 1e9:.2f} GB, activations {self.activations / 1e9:.2f} GB, KV cache {self.kv / 1e9:.2f} GB"
+
+
+def cpu_budget(options: EngineOptions, shape: ModelShape) -> CpuBudget:
+    """Of options whose "auto" is settled here. A rank allocates no more KV cache than the requests of its dp index can use."""
+    settled = resolve(options.model_copy(update={"device": "cpu"}), shape, 0).options
+    need = budget(options, shape, on_gpu=False)
+    assert settled.kv_cache_bytes is not None
+    assert settled.max_num_tokens is not None
+    block = need.rank.block
+    activations = footprint.activation_bytes(Shape.of(shape), split(options), settled.max_num_tokens, settled.dtype)
+    kv = min(settled.kv_cache_bytes // block * block, settled.index_batch_size * need.sequence)
+    return CpuBudget(need.rank.weights, activations, kv, block, need.sequence)
+
+
+def cpu_remedies(options: EngineOptions, shape: ModelShape, room: int) -> list[Remedy]:
+    """Changes that free memory on CPU, with `room` bytes for each rank beside its libraries; those that suffice come first."""
+    before = cpu_budget(options, shape)
+    changes: list[tuple[dict[str, object], str]] = []
+    left = room - before.weights - before.activations
+    if left >= before.block:
+        changes.append(({"kv_cache_bytes": left // before.block * before.block}, "fewer requests run at once"))
+    changes += [(changed, why) for changed, why in _changes(options, shape) if "max_batch_size" not in changed]
+    entries = []
+    for changed, why in changes:
+        try:
+            after = cpu_budget(options.model_copy(update=changed), shape)
+        except PhalanxError:
+            continue
+        if after.total < before.total:
+            fits = after.total <= room and after.kv >= after.sequence
+            entries.append(Remedy(changed, before.total - after.total, fits, 0, why))
+    return sorted(entries, key=lambda entry: not entry.fits)
+
+
+def sequence_remedy(options: EngineOptions, shape: ModelShape, current: Budget) -> Remedy | None:
+    """The longest max_seq_len of which one request fits the KV cache, where the whole length does not. current: on GPUs with their
+    free bytes."""
+    room = current.rank.budget
     length = options.max_seq_len or shape.max_positions
-    fits = room // current.block * options.kv_block_size
+    fits = room // current.rank.block * options.kv_block_size
     if fits >= length or fits < options.kv_block_size:
         return None
     return Remedy(
-        {"max_seq_len": fits},
-        current.sequence - room,
-        True,
-        options.world_size // options.nnodes,
+        {"max_seq_len": fits}, current.sequence - room, True, options.world_size // options.nnodes,
         "the longest request that the KV cache holds",
-    )
+    )  # fmt: skip

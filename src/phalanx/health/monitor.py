@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.health.check import size
-from phalanx.health.servers import TIMEOUT, Scrape, parse
+from phalanx.health.servers import TIMEOUT, Scrape, authorization, parse
 
 LOW_UTILIZATION = 50.0
 """Percent; the guide aims at 80 to 95 under load."""
@@ -103,7 +103,7 @@ class Watch:
 
     def __init__(self, urls: Sequence[str], *, client: httpx.Client | None = None) -> None:
         self.urls = list(urls)
-        self._client = client or httpx.Client(timeout=TIMEOUT, trust_env=False)
+        self._client = client or httpx.Client(timeout=TIMEOUT, trust_env=False, headers=authorization())
         self._scrapes: dict[str, list[Scrape]] = {url: [] for url in self.urls}
         self._failures: dict[str, str] = {}
 
@@ -276,7 +276,7 @@ def warnings_of(server: ServerView, calls: dict[str, float]) -> list[Warned]:
         warned.append(
             Warned(
                 f"the busiest expert gets {server.experts:.1f} times the mean",
-                "moe_expert_parallel_size=1 spreads each expert over the ranks",
+                "see `phalanx experts URL`, and move experts: POST /experts/rebalance",
             )
         )
     return warned

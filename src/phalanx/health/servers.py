@@ -12,7 +12,10 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from phalanx.config.sources import client_api_key
+
 TIMEOUT = 5.0
+_USAGE = "kv_cache_usage_perc"
 _LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
 
 
@@ -79,6 +82,7 @@ def parse(text: str, at: float) -> Scrape:
     values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     buckets: dict[str, dict[float, float]] = {}
     totals: dict[str, dict[str, float]] = {}
+    engines: set[str] = set()
     prefix = model = ""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -97,9 +101,16 @@ def parse(text: str, at: float) -> Scrape:
                     part = totals.setdefault(base, {})
                     part[end] = part.get(end, 0.0) + sample.value
                 continue
-            key = tuple(sorted((name, text) for name, text in sample.labels.items() if name not in ("model_name", "engine")))
+            labels = {name: text for name, text in sample.labels.items() if name not in ("model_name", "engine")}
+            engine = sample.labels.get("engine", "0")
+            engines.add(engine)
+            if "rank" in labels and engine != "0":
+                labels["rank"] = f"{engine}.{labels['rank']}"  # of a replica
+            key = tuple(sorted(labels.items()))
             series = values.setdefault(stem, {})
             series[key] = series.get(key, 0.0) + sample.value
+    for key in values.get(_USAGE, {}):
+        values[_USAGE][key] /= len(engines)  # a share of each replica's cache
     histograms = {
         name: Histogram(tuple(sorted(per.items())), totals.get(name, {}).get("count", 0.0), totals.get(name, {}).get("sum", 0.0))
         for name, per in buckets.items()
@@ -132,9 +143,10 @@ class Server:
 
 
 def visit(url: str, *, interval: float = 1.0, scrapes: int = 2, client: httpx.Client | None = None) -> Server:
-    """Ask a server all that it tells without a key. With scrapes > 1 its metrics are read that often, `interval` seconds apart."""
+    """Ask a server about itself, with the key of the environment if there is one. With scrapes > 1 its metrics are read that often,
+    `interval` seconds apart."""
     base = normal(url)
-    with client or httpx.Client(timeout=TIMEOUT, trust_env=False) as http:
+    with client or httpx.Client(timeout=TIMEOUT, trust_env=False, headers=authorization()) as http:
         try:
             ready = http.get(f"{base}/ready")
             skew = _skew(ready.headers.get("date"))
@@ -151,6 +163,12 @@ def visit(url: str, *, interval: float = 1.0, scrapes: int = 2, client: httpx.Cl
             return Server(base, failure=f"{type(error).__name__}: {error}")
     status = str(body.get("status", f"HTTP {ready.status_code}"))
     return Server(base, "", status, str(body.get("reason") or ""), version, skew, tuple(readings))
+
+
+def authorization() -> dict[str, str]:
+    """The header with the key of PHALANX_API_KEY or PHALANX_API_KEY_FILE, which a server with keys asks for its metrics."""
+    key = client_api_key()
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def normal(url: str) -> str:

@@ -9,11 +9,14 @@ from phalanx.hardware import probe
 from phalanx.log import get_logger
 from phalanx.plan import explain, search, subject
 from phalanx.plan.cost import Machine
-from phalanx.plan.search import Found, Wanted
+from phalanx.plan.search import Found, Plan, Wanted
 from phalanx.plan.shape import Shape
 
 logger = get_logger(__name__)
 
+_LAYOUT = (
+    "tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "moe_expert_parallel_size", "replicas", "nnodes",
+)  # fmt: skip
 _TOKENS = 1024  # in and out of each of _REQUESTS at once, where max_seq_len allows it
 _REQUESTS = 64
 
@@ -25,10 +28,11 @@ def planned(options: EngineOptions) -> EngineOptions:
     """
     if options.plan == "off":
         return options
-    if options.world_size > 1 or options.nnodes > 1:
+    sizes = {name: getattr(options, name) for name in _LAYOUT if getattr(options, name) > 1}
+    if sizes:
         raise OptionError(
             "plan='auto' was given beside a layout",
-            held=f"the options ask for {options.world_size} ranks on {options.nnodes} nodes",
+            held=", ".join(f"{name}={size}" for name, size in sizes.items()),
             why="either the planner or the user chooses it",
             next="leave the sizes out, or leave plan out",
         )
@@ -41,15 +45,24 @@ def planned(options: EngineOptions) -> EngineOptions:
 
 
 def choose(options: EngineOptions, shape: Shape, machine: Machine) -> EngineOptions:
-    """The options of the best layout of one engine on the machine. Raises as `planned`."""
+    """The options of the best layout on the machine. Raises as `planned`."""
     wanted = wanted_of(options, shape)
     result = search.search(shape, machine, wanted)
-    result = Found([plan for plan in result.plans if plan.layout.ep == plan.layout.moe_ep == 1], result.rejected, result.changes)
+    result = Found([plan for plan in result.plans if _holds(options, plan)], result.rejected, result.changes)
     best = search.require(result)
     for line in explain.text(options.model, shape, machine, wanted, result).splitlines():
         logger.info("%s", line)
-    layout = {"tensor_parallel_size": best.layout.tp, "pipeline_parallel_size": best.layout.pp}
+    layout = {
+        "tensor_parallel_size": best.layout.tp, "pipeline_parallel_size": best.layout.pp,
+        "expert_parallel_size": best.layout.ep, "moe_expert_parallel_size": best.layout.moe_ep, "replicas": best.layout.replicas,
+    }  # fmt: skip
     return options.model_copy(update={**layout, "plan": "off"})
+
+
+def _holds(options: EngineOptions, plan: Plan) -> bool:
+    """Whether the layout is one for which the options that depend on it have an effect."""
+    moves = options.rebalance_experts_every is None or plan.layout.moe_ep > 1
+    return moves and (options.expert_exchange == "ALL_GATHER" or plan.layout.ep > 1)
 
 
 def wanted_of(options: EngineOptions, shape: Shape) -> Wanted:
@@ -62,5 +75,5 @@ def wanted_of(options: EngineOptions, shape: Shape) -> Wanted:
     return Wanted(
         dtype, cache, tokens, tokens, min(_REQUESTS, options.max_batch_size), "throughput", max_batch_size=options.max_batch_size,
         max_num_tokens=options.max_num_tokens or 8192, max_seq_len=longest, fraction=options.kv_cache_free_gpu_memory_fraction,
-        strategy="NCCL" if options.allreduce_strategy == "NCCL" else "AUTO", one_engine=True,
+        strategy="NCCL" if options.allreduce_strategy == "NCCL" else "AUTO", redundant_experts=options.redundant_experts,
     )  # fmt: skip

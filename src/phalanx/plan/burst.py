@@ -43,9 +43,23 @@ def _decode_sizes(rows: int) -> tuple[int, ...]:
     return tuple(size.tokens for size in graph_sizes(rows, 0)[0])
 
 
-def padded(rows: int, most: int) -> int:
-    """Rows of the graph that replays a step of so many rows of one token."""
-    return next((size for size in _decode_sizes(most) if size >= rows), rows)
+@cache
+def _mixed_sizes(most: int) -> tuple[int, ...]:
+    return tuple(size.tokens for size in graph_sizes(1, most)[1])
+
+
+def computed_rows(costs: Costs, rows: int, most: int) -> int:
+    """Rows that a step of so many rows of one token computes: those of the graph that replays it, where graphs are. most: rows of
+    the largest graph."""
+    return next((size for size in _decode_sizes(most) if size >= rows), rows) if costs.machine.replays_graphs else rows
+
+
+def computed_tokens(costs: Costs, tokens: int) -> tuple[int, bool]:
+    """Tokens that a step with prompts computes, and whether its kernels are launched one by one: as many as the mixed graph that
+    replays it has, or its own where none does."""
+    if not costs.machine.replays_graphs or tokens > costs.graph_tokens:
+        return tokens, True
+    return next(size for size in _mixed_sizes(costs.graph_tokens) if size >= tokens), False
 
 
 def decode_round(costs: Costs, requests: int, context: float, most: int = 512) -> float:
@@ -54,7 +68,7 @@ def decode_round(costs: Costs, requests: int, context: float, most: int = 512) -
     A pipeline shares the requests out among as many steps as stages; a step follows another one through the slowest stage."""
     steps = min(costs.split.pp, requests)
     rows = -(-requests // steps)
-    stages = costs.step_seconds(Work(padded(rows, max(most, rows)), rows, rows * context, longest=context))
+    stages = costs.step_seconds(Work(computed_rows(costs, rows, max(most, rows)), rows, rows * context, longest=context))
     return max(steps * max(stages), sum(stages))
 
 
@@ -65,6 +79,7 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
     room = max(limits.kv_tokens // (isl + osl), 1)
     most, pp = min(requests, limits.max_batch_size, room), costs.split.pp
     clock, done, waiting, decode_s, decode_tokens = 0.0, 0, requests, 0.0, 0.0
+    left = 0.0  # when the last step left the pipeline, with prompts in it
     first: list[tuple[float, int]] = []
     ends: list[tuple[float, int]] = []  # (decode round in which they end, how many)
     rounds, decoding, partial, contexts = 0.0, 0, 0, 0.0  # partial: prompt tokens of the first waiting request that are done
@@ -80,15 +95,12 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
             tokens = min(budget, prompts * isl - partial)
             finished, rest = divmod(partial + tokens, isl)
             pairs = tokens * (isl / 2 if tokens + partial > isl else partial + tokens / 2)
-            took = _prompt_step(
-                costs,
-                tokens,
-                singles,
-                finished,
-                contexts * singles / max(decoding, 1),
-                pairs,
-                lanes if waiting * isl - partial > tokens else 1,
-            )
+            stages = _prompt_stages(costs, tokens, singles, finished, contexts * singles / max(decoding, 1), pairs)
+            # A step passes the last stage after the one before it. The next one follows through the slowest stage, or as soon as
+            # the steps that share the pipeline have passed; behind the last prompt nothing follows before it has left.
+            left = max(clock + sum(stages), left + stages[-1])
+            more = waiting * isl - partial > tokens
+            took = max(max(stages), sum(stages) / lanes) if more else left - clock
             clock, partial, waiting = clock + took, rest, waiting - finished
             if decoding:
                 rounds += 1 / lanes
@@ -115,12 +127,10 @@ def run(costs: Costs, requests: int, isl: int, osl: int, limits: Limits) -> Outc
     return Outcome(clock, _at(first, requests / 2), first[-1][0], per_token, requests * osl / clock, most)
 
 
-def _prompt_step(costs: Costs, tokens: int, singles: int, finished: int, kv: float, pairs: float, lanes: int) -> float:
-    """Seconds of a step with prompts and `singles` decodes, of which so many share the pipeline: one comes after another through
-    the slowest stage, or as soon as the pipeline has passed them all on."""
-    total = tokens + singles
-    stages = costs.step_seconds(Work(total, singles + finished, kv, pairs, total > costs.graph_tokens, kv / max(singles, 1)))
-    return max(max(stages), sum(stages) / lanes)
+def _prompt_stages(costs: Costs, tokens: int, singles: int, finished: int, kv: float, pairs: float) -> tuple[float, ...]:
+    """Seconds that each stage takes for a step with prompts and `singles` decodes."""
+    total, eager = computed_tokens(costs, tokens + singles)
+    return costs.step_seconds(Work(total, singles + finished, kv, pairs, eager, kv / max(singles, 1)))
 
 
 def _at(first: list[tuple[float, int]], wanted: float) -> float:

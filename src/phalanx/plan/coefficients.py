@@ -15,11 +15,14 @@ _DATA = Path(__file__).parent / "data" / "coefficients.json"
 @dataclass(frozen=True)
 class Coefficients:
     """e_*: parts of a peak; tflops_per_watt: FP8 operations per joule, twice those in 16 bit; c_*: microseconds. c_one: a layer's
-    chain at one token, where kernels are fused; c_layer: at more. c_moe: more of a chain for a layer with experts. passes: over
-    activations, between GEMMs. c_eager: of a layer whose kernels the host launches one by one, which a step without a graph takes
-    at least. e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights in 16 bit. ns_row, ns_long_row: of one row's
-    attention, for each token of its context up to LONG_ROW and beyond. landed: the part of an all-reduce
-    that long steps hide, since GEMMs write into their owners' memory."""
+    chain at one token, where kernels are fused; c_layer: at more. c_moe: more of a chain for a layer with experts. e_experts,
+    e_experts_flops: of the grouped GEMMs over experts. e_far, e_far_fp8: of decode attention beyond FAR_ROW tokens of a row.
+    passes, passes_experts: over activations, between GEMMs and around experts. c_eager: of a layer whose kernels the host launches
+    one by one, which a step without a graph takes at least. c_call: of another call of a layer's attention, where rows of other
+    sizes have one of their own (on a CPU). e_kv_fp8 and e_prompt_fp8: with an FP8 cache. e_bytes_16: of weights in
+    16 bit.
+    ns_row, ns_long_row: of one row's attention, for each token of its context up to LONG_ROW and beyond. landed: the part of an
+    all-reduce that long steps hide, since GEMMs write into their owners' memory."""
 
     e_bytes: float
     e_bytes_16: float
@@ -28,9 +31,14 @@ class Coefficients:
     sharpness: float
     e_kv: float
     e_kv_fp8: float
+    e_far: float
+    e_far_fp8: float
+    e_experts: float
+    e_experts_flops: float
     e_prompt: float
     e_prompt_fp8: float
     passes: float
+    passes_experts: float
     landed: float
     ns_row: float
     ns_long_row: float
@@ -40,6 +48,7 @@ class Coefficients:
     c_step: float
     c_hop: float
     c_eager: float
+    c_call: float
 
     @classmethod
     def from_json(cls, values: dict[str, float]) -> Coefficients:

@@ -97,9 +97,10 @@ def all_reduce(gpu: GpuSpec, link: str, world: int, network: Network | None, str
 
 
 @cache
-def all_to_all(gpu: GpuSpec, world: int, network: Network | None) -> Curve:
-    """Dispatch or combine of expert parallelism, by the bytes that one rank sends: start-up as published for DeepEP and NCCL
-    kernels on H200 (9 to 13 us within a node), then the wire at 85 percent. Nothing here is measured yet."""
+def expert_exchange(gpu: GpuSpec, world: int, network: Network | None) -> Curve:
+    """One way of the exchange of expert parallelism (all-gather, or the sums back) over `world` dp indices, by the bytes of all
+    indices' tokens: start-up as published for NCCL's kernels on H200 (9 to 15 us within a node), then the wire at 85 percent.
+    Nothing here is measured yet."""
     start = 12.0 if network is None else 30.0
     bandwidth = 0.85 * (gpu.link_bandwidth if network is None else network.bandwidth)
     apart = (world - 1) / world

@@ -4,10 +4,12 @@
 Per stage, in seconds, for T tokens, of which R rows sample, that read K tokens of the KV cache and pair P prompt tokens with keys:
 
     sum over layers of  sum over GEMMs ((bytes / (e_b BW))^p + (2 m n k / (e_f F))^p)^(1/p)    soft maximum of two ceilings
-                      + max(kv bytes / (e_a BW), ns(longest row))                              attention of decodes
+                      + max(kv bytes / (e_a BW), ns(longest row))                              attention of decodes, where e_a
+                                                                                               is less beyond FAR_ROW tokens
                       + 4 P heads head_dim / (e_p F16)                                         attention of prompts
                       + T * activation bytes / BW                                              what is between GEMMs
                       + 2 all-reduces (measured curve; T hidden bytes)  +  c(T)                 c: a layer's chain of kernels
+                      + exchange of the tokens of all dp indices, there and back                of layers with experts, for ep > 1
     + head on R rows + c_step, and for a pipeline c_hop and the hidden states' bytes for each stage
 
 BW and F are the catalogue's; e_f F is at most what the power limit allows, watts x operations per joule, which is what binds on
@@ -18,8 +20,8 @@ H200. Experts: bytes of those that T tokens reach, E (1 - (1 - k/E)^T) of them. 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any
 
 from phalanx.hardware.catalogue import GpuSpec, Network
@@ -28,10 +30,13 @@ from phalanx.plan.coefficients import Coefficients, document
 from phalanx.plan.collectives import Curve, Label
 from phalanx.plan.families import layer_tensors, outer_tensors
 from phalanx.plan.footprint import Split
-from phalanx.plan.shape import Shape
+from phalanx.plan.shape import Experts, Shape
 
 SHORT_ROW, LONG_ROW = 200, 1500
 """Tokens of a row's context up to which its attention is part of a layer's chain, and from which on it is split more finely."""
+
+FAR_ROW = 2048
+"""Tokens of a row's context beyond which decode attention reads the cache at another speed: its splits are too few for few rows."""
 
 LONG_STEP = 2048
 """Tokens from which on row-parallel GEMMs write to the ranks that own the rows."""
@@ -61,6 +66,11 @@ class Machine:
     def gpus(self) -> int:
         return self.gpus_per_node * self.nodes
 
+    @property
+    def replays_graphs(self) -> bool:
+        """Whether steps are replayed from CUDA graphs, and padded to their sizes: on GPUs, not on a CPU."""
+        return self.gpu.sm > 0
+
 
 def coefficients_for(gpu: GpuSpec) -> tuple[Coefficients, Label]:
     """Those of the GPU's own class, or of the nearest measured one, and how sure that is."""
@@ -77,7 +87,7 @@ def coefficients_for(gpu: GpuSpec) -> tuple[Coefficients, Label]:
 class Work:
     """One step of one replica. tokens: computed; rows: that sample; kv_tokens: read by rows of one token, over all of them; pairs:
     of prompt tokens with the keys that each sees. eager: launched kernel by kernel, not replayed from a graph. longest: context of
-    the longest row of one token."""
+    the longest row of one token. calls: of each layer's attention."""
 
     tokens: int
     rows: int
@@ -85,6 +95,7 @@ class Work:
     pairs: float = 0.0
     eager: bool = False
     longest: float = 0.0
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,10 @@ class _Gemm:
     flops: float
     fp8: bool
     routed: bool
+
+
+_Read = tuple[int | None, int, float, float]
+"""Layers of one window: the window, how many they are, and a layer's seconds for a cached token within FAR_ROW and beyond."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +132,9 @@ class Costs:
         labels: list[Label] = [self.machine.known]
         if self.split.tp > 1:
             labels.append(self._all_reduce().label)
-        if self.shape.experts is not None:
-            labels.append("estimated")
+        experts = self.shape.experts
+        if self.shape.latent is not None or (experts is not None and (experts.mxfp4 or self.split.ep > 1)):
+            labels.append("estimated")  # no figure of the kind is in the fit
         if self.split.pp > 1 and self.machine.network is not None and self._spans_nodes(self.split.world):
             labels.append("estimated")
         return collectives.worst(*labels)
@@ -133,13 +149,13 @@ class Costs:
         per_kv, per_pair = self._attention_seconds
         rows, kv, longest = max(local.rows, 1), local.kv_tokens, local.longest
         stage_seconds = []
+        more_calls = 1e-6 * (local.calls - 1) * self.machine.coefficients.c_call
         for base, each, pair in zip(fixed, per_kv, per_pair, strict=True):
             seconds = base + local.pairs * pair
-            for window, layers, read in each:
-                if window is None:
-                    seconds += layers * max(kv * read, self._row_seconds(longest))
-                else:
-                    seconds += layers * max(min(kv, window * rows) * read, self._row_seconds(min(longest, window)))
+            for window, layers, read, read_far in each:
+                tokens, row = (kv, longest) if window is None else (min(kv, window * rows), min(longest, window))
+                far = max(tokens - FAR_ROW * rows, 0.0) if row > FAR_ROW else 0.0
+                seconds += layers * (max((tokens - far) * read + far * read_far, self._row_seconds(row)) + more_calls)
             stage_seconds.append(seconds)
         return tuple(stage_seconds)
 
@@ -150,6 +166,14 @@ class Costs:
         cs = self.machine.coefficients
         below, beyond = min(longest, LONG_ROW) - SHORT_ROW, max(longest - LONG_ROW, 0.0)
         return 1e-9 * (cs.ns_row * below + cs.ns_long_row * beyond)
+
+    @cached_property
+    def without_power_limit(self) -> Costs | None:
+        """The same at full clocks; None for a GPU whose limit is unknown, and for a CPU."""
+        if self.machine.gpu.power is None:
+            return None
+        coefficients = replace(self.machine.coefficients, tflops_per_watt=math.inf)
+        return replace(self, machine=replace(self.machine, coefficients=coefficients))
 
     @property
     def graph_tokens(self) -> int:
@@ -165,10 +189,12 @@ class Costs:
         ep = self.split.ep
         if ep == 1:
             return work
-        return Work(-(-work.tokens // ep), -(-work.rows // ep), work.kv_tokens / ep, work.pairs / ep, work.eager, work.longest)
+        return replace(
+            work, tokens=-(-work.tokens // ep), rows=-(-work.rows // ep), kv_tokens=work.kv_tokens / ep, pairs=work.pairs / ep
+        )
 
     @property
-    def _attention_seconds(self) -> tuple[tuple[tuple[tuple[int | None, int, float], ...], ...], tuple[float, ...]]:
+    def _attention_seconds(self) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
         return _attention_seconds(self.shape, self.dtype, self.kv_itemsize, self.split, self.machine)
 
     def _stage(self, stage: int, work: Work) -> float:
@@ -181,15 +207,13 @@ class Costs:
             seconds += gemm.count * self._gemm_seconds(gemm, tokens, everywhere)
         seconds += cs.passes * tokens * between / machine.bandwidth
         chain = cs.c_one if tokens == 1 else cs.c_layer
-        seconds += layers * chain * 1e-6 + moe_layers * cs.c_moe * 1e-6
+        seconds += layers * chain * 1e-6 + moe_layers * self._around_experts(everywhere)
         hidden_bytes = tokens * self.shape.hidden_size * 2.0
         if split.tp > 1:
             hidden_part = cs.landed * min(tokens / LONG_STEP, 1.0) if self.strategy != "NCCL" else 0.0
             seconds += 2 * layers * self._all_reduce().us(hidden_bytes) * (1 - hidden_part) * 1e-6
-        if split.ep > 1 and moe_layers:
-            reach = self.shape.experts.per_token if self.shape.experts else 1
-            exchanged = hidden_bytes * min(reach, split.ep) / split.tp
-            seconds += 2 * moe_layers * self._all_to_all().us(exchanged) * 1e-6
+        if split.ep > 1 and moe_layers:  # each rank gathers the tokens of all dp indices, and as many sums are scattered
+            seconds += 2 * moe_layers * self._exchange().us(hidden_bytes * split.ep) * 1e-6
         if stage == split.pp - 1:
             seconds += self._head_seconds(max(work.rows, 1)) + cs.c_step * 1e-6
         if split.pp > 1:
@@ -200,17 +224,35 @@ class Costs:
                 seconds += hidden_bytes / (0.85 * bandwidth)
         return max(seconds, layers * cs.c_eager * 1e-6) if work.eager else seconds
 
+    def experts_seconds(self, tokens: int) -> float:
+        """Seconds of the experts of one layer of the first stage that has them: router, GEMMs and what is between them."""
+        gemms, _, moe_layers, _ = _stage_gemms(self.shape, self.dtype, self.split, 0)
+        count = self.shape.experts
+        assert count is not None, self.shape.architecture
+        everywhere = tokens * self.split.ep
+        seconds = sum(gemm.count * self._gemm_seconds(gemm, tokens, everywhere) for gemm in gemms if gemm.routed) / moe_layers
+        return seconds + self._around_experts(tokens)
+
+    def _around_experts(self, tokens: int) -> float:
+        """Seconds of what a layer does for its experts beside their GEMMs. Each pair of a token with an expert has its own row."""
+        cs, experts = self.machine.coefficients, self.shape.experts
+        if experts is None:
+            return 0.0
+        row = 2.0 * (self.shape.hidden_size + 3 * experts.intermediate / self.split.tp)
+        return cs.c_moe * 1e-6 + cs.passes_experts * tokens * experts.per_token * row / self.machine.bandwidth
+
     def _gemm_seconds(self, gemm: _Gemm, tokens: int, everywhere: int) -> float:
         """of one GEMM of one layer. Where experts are routed, a rank reads those that all tokens reach, and computes its part."""
         cs, gpu, experts = self.machine.coefficients, self.machine.gpu, self.shape.experts
         if gemm.routed and experts is not None:
-            reached = experts.touched(everywhere) / experts.count
-            nbytes = gemm.weight_bytes * reached
-            flops = gemm.flops * everywhere * experts.per_token / experts.count
+            physical = experts.count + self.split.redundant
+            nbytes = gemm.weight_bytes * _touched(experts, self.split.redundant, everywhere) / physical
+            flops = gemm.flops * everywhere * experts.per_token / physical
+            peak, part = _reached_flops(gpu, cs, gemm.fp8, cs.e_experts_flops), cs.e_experts
         else:
             nbytes, flops = float(gemm.weight_bytes), gemm.flops * tokens
-        peak = _reached_flops(gpu, cs, gemm.fp8)
-        reached_bandwidth = (cs.e_bytes if gemm.fp8 else cs.e_bytes_16) * self.machine.bandwidth
+            peak, part = _reached_flops(gpu, cs, gemm.fp8, cs.e_flops), cs.e_bytes if gemm.fp8 else cs.e_bytes_16
+        reached_bandwidth = part * self.machine.bandwidth
         read, compute = nbytes / reached_bandwidth, flops / peak
         top = max(read, compute)
         least = min(read, compute) / top if top else 0.0
@@ -228,19 +270,31 @@ class Costs:
         network = self.machine.network if self._spans_nodes(self.split.tp) else None
         return collectives.all_reduce(self.machine.gpu, self.machine.link, self.split.tp, network, self.strategy)
 
-    def _all_to_all(self) -> Curve:
+    def _exchange(self) -> Curve:
         network = self.machine.network if self._spans_nodes(self.split.tp * self.split.ep) else None
-        return collectives.all_to_all(self.machine.gpu, self.split.ep, network)
+        return collectives.expert_exchange(self.machine.gpu, self.split.ep, network)
 
 
-def _reached_flops(gpu: GpuSpec, coefficients: Coefficients, fp8: bool) -> float:
+def _reached_flops(gpu: GpuSpec, coefficients: Coefficients, fp8: bool, part: float) -> float:
     """Operations per second of long GEMMs: a part of the peak, or what the power limit allows, whichever is less. FP8 without FP8
     arithmetic runs in 16 bit."""
     in_fp8 = fp8 and gpu.fp8_flops is not None
-    reached = coefficients.e_flops * gpu.flops("fp8" if in_fp8 else "bf16")
+    reached = part * gpu.flops("fp8" if in_fp8 else "bf16")
     if gpu.power is None:
         return reached
     return min(reached, gpu.power * coefficients.tflops_per_watt * 1e12 * (1.0 if in_fp8 else 0.5))
+
+
+def _touched(experts: Experts, copies: int, tokens: int) -> float:
+    """Experts of a layer and copies of them that tokens reach under uniform routing. Copies are spread over the experts, and the
+    tokens of an expert over its copies."""
+    if not copies:
+        return experts.touched(tokens)
+    each, more = divmod(copies, experts.count)
+    touched = 0.0
+    for number, count in ((experts.count - more, 1 + each), (more, 2 + each)):
+        touched += number * count * (1 - (1 - experts.per_token / experts.count / count) ** tokens)
+    return touched
 
 
 def _head(shape: Shape) -> Any:
@@ -251,7 +305,7 @@ def _head(shape: Shape) -> Any:
 @cache
 def _attention_seconds(
     shape: Shape, dtype: str, kv_itemsize: int, split: Split, machine: Machine
-) -> tuple[tuple[tuple[tuple[int | None, int, float], ...], ...], tuple[float, ...]]:
+) -> tuple[tuple[tuple[_Read, ...], ...], tuple[float, ...]]:
     """Per stage: by window the layers that have it, and a layer's seconds for each cached token read; and for each pair of a
     prompt's token with a key."""
     cs, gpu = machine.coefficients, machine.gpu
@@ -261,8 +315,9 @@ def _attention_seconds(
         for layer in layers:
             by_window[shape.windows[layer]] = by_window.get(shape.windows[layer], 0) + 1
         nbytes = shape.kv_elements(0, split.tp) * kv_itemsize
-        read = (cs.e_kv_fp8 if kv_itemsize == 1 else cs.e_kv) * machine.bandwidth
-        reads.append(tuple((window, count, nbytes / read) for window, count in by_window.items()))
+        near, far = (cs.e_kv_fp8, cs.e_far_fp8) if kv_itemsize == 1 else (cs.e_kv, cs.e_far)
+        read, read_far = nbytes / near / machine.bandwidth, nbytes / far / machine.bandwidth
+        reads.append(tuple((window, count, read, read_far) for window, count in by_window.items()))
         dims = shape.latent.nope + shape.latent.rope + shape.latent.v if shape.latent else 2 * shape.head_dim
         flops = 2.0 * shape.num_heads / split.tp * dims
         reached = cs.e_prompt_fp8 if kv_itemsize == 1 else cs.e_prompt
@@ -287,7 +342,7 @@ def _stage_gemms(shape: Shape, dtype: str, split: Split, stage: int) -> tuple[tu
             fp8 = footprint.in_fp8(shape, tensors[0], dtype)
             gemms.append(_Gemm(count, nbytes, 2.0 * sum(sizes), fp8, bool(tensors[0].experts)))
         experts = shape.experts_in(first)
-        inner = shape.intermediate_size if experts is None else experts.intermediate * experts.per_token + experts.shared
+        inner = shape.intermediate_size if experts is None else experts.shared
         moe += count if experts is not None else 0
         between += count * 2.0 * (4 * shape.hidden_size + 3 * inner / split.tp)
     return tuple(gemms), len(layers), moe, between

@@ -133,7 +133,7 @@ def _table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def options(model: str, machine: Machine, wanted: Wanted, plan: Plan) -> dict[str, Any]:
-    """The engine's options of one replica, by their long names; those that stay at their default are left out."""
+    """The engine's options, by their long names; layouts that stay at their default are left out."""
     layout = plan.layout
     nodes = -(-layout.split.world // machine.gpus_per_node)
     chosen: dict[str, Any] = {"model": model, "tensor_parallel_size": layout.tp, "pipeline_parallel_size": layout.pp}
@@ -141,6 +141,10 @@ def options(model: str, machine: Machine, wanted: Wanted, plan: Plan) -> dict[st
         chosen["expert_parallel_size"] = layout.ep
     if layout.moe_ep > 1:
         chosen["moe_expert_parallel_size"] = layout.moe_ep
+    if layout.redundant:
+        chosen["redundant_experts"] = layout.redundant
+    if layout.replicas > 1 and layout.gpus <= machine.gpus_per_node:
+        chosen["replicas"] = layout.replicas
     if nodes > 1:
         chosen["nnodes"] = nodes
     chosen |= {"dtype": wanted.dtype, "kv_cache_dtype": wanted.kv_cache_dtype, "max_batch_size": plan.max_batch_size}
@@ -158,7 +162,7 @@ def command(model: str, machine: Machine, wanted: Wanted, plan: Plan) -> list[st
     chosen = options(model, machine, wanted, plan)
     flags = " ".join(f"--{_SHORT.get(name, name)} {value}" for name, value in chosen.items() if name != "model")
     lines = [f"phalanx serve {shlex.quote(model)} {flags}"]
-    if plan.layout.replicas > 1:
+    if plan.layout.replicas > 1 and "replicas" not in chosen:
         world = plan.layout.split.world
         lines.append(f"# on each of {plan.layout.replicas} groups of {world} GPU{'s' if world > 1 else ''}, each on its own --port")
     return [*lines, "", *yaml(chosen).splitlines()]

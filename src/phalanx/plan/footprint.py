@@ -11,24 +11,23 @@ from phalanx.config.dtypes import DTYPES
 from phalanx.config.quantization import ON_LOAD
 from phalanx.plan.coefficients import document
 from phalanx.plan.families import Tensor, layer_tensors, outer_tensors
+from phalanx.plan.families.declare import MXFP4_BLOCK
 from phalanx.plan.graphs import graph_sizes
 from phalanx.plan.layout import stages
-from phalanx.plan.memory import GRAPH_BYTES
+from phalanx.plan.memory import GRAPH_BYTES, kv_budget
 from phalanx.plan.shape import Shape
-
-MXFP4_BITS = 4 + 8 / 32
-"""A 4-bit value, and its part of the 8-bit scale that 32 of them share (OCP Microscaling formats 1.0)."""
 
 
 @dataclass(frozen=True)
 class Split:
     """How one copy of a model stands on its ranks. ep: groups over which experts and requests are split, world = pp x ep x tp;
-    moe_ep: experts split inside the tensor-parallel group."""
+    moe_ep: experts split inside the tensor-parallel group. redundant: copies beside a layer's experts, on all ranks together."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
     moe_ep: int = 1
+    redundant: int = 0
 
     @property
     def world(self) -> int:
@@ -44,15 +43,17 @@ def tensor_bytes(shape: Shape, tensor: Tensor, dtype: str, split: Split) -> int:
     """Bytes of a declared tensor on one rank, its scales among them.
 
     dtype: "fp32", "fp16", "bf16", or "fp8" for GEMMs in FP8; GEMMs that the checkpoint stores in FP8 or MXFP4 stay so with each.
+    In MXFP4 a row has 4 bits a value and 8 a scale, of which 32 values share one; a rank pads its scales to a multiple of 4.
     An expert's weights are split `tp` ways under ep; under moe_ep a rank holds 1/moe_ep of the experts, each split tp/moe_ep ways.
     """
     local, count = local_shape(tensor, split), local_experts(tensor, split)
     elements = math.prod(local)
     if shape.experts is not None and shape.experts.mxfp4 and tensor.part == "experts" and tensor.gemm:
-        return count * math.ceil(elements * MXFP4_BITS / 8)
+        return count * local[0] * (local[1] // 2 + -(-local[1] // (4 * MXFP4_BLOCK)) * 4)
     size, quantization = itemsize(dtype), shape.quantization or (ON_LOAD if dtype == "fp8" else None)
-    covered = quantization is not None and quantization.covers(tensor.name.removesuffix(".weight"))
-    if not covered or not tensor.gemm or tensor.part in ("router", "head") or quantization is None:
+    if tensor.kept == "fp32":
+        return count * elements * 4
+    if quantization is None or not in_fp8(shape, tensor, dtype):
         return count * elements * size
     by_row = 1 if quantization.block is None else -(-local[1] // quantization.block[1])
     return count * (elements + 4 * local[0] * by_row)
@@ -61,7 +62,7 @@ def tensor_bytes(shape: Shape, tensor: Tensor, dtype: str, split: Split) -> int:
 def in_fp8(shape: Shape, tensor: Tensor, dtype: str) -> bool:
     """Whether the weights of a GEMM are in FP8."""
     quantization = shape.quantization or (ON_LOAD if dtype == "fp8" else None)
-    plain = not tensor.gemm or tensor.part in ("router", "head")
+    plain = not tensor.gemm or tensor.part in ("router", "head") or tensor.kept != "quantized"
     return not plain and quantization is not None and quantization.covers(tensor.name.removesuffix(".weight"))
 
 
@@ -70,8 +71,9 @@ def local_shape(tensor: Tensor, split: Split) -> tuple[int, ...]:
 
 
 def local_experts(tensor: Tensor, split: Split) -> int:
-    """How many experts' tensors a rank holds, the most where they differ; 1 for a tensor that is none of an expert."""
-    return -(-tensor.experts // (split.ep * split.moe_ep)) if tensor.experts else 1
+    """How many experts' tensors a rank holds, copies among them, the most where they differ; 1 for a tensor that is none of an
+    expert."""
+    return -(-(tensor.experts + split.redundant) // (split.ep * split.moe_ep)) if tensor.experts else 1
 
 
 @cache
@@ -178,3 +180,62 @@ def overhead_bytes(shape: Shape, split: Split, max_batch_size: int, max_num_toke
     features = overhead_features(shape, split, max_num_tokens)
     rest = sum(memory[name] * feature for name, feature in zip(OVERHEADS, features, strict=True))
     return int(rest) + graph_bytes(max_batch_size, max_num_tokens, split.pp)
+
+
+def activation_bytes(shape: Shape, split: Split, max_num_tokens: int, dtype: str) -> int:
+    """Of the largest step, without what libraries and collectives take beside it: hidden and inner states."""
+    features = overhead_features(shape, split, max_num_tokens)[-2:]
+    in_16_bit = sum(document()["memory"][name] * feature for name, feature in zip(OVERHEADS[-2:], features, strict=True))
+    return int(in_16_bit) * itemsize(dtype) // 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of the options decides the memory of a rank. kv_itemsize: bytes of one value of the KV cache; slots: max_batch_size;
+    fraction: of the memory left, the KV cache's part; graphs: whether CUDA graphs are captured."""
+
+    dtype: str
+    kv_itemsize: int
+    slots: int
+    max_num_tokens: int
+    block_size: int = 16
+    fraction: float = 0.9
+    graphs: bool = True
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of the rank whose KV cache is the smallest, on a GPU with a number of bytes, by kind.
+
+    beside: activations, CUDA context and buffers of collectives. block: one KV block. budget: for the KV cache, below 0 where
+    something is missing. kv_tokens: of the whole copy of the model; kv: bytes of its blocks on this rank.
+    """
+
+    weights: int
+    beside: int
+    graphs: int
+    block: int
+    budget: int
+    kv_tokens: int
+    kv: int
+
+    @property
+    def least(self) -> int:
+        """What a start needs: everything, and a single KV block."""
+        return self.weights + self.beside + self.graphs + self.block
+
+
+def rank_memory(shape: Shape, split: Split, total: int, sizes: Sizes) -> RankMemory:
+    """How `total` bytes of each GPU are used. The planner promises with this function, and the doctor computes its remedies."""
+    weights = weight_bytes(shape, sizes.dtype, split)
+    captured = graph_bytes(sizes.slots, sizes.max_num_tokens, split.pp)
+    beside = overhead_bytes(shape, split, sizes.slots, sizes.max_num_tokens) - captured
+    graphs = captured if sizes.graphs else 0
+    per_token = kv_token_bytes(shape, sizes.kv_itemsize, sizes.dtype, split)
+    budgets = [kv_budget(sizes.fraction, total - each, beside, graphs) for each in weights]
+    blocks = min(max(budget, 0) // (sizes.block_size * size) for budget, size in zip(budgets, per_token, strict=True))
+    tightest = min(range(split.pp), key=lambda stage: budgets[stage] / per_token[stage])
+    block = sizes.block_size * per_token[tightest]
+    return RankMemory(
+        weights[tightest], beside, graphs, block, budgets[tightest], blocks * sizes.block_size * split.ep, blocks * block
+    )  # fmt: skip

@@ -60,6 +60,11 @@ class Layout:
         at = self.place(rank)
         return [self.rank(at.pp_index, at.dp_index, t) for t in range(self.tp)]
 
+    def dp_group(self, rank: int) -> list[int]:
+        """The ranks that hold the same slices for other requests, and other experts, in dp order."""
+        at = self.place(rank)
+        return [self.rank(at.pp_index, d, at.tp_index) for d in range(self.dp)]
+
     def pp_group(self, rank: int) -> list[int]:
         """The ranks that hold the stages of the same slice, in stage order."""
         at = self.place(rank)
@@ -68,9 +73,11 @@ class Layout:
 
 def require_suits(layout: Layout, shape: ModelShape) -> None:
     """Raise LayoutError where the model does not fit the layout; it names sizes that do. Called before any rank is started."""
-    for name, size in (("num_attention_heads", shape.num_heads), ("intermediate_size", shape.intermediate_size)):
+    dense = shape.experts is None or bool(shape.experts.dense_layers)
+    inner = shape.intermediate_size if dense else shape.num_heads
+    for name, size in (("num_attention_heads", shape.num_heads), ("intermediate_size", inner)):
         if size % layout.tp:
-            both = math.gcd(shape.num_heads, shape.intermediate_size)
+            both = math.gcd(shape.num_heads, inner)
             fits = [str(tp) for tp in range(1, min(both, _MAX_LISTED) + 1) if both % tp == 0]
             raise LayoutError(
                 f"tensor_parallel_size={layout.tp} does not divide {name}={size}", next=f"use one of {', '.join(fits)}",

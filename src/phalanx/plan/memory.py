@@ -17,17 +17,19 @@ class KvSpec:
     """The KV cache of one layer per token, as a model declares it for one rank of its tensor-parallel group.
 
     heads: KV heads on this rank, replicas included. head_dim: elements. window: tokens that attention covers, None for all.
-    bytes_per_token: keys and values together.
+    latent_rank: None where a layer stores keys and values; else it stores one tensor of `head_dim`, of which so many elements are
+    the latent, and the rest the rotated key. bytes_per_token: all of it.
     """
 
     heads: int
     head_dim: int
     itemsize: int
     window: int | None = None
+    latent_rank: int | None = None
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.heads * self.head_dim * self.itemsize
+        return (2 if self.latent_rank is None else 1) * self.heads * self.head_dim * self.itemsize
 
 
 def block_bytes(specs: Sequence[KvSpec], block_size: int) -> int:

@@ -16,8 +16,7 @@ from phalanx.plan.collectives import Label
 from phalanx.plan.cost import Costs, Machine
 from phalanx.plan.families import layer_tensors
 from phalanx.plan.footprint import Split
-from phalanx.plan.memory import kv_budget
-from phalanx.plan.shape import Shape
+from phalanx.plan.shape import Experts, Shape
 
 Goal = Literal["latency", "throughput"]
 BLOCK = 16
@@ -28,7 +27,7 @@ BLOCK = 16
 class Wanted:
     """What is asked of a plan. dtype, kv_cache_dtype: as the engine's options, but concrete; isl, osl: tokens in and out of each of
     `concurrency` requests at once; slo_*: seconds, None for no bound. fraction: of the memory left, the KV cache's part.
-    one_engine: without replicas."""
+    redundant_experts: as the engine's option."""
 
     dtype: str = "bf16"
     kv_cache_dtype: str = "model"
@@ -43,7 +42,7 @@ class Wanted:
     max_seq_len: int | None = None
     fraction: float = 0.9
     strategy: str = "AUTO"
-    one_engine: bool = False
+    redundant_experts: int = 0
 
     @property
     def seq_len(self) -> int:
@@ -69,17 +68,19 @@ class Figure:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks of one replica, and how many replicas. moe_ep: experts split inside the tensor-parallel group."""
+    """Ranks of one replica, and how many replicas. moe_ep: experts split inside the tensor-parallel group; redundant: copies of
+    experts in each layer."""
 
     tp: int
     pp: int
     ep: int
     replicas: int
     moe_ep: int = 1
+    redundant: int = 0
 
     @property
     def split(self) -> Split:
-        return Split(self.tp, self.pp, self.ep, self.moe_ep)
+        return Split(self.tp, self.pp, self.ep, self.moe_ep, self.redundant)
 
     @property
     def gpus(self) -> int:
@@ -88,10 +89,12 @@ class Layout:
     @property
     def name(self) -> str:
         ep = (f" ep {self.ep}" if self.ep > 1 else "") + (f" moe_ep {self.moe_ep}" if self.moe_ep > 1 else "")
+        ep += f" + {self.redundant} copies" if self.redundant else ""
         return f"tp {self.tp} pp {self.pp}{ep}" + (f" x {self.replicas} replicas" if self.replicas > 1 else "")
 
     def as_json(self) -> dict[str, int]:
-        return {"tp": self.tp, "pp": self.pp, "ep": self.ep, "replicas": self.replicas, "moe_ep": self.moe_ep}
+        sizes = {"tp": self.tp, "pp": self.pp, "ep": self.ep, "replicas": self.replicas, "moe_ep": self.moe_ep}
+        return sizes | ({"redundant_experts": self.redundant} if self.redundant else {})
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,8 @@ def search(shape: Shape, machine: Machine, wanted: Wanted) -> Found:
         )  # fmt: skip
     plans: list[Plan] = []
     rejected: list[Rejected] = []
-    for layout in layouts(shape, machine):
-        verdict = examine(shape, machine, wanted, replace(layout, replicas=1) if wanted.one_engine else layout)
+    for layout in layouts(shape, machine, wanted.redundant_experts):
+        verdict = examine(shape, machine, wanted, layout)
         (plans if isinstance(verdict, Plan) else rejected).append(verdict)  # type: ignore[arg-type]
     plans.sort(key=lambda plan: _rank(plan, wanted.goal))
     rejected.sort(key=lambda each: (_UNEVEN in each.reason, each.short))
@@ -174,8 +177,9 @@ def _rank(plan: Plan, goal: Goal) -> tuple[float, ...]:
     return (rate, wait, *tie) if goal == "throughput" else (wait, rate, *tie)
 
 
-def layouts(shape: Shape, machine: Machine) -> Iterator[Layout]:
-    """Every product of sizes up to the machine's GPUs, each with as many replicas as there is room for."""
+def layouts(shape: Shape, machine: Machine, redundant: int = 0) -> Iterator[Layout]:
+    """Every product of sizes up to the machine's GPUs, each with as many replicas as there is room for. redundant: copies of
+    experts in each layer."""
     total = machine.gpus
     for world in range(1, total + 1):
         for tp in _divisors(world):
@@ -183,9 +187,9 @@ def layouts(shape: Shape, machine: Machine) -> Iterator[Layout]:
                 ep = world // tp // pp
                 if (ep > 1 and shape.experts is None) or (tp & (tp - 1) and shape.num_heads % tp):
                     continue
-                yield Layout(tp, pp, ep, total // world)
+                yield Layout(tp, pp, ep, total // world, redundant=redundant)
                 if ep == 1 and shape.experts is not None:
-                    yield from (Layout(tp, pp, 1, total // world, inner) for inner in _divisors(tp) if inner > 1)
+                    yield from (Layout(tp, pp, 1, total // world, inner, redundant) for inner in _divisors(tp) if inner > 1)
 
 
 def _divisors(number: int) -> list[int]:
@@ -199,6 +203,8 @@ def examine(shape: Shape, machine: Machine, wanted: Wanted, layout: Layout) -> P
     kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
     share = -(-wanted.concurrency // layout.replicas)
     slots = wanted.max_batch_size or min(max(8, -(-share // 8) * 8), 512)
+    if slots < layout.ep:
+        return Rejected(layout, f"ep {layout.ep} runs requests of its own in each group, and max_batch_size is {slots}")
     rank_bytes, kv_tokens, short = memory(shape, machine, wanted, layout.split, slots, kv_size)
     if kv_tokens < wanted.seq_len:
         return Rejected(layout, _too_small(rank_bytes, kv_tokens, short, wanted), short)
@@ -224,6 +230,8 @@ def _illegal(shape: Shape, machine: Machine, layout: Layout) -> str:
     for name, size in (("ep", ep), ("moe_ep", moe_ep)):
         if experts is not None and experts.count % size:
             return f"{name} {size} does not divide num_experts={experts.count}"
+    if layout.redundant and (reason := _no_copies(experts, layout)):
+        return reason
     try:
         for first, _ in footprint.kinds(shape):
             for tensor in layer_tensors(shape, first):
@@ -240,27 +248,32 @@ def _illegal(shape: Shape, machine: Machine, layout: Layout) -> str:
     return ""
 
 
+def _no_copies(experts: Experts | None, layout: Layout) -> str:
+    """Why a layer's experts can have no such copies; empty where they can."""
+    if experts is None or layout.moe_ep == 1:
+        why = "the model has no experts" if experts is None else "only ranks of moe_ep above 1 hold copies"
+        return f"redundant_experts {layout.redundant}: {why}"
+    most = experts.count * (layout.moe_ep - 1)
+    if layout.redundant % layout.moe_ep or layout.redundant > most:
+        return f"redundant_experts {layout.redundant} is no multiple of moe_ep {layout.moe_ep} up to {most}"
+    return ""
+
+
 def memory(
     shape: Shape, machine: Machine, wanted: Wanted, split: Split, slots: int, kv_size: int
 ) -> tuple[dict[str, int], int, int]:  # fmt: skip
     """Bytes of the fullest rank by kind, KV tokens of a replica, and the bytes that are missing for one request of the asked
     length."""
-    weights = footprint.weight_bytes(shape, wanted.dtype, split)
-    other = footprint.overhead_bytes(shape, split, slots, wanted.max_num_tokens)
-    graphs = footprint.graph_bytes(slots, wanted.max_num_tokens, split.pp)
-    per_token = footprint.kv_token_bytes(shape, kv_size, wanted.dtype, split)
     total = machine.gpu.memory_bytes
-    budgets = [kv_budget(wanted.fraction, total - each, other - graphs, graphs) for each in weights]
-    blocks = min(max(budget, 0) // (BLOCK * size) for budget, size in zip(budgets, per_token, strict=True))
-    tightest = min(range(split.pp), key=lambda stage: budgets[stage] / per_token[stage])
-    needed = -(-wanted.seq_len // BLOCK) * BLOCK * per_token[tightest]
-    short = max(math.ceil((needed - budgets[tightest]) / wanted.fraction), 0)
-    kv = blocks * BLOCK * per_token[tightest]
+    sizes = footprint.Sizes(wanted.dtype, kv_size, slots, wanted.max_num_tokens, BLOCK, wanted.fraction)
+    rank = footprint.rank_memory(shape, split, total, sizes)
+    needed = -(-wanted.seq_len // BLOCK) * rank.block
+    short = max(math.ceil((needed - rank.budget) / wanted.fraction), 0)
     rank_bytes = {
-        "weights": weights[tightest], "activations_and_context": other - graphs, "graphs": graphs, "kv": kv,
-        "unused": max(total - weights[tightest] - other - kv, 0), "capacity": total,
+        "weights": rank.weights, "activations_and_context": rank.beside, "graphs": rank.graphs, "kv": rank.kv,
+        "unused": max(total - rank.weights - rank.beside - rank.graphs - rank.kv, 0), "capacity": total,
     }  # fmt: skip
-    return rank_bytes, blocks * BLOCK * split.ep, short
+    return rank_bytes, rank.kv_tokens, short
 
 
 def _too_small(rank_bytes: dict[str, int], kv_tokens: int, short: int, wanted: Wanted) -> str:
@@ -284,8 +297,6 @@ def _plan(
     notes = []
     if wanted.dtype == "fp8" and machine.gpu.fp8_flops is None:
         notes.append(f"{machine.gpu.name} has no FP8 arithmetic: weights are stored in FP8 and GEMMs run in 16 bit")
-    if not shape.served:
-        notes.append(f"{shape.architecture} has no layers in this version: an estimate of what it would take")
     if layout.split.world > machine.gpus_per_node and layout.pp == 1:
         notes.append("expert parallelism over nodes")
     return Plan(
@@ -365,7 +376,8 @@ def _fewest_gpus(shape: Shape, machine: Machine, wanted: Wanted) -> tuple[str, L
 
 
 def _first(shape: Shape, machine: Machine, wanted: Wanted) -> Layout | None:
-    plans = [verdict for layout in layouts(shape, machine) if isinstance(verdict := examine(shape, machine, wanted, layout), Plan)]
+    verdicts = (examine(shape, machine, wanted, layout) for layout in layouts(shape, machine, wanted.redundant_experts))
+    plans = [verdict for verdict in verdicts if isinstance(verdict, Plan)]
     return min(plans, key=lambda plan: _rank(plan, wanted.goal)).layout if plans else None
 
 
@@ -373,7 +385,7 @@ def _longest(shape: Shape, machine: Machine, wanted: Wanted) -> int:
     """Tokens of the longest request that some layout holds, 0 for none."""
     longest = 0
     kv_size = 1 if wanted.kv_cache_dtype == "fp8" else footprint.itemsize(wanted.dtype)
-    for layout in layouts(shape, machine):
+    for layout in layouts(shape, machine, wanted.redundant_experts):
         if not _illegal(shape, machine, layout):
             slots = wanted.max_batch_size or 8
             longest = max(longest, memory(shape, machine, wanted, layout.split, slots, kv_size)[1] // layout.ep)

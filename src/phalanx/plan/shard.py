@@ -27,6 +27,20 @@ def require_divides(name: str, size: int, tp: int) -> None:
         )  # fmt: skip
 
 
+def in_runs(name: str, size: int, unit: int, tp: int, tp_index: int) -> range:
+    """The slice of a dim that is cut between runs of `unit` only: as evenly as that allows, the first ranks with one run more.
+    Raises LayoutError where there are fewer runs than ranks."""
+    runs = -(-size // unit)
+    if runs < tp:
+        raise LayoutError(
+            f"tensor_parallel_size={tp} exceeds the {runs} runs of {unit} that {name}={size} has",
+            why=f"{unit} neighbours share a scale, and stay together", next=f"use at most {runs}",
+        )  # fmt: skip
+    each, more = divmod(runs, tp)
+    begin = tp_index * each + min(tp_index, more)
+    return range(begin * unit, min((begin + each + (tp_index < more)) * unit, size))
+
+
 def vocabulary(size: int, tp: int, tp_index: int) -> range:
     """This rank's slice of the padded vocabulary. Entries at or beyond `size` are padding."""
     part = math.ceil(size / (VOCAB_PADDING * tp)) * VOCAB_PADDING

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.locate import DEMO
+from phalanx.config.locate import DEMO, refuse_gguf
 from phalanx.config.model import load_config
 from phalanx.errors import ModelError, ModelNotFound, OptionError
 from phalanx.hardware import catalogue, probe
@@ -32,6 +32,7 @@ def shape_for(model: str, revision: str | None = None) -> Shape:
     if config is not None:
         return shape_of(config, file=f"config.json of {model}")
     path = DEMO if model == "demo" else Path(model).expanduser()
+    refuse_gguf(path, f"model {model!r}")
     if path.is_dir():
         return shape_of(load_config(path), file=str(path / "config.json"))
     if path.is_file():

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from phalanx.config.dtypes import DTYPES
 from phalanx.config.model import ModelShape
 from phalanx.config.quantization import ON_LOAD
+from phalanx.plan import families
+from phalanx.plan.families.declare import BLOCKS, SCALES
+from phalanx.plan.shape import Shape
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+HEAD = "lm_head.weight"
 
 Tensors = dict[str, tuple[int, ...]]
 """Name of a checkpoint tensor -> its complete shape."""
@@ -39,9 +41,22 @@ def layer_bytes(shape: ModelShape, dtype: str) -> WeightBytes:
     """
     size = _itemsize(dtype)
     vocabulary = shape.vocab_size * shape.hidden_size * size
-    layers = [sum(_bytes(shape, name, dims, dtype) for name, dims in layer_tensors(shape, i).items()) for i in _kinds(shape)]
+    layers = [
+        sum(_bytes(shape, tensor, name, dims, dtype) for tensor in _declared(shape, i) for name, dims in tensor.on_disk())
+        for i in _kinds(shape)
+    ]
     per_layer = layers if len(layers) > 1 else layers * shape.num_layers
     return WeightBytes(per_layer, vocabulary, vocabulary + shape.hidden_size * size)
+
+
+def expert_bytes(shape: ModelShape, dtype: str) -> int:
+    """Bytes of the routed experts of all layers, which are among those of `layer_bytes`; 0 for a dense model."""
+    total = 0
+    for layer in range(shape.num_layers):
+        if shape.experts_in(layer) is not None:
+            of_experts = (tensor for tensor in _declared(shape, layer) if tensor.experts)
+            total += sum(_bytes(shape, tensor, name, dims, dtype) for tensor in of_experts for name, dims in tensor.on_disk())
+    return total
 
 
 def _itemsize(dtype: str) -> int:
@@ -50,14 +65,26 @@ def _itemsize(dtype: str) -> int:
 
 
 def _kinds(shape: ModelShape) -> range:
-    """The layers that may differ in bytes: all, with a quantization that ignores some layers; else the first stands for all."""
+    """The layers that may differ in bytes: all, with a quantization that ignores some, or experts in some; else the first stands
+    for all."""
     ignores = shape.quantization is not None and (shape.quantization.ignore or shape.quantization.targets)
-    return range(shape.num_layers if ignores else 1)
+    mixed = shape.experts is not None and shape.experts.dense_layers
+    return range(shape.num_layers if ignores or mixed else 1)
 
 
-def _bytes(shape: ModelShape, name: str, dims: tuple[int, ...], dtype: str) -> int:
+def _declared(shape: ModelShape, layer: int) -> tuple[families.Tensor, ...]:
+    return families.layer_tensors(Shape.of(shape), layer)
+
+
+def _bytes(shape: ModelShape, tensor: families.Tensor, name: str, dims: tuple[int, ...], dtype: str) -> int:
+    """Of the checkpoint's tensor `name`, of shape `dims`, which is `tensor` or a part of it."""
+    if shape.experts is not None and shape.experts.mxfp4 and name.endswith((BLOCKS, SCALES)):
+        return math.prod(dims)
     quantization = shape.quantization or (ON_LOAD if dtype == "fp8" else None)
-    if quantization is None or len(dims) == 1 or not quantization.covers(name.removesuffix(".weight")):
+    if tensor.kept == "fp32":
+        return math.prod(dims) * 4
+    plain = len(dims) == 1 or is_router(name) or tensor.kept == "16 bit"
+    if quantization is None or plain or not quantization.covers(name.removesuffix(".weight")):
         return math.prod(dims) * _itemsize(dtype)
     by_row = 1 if quantization.block is None else -(-dims[1] // quantization.block[1])
     return math.prod(dims) + 4 * dims[0] * by_row
@@ -65,9 +92,7 @@ def _bytes(shape: ModelShape, name: str, dims: tuple[int, ...], dtype: str) -> i
 
 def tensors(shape: ModelShape) -> Tensors:
     """Every tensor of a checkpoint. A tied head has none of its own."""
-    shapes: Tensors = {EMBEDDING: (shape.vocab_size, shape.hidden_size), FINAL_NORM: (shape.hidden_size,)}
-    if not shape.tie_word_embeddings:
-        shapes[HEAD] = (shape.vocab_size, shape.hidden_size)
+    shapes: Tensors = {tensor.name: tensor.shape for tensor in families.outer_tensors(Shape.of(shape))}
     for layer in range(shape.num_layers):
         shapes |= layer_tensors(shape, layer)
     return shapes
@@ -78,12 +103,17 @@ def scales(shape: ModelShape) -> set[str]:
     names: set[str] = set()
     quantization = shape.quantization
     for layer in range(shape.num_layers):
-        for name in layer_tensors(shape, layer):
+        for name, dims in layer_tensors(shape, layer).items():
             layer_name = name.removesuffix(".weight")
-            if name.endswith("_proj.weight") and quantization is not None and quantization.covers(layer_name):
+            if len(dims) == 2 and not is_router(name) and quantization is not None and quantization.covers(layer_name):
                 names |= {f"{layer_name}.{quantization.scale_name}", f"{layer_name}.input_scale"}
         names.update(*kv_scales(layer).values())
     return names
+
+
+def is_router(name: str) -> bool:
+    """Whether it is a router's weight, which is never quantized."""
+    return name.endswith((".gate.weight", ".router.weight"))
 
 
 def kv_scales(layer: int) -> dict[str, tuple[str, ...]]:
@@ -101,27 +131,17 @@ def kv_scales(layer: int) -> dict[str, tuple[str, ...]]:
 
 def layer_tensors(shape: ModelShape, layer: int) -> Tensors:
     """The tensors of one decoder layer."""
-    return {f"model.layers.{layer}.{name}": dims for name, dims in _layer(shape)}
+    return {name: dims for tensor in _declared(shape, layer) for name, dims in tensor.on_disk()}
 
 
-def _layer(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    linears = [
-        ("self_attn.q_proj", query, hidden, shape.qkv_bias),
-        ("self_attn.k_proj", key, hidden, shape.qkv_bias),
-        ("self_attn.v_proj", key, hidden, shape.qkv_bias),
-        ("self_attn.o_proj", hidden, query, shape.output_bias),
-        ("mlp.gate_proj", inner, hidden, shape.mlp_bias),
-        ("mlp.up_proj", inner, hidden, shape.mlp_bias),
-        ("mlp.down_proj", hidden, inner, shape.mlp_bias),
-    ]
-    for name, out, into, bias in linears:
-        yield f"{name}.weight", (out, into)
-        if bias:
-            yield f"{name}.bias", (out,)
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    if shape.qk_norm:
-        yield "self_attn.q_norm.weight", (shape.head_dim,)
-        yield "self_attn.k_norm.weight", (shape.head_dim,)
+def fused_experts(shape: ModelShape, layer: int) -> Tensors:
+    """The names that transformers 5 gives to the experts' tensors where it writes them as it holds them: each layer's in one, gate
+    rows before up rows. A checkpoint has these or those of `layer_tensors`."""
+    experts, prefix = shape.experts_in(layer), f"model.layers.{layer}.mlp"
+    if experts is None or experts.biases:  # with biases, all checkpoints have each layer's experts in one
+        return {}
+    return {
+        f"{prefix}.experts.gate_up_proj": (experts.count, 2 * experts.intermediate, shape.hidden_size),
+        f"{prefix}.experts.down_proj": (experts.count, shape.hidden_size, experts.intermediate),
+        f"{prefix}.gate.weight": (experts.count, shape.hidden_size),
+    }

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from benchmarks.plan import accuracy, traces
+from benchmarks.plan import accuracy, served, traces
 from benchmarks.plan.rows import rows
 from phalanx.bench.prediction import arrivals, simulate
 from phalanx.bench.prediction.arrivals import Arrival
@@ -41,6 +41,31 @@ def test_throughput_rows_are_predicted_within_the_gates():
     assert max(errors) <= accuracy.GATES["throughput rows, worst"]
 
 
+@pytest.mark.parametrize("path", accuracy.served_traces(), ids=lambda path: path.stem)
+def test_a_served_trace_is_simulated_within_the_goals(path):
+    """p50 and p90 within 10 percent, p99 within 20, of what clients of the real server measured."""
+    document = served.again(path)
+    assert len(document["requests"].split()) >= 200
+    assert {row["what"] for row in document["figures"]} == {"ttft_ms", "tpot_ms"}
+    assert not served.missed(document["figures"]), document["figures"]
+
+
+def test_a_frontend_delays_first_tokens_and_spreads_the_events_of_a_step():
+    rows = arrivals.of("burst", isl=100, osl=20, requests=8)
+    bare = simulate.run(costs(), options(), rows).served
+    through = simulate.run(costs(), options(), rows, frontend=simulate.Frontend(path=0.004, event=0.0001)).served
+    later = [through[number].first - bare[number].first for number in range(8)]
+    assert later == pytest.approx([0.004 + 0.0001 * (number + 1) for number in range(8)])
+    assert [each.tpot for each in through] == pytest.approx([each.tpot for each in bare])
+
+
+def test_a_server_slower_than_its_engine_falls_behind():
+    rows = arrivals.of("burst", isl=100, osl=20, requests=8)
+    bare = simulate.run(costs(), options(), rows).served[0]
+    slow = simulate.run(costs(), options(), rows, frontend=simulate.Frontend(event=bare.tpot)).served
+    assert min(each.tpot for each in slow) > 7 * bare.tpot
+
+
 def test_prefix_hits_are_those_of_an_independent_count(tmp_path):
     draw, rows, fresh = random.Random(3), [], 0
     for number in range(60):
@@ -68,7 +93,7 @@ def test_it_is_fast():
 def test_one_request_takes_its_steps_one_after_the_other():
     mine = costs()
     served = simulate.run(mine, options(), [Arrival(5.0, 100, 3)]).served[0]
-    prompt = mine.seconds(Work(104, 1, 0.0, 100 * 50.0))
+    prompt = mine.without_power_limit.seconds(Work(128, 1, 0.0, 100 * 50.0))  # in a graph of 128, on a GPU that rested
     assert (served.arrival, served.queued) == (5.0, 0.0)
     assert served.ttft == pytest.approx(prompt)
     tokens = [mine.seconds(Work(1, 1, 100 + n)) for n in range(2)]
@@ -121,3 +146,19 @@ def test_a_scheduler_that_stands_still_is_an_error(monkeypatch):
     monkeypatch.setattr(simulate.Replica, "submit", lambda self, now: None)
     with pytest.raises(EngineError, match="stands still"):
         simulate.run(costs(), options(), [Arrival(0.0, 10, 2)])
+
+
+def test_data_parallel_indices_take_as_long_as_the_fullest():
+    """Two groups of four ranks: two requests that come together run on one each, and a third one waits for no slot of the other."""
+    shape, split = subject.shape_for("mixtral-8x22b"), Split(4, 1, 2)
+    both = Costs(shape, "fp8", 1, split, MACHINE)
+    limits = options(max_batch_size=2, num_blocks=400)
+    pair = [Arrival(0.0, 100, 50), Arrival(0.0, 100, 50)]
+    result = simulate.run(both, limits, pair)
+    assert [(served.output_len, served.refused) for served in result.served] == [(50, ""), (50, "")]
+    assert result.served[0].last == result.served[1].last
+    alone = simulate.run(both, limits, pair[:1])
+    assert alone.seconds == pytest.approx(result.seconds)  # an index without a request waits for the other
+    third = simulate.run(both, limits, [*pair, Arrival(0.0, 100, 50)])
+    assert third.served[2].queued == pytest.approx(result.seconds)
+    assert third.generated == 150

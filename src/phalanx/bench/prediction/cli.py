@@ -28,6 +28,7 @@ SloTpot = Annotated[float | None, typer.Option("--slo_tpot", help="Bound of the 
 Slots = Annotated[int | None, typer.Option("--max_batch_size", help="Requests at once in one replica; as many as are asked for.")]
 StepTokens = Annotated[int, typer.Option("--max_num_tokens", help="Tokens of one step.")]
 SeqLen = Annotated[int | None, typer.Option("--max_seq_len", help="Prompt and output of one request; isl + osl at least.")]
+Copies = Annotated[int, typer.Option("--redundant_experts", help="Copies of experts in each layer, as `serve` takes them.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="For programs: a new file, or - for stdout.")]
 Trace = Annotated[str, typer.Argument(metavar="TRACE|poisson:RATE|burst", help="Azure's .csv, Mooncake's .jsonl, or a process.")]
 FindReplicas = Annotated[bool, typer.Option("--find_replicas", help="The smallest number of replicas that holds the bounds.")]
@@ -80,6 +81,7 @@ def layouts(
     max_batch_size: Slots = None,
     max_num_tokens: StepTokens = 8192,
     max_seq_len: SeqLen = None,
+    redundant_experts: Copies = 0,
     json: Json = None,
     yaml: Yaml = None,
     tp_size: Annotated[int | None, typer.Option("--tp_size", help="Only layouts with so many.")] = None,
@@ -98,7 +100,7 @@ def layouts(
     wanted = wanted_of(
         shape, dtype=dtype, kv_cache_dtype=kv_cache_dtype, isl=isl, osl=osl, concurrency=concurrency, goal=goal,
         slo_ttft=slo_ttft, slo_tpot=slo_tpot, max_batch_size=max_batch_size, max_num_tokens=max_num_tokens,
-        max_seq_len=max_seq_len,
+        max_seq_len=max_seq_len, redundant_experts=redundant_experts,
     )  # fmt: skip
     result = search.search(shape, machine, wanted).only(tp_size, pp_size, ep_size)
     document = explain.as_json(model, machine, wanted, result)
@@ -129,7 +131,7 @@ def _give(document: dict[str, Any], text: str, json: str | None) -> None:
 def wanted_of(
     shape: Any, *, dtype: str, kv_cache_dtype: str, isl: int, osl: int, concurrency: int, goal: str = "throughput",
     slo_ttft: float | None = None, slo_tpot: float | None = None, max_batch_size: int | None = None, max_num_tokens: int = 8192,
-    max_seq_len: int | None = None,
+    max_seq_len: int | None = None, redundant_experts: int = 0,
 ) -> Any:  # fmt: skip
     """What the flags ask for, with every auto settled. Raises OptionError."""
     from phalanx.plan.search import Wanted
@@ -151,6 +153,7 @@ def wanted_of(
     return Wanted(
         dtype, cache, isl, osl, concurrency, goal, None if slo_ttft is None else slo_ttft / 1e3,  # type: ignore[arg-type]
         None if slo_tpot is None else slo_tpot / 1e3, max_batch_size, max_num_tokens, max_seq_len,
+        redundant_experts=redundant_experts,
     )  # fmt: skip
 
 

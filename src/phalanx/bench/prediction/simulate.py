@@ -3,7 +3,7 @@
 
 A step is submitted as soon as the scheduler gives it, up to its depth, and passes the stages one after the other, each stage one
 step at a time; its tokens are known when the last stage has ended. So a request that comes while steps are in flight waits as it
-would.
+would. What lies between a client and the engine is a `Frontend`: without one, times are the engine's own.
 """
 
 from __future__ import annotations
@@ -12,17 +12,33 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phalanx.bench.prediction.arrivals import Arrival
 from phalanx.config.sampling_params import SamplingParams
-from phalanx.engine.messages import AddRequest, RowResult, Step, StepResult
+from phalanx.engine.dp_scheduler import DpScheduler
+from phalanx.engine.messages import AddRequest, RowResult, Step, StepResult, StepRow
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import EngineError, PhalanxError
-from phalanx.plan.burst import padded
+from phalanx.plan.attention_calls import padded
+from phalanx.plan.burst import computed_rows, computed_tokens
 from phalanx.plan.cost import Costs, Work
+from phalanx.plan.power import PowerCredit
 
 _TOKEN = RowResult(token=1)  # what every row yields: nothing but its length ends a request here
+
+
+@dataclass(frozen=True)
+class Frontend:
+    """What is between a client and the engine, in seconds. path: of a request alone, there and back, beside the step that computes
+    it (HTTP, messages between processes, the ranks' wake-up). event: of one token's event in the server and the client, which send
+    and read them one after the other: the tokens of a step arrive one by one."""
+
+    path: float = 0.0
+    event: float = 0.0
+
+
+NO_FRONTEND = Frontend()
 
 
 @dataclass(slots=True)
@@ -54,14 +70,17 @@ class Served:
 
 @dataclass
 class Replica:
-    """One engine: its scheduler, and when each stage is free."""
+    """One engine: its scheduler, and when each stage is free. sent: when the last event was."""
 
-    scheduler: Scheduler
+    scheduler: Scheduler | DpScheduler
     costs: Costs
     served: dict[str, Served]
     free: list[float] = field(default_factory=list)
     flying: deque[tuple[Step, float]] = field(default_factory=deque)
     waiting_first: set[str] = field(default_factory=set)
+    frontend: Frontend = NO_FRONTEND
+    power: PowerCredit = field(default_factory=PowerCredit)
+    sent: float = 0.0
     open: int = 0
     busy: float = 0.0
     tokens: int = 0
@@ -72,9 +91,10 @@ class Replica:
     def submit(self, now: float) -> None:
         """Every step that the scheduler gives now."""
         while (step := self.scheduler.schedule()) is not None:
-            batch = step.batches[0]
-            if self.waiting_first and batch.admitted:
+            if self.waiting_first and any(batch.admitted for batch in step.batches):
                 self._note_admitted(now)
+            if now > self.free[0]:
+                self.power.rest(now - self.free[0])
             begin, costs = now, self._stages(step)
             for stage, seconds in enumerate(costs):
                 begin = max(begin, self.free[stage]) + seconds
@@ -85,14 +105,16 @@ class Replica:
     def settle(self) -> float:
         """The oldest step in flight has ended; when."""
         step, end = self.flying.popleft()
-        rows = step.batches[0].rows
-        served, scheduler = self.served, self.scheduler
-        for update in scheduler.process_result(StepResult(step.number, [[_TOKEN] * len(rows)])):
-            entry = served[update.request_id]
+        results = [[_TOKEN] * len(batch.rows) for batch in step.batches]
+        served, scheduler, event = self.served, self.scheduler, self.frontend.event
+        arrived = max(self.sent, end + self.frontend.path)
+        for update in scheduler.process_result(StepResult(step.number, results)):
+            entry, arrived = served[update.request_id], arrived + event
             if not entry.first:
-                entry.first = end
+                entry.first = arrived
             if getattr(update, "finish_reason", None):
-                entry.last, self.open = end, self.open - 1
+                entry.last, self.open = arrived, self.open - 1
+        self.sent = arrived
         return end
 
     def _note_admitted(self, now: float) -> None:
@@ -102,24 +124,49 @@ class Replica:
         self.waiting_first -= running
 
     def _stages(self, step: Step) -> tuple[float, ...]:
-        rows = step.batches[0].rows
-        tokens, kv, pairs, samples, longest = 0, 0, 0.0, 0, 0
-        for row in rows:
-            count = row.count
-            tokens += count
-            if count == 1:
-                start = row.start
-                kv += start
-                if start > longest:
-                    longest = start
-                samples += 1
-            else:
-                pairs += count * (row.start + count / 2)
-                samples += row.samples
-        self.tokens += tokens
+        if not self.costs.machine.replays_graphs and len(step.batches) == 1:
+            return self._on_cpu(step.batches[0].rows)
+        parts = [_work_of(batch.rows) for batch in step.batches]
+        self.tokens += sum(part[0] for part in parts)
+        # All dp indices take as long as the fullest: the costs are of a step in which each has as much as that.
+        tokens, samples, kv, pairs, longest = parts[0] if len(parts) == 1 else map(max, zip(*parts, strict=True))
+        indices = len(parts)
         if not pairs:
-            return self.costs.step_seconds(Work(padded(tokens, self.scheduler.options.max_rows), samples, kv, longest=longest))
-        return self.costs.step_seconds(Work(_by_8(tokens), samples, kv, pairs, tokens > self.costs.graph_tokens, longest))
+            rows = computed_rows(self.costs, tokens, self.scheduler.options.max_rows) * indices
+            stages = self.costs.step_seconds(Work(rows, samples * indices, kv * indices, longest=longest))
+            self.power.rest(max(stages))
+            return stages
+        tokens, eager = computed_tokens(self.costs, tokens)
+        work = Work(_by_8(tokens) * indices, samples * indices, kv * indices, pairs * indices, eager, longest)
+        stages, free = self.costs.step_seconds(work), self.costs.without_power_limit
+        return stages if free is None else self.power.spend(stages, free.step_seconds(work))
+
+    def _on_cpu(self, rows: Sequence[StepRow]) -> tuple[float, ...]:
+        """Nothing is padded but the calls of attention."""
+        tokens = sum(row.count for row in rows)
+        self.tokens += tokens
+        attention = padded(((row.count, row.start) for row in rows), self.scheduler.options.block_size)
+        samples = sum(row.samples for row in rows)
+        return self.costs.step_seconds(Work(tokens, samples, attention.keys, attention.pairs, eager=True, calls=attention.calls))
+
+
+def _work_of(rows: Sequence[StepRow]) -> tuple[int, int, int, float, int]:
+    """Of the part of a dp index: tokens, rows that sample, cached tokens that rows of one token read, pairs, the longest of these
+    rows."""
+    tokens, kv, pairs, samples, longest = 0, 0, 0.0, 0, 0
+    for row in rows:
+        count = row.count
+        tokens += count
+        if count == 1:
+            start = row.start
+            kv += start
+            if start > longest:
+                longest = start
+            samples += 1
+        else:
+            pairs += count * (row.start + count / 2)
+            samples += row.samples
+    return tokens, samples, kv, pairs, longest
 
 
 def _by_8(tokens: int) -> int:
@@ -150,15 +197,17 @@ class Result:
 
 
 def run(
-    costs: Costs, options: SchedulerOptions, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None
-) -> Result:
-    """Serve the arrivals. concurrency: a closed loop of so many requests, at whatever times they were to come.
+    costs: Costs, options: SchedulerOptions, arrivals: Sequence[Arrival], replicas: int = 1, concurrency: int | None = None,
+    frontend: Frontend = NO_FRONTEND,
+) -> Result:  # fmt: skip
+    """Serve the arrivals. concurrency: a closed loop of so many requests, at whatever times they were to come. frontend: of each
+    replica.
 
     A request goes to the replica with the fewest open ones. Raises EngineError where the scheduler stands still.
     """
     begin = time.process_time()
     served: dict[str, Served] = {}
-    engines = [Replica(Scheduler(options), costs, served) for _ in range(replicas)]
+    engines = [Replica(_scheduler(options, costs.split.ep), costs, served, frontend=frontend) for _ in range(replicas)]
     if concurrency is not None:
         end = _closed_loop(engines, arrivals, served, concurrency)
     else:
@@ -176,6 +225,15 @@ def run(
         sum(e.busy for e in engines),
         replicas,
     )
+
+
+def _scheduler(options: SchedulerOptions, indices: int) -> Scheduler | DpScheduler:
+    """Of an engine whose dp indices have these limits together."""
+    if indices == 1:
+        return Scheduler(options)
+    batch_size, num_tokens = -(-options.max_batch_size // indices), -(-options.max_num_tokens // indices)
+    num_blocks = options.num_blocks // indices
+    return DpScheduler(replace(options, max_batch_size=batch_size, max_num_tokens=num_tokens, num_blocks=num_blocks), indices)
 
 
 def _open_loop(engines: list[Replica], arrivals: Sequence[Arrival], served: dict[str, Served]) -> float:

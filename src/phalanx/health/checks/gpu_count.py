@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from phalanx.health.check import Check, Finding, Need, error, note, ok
+from phalanx.health.check import Check, Finding, Need, error, note, ok, skipped
 from phalanx.health.subject import Subject
 
 
@@ -12,6 +12,8 @@ def examine(subject: Subject) -> Finding:
     assert options is not None
     if options.device == "cpu" or not subject.on_gpu:
         return ok("the ranks run on CPU")
+    if options.launcher == "ray":
+        return skipped("Ray places the ranks: ray_cluster examines the GPUs of its hosts")
     visible, ranks = len(devices.gpus), subject.ranks_here
     if visible < ranks:
         variable = subject.host.environment.get("CUDA_VISIBLE_DEVICES")

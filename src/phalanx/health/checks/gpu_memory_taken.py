@@ -20,7 +20,9 @@ def examine(subject: Subject) -> list[Finding]:
         return [skipped("a running server's own memory cannot be told from others' over HTTP")]
     findings = []
     for gpu in subject.gpus_in_use:
-        holders = [holder for holder in gpu.holders or () if (holder.bytes or 0) >= WORTH]
+        holders = sorted(
+            (holder for holder in gpu.holders or () if (holder.bytes or 0) >= WORTH), key=lambda holder: -(holder.bytes or 0)
+        )
         for holder in holders:
             owner = _owner(holder.pid)
             kill = (

@@ -30,7 +30,8 @@ def examine(subject: Subject) -> list[Finding]:
                 "use dtype='bf16' where memory suffices",
             )
         ]
-    return [ok(f"{ranks} ranks on this host, tp {options.tensor_parallel_size}, pp {options.pipeline_parallel_size}")]
+    ep = f", ep {options.expert_parallel_size}" if options.expert_parallel_size > 1 else ""
+    return [ok(f"{ranks} ranks on this host, tp {options.tensor_parallel_size}, pp {options.pipeline_parallel_size}{ep}")]
 
 
 CHECK = Check(

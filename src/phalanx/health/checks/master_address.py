@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from phalanx.hardware.probe import address_towards
-from phalanx.health.check import Check, Finding, Need, error, ok, warning
+from phalanx.health.check import Check, Finding, Need, error, ok, skipped, warning
 from phalanx.health.subject import Subject
 
 
 def examine(subject: Subject) -> Finding:
     assert subject.options is not None
+    if subject.options.launcher == "ray":
+        return skipped("Ray places the ranks: the launcher finds this host's address")
     name, rank = subject.options.master_addr, subject.options.node_rank
     try:
         addresses = subject.host.resolve(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this host reaches the ports on which host 0 listens."""
+"""Whether this host reaches the port on which host 0 listens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def examine(subject: Subject) -> Finding:
     failure = subject.host.connect(options.master_addr, options.master_port)
     if failure is None:
         return ok(f"port {options.master_port} of {options.master_addr} answers")
-    ports = f"{options.master_port} and {options.master_port + 1}"
     blocked = isinstance(failure, TimeoutError)
-    cure = f"open ports {ports} of host 0 for this host" if blocked else "start node 0 first, with the same master_port"
+    cure = (
+        f"open port {options.master_port} of host 0 for this host" if blocked else "start node 0 first, with the same master_port"
+    )
     command = (
-        f"iptables -I INPUT -p tcp --dport {options.master_port}:{options.master_port + 1} -j ACCEPT"
+        f"iptables -I INPUT -p tcp --dport {options.master_port} -j ACCEPT"
         if blocked
         else f"nc -zv {options.master_addr} {options.master_port}"
     )
@@ -31,7 +32,7 @@ CHECK = Check(
     name="master_ports",
     what="the port of host 0, from another host",
     why="a firewall that drops packets looks like a start that hangs",
-    cure="open both ports of host 0",
+    cure="open master_port of host 0",
     threads=("https://github.com/vllm-project/vllm/issues/8447",),
     examine=examine,
     needs=(Need.HOSTS,),

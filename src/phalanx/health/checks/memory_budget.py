@@ -8,7 +8,7 @@ from phalanx.health import memory
 from phalanx.health.check import Check, Finding, Need, error, ok, size, skipped, warning
 from phalanx.health.subject import Subject
 
-ESTIMATE = "weights and KV cache are exact, activations and graphs an estimate"
+ESTIMATE = "weights and KV cache are exact, the rest at most"
 
 
 def examine(subject: Subject) -> list[Finding]:
@@ -19,19 +19,19 @@ def examine(subject: Subject) -> list[Finding]:
     try:
         if not subject.on_gpu:
             return [_on_cpu(subject)]
-        need = memory.budget(options, shape, on_gpu=True)
+        gpus = subject.gpus_in_use
+        if not gpus:
+            return [skipped("no GPU is visible")]
+        smallest = min(gpus, key=lambda gpu: gpu.total - gpu.used)
+        free = smallest.total - smallest.used if not subject.servers else smallest.total
+        need = memory.budget(options, shape, free, on_gpu=True)
     except PhalanxError as failure:
         return [skipped(f"the layout is refused: {failure}")]
-    gpus = subject.gpus_in_use
-    if not gpus:
-        return [skipped("no GPU is visible")]
-    smallest = min(gpus, key=lambda gpu: gpu.total - gpu.used)
-    free = smallest.total - smallest.used if not subject.servers else smallest.total
-    facts = {"need": need.least, "free": free, "weights": need.weights, "activations": need.activations, "graphs": need.graphs}
-    if need.least > free:
+    rank = need.rank
+    facts = {"need": need.least, "free": free, "weights": rank.weights, "beside": rank.beside, "graphs": rank.graphs}
+    if rank.kv_tokens == 0:
         return [_too_large(subject, need, free, smallest.index, facts)]
-    room = int((free - need.least) * options.kv_cache_free_gpu_memory_fraction)
-    shorter = memory.sequence_remedy(options, shape, room)
+    shorter = memory.sequence_remedy(options, shape, need)
     if shorter is not None and options.max_seq_len is not None:
         return [
             warning(
@@ -41,13 +41,12 @@ def examine(subject: Subject) -> list[Finding]:
                 **facts,
             )
         ]
-    tokens = room // need.block * options.kv_block_size
     return [
         ok(
-            f"{size(need.least)} of {size(free)} are needed on GPU {smallest.index} ({ESTIMATE}); {tokens:,} tokens of KV cache fit"
-            " beside",
+            f"{size(need.least)} of {size(free)} are needed on GPU {smallest.index} ({ESTIMATE}); {rank.kv_tokens:,} tokens of KV"
+            " cache fit beside",
             **facts,
-            kv_tokens=tokens,
+            kv_tokens=rank.kv_tokens,
         )
     ]
 
@@ -77,8 +76,12 @@ def _too_large(subject: Subject, need: memory.Budget, free: int, index: int, fac
 def _others(subject: Subject) -> str:
     """The layout that stays as it is."""
     assert subject.options is not None
-    tp, pp = subject.options.tensor_parallel_size, subject.options.pipeline_parallel_size
-    return (f"--tp_size {tp} " if tp > 1 else "") + (f"--pp_size {pp} " if pp > 1 else "")
+    options = subject.options
+    sizes = {
+        "tp": options.tensor_parallel_size, "pp": options.pipeline_parallel_size, "ep": options.expert_parallel_size,
+        "moe_ep": options.moe_expert_parallel_size,
+    }  # fmt: skip
+    return "".join(f"--{name}_size {size} " for name, size in sizes.items() if size > 1)
 
 
 def _on_cpu(subject: Subject) -> Finding:
@@ -86,17 +89,17 @@ def _on_cpu(subject: Subject) -> Finding:
     assert options is not None
     assert shape is not None
     need = memory.budget(options, shape, on_gpu=False)
-    if options.kv_cache_bytes is not None and options.kv_cache_bytes < need.block:
+    if options.kv_cache_bytes is not None and options.kv_cache_bytes < need.rank.block:
         return error(
-            f"kv_cache_bytes={options.kv_cache_bytes:,} is less than one KV block of {need.block:,} bytes",
+            f"kv_cache_bytes={options.kv_cache_bytes:,} is less than one KV block of {need.rank.block:,} bytes",
             "give the KV cache at least one request of full length",
             f"phalanx serve {options.model} --kv_cache_bytes {need.sequence}",
-            block=need.block,
+            block=need.rank.block,
             sequence=need.sequence,
         )
     return ok(
-        f"{size(need.weights)} of weights on each rank; one request of full length takes {size(need.sequence)} of KV cache",
-        weights=need.weights,
+        f"{size(need.rank.weights)} of weights on each rank; one request of full length takes {size(need.sequence)} of KV cache",
+        weights=need.rank.weights,
     )
 
 

@@ -12,7 +12,7 @@ def examine(subject: Subject) -> list[Finding]:
     assert options is not None
     ports = {"--port": (subject.serving.host, subject.serving.port)} if options.node_rank == 0 else {}
     if options.nnodes > 1 and options.node_rank == 0:
-        ports |= {"--master_port": ("0.0.0.0", options.master_port), "--master_port + 1": ("0.0.0.0", options.master_port + 1)}
+        ports |= {"--master_port": ("0.0.0.0", options.master_port)}
     findings = [_taken(subject, name, *place) for name, place in ports.items() if place[1]]
     return [finding for finding in findings if finding] or [ok("the ports to listen on are free")]
 
@@ -22,7 +22,7 @@ def _taken(subject: Subject, name: str, address: str, port: int) -> Finding | No
     if failure is None:
         return None
     listener = subject.host.listener(port)
-    other = f"phalanx serve ... {name.removesuffix(' + 1')} {port + 10}"
+    other = f"phalanx serve ... {name} {port + 10}"
     if listener is None:
         return error(
             f"{name} {port} of {address} cannot be listened on: {failure.strerror or failure}",

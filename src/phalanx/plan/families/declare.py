@@ -14,13 +14,21 @@ Split = Literal["replicated", "column", "row", "heads", "kv_heads", "vocabulary"
 """Megatron's terms for a weight [out, in] (arXiv 1909.08053): "column" splits `out` (dim 0), "row" splits `in` (dim 1). "heads" and
 "kv_heads" split dim 0 by whole attention heads, the latter with copies where tp exceeds them. "vocabulary" splits dim 0, padded."""
 
+MXFP4_BLOCK = 32
+"""Values that share a scale (OCP Microscaling formats 1.0)."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""What is appended to the name of a tensor in MXFP4: of its values, uint8 [..., blocks, 16], and of their scales, [..., blocks]."""
+
 Part = Literal["attention", "mlp", "experts", "shared", "router", "norm", "embedding", "head"]
 
 
 @dataclass(frozen=True)
 class Tensor:
     """name: as the checkpoint has it, with {expert} for each of `experts` tensors of this shape (0: it is none of an expert).
-    gemm: the GEMM that it belongs to; tensors of one name are one GEMM, as "qkv". heads, kv_heads: for the splits by heads."""
+    gemm: the GEMM that it belongs to; tensors of one name are one GEMM, as "qkv". heads, kv_heads: for the splits by heads. unit:
+    of a dim that is split, elements that stay together, so that ranks may hold unequal parts; 0: ranks hold equal parts. form: how
+    a tensor of all experts is on disk, [experts, *shape], with its last two dims "transposed", or in "mxfp4". kept: the dtype in
+    which a rank holds it: by the quantization where there is one, never in fewer than "16 bit", or in "fp32"."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,11 +38,25 @@ class Tensor:
     experts: int = 0
     heads: int = 0
     kv_heads: int = 0
+    unit: int = 0
+    form: Literal["plain", "transposed", "mxfp4"] = "plain"
+    kept: Literal["quantized", "16 bit", "fp32"] = "quantized"
 
     def expand(self) -> Iterator[str]:
         """The names on disk: one for each expert where the name says {expert}, else one tensor [experts, ...]."""
         split = self.experts and "{expert}" in self.name
         yield from (self.name.format(expert=number) for number in range(self.experts)) if split else (self.name,)
+
+    def on_disk(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Name and shape of each tensor of a checkpoint. MXFP4 has two values in a byte, and a scale for 32 of them."""
+        if not self.experts or "{expert}" in self.name:
+            yield from ((name, self.shape) for name in self.expand())
+        elif self.form == "mxfp4":
+            out, inputs = self.shape
+            yield f"{self.name}{BLOCKS}", (self.experts, out, -(-inputs // MXFP4_BLOCK), MXFP4_BLOCK // 2)
+            yield f"{self.name}{SCALES}", (self.experts, out, -(-inputs // MXFP4_BLOCK))
+        else:
+            yield self.name, (self.experts, *(self.shape[::-1] if self.form == "transposed" else self.shape))
 
     @property
     def elements(self) -> int:
@@ -48,6 +70,10 @@ class Tensor:
         first, *rest = self.shape
         if self.split == "vocabulary":
             return (len(shard.vocabulary(first, tp, 0)), *rest)
+        if self.unit:
+            dim = 1 if self.split == "row" else 0
+            part = len(shard.in_runs(self.name, self.shape[dim], self.unit, tp, 0))
+            return (*self.shape[:dim], part, *self.shape[dim + 1 :])
         if self.split == "row":
             shard.require_divides(f"columns of {self.name}", rest[0], tp)
             return (first, rest[0] // tp, *rest[1:])

@@ -1,32 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): multi-head latent attention, routed and shared experts after dense layers."""
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437): multi-head latent attention, routed and shared experts after dense layers.
+Multi-token prediction layers are not loaded, and not counted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from phalanx.config.json_fields import Fields
 from phalanx.plan.families import dense
 from phalanx.plan.families.declare import Tensor
-from phalanx.plan.shape import Experts, Latent, Shape
-
-
-def read(shape: Shape, fields: Fields) -> Shape:
-    """Latent attention and experts of config.json; multi-token prediction layers are not served, and not counted."""
-    latent = Latent(
-        fields.count("q_lora_rank", 1536) if fields.values.get("q_lora_rank") is not None else None,
-        fields.count("kv_lora_rank", 512), fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64),
-        fields.count("v_head_dim", 128),
-    )  # fmt: skip
-    width = fields.count("moe_intermediate_size", 2048)
-    experts = Experts(
-        fields.count("n_routed_experts", 256), fields.count("num_experts_per_tok", 8), width,
-        shared=width * int(fields.values.get("n_shared_experts") or 0),
-        dense_layers=tuple(range(int(fields.values.get("first_k_dense_replace") or 0))),
-        scoring_bias=fields.text("topk_method", "") == "noaux_tc",
-    )  # fmt: skip
-    return replace(shape, experts=experts, latent=latent, head_dim=latent.nope + latent.rope)
+from phalanx.plan.shape import Shape
 
 
 def layer(shape: Shape, index: int) -> Iterator[Tensor]:
@@ -40,19 +22,20 @@ def layer(shape: Shape, index: int) -> Iterator[Tensor]:
         return
     yield Tensor(f"{prefix}.mlp.gate.weight", (experts.count, shape.hidden_size), "replicated", "router", "router")
     if experts.scoring_bias:
-        yield Tensor(f"{prefix}.mlp.gate.e_score_correction_bias", (experts.count,), "replicated", "router")
+        yield Tensor(f"{prefix}.mlp.gate.e_score_correction_bias", (experts.count,), "replicated", "router", kept="fp32")
     yield from dense.gated_mlp(f"{prefix}.mlp.experts", shape.hidden_size, experts.intermediate, "experts", experts=experts.count)
     if experts.shared:
         yield from dense.gated_mlp(f"{prefix}.mlp.shared_experts", shape.hidden_size, experts.shared, "shared")
 
 
 def _attention(shape: Shape, name: str) -> Iterator[Tensor]:
-    """Down-projections are replicated over tensor-parallel ranks, up-projections are split by heads."""
+    """Down-projections are replicated over tensor-parallel ranks, up-projections are split by heads. What reads the layer's input
+    is one GEMM. kv_b_proj is multiplied by parts of each head, and so it is dequantized."""
     latent, hidden, heads = shape.latent, shape.hidden_size, shape.num_heads
     assert latent is not None
     query = heads * (latent.nope + latent.rope)
     if latent.q_rank is None:
-        yield Tensor(f"{name}.q_proj.weight", (query, hidden), "heads", "attention", "q", heads=heads)
+        yield Tensor(f"{name}.q_proj.weight", (query, hidden), "heads", "attention", "qkv_a", heads=heads)
     else:
         yield Tensor(f"{name}.q_a_proj.weight", (latent.q_rank, hidden), "replicated", "attention", "qkv_a")
         yield Tensor(f"{name}.q_a_layernorm.weight", (latent.q_rank,), "replicated", "norm")
@@ -61,5 +44,5 @@ def _attention(shape: Shape, name: str) -> Iterator[Tensor]:
     yield Tensor(f"{name}.kv_a_proj_with_mqa.weight", (compressed, hidden), "replicated", "attention", "qkv_a")
     yield Tensor(f"{name}.kv_a_layernorm.weight", (latent.kv_rank,), "replicated", "norm")
     up = heads * (latent.nope + latent.v)
-    yield Tensor(f"{name}.kv_b_proj.weight", (up, latent.kv_rank), "heads", "attention", "kv_b", heads=heads)
+    yield Tensor(f"{name}.kv_b_proj.weight", (up, latent.kv_rank), "heads", "attention", "kv_b", heads=heads, kept="16 bit")
     yield Tensor(f"{name}.o_proj.weight", (hidden, heads * latent.v), "row", "attention", "o")

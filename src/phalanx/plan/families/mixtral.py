@@ -4,18 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from phalanx.config.json_fields import Fields
 from phalanx.plan.families import dense
 from phalanx.plan.families.declare import Tensor
-from phalanx.plan.shape import Experts, Shape
-
-
-def read(shape: Shape, fields: Fields) -> Shape:
-    """The experts of config.json."""
-    count = fields.count("num_local_experts", 8)
-    return replace(shape, experts=Experts(count, fields.count("num_experts_per_tok", 2), shape.intermediate_size))
+from phalanx.plan.shape import Shape
 
 
 def layer(shape: Shape, index: int) -> Iterator[Tensor]:

@@ -4,24 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from phalanx.config.json_fields import Fields
 from phalanx.plan.families import dense
 from phalanx.plan.families.declare import Tensor
-from phalanx.plan.shape import Experts, Shape
-
-
-def read(shape: Shape, fields: Fields) -> Shape:
-    """The experts of config.json; a layer is dense if mlp_only_layers names it or decoder_sparse_step passes over it."""
-    step = fields.count("decoder_sparse_step", 1)
-    named = set(fields.values.get("mlp_only_layers") or ())
-    passed = tuple(layer for layer in range(shape.num_layers) if layer in named or (layer + 1) % step)
-    experts = Experts(
-        fields.count("num_experts", 128), fields.count("num_experts_per_tok", 8), fields.count("moe_intermediate_size", 768),
-        dense_layers=passed,
-    )  # fmt: skip
-    return replace(shape, experts=experts, qk_norm=True)
+from phalanx.plan.shape import Shape
 
 
 def layer(shape: Shape, index: int) -> Iterator[Tensor]:
