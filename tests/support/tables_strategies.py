@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from phalanx.config.dtypes import DTYPES
 from phalanx.hardware.fingerprint import LINKS, Fingerprint
-from phalanx.tables.message import Fusion
-from phalanx.tables.seed import MAX_A, MAX_B, MAX_C, Latency, Seed
-from phalanx.tables.strategy import Choice, choices
-from phalanx.tables.table import MAX_SIZE, HiddenRange, Section, Span, Table
+from phalanx.tables.message import Caller, Fusion
+from phalanx.tables.seed import MAX_A, MAX_B, MAX_BYTES, MAX_C, MAX_TOKENS, Latency, Seed, SequenceParallelSeed
+from phalanx.tables.strategy import Choice, Strategy, choices
+from phalanx.tables.table import HAND_OVER, MAX_SIZE, HiddenRange, Section, Span, Table
 
 
 @st.composite
@@ -35,7 +35,11 @@ def seeds(draw) -> Seed:
     for fusion in Fusion:
         chosen = draw(st.lists(st.sampled_from(choices(fusion)), unique=True, min_size=1))
         models[fusion] = {choice: draw(latency) for choice in chosen}
-    return Seed(draw(st.text(max_size=8)), models)
+    some = st.one_of(st.integers(1, 4096), st.integers(1, MAX_TOKENS))
+    sharded = SequenceParallelSeed(
+        draw(st.none() | some), draw(st.none() | some | st.integers(1, MAX_BYTES)), draw(st.text(max_size=8)), draw(st.booleans())
+    )
+    return Seed(draw(st.text(max_size=8)), models, draw(st.booleans()), sharded)
 
 
 @st.composite
@@ -44,22 +48,21 @@ def tables(draw, fingerprint: Fingerprint | None = None) -> Table:
         fingerprint = Fingerprint(
             draw(st.sampled_from([0, 80, 90, 100])), draw(st.sampled_from(sorted(LINKS))), draw(st.integers(2, 8))
         )
-    keys = draw(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.sampled_from(list(Fusion))), unique=True, max_size=4))
+    key = st.tuples(st.sampled_from(sorted(DTYPES)), st.sampled_from(list(Fusion)), st.sampled_from(list(Caller)))
+    keys = draw(st.lists(key.filter(lambda key: key[2] is Caller.REPLICATED or key[1].shards), unique=True, max_size=6))
     sections = []
-    for dtype, fusion in keys:
+    for dtype, fusion, caller in keys:
+        named = choices(fusion, caller) if caller is not Caller.GEMM else (HAND_OVER, Choice(Strategy.GEMM_RS))
         rows = []
         for first, last in draw(ranges(3)):
-            spans = [
-                Span(a, b, draw(st.sampled_from(choices(fusion))), draw(st.none() | st.floats(0.5, 9.0)))
-                for a, b in draw(ranges(4))
-            ]
+            spans = [Span(a, b, draw(st.sampled_from(named)), draw(st.none() | st.floats(0.5, 9.0))) for a, b in draw(ranges(4))]
             rows.append(HiddenRange(first, last, tuple(spans)))
-        sections.append(Section(dtype, fusion, tuple(rows)))
+        sections.append(Section(dtype, fusion, tuple(rows), caller))
     return Table(fingerprint, tuple(sections), draw(seeds()), {"by": draw(st.text(max_size=8))})
 
 
-def edges(table: Table) -> list[tuple[str, Fusion, int, int]]:
-    """(dtype, fusion, tokens, hidden) on and beside every edge of the table, and far beyond."""
+def edges(table: Table) -> list[tuple[str, Fusion, int, int, Caller]]:
+    """(dtype, fusion, tokens, hidden, caller) on and beside every edge of the table and of its seed, and far beyond."""
     far = [1, 7, 128, 16384, 2**28, 2**31 - 1, 2**31, 2**40, 2**62]
     sizes = [(dtype, fusion, value, 1 + value // 3) for dtype in DTYPES for fusion in Fusion for value in far]
     for section in table.sections:
@@ -69,7 +72,11 @@ def edges(table: Table) -> list[tuple[str, Fusion, int, int]]:
                     for tokens in {span.first - 1, span.first, (span.first + span.last) // 2, span.last, span.last + 1}:
                         if tokens > 0 and hidden > 0:
                             sizes.append((section.dtype, section.fusion, tokens, hidden))
-    return sizes
+    first, least = table.seed.sequence_parallel.rs_norm_ag_min_tokens, table.seed.sequence_parallel.gemm_rs_min_bytes
+    for tokens in {1, 64, first or 64, (first or 64) - 1} - {0}:
+        hidden = max((least or 1 << 20) // (2 * tokens), 1)
+        sizes += [("bf16", Fusion.RESIDUAL_RMS_NORM, tokens, beside) for beside in (hidden, hidden + 1)]
+    return [(*size, caller) for size in sizes for caller in Caller]
 
 
 def one_span(fingerprint: Fingerprint, seed: Seed, choice: Choice, gain: float | None = 2.0) -> Table:

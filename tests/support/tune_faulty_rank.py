@@ -38,10 +38,10 @@ def open_group(group, device, max_bytes):
     built = candidates.StrategyCandidates(strategies)
     plain_get = built.get
 
-    def get(choice):
+    def get(choice, layer=None):
         if running[0] == "refuse":
             raise KeyError("not on a Saturday")
-        return plain_get(choice)
+        return plain_get(choice, layer)
 
     built.get = get
     return built

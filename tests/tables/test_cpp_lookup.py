@@ -78,7 +78,7 @@ def test_every_point_and_what_lies_between():
     assert table.lookup("bf16", Fusion.NONE, 64, 5120).strategy == 4  # as 4096, the nearer one
     assert table.lookup("bf16", Fusion.NONE, 64, 6000).strategy == 0
     for tokens, hidden in [(1, 127), (1, 8193), (16385, 8192)]:
-        assert table.lookup("bf16", Fusion.NONE, tokens, hidden).source == "seed"
+        assert table.lookup("bf16", Fusion.NONE, tokens, hidden).source == "estimated"
 
 
 def test_a_header_in_their_formatting():

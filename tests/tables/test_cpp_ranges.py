@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import cpp_ranges
-from phalanx.tables.message import Fusion
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.table import Table
 from tests.support.tables_strategies import edges, tables
 
@@ -21,12 +21,14 @@ MAIN = """
 #include "tables.hpp"
 #include <iostream>
 int main() {
-    int sm, world, dtype, fusion; std::string link; long long tokens, hidden;
-    while (std::cin >> sm >> link >> world >> dtype >> fusion >> tokens >> hidden) {
+    int sm, world, dtype, fusion, caller; std::string link; long long tokens, hidden;
+    while (std::cin >> sm >> link >> world >> dtype >> fusion >> tokens >> hidden >> caller) {
         const phalanx::allreduce::Table* table = phalanx::allreduce::find(sm, link.c_str(), world);
         if (!table) { std::cout << "none\\n"; continue; }
         try {
-            const auto a = phalanx::allreduce::lookup(*table, phalanx::allreduce::Dtype(dtype), fusion, tokens, hidden);
+            const auto kind = phalanx::allreduce::Dtype(dtype);
+            const auto who = phalanx::allreduce::Caller(caller);
+            const auto a = phalanx::allreduce::lookup(*table, kind, fusion, tokens, hidden, who);
             std::cout << a.strategy << ' ' << a.fused << ' ' << a.measured << ' ' << table->digest << '\\n';
         } catch (const std::invalid_argument&) { std::cout << "invalid\\n"; }
     }
@@ -40,7 +42,7 @@ def answers(folder, tables: list[Table], queries) -> list[str]:
     (folder / "main.cpp").write_text(MAIN, encoding="utf-8")
     compile_ = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", "-o", "answer", "main.cpp"]
     subprocess.run(compile_, cwd=folder, check=True)
-    text = "".join(f"{f.sm} {f.link} {f.world} {DTYPES.index(d)} {int(n)} {t} {h}\n" for f, d, n, t, h in queries)
+    text = "".join(f"{f.sm} {f.link} {f.world} {DTYPES.index(d)} {int(n)} {t} {h} {int(c)}\n" for f, d, n, t, h, c in queries)
     ran = subprocess.run(["./answer"], cwd=folder, input=text, capture_output=True, text=True, check=True)
     return ran.stdout.splitlines()
 
@@ -65,10 +67,10 @@ def test_what_cpp_refuses(tmp_path):
 
     here = Fingerprint(90, "nvlink", 2)
     queries = [
-        (here, "bf16", Fusion.NONE, 0, 8),
-        (here, "bf16", 3, 1, 8),
-        (here, "bf16", Fusion.NONE, 8, -1),
-        (Fingerprint(90, "pcie", 2), "bf16", Fusion.NONE, 8, 8),
+        (here, "bf16", Fusion.NONE, 0, 8, Caller.REPLICATED),
+        (here, "bf16", 3, 1, 8, Caller.GEMM),
+        (here, "bf16", Fusion.NONE, 8, -1, Caller.SHARDED),
+        (Fingerprint(90, "pcie", 2), "bf16", Fusion.NONE, 8, 8, Caller.REPLICATED),
     ]
     assert answers(tmp_path, [Table(here, (), default(here))], queries) == ["invalid", "invalid", "invalid", "none"]
 

@@ -8,10 +8,11 @@ import pytest
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import shipped
-from phalanx.tables.message import Fusion
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.seed import default
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tables.table_file import load, save
+from tests.architecture.sources import ROOT
 from tests.support.tables_strategies import one_span
 
 ODD = Fingerprint(77, "pcie_p2p", 4)
@@ -29,7 +30,9 @@ def test_an_unknown_machine_runs_by_its_class(tmp_path):
     table = shipped.table_for(ODD, tmp_path)
     assert table.sections == ()
     assert table.seed.origin == "class pcie_p2p"
-    assert table.lookup("bf16", Fusion.NONE, 1, 8192).source == "seed"
+    assert table.lookup("bf16", Fusion.NONE, 1, 8192).source == "estimated"
+    entry = table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 64, 8192, Caller.SHARDED)
+    assert (entry.strategy, entry.source) == (Strategy.RS_NORM_AG, "estimated")
     line = shipped.advice(ODD, tmp_path)
     assert "phalanx allreduce tune --tp_size 4" in line
     assert "sm77.pcie_p2p.tp4" in line
@@ -56,3 +59,36 @@ def test_what_ships_is_whole():
         table = load(path)
         assert shipped.file_name(table.fingerprint) == path.name
         assert table.sections
+        assert not table.seed.sequence_parallel.estimated
+
+
+@pytest.mark.parametrize("world", range(2, 9))
+def test_thresholds_are_seed_data_where_they_were_measured_and_estimated_elsewhere(world, tmp_path):
+    """Without a tuned table, layers run as before there were sections of them."""
+    table = shipped.table_for(Fingerprint(90, "nvlink", world), tmp_path)
+    first = 128 if world == 2 else 64
+    for fusion in (Fusion.RESIDUAL_RMS_NORM, Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, Fusion.RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE):
+        for caller in (Caller.SHARDED, Caller.GEMM):
+            for tokens in (1, first - 1, first, 2047, 2048, 8192):
+                entry = table.lookup("bf16", fusion, tokens, 8192, caller)
+                wanted = {True: Strategy.RS_NORM_AG}.get(tokens >= first)
+                wanted = Strategy.GEMM_RS if caller is Caller.GEMM and tokens >= 2048 else wanted
+                if wanted is None:
+                    assert entry == table.lookup("bf16", fusion, tokens, 8192)
+                else:
+                    assert (entry.strategy, entry.source) == (wanted, "seed" if world in (2, 4) else "estimated")
+    assert table.gemm_rs_min_bytes() == 32 << 20
+
+
+def test_cpu_ranks_run_sequence_parallelism_only_where_it_was_tuned(tmp_path):
+    table = shipped.table_for(Fingerprint(0, "shm", 2), tmp_path)
+    for tokens in (1, 64, 4096, 1 << 20):
+        entry = table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, tokens, 8192, Caller.GEMM)
+        assert entry == table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, tokens, 8192)
+    assert table.gemm_rs_min_bytes() is None
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_files_of_version_1_that_were_measured_are_the_shipped_tables(world):
+    old = load(ROOT / "benchmarks" / "results" / "allreduce" / "tables" / f"sm90.nvlink.tp{world}.json")
+    assert old == load(shipped._SHIPPED / f"sm90.nvlink.tp{world}.json")

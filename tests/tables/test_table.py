@@ -10,34 +10,68 @@ from hypothesis import given, settings
 
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.message import Fusion
-from phalanx.tables.seed import default
+from phalanx.tables.message import Caller, Fusion
+from phalanx.tables.seed import MAX_BYTES, default
 from phalanx.tables.strategy import Choice, Strategy
-from phalanx.tables.table import HiddenRange, Section, Span, Table
+from phalanx.tables.table import HAND_OVER, HiddenRange, Section, Span, Table
 from tests.support.tables_strategies import edges, one_span, tables
 
 MACHINE = Fingerprint(90, "nvlink", 2)
 TWOSHOT = Choice(Strategy.TWOSHOT)
 
 
+def plain_search(table, dtype, fusion, tokens, hidden, caller):
+    """(choice, source) as the page of the format says it, span by span."""
+    if not fusion.shards:
+        caller = Caller.REPLICATED
+    section = table.section_for(dtype, fusion, caller)
+    spans = [
+        span
+        for row in (section.hidden_ranges if section else ())
+        if row.first <= hidden <= row.last
+        for span in row.spans
+        if span.first <= tokens <= span.last
+    ]
+    assert len(spans) <= 1
+    if spans and spans[0].choice != HAND_OVER:
+        return spans[0].choice, "table"
+    seed, sharded = table.seed, table.seed.sequence_parallel
+    if caller is Caller.REPLICATED:
+        return seed.choose(dtype, fusion, tokens, hidden)[0], "estimated" if seed.estimated else "seed"
+    long = sharded.rs_norm_ag_min_tokens is not None and tokens >= sharded.rs_norm_ag_min_tokens and not spans
+    nbytes = min(tokens * hidden * (4 if dtype == "fp32" else 2), MAX_BYTES)
+    if long and caller is Caller.SHARDED:
+        return Choice(Strategy.RS_NORM_AG), "estimated" if sharded.estimated else "seed"
+    if long and sharded.gemm_rs_min_bytes is not None and nbytes >= sharded.gemm_rs_min_bytes:
+        return Choice(Strategy.GEMM_RS), "estimated" if sharded.estimated else "seed"
+    return plain_search(table, dtype, fusion, tokens, hidden, Caller(caller - 1))
+
+
 @given(tables())
 @settings(max_examples=40, deadline=None)
 def test_lookup_equals_a_plain_search(table):
-    for dtype, fusion, tokens, hidden in edges(table):
-        entry = table.lookup(dtype, fusion, tokens, hidden)
-        section = table.section_for(dtype, fusion)
-        spans = [
-            span
-            for row in (section.hidden_ranges if section else ())
-            if row.first <= hidden <= row.last
-            for span in row.spans
-            if span.first <= tokens <= span.last
-        ]
-        choice = spans[0].choice if spans else table.seed.choose(dtype, fusion, tokens, hidden)[0]
-        assert len(spans) <= 1
-        assert (entry.strategy, entry.fused) == (choice.strategy, choice.fuses(fusion))
-        assert entry.source == ("table" if spans else "seed")
-        assert table.lookup(dtype, fusion, tokens, hidden) is entry
+    for edge in edges(table):
+        entry = table.lookup(*edge)
+        choice, source = plain_search(table, *edge)
+        assert (entry.strategy, entry.fused, entry.source) == (choice.strategy, choice.fuses(edge[1]), source)
+        assert table.lookup(*edge) is entry
+
+
+def test_sections_name_only_what_their_callers_allow():
+    def section(choice, caller, fusion=Fusion.RESIDUAL_RMS_NORM):
+        return Section("bf16", fusion, (HiddenRange(8, 8, (Span(1, 1, Choice(choice)),)),), caller)
+
+    for wrong in (
+        section(Strategy.RS_NORM_AG, Caller.REPLICATED), section(Strategy.GEMM_RS, Caller.SHARDED),
+        section(Strategy.RS_NORM_AG, Caller.SHARDED, Fusion.NONE), section(Strategy.RS_NORM_AG, Caller.GEMM),
+        section(Strategy.GEMM_RS, Caller.GEMM, Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8),
+    ):  # fmt: skip
+        with pytest.raises(TableError, match="cannot run there; tune again"):
+            Table(MACHINE, (wrong,), default(MACHINE))
+    right = (section(Strategy.RS_NORM_AG, Caller.SHARDED), section(Strategy.GEMM_RS, Caller.GEMM))
+    assert Table(MACHINE, right, default(MACHINE)).gemm_rs_min_bytes() == 2 * 8
+    with pytest.raises(TableError, match="two sections of one dtype, fusion and caller"):
+        Table(MACHINE, right + right, default(MACHINE))
 
 
 def test_reasons():
@@ -45,7 +79,7 @@ def test_reasons():
     inside, outside = table.lookup("bf16", Fusion.NONE, 64, 5120), table.lookup("bf16", Fusion.NONE, 65, 5120)
     assert inside.source == "table"
     assert "1.50x the speed of NCCL" in inside.reason
-    assert outside.source == "seed"
+    assert outside.source == "estimated"
     assert "not measured at this size" in outside.reason
     assert "this dtype and fusion were not measured" in table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 1, 128).reason
 
@@ -57,7 +91,7 @@ def test_stand_ins():
         answered = table.lookup("fp16", fusion, 1, 8)
         assert (answered.source == "table") == (fusion.quant == "fp8")
     assert "with bf16 RESIDUAL_RMS_NORM_QUANT_FP8" in table.lookup("fp16", Fusion.RESIDUAL_RMS_NORM_OUT_QUANT_FP8, 1, 8).reason
-    assert table.lookup("fp32", Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, 1, 8).source == "seed"
+    assert table.lookup("fp32", Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, 1, 8).source == "estimated"
 
 
 def test_what_is_no_message():

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 from typer.testing import CliRunner
@@ -13,12 +15,13 @@ from typer.testing import CliRunner
 from phalanx.errors import OptionError, PhalanxError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import cpp_lookup, shipped
-from phalanx.tables.message import Fusion
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.strategy import Strategy
 from phalanx.tables.table_file import load
 from phalanx.tune import records
 from phalanx.tune.cli import app, main
-from tests.support.tune_benchmarks import NVLINK2, SMALL, folder_of
+from phalanx.tune.sweep import GEMM_ALL_REDUCE
+from tests.support.tune_benchmarks import LAYERS, NVLINK2, SMALL, folder_of
 
 
 @pytest.fixture
@@ -37,22 +40,33 @@ def verb(*arguments):
 
 
 def test_one_command_from_measurements_to_pictures(tmp_path, home):
-    """Bench, tables, C++ and pictures for 2 and 4 ranks, with true times; then engines on this host find the tables."""
-    command = [sys.executable, "-m", "phalanx", "allreduce", "tune", "--tp_size", "2,4", "--device", "cpu", "--tokens", "1,16"]
-    command += ["--hidden", "128,1024", "--fusions", "NONE,RESIDUAL_RMS_NORM", "--calls", "5", "--replays", "3", "--enable_auto"]
+    """Bench, tables, C++ and pictures for 2 and 4 ranks, with true times; then engines on this host find the tables, which decide
+    what layers run."""
+    command = [sys.executable, "-m", "phalanx", "allreduce", "tune", "--tp_size", "2,4", "--device", "cpu", "--tokens", "8,64"]
+    command += ["--hidden", "128,512", "--fusions", "NONE,RESIDUAL_RMS_NORM", "--calls", "5", "--replays", "3", "--enable_auto"]
     ran = subprocess.run([*command, "--save_csv_dir", "made"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     folder = tmp_path / "made"
     for world in (2, 4):
         bench = records.read(folder / f"benchmark.tp{world}.sm0.csv")
         assert not bench.skips
-        assert len(bench.times) == 4 * (4 + 6)
+        assert len(bench.times) == 4 * (4 + 7) + 2 * 8  # layers with their GEMM at 64 tokens
+        names = {task.name(0) for task in bench.times if task.op == GEMM_ALL_REDUCE}
+        assert names >= {"GEMM_RS", "GEMM+RS_NORM_AG", "GEMM+TWOSHOT", "GEMM+GLOO", "GEMM+AUTO"}
         assert bench.facts["complete"] == "yes"
         table = load(folder / "tables" / f"sm0.shm.tp{world}.json")
-        assert table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 16, 1024).source == "table"
+        assert {(section.fusion, section.caller) for section in table.sections} == {
+            (Fusion.NONE, Caller.REPLICATED), *((Fusion.RESIDUAL_RMS_NORM, caller) for caller in Caller)
+        }  # fmt: skip
+        for caller, tokens in product(Caller, (8, 16, 64)):
+            assert table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, tokens, 512, caller).source == "table"
+        explained, _ = verb("explain", "--tp_size", world, "--device", "cpu", "--hidden", 512, "--fusions", "RESIDUAL_RMS_NORM")
+        measured = [line for line in explained.splitlines() if re.match(r" +\d+ to ", line) and 8 <= int(line.split()[0]) <= 64]
+        assert len(measured) >= 3
+        assert all(" table: table of sm0.shm" in line for line in measured)
         assert shipped.find(Fingerprint(0, "shm", world), home) == table
         for fusion in ("NONE", "RESIDUAL_RMS_NORM"):
-            assert len(list((folder / "viz" / fusion).glob(f"benchmark.tp{world}.sm0_*.png"))) == 3
+            assert len(list((folder / "viz" / fusion).glob(f"benchmark.tp{world}.sm0_*.png"))) == (3 if fusion == "NONE" else 6)
         assert "GLOO" in (folder / f"benchmark.tp{world}.sm0.csv").read_text(encoding="utf-8")
     assert (folder / "viz" / "report.html").stat().st_size > 10_000
     (lookup,) = cpp_lookup.parse((folder / "gen_heuristic_code" / "generated_lookup_table.cpp").read_text(encoding="utf-8"))
@@ -170,6 +184,18 @@ def test_import_of_csvs_and_code(tmp_path, home):
     table = shipped.find(Fingerprint(100, "nvlink_multicast", 8), home)
     assert table.lookup("bf16", Fusion.NONE, 1, 128).strategy is Strategy.NCCL
     assert table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 4096, 128).strategy is Strategy.TWOSHOT
+
+
+def test_a_csv_with_layers_is_imported_with_their_sections(tmp_path, home):
+    folder_of(tmp_path, NVLINK2, tokens="16,256", hidden="1024,8192", fusions="RESIDUAL_RMS_NORM", strategies=LAYERS)
+    assert verb("codegen", "--data_dir", tmp_path)[1] is None
+    decided = load(tmp_path / "tables" / "sm90.nvlink.tp2.json")
+    printed, error = verb("import", tmp_path / "benchmark.tp2.sm90.csv")
+    assert error is None
+    assert "became NCCL" not in printed
+    installed = shipped.find(NVLINK2, home)
+    assert installed == decided
+    assert {section.caller for section in installed.sections} == set(Caller)
 
 
 @pytest.mark.parametrize("size", ["2", "1", "all"])

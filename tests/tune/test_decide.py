@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import TableError
-from phalanx.tables.message import Fusion
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.strategy import INCUMBENT, Choice, Strategy, choices
 from phalanx.tune.decide import UNSAMPLED, decide, noise, ranges
-from phalanx.tune.sweep import Task
+from phalanx.tune.sweep import GEMM_ALL_REDUCE, Task
 from tests.support.tune_benchmarks import NVLINK2, bench
 
 ONE, TWO = Choice(Strategy.ONESHOT), Choice(Strategy.TWOSHOT)
@@ -130,3 +130,56 @@ def test_a_whole_benchmark():
     row_ = table.sections[0].hidden_ranges[-1]
     assert row_.spans[0].choice.strategy is Strategy.ONESHOT
     assert row_.spans[0].gain > 1.5
+
+
+NORM, SHARDED, GEMM_RS = Fusion.RESIDUAL_RMS_NORM, Choice(Strategy.RS_NORM_AG), Choice(Strategy.GEMM_RS)
+
+
+def layers(*cells):
+    """{task: us} of NORM from (tokens, {choice: us of the all-reduce}, {choice: us with the GEMM}), exactly repeatable."""
+    times = {}
+    for tokens, plain, gemm in cells:
+        times |= {Task("bf16", NORM, tokens, 128, c): us for c, us in plain.items()}
+        times |= {Task("bf16", NORM, tokens, 128, c, GEMM_ALL_REDUCE): us for c, us in gemm.items()}
+    return times, {task: [us] * 9 for task, us in times.items()}
+
+
+def runs(table, tokens):
+    """What each caller gets, and from where."""
+    entries = [table.lookup("bf16", NORM, tokens, 128, caller) for caller in Caller]
+    assert {entry.source for entry in entries} == {"table"}
+    return [entry.strategy for entry in entries]
+
+
+def test_each_caller_gets_the_fastest_of_what_it_allows():
+    times, samples = layers(
+        (64, {INCUMBENT: 20, ONE: 10, TWO: 12, SHARDED: 11}, {INCUMBENT: 30, ONE: 20, TWO: 22, SHARDED: 21, GEMM_RS: 25}),
+        (256, {INCUMBENT: 40, ONE: 30, TWO: 20, SHARDED: 15}, {INCUMBENT: 60, ONE: 50, TWO: 40, SHARDED: 35, GEMM_RS: 36}),
+        (1024, {INCUMBENT: 90, ONE: 95, TWO: 60, SHARDED: 40}, {INCUMBENT: 190, ONE: 195, TWO: 160, SHARDED: 140, GEMM_RS: 120}),
+    )
+    table = decide(times, NVLINK2, samples=samples)
+    assert runs(table, 64) == [Strategy.ONESHOT] * 3
+    assert runs(table, 256) == [Strategy.TWOSHOT, Strategy.RS_NORM_AG, Strategy.RS_NORM_AG]
+    assert runs(table, 1024) == [Strategy.TWOSHOT, Strategy.RS_NORM_AG, Strategy.GEMM_RS]
+    plain = decide(times, NVLINK2, samples=samples, expressible=True)
+    assert {section.caller for section in plain.sections} == {Caller.REPLICATED}
+
+
+def test_gemm_rs_is_compared_with_what_the_layer_runs_otherwise():
+    """Times with the GEMM against each other, of the choice that the section of SHARDED made; within the noise it stays."""
+    plain = {INCUMBENT: 40, ONE: 30, TWO: 20, SHARDED: 15}
+    with_gemm = {INCUMBENT: 60, ONE: 50, TWO: 40, SHARDED: 35}
+    for us, strategy in ((34.9, Strategy.RS_NORM_AG), (34.0, Strategy.GEMM_RS), (39.0, Strategy.RS_NORM_AG)):
+        times, samples = layers((256, plain, with_gemm | {GEMM_RS: us}))
+        assert runs(decide(times, NVLINK2, samples=samples), 256)[2] is strategy
+    times, samples = layers((256, plain, {TWO: 40, GEMM_RS: 38}))  # what the layer runs was skipped
+    assert runs(decide(times, NVLINK2, samples=samples), 256)[2] is Strategy.GEMM_RS
+    times, samples = layers((256, plain, {GEMM_RS: 38}))  # nothing to compare it with: the seed's threshold stays
+    assert [section.caller for section in decide(times, NVLINK2, samples=samples).sections] == [Caller.REPLICATED, Caller.SHARDED]
+
+
+def test_a_fusion_without_sequence_parallel_times_leaves_layers_to_the_seed():
+    table = decide(row((64, {INCUMBENT: 20.0, ONE: 10.0}), (256, {INCUMBENT: 20.0, ONE: 10.0}), fusion=NORM), NVLINK2)
+    assert {section.caller for section in table.sections} == {Caller.REPLICATED}
+    assert table.lookup("bf16", NORM, 256, 128, Caller.SHARDED).source == "seed"
+    assert table.lookup("bf16", NORM, 64, 128, Caller.SHARDED).source == "table"

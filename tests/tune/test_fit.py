@@ -7,13 +7,15 @@ import random
 
 import pytest
 
-from phalanx.tables.message import Fusion
-from phalanx.tables.seed import Latency, default
+from phalanx.tables.message import Caller, Fusion
+from phalanx.tables.seed import Latency, default, sequence_parallel
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tune.decide import decide
-from phalanx.tune.fit import fit, fit_seed, regret, relative_error
+from phalanx.tune.fit import by_cell, fit, fit_seed, regret, relative_error
 from phalanx.tune.sweep import Task
-from tests.support.tune_benchmarks import NVLINK2, bench
+from tests.support.tune_benchmarks import LAYERS, NVLINK2, SMALL, bench
+
+RS, GEMM_RS = Choice(Strategy.RS_NORM_AG), Choice(Strategy.GEMM_RS)
 
 
 def test_finds_the_model_through_outliers():
@@ -59,3 +61,33 @@ def test_regret_names_the_worst_cell():
     assert priced.worst == pytest.approx(0.5)
     assert "NONE 1 x 128 bf16, TWOSHOT" in str(priced)
     assert regret({}, wrong) is None
+
+
+def test_thresholds_are_where_sequence_parallelism_wins():
+    """Its times cross those of the others at some size, which the thresholds name; a machine on which it never wins has none."""
+    benchmark = bench(NVLINK2, strategies=LAYERS, noise=0.0, hidden="8192", fusions="RESIDUAL_RMS_NORM")
+    cells, gemm = by_cell(benchmark.times, Caller.SHARDED), by_cell(benchmark.times, Caller.GEMM)
+    seed = fit_seed(benchmark.times, NVLINK2).sequence_parallel
+    wins = [cell[2] for cell, us in cells.items() if us[RS] < min(time for choice, time in us.items() if choice != RS)]
+    assert seed.rs_norm_ag_min_tokens == min(wins) > min(cell[2] for cell in cells)
+    wins = [
+        2 * 8192 * cell[2]
+        for cell, us in gemm.items()
+        if us[GEMM_RS] < min(time for choice, time in us.items() if choice != GEMM_RS)
+    ]
+    assert seed.gemm_rs_min_bytes == min(wins) > min(2 * 8192 * cell[2] for cell in gemm)
+    assert (seed.origin, seed.estimated) == (f"fitted to {len(benchmark.times)} times of {NVLINK2}", False)
+    slow = {task: us * (9 if task.choice in (RS, GEMM_RS) else 1) for task, us in benchmark.times.items()}
+    never = fit_seed(slow, NVLINK2).sequence_parallel
+    assert (never.rs_norm_ag_min_tokens, never.gemm_rs_min_bytes) == (None, None)
+    assert fit_seed(bench(NVLINK2, **SMALL).times, NVLINK2).sequence_parallel == sequence_parallel(NVLINK2)
+
+
+def test_regret_in_layers_is_of_what_they_run():
+    benchmark = bench(NVLINK2, strategies=LAYERS, fusions="RESIDUAL_RMS_NORM")
+    table = decide(benchmark.times, NVLINK2, samples=benchmark.samples)
+    of_layers = regret(benchmark.times, table, (Caller.SHARDED, Caller.GEMM))
+    assert of_layers.cells == len(by_cell(benchmark.times, Caller.SHARDED)) + len(by_cell(benchmark.times, Caller.GEMM))
+    assert of_layers.worst < 0.05
+    wrong = {task: us * (3 if task.choice in (RS, GEMM_RS) else 1) for task, us in benchmark.times.items()}
+    assert regret(wrong, table, (Caller.SHARDED,)).worst > 1

@@ -12,9 +12,11 @@ from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
-from phalanx.tune import html_report, records
+from phalanx.tune import html_report, plots, records
 from phalanx.tune.sweep import Task
-from tests.support.tune_benchmarks import NVLINK2, SMALL, bench, folder_of
+from tests.support.tune_benchmarks import LAYERS, NVLINK2, SMALL, bench, folder_of
+
+PLAIN = ["NCCL", "ONESHOT", "TWOSHOT", "ONESHOT+UNFUSED", "TWOSHOT+UNFUSED", "RS_NORM_AG"]
 
 
 def test_pictures_and_report(tmp_path):
@@ -35,6 +37,27 @@ def test_pictures_and_report(tmp_path):
     assert not re.search(r'(src|href)="(?!data:)', page)
     for words in ("sm90.nvlink.tp2", "sm0.shm.tp4", "GLOO", "regret of the seed", "us per MiB", "&lt;it hangs&gt;", "synthetic"):
         assert words in page
+
+
+def test_layers_with_their_gemm_have_pictures_of_their_own(tmp_path):
+    size = {"tokens": "16,256", "hidden": "1024", "fusions": "RESIDUAL_RMS_NORM"}
+    folder_of(tmp_path, NVLINK2, strategies=LAYERS, **size)
+    paths = html_report.draw(tmp_path)
+    kinds = ("heatmap", "best_strategy", "strategy_difference_heatmap")
+    stem = "viz/RESIDUAL_RMS_NORM/benchmark.tp2.sm90"
+    expected = [f"{stem}{op}_{kind}.png" for op in ("", "_gemm") for kind in kinds]
+    assert [str(path.relative_to(tmp_path)) for path in paths] == [*expected, "viz/report.html"]
+    page = paths[-1].read_text(encoding="utf-8")
+    rows = re.findall(r"<tr><td>RESIDUAL_RMS_NORM</td><td>(\w+)</td><td>(\d+)</td><td>([^<]+)</td>", page)
+    assert [(caller, cells) for caller, cells, _ in rows] == [("replicated", "2"), ("sharded", "2"), ("gemm", "1")]
+    assert "RESIDUAL_RMS_NORM with its GEMM bfloat16: heatmap" in page
+    frame = plots.read_frame(records.csv_path(tmp_path, 2, 90))
+    names = [
+        axes.get_title(loc="left") for axes in plots.visualize_2d_heatmap(frame, "RESIDUAL_RMS_NORM", op="gemm_all_reduce").axes
+    ]
+    assert names[:7] == [f"GEMM+{name}" for name in PLAIN] + ["GEMM_RS"]
+    names = [axes.get_title(loc="left") for axes in plots.visualize_2d_heatmap(frame, "RESIDUAL_RMS_NORM").axes]
+    assert names[:6] == PLAIN
 
 
 def test_two_dtypes_have_two_pictures(tmp_path):

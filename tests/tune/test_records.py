@@ -13,7 +13,7 @@ from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
 from phalanx.tune import records
 from phalanx.tune.sweep import Task
-from tests.support.tune_benchmarks import NVLINK2, SMALL, bench
+from tests.support.tune_benchmarks import LAYERS, NVLINK2, SMALL, bench
 
 HEADER = "world_size,dtype,size,num_tokens,hidden_size,strategy,fusion,op,time (us)"
 ROW = "2,bfloat16,16384,1,8192,ONESHOT,NONE,all_reduce,2.5"
@@ -39,6 +39,20 @@ def test_round_trip(fingerprint, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, path.with_suffix(".json").name]
     sidecar = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert len(sidecar["samples"]) == len(wrote.times)
+
+
+def test_layers_with_their_gemm_lie_behind_all_other_rows(tmp_path):
+    """Under an operation and names of their own, so that no reader of all-reduces takes one for another."""
+    wrote = bench(NVLINK2, tokens="16,256", hidden="1024", fusions="RESIDUAL_RMS_NORM", strategies=LAYERS)
+    path = records.write(wrote, tmp_path)
+    assert records.read(path) == wrote
+    rows = [line.split(",") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    assert [row[7] for row in rows] == ["all_reduce"] * 12 + ["gemm_all_reduce"] * 7
+    alone, gemm = {row[5] for row in rows[:12]}, {row[5] for row in rows[12:]}
+    assert gemm == {f"GEMM+{name}" for name in alone} | {"GEMM_RS"}
+    assert alone == {"NCCL", "ONESHOT", "TWOSHOT", "ONESHOT+UNFUSED", "TWOSHOT+UNFUSED", "RS_NORM_AG"}
+    path.with_suffix(".json").unlink()  # the names alone say what they are
+    assert records.read(path).times == wrote.times
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -15,6 +16,8 @@ from phalanx.tune.runner import BenchmarkRun, run_benchmark
 from phalanx.tune.sweep import Sweep, Task
 from tests.architecture.sources import ROOT
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 ONESHOT, TWOSHOT = "bf16 NONE {}x128 ONESHOT", "bf16 NONE {}x128 TWOSHOT"
 
 
@@ -22,7 +25,7 @@ ONESHOT, TWOSHOT = "bf16 NONE {}x128 ONESHOT", "bf16 NONE {}x128 TWOSHOT"
 def run(tmp_path, monkeypatch):
     """run(faults, **fields of TuneOptions or BenchmarkRun) -> (Benchmark, tasks that were measured now)."""
     monkeypatch.setenv("PHALANX_TEST_FAULTS", str(tmp_path / "faults.json"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "src"))))
 
     def go(faults=None, *, tokens="1,16", hidden="128", strategies="GLOO,ONESHOT", stop_after=None, samples=None, **fields):
         monkeypatch.setenv("PHALANX_TEST_SAMPLES", json.dumps(samples or [5.0, 6.0, 7.0]))

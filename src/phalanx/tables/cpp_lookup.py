@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorRT-LLM's look-up table as C++ text: written from tables of Phalanx, and read into them.
 
-[tp][fusion][hidden][tokens] = strategy number. It has powers of two only, and no unfused strategies. The header of Phalanx
-(`cpp_ranges`) holds complete tables.
+[tp][fusion][hidden][tokens] = strategy number. It has powers of two only, no unfused strategies, and no sequence parallelism: its
+callers need the whole residual. The header of Phalanx (`cpp_ranges`) holds complete tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import seed as seeds
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS, TP_SIZES
 from phalanx.tables.message import Fusion
-from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
+from phalanx.tables.strategy import INCUMBENT, TENSORRT_LLM, Choice, Strategy
 from phalanx.tables.table import HiddenRange, Section, Span, Table
 
 _TYPE = "AllReduceBestStrategyTableType"
@@ -154,7 +154,7 @@ def _lookup(sm: int, read: list[object], before: str, where: str) -> Lookup:
         level = [cell for item in level if isinstance(item, list) for cell in item]
     if len(shape) != 4:
         raise TableError(f"{where}: {len(shape)} dimensions", next="[tp][fusion][hidden][tokens] has four")
-    known = {int(strategy) for strategy in Strategy}
+    known = {int(strategy) for strategy in TENSORRT_LLM}
     for cell in level:
         if not isinstance(cell, int) or cell not in known:
             raise TableError(f"{where}: {cell!r} is not a strategy's number", next=f"use one of {sorted(known)}")

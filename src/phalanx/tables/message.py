@@ -56,6 +56,12 @@ class Fusion(IntEnum):
     def token_scale(self) -> bool:
         return self.name.endswith("TOKEN_SCALE")
 
+    @property
+    def shards(self) -> bool:
+        """Whether sequence parallelism has it: the residual can stay sharded, since no rank needs the norm in 16 bit beside its
+        quantization."""
+        return self.quant != "nvfp4" and not self.keeps_norm and self is not Fusion.NONE
+
 
 # Where a fusion was not measured, the nearest one that sends the same bytes answers for it. (TensorRT-LLM's table also holds
 # OUT_QUANT in the place of QUANT.)
@@ -71,9 +77,33 @@ STANDS_IN = {
 }
 
 
+class Caller(IntEnum):
+    """What the caller of an all-reduce allows. Each allows all that those before it do. Numbers are part of the C++ header.
+
+    REPLICATED: every rank gets the whole residual, as behind a layer with a bias and at the end of a pipeline stage. SHARDED: the
+    new residual may stay sharded over the ranks, as between the layers of a decoder. GEMM: and the sum is of a GEMM's output, which
+    the GEMM can write straight into the memory of other ranks: a row-parallel linear layer.
+    """
+
+    REPLICATED = 0
+    SHARDED = 1
+    GEMM = 2
+
+    @property
+    def label(self) -> str:
+        """As in a table's file."""
+        return self.name.lower()
+
+    @property
+    def less(self) -> Caller:
+        """The caller that allows one thing less; of REPLICATED, itself."""
+        return Caller(max(self - 1, 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One call: op ("all_reduce"), fusion, dtype (bf16, fp16, fp32), a tensor [tokens, hidden] per rank, and the ranks."""
+    """One call: op ("all_reduce"), fusion, dtype (bf16, fp16, fp32), a tensor [tokens, hidden] per rank, the ranks, and what the
+    caller allows."""
 
     op: str
     fusion: Fusion
@@ -81,6 +111,7 @@ class Message:
     tokens: int
     hidden: int
     world: int
+    caller: Caller = Caller.REPLICATED
 
     @property
     def bytes(self) -> int:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seed: a latency model per fusion and strategy, which decides where nothing was measured.
+"""The seed: a latency model per fusion and strategy, and two thresholds of sequence parallelism. It decides where nothing was
+measured.
 
 time = a + b x bytes + c x tokens, in integer femtoseconds, so that Python and the generated C++ agree on every comparison.
 `tune.fit` computes one from measurements; `default` computes one from a machine's class alone.
@@ -7,13 +8,13 @@ time = a + b x bytes + c x tokens, in integer femtoseconds, so that Python and t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.message import Fusion
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.strategy import Choice, Strategy, choices
 
 # The model does not grow beyond these sizes, so that the sum fits into 64 unsigned bits:
@@ -44,13 +45,49 @@ class Latency(NamedTuple):
         return self.fs(tokens, nbytes) / _FS_PER_US
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceParallelSeed:
+    """From which sizes on sequence parallelism runs where the caller allows it and nothing was measured.
+
+    rs_norm_ag_min_tokens: RS_NORM_AG from so many tokens on. gemm_rs_min_bytes: of these, GEMM_RS for messages of so many bytes of
+    one rank's tensor. None: never. origin: where they come from, as text. estimated: not measured on this class of machine.
+    """
+
+    rs_norm_ag_min_tokens: int | None = None
+    gemm_rs_min_bytes: int | None = None
+    origin: str = "none"
+    estimated: bool = False
+
+    def __post_init__(self) -> None:
+        for name, top in (("rs_norm_ag_min_tokens", MAX_TOKENS), ("gemm_rs_min_bytes", MAX_BYTES)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= top:
+                raise TableError(f"the seed's {name} {value} is outside 1..{top}", next="tune again with `phalanx allreduce tune`")
+
+    def choose(self, fusion: Fusion, tokens: int, nbytes: int, caller: Caller) -> Strategy | None:
+        """RS_NORM_AG or GEMM_RS; None where neither runs."""
+        first, least = self.rs_norm_ag_min_tokens, self.gemm_rs_min_bytes
+        if caller is Caller.REPLICATED or not fusion.shards or first is None or tokens < first:
+            return None
+        gemm = caller is Caller.GEMM and least is not None and min(nbytes, MAX_BYTES) >= least
+        return Strategy.GEMM_RS if gemm else Strategy.RS_NORM_AG
+
+    def reason(self, strategy: Strategy) -> str:
+        """Why `choose` gave it."""
+        least = self.gemm_rs_min_bytes or 0
+        size = f"{self.rs_norm_ag_min_tokens} tokens" if strategy is Strategy.RS_NORM_AG else f"{least / 2**20:g} MiB"
+        return f"not measured at this size: from {size} on ({self.origin})"
+
+
 @dataclass(frozen=True)
 class Seed:
     """models: for every fusion at least one choice, in the order in which ties are broken. origin: where they come from, as
-    text."""
+    text. estimated: not fitted to times of this class of machine. sequence_parallel: for callers that accept a sharded residual."""
 
     origin: str
     models: dict[Fusion, dict[Choice, Latency]]
+    estimated: bool = False
+    sequence_parallel: SequenceParallelSeed = SequenceParallelSeed()
 
     def __post_init__(self) -> None:
         for fusion in Fusion:
@@ -79,7 +116,7 @@ class Seed:
             return Latency(min(round(model.a * start), MAX_A), min(round(model.b * traffic), MAX_B), model.c)
 
         moved = {fusion: {c: move(c, m) for c, m in models.items()} for fusion, models in self.models.items()}
-        return Seed(origin, moved)
+        return Seed(origin, moved, True, replace(self.sequence_parallel, origin=origin, estimated=True))
 
 
 def _traffic(strategy: Strategy, world: int) -> float:
@@ -137,4 +174,21 @@ def default(fingerprint: Fingerprint) -> Seed:
 
     runs = [strategy for strategy in link.start if strategy is Strategy.NCCL or fingerprint.peers_reach]
     models = {fusion: {c: model(c, fusion) for c in choices(fusion) if c.strategy in runs} for fusion in Fusion}
-    return Seed(f"class {fingerprint.link}", models)
+    return Seed(f"class {fingerprint.link}", models, True, sequence_parallel(fingerprint))
+
+
+# The thresholds of sequence parallelism that were measured on H200 over NVLink with 2 and 4 ranks: below so many tokens, a message
+# waits for its two hops longer than for what they carry; below so many bytes, the GEMM of one rank's rows is too small to fill a
+# GPU (benchmarks/results/comm_rs_norm_ag.tp*.sm90.csv and models_long_steps.tp*.json).
+_SP_TOKENS_OF_TWO, _SP_TOKENS_OF_MORE, _GEMM_RS_BYTES = 128, 64, 32 << 20
+_SP_MEASURED = [(90, "nvlink", 2), (90, "nvlink", 4)]
+
+
+def sequence_parallel(fingerprint: Fingerprint) -> SequenceParallelSeed:
+    """The thresholds of a machine's class. Between CPU ranks sequence parallelism runs only where it was tuned."""
+    if not fingerprint.on_gpu or not fingerprint.peers_reach:
+        return SequenceParallelSeed(origin=f"class {fingerprint.link}")
+    measured = (fingerprint.sm, fingerprint.link, fingerprint.world) in _SP_MEASURED
+    origin = "measured on H200" if measured else "as on H200 over NVLink"
+    tokens = _SP_TOKENS_OF_TWO if fingerprint.world == 2 else _SP_TOKENS_OF_MORE
+    return SequenceParallelSeed(tokens, _GEMM_RS_BYTES, origin, not measured)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables import seed as seeds
-from phalanx.tables.message import Fusion
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.seed import Seed
 from phalanx.tables.strategy import INCUMBENT
 from phalanx.tables.table import Table
@@ -85,6 +85,7 @@ def advice(fingerprint: Fingerprint, folder: Path | None = None) -> str:
 
 
 def mean_gain(table: Table) -> float:
-    """Geometric mean of the gains of all spans over the incumbent."""
-    gains = [span.gain for section in table.sections for row in section.hidden_ranges for span in row.spans if span.gain]
+    """Geometric mean of the gains of all spans over NCCL."""
+    sections = [section for section in table.sections if section.caller is not Caller.GEMM]
+    gains = [span.gain for section in sections for row in section.hidden_ranges for span in row.spans if span.gain]
     return math.exp(sum(map(math.log, gains)) / len(gains)) if gains else 1.0

@@ -11,11 +11,17 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from phalanx.errors import OptionError
-from phalanx.tables.message import Fusion
+from phalanx.tables.message import Caller, Fusion
 
 
 class Strategy(IntEnum):
-    """TensorRT-LLM's numbers, which never change. Between CPU ranks, GLOO takes the place of NCCL (number 0)."""
+    """TensorRT-LLM's numbers, which never change; those of its own strategies begin at 64. Between CPU ranks, GLOO takes the place
+    of NCCL (number 0).
+
+    RS_NORM_AG: sequence parallelism between layers: each rank sums its own rows, adds the residual, normalizes and quantizes them,
+    and all ranks gather the result; the residual stays sharded. GEMM_RS: the same behind a GEMM that writes each rank's rows
+    straight into that rank's memory.
+    """
 
     NCCL = 0
     MIN_LATENCY = 1
@@ -27,10 +33,16 @@ class Strategy(IntEnum):
     MNNVL = 7
     NCCL_SYMMETRIC = 8
     SYMM_MEM = 9
+    RS_NORM_AG = 64
+    GEMM_RS = 65
 
 
-SUPPORTED = (Strategy.NCCL, Strategy.ONESHOT, Strategy.TWOSHOT)
+SEQUENCE_PARALLEL = (Strategy.RS_NORM_AG, Strategy.GEMM_RS)
+"""The strategies that leave the residual sharded. They always have a fusion."""
+SUPPORTED = (Strategy.NCCL, Strategy.ONESHOT, Strategy.TWOSHOT, *SEQUENCE_PARALLEL)
 """The strategies that Phalanx runs. The other numbers are read, kept and written."""
+TENSORRT_LLM = tuple(strategy for strategy in Strategy if strategy not in SEQUENCE_PARALLEL)
+"""The strategies that TensorRT-LLM's look-up table can name."""
 
 # Tuning compares only strategies of one class: a strategy with other arithmetic is never chosen for its speed.
 _OTHER_CLASS = {Strategy.LOWPRECISION: "quantized wire", Strategy.AUTO: "none of its own"}
@@ -69,6 +81,8 @@ class Choice:
         except KeyError:
             known = ", ".join([*Strategy.__members__, "GLOO"])
             raise OptionError(f"strategy {text!r} is unknown", next=f"known: {known}, or one of them with {_UNFUSED}") from None
+        if text != plain and strategy in SEQUENCE_PARALLEL:
+            raise OptionError(f"strategy {text!r} is unknown", why=f"{plain} always runs its fusion", next=f"use {plain}")
         return cls(strategy, text != plain and strategy not in _NEVER_FUSED)
 
     def fuses(self, fusion: Fusion) -> bool:
@@ -80,8 +94,10 @@ INCUMBENT = Choice(Strategy.NCCL)
 """The choice that a challenger must beat."""
 
 
-def choices(fusion: Fusion) -> tuple[Choice, ...]:
-    """All supported choices for `fusion`, the incumbent first."""
-    fused = [Choice(strategy) for strategy in SUPPORTED]
-    unfused = [Choice(strategy, unfused=True) for strategy in SUPPORTED if strategy not in _NEVER_FUSED]
-    return (*fused, *(unfused if fusion is not Fusion.NONE else ()))
+def choices(fusion: Fusion, caller: Caller = Caller.REPLICATED) -> tuple[Choice, ...]:
+    """All supported choices for `fusion` and such a caller, the incumbent first."""
+    plain = [strategy for strategy in SUPPORTED if strategy not in SEQUENCE_PARALLEL]
+    fused = [Choice(strategy) for strategy in plain]
+    unfused = [Choice(strategy, unfused=True) for strategy in plain if strategy not in _NEVER_FUSED]
+    sharded = [Choice(strategy) for strategy in SEQUENCE_PARALLEL[: int(caller)]] if fusion.shards else []
+    return (*fused, *(unfused if fusion is not Fusion.NONE else ()), *sharded)

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A table as a JSON file: written completely or not at all, and read strictly.
 
-{"format": "phalanx-allreduce-table", "version": 1, "digest": sha256, "fingerprint": {sm, link, world}, "made": {fact: text},
- "sections": [{dtype, fusion, rows: [{hidden: [first, last], spans: [[first, last, choice, gain or null]]}]}],
- "seed": {origin, models: {fusion: {choice: [a, b, c]}}, order: {fusion: [choice]}}}     (a, b, c in femtoseconds)
+{"format": "phalanx-allreduce-table", "version": 2, "digest": sha256, "fingerprint": {sm, link, world}, "made": {fact: text},
+ "sections": [{dtype, fusion, caller, rows: [{hidden: [first, last], spans: [[first, last, choice, gain or null]]}]}],
+ "seed": {origin, estimated, models: {fusion: {choice: [a, b, c]}}, order: {fusion: [choice]},     (a, b, c in femtoseconds)
+          sequence_parallel: {origin, estimated, rs_norm_ag_min_tokens or null, gemm_rs_min_bytes or null}}}
+
+Version 1 has no callers, no `estimated` and no `sequence_parallel`. Such a file is read: its sections are of callers that need the
+whole residual, and sequence parallelism runs by the thresholds of the machine's class until it is tuned.
 """
 
 from __future__ import annotations
@@ -17,12 +21,12 @@ from typing import Any
 
 from phalanx.errors import OptionError, TableError
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.message import Fusion
-from phalanx.tables.seed import Latency, Seed
+from phalanx.tables.message import Caller, Fusion
+from phalanx.tables.seed import Latency, Seed, SequenceParallelSeed, sequence_parallel
 from phalanx.tables.strategy import Choice
-from phalanx.tables.table import HiddenRange, Section, Span, Table
+from phalanx.tables.table import HiddenRange, Section, Span, Table, digest_of
 
-_FORMAT, _VERSION = "phalanx-allreduce-table", 1
+_FORMAT, _VERSION, _OLD = "phalanx-allreduce-table", 2, 1
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -49,11 +53,13 @@ def dumps(table: Table) -> str:
     lines += [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     lines += [f' "fingerprint": {json.dumps(plain["fingerprint"])},', ' "sections": [']
     for number, section in enumerate(plain["sections"]):
-        begin = f'  {{"dtype": {json.dumps(section["dtype"])}, "fusion": {json.dumps(section["fusion"])}, "rows": ['
+        keys = ", ".join(f'"{key}": {json.dumps(section[key])}' for key in ("dtype", "fusion", "caller"))
+        begin = f'  {{{keys}, "rows": ['
         rows = ",\n".join(f"   {json.dumps(row)}" for row in section["rows"])
         lines.append(f"{begin}\n{rows}\n  ]}}" + ("," if number + 1 < len(plain["sections"]) else ""))
     models = ",\n".join(f"   {json.dumps(name)}: {json.dumps(model)}" for name, model in plain["seed"]["models"].items())
-    seed = f' "seed": {{"origin": {json.dumps(plain["seed"]["origin"])}, "models": {{\n{models}\n  }},'
+    facts = ", ".join(f'"{key}": {json.dumps(plain["seed"][key])}' for key in ("origin", "estimated", "sequence_parallel"))
+    seed = f' "seed": {{{facts}, "models": {{\n{models}\n  }},'
     lines += [" ],", seed, f'  "order": {json.dumps(plain["seed"]["order"])}}}', "}"]
     return "\n".join(lines) + "\n"
 
@@ -82,24 +88,36 @@ def loads(text: str) -> Table:
     except json.JSONDecodeError as error:
         raise TableError(f"not JSON: {error}") from None
     top = _fields(data, "the file", format=str, version=int, digest=str, made=dict, fingerprint=dict, sections=list, seed=dict)
-    if (top["format"], top["version"]) != (_FORMAT, _VERSION):
-        raise TableError(f"format {top['format']!r} version {top['version']}", held=f"this reads {_FORMAT!r} version {_VERSION}")
+    version = top["version"]
+    if top["format"] != _FORMAT or version not in (_VERSION, _OLD):
+        reads = f"this reads {_FORMAT!r} versions {_OLD} and {_VERSION}"
+        raise TableError(f"format {top['format']!r} version {version}", held=reads)
     key = _fields(top["fingerprint"], "fingerprint", sm=int, link=str, world=int)
     if not all(isinstance(text, str) for text in top["made"].values()):
         raise TableError("made holds a value that is not text")
-    table = Table(
-        Fingerprint(key["sm"], key["link"], key["world"]),
-        tuple(_section(item) for item in top["sections"]),
-        _seed(top["seed"]),
-        top["made"],
-    )
-    if table.digest != top["digest"]:
-        raise TableError(f"the digest is {top['digest'][:16]}..., the content's {table.digest[:16]}...", why="the file was changed")
+    fingerprint = Fingerprint(key["sm"], key["link"], key["world"])
+    seed = _seed(top["seed"], fingerprint if version == _OLD else None)
+    table = Table(fingerprint, tuple(_section(item, version) for item in top["sections"]), seed, top["made"])
+    digest = table.digest if version == _VERSION else digest_of(_as_old(table.deciding()))
+    if digest != top["digest"]:
+        raise TableError(f"the digest is {top['digest'][:16]}..., the content's {digest[:16]}...", why="the file was changed")
     return table
 
 
-def _section(data: Any) -> Section:
-    section = _fields(data, "a section", dtype=str, fusion=str, rows=list)
+def _as_old(deciding: dict[str, Any]) -> dict[str, Any]:
+    """What decides, as version 1 has it."""
+    sections = [{key: value for key, value in section.items() if key != "caller"} for section in deciding["sections"]]
+    seed = {key: value for key, value in deciding["seed"].items() if key not in ("estimated", "sequence_parallel")}
+    return deciding | {"sections": sections, "seed": seed}
+
+
+def _section(data: Any, version: int) -> Section:
+    if version == _OLD and isinstance(data, dict):
+        data = data | {"caller": Caller.REPLICATED.label}
+    section = _fields(data, "a section", dtype=str, fusion=str, caller=str, rows=list)
+    callers = {caller.label: caller for caller in Caller}
+    if section["caller"] not in callers:
+        raise TableError(f"caller {section['caller']!r} is unknown", next=f"use {', '.join(callers)}")
     where = f"section {section['dtype']} {section['fusion']}"
     rows = []
     for item in section["rows"]:
@@ -107,11 +125,17 @@ def _section(data: Any) -> Section:
         first, last = _values(row["hidden"], f"{where}: hidden", int, int)
         spans = [_values(span, f"{where}: a span", int, int, str, float) for span in row["spans"]]
         rows.append(HiddenRange(first, last, tuple(Span(a, b, Choice.parse(choice), gain) for a, b, choice, gain in spans)))
-    return Section(section["dtype"], Fusion.named(section["fusion"]), tuple(rows))
+    return Section(section["dtype"], Fusion.named(section["fusion"]), tuple(rows), callers[section["caller"]])
 
 
-def _seed(data: Any) -> Seed:
-    seed = _fields(data, "seed", origin=str, models=dict, order=dict)
+def _seed(data: Any, old: Fingerprint | None) -> Seed:
+    """old: of the machine of a file of version 1."""
+    if old is not None:
+        seed = _fields(data, "seed", origin=str, models=dict, order=dict)
+        estimated, sharded = not seed["origin"].startswith("fitted to "), sequence_parallel(old)
+    else:
+        seed = _fields(data, "seed", origin=str, estimated=bool, sequence_parallel=dict, models=dict, order=dict)
+        estimated, sharded = seed["estimated"], _sequence_parallel(seed["sequence_parallel"])
     if set(seed["order"]) != set(seed["models"]):
         raise TableError("seed: models and order name different fusions")
     models: dict[Fusion, dict[Choice, Latency]] = {}
@@ -121,7 +145,14 @@ def _seed(data: Any) -> Seed:
             raise TableError(f"seed: models and order of {name} name different choices")
         latencies = {Choice.parse(c): Latency(*_values(by_choice[c], f"seed {name} {c}", int, int, int)) for c in order}
         models[Fusion.named(name)] = latencies
-    return Seed(seed["origin"], models)
+    return Seed(seed["origin"], models, estimated, sharded)
+
+
+def _sequence_parallel(data: dict[str, Any]) -> SequenceParallelSeed:
+    thresholds = {"rs_norm_ag_min_tokens": data.get("rs_norm_ag_min_tokens"), "gemm_rs_min_bytes": data.get("gemm_rs_min_bytes")}
+    kinds: dict[str, type] = {name: type(None) if value is None else int for name, value in thresholds.items()}
+    fields = _fields(data, "seed sequence_parallel", origin=str, estimated=bool, **kinds)
+    return SequenceParallelSeed(**thresholds, origin=fields["origin"], estimated=fields["estimated"])
 
 
 def _fields(data: Any, where: str, **kinds: type) -> dict[str, Any]:
@@ -148,7 +179,7 @@ def _values(data: Any, where: str, *kinds: type) -> list[Any]:
 
 
 def _kind(value: Any, kind: type, where: str) -> None:
-    fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     fits = fits or (kind is float and value is None)
     if not fits or (kind is float and value is not None and not (math.isfinite(value) and value > 0)):
         raise TableError(f"{where} holds {value!r}, which is not {kind.__name__}")

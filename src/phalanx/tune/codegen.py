@@ -10,6 +10,7 @@ from pathlib import Path
 from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
 from phalanx.tables import cpp_lookup, cpp_ranges
+from phalanx.tables.message import Caller
 from phalanx.tables.shipped import file_name
 from phalanx.tables.table import Table
 from phalanx.tables.table_file import dumps, write_whole
@@ -39,7 +40,11 @@ def decide_benchmarks(benches: list[Benchmark], link: str | None = None) -> list
         seed = fit_seed(bench.times, fingerprint)
         provenance = dict(bench.facts)
         table = decide(bench.times, fingerprint, samples=bench.samples, seed=seed)
-        for name, value in (("regret of the table", regret(bench.times, table)), ("regret of the seed", regret(bench.times, seed))):
+        for name, value in (
+            ("regret of the table", regret(bench.times, table)),
+            ("regret of the table in layers", regret(bench.times, table, (Caller.SHARDED, Caller.GEMM))),
+            ("regret of the seed", regret(bench.times, seed)),
+        ):
             if value is not None:
                 provenance[name] = str(value)
         table = Table(fingerprint, table.sections, seed, provenance)

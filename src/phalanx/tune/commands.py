@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.config.dtypes import parse_dtype
@@ -17,7 +18,7 @@ from phalanx.tables import cpp_lookup, shipped
 from phalanx.tables.grid import TP_SIZES
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import INCUMBENT, SUPPORTED, Strategy
-from phalanx.tables.table import HiddenRange, Section, Span, Table
+from phalanx.tables.table import HAND_OVER, Span, Table
 from phalanx.tables.table_file import load, save
 from phalanx.tune import preflight
 from phalanx.tune.options import TuneOptions
@@ -217,22 +218,18 @@ def _runnable(table: Table) -> tuple[Table, int]:
 
     def one(span: Span) -> Span:
         nonlocal replaced
-        if span.choice.strategy in SUPPORTED:
+        if span.choice.strategy in SUPPORTED or span.choice == HAND_OVER:
             return span
         replaced += 1
         return Span(span.first, span.last, INCUMBENT)
 
     sections = tuple(
-        Section(
-            s.dtype,
-            s.fusion,
-            tuple(HiddenRange(row.first, row.last, tuple(one(span) for span in row.spans)) for row in s.hidden_ranges),
-        )
+        replace(s, hidden_ranges=tuple(replace(row, spans=tuple(one(span) for span in row.spans)) for row in s.hidden_ranges))
         for s in table.sections
     )
     models = {f: {c: m for c, m in by_choice.items() if c.strategy in SUPPORTED} for f, by_choice in table.seed.models.items()}
     default = shipped.seed_for(table.fingerprint)
-    seed = type(table.seed)(table.seed.origin, {f: by_choice or default.models[f] for f, by_choice in models.items()})
+    seed = replace(table.seed, models={f: by_choice or default.models[f] for f, by_choice in models.items()})
     return Table(table.fingerprint, sections, seed, table.provenance), replaced
 
 

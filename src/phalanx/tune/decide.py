@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from phalanx.errors import TableError
 from phalanx.hardware.fingerprint import Fingerprint
-from phalanx.tables.message import Fusion
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.seed import Seed
-from phalanx.tables.strategy import INCUMBENT, Choice
-from phalanx.tables.table import HiddenRange, Section, Span, Table
-from phalanx.tune.fit import by_cell, fit_seed
-from phalanx.tune.sweep import Task
+from phalanx.tables.strategy import INCUMBENT, Choice, Strategy
+from phalanx.tables.table import HAND_OVER, HiddenRange, Section, Span, Table
+from phalanx.tune.fit import Cell, by_cell, chosen, fit_seed
+from phalanx.tune.sweep import GEMM_ALL_REDUCE, Task
 
 FLOOR = 0.01
 """Differences below this fraction count as noise: they do not repeat from day to day."""
@@ -51,24 +51,66 @@ def decide(
     seed: Seed | None = None,
     provenance: dict[str, str] | None = None,
 ) -> Table:
-    """The table of one machine. expressible: only choices that TensorRT-LLM's table can express (none unfused).
+    """The table of one machine. expressible: only choices that TensorRT-LLM's table can express (none unfused, no sequence
+    parallelism).
 
-    AUTO and strategies of another numeric class are ignored. Raises TableError where no time is left.
+    Each kind of caller has its cells. For REPLICATED and SHARDED, the fastest choice must beat NCCL. For GEMM, GEMM_RS must beat a
+    GEMM and then what SHARDED decided for that cell; both times contain the GEMM. AUTO and strategies of another numeric class are
+    ignored. Raises TableError where no time is left.
     """
     samples = samples or {}
-    cells = {
-        cell: {choice: us for choice, us in measured.items() if not (expressible and choice.unfused)}
-        for cell, measured in by_cell(times).items()
-    }
+    errors = {task: noise(samples.get(task), us) for task, us in times.items()}
+    cells = {cell: _plain(measured, expressible) for cell, measured in by_cell(times).items()}
     cells = {cell: measured for cell, measured in cells.items() if measured}
     if not cells:
         raise TableError(f"no times of {fingerprint} to decide by", next="measure with `phalanx allreduce bench`")
 
-    def margin(cell: tuple[str, Fusion, int, int], a: Choice, b: Choice) -> float:
-        errors = [noise(samples.get(Task(*cell, choice)), cells[cell][choice]) for choice in (a, b)]
-        return max(2 * math.hypot(*errors), FLOOR * min(cells[cell][a], cells[cell][b]))
+    def own_error(cell: Cell, choice: Choice) -> float:
+        return errors[Task(*cell, choice)]
 
-    sections = []
+    seed = seed or fit_seed(times, fingerprint)
+    sections = [*_sections(cells, own_error, Caller.REPLICATED)]
+    if not expressible:
+        sharded = by_cell(times, Caller.SHARDED)
+        decided = [*_sections(sharded, own_error, Caller.SHARDED)]
+        until_now = Table(fingerprint, tuple(sections + decided), seed)
+        gemm, actual = _gemm_cells(by_cell(times, Caller.GEMM), until_now)
+
+        def gemm_error(cell: Cell, choice: Choice) -> float:
+            return errors[Task(*cell, actual[cell] if choice == HAND_OVER else choice, GEMM_ALL_REDUCE)]
+
+        sections += [*decided, *_sections(gemm, gemm_error, Caller.GEMM, HAND_OVER)]
+    return Table(fingerprint, tuple(sections), seed, provenance or {})
+
+
+def _plain(measured: Times, expressible: bool) -> Times:
+    return {choice: us for choice, us in measured.items() if not (expressible and choice.unfused)}
+
+
+def _gemm_cells(cells: Mapping[Cell, Times], table: Table) -> tuple[dict[Cell, Times], dict[Cell, Choice]]:
+    """({cell: times of HAND_OVER and GEMM_RS}, {cell: what HAND_OVER is}): what the table runs for SHARDED, or, where that was not
+    measured, the fastest choice that was. Cells without GEMM_RS hold HAND_OVER alone."""
+    contests: dict[Cell, Times] = {}
+    actual: dict[Cell, Choice] = {}
+    for cell, measured in cells.items():
+        others = {choice: us for choice, us in measured.items() if choice.strategy is not Strategy.GEMM_RS}
+        if not others:
+            continue
+        runs = chosen(table, cell, Caller.SHARDED)
+        actual[cell] = runs if runs in others else min(others, key=lambda choice: others[choice])
+        rest = {choice: us for choice, us in measured.items() if choice.strategy is Strategy.GEMM_RS}
+        contests[cell] = {HAND_OVER: others[actual[cell]], **rest}
+    return contests, actual
+
+
+def _sections(
+    cells: Mapping[Cell, Times], error: Callable[[Cell, Choice], float], caller: Caller, incumbent: Choice = INCUMBENT
+) -> Iterator[Section]:
+    """One section for each dtype and fusion of the cells. error: the noise of one time, in microseconds."""
+
+    def margin(cell: Cell, a: Choice, b: Choice) -> float:
+        return max(2 * math.hypot(error(cell, a), error(cell, b)), FLOOR * min(cells[cell][a], cells[cell][b]))
+
     for dtype, fusion in sorted({cell[:2] for cell in cells}, key=lambda key: (key[0], list(Fusion).index(key[1]))):
         grid: dict[int, dict[int, Times]] = {}
         for cell, measured in cells.items():
@@ -81,9 +123,8 @@ def decide(
             }
             for hidden, row in sorted(grid.items())
         }
-        chosen = agree(grid, allowed)
-        sections.append(Section(dtype, fusion, _rows(grid, chosen)))
-    return Table(fingerprint, tuple(sections), seed or fit_seed(times, fingerprint), provenance or {})
+        decided = agree(grid, allowed, incumbent)
+        yield Section(dtype, fusion, _rows(grid, decided, incumbent), caller)
 
 
 def within_noise(measured: Times, margin: Callable[[Choice, Choice], float]) -> list[Choice]:
@@ -92,13 +133,15 @@ def within_noise(measured: Times, margin: Callable[[Choice, Choice], float]) -> 
     return [choice for choice, us in measured.items() if us - measured[best] <= margin(best, choice)]
 
 
-def agree(grid: dict[int, dict[int, Times]], allowed: dict[int, dict[int, list[Choice]]]) -> dict[int, dict[int, Choice]]:
+def agree(
+    grid: dict[int, dict[int, Times]], allowed: dict[int, dict[int, list[Choice]]], incumbent: Choice = INCUMBENT
+) -> dict[int, dict[int, Choice]]:  # fmt: skip
     """One choice for each cell, {hidden: {tokens: choice}}, among those that the cell allows.
 
     For each hidden size: the sequence along tokens with the fewest changes; then the one that differs least from the hidden size
     before; then the one with the fewest challengers that are within the noise of the incumbent; then the fastest.
     """
-    chosen: dict[int, dict[int, Choice]] = {}
+    decided: dict[int, dict[int, Choice]] = {}
     before: dict[int, Choice] = {}
     for hidden in sorted(allowed):
         row = allowed[hidden]
@@ -109,7 +152,7 @@ def agree(grid: dict[int, dict[int, Times]], allowed: dict[int, dict[int, list[C
                 times = grid[hidden][tokens]
                 own = (
                     float(tokens in before and before[tokens] != choice),
-                    float(INCUMBENT in row[tokens] and choice != INCUMBENT),
+                    float(incumbent in row[tokens] and choice != incumbent),
                     times[choice] / min(times.values()),
                 )
                 ways = [
@@ -120,24 +163,26 @@ def agree(grid: dict[int, dict[int, Times]], allowed: dict[int, dict[int, list[C
                 longer[choice] = (cost, [*path, choice])
             paths = longer
         best = min(paths.values(), key=lambda way: way[0])[1]
-        before = chosen[hidden] = dict(zip(sorted(row), best, strict=True))
-    return chosen
+        before = decided[hidden] = dict(zip(sorted(row), best, strict=True))
+    return decided
 
 
-def _rows(grid: dict[int, dict[int, Times]], chosen: dict[int, dict[int, Choice]]) -> tuple[HiddenRange, ...]:
-    sizes = sorted(chosen)
+def _rows(
+    grid: dict[int, dict[int, Times]], decided: dict[int, dict[int, Choice]], incumbent: Choice
+) -> tuple[HiddenRange, ...]:  # fmt: skip
+    sizes = sorted(decided)
     rows = []
     for (first, last), hidden in zip(ranges(sizes, _BRIDGED_HIDDEN, _middle), sizes, strict=True):
-        rows.append(HiddenRange(first, last, _spans(grid[hidden], chosen[hidden])))
+        rows.append(HiddenRange(first, last, _spans(grid[hidden], decided[hidden], incumbent)))
     return tuple(rows)
 
 
-def _spans(row: dict[int, Times], chosen: dict[int, Choice]) -> tuple[Span, ...]:
-    points = sorted(chosen)
+def _spans(row: dict[int, Times], decided: dict[int, Choice], incumbent: Choice) -> tuple[Span, ...]:
+    points = sorted(decided)
 
     def change(low: int, high: int) -> int:
         """The last size at which the lower point's choice is faster: where the lines between the times cross."""
-        here, there = chosen[low], chosen[high]
+        here, there = decided[low], decided[high]
         if all(choice in row[point] for choice in (here, there) for point in (low, high)):
             ahead = row[low][there] - row[low][here]
             behind = row[high][here] - row[high][there]
@@ -148,13 +193,13 @@ def _spans(row: dict[int, Times], chosen: dict[int, Choice]) -> tuple[Span, ...]
     spans: list[Span] = []
     gains: list[float] = []
     for (first, last), tokens in zip(ranges(points, _BRIDGED_TOKENS, change), points, strict=True):
-        choice = chosen[tokens]
+        choice = decided[tokens]
         if spans and spans[-1].choice == choice and spans[-1].last + 1 == first:
             first = spans.pop().first
         else:
             gains = []
-        if INCUMBENT in row[tokens]:
-            gains.append(row[tokens][INCUMBENT] / row[tokens][choice])
+        if incumbent in row[tokens]:
+            gains.append(row[tokens][incumbent] / row[tokens][choice])
         gain = round(math.exp(statistics.fmean(map(math.log, gains))), 3) if gains else None
         spans.append(Span(first, last, choice, gain))
     return tuple(spans)

@@ -3,65 +3,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import pairwise
 
-from phalanx.comm.choose import GEMM_RS_MIN_BYTES, Decision, Rules, choose, choose_sharded, sp_min_tokens
+from phalanx.comm.choose import Decision, Rules, choose
 from phalanx.config.dtypes import DTYPES
 from phalanx.hardware.fingerprint import LINKS
-from phalanx.tables.message import Fusion, Message
+from phalanx.tables.admit import MAX_WORLD
+from phalanx.tables.message import Caller, Fusion, Message
 from phalanx.tables.shipped import mean_gain
-from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tables.strategy import SEQUENCE_PARALLEL, Choice, Strategy
 from phalanx.tables.table import Table
 
 MAX_TOKENS = 32_768
+_CALLERS = {
+    Caller.GEMM: "in a layer, behind a linear layer (o_proj, down_proj)",
+    Caller.SHARDED: "in a layer, behind a mixture of experts or a GEMM with block scales",
+    Caller.REPLICATED: "where every rank needs the whole residual (a layer with a bias, the end of a pipeline stage)",
+}
 
 
 def rules(table: Table) -> Rules:
     """The rules of a group that runs by this table, with no strategy forced."""
-    return Rules(table.fingerprint, {}, table.lookup, sp_min_tokens=sp_min_tokens(table.fingerprint))
+    return Rules(table.fingerprint, {}, table.lookup)
 
 
 def lines(table: Table, dtype: str, hidden: int, fusions: tuple[Fusion, ...] = tuple(Fusion)) -> Iterator[str]:
-    """The machine, then a line for each range of tokens of each fusion."""
-    machine, decide = table.fingerprint, rules(table)
+    """The machine; then, for each fusion and each kind of caller for which it makes a difference, a line for each range of
+    tokens."""
+    machine = table.fingerprint
     yield f"{machine}: {LINKS[machine.link]}; {machine.world} ranks"
     if table.sections:
         incumbent = Choice(Strategy.NCCL).name(machine.sm)
         yield f"table sha256:{table.digest[:16]}..., {mean_gain(table):.2f}x the speed of {incumbent} on average"
         yield from (f"  {name}: {text}" for name, text in table.provenance.items())
     else:
-        yield f"no table: the seed decides everywhere ({table.seed.origin})"
-    yield from _sequence_parallel(decide, dtype, hidden, fusions)
+        label = "estimated" if table.seed.estimated else "seed"
+        yield f"no table: the seed decides everywhere ({table.seed.origin}; {label})"
     for fusion in fusions:
-        yield f"{fusion.name}, {dtype}, hidden {hidden}"
-        sizes = range(1, MAX_TOKENS + 1)
-        messages = (Message("all_reduce", fusion, dtype, tokens, hidden, machine.world) for tokens in sizes)
-        decisions = ((message.tokens, choose(message, decide)) for message in messages)
-        for _, same in groupby(decisions, key=lambda item: (item[1].strategy, item[1].fused, item[1].source)):
-            members = list(same)
-            (first, entry), last = members[0], members[-1][0]
-            upto = "or more" if last == MAX_TOKENS else f"to {last}"
-            yield f"  {first:>6} {upto:<9} tokens: {describe(entry, fusion, machine.sm):<24} ({entry.reason})"
+        title = f"{fusion.name}, {dtype}, hidden {hidden}"
+        if not fusion.shards:
+            yield title
+            yield from _ranges(table, dtype, hidden, fusion, Caller.REPLICATED)
+            continue
+        for caller, where in _CALLERS.items():
+            yield f"{title}, {where}"
+            yield from _ranges(table, dtype, hidden, fusion, caller)
 
 
-def _sequence_parallel(decide: Rules, dtype: str, hidden: int, fusions: tuple[Fusion, ...]) -> Iterator[str]:
-    """From how many tokens on the layers of a model run sequence parallel, if they do."""
-    first, world = decide.sp_min_tokens, decide.fingerprint.world
-    if first is None:
+def _ranges(table: Table, dtype: str, hidden: int, fusion: Fusion, caller: Caller) -> Iterator[str]:
+    machine = table.fingerprint
+    decide = cache(lambda tokens: choose(Message("all_reduce", fusion, dtype, tokens, hidden, machine.world, caller), rules(table)))
+
+    def key(tokens: int) -> tuple[Strategy, bool, str]:
+        return decide(tokens).strategy, decide(tokens).fused, decide(tokens).source
+
+    firsts = [1]
+    for low, high in pairwise(_edges(table, dtype, hidden)):
+        firsts += _changes(key, low, high)
+    for first, end in pairwise([*firsts, MAX_TOKENS + 1]):
+        upto = f"to {end - 1}" if end <= MAX_TOKENS else "or more"
+        decision = decide(first)
+        what = describe(decision, fusion, machine.sm)
+        yield f"  {first:>6} {upto:<9} tokens: {what:<24} {decision.source}: {decision.reason}"
+
+
+def _edges(table: Table, dtype: str, hidden: int) -> list[int]:
+    """Rising numbers of tokens from 1 to MAX_TOKENS. Between two of them at most the seed changes its choice. Its models are lines,
+    so that each choice is the fastest in one range at most."""
+    spans = [span for section in table.sections for row in section.hidden_ranges for span in row.spans]
+    sharded = table.seed.sequence_parallel
+    row_bytes = hidden * DTYPES[dtype].itemsize
+    edges = {*range(1, MAX_WORLD**2 + 1), MAX_TOKENS}  # so few tokens may leave a rank without rows
+    edges |= {edge for span in spans for edge in (span.first - 1, span.first, span.last, span.last + 1)}
+    for first in (sharded.rs_norm_ag_min_tokens or 1, -(-(sharded.gemm_rs_min_bytes or 1) // row_bytes)):
+        edges |= {first - 1, first}
+    return sorted(edge for edge in edges if 1 <= edge <= MAX_TOKENS)
+
+
+def _changes(key: Callable[[int], object], low: int, high: int) -> Iterator[int]:
+    """The numbers above `low`, up to `high`, whose key differs from the one before, where no key comes twice."""
+    if key(low) == key(high):
         return
-    gemm_rs = -(-GEMM_RS_MIN_BYTES // (hidden * DTYPES[dtype].itemsize))
-    if any(choose_sharded(Message("all_reduce", fusion, dtype, first, hidden, world), decide) for fusion in fusions):
-        yield (
-            f"between layers of a model, in FP8 or unquantized: RS_NORM_AG from {first} tokens on, in place of what follows "
-            "(reduce-scatter, residual and norm of each rank's own rows, all-gather); "
-            f"from {gemm_rs} tokens on GEMM_RS: the GEMM writes its output to the ranks that sum it"
-        )
+    if high - low == 1:
+        yield high
+        return
+    middle = (low + high) // 2
+    yield from _changes(key, low, middle)
+    yield from _changes(key, middle, high)
 
 
-def describe(entry: Decision, fusion: Fusion, sm: int) -> str:
-    """ "ONESHOT, fused", "NCCL, then a kernel", "ONESHOT"."""
-    name = Choice(entry.strategy).name(sm)
-    if fusion is Fusion.NONE:
+def describe(decision: Decision, fusion: Fusion, sm: int) -> str:
+    """ "ONESHOT, fused", "NCCL, then a kernel", "ONESHOT", "RS_NORM_AG"."""
+    name = Choice(decision.strategy).name(sm)
+    if fusion is Fusion.NONE or decision.strategy in SEQUENCE_PARALLEL:
         return name
-    return f"{name}, fused" if entry.fused else f"{name}, then a kernel"
+    return f"{name}, fused" if decision.fused else f"{name}, then a kernel"

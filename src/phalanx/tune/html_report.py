@@ -8,17 +8,18 @@ import html
 import io
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config.dtypes import DTYPES
 from phalanx.errors import TableError
-from phalanx.tables.message import Fusion
-from phalanx.tables.strategy import Choice
+from phalanx.tables.message import Caller, Fusion
 from phalanx.tables.table_file import write_whole
 from phalanx.tune import plots, records
 from phalanx.tune.codegen import DecidedBenchmark, decide_benchmarks
-from phalanx.tune.fit import regret, relative_error
+from phalanx.tune.fit import by_cell, chosen, regret, relative_error
+from phalanx.tune.sweep import ALL_REDUCE, GEMM_ALL_REDUCE
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -43,7 +44,8 @@ th{background:#f0f4f8}td:first-child,th:first-child{text-align:left}img{max-widt
 def draw(folder: Path, on_file: OnFile | None = None) -> list[Path]:
     """Write `viz/{FUSION}/{stem}_{plot}.png` for every CSV and fusion, and `viz/report.html`; the paths written.
 
-    A CSV of several dtypes gives one plot for each; all but the first have the dtype in their names. Raises TableError for a folder
+    Layers with their GEMM have plots of their own, `{stem}_gemm_{plot}.png`. A CSV of several dtypes gives one plot for each; all
+    but the first have the dtype in their names. Raises TableError for a folder
     without CSVs, or with a faulty one, before anything is written.
     """
     benches = records.read_folder(folder)
@@ -53,16 +55,17 @@ def draw(folder: Path, on_file: OnFile | None = None) -> list[Path]:
     for bench in benches:
         path = records.csv_path(folder, bench.world, bench.sm)
         frame = plots.read_frame(path)
-        for fusion in Fusion:
-            names = (dtype.long_name for dtype in DTYPES.values())
-            for dtype in [name for name in names if ((frame["fusion"] == fusion.name) & (frame["dtype"] == name)).any()]:
-                first = not any(p.parent.name == fusion.name and p.name.startswith(f"{path.stem}_") for p in paths)
-                stem = path.stem if first else f"{path.stem}.{dtype}"
+        for fusion, op in product(Fusion, (ALL_REDUCE, GEMM_ALL_REDUCE)):
+            suffix, title = ("_gemm", f"{fusion.name} with its GEMM") if op == GEMM_ALL_REDUCE else ("", fusion.name)
+            rows = frame[(frame["fusion"] == fusion.name) & (frame["op"] == op)]
+            measured = [dtype.long_name for dtype in DTYPES.values() if (rows["dtype"] == dtype.long_name).any()]
+            for dtype in measured:
+                stem = path.stem + suffix if dtype == measured[0] else f"{path.stem}{suffix}.{dtype}"
                 for name, plot in PLOTS.items():
                     target = folder / "viz" / fusion.name / f"{stem}_{name}.png"
-                    data = _draw(plot, frame[frame["dtype"] == dtype], fusion, target)
+                    data = _draw(plot, rows[rows["dtype"] == dtype], fusion, op, target)
                     if data is not None:
-                        plots_of[bench.sm, bench.world].append((f"{fusion.name} {dtype}: {name.replace('_', ' ')}", data))
+                        plots_of[bench.sm, bench.world].append((f"{title} {dtype}: {name.replace('_', ' ')}", data))
                         paths.append(target)
                         if on_file is not None:
                             on_file(str(target))
@@ -70,11 +73,11 @@ def draw(folder: Path, on_file: OnFile | None = None) -> list[Path]:
     return [*paths, folder / REPORT]
 
 
-def _draw(plot: Callable[..., Any], frame: DataFrame, fusion: Fusion, target: Path) -> bytes | None:
+def _draw(plot: Callable[..., Any], frame: DataFrame, fusion: Fusion, op: str, target: Path) -> bytes | None:
     """Draw one plot; None where only AUTO was measured, which has no winner."""
-    if plot is plots.visualize_2d_best_strategy and set(frame.loc[frame["fusion"] == fusion.name, "strategy"]) == {"AUTO"}:
+    if plot is plots.visualize_2d_best_strategy and set(frame["strategy"]) <= {"AUTO", "GEMM+AUTO"}:
         return None
-    plot(frame, fusion.name, target)
+    plot(frame, fusion.name, target, op=op)
     return target.read_bytes()
 
 
@@ -97,7 +100,7 @@ def _section(out: io.StringIO, one: DecidedBenchmark, images: list[tuple[str, by
     out.write(f"<h2>{html.escape(str(table.fingerprint))}</h2>\n<p>Table digest <code>{table.digest}</code></p>\n")
     _table(out, ["fact", "value"], [[name, text] for name, text in bench.facts.items()])
     out.write("<h3>Winners and regret</h3>\n")
-    _table(out, ["fusion", "cells", "won by", "regret of the table", "regret of the seed"], _verdicts(one))
+    _table(out, ["fusion", "caller", "cells", "won by", "regret of the table", "regret of the seed"], _verdicts(one))
     out.write("<h3>The seed's fit: time = a + b x bytes + c x tokens</h3>\n")
     _table(out, ["fusion", "choice", "a (us)", "b (us per MiB)", "c (us per 1024 tokens)", "median error"], _models(one))
     for title, data in images:
@@ -115,19 +118,15 @@ def _section(out: io.StringIO, one: DecidedBenchmark, images: list[tuple[str, by
 
 def _verdicts(one: DecidedBenchmark) -> list[list[str]]:
     rows = []
-    for fusion in Fusion:
+    for fusion, caller in product(Fusion, Caller):
         times = {task: us for task, us in one.bench.times.items() if task.fusion is fusion}
-        if not times:
+        cells = by_cell(times, caller)
+        if not cells:
             continue
-        wins: Counter[str] = Counter()
-        for dtype, _, tokens, hidden in {task.cell for task in times}:
-            entry = one.table.lookup(dtype, fusion, tokens, hidden)
-            plain = Choice(entry.strategy)
-            choice = plain if entry.fused or not plain.fuses(fusion) else Choice(entry.strategy, unfused=True)
-            wins[choice.name(one.bench.sm)] += 1
-        total = sum(wins.values())
-        won = ", ".join(f"{name} {count / total:.0%}" for name, count in wins.most_common())
-        rows.append([fusion.name, str(total), won, str(regret(times, one.table)), str(regret(times, one.table.seed))])
+        wins = Counter(chosen(one.table, cell, caller).name(one.bench.sm) for cell in cells)
+        won = ", ".join(f"{name} {count / len(cells):.0%}" for name, count in wins.most_common())
+        seed = regret(times, one.table.seed) if caller is Caller.REPLICATED else "-"
+        rows.append([fusion.name, caller.label, str(len(cells)), won, str(regret(times, one.table, (caller,))), str(seed)])
     return rows
 
 
@@ -135,7 +134,8 @@ def _models(one: DecidedBenchmark) -> list[list[str]]:
     rows = []
     for fusion, models in one.table.seed.models.items():
         for choice, model in models.items():
-            tasks = [(task, us) for task, us in one.bench.times.items() if (task.fusion, task.choice) == (fusion, choice)]
+            kind = fusion, choice, ALL_REDUCE
+            tasks = [(task, us) for task, us in one.bench.times.items() if (task.fusion, task.choice, task.op) == kind]
             if tasks:
                 error = relative_error([(task.bytes, task.tokens, us) for task, us in tasks], model)
                 a, b, c = model.a / 1e9, model.b * 2**20 / 1e9, model.c * 1024 / 1e9

@@ -26,7 +26,9 @@ class TuneOptions(BaseModel):
     hidden: str | None = Field(None, description="Hidden sizes, such as 4096,8192. Default: the default grid 128..8192.")
     fusions: str | None = Field(None, description="Names of fusions, separated by commas. Default: all.")
     strategies: str | None = Field(
-        None, description="Strategies, separated by commas: NCCL (or GLOO), ONESHOT, TWOSHOT, AUTO. Default: the first three."
+        None,
+        description="Strategies, separated by commas: NCCL (or GLOO), ONESHOT, TWOSHOT, RS_NORM_AG, GEMM_RS, AUTO. Default: all "
+        "but AUTO. With GEMM_RS, layers with their GEMM are measured by each strategy.",
     )
     dtype: str = Field("bf16", description="bf16, fp16 or fp32.")
     enable_auto: bool = Field(False, description="Also measure AUTO: the choice of the table that this machine has.")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Three plots of a benchmark: times, the fastest strategies, and how much slower each strategy is. x is tokens, y is hidden size.
 
-Frames have the columns of a benchmark's CSV (or `fusion_op`, `time_us`, `time_ms`), of one TP size and dtype.
+Frames have the columns of a benchmark's CSV (or `fusion_op`, `time_us`, `time_ms`), of one TP size and dtype. A plot shows one
+operation (the column `op`): all-reduces, or layers with their GEMM.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import OptionError, TableError
+from phalanx.tune.sweep import ALL_REDUCE, GEMM_ALL_REDUCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 _COLOURS = {
     "NCCL": "#5b6770", "GLOO": "#5b6770", "ONESHOT": "#d9822b", "TWOSHOT": "#2b6cb0", "ONESHOT+UNFUSED": "#f5cf9f",
     "TWOSHOT+UNFUSED": "#a9cdec", "AUTO": "#7b5ea7", "NCCL_SYMMETRIC": "#3d8f63", "SYMM_MEM": "#8dc6a4", "MIN_LATENCY": "#c2557a",
-    "LOWPRECISION": "#8a6d3b", "UB": "#b0a160", "MNNVL": "#4aa3a2",
+    "LOWPRECISION": "#8a6d3b", "UB": "#b0a160", "MNNVL": "#4aa3a2", "RS_NORM_AG": "#1f7a4d",
 }  # fmt: skip
+_COLOURS |= {f"GEMM+{name}": colour for name, colour in _COLOURS.items()} | {"GEMM_RS": "#a4243b"}
+_AUTO = ("AUTO", "GEMM+AUTO")
 _OTHER = "#999999"
 _UNMEASURED = "#eceff1"
 _INK = "#1f2933"
@@ -31,7 +35,9 @@ _SLOWEST_SHOWN = 100.0  # percent at which the red of the difference plot is ful
 _NEEDED = ("num_tokens", "hidden_size", "strategy", "fusion", "time (us)")
 
 
-def visualize_2d_heatmap(df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None) -> Figure:
+def visualize_2d_heatmap(
+    df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None, *, op: str = ALL_REDUCE
+) -> Figure:  # fmt: skip
     """One panel per strategy, coloured by time on one logarithmic scale in microseconds, each cell with its time.
 
     Returns the figure, and writes it to `save_path` if one is given. Raises OptionError where `df` has no rows of the fusion,
@@ -40,7 +46,7 @@ def visualize_2d_heatmap(df: DataFrame, fusion_op: str = "NONE", save_path: str 
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    frame, title = _prepare(df, fusion_op)
+    frame, title = _prepare(df, fusion_op, op)
     low, high = float(frame["time (us)"].min()), float(frame["time (us)"].max())
     norm = LogNorm(low, high if high > low else low * 1.01)
     names = _names(frame)
@@ -63,13 +69,15 @@ def visualize_2d_heatmap(df: DataFrame, fusion_op: str = "NONE", save_path: str 
     return _finish(figure, save_path)
 
 
-def visualize_2d_best_strategy(df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None) -> Figure:
+def visualize_2d_best_strategy(
+    df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None, *, op: str = ALL_REDUCE
+) -> Figure:  # fmt: skip
     """The fastest strategy of each cell with its time, and how many cells each strategy wins. Arguments as above."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
-    frame, title = _prepare(df, fusion_op)
-    frame = frame[frame["strategy"] != "AUTO"]
+    frame, title = _prepare(df, fusion_op, op)
+    frame = frame[~frame["strategy"].isin(_AUTO)]
     if frame.empty:
         raise OptionError(f"only AUTO was measured for {fusion_op}", next="also measure the strategies that it chooses among")
     names = _names(frame)
@@ -94,16 +102,19 @@ def visualize_2d_best_strategy(df: DataFrame, fusion_op: str = "NONE", save_path
         )
         for name, colour in zip(names, colours, strict=True)
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(names), 5), frameon=False, fontsize=10)
+    columns = max(1, min(len(names), 5, int(figure.get_figwidth() // 2.9)))
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=10)
     return _finish(figure, save_path)
 
 
-def visualize_strategy_difference_heatmaps(df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None) -> Figure:
+def visualize_strategy_difference_heatmaps(
+    df: DataFrame, fusion_op: str = "NONE", save_path: str | Path | None = None, *, op: str = ALL_REDUCE
+) -> Figure:  # fmt: skip
     """One panel per strategy: percent slower than the cell's fastest; white is optimal, red is slower. Arguments as above."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    frame, title = _prepare(df, fusion_op)
-    concrete = frame[frame["strategy"] != "AUTO"]
+    frame, title = _prepare(df, fusion_op, op)
+    concrete = frame[~frame["strategy"].isin(_AUTO)]
     best = (frame if concrete.empty else concrete).groupby(["num_tokens", "hidden_size"])["time (us)"].min().rename("best")
     frame = frame.join(best, on=["num_tokens", "hidden_size"])
     # Noise may make AUTO faster than the fastest of the others: it counts as optimal.
@@ -133,27 +144,30 @@ def read_frame(path: Path) -> DataFrame:
     bench = records.read(path)
     rows = [
         (
-            bench.world, DTYPES[task.dtype].long_name, task.bytes, task.tokens, task.hidden, task.choice.name(bench.sm),
-            task.fusion.name, "all_reduce", us,
+            bench.world, DTYPES[task.dtype].long_name, task.bytes, task.tokens, task.hidden, task.name(bench.sm),
+            task.fusion.name, task.op, us,
         )
         for task, us in bench.times.items()
     ]  # fmt: skip
     return pandas.DataFrame(rows, columns=list(records.COLUMNS))
 
 
-def _prepare(df: DataFrame, fusion_op: str) -> tuple[DataFrame, str]:
-    """The rows of a fusion with the usual column names, and the title of the plot."""
+def _prepare(df: DataFrame, fusion_op: str, op: str) -> tuple[DataFrame, str]:
+    """The rows of a fusion and operation with the usual column names, and the title of the plot. A frame without the column `op`
+    holds all-reduces."""
     all_rows = df.rename(columns={"fusion_op": "fusion", "time_us": "time (us)"})
     if "time_ms" in all_rows.columns and "time (us)" not in all_rows.columns:
         all_rows = all_rows.assign(**{"time (us)": all_rows["time_ms"] * 1000.0})
     missing = [name for name in _NEEDED if name not in all_rows.columns]
     if missing:
         raise TableError(f"the frame lacks the column {missing[0]!r}", next=f"it needs {', '.join(_NEEDED)}")
+    if "op" in all_rows.columns:
+        all_rows = all_rows[(all_rows["op"] == GEMM_ALL_REDUCE) == (op == GEMM_ALL_REDUCE)]
     frame = all_rows[all_rows["fusion"] == fusion_op].copy()
     if frame.empty:
         measured = ", ".join(sorted(set(all_rows["fusion"]))) or "no rows at all"
         raise OptionError(f"fusion {fusion_op!r} was not measured", held=f"measured: {measured}")
-    title = [fusion_op]
+    title = [fusion_op, *(["with the GEMM before it"] if op == GEMM_ALL_REDUCE else [])]
     for column, text in (("world_size", "TP {}"), ("dtype", "{}")):
         if column in frame.columns:
             values = sorted(set(frame[column]))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A benchmark's CSV and its sidecar: read strictly, written completely or not at all.
 
-`benchmark.tp{N}.sm{V}.csv` has the columns of TensorRT-LLM's tools. Beside it, `benchmark.tp{N}.sm{V}.json` holds machine,
-versions, commit, grid, every sample and every skip. A CSV without a sidecar (TensorRT-LLM's) is read, too.
+`benchmark.tp{N}.sm{V}.csv` has the columns of TensorRT-LLM's tools. Rows of op `gemm_all_reduce`, behind all others, are of layers
+with their GEMM; their strategies have names of their own (GEMM_RS, GEMM+TWOSHOT). Beside it, `benchmark.tp{N}.sm{V}.json` holds
+machine, versions, commit, grid, every sample and every skip. A CSV without a sidecar (TensorRT-LLM's) is read, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from phalanx.errors import OptionError, TableError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.grid import WIDE_HIDDEN, WIDE_TOKENS
 from phalanx.tables.message import Fusion
-from phalanx.tables.strategy import Choice
 from phalanx.tables.table_file import write_whole
 from phalanx.tune.sweep import Task
 
@@ -65,9 +65,9 @@ def write(bench: Benchmark, folder: Path) -> Path:
     out = csv.writer(rows, lineterminator="\n")
     out.writerow(COLUMNS)
     for task, us in sorted(bench.times.items(), key=_order):
-        dtype, name = DTYPES[task.dtype].long_name, task.choice.name(bench.sm)
+        dtype, name = DTYPES[task.dtype].long_name, task.name(bench.sm)
         out.writerow(
-            [bench.world, dtype, task.bytes, task.tokens, task.hidden, name, task.fusion.name, "all_reduce", f"{us:.3f}"]
+            [bench.world, dtype, task.bytes, task.tokens, task.hidden, name, task.fusion.name, task.op, f"{us:.3f}"]
         )  # fmt: skip
     write_whole(path.with_suffix(".json"), _sidecar_text(bench))
     write_whole(path, rows.getvalue())
@@ -76,7 +76,7 @@ def write(bench: Benchmark, folder: Path) -> Path:
 
 def _order(item: tuple[Task, float]) -> tuple[Any, ...]:
     task = item[0]
-    return task.dtype, list(Fusion).index(task.fusion), task.hidden, task.tokens, task.choice
+    return task.op, task.dtype, list(Fusion).index(task.fusion), task.hidden, task.tokens, task.choice
 
 
 def _sidecar_text(bench: Benchmark) -> str:
@@ -168,7 +168,7 @@ def _add_row(row: list[str], columns: dict[str, int], header: list[str], bench: 
         _positive_int(text[name], name, where) for name in ("world_size", "size", "num_tokens", "hidden_size")
     )
     try:
-        task = Task(parse_dtype(text["dtype"]), Fusion.named(text["fusion"]), tokens, hidden, Choice.parse(text["strategy"]))
+        task = Task.named(parse_dtype(text["dtype"]), Fusion.named(text["fusion"]), tokens, hidden, text["strategy"])
     except OptionError as error:
         raise TableError(f"{where}: {error.failure}", next=f"{error.next}; correct the row, or remove it") from None
     if world != bench.world:

@@ -12,31 +12,52 @@ from phalanx.errors import OptionError
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.tables.admit import admit
 from phalanx.tables.grid import HIDDEN, LOOKUP_FUSIONS, TOKENS
-from phalanx.tables.message import Fusion, Message
+from phalanx.tables.message import Caller, Fusion, Message
 from phalanx.tables.strategy import SUPPORTED, Choice, Strategy, choices
 
 _Item = TypeVar("_Item")
+ALL_REDUCE, GEMM_ALL_REDUCE = "all_reduce", "gemm_all_reduce"
+"""The operations that a benchmark measures: the all-reduce alone, and the row-parallel linear layer whose output it sums."""
+GEMM_MIN_ROWS = 16
+"""Rows that each rank must have for a layer with its GEMM to be measured: a tile of a GEMM has no fewer, so that below GEMM_RS runs
+the whole GEMM once for each rank."""
+MAX_CPU_GEMM_FLOP = 1 << 27
+"""Of one rank's GEMM on a CPU: a larger one would make a benchmark take hours, and hide the all-reduce that is to be timed."""
+_GEMM = "GEMM+"
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One choice in one cell."""
+    """One choice in one cell. op: ALL_REDUCE or GEMM_ALL_REDUCE."""
 
     dtype: str
     fusion: Fusion
     tokens: int
     hidden: int
     choice: Choice
+    op: str = ALL_REDUCE
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.fusion.name} {self.tokens}x{self.hidden} {self.choice}"
+        return f"{self.dtype} {self.fusion.name} {self.tokens}x{self.hidden} {self.name()}"
+
+    def name(self, sm: int = 90) -> str:
+        """As in CSVs: that of the choice, with "GEMM+" before it where the time contains the GEMM and the name does not say so."""
+        contains = self.op == GEMM_ALL_REDUCE and self.choice.strategy is not Strategy.GEMM_RS
+        return (_GEMM if contains else "") + self.choice.name(sm)
+
+    @classmethod
+    def named(cls, dtype: str, fusion: Fusion, tokens: int, hidden: int, name: str) -> Task:
+        """The task of a `name`. Raises OptionError for an unknown one."""
+        choice = Choice.parse(name.removeprefix(_GEMM))
+        contains = name.startswith(_GEMM) or choice.strategy is Strategy.GEMM_RS
+        return cls(dtype, fusion, tokens, hidden, choice, GEMM_ALL_REDUCE if contains else ALL_REDUCE)
 
     @classmethod
     def parse(cls, text: str) -> Task:
         """The inverse of str()."""
-        dtype, fusion, cell, choice = text.split(" ")
+        dtype, fusion, cell, name = text.split(" ")
         tokens, _, hidden = cell.partition("x")
-        return cls(dtype, Fusion.named(fusion), int(tokens), int(hidden), Choice.parse(choice))
+        return cls.named(dtype, Fusion.named(fusion), int(tokens), int(hidden), name)
 
     @property
     def bytes(self) -> int:
@@ -44,8 +65,8 @@ class Task:
         return self.tokens * self.hidden * DTYPES[self.dtype].itemsize
 
     @property
-    def cell(self) -> tuple[str, Fusion, int, int]:
-        return self.dtype, self.fusion, self.tokens, self.hidden
+    def cell(self) -> tuple[str, Fusion, int, int, str]:
+        return self.dtype, self.fusion, self.tokens, self.hidden, self.op
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,7 @@ class Sweep:
     tokens: tuple[int, ...] = TOKENS
     hidden: tuple[int, ...] = HIDDEN
     fusions: tuple[Fusion, ...] = tuple(Fusion)
-    strategies: tuple[Strategy, ...] = (Strategy.NCCL, Strategy.ONESHOT, Strategy.TWOSHOT)
+    strategies: tuple[Strategy, ...] = SUPPORTED
     auto: bool = False
     max_bytes: int | None = None
 
@@ -97,7 +118,9 @@ class Sweep:
         """(what to measure, in order; what is skipped, and why).
 
         The largest hidden size first, the four fusions of the look-up table before the others, and all choices of a cell one after
-        the other: they share tensors and compiled kernels, and a run that is interrupted has complete columns.
+        the other: they share tensors and compiled kernels, and a run that is interrupted has complete columns. Where GEMM_RS runs,
+        layers with their GEMM follow the all-reduces of the same size, by every choice, so that it is compared with what a layer
+        runs otherwise.
         """
         tasks: list[Task] = []
         skipped: dict[Task, str] = {}
@@ -106,8 +129,7 @@ class Sweep:
             for hidden in sorted(self.hidden, reverse=True):
                 for tokens in sorted(self.tokens):
                     for fusion in wave:
-                        for choice in self._choices(fusion):
-                            task = Task(self.dtype, fusion, tokens, hidden, choice)
+                        for task in self._tasks(fusion, tokens, hidden):
                             reason = self._refuses(task)
                             if reason is None:
                                 tasks.append(task)
@@ -115,14 +137,25 @@ class Sweep:
                                 skipped[task] = reason
         return tasks, skipped
 
-    def _choices(self, fusion: Fusion) -> list[Choice]:
-        planned = [choice for choice in choices(fusion) if choice.strategy in self.strategies]
-        return [*planned, Choice(Strategy.AUTO)] if self.auto else planned
+    def _tasks(self, fusion: Fusion, tokens: int, hidden: int) -> list[Task]:
+        gemm = fusion.shards and Strategy.GEMM_RS in self.strategies and tokens >= GEMM_MIN_ROWS * self.fingerprint.world
+        planned = [(Caller.SHARDED, ALL_REDUCE), *([(Caller.GEMM, GEMM_ALL_REDUCE)] if gemm else [])]
+        tasks = []
+        for caller, op in planned:
+            chosen = [choice for choice in choices(fusion, caller) if choice.strategy in self.strategies]
+            chosen += [Choice(Strategy.AUTO)] if self.auto else []
+            tasks += [Task(self.dtype, fusion, tokens, hidden, choice, op) for choice in chosen]
+        return tasks
 
     def _refuses(self, task: Task) -> str | None:
         if self.max_bytes is not None and task.bytes > self.max_bytes:
             return f"{task.bytes / 2**20:.1f} MiB is more than --max_mib {self.max_bytes / 2**20:g}"
-        message = Message("all_reduce", task.fusion, task.dtype, task.tokens, task.hidden, self.fingerprint.world)
+        flop = 2 * task.tokens * task.hidden * task.hidden // self.fingerprint.world
+        if task.op == GEMM_ALL_REDUCE and not self.fingerprint.on_gpu and flop > MAX_CPU_GEMM_FLOP:
+            most = MAX_CPU_GEMM_FLOP / 1e9
+            return f"a GEMM of {flop / 1e9:.1f} GFLOP takes too long on a CPU, where layers of at most {most:.1f} are timed"
+        caller = Caller.GEMM if task.op == GEMM_ALL_REDUCE else Caller.SHARDED
+        message = Message("all_reduce", task.fusion, task.dtype, task.tokens, task.hidden, self.fingerprint.world, caller)
         strategy = Strategy.NCCL if task.choice.strategy is Strategy.AUTO else task.choice.strategy
         return admit(strategy, message, self.fingerprint)
 

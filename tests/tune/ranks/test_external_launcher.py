@@ -8,8 +8,12 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from phalanx.tune import records
 from phalanx.tune.commands import launched_rank
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 BENCH = ["bench", "--device", "cpu", "--tokens", "1,16", "--hidden", "128", "--fusions", "NONE", "--calls", "2", "--replays", "3"]
 

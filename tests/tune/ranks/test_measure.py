@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from phalanx.comm.detect import detect_fingerprint
-from phalanx.comm.group import Solo
+from phalanx.comm.group import Solo, finish
+from phalanx.comm.sequence_parallel import ShardedResidual
 from phalanx.comm.strategies import AllReduce, Strategies
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice, Strategy
+from phalanx.tune.ranks import verify
 from phalanx.tune.ranks.candidates import StrategyCandidates
+from phalanx.tune.ranks.layer import RowParallelLayer, in_features
 from phalanx.tune.ranks.measure import Method, Rank
-from phalanx.tune.sweep import Task
+from phalanx.tune.sweep import GEMM_ALL_REDUCE, Task
 
 CPU = torch.device("cpu")
 ONE = Choice(Strategy.ONESHOT)
@@ -73,8 +78,6 @@ def test_fused_and_unfused_run_what_they_say(fusion):
     ran = []
 
     def norm(x, fusion):
-        from phalanx.comm.group import finish
-
         ran.append("fused")
         return finish(x, fusion)
 
@@ -95,5 +98,73 @@ def test_auto_asks_the_machines_table(monkeypatch, tmp_path):
     built = StrategyCandidates(strategies)
     for tokens in (1, 4096):
         built.get(Choice(Strategy.AUTO))(torch.zeros(tokens, 128, dtype=torch.bfloat16), None)
-    expected = [built._decide(tokens, 128, "bf16", Fusion.NONE, False).strategy for tokens in (1, 4096)]
+    expected = [built._decide(tokens, 128, "bf16", Fusion.NONE).strategy for tokens in (1, 4096)]
     assert ran == expected
+
+
+NORM = Fusion.RESIDUAL_RMS_NORM
+
+
+class Sharded:
+    """RS_NORM_AG of one rank. wrong: it spoils its own rows of the residual."""
+
+    def __init__(self, *, wrong=False):
+        self.wrong, self.residuals = wrong, []
+
+    def chunk_rows(self, hidden, dtype):
+        return 64
+
+    def all_reduce_norm(self, x, fusion):
+        residual = fusion.residual
+        self.residuals.append(isinstance(residual, ShardedResidual))
+        local = residual.local if self.residuals[-1] else residual
+        norm, new = finish(x, replace(fusion, residual=local))
+        return norm, ShardedResidual.of(new + self.wrong, 64)
+
+
+def sharded_rank(sharded):
+    strategies = Strategies(detect_fingerprint(CPU, 2), {Strategy.RS_NORM_AG: AllReduce(lambda x: x, rs_norm_ag=sharded)})
+    return Rank(Solo(), CPU, StrategyCandidates(strategies, Solo()), Method(calls=1, replays=3))
+
+
+def test_a_sharded_residual_is_verified_and_then_timed_as_behind_any_layer_but_the_first():
+    sharded = Sharded()
+    assert isinstance(sharded_rank(sharded).measure(task(Choice(Strategy.RS_NORM_AG), NORM)), list)
+    assert sharded.residuals[0] is False
+    assert set(sharded.residuals[1:]) == {True}
+    assert sharded_rank(Sharded(wrong=True)).measure(task(Choice(Strategy.RS_NORM_AG), NORM)).startswith("wrong: residual: ")
+
+
+@pytest.mark.parametrize("fusion", [fusion for fusion in Fusion if fusion.shards])
+@pytest.mark.parametrize("unfused", [False, True])
+def test_a_layer_runs_its_gemm_and_the_choice(fusion, unfused):
+    """Over one rank, whose sum is what it has: the weights that are verified, and others that are timed."""
+    ran = []
+    one = rank(lambda x: (ran.append("sum"), x)[1], lambda x, fusion: (ran.append("fused"), finish(x, fusion))[1])
+    one.candidates.group = Solo()
+    with torch.inference_mode():
+        assert isinstance(one.measure(replace(task(Choice(Strategy.ONESHOT, unfused), fusion), op=GEMM_ALL_REDUCE)), list)
+    assert set(ran) == {"sum" if unfused else "fused"}
+    layer = one._cell.layer
+    assert layer._linear.weight.float().std() > 0.3
+    layer.verified()
+    assert (layer._linear.weight.float().sum(dim=1) == 1).all()
+
+
+def test_a_layer_that_no_model_has_is_left_out():
+    layer = RowParallelLayer(verify.arguments(Fusion.RESIDUAL_RMS_NORM_QUANT_FP8, 4, 128, torch.float16, CPU, 1), 0, Solo())
+    assert layer.refusal(80) == "sm80 has no FP8 GEMM, so no norm there feeds one"
+    assert layer.refusal(90) is layer.refusal(0) is None
+    assert layer.gemm_rs_refusal() == "an FP8 GEMM writes to other ranks in bf16 alone"
+    assert [in_features(*size) for size in ((8192, 4), (128, 8), (5120, 3), (64, 8))] == [2048, 16, 1696, 16]
+
+
+def test_gemm_rs_without_room_is_left_out():
+    class NoRoom:
+        def targets(self, tokens, hidden, fusion):
+            return None
+
+    strategies = Strategies(detect_fingerprint(CPU, 2), {Strategy.GEMM_RS: AllReduce(lambda x: x, gemm_rs=NoRoom())})
+    one = Rank(Solo(), CPU, StrategyCandidates(strategies, Solo()), Method())
+    why = one.measure(replace(task(Choice(Strategy.GEMM_RS), NORM), op=GEMM_ALL_REDUCE))
+    assert why == "the memory of GEMM_RS has no room for 1024 bytes"

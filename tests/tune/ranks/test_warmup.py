@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from phalanx.comm import oneshot, twoshot
+from phalanx.comm.group import Solo
 from phalanx.comm.strategies import AllReduce, Strategies
 from phalanx.hardware.fingerprint import Fingerprint
 from phalanx.kernels.compiling.ahead import can_compile_ahead
@@ -25,7 +26,8 @@ NVLINK4 = Fingerprint(90, "nvlink", 4)
 
 @pytest.mark.parametrize("fusion", Fusion)
 def test_arguments_of_every_fusion(fusion):
-    x, residual_norm = warmup.arguments(Task("bf16", fusion, 3, 128, choices(fusion)[0]), CPU)
+    x, residual_norm, layer = warmup.arguments(Task("bf16", fusion, 3, 128, choices(fusion)[0]), CPU, Solo())
+    assert layer is None
     assert (x.shape, x.dtype) == ((3, 128), torch.bfloat16)
     assert (residual_norm is None) == (fusion is Fusion.NONE)
     if residual_norm is not None:
@@ -58,18 +60,18 @@ def test_each_kernel_is_compiled_once_and_found_by_the_launches(tmp_path: Path, 
     tasks, _ = sweep.plan()
     progress: list[tuple[int, int]] = []
     with comm_compiled.only(90, device=1):  # of which no kernel is compiled yet
-        compiled = warmup.warm_up(tasks, candidates, CPU, 2, lambda *each: progress.append(each))
+        compiled = warmup.warm_up(tasks, candidates, Solo(), CPU, 2, lambda *each: progress.append(each))
         assert 2 <= compiled < len(tasks) / 2
         assert progress[-1] == (compiled, compiled)
         assert not sums  # NCCL alone has no kernel
         before = heard.count(False)
         for task in tasks:
-            candidates.get(task.choice)(*warmup.arguments(task, CPU))
+            candidates.get(task.choice)(*warmup.arguments(task, CPU, Solo())[:2])
     assert heard.count(False) == before == compiled
 
 
 def test_without_processes_nothing_is_done():
-    assert warmup.warm_up([], StrategyCandidates(Strategies(NVLINK4, {})), CPU, 1, lambda *_: None) == 0
+    assert warmup.warm_up([], StrategyCandidates(Strategies(NVLINK4, {})), Solo(), CPU, 1, lambda *_: None) == 0
 
 
 def test_cores_are_shared_among_ranks(monkeypatch):

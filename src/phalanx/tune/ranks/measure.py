@@ -10,22 +10,25 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.group import Group, ResidualRmsNorm
+from phalanx.comm.sequence_parallel import ShardedResidual
 from phalanx.kernels.dtypes import TORCH_DTYPES
 from phalanx.tables.message import Fusion
 from phalanx.tables.strategy import Choice
-from phalanx.tune.ranks import verify
-from phalanx.tune.sweep import Task
+from phalanx.tune.ranks import layer, verify
+from phalanx.tune.ranks.layer import RowParallelLayer
+from phalanx.tune.sweep import GEMM_ALL_REDUCE, Task
 
 
 class Candidate(Protocol):
-    """A way to run one message: every rank of the group calls it in the same order. x may be overwritten."""
+    """A way to run one message: every rank of the group calls it in the same order. x may be overwritten. The new residual may come
+    out sharded, and go in as it came."""
 
     def __call__(self, x: Tensor, fusion: ResidualRmsNorm | None) -> tuple[Tensor, ...]: ...
 
@@ -33,8 +36,9 @@ class Candidate(Protocol):
 class Candidates(Protocol):
     """What a rank can run: the interface between the measurement and the strategies."""
 
-    def get(self, choice: Choice) -> Candidate:
-        """The choice's candidate. Raises KeyError where it cannot run here, with the reason."""
+    def get(self, choice: Choice, layer: RowParallelLayer | None = None) -> Candidate:
+        """The choice's candidate: of an all-reduce of x, or of a layer with its GEMM. Raises KeyError where it cannot run here,
+        with the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Rank:
 
     def __init__(self, group: Group, device: torch.device, candidates: Candidates, method: Method) -> None:
         self.group, self.device, self.candidates, self.method = group, device, candidates, method
-        self._key: tuple[str, Fusion, int, int] | None = None
+        self._key: tuple[str, Fusion, int, int, str] | None = None
         self._cell: verify.Cell | None = None
         self._graphs: _Graphs | None = None
 
@@ -65,31 +69,39 @@ class Rank:
         """
         cell = self._tensors(task)
         try:
-            candidate: Candidate | None = self.candidates.get(task.choice)
+            candidate: Candidate | None = self.candidates.get(task.choice, cell.layer)
             reason = ""
         except KeyError as error:
             candidate, reason = None, str(error.args[0])
         if not self._all(candidate is not None) or candidate is None:
             return reason or "another rank cannot run it"
-        x = cell.x.clone()
+        if cell.layer is not None:
+            cell.layer.verified()
+        x, fusion = cell.x.clone(), cell.fusion
         with verify.nan_filled():
-            outputs = candidate(x, cell.fusion)
-        wrong = verify.mismatch(task.fusion, outputs, cell.expected)
+            outputs = candidate(x, fusion)
+        wrong = verify.mismatch(task.fusion, outputs, cell.expected, self.group.rank, self.group.size)
+        if fusion is not None and isinstance(outputs[-1], ShardedResidual):
+            fusion = replace(fusion, residual=outputs[-1])  # as behind any layer but the first
         del outputs
         if not self._all(wrong is None):
             return f"wrong: {wrong}" if wrong else "wrong on another rank"
         x.copy_(cell.x)
-        samples = self._time(lambda: candidate(x, cell.fusion))
+        if cell.layer is not None:
+            cell.layer.timed()
+        samples = self._time(lambda: candidate(x, fusion))
         return self._slowest(samples)
 
     def _tensors(self, task: Task) -> verify.Cell:
         """The cell's tensors, created once for all its choices."""
         if self._cell is None or self._key != task.cell:
             self._cell = None  # free the last cell's memory first
-            self._key, dtype = task.cell, TORCH_DTYPES[task.dtype]
-            self._cell = verify.cell(
-                task.fusion, task.tokens, task.hidden, dtype, self.device, rank=self.group.rank, world=self.group.size
-            )  # fmt: skip
+            self._key = task.cell
+            size = task.fusion, task.tokens, task.hidden, TORCH_DTYPES[task.dtype], self.device
+            if task.op == GEMM_ALL_REDUCE:
+                self._cell = layer.cell(*size, self.group)
+            else:
+                self._cell = verify.cell(*size, rank=self.group.rank, world=self.group.size)
         return self._cell
 
     def _all(self, fact: bool) -> bool:

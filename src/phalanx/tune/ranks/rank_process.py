@@ -67,7 +67,7 @@ def measure(group: Any, device: Any, config: dict[str, Any], folder: Path, event
     tasks = [Task.parse(text) for text in json.loads(_await(folder / "work"))]
     if device.type == "cuda" and len(tasks) >= warmup.MIN_TASKS:
         processes = warmup.compile_processes(group.size)
-        warmup.warm_up(tasks, available, device, processes, lambda done, total: events.send(compiling=[done, total]))
+        warmup.warm_up(tasks, available, group, device, processes, lambda done, total: events.send(compiling=[done, total]))
         group.barrier()
     rank = Rank(group, device, available, Method(**config["method"]))
     for task in tasks:

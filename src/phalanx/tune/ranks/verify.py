@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.group import ResidualRmsNorm
+from phalanx.comm.sequence_parallel import ShardedResidual, rank_rows
 from phalanx.kernels import reference
 from phalanx.tables.message import Fusion
+
+if TYPE_CHECKING:
+    from phalanx.tune.ranks.layer import RowParallelLayer
 
 EPS = 1e-5
 MAX_DIFFERENT = 0.01
@@ -27,11 +32,13 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell's tensors on one rank: x [T, H], the arguments of the fusion, and the expected outputs."""
+    """A cell's tensors on one rank: x [T, H], the arguments of the fusion, and the expected outputs. layer: where the cell contains
+    a GEMM, the layer whose input x [T, in] is."""
 
     x: Tensor
     fusion: ResidualRmsNorm | None
     expected: tuple[Tensor, ...]
+    layer: RowParallelLayer | None = None
 
 
 def rank_input(rank: int, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,16 +55,27 @@ def cell(fusion: Fusion, tokens: int, hidden: int, dtype: torch.dtype, device: t
     x = rank_input(rank, tokens, hidden, dtype, device)
     if fusion is Fusion.NONE:
         return Cell(x, None, (total,))
+    plain = arguments(fusion, tokens, hidden, dtype, device, world)
+    return Cell(x, plain, expected(total, plain))
+
+
+def arguments(
+    fusion: Fusion, tokens: int, hidden: int, dtype: torch.dtype, device: torch.device, world: int
+) -> ResidualRmsNorm:  # fmt: skip
+    """Of a fusion, for a cell of `world` ranks."""
     residual = rank_input(world, tokens, hidden, dtype, device)
     weight = 1 + torch.arange(hidden, device=device).remainder(8).to(dtype) / 8
     scale = None
     if fusion.quant != "none" and not fusion.token_scale:
         scale = torch.tensor(0.05, dtype=torch.float32, device=device)
-    arguments = ResidualRmsNorm(residual, weight, EPS, fusion.quant, scale, fusion.keeps_norm)  # type: ignore[arg-type]
-    expected = reference.residual_rms_norm_quant(
-        total, residual, weight, EPS, quant=arguments.quant, scale=scale, keep_norm=arguments.keep_norm
+    return ResidualRmsNorm(residual, weight, EPS, fusion.quant, scale, fusion.keeps_norm)  # type: ignore[arg-type]
+
+
+def expected(total: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
+    """What a fusion gives of the sum `total`."""
+    return reference.residual_rms_norm_quant(
+        total, fusion.residual, fusion.weight, fusion.eps, quant=fusion.quant, scale=fusion.scale, keep_norm=fusion.keep_norm
     )  # fmt: skip
-    return Cell(x, arguments, expected)
 
 
 @contextmanager
@@ -75,12 +93,17 @@ def nan_filled() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filling  # type: ignore[attr-defined]
 
 
-def mismatch(fusion: Fusion, outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> str | None:
-    """None where the outputs are right; else what is wrong, as text."""
+def mismatch(
+    fusion: Fusion, outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...], rank: int = 0, world: int = 1
+) -> str | None:  # fmt: skip
+    """None where the outputs are right; else what is wrong, as text. Of a sharded residual, the rows of `rank` must be."""
     if len(outputs) != len(expected):
         return f"{len(outputs)} outputs instead of {len(expected)}"
     names = _names(fusion)
     for name, output, wanted in zip(names, outputs, expected, strict=True):
+        if isinstance(output, ShardedResidual):
+            own = [row for rows in rank_rows(len(wanted), output.chunk_rows, rank, world) for row in rows]
+            output, wanted = output.local[own], wanted[own]
         if output.dtype != wanted.dtype or output.numel() != wanted.numel():
             return f"{name} is {output.dtype} {tuple(output.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
         wrong = _different(name, output.reshape(wanted.shape), wanted)
