@@ -27,12 +27,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(autouse=True)
 def logger_as_before() -> Iterator[None]:
-    """A command that runs inside a test configures the logger of its process; the next test has it as it was."""
-    logger = logging.getLogger("phalanx")
-    before = logger.level, logger.propagate, list(logger.handlers)
+    """A command that runs inside a test configures the loggers of its process; the next test has them as they were."""
+    loggers = [logging.getLogger(name) for name in ("phalanx", "uvicorn", "asyncio", "py.warnings")]
+    before = [(logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
     yield
-    logger.setLevel(before[0])
-    logger.propagate, logger.handlers[:] = before[1], before[2]
+    logging.captureWarnings(False)
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate, logger.handlers[:] = propagate, handlers
+
+
+@pytest.fixture(scope="session")
+def python_template() -> Iterator[None]:
+    from tests.support import forked_python
+
+    yield
+    forked_python.stop_template()
+
+
+@pytest.fixture(scope="module")
+def forked_python(python_template: None) -> Iterator[None]:
+    """For modules that start many processes: those of Python are forks. `pytestmark = pytest.mark.usefixtures("forked_python")`"""
+    from tests.support import forked_python
+
+    with forked_python.forked_python():
+        yield
+
+
+@pytest.fixture
+def new_interpreters(forked_python: None) -> Iterator[None]:
+    """For a test of such a module that is about the start of an interpreter, or what is imported in it."""
+    from tests.support import forked_python
+
+    with forked_python.new_interpreters():
+        yield
 
 
 def gpu_count() -> int:
@@ -49,14 +77,16 @@ def gpu_count() -> int:
 
 
 SLOW_FILES = (
-    "acceptance/test_tokens.py", "acceptance/test_paths.py", "serve/test_llm.py", "acceptance/test_documents.py",
-    "executor/test_rank_executor.py", "kernels/sampling/test_filter_thresholds.py", "tune/test_cli.py",
-    "kernels/attention/test_decode.py", "kernels/attention/test_prefill.py", "acceptance/test_everything.py",
-    "comm/test_twoshot.py",
-    "bench/test_load.py", "kernels/gemm/test_block_gemm.py", "kernels/allreduce/test_oneshot.py", "serve/test_client.py",
-    "serve/test_lifecycle.py", "executor/test_node.py", "acceptance/test_two_hosts.py", "tune/test_html_report.py",
-    "comm/test_oneshot.py", "kernels/sampling/test_gumbel_argmax.py", "models/layers/test_linear_gemv.py",
-    "serve/test_app_overload.py", "kernels/ops/test_embedding_rmsnorm.py", "kernels/ops/test_rope_kv_cache.py",
+    "acceptance/test_ray_hosts.py", "kernels/attention/test_prefill.py", "kernels/attention/test_decode.py",
+    "acceptance/test_kubelet.py", "serve/test_app_schemathesis.py", "acceptance/test_tokens.py",
+    "acceptance/test_tokens_experts.py", "kernels/gemm/test_block_gemm.py", "kernels/sampling/test_filter_thresholds.py",
+    "comm/test_twoshot.py", "serve/test_llm.py", "tune/test_cli.py", "worker/test_memory_profile_variants.py",
+    "serve/test_app_ranks.py", "acceptance/test_hostile_host.py", "acceptance/test_paths.py", "acceptance/test_everything.py",
+    "acceptance/test_documents.py", "acceptance/test_two_hosts.py", "serve/test_app_surroundings.py", "comm/test_oneshot.py",
+    "acceptance/test_tokens_deepseek.py", "acceptance/test_tokens_gpt_oss.py", "kernels/allreduce/test_oneshot.py",
+    "executor/test_node.py", "serve/test_replicas.py", "serve/test_app_overload.py", "serve/test_lifecycle.py",
+    "tune/test_html_report.py", "kernels/sampling/test_gumbel_argmax.py", "models/layers/test_linear_gemv.py",
+    "kernels/ops/test_embedding_rmsnorm.py", "kernels/ops/test_rope_kv_cache.py",
 )  # fmt: skip
 """The longest files, the longest first: a file runs on one worker, and one that began last would leave the other worker idle."""
 

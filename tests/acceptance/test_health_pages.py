@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs in the pages docs/topology.md and docs/troubleshooting_health.md are made here, on machines whose NVML is a recording.
+"""Outputs in the pages docs/topology.md and docs/troubleshooting.md are made here, on machines whose NVML is a recording.
 
 HEALTH_TEST_WRITE_PAGES=1 writes them; else each must be what the code prints.
 """
@@ -11,20 +11,24 @@ import io
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from rich.console import Console
 
 from phalanx.errors import EngineError
 from phalanx.health import doctor, failed_start, topology
+from phalanx.health.host import Limit
 from phalanx.health.pairs import Measured, Measurements
 from phalanx.health.registry import every, named
+from phalanx.health.servers import visit
 from tests.support.health_nvml import machine, struct
-from tests.support.health_subject import subject
+from tests.support.health_subject import metrics_text, served, subject
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCK = re.compile(r"(<!-- output: (\w+) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
-PAGES = ("topology.md", "troubleshooting_health.md")
+PAGES = ("topology.md", "troubleshooting.md")
 HOST = {"name": "node-0", "cores": 32, "memory": 256 << 30, "numa": {"0": "0-31"}, "shm": 16 << 30}
 NETWORK = [
     {"name": "eth0", "kind": "ethernet", "rate": "25000 Mbit/s", "state": "up", "addresses": "10.0.0.7"},
@@ -88,11 +92,33 @@ def failed(root) -> str:
     return f"phalanx: {failed_start.with_findings(error, findings)}\n"
 
 
+def failed_on_cpu(root) -> str:
+    failure = "rank 0 failed: RuntimeError: DefaultCPUAllocator: can't allocate memory"
+    error = EngineError(failure, next="its traceback is in the log")
+    examined = subject("llama-3-8b", device="cpu", kv_cache_bytes=16 << 30)
+    limits = {"as": Limit(48 << 30, None)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(examined.host), "limit", lambda host, name: limits.get(name, Limit(None, None)))
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=256 << 30))
+        findings = failed_start.find(str(error), examined)
+    return f"phalanx: {failed_start.with_findings(error, findings)}\n"
+
+
+def uneven_memory(root) -> str:
+    ranks = {rank: {"weights": size, "kv": size, "capacity": 141 << 30} for rank, size in enumerate((60 << 30, 27 << 30))}
+    with served(metrics_text(rank_bytes=ranks)) as url:
+        examined = subject()
+        examined.servers = (visit(url, interval=0.01),)
+        return examined_by(["server_balance"], examined).replace(url, "http://host:8000")
+
+
 def checks(root) -> str:
     return "".join(f"{check.name:18} {check.what}\n" for check in every())
 
 
-OUTPUTS = {make.__name__: make for make in (topo_h200, topo_pcie, out_of_memory, uneven, failed, checks)}
+OUTPUTS = {
+    make.__name__: make for make in (topo_h200, topo_pcie, out_of_memory, uneven, failed, failed_on_cpu, uneven_memory, checks)
+}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -113,6 +139,6 @@ def test_every_output_is_shown_somewhere():
 
 
 def test_every_check_is_in_the_page():
-    text = (DOCS / "troubleshooting_health.md").read_text(encoding="utf-8")
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     for check in every():
         assert re.search(rf"^{check.name} ", text, flags=re.MULTILINE), check.name

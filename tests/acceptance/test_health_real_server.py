@@ -92,12 +92,38 @@ def test_doctor_finds_nothing(url, capsys):
     assert abs(visited.skew) < 2
 
 
-def test_a_reading_costs_under_one_percent_of_a_core(url):
-    """Of the server's processes, read every 2 s: 20 ms of their time."""
+def processes_of(url: str) -> list[psutil.Process]:
+    """The server at a URL of this host, and its engine and ranks."""
     port = int(url.rpartition(":")[2])
     listener = next(each for each in psutil.net_connections("tcp") if each.laddr.port == port and each.status == psutil.CONN_LISTEN)
     server = psutil.Process(listener.pid)
-    processes = [server, *server.children(recursive=True)]
+    return [server, *server.children(recursive=True)]
+
+
+def test_a_rank_has_under_half_a_percent_of_a_core_to_report(url):
+    """A step loses to the monitor what its rank does beside steps: the report of each second, with the GPU's gauges where there is
+    one. Readings do not reach ranks, ten of them a second neither."""
+    ranks = [process for process in processes_of(url) if "rank" in process.name()]
+    assert len(ranks) == 2
+
+    def seconds(rank: psutil.Process) -> float:
+        """CPU time of all threads, in the scheduler's own nanoseconds: clock ticks are too coarse."""
+        tasks = Path(f"/proc/{rank.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+    time.sleep(1.0)  # steps of the tests before are over
+    before, begin = [seconds(rank) for rank in ranks], time.monotonic()
+    with httpx.Client() as client:
+        while time.monotonic() < begin + 4.0:
+            client.get(f"{url}/metrics")
+            time.sleep(0.1)
+    shares = [(seconds(rank) - then) / (time.monotonic() - begin) for rank, then in zip(ranks, before, strict=True)]
+    assert max(shares) < 0.005, shares
+
+
+def test_a_reading_costs_under_one_percent_of_a_core(url):
+    """Of the server's processes, read every 2 s: 20 ms of their time."""
+    processes = processes_of(url)
 
     def seconds() -> float:
         return sum(sum(process.cpu_times()[:2]) for process in processes)

@@ -16,9 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from phalanx import LLM, SamplingParams
+from phalanx import LLM
 from tests.support.checkpoints import write_checkpoint
 from tests.support.executor_forked_launcher import forked_ranks
+from tests.support.greedy_tokens import continued, params_of
 
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
 ROPE = {
@@ -61,10 +62,8 @@ def reference(request, tmp_path_factory) -> Reference:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts, tokens, logprobs = _prompts(), [], []
     for prompt in prompts:
-        sequence = torch.tensor([prompt])
+        sequence = continued(model, prompt, NEW_TOKENS)
         with torch.inference_mode():
-            for _ in range(NEW_TOKENS):
-                sequence = torch.cat([sequence, model(sequence).logits[:, -1:].argmax(-1)], dim=1)
             scores = model(sequence).logits[0].log_softmax(-1)
         new = sequence[0, len(prompt) :].tolist()
         tokens.append(new)
@@ -81,9 +80,7 @@ def launcher() -> Iterator[str]:
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=lambda n: str(n))
 def test_tokens_equal_transformers(reference, launcher, tp, pp):
     longest = max(len(prompt) for prompt in reference.prompts) + NEW_TOKENS
-    # Requests that may stop early are admitted before there are blocks for all of them, and so they preempt each other.
-    never = next(token for token in range(3, 380) if not any(token in tokens for tokens in reference.tokens))
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=0, stop_token_ids=[never])
+    params = params_of(reference.tokens, logprobs=0)
     with LLM(
         reference.folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, device="cpu", launcher=launcher,
         kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,

@@ -16,9 +16,11 @@ from phalanx.cli import app
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import build_options, read_sources
+from phalanx.deploy.objects import USER
+from phalanx.deploy.serve_flags import CACHE, KERNELS
 from tests.architecture.sources import ROOT
 
-KNOWN = {"FROM", "WORKDIR", "COPY", "RUN", "ENV", "VOLUME", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+KNOWN = {"FROM", "WORKDIR", "COPY", "ARG", "RUN", "ENV", "VOLUME", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
 
 
 class Instruction(NamedTuple):
@@ -95,18 +97,22 @@ def test_shell_and_pip_lines_are_sound():
     build, install = pip
     # scripts/wheel_check.py, a step of .ci/run, builds and installs a wheel in the same way.
     assert re.fullmatch(r"pip wheel --no-cache-dir --no-deps --wheel-dir /wheels \.", build)
-    extra = re.fullmatch(r'pip install --no-cache-dir "\$\(ls /wheels/phalanx-\*\.whl\)\[(\w+)\]"', install)
-    assert extra
-    assert extra[1] in extras
+    assert re.fullmatch(r'pip install --no-cache-dir "\$\(ls /wheels/phalanx-\*\.whl\)\[\$EXTRAS\]"', install)
+    (default,) = texts("ARG")
+    assert default == "EXTRAS=gpu"
+    assert {"gpu", "ray"} <= set(extras)
 
 
-def test_it_runs_as_a_user_and_keeps_its_cache_in_the_volume():
+def test_it_runs_as_the_user_of_the_manifests_and_keeps_its_cache_in_the_volume():
     (user,) = texts("USER")
-    assert user != "root"
-    assert any(f"useradd --create-home --uid 10001 {user}" in run and f"chown {user} /cache" in run for run in texts("RUN"))
+    assert user == f"{USER}:{USER}"
     (volume,) = texts("VOLUME")
+    assert volume == CACHE
+    assert any(f"mkdir {CACHE} && chown {user} {CACHE}" in run for run in texts("RUN"))
     values = environment()
     assert all(values[name].startswith(f"{volume}/") for name in ("HF_HOME", "PHALANX_KERNEL_CACHE_DIR"))
+    assert values["PHALANX_KERNEL_CACHE_DIR"] == KERNELS
+    assert values["HOME"] == "/tmp"
 
 
 def test_entry_point_and_environment_are_what_phalanx_takes():

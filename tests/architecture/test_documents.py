@@ -21,6 +21,7 @@ from phalanx.cli import app
 from phalanx.config import EngineOptions, SamplingParams
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import build_options, read_sources
+from phalanx.deploy.options import ComposeOptions, K8sOptions
 from phalanx.serve.openai.schema import ChatRequest, CompletionRequest
 from tests.architecture.sources import ROOT, SRC
 from tests.support.documents import PAGES, Command, blocks, commands
@@ -140,11 +141,16 @@ def test_options_page_is_what_the_models_say():
     assert done.returncode == 0, "run: python scripts/options_page.py"
 
 
-@pytest.mark.parametrize("model", [EngineOptions, ServeOptions], ids=lambda model: model.__name__)
+def test_fields_of_requests_are_what_the_table_says():
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "http_fields.py", "--check"], check=False)
+    assert done.returncode == 0, "run: python scripts/http_fields.py"
+
+
+@pytest.mark.parametrize("model", [EngineOptions, ServeOptions, K8sOptions, ComposeOptions], ids=lambda model: model.__name__)
 def test_every_option_is_documented(model):
     page = read("docs/options.md")
     for name, field in model.model_fields.items():
-        assert f"| `{name}` |" in page
+        assert f"| `{name.rstrip('_')}` |" in page
         assert field.description, f"{name} has no description"
 
 
@@ -163,7 +169,7 @@ def test_every_flag_in_prose_exists():
     """`--flag` in a page is an option of some verb, or of a tool that the line names."""
     parameters = [parameter for verb in _verbs(typer.main.get_command(app)) for parameter in verb.params]
     known = {option for parameter in parameters for option in (*parameter.opts, *parameter.secondary_opts)}
-    tools = ("torchrun", "docker", "--ipc", "--max-restarts", "nvlink --status")
+    tools = ("torchrun", "docker", "kubectl", "--ipc", "--max-restarts", "nvlink --status", "ray start")
     for page in PAGES:
         for line in page.read_text(encoding="utf-8").splitlines():
             for flag in re.findall(r"(?<![\w-])(--[a-z][a-z_]+)", line):
@@ -226,14 +232,15 @@ def _is_parsed(arguments: list[str]) -> None:
 
 def _is_a_request(arguments: list[str]) -> None:
     url = urlparse(next(word for word in arguments if word.startswith("http")))
-    from phalanx.serve.openai import chat, completions, status, tokenize
+    from phalanx.serve.openai import chat, completions, experts, status, tokenize
 
-    paths = {route.path for part in (chat, completions, status, tokenize) for route in part.router.routes}
+    paths = {route.path for part in (chat, completions, experts, status, tokenize) for route in part.router.routes}
     assert url.path in paths, f"the server has no {url.path}"
     if "-d" in arguments:
         body = arguments[arguments.index("-d") + 1]
         json.loads(body)
-        ChatRequest.model_validate_json(body)
+        kind = ChatRequest if "chat" in url.path else CompletionRequest
+        kind.model_validate_json(body)
 
 
 def _is_a_script(arguments: list[str]) -> None:

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import phalanx
-from phalanx.comm.choose import Rules, sp_min_tokens
+from phalanx.comm.choose import Rules
 from phalanx.comm.group import Group, Solo
 from phalanx.comm.tuned_group import TunedGroup, tuned
 from phalanx.config.quantization import ON_LOAD
@@ -35,6 +35,8 @@ from phalanx.models.layers.linear import RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext
 from phalanx.tables.shipped import table_for
+from phalanx.tables.strategy import Strategy
+from phalanx.tables.table import Entry
 from tests.support import comm_cpu_ranks, comm_gpu_ranks
 
 MAX_FILES = 9
@@ -117,7 +119,7 @@ def test_four_gpus_as_seen_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return str(sys._getframe(1).f_globals.get("__name__", "")).startswith("phalanx.kernels")
 
     machine = Fingerprint(90, "nvlink", 4)
-    rules = Rules(machine, {}, table_for(machine).lookup, sp_min_tokens=sp_min_tokens(machine))
+    rules = Rules(machine, {}, table_for(machine).lookup)
     group = TunedGroup(LastOfFour(), rules, symmetric_strategies(workspace(4, 90)), "seed")
     with torch.inference_mode(), simulated(Gpu(90, NUM_SMS, HOPPER_SHARED_MEMORY)), launched(run=False) as kernels:
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(is_cuda), raising=False)
@@ -162,7 +164,8 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device)
     base = tuned(TorchGroup(dist.group.WORLD, device), message_bytes=TOKENS * OUT * 2)
     assert isinstance(base, TunedGroup)
-    group = TunedGroup(base.base, replace(base.rules, sp_min_tokens=1), base.strategies, base.digest)
+    sharded = Entry(Strategy.RS_NORM_AG, True, "table", "as with four ranks")
+    group = TunedGroup(base.base, replace(base.rules, lookup=lambda *_: sharded), base.strategies, base.digest)
     with torch.inference_mode(), launched(run=True) as kernels:
         call = second_call(group, device)
         kernels.clear()

@@ -28,7 +28,7 @@ ONLY_IN = {
     "scipy": {"tune", "bench"},
     "triton": {"kernels"},
     "tokenizers": {"serve"},
-    "typer": {"cli", "tune", "bench", "health"},
+    "typer": {"cli", "tune", "bench", "deploy", "health"},
 }
 NEVER_IN = {
     "torch": {"config", "hardware", "tables", "plan", "engine", "executor", "errors", "log", "metrics"},

@@ -19,7 +19,7 @@ from phalanx.comm.group import Group
 from phalanx.comm.local import LocalWorld
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
-from phalanx.models.batch import LayerCache
+from phalanx.models.batch import empty_cache
 from phalanx.models.layers.attention.select import select_backend
 
 CPU = torch.device("cpu")
@@ -61,9 +61,9 @@ def log_probabilities(
         def act(group: Group, read: list[list[int]] = read) -> Tensor:
             model = models[group.rank]
             batch, blocks = prefill(read, CPU)
-            batch.attention = select_backend(CPU, dtype, shape.head_dim).plan(batch)
+            batch.attention = select_backend(CPU, dtype, shape.head_dim, shape.latent).plan(batch)
             cache_dtype = model.context.cache_dtype
-            caches = [LayerCache.zeros(blocks, BLOCK, s.heads, s.head_dim, cache_dtype, CPU) for s in model.kv_specs()]
+            caches = [empty_cache(spec, blocks, BLOCK, cache_dtype, CPU) for spec in model.kv_specs()]
             logits: Tensor = model(batch, caches)
             return logits
 

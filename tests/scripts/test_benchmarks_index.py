@@ -25,7 +25,7 @@ def test_every_module_is_in_the_index():
     index = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     missing = [f"{path.parent.name}.{path.stem}" for path in MODULES if f"`{path.parent.name}.{path.stem}`" not in index]
     assert not missing
-    named = set(re.findall(r"`((?:kernels|comm|tune|models|engine|serve|plan)\.\w+)`", index))
+    named = set(re.findall(r"`((?:kernels|comm|tune|models|engine|executor|deploy|serve|plan)\.\w+)`", index))
     assert named == {f"{path.parent.name}.{path.stem}" for path in MODULES}
 
 

@@ -21,8 +21,9 @@ def test_every_example_and_table_is_there():
         "--tp_size 4 --pp_size 2",
         "--nodes 2",
         "--tp_size 4 --ep_size 2",
+        "--tp_size 8 --pp_size 2 --num_workers 2",
         "errs by",
     ):
         assert said in text
-    assert text.count("phalanx serve meta-llama/Meta-Llama-3-70B --tp_size 4") == 2
+    assert text.count("phalanx serve meta-llama/Meta-Llama-3-70B --tp_size 4") == 3  # two plans, and the guide's own command
     assert "no layout fits" in text

@@ -47,22 +47,54 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 FAMILIES = tuple(_FAMILIES)
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "moe_intermediate_size": 32, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 0.7,
+        "mscale_all_dim": 0.7, "beta_fast": 4.0, "beta_slow": 1.0,
+    },
+}  # fmt: skip
+
+_FAMILIES |= {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3Moe", {
+        "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True,
+    }),
+    "gpt_oss": ("GptOss", {
+        "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 6, "swiglu_limit": 2.0, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False,
+        },
+    }),
+    "deepseek_v2": ("DeepseekV2", {
+        **_LATENT, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+        "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 3.0,
+    }),
+    "deepseek_v3": ("DeepseekV3", {
+        **_LATENT, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4,
+        "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    }),
+}  # fmt: skip
+"""With experts, beside the dense ones of FAMILIES."""
+
 
 def write_checkpoint(folder: Path, family: str, **overrides: Any) -> Path:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer; returns the folder.
 
     family: one of FAMILIES. overrides: fields of the family's transformers config, and `seed` (default 0), `std` of the weights
-    (default 0.3), `dtype` (torch dtype, default float32), `max_shard_size` (default "1GB"; less makes an index).
+    (default 0.3), `dtype` (torch dtype, default float32), `max_shard_size` (default "1GB"; less makes an index), `stacked`
+    (default False: experts as the first checkpoints have them; else as transformers 5 holds them, each layer's in one tensor).
     """
     seed, std = overrides.pop("seed", 0), overrides.pop("std", 0.3)
     dtype, shard = overrides.pop("dtype", torch.float32), overrides.pop("max_shard_size", "1GB")
+    stacked = overrides.pop("stacked", False)
     stem, traits = _FAMILIES[family]
     config = getattr(transformers, f"{stem}Config")(**{**_SIZES, **traits, **overrides})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, f"{stem}ForCausalLM")(config)
         scatter_weights(model, std)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard, **({"save_original_format": False} if stacked else {}))
     write_tokenizer(folder)
     return folder
 
@@ -77,6 +109,9 @@ def scatter_weights(model: torch.nn.Module, std: float) -> None:
                 weight.uniform_(0.5, 1.5)
             else:
                 weight.normal_(0.0, 1.0 if "embed_tokens" in name else std)
+        for name, values in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                values.uniform_(-0.6, 0.3)
 
 
 def write_tokenizer(folder: Path) -> None:

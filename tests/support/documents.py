@@ -42,3 +42,13 @@ def commands(page: Path) -> list[Command]:
         joined = re.sub(r"\\\n\s*", " ", block.text)
         found += [Command(page, line, shlex.split(line, comments=True)) for line in joined.splitlines() if line.strip()]
     return [command for command in found if command.words]
+
+
+def printed_under(page: Path, heading: str) -> tuple[list[str], str]:
+    """What stands below a heading: the lines of its shell blocks, continued ones joined, and the text that they print."""
+    below = page.read_text(encoding="utf-8").partition(f"\n{heading}\n")[2]
+    section = re.split(r"^#+ ", below, maxsplit=1, flags=re.M)[0]
+    parts = [(kind.strip(), text) for kind, text in _BLOCK.findall(section)]
+    lines = [line for kind, text in parts if kind == "" for line in re.sub(r"\\\n\s*", " ", text).splitlines()]
+    (output,) = [text for kind, text in parts if kind == "text"]
+    return lines, output

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients that people have sent when they were tried (`make clients`), sent again. The recordings are of real libraries."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.config.locate import DEMO
+from phalanx.serve.tokenizer import Tokenizer
+from tests.support.serve_http_app import MODEL, Scripted, live
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = ROOT / "scripts" / "clients" / "tools.jinja"
+RECORDINGS = ROOT / "tests" / "support" / "recordings" / "clients"
+FILES = sorted(RECORDINGS.glob("*.jsonl"))
+CLIENTS = {
+    "openai", "litellm", "openai_agents", "pydantic_ai", "instructor", "langchain_openai", "lm_eval", "guidellm", "aiperf",
+    "inference_perf",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def http():
+    """As `make clients` serves: clients send token ids of the demo model's tokenizer."""
+    tokenizer = Tokenizer.load(DEMO)
+    tokenizer.set_chat_template(TEMPLATE.read_text(encoding="utf-8"), origin=str(TEMPLATE))
+    engine = Scripted("Hello there.", tokenizer=tokenizer)
+    with live(engine, tokenizer=tokenizer) as server, server.client() as http:
+        yield http
+
+
+def test_every_client_has_a_recording():
+    assert {file.stem for file in FILES} >= CLIENTS
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_requests_of(http, file):
+    last_id = None
+    for line in file.read_text(encoding="utf-8").splitlines():
+        request = json.loads(line)
+        body = request["body"]
+        if "model" in body:
+            body["model"] = MODEL
+        if body.get("previous_response_id"):
+            body["previous_response_id"] = last_id
+        answer = http.post(request["path"], json=body)
+        assert answer.status_code == 200, (request, answer.text)
+        if body.get("stream"):
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert '"error": {' not in answer.text
+        elif request["path"] == "/v1/responses":
+            last_id = answer.json()["id"]

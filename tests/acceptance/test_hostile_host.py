@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two hosts of an engine and a third, hostile one, in namespaces. It attacks every port of both from before their start: junk,
+frames forged under every name, and what the hosts themselves sent while they started, played back. Nothing ends, nobody joins, no
+prompt is read, and memory stays flat. PHALANX_HOSTILE_SECONDS: how long it attacks the engine once that serves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.acceptance.test_two_hosts import SMALL, Hosts, text_of
+from tests.support.namespaces import Namespaces, namespaces_on_a_switch
+
+pytestmark = [pytest.mark.root, pytest.mark.skipif(shutil.which("ip") is None, reason="not run: needs iproute2")]
+
+SECONDS = float(os.environ.pop("PHALANX_HOSTILE_SECONDS", "6"))  # a command would refuse an option that it does not know
+PROMPT, TOKENS = "A secret of the hosts: the gate opens at dawn", 24
+MAX_GROWTH = 48 << 20
+"""Bytes by which a process may grow while it is attacked: what allocators keep."""
+_LISTENING = "0A"  # in /proc/net/tcp
+
+
+def listening(spaces: Namespaces, host: int) -> list[tuple[str, int]]:
+    """Where processes of this host listen for other hosts."""
+    table = subprocess.run(spaces.command(host, "cat", "/proc/net/tcp"), capture_output=True, text=True, check=False).stdout
+    rows = [line.split() for line in table.splitlines()[1:]]
+    places = [row[1].split(":") for row in rows if row[3] == _LISTENING and not row[1].endswith(":0000")]
+    return [(spaces.addresses[host], int(port, 16)) for address, port in places if address != "0100007F"]
+
+
+@contextlib.contextmanager
+def attack(hosts: Hosts, folder: Path) -> Iterator[set[tuple[str, int]]]:
+    """A host that knows at once which ports are open; and the recording that it plays back. Yields all ports that were open."""
+    spaces, stopped, opened = hosts.spaces, threading.Event(), set[tuple[str, int]]()
+    module = [sys.executable, "-m", "tests.support.hostile_host"]
+
+    def look() -> None:
+        while not stopped.wait(0.1):
+            places = [place for host in (0, 1) for place in listening(spaces, host)]
+            opened.update(places)
+            (folder / "ports.part").write_text(json.dumps(places))
+            (folder / "ports.part").rename(folder / "ports")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    programs = [
+        subprocess.Popen(spaces.command(0, *module, "tap", str(folder), "ph0")),
+        subprocess.Popen(spaces.command(2, *module, "attack", str(folder), spaces.addresses[0])),
+    ]
+    try:
+        yield opened
+    finally:
+        (folder / "stop").touch()
+        stopped.set()
+        thread.join()
+        for program in programs:
+            program.wait(30)
+
+
+def memory(hosts: Hosts) -> dict[int, int]:
+    """Bytes of each of our processes on both hosts, by its id; a client's is none of them."""
+    sizes = {}
+    for process in (process for host in (0, 1) for process in hosts.spaces.processes(host)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a client that is ending
+            words = process.cmdline()
+            if words[0].startswith("phalanx ") or "phalanx" in words:  # a title, or the module of a follower
+                sizes[process.pid] = process.memory_info().rss
+    return sizes
+
+
+def one_host() -> str:
+    words = [sys.executable, "-m", "phalanx", "generate", "demo", "--device", "cpu", "--prompt", PROMPT]
+    return subprocess.run(
+        [*words, "--max_tokens", str(TOKENS), *SMALL], capture_output=True, text=True, check=True, timeout=100
+    ).stdout
+
+
+def generate(hosts: Hosts) -> str:
+    events, _ = hosts.stream(TOKENS, PROMPT).communicate(timeout=60)
+    assert events.strip().endswith("data: [DONE]"), events + hosts.log()
+    return text_of(events).strip()
+
+
+def test_a_hostile_host_ends_nothing_joins_nothing_and_reads_nothing(tmp_path):
+    expected = one_host()
+    logs, folder = tmp_path / "logs", tmp_path / "attack"
+    logs.mkdir()
+    folder.mkdir()
+    with namespaces_on_a_switch("10.213.11", 3) as spaces:
+        hosts = Hosts(spaces, logs)
+        with attack(hosts, folder) as opened, hosts.serving(tp=1) as servers:
+            assert generate(hosts) in expected
+            before, deadline = memory(hosts), time.monotonic() + SECONDS
+            assert len(before) >= 5, "a server, an engine, a node and two ranks"
+            while time.monotonic() < deadline:
+                assert generate(hosts) in expected
+                assert all(server.poll() is None for server in servers), hosts.log()
+            after = memory(hosts)
+            assert after.keys() == before.keys(), "no process ended, and none began"
+            growth = {psutil.Process(pid).name(): after[pid] - before[pid] for pid in after}
+            print(f"GROWTH {growth}")
+            assert max(growth.values()) < MAX_GROWTH, growth
+    fixed = {(address, port) for address, port in opened if port < 32768}
+    documented = {(spaces.addresses[0], 29400), (spaces.addresses[0], 8000), (spaces.addresses[1], 8000)}
+    assert (spaces.addresses[0], 8000) in fixed, "the host looks at ports"
+    assert fixed <= documented, "and ports of gloo"
+    log = hosts.log()
+    assert log.count("has joined from") == 1
+    assert f"node 1 has joined from {spaces.addresses[1]}" in log
+    assert f"a peer at {spaces.addresses[2]} was refused" in log
+    outcome = json.loads((folder / "attacks").read_text())
+    print(f"ATTACKS {outcome['counts']}")
+    kinds = {"recorded", "curve", "large frame", "number of a pair", "forged StoreRequest", "forged RankExit"}
+    assert all(outcome["counts"].get(kind, 0) >= 3 for kind in kinds), outcome["counts"]
+    for data in map(bytes.fromhex, outcome["got"]):
+        assert not data.startswith(b"MESSAGE "), data
+        assert b"secret" not in data
+        assert b"agreement" not in data

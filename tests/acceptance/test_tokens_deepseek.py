@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy tokens of DeepSeek-V2 and V3 equal transformers': real rank processes, chunked prompts, a prefix cache that is hit, and
+preemptions, over tensor, expert and pipeline ranks; V3 in 16 bit and in block-scaled FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import LLM, SamplingParams
+from phalanx.config.model import ModelShape
+from tests.acceptance.test_tokens import BLOCK, NEW_TOKENS, STEP_TOKENS
+from tests.acceptance.test_tokens import _prompts as prompts_of_all_lengths
+from tests.support import quantized_checkpoints
+from tests.support.checkpoints import write_checkpoint
+from tests.support.executor_forked_launcher import forked_ranks
+from tests.support.greedy_tokens import assert_tokens_twice, reference_tokens
+
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2": ("deepseek_v2", {}),
+    "v2-lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
+    "v3": ("deepseek_v3", {}),
+    "v3-fp8": ("deepseek_v3", {"hidden_size": 144, "moe_intermediate_size": 192, "kv_lora_rank": 136, "std": 0.1}),
+}
+LAYOUTS = {
+    "v2": [(2, 2, 2)], "v2-lite": [(1, 1, 2)], "v3": [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)],
+    "v3-fp8": [(2, 2, 1)],
+}  # fmt: skip
+"""(tp, moe_ep, pp), of {1, 2}^3 where moe_ep divides tp; the model's own tests have all, in one process."""
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[list[int]]]]:
+    """Name -> (folder, greedy tokens of each prompt)."""
+    root = tmp_path_factory.mktemp("deepseek")
+    expected = {}
+    for name, (family, overrides) in CHECKPOINTS.items():
+        folder = plain = write_checkpoint(root / name, family, num_hidden_layers=3, **overrides)
+        if name == "v3-fp8":
+            folder, plain = quantized_checkpoints.rewrite_by_128(plain, root)
+        expected[name] = folder, reference_tokens(plain, prompts_of_all_lengths(), NEW_TOKENS)
+    return expected
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[str]:
+    with forked_ranks() as path:
+        yield path
+
+
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts])
+def test_tokens_equal_transformers(references, launcher, name, layout):
+    tp, moe_ep, pp = layout
+    folder, expected = references[name]
+    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
+    with LLM(
+        folder, tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, pipeline_parallel_size=pp, device="cpu", dtype="fp32",
+        launcher=launcher, kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
+        kv_cache_bytes=_cache_bytes(folder, pp, longest),
+    ) as llm:  # fmt: skip
+        stats = assert_tokens_twice(llm, prompts_of_all_lengths(), expected)
+    assert stats.preemptions > 0
+
+
+def test_tokens_over_data_parallel_indices_equal_transformers(references, launcher):
+    """Two groups of ranks, each with a cache, attention and shared experts of its own; the routed experts are split over both."""
+    folder, expected = references["v3"]
+    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(
+        folder, tensor_parallel_size=1, expert_parallel_size=2, device="cpu", dtype="fp32", launcher=launcher, kv_block_size=BLOCK,
+        max_num_tokens=2 * STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("name", ["v2", "v2-lite", "v3"])
+def test_tokens_on_a_gpu_equal_transformers(references, name):
+    """In fp32, by the kernels that a GPU runs: captured decode steps, latents, experts in groups."""
+    folder, expected = references[name]
+    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(folder, device="cuda", dtype="fp32", max_seq_len=longest, max_num_tokens=64, max_batch_size=8) as llm:
+        outputs = llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def _cache_bytes(folder: Path, pp: int, longest: int) -> int:
+    """Room for one request at its largest and a half, on the rank with the most layers; each tensor-parallel rank has all of it."""
+    shape = ModelShape.from_folder(folder)
+    assert shape.latent is not None
+    block = shape.latent.cached * 4 * BLOCK * -(-shape.num_layers // pp)
+    return block * (3 * longest // (2 * BLOCK) + 1)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy tokens of gpt-oss equal transformers': real rank processes, chunked prompts, a prefix cache that is hit, and preemptions,
+with experts in 16 bit and in MXFP4, over tensor, expert and pipeline ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx import LLM, SamplingParams
+from phalanx.config.model import ModelShape
+from phalanx.plan.shard import heads
+from tests.acceptance.test_tokens import BLOCK, NEW_TOKENS, STEP_TOKENS
+from tests.acceptance.test_tokens import _prompts as prompts_of_all_lengths
+from tests.support import mxfp4_checkpoints
+from tests.support.checkpoints import write_checkpoint
+from tests.support.executor_forked_launcher import forked_ranks
+from tests.support.greedy_tokens import assert_tokens_twice, reference_tokens
+
+LAYOUTS = {"mxfp4": [(1, 1, 1), (2, 1, 2), (4, 2, 1)], "16 bit": [(2, 2, 2)]}
+"""(tp, moe_ep, pp); the model's own tests have all, in one process."""
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[list[int]]]]:
+    """Form -> (folder, greedy tokens of each prompt)."""
+    root = tmp_path_factory.mktemp("gpt_oss")
+    plain = write_checkpoint(root / "plain", "gpt_oss", num_hidden_layers=3)
+    stored, meant = mxfp4_checkpoints.rewrite(plain, root)
+    expected = {}
+    for form, folder, said in (("16 bit", plain, plain), ("mxfp4", stored, meant)):
+        tokens = reference_tokens(said, prompts_of_all_lengths(), NEW_TOKENS, experts_implementation="eager")
+        expected[form] = folder, tokens
+    return expected
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[str]:
+    with forked_ranks() as path:
+        yield path
+
+
+@pytest.mark.parametrize(("form", "layout"), [(form, layout) for form, layouts in LAYOUTS.items() for layout in layouts])
+def test_tokens_equal_transformers(references, launcher, form, layout):
+    tp, moe_ep, pp = layout
+    folder, expected = references[form]
+    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
+    with LLM(
+        folder, tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, pipeline_parallel_size=pp, device="cpu", dtype="fp32",
+        launcher=launcher, kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
+        kv_cache_bytes=_cache_bytes(folder, tp, pp, longest),
+    ) as llm:  # fmt: skip
+        stats = assert_tokens_twice(llm, prompts_of_all_lengths(), expected)
+    assert stats.preemptions > 0
+
+
+@pytest.mark.gpu1
+@pytest.mark.parametrize("form", list(LAYOUTS))
+def test_tokens_on_a_gpu_equal_transformers(references, form):
+    """In fp32, by the kernels that a GPU runs: captured decode and mixed steps, sinks, windows, experts."""
+    folder, expected = references[form]
+    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(folder, device="cuda", dtype="fp32", max_seq_len=longest, max_num_tokens=64, max_batch_size=8) as llm:
+        outputs = llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def _cache_bytes(folder: Path, tp: int, pp: int, longest: int) -> int:
+    """Room for one request at its largest and a half, on the rank with the most layers. Windows free nothing, as some layers have
+    none."""
+    shape = ModelShape.from_folder(folder)
+    assert shape.window is None
+    kv_heads = len(heads(shape.num_heads, shape.num_kv_heads, tp, 0).kv)
+    block = 2 * kv_heads * shape.head_dim * 4 * BLOCK * -(-shape.num_layers // pp)
+    return block * (3 * longest // (2 * BLOCK) + 1)

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Python processes that start in a moment, for tests that start many.
+
+    with forked_python():
+        LLM(folder, tensor_parallel_size=4)  # the engine and its ranks are forks
+        subprocess.run([sys.executable, "-m", "phalanx", "version"])  # so is this
+
+A new process that imports torch takes seconds of a core for that. Here `subprocess.Popen` has a template process, which has
+imported everything already, fork in place of starting an interpreter anew. What runs in the fork is the real thing: the same
+module, command line, environment, standard streams and session. It is a child of the process that started it, with the same exit
+status.
+
+- A fork starts as a copy of a process with one thread and no open file, socket or GPU. The template checks that.
+- A process that starts others has a template of its own, forked before anything ran in it: so its children are its children, and
+  none of them inherits anything of it. The template ends with its process.
+- A command that is not Python's, that has settings of the interpreter or of torch other than the template's (`_AT_START`), or
+  that runs a function before it starts, is started as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_LARGEST = 1 << 18
+_PR_SET_CHILD_SUBREAPER = 36
+
+_AT_START = re.compile(r"PYTHON|LD_|OMP_|MKL_|TORCH(?!INDUCTOR|ELASTIC|_NCCL)|CUDA|HF_|TRANSFORMERS_|TOKENIZERS_|MPL")
+"""Variables that are read when an interpreter starts or a library is imported."""
+_FITTED = {"PYTHONWARNINGS": "ignore", "OMP_WAIT_POLICY": "PASSIVE"}
+"""Such variables, and the only value that a fork can have. Without one it does what the template does, which waits as OpenMP does
+in ranks on CPU."""
+_PRELOADED = (
+    "torch", "torch.distributed", "transformers", "transformers.tokenization_utils_fast",
+    "safetensors.torch", "phalanx.cli", "phalanx.comm.torch_group", "phalanx.engine.process", "phalanx.executor.node",
+    "phalanx.models.registry", "phalanx.models.weights", "phalanx.serve.app", "phalanx.serve.llm",
+    "phalanx.tune.ranks.candidates", "phalanx.tune.ranks.measure", "phalanx.tune.ranks.setup", "phalanx.tune.ranks.warmup",
+    "phalanx.worker.model_runner", "phalanx.worker.worker",
+)  # fmt: skip
+
+_POPEN = subprocess.Popen
+_template: Template | None = None
+"""This process's, if it has one."""
+
+
+@contextlib.contextmanager
+def forked_python() -> Iterator[None]:
+    """Inside, Python processes are forks of the template."""
+    _start_template()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", _ForkedPopen)
+        yield
+
+
+@contextlib.contextmanager
+def new_interpreters() -> Iterator[None]:
+    """Inside, and inside `forked_python`, processes start as ever again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", _POPEN)
+        yield
+
+
+def stop_template() -> None:
+    """End the template of this process."""
+    global _template
+    if _template is not None:
+        _template.close()
+    _template = None
+
+
+def _start_template() -> None:
+    global _template
+    if _template is not None:
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with theirs:
+        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+    process.returncode = 0  # the template is waited for by its id
+    _template = Template(ours, environment, process.pid)
+
+
+class Template:
+    """The process that forks for this one, whose child it is. environment: what it has imported everything with."""
+
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str], pid: int) -> None:
+        self.environment = environment
+        self._connection = connection
+        self._pid = pid
+        self._lock = threading.Lock()
+
+    def fork(self, job: Mapping[str, Any], streams: list[int]) -> int | None:
+        """The process id of a new child of this process, or None where the template is gone."""
+        try:
+            with self._lock:
+                _adopt_orphans(True)  # the child's parent ends at once
+                try:
+                    socket.send_fds(self._connection, [json.dumps(job).encode()], streams)
+                    answer = self._connection.recv(64)
+                finally:
+                    _adopt_orphans(False)
+        except OSError:
+            return None
+        return int(answer) if answer else None
+
+    def close(self) -> None:
+        """End it."""
+        self._connection.close()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
+
+
+class _ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
+    def _execute_child(
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
+    ):  # fmt: skip
+        environment = dict(os.environ if env is None else env)
+        job = None
+        if _template is not None and not (executable or preexec_fn or pass_fds or shell or not close_fds):
+            job = _job(args, environment, _template.environment)
+        pid = None
+        if job is not None and _template is not None:
+            job |= {"cwd": os.fspath(cwd or os.getcwd()), "session": more[5], "environment": environment}
+            streams = [fd if fd >= 0 else standard for standard, fd in enumerate((p2cread, c2pwrite, errwrite))]
+            pid = _template.fork(job, streams)
+        if pid is None:
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
+            )  # fmt: skip
+            return
+        self.pid = pid
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def _job(args: Any, environment: Mapping[str, str], preloaded: Mapping[str, str]) -> dict[str, Any] | None:
+    """What a command executes; None where it must start anew."""
+    if isinstance(args, str | bytes | os.PathLike):
+        return None
+    words = [os.fsdecode(word) for word in args]
+    if words[:1] != [sys.executable] or not _alike(environment, preloaded):
+        return None
+    words.pop(0)
+    safe = words[:1] == ["-P"]
+    if safe:
+        words.pop(0)
+    kind = words[0] if words and words[0] in ("-m", "-c") else "file"
+    if kind != "file":
+        words.pop(0)
+    if not words or (kind == "file" and words[0].startswith("-")):
+        return None
+    return {"kind": kind, "words": words, "safe": safe}
+
+
+def _alike(environment: Mapping[str, str], preloaded: Mapping[str, str]) -> bool:
+    def at_start(variables: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in variables.items() if _AT_START.match(name) and name not in {"PYTHONPATH", *_FITTED}}
+
+    paths = [set(variables.get("PYTHONPATH", "").split(os.pathsep)) - {""} for variables in (environment, preloaded)]
+    fits = all(environment.get(name, value) == value for name, value in _FITTED.items())
+    return paths[0] <= paths[1] and fits and at_start(environment) == at_start(preloaded)
+
+
+# ---- in the template, and in its forks -----------------------------------------------------------------------------------
+
+
+def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork for each request, until its process is gone. Returns in forks only: what to do, and the standard streams."""
+    while True:
+        message, streams, _, _ = socket.recv_fds(connection, _LARGEST, 3)
+        if not message:
+            os._exit(0)
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            pid = os.fork()
+            if pid == 0:
+                os.close(reading)
+                os.close(writing)
+                connection.close()
+                return json.loads(message), streams
+            os.write(writing, str(pid).encode())
+            os._exit(0)
+        os.waitpid(between, 0)  # from here on, the fork is a child of the process that wants it
+        connection.send(os.read(reading, 64))
+        for descriptor in (reading, writing, *streams):
+            os.close(descriptor)
+
+
+def _become(job: dict[str, Any], streams: list[int], environment: Mapping[str, str]) -> None:
+    """Make this fork what the job says, up to the code that it runs."""
+    global _template
+    if job["session"]:
+        os.setsid()
+    _template = None
+    if job["words"][0] != "phalanx.worker":
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            for descriptor in streams:
+                os.close(descriptor)
+            _run(theirs, environment)
+        theirs.close()
+        _template = Template(ours, environment, pid)
+    for standard, descriptor in enumerate(streams):
+        os.dup2(descriptor, standard)
+    for descriptor in streams:
+        os.close(descriptor)
+    os.chdir(job["cwd"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    if "PYTHONWARNINGS" in os.environ:
+        warnings.simplefilter("ignore")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    subprocess.Popen = _ForkedPopen  # type: ignore[misc]
+
+
+def _execute(kind: str, words: list[str], safe: bool) -> None:
+    """As `python` would."""
+    sys.argv = ["-c" if kind == "-c" else words[0], *words[1:]]
+    if kind == "-m":
+        if not safe:
+            sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        if not safe:
+            sys.path.insert(0, "")
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(words[0], "<string>", "exec"), main.__dict__)
+    else:
+        if not safe:
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _run(connection: socket.socket, environment: Mapping[str, str]) -> NoReturn:
+    """Be a template."""
+    import setproctitle
+
+    setproctitle.setproctitle("template of forks")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    job, streams = _serve(connection)
+    _become(job, streams, environment)
+    status: Any = 0
+    try:
+        _execute(job["kind"], job["words"], job["safe"])
+    except SystemExit as end:
+        status = end.code
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    _end(status)
+
+
+def _end(status: Any) -> NoReturn:
+    """What an interpreter does at its end, but for the objects: to visit them all would copy all the pages of the template."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    stop_template()
+    if status is None or isinstance(status, int):
+        code = status or 0
+    else:
+        print(status, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by what ran, or by its reader
+            stream.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code & 0xFF)
+
+
+def main() -> NoReturn:
+    import importlib
+
+    # So that forks, in which this module is not __main__, find the same one.
+    sys.modules["tests.support.forked_python"] = sys.modules["__main__"]
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+    tasks = os.listdir("/proc/self/task")
+    assert len(tasks) == 1, f"a process of {len(tasks)} threads cannot be forked safely"
+    assert "triton" not in sys.modules, "Triton asks whether it interprets kernels as it is imported"
+    gc.collect()
+    gc.freeze()
+    _run(socket.socket(fileno=int(sys.argv[1])), dict(os.environ))
+
+
+if __name__ == "__main__":
+    main()
