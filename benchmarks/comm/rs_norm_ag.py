@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
     for tokens in TOKENS:
         for name, call in cases(tokens, workspace, base, picked):
             us = measure(call, world)
-            decision = picked.decide(tokens, HIDDEN, "bf16", FUSION, False).name if name.startswith("AUTO") else ""
+            decision = picked.decide(tokens, HIDDEN, "bf16", FUSION).name if name.startswith("AUTO") else ""
             rows.append({"world": base.size, "tokens": tokens, "hidden": HIDDEN, "what": name, "ran": decision, "us": round(us, 2)})
     if base.rank == 0:
         show(rows)

@@ -36,7 +36,7 @@ from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.engine.messages import SlotAssignment, Step, StepBatch, StepResult, StepRow
 from phalanx.models import registry, weights
-from phalanx.models.batch import LayerCache
+from phalanx.models.batch import empty_cache
 from phalanx.models.layers.attention.select import select_backend
 from phalanx.worker.cuda_graphs import CudaGraphCapturer
 from phalanx.worker.graph_buffers import GraphSize
@@ -105,9 +105,10 @@ def make_runner(
     else:
         weights.load(model, folder)
     num_blocks = slots * 20 + 1 if blocks is None else blocks
-    caches = [LayerCache.zeros(num_blocks, 16, s.heads, s.head_dim, model.context.cache_dtype, device) for s in model.kv_specs()]
+    caches = [empty_cache(spec, num_blocks, 16, model.context.cache_dtype, device) for spec in model.kv_specs()]
     runner = ModelRunner(
-        model, caches, select_backend(device, dtype, shape.head_dim), Sampler(slots, shape.vocab_size, device), Solo(),
+        model, caches, select_backend(device, dtype, shape.head_dim, shape.latent), Sampler(slots, shape.vocab_size, device),
+        Solo(),
         max_batch_size=slots, max_seq_len=longest, block_size=16, dtype=dtype, device=device,
         capturer=CudaGraphCapturer(device) if graphs else None, max_num_tokens=tokens,
     )  # fmt: skip

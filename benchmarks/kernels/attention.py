@@ -5,10 +5,12 @@ e4m3.
 decode: each tiling is verified against the reference on some of the rows, then timed in a CUDA graph over enough copies of keys and
 values that none is in a cache: median of 4 replays, per launch; TB/s are of keys and values. Splits are planned before; "cut" is
 the time of that alone. prefill: verified on some of the tokens, and the others against the chosen tiling's, then timed in a graph
-of 4 launches; TFLOP/s are of the visible keys. Shapes are rows x tokens, and the tokens that each row has already.
+of 4 launches; TFLOP/s are of the visible keys. Shapes are rows x tokens, and the tokens that each row has already; batches
+are rows x tokens of each kind of row.
 
     python -m benchmarks.kernels.attention --out DIR [--parts decode,prefill] [--heads 32/8,64/8] [--kv bf16,e4m3]
-        [--rows 1,64] [--tokens 200] [--mixed 64] [--skewed 64] [--variants none] [--shapes 8x1024,1x1024+16384]
+        [--rows 1,64] [--tokens 200] [--mixed 64] [--skewed 64] [--batches 1x32768,1x65536+31x500] [--variants none]
+        [--shapes 8x1024,1x1024+16384]
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from benchmarks.kernels.attention_prefill import prefill
 from phalanx.kernels import reference
 from phalanx.kernels.attention.decode import decode_attention
 from phalanx.kernels.attention.heuristics import (
-    MAX_SPLITS_PER_ROW,
+    MAX_SMALL_SPLITS,
     PROGRAMS_PER_SM,
     SHORT_KV,
     DecodeTiling,
@@ -55,7 +57,7 @@ COLD = 160 << 20
 MOST_COPIES = 96
 LONG = 16384
 """Tokens of the one long row among others."""
-MANY = [(16, 1, 4, 168), (32, 1, 3, 168), (32, 2, 4, 168)]
+MANY = [(16, 1, 4, 168), (32, 1, 3, 168), (32, 2, 4, 168), (64, 2, 3, 168), (64, 4, 4, 168), (128, 4, 4, 168)]
 """(tile, warps, stages, registers), not cooperative."""
 FEW = [
     DecodeTiling(0, SHORT_KV, SHORT_KV, 8, 2, 255, True),
@@ -63,6 +65,8 @@ FEW = [
     DecodeTiling(0, 64, 64, 4, 2, 128, True),
 ]
 """Tried where programs are too few to fill the GPU, also with extra splits."""
+WAVES = (1, 2, 4)
+"""Programs of the larger tilings, in multiples of the GPU's multiprocessors."""
 
 
 class Job(NamedTuple):
@@ -93,6 +97,7 @@ def main() -> int:
     parser.add_argument("--peers", default="flashinfer", help="or none")
     parser.add_argument("--mixed", default="64", help="so many rows also with 1 .. 2 * tokens - 1 tokens each, not all alike")
     parser.add_argument("--skewed", default="64", help=f"so many rows also with one of {LONG} tokens among them")
+    parser.add_argument("--batches", default="", help="also rows of these tokens: of long contexts, say")
     parser.add_argument("--variants", default="all", help="or none: only what is chosen")
     parser.add_argument(
         "--early", action=argparse.BooleanOptionalAction, default=True, help="read lengths while the kernel before runs"
@@ -110,22 +115,39 @@ def decode(arguments: argparse.Namespace, pairs: list[tuple[int, ...]]) -> None:
     texts = arguments.tokens, arguments.rows, arguments.mixed, arguments.skewed
     tokens, rows, mixed, skewed = ([int(each) for each in text.split(",") if each] for text in texts)
     kinds = [*((count, "") for count in rows), *((count, " mixed") for count in mixed), *((count, " skewed") for count in skewed)]
+    batches = {f"R={count} T={length}{kind}": row_lengths(count, length, kind) for count, kind in kinds for length in tokens}
+    batches |= {batch: batch_lengths(batch) for batch in arguments.batches.split(",") if batch}
     workspace = SplitKvWorkspace(torch.device("cuda"))
     figures: dict[str, Any] = {}
     compile_ahead(partial(decodes, pairs, arguments.kv.split(","), workspace, arguments.early))
     for kv in arguments.kv.split(","):
         memory = Memory(kv)
         for q_heads, kv_heads in pairs:
-            for count, kind in kinds:
-                for length in tokens:
-                    job = memory.job(q_heads, kv_heads, count, length, kind)
-                    name = f"{kv} {q_heads}/{kv_heads} R={count} T={length}{kind}"
-                    figures[name] = measure(job, workspace, arguments)
-                    print(f"{name:28} {line(figures[name])}", flush=True)
+            for label, lengths in batches.items():
+                name = f"{kv} {q_heads}/{kv_heads} {label}"
+                figures[name] = measure(memory.job(q_heads, kv_heads, lengths), workspace, arguments)
+                print(f"{name:28} {line(figures[name])}", flush=True)
             harness.write("kernels_attention", figures, arguments.out)
         del memory
     print("\nbest tilings (extra_splits, chunk, tile, warps, stages, registers, cooperative), beside the chosen:")
     tell_best(figures)
+
+
+def row_lengths(rows: int, tokens: int, kind: str) -> Tensor:
+    """int32 [rows]: all alike, or as --mixed and --skewed say."""
+    lengths = torch.full((rows,), tokens, dtype=torch.int32)
+    if kind == " mixed":
+        generator = torch.Generator().manual_seed(rows + tokens)
+        lengths = torch.randint(1, 2 * tokens, (rows,), generator=generator, dtype=torch.int32)
+    elif kind == " skewed":
+        lengths[(rows - 1) // 2] = LONG
+    return lengths
+
+
+def batch_lengths(batch: str) -> Tensor:
+    """ "1x65536+31x500" -> int32 [32]."""
+    parts = [tuple(map(int, part.split("x"))) for part in batch.split("+")]
+    return torch.tensor([tokens for rows, tokens in parts for _ in range(rows)], dtype=torch.int32)
 
 
 class Memory:
@@ -138,13 +160,10 @@ class Memory:
         if self._scales is not None:
             self._parts = [(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(self._parts, SCALES, strict=True)]
 
-    def job(self, q_heads: int, kv_heads: int, rows: int, tokens: int, kind: str) -> Job:
-        generator = torch.Generator(device="cuda").manual_seed(rows + tokens)
-        lengths = torch.full((rows,), tokens, dtype=torch.int32, device="cuda")
-        if kind == " mixed":
-            lengths = torch.randint(1, 2 * tokens, (rows,), generator=generator, device="cuda", dtype=torch.int32)
-        elif kind == " skewed":
-            lengths[(rows - 1) // 2] = LONG
+    def job(self, q_heads: int, kv_heads: int, lengths: Tensor) -> Job:
+        """lengths: of the rows, on the host."""
+        rows, lengths = len(lengths), lengths.cuda()
+        generator = torch.Generator(device="cuda").manual_seed(rows)
         block_counts = (lengths + BLOCK - 1) // BLOCK
         blocks = torch.randperm(int(block_counts.sum()), generator=generator, device="cuda").int()
         tables = torch.zeros(rows, int(block_counts.max()), dtype=torch.int32, device="cuda")
@@ -161,12 +180,14 @@ class Memory:
 
 
 def variants(rows: int, kv_heads: int, num_sms: int) -> Iterator[DecodeTiling]:
-    """With as many extra splits per row as fill half of the GPU or all of it, and with one for every other row."""
+    """With as many extra splits per row as fill half of the GPU or all of it, with one for every other row, and with so many that a
+    multiprocessor has one program or a few."""
     room = PROGRAMS_PER_SM * num_sms // kv_heads
     splits = {
-        min(max(room // (2 * rows), 1), MAX_SPLITS_PER_ROW) * rows,
-        min(max(room // rows, 1), MAX_SPLITS_PER_ROW) * rows,
+        min(max(room // (2 * rows), 1), MAX_SMALL_SPLITS) * rows,
+        min(max(room // rows, 1), MAX_SMALL_SPLITS) * rows,
         -(-rows // 2),
+        *(max(waves * num_sms // kv_heads, 1) for waves in WAVES),
     }
     if 2 * rows * kv_heads <= num_sms:
         yield FEW[0]
@@ -178,7 +199,7 @@ def variants(rows: int, kv_heads: int, num_sms: int) -> Iterator[DecodeTiling]:
 
 
 def named(tiling: DecodeTiling) -> str:
-    return f"({', '.join(map(str, tiling[:-1]))}{', cooperative' if tiling.cooperative else ''})"
+    return f"({', '.join(map(str, tiling[:6]))}{', cooperative' if tiling.cooperative else ''})"
 
 
 def decodes(
@@ -190,7 +211,7 @@ def decodes(
         for kv in kinds:
             dtype = torch.bfloat16 if kv == "bf16" else torch.float8_e4m3fn
             cache = torch.zeros(1, BLOCK, kv_heads, HEAD_DIM, device="cuda").to(dtype)
-            for tiling in [*FEW, *(DecodeTiling(MAX_SPLITS_PER_ROW, 64, *tile) for tile in MANY)]:
+            for tiling in [*FEW, *(DecodeTiling(MAX_SMALL_SPLITS, 64, *tile) for tile in MANY)]:
                 yield partial(
                     decode_attention, query, cache, cache, tables.view(1, -1), slots[:1], lengths[:1], scale=1.0, window=None,
                     kv_scales=SCALES, workspace=workspace, tiling=tiling, early_lengths=early,

@@ -41,7 +41,7 @@ from phalanx.kernels.capabilities import gpu
 from phalanx.kernels.gemm import heuristics
 from phalanx.kernels.scaled_tensors import Quantized
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.batch import Batch, KvCache, empty_cache
 from phalanx.models.layers.attention.select import select_backend
 from phalanx.models.layers.fp8 import Activation
 from phalanx.worker.cuda_graphs import CudaGraphCapturer
@@ -119,9 +119,9 @@ def jobs(model: registry.Model, counts: Sequence[int]) -> list[Job]:
     return found
 
 
-def filled(model: registry.Model, blocks: int) -> list[LayerCache]:
+def filled(model: registry.Model, blocks: int) -> list[KvCache]:
     device, dtype = model.context.device, model.context.cache_dtype
-    caches = [LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
+    caches = [empty_cache(spec, blocks, BLOCK, dtype, device) for spec in model.kv_specs()]
     for cache in caches:
         for part in (cache.key, cache.value):
             part.copy_(torch.randn(part.shape, dtype=BF16, device=device))
@@ -131,12 +131,12 @@ def filled(model: registry.Model, blocks: int) -> list[LayerCache]:
 class Layers:
     """The model's layers over a fixed batch of rows of one token each."""
 
-    def __init__(self, model: registry.Model, caches: Sequence[LayerCache], batch: Batch) -> None:
+    def __init__(self, model: registry.Model, caches: Sequence[KvCache], batch: Batch) -> None:
         self._model, self._caches = model, caches
         device, shape = model.context.device, model.shape
         drawn = torch.randn(batch.decodes, shape.hidden_size, generator=torch.Generator().manual_seed(5))
         self._hidden = drawn.to(device, BF16)
-        planner = select_backend(device, BF16, shape.head_dim)
+        planner = select_backend(device, BF16, shape.head_dim, shape.latent)
         self._batch = batch
         self._batch.attention = planner.plan(self._batch)
         self.run()  # the planner meets the kinds of layers
@@ -152,7 +152,7 @@ class Layers:
         return Captured(replay, outs[-1])
 
 
-def through(model: registry.Model, batch: Batch, caches: Sequence[LayerCache], hidden: Tensor) -> Activation:
+def through(model: registry.Model, batch: Batch, caches: Sequence[KvCache], hidden: Tensor) -> Activation:
     """The layers as `Llama.stream` runs them. Returns the first one's norm of what the last one gives."""
     layers = model.layers
     norms = [layer.input_layernorm for layer in layers]

@@ -36,7 +36,7 @@ from phalanx.bench import shapes
 from phalanx.comm.sequence_parallel.gemm_rs import GemmRs
 from phalanx.config.model import ModelShape
 from phalanx.models import registry, weights
-from phalanx.models.batch import Batch, LayerCache
+from phalanx.models.batch import Batch, KvCache
 from phalanx.models.layers.attention.select import select_backend
 from phalanx.models.layers.fp8 import Activation
 
@@ -96,13 +96,13 @@ def run(asked: argparse.Namespace, device: torch.device) -> None:
 class Step:
     """The model's layers over prompts of `prompt` tokens each, `tokens` in all."""
 
-    def __init__(self, model: registry.Model, caches: Sequence[LayerCache], tokens: int, prompt: int) -> None:
+    def __init__(self, model: registry.Model, caches: Sequence[KvCache], tokens: int, prompt: int) -> None:
         self._model, self._caches = model, caches
         device, shape = model.context.device, model.shape
         drawn = torch.randn(tokens, shape.hidden_size, generator=torch.Generator().manual_seed(5))
         self._hidden = drawn.to(device, BF16)
         self._batch = prompts_of(tokens, prompt, device)
-        self._planner = select_backend(device, BF16, shape.head_dim)
+        self._planner = select_backend(device, BF16, shape.head_dim, shape.latent)
         self._batch.attention = self._planner.plan(self._batch)
         self.run()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predicted against measured for every committed H200 row: `python -m benchmarks.plan.accuracy`.
 
-Decode rows by the cost model, throughput rows by the engine's own scheduler on it (they are no part of the fit), KV tokens by
-plan/footprint. The residuals of models and layouts that were left out of the fit come from the coefficients' file.
+Decode rows by the cost model, throughput rows and served traces by the engine's own scheduler on it (they are no part of the fit),
+KV tokens by plan/footprint. The residuals of models and layouts that were left out of the fit come from the coefficients' file.
 Exit status 1 where a gate is missed; the tests hold the same gates.
 """
 
@@ -12,7 +12,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from benchmarks import harness
+from benchmarks.plan import served
 from benchmarks.plan.fit import costs_of, predicted
 from benchmarks.plan.rows import Row, Start, rows, starts
 from phalanx.bench.prediction import arrivals, simulate
@@ -22,7 +25,6 @@ from phalanx.plan import coefficients as coefficients_file
 from phalanx.plan import cost, search
 from phalanx.plan.coefficients import Coefficients
 from phalanx.plan.families import known, shape_of
-from phalanx.plan.footprint import Split
 
 GATES = {
     "decode rows, mean": 0.04,
@@ -33,9 +35,20 @@ GATES = {
     "throughput rows, worst": 0.07,
     "throughput rows over 0.05, part": 0.15,
     "KV tokens below the least start": 0.01,
+    "KV tokens of mixtures below the least start": 0.02,
     "KV tokens above a start": 0.0,
 }
-"""The goals, as parts of the measured figure; but for throughput rows, where the goal is 0.05 for each and 3 of 21 miss it."""
+"""The goals, as parts of the measured figure; but for throughput rows, where the goal is 0.05 for each and 3 of 23 miss it."""
+
+OLDER = {"af61857": "the grouped GEMM of 512 tokens took 577 us a layer of Mixtral-8x7B then, and 469 since 2b5ea0a"}
+"""Commits whose throughput is printed and not gated, each with the reason: the coefficients are those of a later kernel."""
+
+OUTSIDE = {
+    "deepseek-v2-lite": "the first rows of latent attention: the fit has none yet",
+    "gpt-oss-120b": "the first rows of experts in MXFP4, whose GEMM has been rewritten since: the fit has none yet",
+    "llama-3.1-8b_long_row_kv_fp8": "decode attention of long rows is faster since 3a955f5 than in the rows of the fit",
+}
+"""Files whose rows are printed and not gated, each with the reason."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +71,30 @@ def coefficients() -> Coefficients:
 
 def decodes() -> list[Line]:
     now = coefficients()
-    return [Line(row.name, row.file, predicted(row, now), row.measured) for row in rows() if row.kind == "decode"]
+    fitted = (row for row in rows() if row.kind == "decode" and row.file not in OUTSIDE)
+    return [Line(row.name, row.file, predicted(row, now), row.measured) for row in fitted]
+
+
+def not_gated() -> list[tuple[Line, str]]:
+    """The rows of `OLDER` and `OUTSIDE`, each with the reason."""
+    now, lines = coefficients(), []
+    for row in rows():
+        why = OUTSIDE.get(row.file) or (OLDER.get(row.commit) if row.kind == "batch" else None)
+        if why is not None:
+            guess = predicted(row, now) if row.kind == "decode" else simulated(row)
+            lines.append((Line(row.name, row.file, guess, row.measured), why))
+    return lines
 
 
 def throughput(every: int = 1) -> list[Line]:
     """Each batch row through the scheduler, or one of `every`; equal rows once."""
-    batches = [row for row in rows() if row.kind == "batch"]
+    batches = [row for row in rows() if row.kind == "batch" and row.commit not in OLDER and row.file not in OUTSIDE]
     return [Line(row.name, row.file, simulated(row), row.measured) for row in batches[::every]]
 
 
 def simulated(row: Row) -> float:
     """Output tokens per second of a batch row, with the KV cache that its start gave."""
-    costs = costs_of(row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients(), row.bandwidth)
+    costs = costs_of(row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients(), row.bandwidth, row.moe_ep)
     options = SchedulerOptions(
         num_blocks=row.kv_tokens // 16, block_size=16, max_batch_size=row.max_batch_size, max_num_tokens=8192, max_seq_len=4096,
         depth=max(row.pp, 2), pipeline_stages=row.pp, prefix_caching=False,
@@ -77,6 +102,11 @@ def simulated(row: Row) -> float:
     work = row.workload
     burst = arrivals.of("burst", isl=work.input_len, osl=work.output_len, requests=work.requests)
     return work.requests * work.output_len / simulate.run(costs, options, burst).seconds
+
+
+def served_traces() -> list[Path]:
+    """Results of benchmarks/plan/served.py: `served.GOALS` are their gates."""
+    return sorted(harness.RESULTS.glob("plan_served_*.json"))
 
 
 def kv_tokens() -> list[Line]:
@@ -97,7 +127,7 @@ def promised(start: Start) -> int:
         fraction=start.fraction,
     )
     kv_size = 1 if start.kv_fp8 else 2
-    return search.memory(shape, machine, wanted, Split(start.tp, start.pp), start.max_batch_size, kv_size)[1]
+    return search.memory(shape, machine, wanted, start.split, start.max_batch_size, kv_size)[1]
 
 
 def _start_name(start: Start) -> str:
@@ -116,6 +146,10 @@ def kv_shortfall(lines: Sequence[Line]) -> float:
     return max(-line.error for line in least.values())
 
 
+def _of_mixture(line: Line) -> bool:
+    return line.what.startswith(("mixtral", "qwen3"))
+
+
 def figures(decode_lines: Sequence[Line], batch_lines: Sequence[Line], kv_lines: Sequence[Line]) -> dict[str, float]:
     """What `GATES` bound, but for the rows left out, which the coefficients' file holds."""
     residuals = coefficients_file.document()["machines"]["H200"]["residuals"]
@@ -128,7 +162,8 @@ def figures(decode_lines: Sequence[Line], batch_lines: Sequence[Line], kv_lines:
         "throughput rows, mean": sum(batch) / len(batch),
         "throughput rows, worst": max(batch),
         "throughput rows over 0.05, part": sum(each > 0.05 for each in batch) / len(batch),
-        "KV tokens below the least start": kv_shortfall(kv_lines),
+        "KV tokens below the least start": kv_shortfall([line for line in kv_lines if not _of_mixture(line)]),
+        "KV tokens of mixtures below the least start": kv_shortfall([line for line in kv_lines if _of_mixture(line)]),
         "KV tokens above a start": max(0.0, *(line.error for line in kv_lines)),
     }
 
@@ -144,8 +179,17 @@ def main() -> int:
         print(f"\n{title:66}{'predicted':>11}{'measured':>11}{'error':>8}")
         for line in lines:
             print(f"{line.what:66}{line.predicted:11,.{digits}f}{line.measured:11,.{digits}f}{line.error:+8.1%}  {line.file}")
-    print()
+    for line, why in not_gated():
+        print(f"{line.what:66}{line.predicted:11,.2f}{line.measured:11,.2f}{line.error:+8.1%}  not gated: {why}")
     missed = False
+    for path in served_traces():
+        document = served.again(path)
+        print(
+            f"\nserved against simulated, {path.name}: {document['asked']['model']}, {len(document['requests'].split())} requests"
+        )
+        served.show(document["figures"])
+        missed |= served.missed(document["figures"])
+    print()
     for name, value in figures(decode_lines, batch_lines, kv_lines).items():
         over = value > GATES[name]
         missed |= over

@@ -2,9 +2,10 @@
 """Fit the planner's coefficients to the committed results, and write them with their residuals into the package.
 
 `python -m benchmarks.plan.fit --write` writes src/phalanx/plan/data/{collectives,coefficients}.json; without it, prints.
-What is fitted: decode figures on H200 (rows.py), times of single layers (models_lengths.json, models_long_steps.*.json). Throughput
-figures are not: they are predictions. Memory: the KV tokens of every start, as a linear program that no start falls below.
-Residuals by leaving one group out (a model, a layout, a number of requests, a strategy) give the width of the intervals.
+What is fitted: decode figures on H200 (rows.py), times of single layers (models_lengths.json, models_long_steps.*.json) and of
+their experts (kernels_moe.json). Throughput figures are not: they are predictions. Memory: the KV tokens of every start of a dense
+model, as a linear program that no start falls below. Residuals by leaving one group out (a model, a layout, a number of requests, a
+strategy) give the width of the intervals.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from phalanx.plan.families import known, shape_of
 from phalanx.plan.footprint import Split
 
 DATA = Path(__file__).resolve().parents[2] / "src/phalanx/plan/data"
-FITTED = ("e_bytes", "e_bytes_16", "landed", "tflops_per_watt", "sharpness", "passes", "c_layer", "c_one", "c_step", "c_hop")
+FITTED = (
+    "e_bytes", "e_bytes_16", "landed", "tflops_per_watt", "sharpness", "passes", "c_layer", "c_one", "c_step", "c_hop",
+    "e_far", "e_far_fp8", "e_experts", "e_experts_flops", "c_moe", "passes_experts",
+)  # fmt: skip
 START = {
     "e_bytes": 0.88,
     "e_bytes_16": 0.9,
@@ -44,6 +48,12 @@ START = {
     "c_one": 12.0,
     "c_step": 50.0,
     "c_hop": 100.0,
+    "e_far": 0.67,
+    "e_far_fp8": 0.28,
+    "e_experts": 0.88,
+    "e_experts_flops": 0.55,
+    "c_moe": 15.0,
+    "passes_experts": 1.0,
 }
 LEAST = {
     "passes": 0.0,
@@ -54,6 +64,9 @@ LEAST = {
     "c_hop": 0.0,
     "c_one": 1.0,
     "c_layer": 1.0,
+    "c_moe": 0.0,
+    "passes_experts": 0.0,
+    "e_far_fp8": 0.1,
 }
 MOST = {
     "e_bytes": 1.0,
@@ -66,13 +79,20 @@ MOST = {
     "c_one": 60.0,
     "c_step": 2000.0,
     "c_hop": 2000.0,
+    "e_far": 1.0,
+    "e_far_fp8": 1.0,
+    "e_experts": 1.0,
+    "e_experts_flops": 1.0,
+    "c_moe": 60.0,
+    "passes_experts": 8.0,
 }
 LAYER_WEIGHT = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The measured time of one layer. us; all_reduces: whether its two are in it."""
+    """The measured time of one layer. us; all_reduces: whether its two are in it; experts: of its experts alone, router and sum
+    included."""
 
     name: str
     model: str
@@ -80,6 +100,7 @@ class Layer:
     work: Work
     us: float
     all_reduces: bool
+    experts: bool = False
 
 
 def collectives_document() -> dict[str, Any]:
@@ -94,7 +115,7 @@ def collectives_document() -> dict[str, Any]:
                 if row["fusion"] != "RESIDUAL_RMS_NORM_QUANT_FP8_TOKEN_SCALE" or int(row["hidden_size"]) != 8192:
                     continue
                 (nccl if row["strategy"] == "NCCL" else auto).append((float(row["size"]), float(row["time (us)"])))
-        with (RESULTS / f"comm_rows.tp{world}.sm90.csv").open(encoding="utf-8") as lines:
+        with (RESULTS / f"comm_rs_norm_ag.tp{world}.sm90.csv").open(encoding="utf-8") as lines:
             owned = [(float(row["tokens"]) * 16384, float(row["us"])) for row in csv.DictReader(lines) if row["what"] == "OWNED"]
         # From 128 tokens on rows have owners, and sizes between theirs are not those of whole rows.
         auto = [point for point in auto if point[0] < 128 * 16384] + owned
@@ -102,7 +123,7 @@ def collectives_document() -> dict[str, Any]:
     return {
         "what": "One all-reduce with residual add, RMSNorm and FP8 quantization on 4 x H200, by bytes of one rank's tensor, us.",
         "all_reduce": {"sm": 90, "link_bandwidth": catalogue.gpu("H200").link_bandwidth, "worlds": worlds,
-                       "source": "benchmarks/results/allreduce/benchmark.tp*.sm90.csv and comm_rows.tp*.sm90.csv, 2026-11-21"},
+                       "source": "benchmarks/results: allreduce/benchmark.tp*.sm90.csv, comm_rs_norm_ag.tp*.sm90.csv, 2026-11-21"},
     }  # fmt: skip
 
 
@@ -124,7 +145,18 @@ def layers() -> list[Layer]:
         for tokens, times in document["steps"].items():
             work = Work(int(tokens), 0, 0.0, int(tokens) * document["prompt"] / 2)
             found.append(Layer(f"long {model} tp{tp} {tokens}", model, tp, work, min(times["whole_us"], times["landed_us"]), True))
-    return found
+    return found + expert_layers()
+
+
+def expert_layers() -> list[Layer]:
+    """Experts of one layer in FP8, each token's drawn uniformly, by tokens."""
+    document = json.loads((RESULTS / "kernels_moe.json").read_text(encoding="utf-8"))
+    models = {"mixtral-8x7b": "mixtral-8x7b", "qwen3-30b": "qwen3-30b-a3b"}
+    return [
+        Layer(f"experts {model} {tokens}", model, 1, Work(int(tokens), 0), cell[0], False, True)
+        for label, model in models.items()
+        for tokens, cell in document[f"{label} fp8 uniform"].items()
+    ]
 
 
 def prompt_attention() -> tuple[float, float]:
@@ -165,7 +197,7 @@ def uncapped() -> float:
     gemms, _, _, _ = cost._stage_gemms(shape_of(config), "fp8", Split(4), 0)
     operations = sum(gemm.flops for gemm in gemms) * document["tokens"]
     peak = catalogue.gpu("H200").flops("fp8")
-    return operations / (document["ranks"]["4"]["one behind another"]["first_us"] * 1e-6) / peak
+    return float(operations / (document["ranks"]["4"]["one behind another"]["first_us"] * 1e-6) / peak)
 
 
 def decode_attention(kind: str) -> float:
@@ -192,14 +224,16 @@ def machine(coefficients: Coefficients, bandwidth: float = REFERENCE_GBPS) -> Ma
 
 def predicted(row: Row, coefficients: Coefficients) -> float:
     """ms per token of a decode row."""
-    costs = costs_of(row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients, row.bandwidth)
+    costs = costs_of(row.model, row.dtype, row.kv_fp8, row.tp, row.pp, row.strategy, coefficients, row.bandwidth, row.moe_ep)
     context = row.workload.input_len + row.workload.output_len / 2
     return 1e3 * burst.decode_round(costs, row.workload.requests, context, row.max_batch_size)
 
 
 def predicted_layer(layer: Layer, coefficients: Coefficients) -> float:
-    """us of one layer."""
+    """us of one layer, or of its experts."""
     costs = costs_of(layer.model, "fp8", True, layer.tp, 1, "AUTO", coefficients)
+    if layer.experts:
+        return costs.experts_seconds(layer.work.tokens) * 1e6
     head = costs._head_seconds(max(layer.work.rows, 1)) * 1e6 + coefficients.c_step
     us = (costs.seconds(layer.work) * 1e6 - head) / costs.shape.num_layers
     if not layer.all_reduces and layer.tp > 1:
@@ -209,11 +243,11 @@ def predicted_layer(layer: Layer, coefficients: Coefficients) -> float:
 
 def costs_of(
     model: str, dtype: str, kv_fp8: bool, tp: int, pp: int, strategy: str, coefficients: Coefficients,
-    bandwidth: float = REFERENCE_GBPS,
+    bandwidth: float = REFERENCE_GBPS, moe_ep: int = 1,
 ) -> Costs:  # fmt: skip
     config = known(model)
     assert config is not None
-    return Costs(shape_of(config), dtype, 1 if kv_fp8 else 2, Split(tp, pp), machine(coefficients, bandwidth), strategy)
+    return Costs(shape_of(config), dtype, 1 if kv_fp8 else 2, Split(tp, pp, 1, moe_ep), machine(coefficients, bandwidth), strategy)
 
 
 def fit(chosen: Sequence[Row], layer_rows: Sequence[Layer], base: dict[str, float]) -> dict[str, float]:
@@ -228,6 +262,11 @@ def fit(chosen: Sequence[Row], layer_rows: Sequence[Layer], base: dict[str, floa
         found = [np.log(predicted(row, now) / row.measured) for row in chosen]
         # Where no row says anything of a coefficient, it stays near that of its like.
         found.append(0.2 * np.log(now.e_bytes_16 / now.e_bytes))
+        likes = (
+            (now.e_far, now.e_kv), (now.e_far_fp8, now.e_kv_fp8), (now.e_experts, now.e_bytes), (now.e_experts_flops, now.e_flops),
+            (now.c_moe + 1, START["c_moe"]), (now.passes_experts + 1, now.passes + 1),
+        )  # fmt: skip
+        found += [0.02 * np.log(value / like) for value, like in likes]
         return found + [LAYER_WEIGHT * np.log(predicted_layer(layer, now) / layer.us) for layer in layer_rows]
 
     low = [LEAST.get(name, 0.2) for name in names]
@@ -249,9 +288,11 @@ def summary(found: Sequence[float]) -> dict[str, float]:
             "max": round(float(sizes.max()), 4)}  # fmt: skip
 
 
-def leave_out(decodes: list[Row], layer_rows: list[Layer], base: dict[str, float], group: Callable[[Row], object]) -> list[float]:
-    """Errors of each group's rows under coefficients that were fitted without them."""
-    found = []
+def leave_out(
+    decodes: list[Row], layer_rows: list[Layer], base: dict[str, float], group: Callable[[Row], object]
+) -> list[tuple[Row, float]]:  # fmt: skip
+    """Each group's rows, with their errors under coefficients that were fitted without them."""
+    pairs: list[tuple[Row, float]] = []
     for value in sorted({group(row) for row in decodes}, key=str):
         if value == 1 and group is _requests:  # c_one is of these rows alone: without them nothing says what it is
             continue
@@ -260,9 +301,9 @@ def leave_out(decodes: list[Row], layer_rows: list[Layer], base: dict[str, float
         kept = [layer for layer in layer_rows if layer.model in models and (layer.model, layer.tp) in layouts]
         values = fit(outside, kept, base)
         now = [row for row in decodes if group(row) == value]
-        found += errors(now, values)
-        print(f"  without {value}: {summary(errors(now, values))}")
-    return found
+        pairs += zip(now, errors(now, values), strict=True)
+        print(f"  without {value}: {summary(errors(now, values))}", flush=True)
+    return pairs
 
 
 def memory() -> dict[str, float]:
@@ -270,6 +311,8 @@ def memory() -> dict[str, float]:
     model and layout that took most; margin: the part of that percent that is left at both ends."""
     hungriest: dict[tuple[Any, ...], tuple[float, float, list[float]]] = {}
     for start in starts():
+        if _has_experts(start):  # their workspaces are smaller than these coefficients say: promised too little, never too much
+            continue
         taken, slack, features = beside_kv(start)
         key = (start.model, start.dtype, start.tp, start.pp)
         if key not in hungriest or taken > hungriest[key][0]:
@@ -290,6 +333,10 @@ def memory() -> dict[str, float]:
     }
 
 
+def _has_experts(row: Row | Start) -> bool:
+    return shape_of(known(row.model) or {}).experts is not None
+
+
 def _requests(row: Row) -> object:
     return row.workload.requests
 
@@ -299,7 +346,7 @@ def beside_kv(start: Start) -> tuple[float, float, list[float]]:
     features that `footprint.OVERHEADS` multiply."""
     config = known(start.model)
     assert config is not None
-    shape, split = shape_of(config), Split(start.tp, start.pp)
+    shape, split = shape_of(config), start.split
     per_token = max(footprint.kv_token_bytes(shape, 1 if start.kv_fp8 else 2, start.dtype, split))
     cache = start.kv_tokens * per_token / start.fraction
     taken = catalogue.gpu("H200").memory_bytes - max(footprint.weight_bytes(shape, start.dtype, split)) - cache
@@ -310,7 +357,7 @@ def beside_kv(start: Start) -> tuple[float, float, list[float]]:
 def intervals(residuals: dict[str, dict[str, float]], decodes: Sequence[Row]) -> dict[str, Any]:
     """Half widths of 90 percent. Of a measured class the 90th percentiles of the residuals. Of others what is known from elsewhere:
     another GPU of the generation 0.1 (public rows of another engine on H100 under a form fitted on H200: 90th percentile 0.093),
-    another generation, link or network 0.2, experts 0.3 (nothing is measured yet)."""
+    another generation, link or network 0.2. experts: of a mixture that the fit has not seen."""
     models = {(shape_of(known(row.model) or {}).hidden_size, shape_of(known(row.model) or {}).num_layers) for row in decodes}
     return {
         "measured": residuals["fit"]["q90"],
@@ -319,7 +366,7 @@ def intervals(residuals: dict[str, dict[str, float]], decodes: Sequence[Row]) ->
         "model": residuals["without its model"]["q90"],
         "derived": 0.1,
         "estimated": 0.2,
-        "experts": 0.3,
+        "experts": residuals["experts, without its model"]["q90"],
         "layouts": sorted([row.tp, row.pp] for row in {(r.tp, r.pp): r for r in decodes}.values()),
         "models": sorted(map(list, models)),
     }
@@ -340,8 +387,8 @@ def main() -> int:
         "e_prompt_fp8": round(fp8, 4),
         "ns_row": round(row_slope(), 3),
         "ns_long_row": NS_LONG_ROW,
-        "c_moe": 10.0,
         "c_eager": graphs.HOST_SECONDS * 1e6,
+        "c_call": 0.0,
     }
     decodes, layer_rows = [row for row in rows() if row.kind == "decode"], layers()
     values = fit(decodes, layer_rows, base)
@@ -360,8 +407,11 @@ def main() -> int:
     }  # fmt: skip
     residuals = {"fit": summary(errors(decodes, values))}
     for name, group in groups.items():
-        residuals[f"without its {name}"] = summary(leave_out(decodes, layer_rows, base, group))
+        residuals_without = leave_out(decodes, layer_rows, base, group)
+        residuals[f"without its {name}"] = summary([error for _, error in residuals_without])
         print(name, residuals[f"without its {name}"])
+        if name == "model":
+            residuals["experts, without its model"] = summary([error for row, error in residuals_without if _has_experts(row)])
     document = {
         "what": "Coefficients of plan/cost.py and plan/footprint.py, by benchmarks/plan/fit.py from benchmarks/results. Residuals: "
         "parts of the measured figure, of decode rows; without: fitted without the row's group.",

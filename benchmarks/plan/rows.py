@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.bench.workloads import Workload, parse
+from phalanx.plan.footprint import Split
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-SERVING = RESULTS / "serving"
+FOLDERS = (RESULTS / "serving", RESULTS / "experts")
+SERVING = FOLDERS[0]
 MODEL = "llama-3-70b"  # of the scaling files that do not name theirs
 REFERENCE_GBPS = 4380.0
 """Measured memory bandwidth of the machine that a row without its own stands for: the median of the rows."""
@@ -39,6 +41,7 @@ class Row:
     max_batch_size: int = 512
     kv_tokens: int = 0
     bandwidth: float = REFERENCE_GBPS
+    moe_ep: int = 1
 
     @property
     def kind(self) -> Kind:
@@ -47,7 +50,8 @@ class Row:
     @property
     def name(self) -> str:
         kv = " kv8" if self.kv_fp8 else ""
-        return f"{self.model} {self.dtype}{kv} tp{self.tp} pp{self.pp} {self.strategy} {self.workload.name}"
+        ep = f" moe_ep{self.moe_ep}" if self.moe_ep > 1 else ""
+        return f"{self.model} {self.dtype}{kv} tp{self.tp} pp{self.pp}{ep} {self.strategy} {self.workload.name}"
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,17 @@ class Start:
     fraction: float
     kv_tokens: int
     bytes: dict[str, dict[str, int]]
+    moe_ep: int = 1
+
+    @property
+    def split(self) -> Split:
+        return Split(self.tp, self.pp, 1, self.moe_ep)
 
 
 def _documents() -> Iterator[tuple[str, dict[str, Any]]]:
-    for path in sorted(SERVING.glob("*.json")):
-        yield path.stem, json.loads(path.read_text(encoding="utf-8"))
+    for folder in FOLDERS:
+        for path in sorted(folder.glob("*.json")):
+            yield path.stem, json.loads(path.read_text(encoding="utf-8"))
 
 
 def _asked(document: dict[str, Any]) -> dict[str, Any]:
@@ -95,9 +105,11 @@ def engines() -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str, list[d
 
 
 def rows() -> list[Row]:
-    """Every figure of every committed run of a dense model on H200."""
+    """Every figure of every committed run of one replica on H200, but for skewed routing, which the cost model does not know."""
     found = []
     for name, asked, engine, strategy, figures, bandwidth in engines():
+        if asked.get("replicas", 1) > 1 or asked.get("expert_traffic"):
+            continue
         shape = {"shape_8b_http": "llama-3-8b"}.get(asked["model"], asked["model"])
         for figure in figures:
             workload = parse(figure["workload"])
@@ -117,6 +129,7 @@ def rows() -> list[Row]:
                     engine["max_batch_size"],
                     engine["kv_tokens"],
                     bandwidth,
+                    asked.get("moe_expert_parallel_size", 1),
                 )
             )
     return found + _printed()
@@ -157,6 +170,7 @@ def starts() -> list[Start]:
                 asked.get("kv_cache_free_gpu_memory_fraction", 0.9),
                 engine["kv_tokens"],
                 engine["rank_bytes"],
+                asked.get("moe_expert_parallel_size", 1),
             )
         )
     again = json.loads((SERVING / "scaling_again.json").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ import sys
 import time
 
 from benchmarks import harness
-from benchmarks.serve import started
+from benchmarks.serve import equal_streams, started
 from phalanx.bench.load import Load, run
 
 TARGET = 0.80
@@ -20,18 +20,11 @@ TARGET = 0.80
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--prompt_tokens", type=int, default=32)
-    parser.add_argument("--new_tokens", type=int, default=128)
+    equal_streams.add_arguments(parser, new_tokens=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tp_size", type=int, default=1)
     arguments = parser.parse_args()
-    load = Load(
-        requests=arguments.streams,
-        input_len=arguments.prompt_tokens,
-        output_len=arguments.new_tokens,
-        concurrency=arguments.streams,
-    )
+    load = equal_streams.load_of(arguments)
     offline = offline_rates(load, arguments.repeats, arguments.tp_size)
     served = served_rates(load, arguments.repeats, arguments.tp_size)
     ratio = max(served) / max(offline)

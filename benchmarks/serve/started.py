@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import IO, Any
 
 import httpx
@@ -33,11 +33,11 @@ def server(
         while not url:
             if process.poll() is not None or time.monotonic() > end:
                 raise SystemExit(f"the server was not ready after {seconds:.0f} s, or ended")
-            try:
+            with suppress(httpx.TransportError):
                 if httpx.get(f"http://localhost:{port}/ready", trust_env=False).status_code == 200:
                     url = f"http://localhost:{port}"
-            except httpx.TransportError:
-                time.sleep(0.1)
+            if not url:
+                time.sleep(0.1)  # also while it answers that it is starting: it needs the cores
         yield process, url
     finally:
         ended(process)

@@ -143,9 +143,9 @@ def paced(step_ms: float) -> Iterator[None]:
     token_ids = tokenizer.encode(TEXT, add_special_tokens=False)
     pace = {"seconds": step_ms / 1e3, "tokens": token_ids, "vocab_size": tokenizer.vocab_size}
 
-    def start(module: str, config: dict[str, Any], title: str) -> launch.Child:
+    def start(module: str, config: dict[str, Any], title: str, **more: Any) -> launch.Child:
         assert module == "phalanx.engine"
-        return begin("benchmarks.serve.paced_engine", {**config, "paced": pace}, title)
+        return begin("benchmarks.serve.paced_engine", {**config, "paced": pace}, title, **more)
 
     before, launch.start = os.environ.get("PYTHONPATH"), start
     os.environ["PYTHONPATH"] = _environment()["PYTHONPATH"]

@@ -23,7 +23,7 @@ from phalanx.tables.table import Table
 from phalanx.tune import records
 from phalanx.tune.codegen import decide_benchmarks
 from phalanx.tune.records import Benchmark
-from phalanx.tune.sweep import Task
+from phalanx.tune.sweep import ALL_REDUCE, Task
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 PEERS = "peers_allreduce_h200_nvlink.csv"
@@ -69,7 +69,7 @@ def rows(bench: Benchmark, table: Table, peers: dict[Key, dict[str, tuple[float,
     """The measured cells of a fusion, by rising tokens."""
     dtype = parse_dtype("bf16")
     cells = []
-    for tokens in sorted({task.tokens for task in bench.times if task.cell == (dtype, fusion, task.tokens, hidden)}):
+    for tokens in sorted({task.tokens for task in bench.times if task.cell == (dtype, fusion, task.tokens, hidden, ALL_REDUCE)}):
         entry = table.lookup(dtype, fusion, tokens, hidden)
         plain = Choice(entry.strategy)
         choice = plain if entry.fused or not plain.fuses(fusion) else Choice(entry.strategy, unfused=True)
