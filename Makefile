@@ -9,7 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 	if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off
 
-.PHONY: demo test check fuzz wheel bench clean
+.PHONY: demo test check fuzz clients wheel bench clean
 
 demo: $(VENV)/.bare
 	@$(PY) scripts/demo.py
@@ -30,6 +30,12 @@ fuzz: SEED := $(or $(SEED),$(shell date +%s))
 fuzz: $(VENV)/.dev
 	@echo "== fuzz: $(SECONDS) s each from SEED=$(SEED)"
 	@PHALANX_FUZZ_SECONDS=$(SECONDS) PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/engine/test_scheduler_fuzz.py tests/serve/test_app_fuzz.py
+	@PHALANX_FUZZ_EXAMPLES=50 PHALANX_FUZZ_SEED=$(SEED) $(PY) -m pytest -q -s tests/serve/test_app_schemathesis.py
+	@PHALANX_HOSTILE_SECONDS=60 $(PY) -m pytest -q -s tests/acceptance/test_hostile_host.py
+
+# Real libraries and tools against a real server, each in an environment of its own; minutes, and not a part of CI.
+clients: $(VENV)/.bare
+	@$(PY) scripts/clients/run.py $(ARGS)
 
 wheel: $(VENV)/.dev
 	@$(PY) scripts/wheel_check.py

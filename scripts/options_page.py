@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
+from phalanx.deploy.options import ComposeOptions, K8sOptions
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 HEAD = """# Options
@@ -24,10 +25,15 @@ Each option is a flag (`--NAME`, with `_` or `-`), a key of `--config FILE.yaml`
 Engine options are also keywords of `LLM(...)`. Flags override environment variables, which override the file.
 `scripts/options_page.py` writes this page from the option models.
 """
+MANIFESTS = """## Manifests
+
+Flags of `phalanx deploy k8s` and `phalanx deploy compose`, beside those above; they are no keys of a file and no variables.
+"""
 
 
 def page() -> str:
-    parts = [HEAD, "## Engine\n", table(EngineOptions), "## Server\n", table(ServeOptions)]
+    parts = [HEAD, "## Engine\n", table(EngineOptions), "## Server\n", table(ServeOptions), MANIFESTS]
+    parts += ["### deploy k8s\n", table(K8sOptions), "### deploy compose\n", table(ComposeOptions)]
     return "\n".join(parts)
 
 
@@ -35,7 +41,8 @@ def table(model: type[BaseModel]) -> str:
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
         default = "required" if field.is_required() else f"`{field.default}`"
-        rows.append(f"| `{name}` | {default} | {meaning(field)} |")
+        default = "none" if field.default == () else default
+        rows.append(f"| `{name.rstrip('_')}` | {default} | {meaning(field)} |")
     return "\n".join(rows) + "\n"
 
 
