@@ -310,6 +310,33 @@ def test_a_close_that_is_cancelled_leaves_neither_process_nor_socket(scripted):
     asyncio.run(run())
 
 
+def test_a_failed_start_that_is_cancelled_as_it_cleans_up_leaves_no_socket(scripted, monkeypatch):
+    """As a replica's is when another one failed at the same time."""
+    clients = []
+    create = EngineClient.__init__
+
+    def recorded(client, options):
+        create(client, options)
+        clients.append(client)
+
+    monkeypatch.setattr(EngineClient, "__init__", recorded)
+
+    async def run():
+        starting = asyncio.create_task(scripted.start("never starts"))
+        await asyncio.sleep(0.3)
+        (client,) = clients
+        client._fail(EngineError("another one failed, too"))
+        while not client._closing:
+            await asyncio.sleep(0)
+        starting.cancel()  # inside _end
+        with pytest.raises((asyncio.CancelledError, EngineError)):
+            await starting
+        assert client._socket.closed
+        assert client._context.closed
+
+    asyncio.run(run())
+
+
 def test_experts_that_come_behind_a_failure_have_no_reader(scripted):
     async def run():
         client = await scripted.start("answers late")

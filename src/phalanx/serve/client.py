@@ -291,10 +291,12 @@ class EngineClient:
             self._watch.close()
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._socket.close(linger=0)
-            self._context.term()
-        self._remove_folder()
+            try:
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+            finally:  # this may be cancelled, too, as by another replica that failed
+                self._socket.close(linger=0)
+                self._context.term()
+                self._remove_folder()
 
     # ---- messages --------------------------------------------------------------------------------------------------------
 
