@@ -19,6 +19,8 @@ import pytest
 
 from tests.support.documents import ROOT, blocks, commands
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 DOCS = ROOT / "docs"
 RANK = " A rank is one process on one device. All ranks together are the world."
 PORT = "localhost:8000"

@@ -20,6 +20,8 @@ from phalanx.plan.expert_placement import imbalance
 from tests.support.serve_processes import MODEL, rank_server, until
 from tests.support.skewed_experts import EXPERTS, LAYERS, Skewed, write
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 NEW_TOKENS = 20
 LAYOUTS = {
     "two ranks": ("--tp_size", "2", "--moe_ep_size", "2"),

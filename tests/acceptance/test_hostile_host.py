@@ -75,7 +75,7 @@ def memory(hosts: Hosts) -> dict[int, int]:
     for process in (process for host in (0, 1) for process in hosts.spaces.processes(host)):
         with contextlib.suppress(psutil.NoSuchProcess):  # a client that is ending
             words = process.cmdline()
-            if words[0].startswith("phalanx ") or "phalanx" in words:  # a title, or the module of a follower
+            if words and (words[0].startswith("phalanx ") or "phalanx" in words):  # a title, or the module of a follower
                 sizes[process.pid] = process.memory_info().rss
     return sizes
 

@@ -19,6 +19,8 @@ from tests.gpu.logprob_distance import Limits, Observation, Truth, judge
 from tests.gpu.path_comparison import Observed, Texts
 from tests.gpu.reference_logprobs import GEMMS, Change, log_probabilities, scaled
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 JOB = {"checkpoint": "demo", "model": "demo", "dtype": "fp8+fp8", "tp": 2, "pp": 1, "device": "cuda"}
 PLAIN: dict[str, Any] = {"steps": {}, "ran": {"decode graph/steps": 0, "prompt graph/steps": 0, "eager/steps": 9}}
 FP8 = {"fp8": True, "fp8_gemm": True, "fp8_cache": True}

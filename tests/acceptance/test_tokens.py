@@ -21,6 +21,8 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.executor_forked_launcher import forked_ranks
 from tests.support.greedy_tokens import continued, params_of
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
 ROPE = {
     "rope_type": "llama3",

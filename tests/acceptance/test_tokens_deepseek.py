@@ -19,6 +19,8 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.executor_forked_launcher import forked_ranks
 from tests.support.greedy_tokens import assert_tokens_twice, reference_tokens
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": ("deepseek_v2", {}),
     "v2-lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),

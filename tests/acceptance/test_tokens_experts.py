@@ -18,6 +18,8 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.executor_forked_launcher import forked_ranks
 from tests.support.greedy_tokens import assert_tokens_twice, params_of, reference_tokens
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 DATA_PARALLEL = [(1, 2, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (2, 2, 1, 2)]  # (tp, ep, moe_ep, pp)
 OTHERS = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2), (2, 1, 2, 1), (2, 1, 2, 2)]
 CASES = [*(("mixtral", layout) for layout in (*DATA_PARALLEL, *OTHERS)), *(("qwen3_moe", layout) for layout in DATA_PARALLEL)]

@@ -19,6 +19,8 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.executor_forked_launcher import forked_ranks
 from tests.support.greedy_tokens import assert_tokens_twice, reference_tokens
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 LAYOUTS = {"mxfp4": [(1, 1, 1), (2, 1, 2), (4, 2, 1)], "16 bit": [(2, 2, 2)]}
 """(tp, moe_ep, pp); the model's own tests have all, in one process."""
 

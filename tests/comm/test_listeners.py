@@ -7,6 +7,8 @@ import pytest
 
 from phalanx.comm.listeners import listening, refuse_connections
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def test_a_closed_listener_takes_no_connection_and_those_it_has_go_on() -> None:
     before = listening()

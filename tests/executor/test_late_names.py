@@ -13,6 +13,8 @@ from phalanx.errors import OptionError
 from phalanx.executor import late_names
 from phalanx.executor.late_names import wait_for_name
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 MAX_SECONDS = 10.0
 """From the command to its error, of which starting Python and reading the model take two to three on an idle machine."""
 ABSENT = socket.gaierror(socket.EAI_NONAME, "Name or service not known")

@@ -10,6 +10,8 @@ import pytest
 from phalanx.health.servers import Histogram, is_url, normal, parse, visit
 from tests.support.health_subject import findings, metrics_text, served, subject
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def levels(name, *servers):
     examined = subject()

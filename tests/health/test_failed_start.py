@@ -19,6 +19,8 @@ from phalanx.health.check import Finding, Level
 from tests.support.health_nvml import machine, struct
 from tests.support.health_subject import ROOT, subject
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 
 def names(text):
     return [check.name for check in failed_start.fitting(text)]

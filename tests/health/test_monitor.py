@@ -19,6 +19,8 @@ from phalanx.health import monitor
 from phalanx.health.servers import parse
 from tests.support.health_subject import metrics_text, served
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 GIB = 2**30
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 

@@ -13,6 +13,8 @@ from phalanx.hardware.fingerprint import Fingerprint
 from tests.architecture.sources import ROOT
 from tests.support.tune_benchmarks import NVLINK2, SMALL, folder_of
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SCRIPTS = ROOT / "scripts" / "allreduce_perf"
 
 

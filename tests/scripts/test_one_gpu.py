@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "one_gpu.py"
 
 

@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.serve_processes import MODEL, fake_server
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 SECONDS = float(os.environ.get("PHALANX_FUZZ_SECONDS", "6"))
 SEED = int(os.environ.get("PHALANX_FUZZ_SEED", "0"))

@@ -8,6 +8,8 @@ import pytest
 from tests.support.serve_output_checkpoints import write_reciting_checkpoint
 from tests.support.serve_processes import MODEL, rank_server
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
 RAIN = [{"role": "user", "content": "Does it rain?"}]

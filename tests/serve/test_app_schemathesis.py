@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.serve_processes import MODEL, fake_server, until
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 EXAMPLES = int(os.environ.get("PHALANX_FUZZ_EXAMPLES", "3"))
 """Per operation and phase, made at random; `make fuzz` makes more. The coverage phase goes through every boundary of the schema
 besides."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 import random
 
 import psutil
+import pytest
 
 from benchmarks.serve.soak import DEMO, TEMPLATE, Mix, soak
 from tests.support.serve_processes import MODEL, fake_server
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 REQUESTS, EVERY, WARM_UP = 700, 70, 4
 FLAT = 8 * 2**20

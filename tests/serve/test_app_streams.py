@@ -14,6 +14,8 @@ from phalanx import LLM, SamplingParams
 from phalanx.config.locate import DEMO
 from phalanx.serve.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 STREAMS, TOKENS = 24, 150
 
 

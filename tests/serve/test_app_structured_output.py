@@ -8,8 +8,11 @@ import json
 import time
 
 import httpx
+import pytest
 
 from tests.support.serve_processes import MODEL, fake_server
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 8}
 SOON = 1.0

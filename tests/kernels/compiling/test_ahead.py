@@ -23,6 +23,8 @@ triton = pytest.importorskip("triton")
 from tests.support.comm_compiled import only  # noqa: E402 (needs triton)
 from tests.support.kernels_doubling import double  # noqa: E402 (needs triton)
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 if not can_compile_ahead():
     pytest.skip("this Triton cannot be asked to compile later", allow_module_level=True)
 

@@ -15,6 +15,8 @@ from phalanx.serve.output_parsing import deepseek
 from tests.support.serve_http_app import MODEL, Scripted, live
 from tests.support.serve_output_checkpoints import FAMILIES, tokenizer_of_family
 
+pytestmark = pytest.mark.usefixtures("forked_python")
+
 ASK = [{"role": "user", "content": "What?"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False}
 TOOLS = [
