@@ -17,8 +17,6 @@ from phalanx.config import EngineOptions
 from phalanx.config.serving import ServeOptions
 from phalanx.version import __version__
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 
 @pytest.fixture
 def served(monkeypatch):

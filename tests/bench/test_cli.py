@@ -12,8 +12,6 @@ import pytest
 
 from phalanx import bench, cli
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 
 def test_latency(tiny_shape, tmp_path, capfd):
     file = tmp_path / "l.json"

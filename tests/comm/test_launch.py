@@ -33,8 +33,6 @@ time.sleep(60)
 PARENT = """
 import sys, time
 from phalanx.comm import launch
-
-pytestmark = pytest.mark.usefixtures("forked_python")
 child = launch.start("launch_child", {"mark": sys.argv[1], "does": sys.argv[2]}, "phalanx rank 7")
 print(child.pid, flush=True)
 time.sleep(60)

@@ -248,8 +248,6 @@ def test_newer_checkpoint(tmp_path, monkeypatch):
 ORPHAN = """
 import os, socket, sys, time
 import setproctitle
-
-pytestmark = pytest.mark.usefixtures("forked_python")
 if os.fork():
     os._exit(0)
 setproctitle.setproctitle("phalanx rank 7")

@@ -27,8 +27,6 @@ from tests.health.test_checks_host import executable, outward
 from tests.support.health_nvml import machine
 from tests.support.health_subject import metrics_text, no_gpu, served, subject
 
-pytestmark = pytest.mark.usefixtures("forked_python")
-
 NAMES = [check.name for check in every()]
 MACHINES = {
     "no GPU": no_gpu,

@@ -16,8 +16,6 @@ JUMPS = (0.0, 6 * 3600.0, -6 * 3600.0, 400 * 86400.0)
 JUMP_SECONDS = 0.3
 CLOCK = f"""
 import time
-
-pytestmark = pytest.mark.usefixtures("forked_python")
 real, real_ns, monotonic = time.time, time.time_ns, time.monotonic
 def offset():
     return {JUMPS}[int(monotonic() / {JUMP_SECONDS}) % {len(JUMPS)}]

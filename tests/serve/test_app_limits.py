@@ -17,8 +17,6 @@ from tests.support.serve_processes import fake_server, until
 CODE = """
 import resource
 from phalanx.serve.app import raise_open_files
-
-pytestmark = pytest.mark.usefixtures("forked_python")
 raise_open_files()
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 """

@@ -223,8 +223,6 @@ MAX_SHARED_GAP_SECONDS = 0.5
 """Of a stream, where the processes of this test share two cores among them alone."""
 SENDER = """
 import pathlib, socket, sys, threading
-
-pytestmark = pytest.mark.usefixtures("forked_python")
 def send(path):
     route, _, body = path.read_bytes().partition(b"\\n")
     with socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=300) as connection:

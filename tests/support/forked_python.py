@@ -42,6 +42,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 _LARGEST = 1 << 18
+_ANSWER_SECONDS = 60.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 _AT_START = re.compile(r"PYTHON|LD_|OMP_|MKL_|TORCH(?!INDUCTOR|ELASTIC|_NCCL)|CUDA|HF_|TRANSFORMERS_|TOKENIZERS_|MPL")
@@ -107,11 +108,12 @@ class Template:
     def __init__(self, connection: socket.socket, environment: Mapping[str, str], pid: int) -> None:
         self.environment = environment
         self._connection = connection
+        self._connection.settimeout(_ANSWER_SECONDS)
         self._pid = pid
         self._lock = threading.Lock()
 
     def fork(self, job: Mapping[str, Any], streams: list[int]) -> int | None:
-        """The process id of a new child of this process, or None where the template is gone."""
+        """The process id of a new child of this process, or None where the template is gone, or does not answer any more."""
         try:
             with self._lock:
                 _adopt_orphans(True)  # the child's parent ends at once
@@ -121,8 +123,16 @@ class Template:
                 finally:
                     _adopt_orphans(False)
         except OSError:
+            answer = b""
+        if not answer:
+            self.kill()
             return None
-        return int(answer) if answer else None
+        return int(answer)
+
+    def kill(self) -> None:
+        """End it, whatever it does. Then processes start as ever."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
 
     def close(self) -> None:
         """End it."""
@@ -209,9 +219,11 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
                 return json.loads(message), streams
             os.write(writing, str(pid).encode())
             os._exit(0)
+        os.close(writing)  # so that nothing is read if the process between is killed
+        pid = os.read(reading, 64)
         os.waitpid(between, 0)  # from here on, the fork is a child of the process that wants it
-        connection.send(os.read(reading, 64))
-        for descriptor in (reading, writing, *streams):
+        connection.send(pid)
+        for descriptor in (reading, *streams):
             os.close(descriptor)
 
 

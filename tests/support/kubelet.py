@@ -46,7 +46,10 @@ class Dns(threading.Thread):
         with contextlib.suppress(OSError):  # closed
             while True:
                 query, client = self._socket.recvfrom(512)
-                self._socket.sendto(self.answer(query), client)
+                if not query:  # shut down
+                    return
+                with contextlib.suppress(IndexError, struct.error, UnicodeDecodeError):  # no query
+                    self._socket.sendto(self.answer(query), client)
 
     def answer(self, query: bytes) -> bytes:
         labels, place = [], 12
@@ -65,6 +68,9 @@ class Dns(threading.Thread):
         return header + question + record * answers
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):  # it is not connected; the thread wakes up all the same
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.join(5)
         self._socket.close()
 
 

@@ -12,8 +12,6 @@ CODE = """
 import sys, tempfile, time
 from pathlib import Path
 from phalanx.serve.structured_output import compiler
-
-pytestmark = pytest.mark.usefixtures("forked_python")
 folder = Path(tempfile.mkdtemp(prefix="phalanx-grammars-", dir=sys.argv[1]))
 lock_file = compiler._lock_folder(folder)
 print(folder.name, flush=True)

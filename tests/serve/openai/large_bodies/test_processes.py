@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -33,8 +34,13 @@ def large_bodies() -> LargeBodies:
 
 def children() -> list[psutil.Process]:
     """By the module, until they have a title."""
-    lines = {each: " ".join(each.cmdline()) for each in psutil.Process().children()}
-    return [each for each, line in lines.items() if "large_bodies" in line or "large bodies" in line]
+    readers = []
+    for each in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            line = " ".join(each.cmdline())
+            if "large_bodies" in line or "large bodies" in line:
+                readers.append(each)
+    return readers
 
 
 def waiting_threads() -> list[threading.Thread]:
