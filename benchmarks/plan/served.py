@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, trace: Sequence[Arrival]) -> dict[str, Any]
     """Calibrate, serve and simulate once; all that a simulation needs to be repeated, and both sides' percentiles in ms."""
     coefficients = spec = None
     if options.calibrate:
-        document = calibrate.measure(options.model, options.device, seconds=20.0)
+        document = calibrate.measure(options.model, options.device, seconds=60.0)
         coefficients, spec = document["coefficients"], document["gpu"]
         print(calibrate.text(document), flush=True)
     measured = serve(options, trace)

@@ -34,10 +34,11 @@ from phalanx.plan.shape import Shape
 MOST_POINTS = 12
 _TOKENS = 32  # of each request of a decode point, after the first
 _SIZES: tuple[tuple[str, tuple[int, ...]], ...] = (
-    ("decode", (128,)), ("prompt", (128,)), ("decode", (128,) * 4), ("prompt", (512,)), ("decode", (128,) * 16), ("prompt", (32,)),
-    ("decode", (16, 144) * 2), ("prompt", (1536,)), ("decode", (128,) * 64), ("decode", (128,) * 128), ("decode", (128,) * 256),
+    ("decode", (128,)), ("prompt", (128,)), ("decode", (128,) * 64), ("prompt", (512,)), ("decode", (128,) * 16), ("prompt", (32,)),
+    ("decode", (128,) * 4), ("decode", (16, 144) * 2), ("prompt", (1536,)), ("decode", (128,) * 128), ("decode", (128,) * 256),
 )  # fmt: skip
-"""Points in the order in which they are measured: kind and lengths of the prompts."""
+"""Points in the order in which they are measured: kind and lengths of the prompts. Those that bound the others come first: a step
+of many rows cannot be told from steps of few."""
 _LEAST_TURNS, _MOST_TURNS, _ALONE = 3, 7, 9
 _CALL_US = 60.0  # of a call of attention on a CPU, from where the fit begins
 _TURNS = 80  # of the fit, at most
@@ -129,7 +130,7 @@ def _measure(llm: Any, seconds: float) -> tuple[list[Point], float]:
         alone.append(_alone(llm))
         for size, rows in list(ids.items()):
             spent = time.perf_counter() - begin
-            if turn == 0 and len(timings) >= 2 and (spent > seconds / (2 * _LEAST_TURNS) or len(timings) == MOST_POINTS):
+            if turn == 0 and len(timings) >= 3 and (spent > seconds / (2 * _LEAST_TURNS) or len(timings) == MOST_POINTS):
                 del ids[size]
                 continue
             if turn == 0:
