@@ -4,20 +4,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
 
+import msgspec
 import openai
 import pytest
 
 from phalanx import LLM, SamplingParams
 from phalanx.config import EngineOptions
-from phalanx.engine.messages import EngineFacts, RankFacts, Stats
-from phalanx.errors import LayoutError, OptionError
+from phalanx.engine.messages import EngineFacts, RankFacts, RequestUpdate, Stats
+from phalanx.errors import EngineClosed, EngineError, LayoutError, OptionError
 from phalanx.hardware.probe import Gpu, Machine
 from phalanx.serve import replicas
-from phalanx.serve.replicas import CHUNK_TOKENS, ReplicaChoice
+from phalanx.serve.replicas import CHUNK_TOKENS, ReplicaChoice, ReplicatedEngine
 from tests.support.checkpoints import write_checkpoint
 from tests.support.serve_processes import MODEL, rank_server, until
 
@@ -77,6 +79,74 @@ def test_facts_and_counters_of_all():
     both = replicas.merged_stats([one, one])
     assert (both.running, both.prompt_tokens, both.ran) == (2, 10, {"eager/steps": 6})
     assert both.rank_bytes == {0: {"kv": 1}, 1: {"kv": 2}, 2: {"kv": 1}, 3: {"kv": 2}}
+    assert both.dp_running == []
+
+
+def test_lists_of_all_and_ranks_behind_a_replica_that_has_failed():
+    stats = Stats(
+        rank_bytes={0: {"kv": 1}, 1: {"kv": 2}}, rank_gauges={0: {"watts": 5.0}, 1: {"watts": 6.0}}, dp_running=[3, 2],
+        dp_blocks_referenced=[7, 8],
+    )  # fmt: skip
+    failed = msgspec.structs.replace(stats, rank_gauges={})
+    both = replicas.merged_stats([failed, stats])
+    assert both.rank_gauges == {2: {"watts": 5.0}, 3: {"watts": 6.0}}
+    assert (both.dp_running, both.dp_blocks_referenced) == ([3, 2, 3, 2], [7, 8, 7, 8])
+
+
+class ScriptedReplica:
+    """The parts of an `EngineClient` that `ReplicatedEngine` uses. Its requests end after one update, or with `error`."""
+
+    def __init__(self, error: EngineError | None = None) -> None:
+        self.facts = EngineFacts("m", "fp32", "cpu", 1, (1, 1, 1), 100, 8, 64, 16, 50, 300, [1])
+        self.latest, self.failure, self.error = Stats(), None, error
+        self.requests, self.left = 0, 0
+
+    def on_failure(self, callback):
+        pass
+
+    async def add(self, request_id, token_ids, params, *, coalesce=False):
+        self.requests += 1
+        if self.error is not None:
+            raise self.error
+        try:
+            while True:
+                yield RequestUpdate(request_id, [5])
+        finally:
+            self.left += 1
+
+    async def close(self, timeout=10.0):
+        self.failure = EngineClosed("the engine was shut down")
+
+
+def test_leaving_a_stream_early_aborts_at_once():
+    async def run():
+        engine = ReplicatedEngine([ScriptedReplica()])
+        async with contextlib.aclosing(engine.add("r", [1], SamplingParams())) as updates:
+            await anext(updates)
+        assert engine._engines[0].left == 1
+
+    asyncio.run(run())
+
+
+def test_an_error_of_a_replica_that_lives_is_not_tried_again():
+    async def run():
+        engine = ReplicatedEngine([ScriptedReplica(EngineError("no"))])
+        with pytest.raises(EngineError, match="no"):
+            await anext(engine.add("r", [1], SamplingParams()))
+        assert engine._engines[0].requests == 1
+
+    asyncio.run(run())
+
+
+def test_after_it_is_closed_every_call_says_so():
+    async def run():
+        engine = ReplicatedEngine([ScriptedReplica(), ScriptedReplica()])
+        await engine.close()
+        for call in (lambda: anext(engine.add("r", [1], SamplingParams())), engine.stats, engine.experts_by_replica):
+            with pytest.raises(EngineClosed):
+                await call()
+
+    asyncio.run(run())
 
 
 def test_each_replica_has_gpus_of_its_own(monkeypatch):

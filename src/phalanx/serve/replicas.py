@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
@@ -149,21 +150,22 @@ class ReplicatedEngine:
         if params.seed is None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         while True:
-            if self.failure is not None:
-                raise self.failure.copy()
+            self._raise_if_failed()
             replica = self._choice.choose(token_ids, self.alive)
             tokens = len(token_ids)
             self._choice.begin(replica, token_ids)
             self._of_request[request_id] = replica
+            engine = self._engines[replica]
             try:
-                async for update in self._engines[replica].add(request_id, token_ids, params, coalesce=coalesce):
-                    tokens += len(update.tokens)
-                    self._choice.grow(replica, len(update.tokens))
-                    yield update
+                async with contextlib.aclosing(engine.add(request_id, token_ids, params, coalesce=coalesce)) as updates:
+                    async for update in updates:
+                        tokens += len(update.tokens)
+                        self._choice.grow(replica, len(update.tokens))
+                        yield update
                 return
             except EngineError:
-                # Nothing of the answer has left: another replica can give all of it.
-                if tokens > len(token_ids) or not self.alive:
+                # Where the replica has failed and nothing of the answer has left, another one can give all of it.
+                if tokens > len(token_ids) or engine.failure is None or not self.alive:
                     raise
             finally:
                 self._choice.end(replica, tokens)
@@ -180,8 +182,7 @@ class ReplicatedEngine:
 
     async def stats_by_replica(self) -> list[Stats]:
         """The counters of each; of one that has failed the last ones, with nothing running."""
-        if self.failure is not None:
-            raise self.failure.copy()
+        self._raise_if_failed()
         await asyncio.gather(*(self._engines[number].stats() for number in self.alive), return_exceptions=True)
         return self.latest_by_replica()
 
@@ -193,8 +194,7 @@ class ReplicatedEngine:
         return await self._of_each(lambda engine: engine.rebalance_experts())
 
     async def _of_each(self, ask: Callable[[EngineClient], Awaitable[list[ExpertStats]]]) -> list[ExpertStats]:
-        if self.failure is not None:
-            raise self.failure.copy()
+        self._raise_if_failed()
         stats = [ExpertStats()] * len(self._engines)
         for number in self.alive:
             with contextlib.suppress(PhalanxError):
@@ -210,6 +210,13 @@ class ReplicatedEngine:
     def kill(self) -> None:
         for engine in self._engines:
             engine.kill()
+
+    def _raise_if_failed(self) -> None:
+        """Raise the error of the whole, or, once it is closed, that of an engine."""
+        if not self.alive:
+            failure = self.failure or self._engines[0].failure
+            assert failure is not None
+            raise failure.copy()
 
     def _stats_of(self, number: int, stats: Stats) -> Stats:
         if self._engines[number].failure is None:
@@ -268,18 +275,21 @@ def merged_facts(facts: Sequence[EngineFacts]) -> EngineFacts:
 
 
 def merged_stats(stats: Sequence[Stats]) -> Stats:
-    """Those of all replicas together: numbers added up, ranks numbered on."""
+    """Those of all replicas together: numbers added up, lists one behind the other, ranks numbered on."""
     numbers: dict[str, Any] = {}
+    first_ranks = list(itertools.accumulate((len(each.rank_bytes) for each in stats), initial=0))
     for name in Stats.__struct_fields__:
         values = [getattr(each, name) for each in stats]
         if isinstance(values[0], int):
             numbers[name] = sum(values)
         elif name in ("rank_bytes", "rank_gauges"):
-            merged: dict[int, dict[str, float]] = {}
-            for of_replica in values:
-                offset = len(merged)
-                merged |= {offset + rank: of_rank for rank, of_rank in sorted(of_replica.items())}
-            numbers[name] = merged
+            numbers[name] = {
+                first + rank: of_rank
+                for first, of_replica in zip(first_ranks, values, strict=False)
+                for rank, of_rank in sorted(of_replica.items())
+            }
+        elif isinstance(values[0], list):
+            numbers[name] = [value for each in values for value in each]
         else:
             numbers[name] = {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(k for v in values for k in v)}
     return Stats(**numbers)
