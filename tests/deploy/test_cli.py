@@ -72,6 +72,7 @@ def test_compose(tmp_path, capsys):
         (["k8s", "demo", "--nmae", "x"], "No such option"),
         (["compose", "demo", "--num_workers", "2", "--pp_size", "2"], "describes one host"),
         (["k8s", "demo", "--out", "/dev/null/x"], "cannot be written"),
+        (["compose", "demo", "--out", "/dev/null/x"], "cannot be written"),
     ],
 )
 def test_errors_are_one_line(words, problem, capsys):

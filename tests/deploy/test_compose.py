@@ -90,6 +90,7 @@ def test_compose_replaces_nothing_in_texts(text):
         ({}, {"memory": "1Gi"}, "is not above shm_size"),
         ({}, {"startup_seconds": 10}, "below start_timeout"),
         ({}, {"publish": "a b"}, "publish="),
+        ({}, {"env": ("A=1", "A=2")}, "env has A twice"),
         ({"api_key": "secret"}, {}, "api_key cannot"),
         ({}, {"model_path": "relative"}, "absolute path"),
     ],

@@ -285,6 +285,7 @@ ODD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"name": "1a"}, "name="),
     ({}, {"namespace": "a.b"}, "namespace="),
     ({}, {"image": "a b"}, "image="),
+    ({**TWO_NODES, "replicas": 2}, {}, "replicas=2 was given with nnodes=2"),
     ({}, {"env": ("A",)}, "NAME=VALUE"),
     ({}, {"env": ("PHALANX_PORT=1",)}, "give it as a flag"),
     ({}, {"env": ("HOME=/",)}, "set by the manifest"),

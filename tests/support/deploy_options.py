@@ -61,6 +61,8 @@ def serve_flags(draw: random.Random, *, model: str, folder: bool, ray: bool) -> 
         drawn = [name for name in options.model_fields if name not in _NOT_DRAWN]
         for name in draw.sample(drawn, draw.randint(0, min(len(drawn), 4))):
             values[name] = draw.choice(_FORMS[name]) if name in _FORMS else _value(draw, options.model_fields[name])
+    if nodes > 1:
+        engine.pop("replicas", None)  # an error, which a test of its own expects
     return ServeFlags(EngineOptions.of(**engine), ServeOptions.of(**serving))
 
 

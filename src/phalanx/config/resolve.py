@@ -186,6 +186,15 @@ def _check_layout(options: EngineOptions, shape: ModelShape, gpus: int | None) -
         )  # fmt: skip
 
 
+def require_one_host(options: EngineOptions) -> None:
+    """Raise OptionError for several replicas over several hosts."""
+    if options.replicas > 1 and options.nnodes > 1:
+        raise OptionError(
+            f"replicas={options.replicas} was given with nnodes={options.nnodes}", why="the engines of one server run on its host",
+            next="start a server on each group of hosts, with a load balancer before them",
+        )  # fmt: skip
+
+
 def _max_seq_len(options: EngineOptions, shape: ModelShape, chosen: dict[str, tuple[Any, str]]) -> int:
     if options.max_seq_len is None:
         chosen["max_seq_len"] = shape.max_positions, "the model's limit"

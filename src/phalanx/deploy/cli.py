@@ -23,7 +23,7 @@ from phalanx.errors import OptionError
 Verb = Callable[..., None]
 Takes = Callable[..., Callable[[Verb], Verb]]
 
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write one file per object there, and kustomization.yaml.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write the files there instead of printing them.")]
 
 
 def register(command: typer.Typer, takes: Takes) -> None:
@@ -62,8 +62,11 @@ def compose(raw_options: RawOptions, options: ComposeOptions, out: Path | None) 
     if out is None:
         sys.stdout.write(text)
         return
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "compose.yaml").write_text(text, encoding="utf-8")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "compose.yaml").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"the folder {out} cannot be written", why=str(error), next="give another --out") from None
     print(out / "compose.yaml")
 
 

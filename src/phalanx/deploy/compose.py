@@ -9,7 +9,7 @@ from phalanx.deploy import yaml_text
 from phalanx.deploy.budget import shm_quantity, startup
 from phalanx.deploy.k8s import name_of
 from phalanx.deploy.objects import USER
-from phalanx.deploy.options import ComposeOptions, quantity
+from phalanx.deploy.options import ComposeOptions, quantity, require_once
 from phalanx.deploy.pod import CLOSE_SECONDS, drain_seconds, on_gpu, ranks_per_pod
 from phalanx.deploy.serve_flags import CACHE, KERNELS, MODELS, ServeFlags, arguments, require_portable
 from phalanx.errors import OptionError
@@ -21,6 +21,7 @@ _READY = "import urllib.request as r; r.urlopen('http://127.0.0.1:{port}/ready',
 def text(flags: ServeFlags, options: ComposeOptions) -> str:
     """The Compose file. Raises OptionError or LayoutError for options that one host cannot run."""
     require_portable(flags, folder=options.model_path is not None)
+    require_once("env", options.env)
     if flags.engine.nnodes > 1:
         raise OptionError(
             f"nnodes={flags.engine.nnodes} cannot be an option of a Compose file", why="it describes one host",

@@ -15,7 +15,7 @@ from phalanx.config.sources import ALIASES
 from phalanx.deploy import objects as k
 from phalanx.deploy import ray_service, yaml_text
 from phalanx.deploy.budget import PROBE_SECONDS, shm_quantity, startup
-from phalanx.deploy.options import LONGEST_NAME, K8sOptions, quantity
+from phalanx.deploy.options import LONGEST_NAME, K8sOptions, quantity, require_once
 from phalanx.deploy.pod import SECRET_KEYS, in_folder, labels, on_gpu, ranks_per_pod, template
 from phalanx.deploy.serve_flags import ServeFlags, require_portable
 from phalanx.errors import OptionError
@@ -106,9 +106,7 @@ def _require_consistent(flags: ServeFlags, options: K8sOptions) -> None:
             next=f"add --metrics_prefix {PICKER_PREFIX}",
         )  # fmt: skip
     for name in ("env", "node_selector"):
-        names = [each.partition("=")[0] for each in getattr(options, name)]
-        if repeated := next((each for each in names if names.count(each) > 1), None):
-            raise OptionError(f"{name} has {repeated} twice", next="give it once")
+        require_once(name, getattr(options, name))
 
 
 def _require_sizes(flags: ServeFlags, options: K8sOptions) -> None:

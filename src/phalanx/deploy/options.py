@@ -80,6 +80,15 @@ Label = Annotated[str, Field(pattern=_LABEL, max_length=LONGEST_NAME)]
 Subdomain = Annotated[str, Field(pattern=_SUBDOMAIN, max_length=253)]
 Quantity = Annotated[str, AfterValidator(_quantity)]
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+
+
+def require_once(name: str, values: tuple[str, ...]) -> None:
+    """Raise OptionError if two of the NAME=VALUE texts of an option have one name."""
+    names = [each.partition("=")[0] for each in values]
+    if repeated := next((each for each in names if names.count(each) > 1), None):
+        raise OptionError(f"{name} has {repeated} twice", next="give it once")
+
+
 Variables = Annotated[tuple[Annotated[str, AfterValidator(_variable)], ...], BeforeValidator(_listed)]
 Selectors = Annotated[tuple[Annotated[str, AfterValidator(_selector)], ...], BeforeValidator(_listed)]
 
@@ -182,6 +191,6 @@ class ComposeOptions(_ManifestOptions):
     memory: Quantity | None = Field(None, description="Memory limit of the container, as 64Gi. None: no limit.")
     shm_size: Quantity | None = Field(None, description="Size of /dev/shm. None: what the ranks need.")
     startup_seconds: int | None = Field(
-        None, ge=10, description="Time for a start, a multiple of 10. None: three times the predicted one, at least 600."
+        None, ge=10, description="Time for a start. None: three times the predicted one, at least 600."
     )
     env: Variables = Field((), description="NAME=VALUE for the container. Can be repeated.")

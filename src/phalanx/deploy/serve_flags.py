@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from phalanx.config import EngineOptions
 from phalanx.config.model import FAMILIES, ModelShape
+from phalanx.config.resolve import require_one_host
 from phalanx.config.serving import ServeOptions
 from phalanx.config.sources import RawOptions, build_options
 from phalanx.errors import OptionError
@@ -66,6 +67,7 @@ def require_portable(flags: ServeFlags, *, folder: bool) -> None:
             f"plan={engine.plan!r} cannot be an option of a manifest", why="the number of GPUs must be known before a pod runs",
             next="run phalanx plan MODEL --gpu GPU, and give the sizes that it chooses",
         )  # fmt: skip
+    require_one_host(engine)
     if engine.skip_tokenizer_init:
         raise OptionError("skip_tokenizer_init is not possible here", why="a server reads and writes text", next="remove it")
     for name, seconds in (("shutdown_timeout", serving.shutdown_timeout), ("start_timeout", engine.start_timeout)):

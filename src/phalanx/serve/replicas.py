@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from phalanx.config import EngineOptions, SamplingParams
+from phalanx.config.resolve import require_one_host
 from phalanx.engine.messages import EngineFacts, ExpertStats, RequestUpdate, Stats
-from phalanx.errors import EngineError, LayoutError, OptionError, PhalanxError
+from phalanx.errors import EngineError, LayoutError, PhalanxError
 from phalanx.hardware.probe import detect_machine
 from phalanx.log import get_logger
 from phalanx.serve.client import Engine, EngineClient
@@ -244,11 +245,7 @@ def gpus_of_replicas(options: EngineOptions) -> list[dict[str, str] | None]:
     """What the environment of each replica's engine has besides this process's: its GPUs, where there are any.
 
     Raises LayoutError where the visible GPUs do not suffice, OptionError for several hosts."""
-    if options.nnodes > 1:
-        raise OptionError(
-            f"replicas={options.replicas} was given with nnodes={options.nnodes}", why="the engines of one server run on its host",
-            next="start a server on each group of hosts, with a load balancer before them",
-        )  # fmt: skip
+    require_one_host(options)
     gpus = detect_machine().gpus
     if options.device == "cpu" or not gpus:
         return [None] * options.replicas

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from phalanx.config.sampling_params import StructuredOutputParams
 from phalanx.engine.grammar import Matcher
-from phalanx.errors import OptionError, RequestError
+from phalanx.errors import EngineError, OptionError, RequestError
+from phalanx.serve.structured_output import compiler as compiler_module
 from phalanx.serve.structured_output.compiler import NO_TEXT, StructuredOutputCompiler, compile_structured_output, token_bytes
 from phalanx.serve.tokenizer import Tokenizer
 
@@ -224,6 +226,25 @@ def test_short_ones_pass_long_ones(tokenizer):
             with pytest.raises(OptionError, match=r"longer than 1\.5 s"):
                 one.result()
     assert slow[0].exception() is slow[4].exception() is slow[5].exception()
+    compiler.close()
+
+
+def test_a_process_that_ends_as_it_starts_is_an_error(tokenizer, monkeypatch):
+    """It connects, and ends before it says where its tokenizer is: as with a full disk."""
+
+    class Ended:
+        alive = False
+
+    def start(module, config, title):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(config["socket"])
+        return Ended()
+
+    monkeypatch.setattr(compiler_module.launch, "start", start)
+    monkeypatch.setattr(compiler_module.launch, "stop", lambda children, grace: None)
+    compiler = StructuredOutputCompiler(token_bytes(tokenizer, WIDTH), [0])
+    with pytest.raises(EngineError, match="the compiler of structured output ended at its start"):
+        compiler.compile(StructuredOutputParams(regex="abc"))
     compiler.close()
 
 

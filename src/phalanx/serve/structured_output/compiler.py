@@ -246,7 +246,14 @@ class _Process:
                     raise EngineError(f"the compiler of structured output {problem} at its start", next="see its log above")
         self._connection.settimeout(_START_SECONDS)
         stream = self._connection.makefile("rb")
-        self._tokenizer = Path(json.loads(stream.readline())["tokenizer"])
+        try:
+            self._tokenizer = Path(json.loads(stream.readline())["tokenizer"])
+        except (OSError, ValueError) as error:  # it has ended, as with a full disk, or says nothing
+            stream.close()
+            self._stop()
+            raise EngineError(
+                "the compiler of structured output ended at its start", why=str(error), next="see its log above"
+            ) from None
         self._connection.settimeout(None)
         threading.Thread(target=_receive, args=(stream, self._child, self._pending), daemon=True).start()
         logger.info("the compiler of structured output is ready, %.1f s after its start", time.monotonic() - start_time)

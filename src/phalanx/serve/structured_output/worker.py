@@ -24,6 +24,7 @@ import selectors
 import signal
 import socket
 import time
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -177,8 +178,10 @@ class Compilations:
                 _limit_memory(self._memory)
                 with open(writing, "wb") as pipe:
                     pipe.write(json.dumps(self._compile_one(one.kind, one.text)).encode())
-            finally:
-                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
         os.close(writing)
         one.process, one.pipe, one.began, one.received = process, reading, time.monotonic(), b""
         self._running.append(one)
