@@ -26,7 +26,17 @@ from phalanx.serve.openai.schema.completion import CompletionRequest
 from phalanx.serve.openai.schema.openapi import request_body, responses_of
 from phalanx.serve.openai.schema.responses import CompletionResponse
 from phalanx.serve.openai.service import Service, ServingEngine, service_of
-from phalanx.serve.openai.stream import DONE, CancellableResponse, EventStream, chunks, entries_of, event, off_loop
+from phalanx.serve.openai.stream import (
+    DONE,
+    PART,
+    CancellableResponse,
+    EventStream,
+    chunks,
+    encode_small,
+    entries_of,
+    event,
+    off_loop,
+)
 from phalanx.serve.outputs import CompletionDelta
 
 router = APIRouter()
@@ -86,8 +96,10 @@ class CompletionHandler:
             async for choice in choice_deltas:
                 if continuous:
                     yield event({**self._head, "choices": [choice], "usage": self._usage_body()})
+                elif (entries := entries_of(choice)) <= PART:
+                    yield as_event(choice, encode_small)
                 else:
-                    yield await off_loop(as_event, choice, entries=entries_of(choice))
+                    yield await off_loop(as_event, choice, entries=entries)
         if with_usage:
             yield event({**self._head, "choices": [], "usage": self._usage_body()})
         yield DONE
@@ -118,7 +130,8 @@ class CompletionHandler:
                 async for delta in deltas:
                     usage.add(delta)
                     writer = writers[delta.index]
-                    choice = await off_loop(writer.push, delta, entries=writer.entries(delta))
+                    entries = writer.entries(delta)
+                    choice = writer.push(delta) if entries <= PART else await off_loop(writer.push, delta, entries=entries)
                     if choice is not None:
                         yield choice
 

@@ -92,10 +92,16 @@ def event(data: Any) -> bytes:
     return b"data: " + encode_json(data) + b"\n\n"
 
 
-def chunks(head: dict[str, Any]) -> Callable[[dict[str, Any]], bytes]:
-    """A function equal to event({**head, "choices": [choice]}) that encodes the common part only once."""
+def chunks(head: dict[str, Any]) -> Callable[..., bytes]:
+    """A function equal to event({**head, "choices": [choice]}) that encodes the common part only once.
+
+    Its second argument encodes the choice: `encode_small` where the caller has counted at most PART entries already."""
     before = b"data: " + encode_json(head)[:-1] + b',"choices":['
-    return lambda choice: b"%b%b]}\n\n" % (before, encode_json(choice))
+
+    def chunk(choice: dict[str, Any], encode: Callable[[Any], bytes] = encode_json) -> bytes:
+        return b"%b%b]}\n\n" % (before, encode(choice))
+
+    return chunk
 
 
 class CancellableResponse(Response):
