@@ -80,14 +80,23 @@ def measure(model: str, device: str = "auto", seconds: float = 120.0) -> dict[st
             points, round_trip = _measure(llm, seconds - (time.perf_counter() - begin))
             dtype = llm.facts.dtype
         shape = Shape.of(subject.shape)
-    kv_size = 4 if dtype == "fp32" else 2
+        on_cpu = subject.device == "cpu"
+    return explained(model, shape, dtype, spec, points, round_trip, on_cpu=on_cpu)
+
+
+def explained(
+    model: str, shape: Shape, dtype: str, spec: GpuSpec, points: Sequence[Point], round_trip: float, *, on_cpu: bool
+) -> dict[str, Any]:
+    """The document of a calibration: points of a model and the coefficients that are fitted to them. round_trip: seconds of a call
+    beside its steps."""
     base, _ = cost.coefficients_for(spec)
-    if subject.device == "cpu":
+    if on_cpu:
         base = replace(base, c_eager=0.0, c_call=_CALL_US)
-    fitted, error = fit(points, shape, dtype, kv_size, spec, base)
+    fitted, error = fit(points, shape, dtype, 4 if dtype == "fp32" else 2, spec, base)
     return {
         "about": provenance.collect().as_json(),
         "model": model,
+        "dtype": dtype,
         "gpu": {name: value for name, value in asdict(spec).items() if name != "sources"},
         "points": [asdict(point) for point in points],
         "round_trip_s": round_trip,
