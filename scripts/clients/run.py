@@ -97,7 +97,9 @@ def main() -> int:
     parser.add_argument("--folder", default=str(ROOT / ".venv" / "clients"), help="where environments are kept")
     arguments = parser.parse_args()
     folder, results = Path(arguments.folder), {}
-    names = arguments.names or list(CLIENTS)
+    names = [name.replace("-", "_") for name in arguments.names] or list(CLIENTS)
+    if unknown := [name for name in names if name not in CLIENTS]:
+        parser.error(f"no client is called {unknown[0]!r}; known: {', '.join(CLIENTS)}")
     with server(folder) as url:
         earlier = folder / "results.json"
         if earlier.is_file():

@@ -60,14 +60,19 @@ def test_tokens_equal_transformers(references, launcher, form, layout):
 
 @pytest.mark.gpu1
 @pytest.mark.parametrize("form", list(LAYOUTS))
-def test_tokens_on_a_gpu_equal_transformers(references, form):
-    """In fp32, by the kernels that a GPU runs: captured decode and mixed steps, sinks, windows, experts."""
-    folder, expected = references[form]
+def test_tokens_on_a_gpu_equal_those_on_a_cpu(references, form):
+    """In fp32, by the kernels that a GPU runs: captured decode and mixed steps, sinks, windows, experts.
+
+    The test above compares those on a CPU with transformers 5.23; its version 5.17 gives others on a CPU, too."""
+    folder, _ = references[form]
     longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    with LLM(folder, device="cuda", dtype="fp32", max_seq_len=longest, max_num_tokens=64, max_batch_size=8) as llm:
-        outputs = llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
+    tokens = {}
+    for device in ("cpu", "cuda"):
+        with LLM(folder, device=device, dtype="fp32", max_seq_len=longest, max_num_tokens=64, max_batch_size=8) as llm:
+            outputs = llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)
+        tokens[device] = [output.outputs[0].token_ids for output in outputs]
+    assert tokens["cuda"] == tokens["cpu"]
 
 
 def _cache_bytes(folder: Path, tp: int, pp: int, longest: int) -> int:

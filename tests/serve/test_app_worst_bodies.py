@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import selectors
 import socket
 import subprocess
@@ -219,8 +220,9 @@ STREAMS, STREAMED = 16, 12_000
 ROUNDS, ALONE_SECONDS = 4, 8.0
 MAX_OTHERS = 0.2
 """Cores that others may use where long gaps count: beyond that, they make long gaps at any time."""
-MAX_SHARED_GAP_SECONDS = 0.5
-"""Of a stream, where the processes of this test share two cores among them alone."""
+MANY_CORES = 8
+MAX_SHARED_GAP_SECONDS = MAX_GAP_SECONDS if (os.cpu_count() or 1) >= MANY_CORES else 0.5
+"""Of a stream, where the processes of this test share a machine among them alone: with fewer cores they wait for one another."""
 SENDER = """
 import pathlib, socket, sys, threading
 def send(path):
@@ -285,8 +287,8 @@ def test_all_bodies_at_once_beside_sixteen_streams(served, delays, tmp_path: Pat
     """A program of its own sends them: what this one measures are gaps of the server.
 
     Neither loop holds up the streams for longer than 100 ms by itself. What a client sees is longer on two cores, which the server,
-    the engine, the readers of bodies and the sender share: 0.08 to 0.27 s, 0.05 without the bodies. So where nobody else uses the
-    machine, gaps are bounded only.
+    the engine, the readers of bodies and the sender share: 0.08 to 0.27 s, 0.05 without the bodies. So where nobody else uses such
+    a machine, gaps are bounded only; with MANY_CORES, none may be longer than 100 ms.
     """
     for number, make in enumerate(BODIES.values()):
         path, body = make()
