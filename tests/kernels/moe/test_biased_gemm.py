@@ -13,7 +13,7 @@ import torch
 from phalanx.config.experts import ClampedSwiGlu
 from phalanx.kernels.moe import biased_heuristics, dispatch, heuristics, reference
 from phalanx.kernels.moe.heuristics import ExpertTiling
-from phalanx.kernels.moe.packing import packed
+from phalanx.kernels.moe.packing import SCALES_IN_WORD, packed, tiled
 from phalanx.kernels.moe.tensors import ExpertTensors
 from tests.kernels.moe.test_grouped_gemm import routings
 from tests.support.kernels_compiled import spilled
@@ -41,7 +41,7 @@ def experts_of(
         parts.append(torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8))
         scale = torch.zeros(rows, -(-columns // 128) * 4, dtype=torch.uint8)
         scale[:, : columns // 32] = torch.randint(120, 125, (rows, columns // 32))
-        parts.append(scale)
+        parts.append(tiled(scale, SCALES_IN_WORD))
     return ExpertTensors(count, first, parts[0], parts[2], parts[1], parts[3], **rest)  # type: ignore[arg-type]
 
 
@@ -108,8 +108,9 @@ def check_values_of_mxfp4() -> None:
     from phalanx.kernels.moe.biased_gemm import biased_gemm
     from phalanx.kernels.moe.sort_by_expert import sort_by_expert
 
-    blocks = packed(torch.arange(256, dtype=torch.uint8).view(4, 64))
-    scale = torch.tensor([[0, 1, 60, 126], [127, 128, 90, 80], [4, 3, 2, 1], [120, 121, 122, 127]], dtype=torch.uint8)
+    blocks = tiled(packed(torch.arange(256, dtype=torch.uint8).view(4, 64).repeat(8, 1)))
+    few = [[0, 1, 60, 126], [127, 128, 90, 80], [4, 3, 2, 1], [120, 121, 122, 127]]
+    scale = tiled(torch.tensor(few, dtype=torch.uint8).repeat_interleave(8, 0), SCALES_IN_WORD)
     ids = torch.zeros(128, 1, dtype=torch.int32)
     tiles = sort_by_expert(ids, first=0, experts=1, tokens=128)
     tiling = ExpertTiling(64, 128, 4, 2, 4)
@@ -139,7 +140,7 @@ def compiled_as(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full
         "TOKENS": tiling.tokens, "BESIDE": tiling.beside, "FIELDS": 4, "SM": arch, **({} if mxfp4 else {"scale": None}),
     }  # fmt: skip
     pointers = {
-        "x": "bf16", "weight": "i16" if mxfp4 else "bf16", "scale": "i32", "bias": "bf16",
+        "x": "bf16", "weight": "i16" if mxfp4 else "bf16", "scale": "i32", "selector_table": "i32", "bias": "bf16",
         "out": "fp32" if tiling.parts > 1 else "bf16", **dict.fromkeys(("pairs", "tiles", "num_tiles"), "i32"),
     }  # fmt: skip
     kinds = {name: "*" + kind for name, kind in pointers.items()}
@@ -206,7 +207,7 @@ def test_on_a_gpu(kind: str, tokens: int, inner: int) -> None:
 def test_tilings_fill_the_gpu_and_fit_it() -> None:
     for busy, tokens, mxfp4, sm in itertools.product((1, 4, 32, 128), (16, 32, 64, 128), (False, True), (80, 90)):
         down = biased_heuristics.select(busy, tokens, 2880, 2880, gated=False, mxfp4=mxfp4, num_sms=132, sm=sm)
-        assert down.parts == 1 or busy * -(-2880 // down.rows) * down.parts <= 3 * 132
+        assert down.parts == 1 or busy * -(-2880 // down.rows) * down.parts <= 6 * 132
         assert 2 <= down.stages <= 6
     assert biased_heuristics.select(4, 16, 2880, 2880, gated=False, mxfp4=True, num_sms=132, sm=90).parts > 1
 

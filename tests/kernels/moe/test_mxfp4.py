@@ -9,7 +9,7 @@ import re
 import torch
 
 from phalanx.kernels.moe.packing import codes as unpacked
-from phalanx.kernels.moe.packing import packed
+from phalanx.kernels.moe.packing import SCALES_IN_WORD, TILE_ROWS, packed, tiled, untiled
 from phalanx.kernels.moe.reference import E2M1
 
 WORD = 0xFFFFFFFF
@@ -35,16 +35,16 @@ def fma_bf16x2(a: int, b: int, c: int) -> int:
     return low | high << 16
 
 
-def run(program: str, words: int, factors: tuple[int, int]) -> int:
-    """Register $0 after the program, with $1 = words, and $2 and $3 = factors."""
-    registers = {"$1": words, "$2": factors[0], "$3": factors[1]}
+def run(program: str, words: int, scales: int, selector: int) -> int:
+    """Register $0 after the program, with $1 = words, $2 = $3 = scales, and $4 = $5 = selector."""
+    registers = {"$1": words, "$2": scales, "$3": scales, "$4": selector, "$5": selector}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
 
     operations = {
         "mov.b32": lambda a: a, "prmt.b32": prmt, "and.b32": lambda a, b: a & b, "shl.b32": lambda a, n: a << n & WORD,
-        "shr.b32": lambda a, n: a >> n, "lop3.b32": lop3, "fma.rn.bf16x2": fma_bf16x2,
+        "shr.b32": lambda a, n: a >> n, "mad.lo.u32": lambda a, b, c: a * b + c & WORD, "lop3.b32": lop3, "fma.rn.bf16x2": fma_bf16x2,
     }  # fmt: skip
     for line in re.findall(r"^([a-z0-9.]+ .*);$", program, re.MULTILINE):
         name, operands = line.split(" ", 1)
@@ -55,14 +55,11 @@ def run(program: str, words: int, factors: tuple[int, int]) -> int:
     return registers["$0"]
 
 
-def factor_of(scale: int) -> int:
-    return scale * 0x00800080 + 0x3F003F00
-
-
 def test_every_code_becomes_its_value_at_each_place_of_both_words() -> None:
-    """Beside all codes at the other places, each word by its own scale; subnormal results among them."""
-    from phalanx.kernels.moe.mxfp4 import WIDEN
+    """Beside all codes at the other places, by each of four scales; subnormal results among them."""
+    from phalanx.kernels.moe.mxfp4 import WIDEN, selectors
 
+    of_words = selectors(torch.device("cpu")).tolist()
     every = torch.arange(16).repeat_interleave(2) % 16
     for turn, (first, second) in enumerate(itertools.product(range(16), (0, 5, 10, 15))):
         codes = every.roll(turn)[:32].view(1, 4, 8)
@@ -70,13 +67,14 @@ def test_every_code_becomes_its_value_at_each_place_of_both_words() -> None:
         nibbles = codes.flatten(1)
         words = packed((nibbles[:, 0::2] | nibbles[:, 1::2] << 4).to(torch.uint8)).view(torch.int16)[0].int() & 0xFFFF
         assert torch.equal(codes_of(words), codes[0])
-        scales = (0, 1, 60, 120, 127, 128)[turn % 6], (118, 128, 0)[turn % 3]
+        scales, block = [(0, 1, 60, 120, 127, 128)[(turn + i) % 6] for i in range(4)], turn % 4
+        in_one = sum(scale << 8 * i for i, scale in enumerate(scales))
         for place, program in enumerate(WIDEN):
-            output = run(program, int(words[0]) | int(words[1]) << 16, (factor_of(scales[0]), factor_of(scales[1])))
+            output = run(program, int(words[0]) | int(words[1]) << 16, in_one, of_words[8 * block + turn % 8])
             values = torch.tensor([output & 0xFFFF, output >> 16]).to(torch.int32).to(torch.int16).view(torch.bfloat16)
             for half, value in enumerate(values):
                 code = int(codes[0, place, half])
-                wanted = torch.tensor(E2M1[code], dtype=torch.float64) * 2.0 ** (scales[half] - 127)
+                wanted = torch.tensor(E2M1[code], dtype=torch.float64) * 2.0 ** (scales[block] - 127)
                 assert float(value) == float(wanted.bfloat16())
                 assert bool(value.signbit()) == (code >= 8)
 
@@ -92,3 +90,16 @@ def test_packing_loses_nothing() -> None:
     codes = unpacked(packed(blocks))
     assert torch.equal(codes, torch.stack((blocks & 0xF, blocks >> 4), dim=-1).flatten(1).int())
     assert torch.equal(packed(blocks[:, 16:48]), packed(blocks)[:, 16:48])  # a rank's columns alone
+
+
+def test_tiles_are_one_run_of_memory() -> None:
+    rows, width = 2 * TILE_ROWS, 5 * 16
+    blocks = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
+    arranged = tiled(blocks)
+    assert arranged.shape == blocks.shape
+    assert torch.equal(untiled(arranged), blocks)
+    run = arranged.flatten()[TILE_ROWS * width :][2 * 16 * TILE_ROWS : 3 * 16 * TILE_ROWS]  # the second rows' third blocks
+    assert torch.equal(run.view(TILE_ROWS, 16), blocks[TILE_ROWS:, 32:48])
+    scales = torch.arange(rows * 8).view(rows, 8)
+    assert torch.equal(untiled(tiled(scales, SCALES_IN_WORD), SCALES_IN_WORD), scales)
+    assert torch.equal(tiled(scales, SCALES_IN_WORD).flatten()[: TILE_ROWS * 4].view(TILE_ROWS, 4), scales[:TILE_ROWS, :4])

@@ -23,7 +23,8 @@ from phalanx.config.experts import ClampedSwiGlu
 from phalanx.kernels.capabilities import gpu, sm_arch
 from phalanx.kernels.moe import biased_heuristics
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
-from phalanx.kernels.moe.mxfp4 import columns_at, dequantized
+from phalanx.kernels.moe.mxfp4 import columns_at, dequantized, selectors
+from phalanx.kernels.moe.packing import SCALES_IN_WORD, TILE_ROWS
 from phalanx.kernels.moe.reference import MXFP4_BLOCK
 from phalanx.kernels.moe.sort_by_expert import TILE_FIELDS, Tiles
 from phalanx.kernels.moe.tensors import ExpertTensors
@@ -33,6 +34,7 @@ BLOCK_COLUMNS = tl.constexpr(BLOCK_K)
 """Columns of one turn: four blocks of MXFP4, whose scales are one word."""
 BLOCK_WORDS = tl.constexpr(MXFP4_BLOCK // 4)
 """16-bit words of one block of MXFP4: 16 bytes, so that rows begin on multiples of these."""
+GROUP, SCALES = tl.constexpr(TILE_ROWS), tl.constexpr(SCALES_IN_WORD)
 
 
 @triton.jit
@@ -52,16 +54,20 @@ def _columns(row, valid, column, inputs, FULL: tl.constexpr):
 
 @triton.jit
 def _turn(
-    total, x_row, valid, weight, scale, weight_row, block, inputs, row_blocks, row_scales, MXFP4: tl.constexpr, FULL: tl.constexpr,
+    total, x_row, valid, weight, scale, selectors, weight_row, block, inputs, row_blocks, row_scales, MXFP4: tl.constexpr, FULL: tl.constexpr,
     SM: tl.constexpr,
 ):  # fmt: skip
     """total + columns block * 128 .. of weight_row [rows] times those of x."""
     first = block * BLOCK_COLUMNS
     if MXFP4:
-        at = block * (BLOCK_COLUMNS // 4) + tl.arange(0, BLOCK_COLUMNS // 4)[None, :]
-        place = weight + weight_row[:, None] * row_blocks * BLOCK_WORDS + at
-        words = tl.load(place) if FULL else tl.load(place, at < row_blocks * BLOCK_WORDS, 0)
-        a, b, c, d = dequantized(words, tl.load(scale + weight_row * row_scales + block), SM)
+        group, row = (weight_row // GROUP)[:, None], (weight_row % GROUP)[:, None]
+        at = tl.arange(0, BLOCK_COLUMNS // 4)[None, :]
+        of_row = at // BLOCK_WORDS
+        place = weight + (group * row_blocks * GROUP + of_row * GROUP + row) * BLOCK_WORDS + at % BLOCK_WORDS
+        place += block * (BLOCK_COLUMNS // 4 * GROUP)
+        words = tl.load(place) if FULL else tl.load(place, of_row < row_blocks - block * SCALES, 0)
+        scales = tl.load(scale + weight_row // GROUP * (GROUP * row_scales) + weight_row % GROUP + block * GROUP)
+        a, b, c, d = dequantized(words, scales, selectors, SM)
         total = _dot(a, _columns(x_row, valid, first + columns_at(0), inputs, FULL), total, SM)
         total = _dot(b, _columns(x_row, valid, first + columns_at(1), inputs, FULL), total, SM)
         total = _dot(c, _columns(x_row, valid, first + columns_at(2), inputs, FULL), total, SM)
@@ -106,7 +112,7 @@ def _tile_of(program, tiles_most, outputs, ROWS: tl.constexpr, BESIDE: tl.conste
 
 @triton.jit(do_not_specialize=["count", "tiles_most", "row_blocks", "row_scales", "blocks", "part_blocks"])
 def _biased_gemm(
-    x, weight, scale, bias, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs, row_blocks, row_scales, blocks,
+    x, weight, scale, selector_table, bias, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs, row_blocks, row_scales, blocks,
     part_blocks, alpha, limit, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, MXFP4: tl.constexpr,
     FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BESIDE: tl.constexpr, FIELDS: tl.constexpr,
     SM: tl.constexpr,
@@ -138,8 +144,11 @@ def _biased_gemm(
     else:
         weight_row = expert * outputs + tl.minimum(row, outputs - 1)
         total = tl.zeros([ROWS, TOKENS], tl.float32)
+    selectors = tl.load(selector_table + tl.arange(0, 32)) if MXFP4 else None
     for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
-        total = _turn(total, x_row, valid, weight, scale, weight_row, block, inputs, row_blocks, row_scales, MXFP4, FULL, SM)
+        total = _turn(
+            total, x_row, valid, weight, scale, selectors, weight_row, block, inputs, row_blocks, row_scales, MXFP4, FULL, SM
+        )
     total = _with_bias(total, bias, weight_row, part)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS, 2, TOKENS]), [0, 2, 1]))
@@ -174,7 +183,7 @@ def biased_gemm(
     scales = None if scale is None else scale.view(torch.int32)
     alpha, limit = swiglu or (0.0, 0.0)
     _biased_gemm[(tiles.most * triton.cdiv(outputs, tiling.rows), parts)](
-        x, weight.view(torch.int16) if mxfp4 else weight, scales, bias, out, *tiles[:3], count, tiles.most, outputs, inputs,
+        x, weight.view(torch.int16) if mxfp4 else weight, scales, selectors(x.device) if mxfp4 else None, bias, out, *tiles[:3], count, tiles.most, outputs, inputs,
         inputs // MXFP4_BLOCK, 0 if scales is None else scales.shape[1], blocks, part_blocks, alpha, limit, TOP_K=top_k,
         GATED=gated, CLAMPED=swiglu is not None, MXFP4=mxfp4, FULL=inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows,
         TOKENS=tiling.tokens, BESIDE=tiling.beside, FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps, num_stages=tiling.stages,

@@ -15,24 +15,32 @@ def select(
     """experts: of this rank, that a step reaches; tokens: of a tile. outputs, inputs: of one projection. sm: compute capability
     times 10. itemsize: bytes of an element of x, and of the weights where they are not in MXFP4.
 
-    A turn's weights have 64 bytes a row in MXFP4, and go through shared memory once more when they are widened. That takes
-    instructions rather than bytes: with few tokens, programs have two warps, whose products (`mma.sync`) need no warpgroup, and
-    do not wait for one another; and 64 rows, gate and up together, so that several run on a multiprocessor."""
+    A turn's weights have 64 bytes a row in MXFP4, and are widened in the registers that the tensor cores read: instructions, rather
+    than bytes, take the time. With few tokens, programs have two warps, whose products (`mma.sync`) need no warpgroup, and many of
+    them run on a multiprocessor. As `benchmarks/kernels/biased_gemm.py --sweep` found on an H200."""
     few, row_bytes = tokens <= 32, itemsize * BLOCK_K
     rows, warps, programs = (64, 4, 2) if tokens <= 64 else (64 if gated else 128, 8, 1)
-    if mxfp4 and few:
-        rows, warps, programs = 32 if gated else 64, 2, 4
-    elif mxfp4 and sm >= 100 and tokens > 64:
-        # Triton 3.6 makes an empty kernel for Blackwell of 128 x 128 sums of products of 32 columns.
-        rows, warps, programs = 32 if gated else 64, 4, 2
-    elif mxfp4 and gated and tokens > 64:
-        programs = 2  # one widens while the other's products run
+    if mxfp4:
+        rows, warps, programs = _of_mxfp4(tokens, gated, sm)
     weight_rows = rows * (2 if gated else 1)
-    widened = weight_rows * row_bytes if mxfp4 else 0
     stage = weight_rows * (BLOCK_K // 2 if mxfp4 else row_bytes) + tokens * row_bytes
-    stages = max(2, min(6, (_SHARED[90 if sm >= 90 else 80] // programs - widened) // stage))
+    stages = max(2, min(6, _SHARED[90 if sm >= 90 else 80] // programs // stage))
     parts = 1
     if not gated and few:
         tiles = experts * -(-outputs // rows)
-        parts = max(1, min(4, 3 * num_sms // tiles, inputs // (4 * BLOCK_K)))
+        parts = max(1, min(4, 6 * num_sms // tiles, inputs // (4 * BLOCK_K)))
     return ExpertTiling(rows, tokens, warps, stages, 4 if few else 8, parts)
+
+
+def _of_mxfp4(tokens: int, gated: bool, sm: int) -> tuple[int, int, int]:
+    """Rows, warps, and programs on a multiprocessor."""
+    if tokens <= 16:
+        return (32 if gated else 64), 2, 8
+    if tokens <= 32:
+        return (64 if gated else 128), 4, 4
+    if tokens <= 64:
+        return (64 if gated else 128), 8, 3
+    if sm >= 100:
+        # Triton 3.6 makes an empty kernel for Blackwell of 128 x 128 sums of products of 32 columns.
+        return (32 if gated else 64), 4, 2
+    return (64 if gated and sm < 90 else 128), 8, 1  # before Hopper, registers hold no more

@@ -12,16 +12,22 @@ The equivalent plain code is `reference.dequantize_mxfp4`; results are equal bit
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from phalanx.kernels.moe.packing import MAGNITUDES, SIGNS
 
 _TEMPLATE = """
 {{
 .reg .b32 sign, value, factor, zero;
+mov.b32 zero, 0;
+prmt.b32 factor, $2, zero, $4;
+mad.lo.u32 factor, factor, 0x80, 0x3F003F00;
 mov.b32 zero, 0x80008000;
-prmt.b32 factor, $2, $3, 0x7610;
 {widen}
 fma.rn.bf16x2 $0, value, factor, zero;
 }}
@@ -46,11 +52,11 @@ def _widen(place: int) -> str:
 
 
 WIDEN = [_TEMPLATE.format(widen=_widen(place)) for place in range(4)]
-"""Two words ($1) and their factors ($2, $3: each twice in 32 bits) to the values at one place of each, in bf16. The exponent's bias
-is 126 too large after the shifts, which the factor makes good. Subnormals come out right by the product, too."""
+"""Two words ($1), the scales of their row ($2 and $3: the same) and the selector of their block ($4 and $5: the same) to the values
+at one place of each, in bf16. The exponent's bias is 126 too large after the shifts, which the factor makes good: 2^(scale - 1), twice
+in 32 bits. Subnormals come out right by the product, too."""
 
 _WIDEN_0, _WIDEN_1, _WIDEN_2, _WIDEN_3 = (tl.constexpr(code) for code in WIDEN)
-_FACTOR_UNIT, _FACTOR_BASE = tl.constexpr(0x00800080), tl.constexpr(0x3F003F00)  # 2^(scale - 1) in bf16, twice
 
 
 @triton.jit
@@ -67,21 +73,21 @@ def _exponent(byte):
 
 
 @triton.jit
-def dequantized(words, scales, SM: tl.constexpr):
-    """words [R, 32] int16 of a row's 128 columns, scales [R] int32 of four scales each, the first in the lowest byte -> four
-    tensors [R, 32] in bf16, in the interpreter in fp32: of the columns `columns_at(0..3)`. Scales are 128 at most."""
-    block = tl.arange(0, 32)[None, :] // 8
-    scale = (scales[:, None] >> (block * 8)) & 0xFF
+def dequantized(words, scales, selectors, SM: tl.constexpr):
+    """words [R, 32] int16 of a row's 128 columns, scales [R] int32 of four scales each, the first in the lowest byte, selectors [32]
+    as of `selectors` -> four tensors [R, 32] in bf16, in the interpreter in fp32: of the columns `columns_at(0..3)`. Scales are 128
+    at most."""
+    scale, selector = tl.broadcast_to(scales[:, None], words.shape), tl.broadcast_to(selectors[None, :], words.shape)
     if SM == 0:
-        in_32_bit, unit = words.to(tl.int32), _exponent(scale)
+        in_32_bit, unit = words.to(tl.int32), _exponent((scale >> ((selector & 3) * 8)) & 0xFF)
         a, b = _plain(in_32_bit, SIGN_0, MAGNITUDE_0) * unit, _plain(in_32_bit, SIGN_1, MAGNITUDE_1) * unit
         c, d = _plain(in_32_bit, SIGN_2, MAGNITUDE_2) * unit, _plain(in_32_bit, SIGN_3, MAGNITUDE_3) * unit
     else:
-        factor = scale * _FACTOR_UNIT + _FACTOR_BASE
-        a = tl.inline_asm_elementwise(_WIDEN_0, "=r,r,r,r", [words, factor], dtype=tl.bfloat16, is_pure=True, pack=2)
-        b = tl.inline_asm_elementwise(_WIDEN_1, "=r,r,r,r", [words, factor], dtype=tl.bfloat16, is_pure=True, pack=2)
-        c = tl.inline_asm_elementwise(_WIDEN_2, "=r,r,r,r", [words, factor], dtype=tl.bfloat16, is_pure=True, pack=2)
-        d = tl.inline_asm_elementwise(_WIDEN_3, "=r,r,r,r", [words, factor], dtype=tl.bfloat16, is_pure=True, pack=2)
+        at = [words, scale, selector]
+        a = tl.inline_asm_elementwise(_WIDEN_0, "=r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
+        b = tl.inline_asm_elementwise(_WIDEN_1, "=r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
+        c = tl.inline_asm_elementwise(_WIDEN_2, "=r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
+        d = tl.inline_asm_elementwise(_WIDEN_3, "=r,r,r,r,r,r", at, dtype=tl.bfloat16, is_pure=True, pack=2)
     return a, b, c, d
 
 
@@ -94,3 +100,13 @@ def columns_at(PLACE: tl.constexpr):
     """The columns [1, 32] of 128 whose values words have at this place."""
     at = tl.arange(0, 32)[None, :]
     return at // 8 * 32 + PLACE * 8 + at % 8
+
+
+@functools.cache
+def selectors(device: torch.device) -> Tensor:
+    """[32] int32: for each word of 128 columns, what brings the scale of its block, of four in 32 bits, to the low byte of both
+    halves of a register (`prmt`).
+
+    A kernel loads them, although they follow from the column: what is made of loaded values only, the compiler computes where tensor
+    cores want it. Otherwise widened weights go through shared memory once more."""
+    return torch.tensor([0x4040 + word // 8 * 0x0101 for word in range(32)], dtype=torch.int32, device=device)

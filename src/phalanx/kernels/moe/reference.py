@@ -112,8 +112,8 @@ def clamped_swiglu(gate_up: Tensor, swiglu: ClampedSwiGlu) -> Tensor:
 def dequantize_mxfp4(blocks: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """blocks [rows, columns / 2] uint8, scale [rows, columns / 32] uint8 (see `ExpertTensors`) -> [rows, columns] in dtype:
     exactly, within the range of bf16 and fp32."""
-    values, each = torch.tensor(E2M1, device=blocks.device), packing.codes(blocks)
-    power = (scale.int() - 127).repeat_interleave(MXFP4_BLOCK, dim=1)[:, : each.shape[1]]
+    values, each = torch.tensor(E2M1, device=blocks.device), packing.codes(packing.untiled(blocks))
+    power = (packing.untiled(scale, packing.SCALES_IN_WORD).int() - 127).repeat_interleave(MXFP4_BLOCK, dim=1)[:, : each.shape[1]]
     return torch.ldexp(values[each].double(), power).to(dtype)
 
 

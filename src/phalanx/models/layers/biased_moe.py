@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx import kernels
@@ -49,8 +50,8 @@ class BiasedRouter(Sliced):
 class StackedExpertLinear(Sliced):
     """One projection of this rank's experts, which a checkpoint has in one tensor for all experts.
 
-    weight [experts * rows, columns], the experts one below the other; in MXFP4 uint8 [experts * rows, columns / 2], packed, with
-    weight_scale uint8 [experts * rows, columns / 32], padded with zeros to a multiple of 4. bias [experts * rows], or None where
+    weight [experts * rows, columns], the experts one below the other; in MXFP4 uint8 [experts * rows, columns / 2], packed and
+    tiled, with weight_scale uint8 [experts * rows, columns / 32], padded with zeros to a multiple of 4, and tiled. bias [experts * rows], or None where
     another rank adds it.
     """
 
@@ -69,7 +70,7 @@ class StackedExpertLinear(Sliced):
         self.weight_scale: nn.Parameter | None = None
         if experts.mxfp4:
             self.weight = context.weight(every, self.columns // 2, dtype=torch.uint8)
-            padded = -(-self.columns // (4 * MXFP4_BLOCK)) * 4
+            padded = -(-self.columns // (packing.SCALES_IN_WORD * MXFP4_BLOCK)) * packing.SCALES_IN_WORD
             self.weight_scale = context.weight(every, padded, dtype=torch.uint8)
             self.weight_scale.zero_()
         else:
@@ -89,11 +90,11 @@ class StackedExpertLinear(Sliced):
                 shape = (count, out, inputs // MXFP4_BLOCK)
                 yield Slice(
                     f"{self.name}{BLOCKS}", (*shape, MXFP4_BLOCK // 2), self.weight[here], at=(one, rows, blocks, slice(None)),
-                    arrange=lambda values: in_rows(packing.packed(values[0].flatten(1))),
+                    arrange=lambda values: packing.tiled(in_rows(packing.packed(values[0].flatten(1)))),
                 )  # fmt: skip
                 yield Slice(
-                    f"{self.name}{SCALES}", shape, self.weight_scale[here, : self.columns // MXFP4_BLOCK], at=(one, rows, blocks),
-                    arrange=lambda values: in_rows(self._checked(values[0])),
+                    f"{self.name}{SCALES}", shape, self.weight_scale[here], at=(one, rows, blocks),
+                    arrange=lambda values: self._tiled(in_rows(self._checked(values[0]))),
                 )  # fmt: skip
             else:
                 yield Slice(
@@ -108,6 +109,10 @@ class StackedExpertLinear(Sliced):
     def _gate_before_up(self, values: Tensor) -> Tensor:
         """[2 * n, ...] in turns -> gate rows, then up rows."""
         return torch.cat((values[0::2], values[1::2]))
+
+    def _tiled(self, scales: Tensor) -> Tensor:
+        assert self.weight_scale is not None
+        return packing.tiled(F.pad(scales, (0, self.weight_scale.shape[1] - scales.shape[1])), packing.SCALES_IN_WORD)
 
     def _checked(self, scale: Tensor) -> Tensor:
         largest = int(scale.max())
