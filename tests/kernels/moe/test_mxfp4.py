@@ -8,8 +8,8 @@ import re
 
 import torch
 
+from phalanx.kernels.moe.packing import SCALES_IN_WORD, TILE_BYTES, TILE_ROWS, packed, tiled, untiled
 from phalanx.kernels.moe.packing import codes as unpacked
-from phalanx.kernels.moe.packing import SCALES_IN_WORD, TILE_ROWS, packed, tiled, untiled
 from phalanx.kernels.moe.reference import E2M1
 
 WORD = 0xFFFFFFFF
@@ -44,7 +44,8 @@ def run(program: str, words: int, scales: int, selector: int) -> int:
 
     operations = {
         "mov.b32": lambda a: a, "prmt.b32": prmt, "and.b32": lambda a, b: a & b, "shl.b32": lambda a, n: a << n & WORD,
-        "shr.b32": lambda a, n: a >> n, "mad.lo.u32": lambda a, b, c: a * b + c & WORD, "lop3.b32": lop3, "fma.rn.bf16x2": fma_bf16x2,
+        "shr.b32": lambda a, n: a >> n, "mad.lo.u32": lambda a, b, c: a * b + c & WORD,
+        "lop3.b32": lop3, "fma.rn.bf16x2": fma_bf16x2,
     }  # fmt: skip
     for line in re.findall(r"^([a-z0-9.]+ .*);$", program, re.MULTILINE):
         name, operands = line.split(" ", 1)
@@ -93,13 +94,14 @@ def test_packing_loses_nothing() -> None:
 
 
 def test_tiles_are_one_run_of_memory() -> None:
-    rows, width = 2 * TILE_ROWS, 5 * 16
+    rows, width = 2 * TILE_ROWS, 2 * TILE_BYTES + 16
     blocks = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
     arranged = tiled(blocks)
     assert arranged.shape == blocks.shape
     assert torch.equal(untiled(arranged), blocks)
-    run = arranged.flatten()[TILE_ROWS * width :][2 * 16 * TILE_ROWS : 3 * 16 * TILE_ROWS]  # the second rows' third blocks
-    assert torch.equal(run.view(TILE_ROWS, 16), blocks[TILE_ROWS:, 32:48])
+    runs = torch.split(arranged.flatten()[TILE_ROWS * width :], TILE_ROWS * TILE_BYTES)  # of the second rows
+    assert torch.equal(runs[1].view(TILE_ROWS, TILE_BYTES), blocks[TILE_ROWS:, TILE_BYTES : 2 * TILE_BYTES])
+    assert torch.equal(runs[2].view(TILE_ROWS, 16), blocks[TILE_ROWS:, 2 * TILE_BYTES :])
     scales = torch.arange(rows * 8).view(rows, 8)
     assert torch.equal(untiled(tiled(scales, SCALES_IN_WORD), SCALES_IN_WORD), scales)
     assert torch.equal(tiled(scales, SCALES_IN_WORD).flatten()[: TILE_ROWS * 4].view(TILE_ROWS, 4), scales[:TILE_ROWS, :4])

@@ -54,18 +54,20 @@ def _columns(row, valid, column, inputs, FULL: tl.constexpr):
 
 @triton.jit
 def _turn(
-    total, x_row, valid, weight, scale, selectors, weight_row, block, inputs, row_blocks, row_scales, MXFP4: tl.constexpr, FULL: tl.constexpr,
-    SM: tl.constexpr,
+    total, x_row, valid, weight, scale, selectors, weight_row, block, inputs, row_blocks, row_scales, MXFP4: tl.constexpr,
+    FULL: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """total + columns block * 128 .. of weight_row [rows] times those of x."""
     first = block * BLOCK_COLUMNS
     if MXFP4:
-        group, row = (weight_row // GROUP)[:, None], (weight_row % GROUP)[:, None]
-        at = tl.arange(0, BLOCK_COLUMNS // 4)[None, :]
-        of_row = at // BLOCK_WORDS
-        place = weight + (group * row_blocks * GROUP + of_row * GROUP + row) * BLOCK_WORDS + at % BLOCK_WORDS
-        place += block * (BLOCK_COLUMNS // 4 * GROUP)
-        words = tl.load(place) if FULL else tl.load(place, of_row < row_blocks - block * SCALES, 0)
+        group, row = (weight_row // GROUP)[:, None], (weight_row % GROUP).to(tl.int32)[:, None]
+        at, width = tl.arange(0, BLOCK_COLUMNS // 4)[None, :], BLOCK_COLUMNS // 4
+        place = row * width + at
+        if not FULL:  # the last tile may have fewer columns
+            width = tl.minimum(row_blocks - block * SCALES, SCALES) * BLOCK_WORDS
+            place = tl.where(width < BLOCK_COLUMNS // 4, row * ((row_blocks - 1) % SCALES + 1) * BLOCK_WORDS + at, place)
+        tile = weight + group * row_blocks * (GROUP * BLOCK_WORDS) + (block * (BLOCK_COLUMNS // 4 * GROUP) + place)
+        words = tl.load(tile) if FULL else tl.load(tile, at < width, 0)
         scales = tl.load(scale + weight_row // GROUP * (GROUP * row_scales) + weight_row % GROUP + block * GROUP)
         a, b, c, d = dequantized(words, scales, selectors, SM)
         total = _dot(a, _columns(x_row, valid, first + columns_at(0), inputs, FULL), total, SM)
@@ -112,7 +114,8 @@ def _tile_of(program, tiles_most, outputs, ROWS: tl.constexpr, BESIDE: tl.conste
 
 @triton.jit(do_not_specialize=["count", "tiles_most", "row_blocks", "row_scales", "blocks", "part_blocks"])
 def _biased_gemm(
-    x, weight, scale, selector_table, bias, out, pairs, tiles, num_tiles, count, tiles_most, outputs, inputs, row_blocks, row_scales, blocks,
+    x, weight, scale, selector_table, bias, out, pairs, tiles, num_tiles, count, tiles_most,
+    outputs, inputs, row_blocks, row_scales, blocks,
     part_blocks, alpha, limit, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, MXFP4: tl.constexpr,
     FULL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BESIDE: tl.constexpr, FIELDS: tl.constexpr,
     SM: tl.constexpr,
@@ -136,9 +139,9 @@ def _biased_gemm(
     source = (pair // TOP_K if GATED else position).to(tl.int64)
     x_row, valid = x + source[:, None] * inputs, (lane < size)[:, None]
     row = tile_n * ROWS + tl.arange(0, ROWS)
-    if GATED:  # rows of gate and of up in turns
+    if GATED:  # eight rows of gate and eight of up in turns: a thread's sums are of both, and neighbours read one run
         both = tl.arange(0, 2 * ROWS)
-        of_tile = tl.minimum(tile_n * ROWS + both // 2, outputs - 1) + both % 2 * outputs
+        of_tile = tl.minimum(tile_n * ROWS + both // 16 * 8 + both % 8, outputs - 1) + both // 8 % 2 * outputs
         weight_row = expert * outputs * 2 + of_tile
         total = tl.zeros([2 * ROWS, TOKENS], tl.float32)
     else:
@@ -151,8 +154,8 @@ def _biased_gemm(
         )
     total = _with_bias(total, bias, weight_row, part)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS, 2, TOKENS]), [0, 2, 1]))
-        total = _swiglu(gate, up, alpha, limit, CLAMPED)
+        gate, up = tl.split(tl.permute(tl.reshape(total, [ROWS // 8, 2, 8, TOKENS]), [0, 2, 3, 1]))
+        total = tl.reshape(_swiglu(gate, up, alpha, limit, CLAMPED), [ROWS, TOKENS])
         target = position.to(tl.int64)
     else:
         target = pair.to(tl.int64) + part.to(tl.int64) * count
@@ -183,7 +186,8 @@ def biased_gemm(
     scales = None if scale is None else scale.view(torch.int32)
     alpha, limit = swiglu or (0.0, 0.0)
     _biased_gemm[(tiles.most * triton.cdiv(outputs, tiling.rows), parts)](
-        x, weight.view(torch.int16) if mxfp4 else weight, scales, selectors(x.device) if mxfp4 else None, bias, out, *tiles[:3], count, tiles.most, outputs, inputs,
+        x, weight.view(torch.int16) if mxfp4 else weight, scales, selectors(x.device) if mxfp4 else None, bias, out, *tiles[:3],
+        count, tiles.most, outputs, inputs,
         inputs // MXFP4_BLOCK, 0 if scales is None else scales.shape[1], blocks, part_blocks, alpha, limit, TOP_K=top_k,
         GATED=gated, CLAMPED=swiglu is not None, MXFP4=mxfp4, FULL=inputs % BLOCK_K == 0, PARTS=parts > 1, ROWS=tiling.rows,
         TOKENS=tiling.tokens, BESIDE=tiling.beside, FIELDS=TILE_FIELDS, SM=sm, num_warps=tiling.warps, num_stages=tiling.stages,

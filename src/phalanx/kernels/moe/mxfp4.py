@@ -53,8 +53,8 @@ def _widen(place: int) -> str:
 
 WIDEN = [_TEMPLATE.format(widen=_widen(place)) for place in range(4)]
 """Two words ($1), the scales of their row ($2 and $3: the same) and the selector of their block ($4 and $5: the same) to the values
-at one place of each, in bf16. The exponent's bias is 126 too large after the shifts, which the factor makes good: 2^(scale - 1), twice
-in 32 bits. Subnormals come out right by the product, too."""
+at one place of each, in bf16. The exponent's bias is 126 too large after the shifts, which the factor makes good: 2^(scale - 1),
+twice in 32 bits. Subnormals come out right by the product, too."""
 
 _WIDEN_0, _WIDEN_1, _WIDEN_2, _WIDEN_3 = (tl.constexpr(code) for code in WIDEN)
 
@@ -74,9 +74,9 @@ def _exponent(byte):
 
 @triton.jit
 def dequantized(words, scales, selectors, SM: tl.constexpr):
-    """words [R, 32] int16 of a row's 128 columns, scales [R] int32 of four scales each, the first in the lowest byte, selectors [32]
-    as of `selectors` -> four tensors [R, 32] in bf16, in the interpreter in fp32: of the columns `columns_at(0..3)`. Scales are 128
-    at most."""
+    """words [R, 32] int16 of a row's 128 columns, scales [R] int32 of four scales each, the first in the lowest byte, selectors
+    [32] as of `selectors` -> four tensors [R, 32] in bf16, in the interpreter in fp32: of the columns `columns_at(0..3)`. Scales
+    are 128 at most."""
     scale, selector = tl.broadcast_to(scales[:, None], words.shape), tl.broadcast_to(selectors[None, :], words.shape)
     if SM == 0:
         in_32_bit, unit = words.to(tl.int32), _exponent((scale >> ((selector & 3) * 8)) & 0xFF)
@@ -107,6 +107,6 @@ def selectors(device: torch.device) -> Tensor:
     """[32] int32: for each word of 128 columns, what brings the scale of its block, of four in 32 bits, to the low byte of both
     halves of a register (`prmt`).
 
-    A kernel loads them, although they follow from the column: what is made of loaded values only, the compiler computes where tensor
-    cores want it. Otherwise widened weights go through shared memory once more."""
+    A kernel loads them, although they follow from the column: what is made of loaded values only, the compiler computes where
+    tensor cores want it. Otherwise widened weights go through shared memory once more."""
     return torch.tensor([0x4040 + word // 8 * 0x0101 for word in range(32)], dtype=torch.int32, device=device)

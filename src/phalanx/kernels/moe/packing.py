@@ -5,8 +5,8 @@ four registers with two bf16 each by masks and shifts that leave every value in 
 A word has the columns i, i + 8, i + 16 and i + 24 of 32 that share a scale; in a checkpoint a byte has two neighbours. The same
 bytes hold the same columns, 32 together in 16 bytes.
 
-What a turn of a GEMM reads of 32 rows, 128 columns of each, is one run. As rows of their own these are 64 bytes here and there, for
-which memory gives little more than half of its speed."""
+What a turn of a GEMM reads of 32 rows, 128 columns of each, is one run, row after row, so that eight threads read 128 bytes. They
+read 64 here and there in weights whose rows are runs of their own, and the GEMM then waits for them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ SIGNS = (15, 12, 14, 13)
 """The bit of a word that is the sign of the value at each of its four places."""
 MAGNITUDES = (6, 3, 0, 9)
 """The lowest of the three bits below the sign of each."""
-BLOCK_BYTES = 16
-"""Of 32 columns, which share a scale."""
+TILE_ROWS, TILE_BYTES = 32, 64
+"""Rows of a tile, and bytes of each: 128 columns. Experts have a multiple of so many rows: they are columns of another projection,
+in blocks of 32."""
 SCALES_IN_WORD = 4
-TILE_ROWS = 32
-"""Rows whose blocks of the same columns are one run of memory. Experts have a multiple of them: their rows are columns of another
-projection, in blocks of 32."""
+_BLOCK_BYTES = 16
 _BLOCKS_AT_ONCE = 1 << 19
 """Blocks of 32 values that are packed together, so that what is needed in between stays small: an expert's gate and up of
 gpt-oss-120b."""
@@ -31,7 +30,7 @@ gpt-oss-120b."""
 def packed(blocks: Tensor) -> Tensor:
     """blocks [rows, columns / 2] uint8 as on disk, the first of two values in the low nibble -> the same values as words, in bytes
     [rows, columns / 2]. columns: a multiple of 32."""
-    every = blocks.reshape(-1, BLOCK_BYTES)
+    every = blocks.reshape(-1, _BLOCK_BYTES)
     return torch.cat([_packed(some) for some in torch.split(every, _BLOCKS_AT_ONCE)]).view(blocks.shape) if len(every) else blocks
 
 
@@ -51,12 +50,16 @@ def codes(words: Tensor) -> Tensor:
     return torch.stack(parts, dim=1).view(words.shape[0], -1)
 
 
-def tiled(words: Tensor, width: int = BLOCK_BYTES) -> Tensor:
-    """words [rows, bytes] uint8 -> the same shape and bytes as [rows / TILE_ROWS, bytes / width, TILE_ROWS, width]. For weights, width
-    is a block's; for scales, SCALES_IN_WORD. rows: a multiple of TILE_ROWS; bytes: of width."""
-    return words.reshape(-1, TILE_ROWS, words.shape[1] // width, width).transpose(1, 2).reshape(words.shape)
+def tiled(words: Tensor, width: int = TILE_BYTES) -> Tensor:
+    """words [rows, bytes] uint8 -> the same shape and bytes, TILE_ROWS rows of the first `width` bytes before those of the next;
+    the last may be fewer. rows: a multiple of TILE_ROWS. For scales, width is SCALES_IN_WORD."""
+    groups = words.reshape(-1, TILE_ROWS, words.shape[1])
+    return torch.cat([tile.flatten(1) for tile in torch.split(groups, width, dim=2)], dim=1).view(words.shape)
 
 
-def untiled(words: Tensor, width: int = BLOCK_BYTES) -> Tensor:
+def untiled(words: Tensor, width: int = TILE_BYTES) -> Tensor:
     """The inverse of `tiled`."""
-    return words.reshape(-1, words.shape[1] // width, TILE_ROWS, width).transpose(1, 2).reshape(words.shape)
+    every = words.shape[1]
+    sizes = [TILE_ROWS * min(width, every - first) for first in range(0, every, width)]
+    parts = torch.split(words.reshape(-1, TILE_ROWS * every), sizes, dim=1)
+    return torch.cat([part.reshape(len(part), TILE_ROWS, -1) for part in parts], dim=2).view(words.shape)

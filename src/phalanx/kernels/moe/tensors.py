@@ -21,8 +21,9 @@ class ExpertTensors:
     of the two GEMMs' inputs, fp32 scalars; None for one per token, or per token and block. begin: the column of its block that is
     the first of `down`, whose columns may be a slice. fp8_gemm: inputs are e4m3, too; else the weights are widened in registers.
 
-    Or in MXFP4 (OCP Microscaling formats 1.0): uint8 with two e2m1 values each, [rows, columns / 2], arranged by `packing.packed` and `packing.tiled`,
-    and a scale 2^(n - 127) for 32 columns, n in uint8 [rows, columns / 32], 128 at most, padded with zeros to a multiple of 4.
+    Or in MXFP4 (OCP Microscaling formats 1.0): uint8 with two e2m1 values each, [rows, columns / 2], arranged by `packing.packed`
+    and `packing.tiled`; and a scale 2^(n - 127) for 32 columns, n in uint8 [rows, columns / 32], 128 at most, padded with zeros to
+    a multiple of 4, and tiled.
     gate_up_bias [E * 2 * I], down_bias [E * H]: added to what the GEMMs give; None for none. swiglu: the activation where it is not
     silu(gate) * up.
     """

@@ -51,8 +51,8 @@ class StackedExpertLinear(Sliced):
     """One projection of this rank's experts, which a checkpoint has in one tensor for all experts.
 
     weight [experts * rows, columns], the experts one below the other; in MXFP4 uint8 [experts * rows, columns / 2], packed and
-    tiled, with weight_scale uint8 [experts * rows, columns / 32], padded with zeros to a multiple of 4, and tiled. bias [experts * rows], or None where
-    another rank adds it.
+    tiled, with weight_scale uint8 [experts * rows, columns / 32], padded with zeros to a multiple of 4, and tiled. bias
+    [experts * rows], or None where another rank adds it.
     """
 
     fp8 = None
