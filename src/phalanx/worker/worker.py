@@ -67,6 +67,8 @@ logger = log.get_logger(__name__)
 ReportProgress = Callable[[int, int], None]
 """Reports how much of a phase is done: (done, total)."""
 
+_START_MARGIN_SECONDS = 30.0
+"""How much longer than start_timeout a rank waits for its peers: the engine, which knows who is missing, gives up first."""
 _POLL_SECONDS = 80e-6
 """How often a rank asks whether the device has finished a step."""
 
@@ -171,7 +173,7 @@ class Worker:
         from phalanx.comm.reachability import require_mutual
         from phalanx.worker.engine_store import EngineStore
 
-        world, timeout = self._layout.world, self.options.start_timeout
+        world, timeout = self._layout.world, self.options.start_timeout + _START_MARGIN_SECONDS
         if world == 1:
             return torch_group.form(0, 1, self._layout, "", device)
         store = self._store = EngineStore(self.rank, self._config["engine"], self._config.get("cluster_token"), timeout=timeout)
