@@ -7,9 +7,10 @@ PY := $(VENV)/bin/python
 # The first of these that is Python 3.11 or later; `make PYTHON=... demo` names one outright.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	if $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then echo $$p; break; fi; done)
-PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off
+# Python compiles what is imported, once; of what is installed, that is the smaller part.
+PIP := $(PY) -m pip --disable-pip-version-check install --quiet --progress-bar off --no-compile
 
-.PHONY: demo test check fuzz clients wheel bench clean
+.PHONY: demo test check check-ruff check-types check-imports check-architecture fuzz clients wheel bench clean
 
 demo: $(VENV)/.bare
 	@$(PY) scripts/demo.py
@@ -18,10 +19,20 @@ test: $(VENV)/.dev
 	@echo "== tests (several minutes: they start real ranks and servers)"
 	@$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
+# Two at a time; each prints its lines when it ends.
 check: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j2 --output-sync=target check-types check-ruff check-imports check-architecture
+
+check-ruff: $(VENV)/.dev
 	@echo "== ruff" && $(VENV)/bin/ruff check --no-cache src tests scripts benchmarks && $(VENV)/bin/ruff format --check src tests scripts benchmarks
+
+check-types: $(VENV)/.dev
 	@echo "== mypy" && $(VENV)/bin/mypy
+
+check-imports: $(VENV)/.dev
 	@echo "== import-linter" && $(VENV)/bin/lint-imports --no-logo
+
+check-architecture: $(VENV)/.dev
 	@echo "== architecture" && $(PY) -m pytest -q tests/architecture
 
 # Random schedules and requests, SECONDS each, from SEED on: it is printed, and again where a case fails.
