@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) of config.json. No torch."""
+"""Multi-head latent attention (MLA: DeepSeek-V2, arXiv 2405.04434) of config.json. No torch."""
 
 from __future__ import annotations
 

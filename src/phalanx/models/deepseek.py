@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 and V3, R1 among them (arXiv 2405.04434, 2412.19437): latent attention, and routed and shared experts behind dense
-layers."""
+"""DeepSeek-V2 and V3, R1 among them (arXiv 2405.04434, 2412.19437): multi-head latent attention (MLA), and routed and shared
+experts behind dense layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NORM_EPS = 1e-6
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention: the cache has one latent and one rotated key per token, from which each head's keys and values
+    """MLA: the cache has one latent and one rotated key per token, from which each head's keys and values
     come by `kv_b_proj`. Heads are split over the ranks; each rank has the whole cache."""
 
     def __init__(self, name: str, shape: ModelShape, latent: Latent, *, context: LayerContext) -> None:

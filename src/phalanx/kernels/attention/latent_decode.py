@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""Absorbed decode attention over the paged latent cache (arXiv 2405.04434) with split-KV, in one launch that nobody plans on the
-host.
+"""Decode attention of MLA (arXiv 2405.04434), absorbed, over the paged latent cache, with split-KV, in one launch that nobody plans
+on the host.
 
     scores = (query[r, h] . latents[:, :rank] + rotated[r, h] . latents[:, rank:]) * scale
     out[r, h] = softmax(scores) @ latents[:, :rank]                          see `reference.latent_decode_attention`

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""The GEMMs of all experts in one launch, over the tiles of `sort_by_expert`.
+"""Grouped GEMM: the GEMMs of all experts in one launch, over the tiles of `sort_by_expert`.
 
     inner[p, i] = silu(gate_e[i] . x[token of p]) * (up_e[i] . x[token of p])        pairs p in sorted order, e the pair's expert
     out[q, h]   = down_e[h] . inner[p]                                               q: the pair's number, token * top_k + slot
