@@ -289,13 +289,13 @@ class Chain:
         self._waits, self._query = shape in BETWEEN_RANKS, query
         self._layers = list(memory.layers(sizes))
         self._first = torch.randn(tokens, hidden, device="cuda", dtype=BF16)
-        self._seen, _ = quantize_fp8(torch.randn(tokens, query, device="cuda", dtype=BF16))
+        self._checked, _ = quantize_fp8(torch.randn(tokens, query, device="cuda", dtype=BF16))
         self._norm = torch.ones(hidden, device="cuda", dtype=BF16)
         self._columns = torch.full((sizes["gate_up"][0],), 2e-3, device="cuda")
 
     def run(self, tilings: Mapping[str, SkinnyTiling]) -> Tensor:
         """The residual stream. tilings: by GEMM; torch runs those that have none."""
-        checked, residual = self._seen, self._first
+        checked, residual = self._checked, self._first
 
         for layer in self._layers:
             x, rows, residual = self._normed(_gemm("o", layer, checked, tilings), residual)

@@ -32,8 +32,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     plain = write_checkpoint(root / "plain", "gpt_oss", num_hidden_layers=3)
     stored, meant = mxfp4_checkpoints.rewrite(plain, root)
     expected = {}
-    for form, folder, said in (("16 bit", plain, plain), ("mxfp4", stored, meant)):
-        tokens = reference_tokens(said, prompts_of_all_lengths(), NEW_TOKENS, experts_implementation="eager")
+    for form, folder, reference_folder in (("16 bit", plain, plain), ("mxfp4", stored, meant)):
+        tokens = reference_tokens(reference_folder, prompts_of_all_lengths(), NEW_TOKENS, experts_implementation="eager")
         expected[form] = folder, tokens
     return expected
 

@@ -80,8 +80,8 @@ def test_kernels_compile(capability: int, world: int) -> None:
     assert {name for name, _, _ in launched} == {"rs_norm_ag"}
     if dtype == torch.float32:
         assert comm_compiled.fused(launched[0]) == comm_compiled.fused(launched[-1]), "a part is rounded before it is added up"
-    for _, grid, made in launched:
-        per_sm, ptx = -(-grid[0] // NUM_SMS), made.asm["ptx"]
-        assert made.metadata.shared * per_sm <= 200 << 10
-        assert per_sm == 1 or f".maxnreg {made.metadata.maxnreg}" in ptx
+    for _, grid, kernel in launched:
+        per_sm, ptx = -(-grid[0] // NUM_SMS), kernel.asm["ptx"]
+        assert kernel.metadata.shared * per_sm <= 200 << 10
+        assert per_sm == 1 or f".maxnreg {kernel.metadata.maxnreg}" in ptx
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90)

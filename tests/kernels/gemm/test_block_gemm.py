@@ -363,8 +363,8 @@ def test_on_gpu(tokens: int, outputs: int, inputs: int, begin: int, dtype: torch
     x, (weight, scale) = activations(tokens, inputs, dtype), weight_of(outputs, inputs, begin)
     if has_fp8_gemm(device):
         values, x_scale = reference.per_token_group_quant_fp8(x, 128, begin)
-        got, got_scale = block_gemm.per_token_group_quant_fp8(x.to(device), begin)
-        assert torch.equal(got.cpu().view(torch.uint8), values.view(torch.uint8))
+        quantized, got_scale = block_gemm.per_token_group_quant_fp8(x.to(device), begin)
+        assert torch.equal(quantized.cpu().view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(got_scale.cpu(), x_scale)
         wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32, begin=begin)
         output = block_gemm.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)

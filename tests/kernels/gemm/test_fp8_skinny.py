@@ -90,12 +90,12 @@ def test_programs_of_a_row_of_tiles_are_the_same_from_both_sides(along: int, dee
 
 
 SHAPES = ((2560, 8192), (8192, 2048), (14336, 8192), (37888, 3584), (4096, 4096), (2576, 2064), (48, 144), (16, 16))
-WIDE = ((4608, 16384), (16384, 4096), (26624, 16384), (16384, 13312), (53248, 16384), (16384, 26624))
+SHAPES_405B = ((4608, 16384), (16384, 4096), (26624, 16384), (16384, 13312), (53248, 16384), (16384, 26624))
 """Of a model of 405 billion weights, on a rank of four or of two."""
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES + WIDE)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES + SHAPES_405B)
 def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
     """In steps of bf16, with and without scales, whoever adds parts up. Hopper's tensor cores keep 13 bits behind the point when
     they add 32 products in e4m3 to a sum: each time up to 2^-13 of it is lost, which is 1/32 of a step of bf16."""

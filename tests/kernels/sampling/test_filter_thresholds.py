@@ -50,12 +50,12 @@ def check(logits: Tensor, temperature: Tensor, filters: Tensor) -> int:
     scaled = reference.scale_logits(logits.float(), temperature)
     top_k, top_p, min_p = filters[0].long(), filters[1].where(filters[1] < 1.0, 2.0), filters[2].float()
     wanted = reference.keep_filtered(scaled, width, top_k, top_p, min_p)
-    got = torch.where(scaled >= threshold.unsqueeze(1), scaled, -math.inf)
-    odd = (got != wanted).any(1).nonzero()[:, 0].tolist()
+    filtered = torch.where(scaled >= threshold.unsqueeze(1), scaled, -math.inf)
+    odd = (filtered != wanted).any(1).nonzero()[:, 0].tolist()
     for row in odd:
         kept = reference.keep_filtered(scaled[row : row + 1], width, top_k[row : row + 1], None, None)[0].double()
         mass = kept.exp()
-        for value in kept[got[row] != wanted[row]].unique():
+        for value in kept[filtered[row] != wanted[row]].unique():
             before = mass[kept > value].sum() / mass.sum()
             assert abs(before - top_p[row]) <= TOO_CLOSE, (row, filters[:, row], temperature[row], before)
     return len(odd)

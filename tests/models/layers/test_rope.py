@@ -26,7 +26,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("parameters", KINDS, ids=lambda held: held["rope_type"])
+@pytest.mark.parametrize("parameters", KINDS, ids=lambda rope_fields: rope_fields["rope_type"])
 def test_wavelengths_are_transformers(parameters: dict[str, Any]) -> None:
     sizes = {
         "hidden_size": 256,
