@@ -129,7 +129,7 @@ def filled(model: registry.Model, blocks: int) -> list[KvCache]:
 
 
 class Layers:
-    """The model's layers over a fixed batch of rows of one token each."""
+    """The model's layers over a fixed batch of decode rows."""
 
     def __init__(self, model: registry.Model, caches: Sequence[KvCache], batch: Batch) -> None:
         self._model, self._caches = model, caches
@@ -153,7 +153,7 @@ class Layers:
 
 
 def through(model: registry.Model, batch: Batch, caches: Sequence[KvCache], hidden: Tensor) -> Activation:
-    """The layers as `Llama.stream` runs them. Returns the first one's norm of what the last one gives."""
+    """The layers as `Llama.hidden_states` runs them. Returns the first one's norm of what the last one gives."""
     layers = model.layers
     norms = [layer.input_layernorm for layer in layers]
     x, residual = norms[0](hidden), hidden

@@ -154,7 +154,7 @@ def bias_of_o_proj_on_each_rank(layer: Any) -> None:
 
 
 def no_router_bias(layer: Any) -> None:
-    layer.mlp.gate.bias.zero_()
+    layer.mlp.router.bias.zero_()
 
 
 TRAPS = {

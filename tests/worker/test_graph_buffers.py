@@ -43,7 +43,7 @@ def test_sizes_of_any_rows_are_close_where_padding_costs(slots: int, most: int, 
     assert sizes[-1].tokens == last
     assert len(sizes) <= 13
     for size in sizes:
-        assert size.decode_rows == min(size.tokens, slots)  # so that rows of one token always have room
+        assert size.decode_rows == min(size.tokens, slots)  # so that decode rows always have room
         assert 0 < size.prefill_rows == min(-(-size.tokens // 4), slots, 64)
     for size, later in itertools.pairwise(sizes):
         assert size.tokens < later.tokens

@@ -135,7 +135,7 @@ def test_tokens_beyond_the_blocks_are_refused(runner: ModelRunner) -> None:
 
 
 def test_a_long_row_names_all_its_tokens(runner: ModelRunner) -> None:
-    with pytest.raises(EngineError, match="only a row of one token"):
+    with pytest.raises(EngineError, match="only a decode row"):
         runner.run(StepBatch(admitted=[SlotAssignment(2, [5] * 4, 4, GREEDY, 1)], rows=[StepRow(2, 0, 4, [], [1], samples=True)]))
 
 

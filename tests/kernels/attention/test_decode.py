@@ -224,7 +224,7 @@ def test_in_the_interpreter() -> None:
 
 SIGNATURE = {
     "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "splits"), "*i32"),
-    **dict.fromkeys(("tops", "totals", "outs"), "*fp32"), **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
+    **dict.fromkeys(("split_max", "totals", "outs"), "*fp32"), **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
     **dict.fromkeys(("table_stride", "window"), "i32"),
 }  # fmt: skip
 

@@ -158,7 +158,7 @@ def test_in_the_interpreter() -> None:
 
 SIGNATURE = {
     "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "splits"), "*i32"),
-    **dict.fromkeys(("tops", "totals", "outs"), "*fp32"), "score_scale": "fp32",
+    **dict.fromkeys(("split_max", "totals", "outs"), "*fp32"), "score_scale": "fp32",
     **dict.fromkeys(("table_stride", "row_stride", "head_stride", "rotated_row_stride", "rotated_head_stride"), "i32"),
 }  # fmt: skip
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -192,7 +192,7 @@ def compiled_as(tiling: LatentTiling, *, fp8: bool, heads: int, arch: int) -> An
     from phalanx.kernels.attention import latent_decode
 
     constants = {
-        "MEMBERS": heads, "RANK": 512, "ROPE": 64, "WIDTH": 512, "TURNED": 64, "HEADS": tiling.heads, "BLOCK_SIZE": 16,
+        "MEMBERS": heads, "RANK": 512, "ROPE": 64, "WIDTH": 512, "ROPE_WIDTH": 64, "HEADS": tiling.heads, "BLOCK_SIZE": 16,
         "TILE": tiling.tile, "STAGES": tiling.stages, "INDIRECT": not tiling.extra_splits,
         "EARLY": fp8, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
     }  # fmt: skip

@@ -108,9 +108,9 @@ def test_compiles(kernel: str, arch: int) -> None:
     else:
         fp8 = kernel.endswith("fp8")
         function = embedding_rmsnorm._embed_norm
-        sinks = (words, words, "*i64" if fp8 else words, "*fp32" if fp8 else words)
+        pointers = (words, words, "*i64" if fp8 else words, "*fp32" if fp8 else words)
         signature = known | {
-            "weight": words, "sinks": sinks, "scale": "*fp32" if fp8 else words, "begin": "i32", "table_rows": "i32", 
+            "weight": words, "pointers": pointers, "scale": "*fp32" if fp8 else words, "begin": "i32", "table_rows": "i32", 
             "inner": "i32", "outer": "i32", "hidden": "i32", "eps": "fp32",
         }  # fmt: skip
         with_ids = kernel != "rms_norm"

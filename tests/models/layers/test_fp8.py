@@ -61,7 +61,7 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
                 layer.fp8.input_scale.fill_(0.011)
         plain, plain_residual = out(x[:, local.start : local.stop], residual, norm)
         assert isinstance(plain, torch.Tensor)
-        norm.feed(after.fp8)
+        norm.set_consumer(after.fp8)
         fused, new_residual = out(x[:, local.start : local.stop], residual, norm)
         assert isinstance(fused, Quantized)
         assert torch.equal(plain_residual, new_residual)
@@ -80,10 +80,10 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
 def test_what_the_norm_asks_of_the_all_reduce() -> None:
     norm, layer = RmsNorm("n", 32, 1e-5, context=CONTEXT), merged(CONTEXT)
     assert norm.fusion(torch.zeros(1, 32)).quant == "none"
-    norm.feed(layer.fp8)
+    norm.set_consumer(layer.fp8)
     fusion: ResidualRmsNorm = norm.fusion(torch.zeros(1, 32))
     assert (fusion.quant, fusion.scale) == ("fp8", None)
-    norm.feed(merged(replace(CONTEXT, fp8_gemm=False)).fp8)
+    norm.set_consumer(merged(replace(CONTEXT, fp8_gemm=False)).fp8)
     assert norm.fusion(torch.zeros(1, 32)).quant == "none"
 
 
@@ -108,8 +108,8 @@ def test_a_model_with_its_seams_is_the_model_without(tp: int, tmp_path: Path) ->
     apart = Formation(folder, tp=tp, fp8=True, fp8_gemm=True)
     for model in apart.models[0]:
         for layer in model.layers:
-            layer.input_layernorm.feed(None)
-            layer.post_attention_layernorm.feed(None)
+            layer.input_layernorm.set_consumer(None)
+            layer.post_attention_layernorm.set_consumer(None)
     assert torch.equal(fused.step([(0, ids)])[0], apart.step([(0, ids)])[0])
     widened = Formation(folder, tp=tp, fp8=True, fp8_gemm=False)
     assert not torch.equal(fused.step([(1, ids)])[0], widened.step([(1, ids)])[0])
@@ -251,7 +251,7 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
         fill_blocks(out, scales)
         fill_blocks(after, scales)
         fill(norm)
-        norm.feed(after.fp8)
+        norm.set_consumer(after.fp8)
         assert out.fp8.quantizes_groups
         assert not out.fp8.fp8_gemm
         assert out.weight_scale.shape == (32, -(-local.stop // 128) - local.start // 128)

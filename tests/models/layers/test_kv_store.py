@@ -21,9 +21,9 @@ def stored(store: KvStore, key: torch.Tensor, value: torch.Tensor) -> LayerCache
     """Of positions that turn nothing; slot 5, none, slot 8."""
     cache = LayerCache.zeros(3, 4, 2, 8, store.context.cache_dtype, CPU)
     query = torch.randn(3, 4, 8)
-    unturned = torch.ones(3, 4), torch.zeros(3, 4)
+    unrotated = torch.ones(3, 4), torch.zeros(3, 4)
     heads = torch.cat((query, key, value), dim=1)
-    assert torch.equal(store(heads, unturned, 4, cache, torch.tensor([5, -1, 8])), query)
+    assert torch.equal(store(heads, unrotated, 4, cache, torch.tensor([5, -1, 8])), query)
     return cache
 
 
