@@ -287,7 +287,7 @@ def test_numa():
     far = machine(1).change("nvmlDeviceGetCpuAffinity", [0, 0b1111], gpu=0)
     level, summary = levels("numa", far)[0]
     assert level == "warning"
-    assert summary.endswith("hangs on the NUMA node of cores 64-67")
+    assert summary.endswith("is attached to the NUMA node of cores 64-67")
 
 
 def test_compute_mode():
