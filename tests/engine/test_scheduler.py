@@ -19,28 +19,9 @@ from phalanx.engine.fake import StepChecker, fake_tokens
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, EngineError, PromptTooLong, RequestError, StepDiverged
+from tests.support.engine_grammar import VOCAB, Evens
 
-VOCAB = 50
 ROOMY = SchedulerOptions(num_blocks=256, block_size=4, max_batch_size=16, max_num_tokens=64, max_seq_len=200, vocab_size=VOCAB)
-
-
-class Evens:
-    """A grammar of even tokens that is complete after `length` of them."""
-
-    def __init__(self, compiled: str) -> None:
-        self.left = int(compiled)
-
-    def mask(self) -> bytes:
-        return bytes([0b01010101] * (4 * ((VOCAB + 31) // 32)))
-
-    def accept(self, token: int) -> None:
-        if token % 2:
-            raise ValueError(f"{token} is odd")
-        self.left -= 1
-
-    @property
-    def finished(self) -> bool:
-        return self.left <= 0
 
 
 class Ranks:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.models_formation import Formation, assert_every_weight_matters, run_steps
+from tests.support.models_logits import LENGTHS, STEPS
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -45,15 +46,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
 
 # Per step: how many next tokens of which of three sequences (40, 25 and 13 tokens long); single tokens first, as in the engine.
-STEPS = [
-    {0: 9, 1: 21},
-    {1: 1, 0: 13, 2: 7},
-    {1: 1, 2: 1, 0: 16},
-    {0: 1, 1: 1, 2: 1},
-    {2: 1, 0: 1, 1: 1},
-    {2: 3},
-]
-LENGTHS = (40, 25, 13)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from phalanx.comm.symmetric import (
     reduce_scatter_capacity,
 )
 from phalanx.tables.strategy import Strategy
-from tests.comm.sequence_parallel.test_rs_norm_ag import NUM_SMS, space
+from tests.support.comm_workspace import NUM_SMS, space
 
 META = torch.device("meta")
 Request = tuple[int, int, int, torch.dtype, int]

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.sequence_parallel import ShardedResidual, rank_rows, rs_norm_ag
 from phalanx.comm.sequence_parallel.rs_norm_ag import RsNormAg, chunk_rows_of
-from phalanx.comm.symmetric import SymmetricWorkspace, half_bytes
 from phalanx.kernels.scaled_tensors import Unscaled
+from tests.support.comm_workspace import NUM_SMS, space
 
-NUM_SMS = 132
 SHAPES = (None, (32, 1, 1), (16, 2, 2), (16, 3, 2), (8, 4, 2))
 
 
@@ -33,11 +32,6 @@ def test_rows_are_covered(rows: int, pitch: int, world: int, quantized: bool, sh
     per_sm = -(-launch.programs // NUM_SMS)
     assert per_sm * launch.warps * 32 <= 2048
     assert per_sm == 1 or (launch.registers or 255) * launch.warps * 32 * per_sm <= 65536
-
-
-def space(world: int, message_bytes: int) -> SymmetricWorkspace:
-    nothing = torch.zeros(2, dtype=torch.int32)
-    return SymmetricWorkspace(0, world, (0,) * world, half_bytes(world, message_bytes) // 16, nothing, nothing, NUM_SMS, 90)
 
 
 @given(st.integers(1, 40_000), st.sampled_from([16, 64, 1008, 5120, 8192, 16384]), st.integers(2, 8), st.sampled_from([2, 4]))

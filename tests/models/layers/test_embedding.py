@@ -12,7 +12,7 @@ from phalanx.comm.local import LocalWorld
 from phalanx.models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext
-from tests.models.layers.test_linear import fill
+from tests.support.models_layers import fill
 
 CPU = torch.device("cpu")
 

@@ -14,19 +14,14 @@ from phalanx.comm.local import LocalWorld
 from phalanx.models import registry
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import LayerContext, Sliced
+from phalanx.models.slices import LayerContext
 from phalanx.plan import shard
 from tests.support.checkpoints import write_checkpoint
 from tests.support.comm_poisoned import poisoned
 from tests.support.models_formation import Formation
+from tests.support.models_layers import fill
 
 CPU = torch.device("cpu")
-
-
-def fill(layer: Sliced, tensors: dict[str, torch.Tensor]) -> None:
-    for part in layer.slices():
-        assert part.shape == tuple(tensors[part.name].shape)
-        part.target.copy_(tensors[part.name].narrow(part.dim, part.begin, part.target.shape[part.dim]))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

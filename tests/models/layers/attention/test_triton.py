@@ -23,7 +23,7 @@ from phalanx.models.batch import Batch, count_leading_decodes
 from phalanx.models.layers.attention import select, triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend
-from tests.models.layers.attention.test_sdpa import as_read, in_fp8, made_batch, naive
+from tests.support.models_attention import as_read, in_fp8, made_batch, naive
 
 CPU = torch.device("cpu")
 

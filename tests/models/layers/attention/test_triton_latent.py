@@ -19,11 +19,10 @@ from phalanx.models.batch import Batch, LatentCache
 from phalanx.models.layers.attention import select, triton_latent
 from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
 from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
-from tests.models.test_deepseek import written
-from tests.models.test_mixtral import assert_same
-from tests.models.test_registry import STEPS
 from tests.support import models_formation
+from tests.support.models_deepseek import written
 from tests.support.models_formation import Formation, run_steps
+from tests.support.models_logits import STEPS, assert_same
 
 CPU = torch.device("cpu")
 
