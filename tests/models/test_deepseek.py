@@ -21,7 +21,7 @@ from torch import Tensor
 from phalanx.config.model import ModelShape
 from phalanx.errors import LayoutError, ModelError, WeightError
 from phalanx.models import registry, weights
-from phalanx.models.layers.attention import latent as latent_backend
+from phalanx.models.layers.attention import sdpa_latent as latent_backend
 from phalanx.plan import footprint
 from phalanx.plan.families import known
 from phalanx.plan.shape import Shape

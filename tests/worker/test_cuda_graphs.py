@@ -33,8 +33,8 @@ from tests.support.worker_graphs import (
     Fixed,
     Pipe,
     drive,
-    held,
     make_runner,
+    tensors_of,
 )
 
 
@@ -107,15 +107,15 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> 
     strangers = [slot for slot in range(BLOCKS * BLOCK) if not 1 <= slot // BLOCK <= 6]
     tokens = []
     for each in (runner, plain):
-        for part in held(each):
+        for part in tensors_of(each):
             part[strangers] = float("nan")
         each.run(steps[0]).results()
-        before = [part.clone() for part in held(each)]
+        before = [part.clone() for part in tensors_of(each)]
         rows, _ = each.run(steps[1]).results()
         assert rows is not None
         tokens.append([row.token for row in rows])
         written = {blocks[1] * BLOCK + 2 for blocks in used.values()}  # position 6
-        for part, old in zip(held(each), before, strict=True):
+        for part, old in zip(tensors_of(each), before, strict=True):
             changed = ((part != old) & ~(part.isnan() & old.isnan())).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(changed) == written
     assert tokens[0] == tokens[1]

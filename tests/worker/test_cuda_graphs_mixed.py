@@ -35,12 +35,12 @@ from tests.support.worker_graphs import (
     Steps,
     alike,
     drive,
-    held,
     make_runner,
     put_references,
     requests,
     serve,
     step_runner,
+    tensors_of,
 )
 
 
@@ -125,16 +125,16 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str
     strangers = [slot for slot in range(BLOCKS * BLOCK) if not 1 <= slot // BLOCK <= 7]
     tokens = []
     for each in (runner, plain):
-        for part in held(each):
+        for part in tensors_of(each):
             part[strangers] = float("nan")
         each.run(first).results()
-        before = [part.clone() for part in held(each)]
+        before = [part.clone() for part in tensors_of(each)]
         last = each._last_tokens.clone()
         rows, _ = each.run(second).results()
         assert rows is not None
         tokens.append([row.token for row in rows])
         written = {2 * BLOCK + 2, 4 * BLOCK + 2, *range(5 * BLOCK, 5 * BLOCK + 6), *range(7 * BLOCK, 7 * BLOCK + 3)}
-        for part, old in zip(held(each), before, strict=True):
+        for part, old in zip(tensors_of(each), before, strict=True):
             changed = ((part != old) & ~(part.isnan() & old.isnan())).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(changed) <= written
             assert len(changed) > len(written) // 2
