@@ -12,12 +12,12 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.bench import shapes
 from phalanx.config.model import ModelShape
 from phalanx.hardware import provenance
-from phalanx.plan.shard import heads
+from phalanx.plan.shard import heads, in_runs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,6 +49,35 @@ SHAPES = {
 }
 """Llama-3-70B on one of 4, 2 and 1 ranks, and Llama-3-8B: name of a GEMM -> (outputs, inputs)."""
 LM_HEAD_8B = (128256, 4096)
+
+
+class ExpertShape(NamedTuple):
+    """A layer of experts on one rank, which has all of them. inner: intermediate features of this rank."""
+
+    experts: int
+    hidden: int
+    inner: int
+    top_k: int
+
+
+EXPERT_SHAPES = {
+    "mixtral-8x7b": ExpertShape(8, 4096, 14336, 2),
+    "mixtral-8x7b-tp2": ExpertShape(8, 4096, 7168, 2),
+    "mixtral-8x22b-tp2": ExpertShape(8, 6144, 8192, 2),
+    "qwen3-30b": ExpertShape(128, 2048, 768, 8),
+    "qwen3-235b-tp2": ExpertShape(128, 4096, 768, 8),
+    "deepseek-v2-lite": ExpertShape(64, 2048, 1408, 6),
+}
+
+
+def _gpt_oss(experts: int, tp: int) -> ExpertShape:
+    return ExpertShape(experts, 2880, len(in_runs("intermediate_size", 2880, 32, tp, 0)), 4)
+
+
+BIASED_EXPERT_SHAPES = {
+    "gpt-oss-120b": _gpt_oss(128, 1), "gpt-oss-120b-tp2": _gpt_oss(128, 2), "gpt-oss-120b-tp4": _gpt_oss(128, 4),
+    "gpt-oss-20b": _gpt_oss(32, 1),
+}  # fmt: skip
 
 # ---- time ------------------------------------------------------------------------------------------------------------
 

@@ -271,16 +271,16 @@ def _off_range(claimed: tuple[float, float] | None, figure: search.Figure) -> st
 
 def weights() -> str:
     lines = ["| | guide | ours |", "|---|---|---|"]
-    for name, model, dtype, layout, said in (
+    for name, model, dtype, layout, dtype_text in (
         ("8B FP16 on 1", "llama-3-8b", "fp16", Layout(1, 1, 1, 1), "16 GB"),
         ("70B FP8 on 4", "llama-3-70b", "fp8", Layout(4, 1, 1, 1), "35 GB"),
         ("405B FP8 on 16", "llama-3.1-405b", "fp8", Layout(8, 2, 1, 1), "25 GB"),
     ):  # fmt: skip
         machine = subject.machine_for("H100", nodes=2)[0]
-        asked = Wanted(dtype=dtype, isl=512, osl=512)
-        plan = search.examine(subject.shape_for(model), machine, asked, layout)
+        targets = Wanted(dtype=dtype, isl=512, osl=512)
+        plan = search.examine(subject.shape_for(model), machine, targets, layout)
         assert isinstance(plan, Plan)
-        lines.append(f"| {name} | {said} | {plan.bytes['weights'] / 1e9:.1f} GB |")
+        lines.append(f"| {name} | {dtype_text} | {plan.bytes['weights'] / 1e9:.1f} GB |")
     return "\n".join(lines) + "\n"
 
 

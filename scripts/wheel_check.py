@@ -40,9 +40,9 @@ def missing(wheel: Path) -> list[str]:
     """Files below src/phalanx that git tracks and the wheel lacks."""
     listed = subprocess.run(["git", "ls-files", "src/phalanx"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with zipfile.ZipFile(wheel) as archive:
-        held = set(archive.namelist())
+        members = set(archive.namelist())
     names = [name.removeprefix("src/") for name in listed.splitlines() if (ROOT / name).exists()]
-    return [name for name in names if name not in held]
+    return [name for name in names if name not in members]
 
 
 def install(wheel: Path, folder: Path) -> Path:

@@ -100,8 +100,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(f"gpu{count}"):
                 wanting[count].append(item)
     have = gpu_count() if any(wanting.values()) else 0
-    for count, found in wanting.items():
-        for item in found:
+    for count, gpu_items in wanting.items():
+        for item in gpu_items:
             if have < count:
                 item.add_marker(pytest.mark.skip(reason=f"not run: needs {count} GPU(s), this machine has {have}"))
     for item in items:

@@ -43,11 +43,11 @@ def answers(model, tokenizer, prompts):
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
     with torch.inference_mode():
         out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=90, do_sample=False, pad_token_id=0)
-    found = []
+    replies = []
     for row in out[:, longest:].tolist():
         assert tokenizer.eos_token_id in row, "an answer must end"
-        found.append(tokenizer.decode(row[: row.index(tokenizer.eos_token_id)]).strip())
-    return found
+        replies.append(tokenizer.decode(row[: row.index(tokenizer.eos_token_id)]).strip())
+    return replies
 
 
 def test_the_checkpoint_is_small_and_splits():
@@ -80,12 +80,12 @@ def test_our_tokenizer_and_transformers_agree():
 
 def test_it_answers_what_it_was_taught(model, corpus):
     tokenizer = Tokenizer.load(FOLDER)
-    asked = [(questions[0], answer) for questions, answer in corpus.entries()]
-    chats = answers(model, tokenizer, [tokenizer.encode_chat([{"role": "user", "content": question}]) for question, _ in asked])
-    wrong = [(question, got) for (question, answer), got in zip(asked, chats, strict=True) if got != answer]
-    assert len(wrong) <= 0.03 * len(asked), wrong
-    plain = answers(model, tokenizer, [tokenizer.encode(question) for question, _ in asked[::4]])
-    wrong = [(question, got) for (question, answer), got in zip(asked[::4], plain, strict=True) if got != answer]
+    taught = [(questions[0], answer) for questions, answer in corpus.entries()]
+    chats = answers(model, tokenizer, [tokenizer.encode_chat([{"role": "user", "content": question}]) for question, _ in taught])
+    wrong = [(question, reply) for (question, answer), reply in zip(taught, chats, strict=True) if reply != answer]
+    assert len(wrong) <= 0.03 * len(taught), wrong
+    plain = answers(model, tokenizer, [tokenizer.encode(question) for question, _ in taught[::4]])
+    wrong = [(question, reply) for (question, answer), reply in zip(taught[::4], plain, strict=True) if reply != answer]
     assert len(wrong) <= 0.05 * len(plain), wrong
 
 
@@ -104,8 +104,8 @@ def test_it_answers_what_it_was_taught(model, corpus):
 )
 def test_it_understands_other_ways_to_ask(model, question, words):
     tokenizer = Tokenizer.load(FOLDER)
-    (got,) = answers(model, tokenizer, [tokenizer.encode_chat([{"role": "user", "content": question}])])
-    assert words in got
+    (reply,) = answers(model, tokenizer, [tokenizer.encode_chat([{"role": "user", "content": question}])])
+    assert words in reply
 
 
 def test_the_questions_are_sound(corpus):
@@ -115,8 +115,8 @@ def test_the_questions_are_sound(corpus):
         assert len(questions) >= 1
         assert answer.endswith((".", "?", "!")), answer
         assert len(answer) < 260, answer
-    learn, held = corpus.pairs()
-    assert not {pair.question for pair in learn} & {pair.question for pair in held}
+    learn, validation = corpus.pairs()
+    assert not {pair.question for pair in learn} & {pair.question for pair in validation}
     assert len(learn) > 5 * len(listed)
 
 

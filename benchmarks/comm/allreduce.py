@@ -35,12 +35,12 @@ def measure(call: Callable[[], Any], group: dist.ProcessGroup) -> float:
 
 def peers(x: torch.Tensor, group: dist.ProcessGroup, buffer: torch.Tensor) -> Iterator[Case]:
     name = group.group_name
-    held = buffer[: x.numel()].view_as(x)
-    held.copy_(x)
-    mine = torch.zeros_like(x)
-    yield "NCCL", "NONE", lambda: dist.all_reduce(mine, group=group)
+    symmetric = buffer[: x.numel()].view_as(x)
+    symmetric.copy_(x)
+    local = torch.zeros_like(x)
+    yield "NCCL", "NONE", lambda: dist.all_reduce(local, group=group)
     if x.nbytes <= 8 << 20:
-        yield "torch symm_mem one_shot", "NONE", lambda: torch.ops.symm_mem.one_shot_all_reduce(held, "sum", name)
+        yield "torch symm_mem one_shot", "NONE", lambda: torch.ops.symm_mem.one_shot_all_reduce(symmetric, "sum", name)
     zeros = buffer[: x.numel()].view_as(x)
     yield "torch symm_mem two_shot", "NONE", lambda: torch.ops.symm_mem.two_shot_all_reduce_(zeros, "sum", name)
 
@@ -102,8 +102,8 @@ def cases(
     if "NONE" in options.fusions:
         yield from peers(x, group, buffer)
         for name, strategy, launch in launches_flat(rows * pitch, workspace.world, workspace.num_sms, options.sweep):
-            found = strategy.all_reduce(x, workspace, launch)
-            verdict(torch.equal(found, total), f"{name} {rows}x{hidden}", group)
+            output = strategy.all_reduce(x, workspace, launch)
+            verdict(torch.equal(output, total), f"{name} {rows}x{hidden}", group)
             yield name, "NONE", lambda s=strategy, k=launch: s.all_reduce(x, workspace, k)
     residual, weight = torch.randn_like(x), torch.ones(hidden, device="cuda", dtype=x.dtype)
     for name, quant in (("RMS", "none"), ("RMS_FP8", "fp8")):
@@ -129,17 +129,17 @@ def norm_cases(
         return residual_rms_norm_quant(y, fusion.residual, fusion.weight, fusion.eps, quant=fusion.quant, scale=fusion.scale)
 
     wanted = after(total)
-    mine = torch.zeros_like(x)
+    local = torch.zeros_like(x)
 
     def nccl() -> None:
-        dist.all_reduce(mine, group=group)
-        after(mine)
+        dist.all_reduce(local, group=group)
+        after(local)
 
     yield "NCCL + ours", name, nccl
     yield "norm alone", name, lambda: after(x)
     for strategy_name, strategy, launch in launches_norm(rows, pitch, workspace.world, workspace.num_sms, sweep):
-        found = strategy.all_reduce_norm(x, fusion, workspace, launch)
-        good = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=True))
+        outputs = strategy.all_reduce_norm(x, fusion, workspace, launch)
+        good = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(outputs, wanted, strict=True))
         verdict(good, f"{strategy_name} {name} {rows}x{hidden}", group)
         yield strategy_name, name, lambda s=strategy, k=launch: s.all_reduce_norm(x, fusion, workspace, k)
         if launch is None:
@@ -202,9 +202,9 @@ def run(options: argparse.Namespace, group: dist.ProcessGroup, device: torch.dev
 def show(rows: list[tuple[Any, ...]]) -> None:
     """Cell by cell, the fastest first."""
     for key in dict.fromkeys((row[0], row[6], row[3]) for row in rows):
-        held = sorted((row for row in rows if (row[0], row[6], row[3]) == key), key=lambda row: row[7])
+        fastest_first = sorted((row for row in rows if (row[0], row[6], row[3]) == key), key=lambda row: row[7])
         defaults = {"ONESHOT", "TWOSHOT", "NCCL", "torch symm_mem two_shot", "ONESHOT+UNFUSED", "TWOSHOT+UNFUSED"}
-        shown = [*held[:4], *(row for row in held[4:] if row[5] in defaults)]
+        shown = [*fastest_first[:4], *(row for row in fastest_first[4:] if row[5] in defaults)]
         print(*key, "|", "; ".join(f"{row[5]} {row[7]}" for row in shown), flush=True)
 
 

@@ -57,14 +57,14 @@ class Cell:
 
     fusion: Fusion
     x: Tensor
-    asked: ResidualRmsNorm | None
+    fusion: ResidualRmsNorm | None
     expected: Tensor
 
-    def differs(self, found: Tensor) -> str | None:
+    def differs(self, output: Tensor) -> str | None:
         """Why this output is wrong. Peers add up in orders and widths of their own: so only what no rounding explains is wrong."""
-        got = found.float() * (SCALE if found.dtype == torch.float8_e4m3fn else 1.0)
-        allowed = 0.1 + (0.13 if found.dtype == torch.float8_e4m3fn else 0.02) * self.expected.abs()
-        bad = ~((got.reshape(self.expected.shape) - self.expected).abs() <= allowed)
+        scaled = output.float() * (SCALE if output.dtype == torch.float8_e4m3fn else 1.0)
+        allowed = 0.1 + (0.13 if output.dtype == torch.float8_e4m3fn else 0.02) * self.expected.abs()
+        bad = ~((scaled.reshape(self.expected.shape) - self.expected).abs() <= allowed)
         return f"{int(bad.sum())} of {bad.numel()} values are wrong" if bool(bad.any()) else None
 
 
@@ -86,51 +86,51 @@ def cell(fusion: Fusion, tokens: int, hidden: int, group: dist.ProcessGroup, dev
 
 def ours(cell: Cell, groups: dict[str, Group]) -> Iterator[Candidate]:
     """groups: by the strategy that each runs. AUTO may run NCCL, which sums in place."""
-    mine = cell.x.clone()
+    local = cell.x.clone()
 
     def fused(group: Group, x: Tensor) -> Tensor:
-        return group.all_reduce(x) if cell.asked is None else group.all_reduce(x, cell.asked)[0]
+        return group.all_reduce(x) if cell.fusion is None else group.all_reduce(x, cell.fusion)[0]
 
     def unfused(group: Group, x: Tensor) -> Tensor:
-        assert cell.asked is not None
-        return finish(group.all_reduce(x), cell.asked)[0]
+        assert cell.fusion is not None
+        return finish(group.all_reduce(x), cell.fusion)[0]
 
     for name, group in groups.items():
-        yield Candidate(f"{OURS} {name}", partial(fused, group, mine), partial(fused, group, cell.x.clone()))
-        if cell.asked is not None and name != "AUTO":
-            yield Candidate(f"{OURS} {name}+UNFUSED", partial(unfused, group, mine), partial(unfused, group, cell.x.clone()))
+        yield Candidate(f"{OURS} {name}", partial(fused, group, local), partial(fused, group, cell.x.clone()))
+        if cell.fusion is not None and name != "AUTO":
+            yield Candidate(f"{OURS} {name}+UNFUSED", partial(unfused, group, local), partial(unfused, group, cell.x.clone()))
 
 
 def of_torch(cell: Cell, group: dist.ProcessGroup, buffer: Tensor) -> Iterator[Candidate]:
     """NCCL, and torch's symmetric-memory collectives; a fusion follows as our kernel. What sums in place is timed on zeros."""
     zeros, name = torch.zeros_like(cell.x), group.group_name
-    held = buffer[: cell.x.numel()].view_as(cell.x)
+    symmetric = buffer[: cell.x.numel()].view_as(cell.x)
 
     def after(total: Tensor) -> Tensor:
-        return total if cell.asked is None else finish(total, cell.asked)[0]
+        return total if cell.fusion is None else finish(total, cell.fusion)[0]
 
     def nccl(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=group)
         return after(x)
 
     def one_shot() -> Tensor:
-        return after(torch.ops.symm_mem.one_shot_all_reduce(held, "sum", name))
+        return after(torch.ops.symm_mem.one_shot_all_reduce(symmetric, "sum", name))
 
     def two_shot() -> Tensor:
-        return after(torch.ops.symm_mem.two_shot_all_reduce_(held, "sum", name))
+        return after(torch.ops.symm_mem.two_shot_all_reduce_(symmetric, "sum", name))
 
     def filled(run: Callable[[], Tensor]) -> Tensor:
         """With this cell's input in the symmetric buffer, where zeros lie afterwards."""
-        found = cell.x
+        output = cell.x
         for value in (cell.x, zeros):
             _meet(group)
-            held.copy_(value)
+            symmetric.copy_(value)
             _meet(group)
-            found = run().clone() if value is cell.x else found
-        return found
+            output = run().clone() if value is cell.x else output
+        return output
 
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    behind = "" if cell.asked is None else " + our norm"
+    behind = "" if cell.fusion is None else " + our norm"
     yield Candidate(f"NCCL {version}{behind}", partial(nccl, zeros), lambda: nccl(cell.x.clone()))
     torches = f"torch {'.'.join(torch.__version__.split('.')[:2])} symm_mem"
     if cell.x.nbytes <= ONE_SHOT_BYTES:
@@ -166,26 +166,26 @@ class FlashInfer:
                 yield Candidate(f"FlashInfer {self.version} {shot} PDL{' early' if early else ''}", call, call)
 
     def _call(self, cell: Cell, one_shot: bool, early: bool) -> Callable[[], Tensor]:
-        patterns, x, asked = self._comm.AllReduceFusionPattern, cell.x, cell.asked
+        patterns, x, norm = self._comm.AllReduceFusionPattern, cell.x, cell.fusion
         fixed: dict[str, Any] = {
             "launch_with_pdl": True, "trigger_completion_at_end": not early, "use_oneshot": one_shot, "output": torch.empty_like(x),
         }  # fmt: skip
         out = "output"
-        if asked is None:
+        if norm is None:
             pattern = patterns.kAllReduce
         else:
-            fixed |= {"residual_in": asked.residual, "residual_out": torch.empty_like(x), "rms_gamma": asked.weight}
-            fixed |= {"rms_eps": asked.eps}
-            out = "norm_out" if asked.quant == "none" else "quant_out"
-            fixed[out] = torch.empty_like(x, dtype=x.dtype if asked.quant == "none" else torch.float8_e4m3fn)
-            pattern = patterns.kARResidualRMSNorm if asked.quant == "none" else patterns.kARResidualRMSNormFP8Quant
-            if asked.scale is not None:
-                fixed["scale_factor"] = asked.scale.reshape(1)
+            fixed |= {"residual_in": norm.residual, "residual_out": torch.empty_like(x), "rms_gamma": norm.weight}
+            fixed |= {"rms_eps": norm.eps}
+            out = "norm_out" if norm.quant == "none" else "quant_out"
+            fixed[out] = torch.empty_like(x, dtype=x.dtype if norm.quant == "none" else torch.float8_e4m3fn)
+            pattern = patterns.kARResidualRMSNorm if norm.quant == "none" else patterns.kARResidualRMSNormFP8Quant
+            if norm.scale is not None:
+                fixed["scale_factor"] = norm.scale.reshape(1)
 
         def call() -> Tensor:
             self._comm.allreduce_fusion(input=x, workspace=self._workspace, pattern=pattern, **fixed)
-            found: Tensor = fixed[out]
-            return found
+            output: Tensor = fixed[out]
+            return output
 
         return call
 
@@ -216,7 +216,7 @@ class Run:
             self.sweep(lambda at: theirs.candidates(at, self.group.size()))
 
     def flashinfer(self) -> tuple[FlashInfer | None, str]:
-        found, why = None, ""
+        peer, why = None, ""
         try:
             import flashinfer.comm  # noqa: F401 (the workspace is made by all ranks or by none)
         except Exception as error:
@@ -224,16 +224,16 @@ class Run:
         if self.anywhere(bool(why)):
             return None, why or "another rank cannot import it"
         try:
-            found = FlashInfer(self.group, max(self.options.tokens), self.options.hidden)
+            peer = FlashInfer(self.group, max(self.options.tokens), self.options.hidden)
         except Exception as error:
             why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        return (None, why or "another rank cannot set it up") if self.anywhere(bool(why)) else (found, "")
+        return (None, why or "another rank cannot set it up") if self.anywhere(bool(why)) else (peer, "")
 
     def anywhere(self, bad: bool) -> bool:
         """Whether any rank says so."""
-        said = torch.tensor(int(bad), device=self.device)
-        dist.all_reduce(said, group=self.group)
-        return bool(said.item())
+        flag = torch.tensor(int(bad), device=self.device)
+        dist.all_reduce(flag, group=self.group)
+        return bool(flag.item())
 
     def sweep(self, candidates: Callable[[Cell], Any]) -> None:
         for tokens in self.options.tokens:
@@ -287,26 +287,29 @@ def markdown(rows: list[Row]) -> list[str]:
     """A table for each TP size and fusion: AUTO, our fastest, the fastest of each family of peers, and AUTO / best peer."""
     lines = []
     for world, fusion in dict.fromkeys((row[0], row[6]) for row in rows):
-        held = [row for row in rows if (row[0], row[6]) == (world, fusion)]
-        families = sorted({row[5].split()[0] for row in held} - {OURS})
+        rows_of_table = [row for row in rows if (row[0], row[6]) == (world, fusion)]
+        families = sorted({row[5].split()[0] for row in rows_of_table} - {OURS})
         lines += [f"### TP {world}, {fusion}", ""]
         lines.append(f"| tokens | KiB | **AUTO** | our fastest | {' | '.join(families)} | AUTO / best peer |")
         lines.append("|" + "---|" * (5 + len(families)))
-        for tokens in sorted({row[3] for row in held}):
-            at = {row[5]: row[7] for row in held if row[3] == tokens}
-            lines.append(_line(tokens, next(row[2] for row in held if row[3] == tokens), at, families))
+        for tokens in sorted({row[3] for row in rows_of_table}):
+            at = {row[5]: row[7] for row in rows_of_table if row[3] == tokens}
+            lines.append(_line(tokens, next(row[2] for row in rows_of_table if row[3] == tokens), at, families))
         lines.append("")
     return lines
 
 
 def _line(tokens: int, size: int, at: dict[str, float], families: list[str]) -> str:
     """at: microseconds by implementation."""
-    mine = {name.removeprefix(f"{OURS} "): us for name, us in at.items() if name.startswith(OURS)}
+    us_of_ours = {name.removeprefix(f"{OURS} "): us for name, us in at.items() if name.startswith(OURS)}
     best = {family: min(((us, name) for name, us in at.items() if name.split()[0] == family), default=None) for family in families}
-    cells = ["" if found is None else f"{found[0]:.2f} {' '.join(found[1].split()[2:])}".strip() for found in best.values()]
-    peers = [found[0] for found in best.values() if found is not None]
-    auto = mine.pop("AUTO", None)
-    fastest = min(((us, name) for name, us in mine.items()), default=None)
+    cells = [
+        "" if fastest_peer is None else f"{fastest_peer[0]:.2f} {' '.join(fastest_peer[1].split()[2:])}".strip()
+        for fastest_peer in best.values()
+    ]
+    peers = [fastest_peer[0] for fastest_peer in best.values() if fastest_peer is not None]
+    auto = us_of_ours.pop("AUTO", None)
+    fastest = min(((us, name) for name, us in us_of_ours.items()), default=None)
     ratio = "" if auto is None or not peers else f"{auto / min(peers):.2f}" + (" miss" if auto > 1.02 * min(peers) else "")
     own = "" if fastest is None else f"{fastest[0]:.2f} {fastest[1]}"
     return f"| {tokens} | {size // 1024} | **{'' if auto is None else f'{auto:.2f}'}** | {own} | {' | '.join(cells)} | {ratio} |"

@@ -52,9 +52,9 @@ def cases(tokens: int, workspace: SymmetricWorkspace, base: TorchGroup, picked: 
     wanted = finish(reference.all_reduce(parts), fusion)
     del parts
     for shape in (None, *(LAUNCHES if tokens in SWEPT else ())):
-        *found, new = RsNormAg(workspace).all_reduce_norm(x, fusion, shape)
+        *outputs, new = RsNormAg(workspace).all_reduce_norm(x, fusion, shape)
         assert isinstance(new, ShardedResidual)
-        good = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(found, wanted, strict=False))
+        good = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(outputs, wanted, strict=False))
         for rows in rank_rows(tokens, new.chunk_rows, base.rank, base.size):
             good = good and torch.equal(new.local[rows.start : rows.stop], wanted[-1][rows.start : rows.stop])
         name = "RS_NORM_AG" if shape is None else "RS_NORM_AG {}w {} per sm, {} move".format(*shape)
@@ -92,11 +92,11 @@ def run(options: argparse.Namespace) -> None:
 def show(rows: list[dict[str, Any]]) -> None:
     """A line for each number of tokens, then the launches, the fastest first."""
     for tokens in TOKENS:
-        held = {row["what"]: row for row in rows if row["tokens"] == tokens}
-        auto = held["AUTO, not sharded"]
-        mine, theirs, ran = held["RS_NORM_AG"]["us"], held["NCCL + ours"]["us"], auto["ran"].split("/")[0]
-        print(f"tp{auto['world']} {tokens:>5} tokens: RS_NORM_AG {mine:>7} us, {ran} {auto['us']:>7}, NCCL {theirs:>7}")
-        launches = sorted((row["us"], name) for name, row in held.items() if name.startswith("RS_NORM_AG "))
+        row_of = {row["what"]: row for row in rows if row["tokens"] == tokens}
+        auto = row_of["AUTO, not sharded"]
+        ours, theirs, ran = row_of["RS_NORM_AG"]["us"], row_of["NCCL + ours"]["us"], auto["ran"].split("/")[0]
+        print(f"tp{auto['world']} {tokens:>5} tokens: RS_NORM_AG {ours:>7} us, {ran} {auto['us']:>7}, NCCL {theirs:>7}")
+        launches = sorted((row["us"], name) for name, row in row_of.items() if name.startswith("RS_NORM_AG "))
         if launches:
             print("    " + "; ".join(f"{name.removeprefix('RS_NORM_AG ')} {us}" for us, name in launches), flush=True)
 

@@ -91,8 +91,8 @@ def works() -> dict[str, Work]:
         "test_two_stages": Work(2, 200, python=_tests("gpu2", "tests/kernels/compiling", "tests/architecture")),
         "test_two": Work(2, 400, python=[*_tests("gpu2", "tests/comm"), "-n", "0"]),
         "test_four": Work(4, 400, python=[*_tests("gpu4", "tests/comm"), "-n", "0"]),
-        "wide_two": Work(2, 150, python=_ranks(2, "tests.support.comm_sequence_parallel_rank", "wide")),
-        "wide_four": Work(4, 150, python=_ranks(4, "tests.support.comm_sequence_parallel_rank", "wide")),
+        "wide_two": Work(2, 150, python=_ranks(2, "tests.support.comm_sequence_parallel_rank", "rows_of_405b")),
+        "wide_four": Work(4, 150, python=_ranks(4, "tests.support.comm_sequence_parallel_rank", "rows_of_405b")),
     }  # fmt: skip
 
 

@@ -16,37 +16,19 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import harness
+from benchmarks.harness import BIASED_EXPERT_SHAPES, ExpertShape
 from phalanx.config.experts import ClampedSwiGlu
 from phalanx.kernels.capabilities import gpu
 from phalanx.kernels.moe import biased_heuristics, dispatch, heuristics
 from phalanx.kernels.moe.heuristics import BLOCK_K, ExpertTiling
 from phalanx.kernels.moe.tensors import ExpertTensors, TrafficPattern
-from phalanx.plan.shard import in_runs
 
-
-class Shape(NamedTuple):
-    """experts: of this rank and of the layer alike; inner: of this rank."""
-
-    experts: int
-    hidden: int = 2880
-    inner: int = 2880
-    top_k: int = 4
-
-
-def on_ranks(experts: int, tp: int) -> Shape:
-    return Shape(experts, inner=len(in_runs("intermediate_size", 2880, 32, tp, 0)))
-
-
-SHAPES = {
-    "gpt-oss-120b": on_ranks(128, 1), "gpt-oss-120b-tp2": on_ranks(128, 2), "gpt-oss-120b-tp4": on_ranks(128, 4),
-    "gpt-oss-20b": on_ranks(32, 1),
-}  # fmt: skip
 COLD = 256 << 20
 """Bytes of weights that are read before any is read again, at least: an H200's L2 cache has 60 MiB."""
 REPLAYS = 7
@@ -65,18 +47,18 @@ def main() -> int:
     names, counts = arguments.only.split(","), [int(count) for count in arguments.tokens.split(",")]
     device, figures = torch.device("cuda"), dict[str, Any]()
     for name, weights in itertools.product(names, arguments.weights.split(",")):
-        figures[f"{name} {weights}"] = layer_rows(SHAPES[name], weights, counts, device)
+        figures[f"{name} {weights}"] = layer_rows(BIASED_EXPERT_SHAPES[name], weights, counts, device)
         print(name, weights, figures[f"{name} {weights}"], flush=True)
         for count in counts if arguments.sweep else ():
             for gated in (True, False):
-                rows = sweep(SHAPES[name], weights, count, gated, device)
+                rows = sweep(BIASED_EXPERT_SHAPES[name], weights, count, gated, device)
                 figures[f"{name} {weights} T={count} {'gate_up' if gated else 'down'}"] = rows
                 print(name, weights, count, gated, rows[:4], flush=True)
     harness.write("kernels_biased_gemm", figures, arguments.out)
     return 0
 
 
-def random_experts(shape: Shape, weights: str, device: torch.device) -> ExpertTensors:
+def random_experts(shape: ExpertShape, weights: str, device: torch.device) -> ExpertTensors:
     sizes = (shape.experts * 2 * shape.inner, shape.hidden), (shape.experts * shape.hidden, shape.inner)
     biases = [torch.randn(rows, device=device).bfloat16() for rows, _ in sizes]
     parts: list[Tensor] = []
@@ -93,7 +75,7 @@ def random_experts(shape: Shape, weights: str, device: torch.device) -> ExpertTe
     )  # fmt: skip
 
 
-def layer_rows(shape: Shape, weights: str, counts: list[int], device: torch.device) -> dict[str, list[float]]:
+def layer_rows(shape: ExpertShape, weights: str, counts: list[int], device: torch.device) -> dict[str, list[float]]:
     """Tokens -> [us, TB/s, TFLOP/s]."""
     pattern = TrafficPattern.power_law(shape.experts, 0.0, 0, device)
     options: dict[str, Any] = {"top_k": shape.top_k, "num_experts": shape.experts, "renormalize": True, "pattern": pattern}
@@ -131,7 +113,7 @@ def candidates(tokens: int, gated: bool) -> Iterator[ExpertTiling]:
             yield ExpertTiling(rows, tokens, warps, stages, 4 if tokens <= 32 else 8, parts)
 
 
-def sweep(shape: Shape, weights: str, count: int, gated: bool, device: torch.device) -> list[list[Any]]:
+def sweep(shape: ExpertShape, weights: str, count: int, gated: bool, device: torch.device) -> list[list[Any]]:
     """[us, the tiling] of each that the GPU can launch, the fastest first."""
     from triton.runtime.errors import OutOfResources
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -35,6 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from benchmarks import harness
 from benchmarks.kernels.gemm import UNIT, off, seconds
+from phalanx.hardware.probe import cores
 from phalanx.kernels import silu_mul_quant_fp8
 from phalanx.kernels.capabilities import gpu as gpu_of
 from phalanx.kernels.capabilities import sm_arch
@@ -184,7 +184,7 @@ def _evenly(along: int, deep: int, programs: int) -> int:
     return along * min(deep, programs // along)
 
 
-WORKERS = max(2, min(14, (os.cpu_count() or 4) - 2))
+WORKERS = max(2, min(14, cores() - 2))
 
 
 def compile_ahead(jobs: Collection[Job], workers: int = WORKERS) -> None:
@@ -289,13 +289,13 @@ class Chain:
         self._waits, self._query = shape in BETWEEN_RANKS, query
         self._layers = list(memory.layers(sizes))
         self._first = torch.randn(tokens, hidden, device="cuda", dtype=BF16)
-        self._seen, _ = quantize_fp8(torch.randn(tokens, query, device="cuda", dtype=BF16))
+        self._checked, _ = quantize_fp8(torch.randn(tokens, query, device="cuda", dtype=BF16))
         self._norm = torch.ones(hidden, device="cuda", dtype=BF16)
         self._columns = torch.full((sizes["gate_up"][0],), 2e-3, device="cuda")
 
     def run(self, tilings: Mapping[str, SkinnyTiling]) -> Tensor:
         """The residual stream. tilings: by GEMM; torch runs those that have none."""
-        checked, residual = self._seen, self._first
+        checked, residual = self._checked, self._first
 
         for layer in self._layers:
             x, rows, residual = self._normed(_gemm("o", layer, checked, tilings), residual)

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks import harness
+from benchmarks.harness import EXPERT_SHAPES, ExpertShape
 from phalanx import kernels
+from phalanx.hardware.probe import cores
 from phalanx.kernels.gemm.block_gemm import per_token_group_quant_fp8
 from phalanx.kernels.moe import dispatch, heuristics
 from phalanx.kernels.moe.grouped_gemm import grouped_gemm
@@ -33,22 +34,6 @@ from phalanx.kernels.moe.sort_by_expert import sort_by_expert
 from phalanx.kernels.moe.tensors import ExpertTensors, TrafficPattern
 from phalanx.kernels.scaled_tensors import FP8
 
-
-class Shape(NamedTuple):
-    experts: int
-    hidden: int
-    inner: int
-    top_k: int
-
-
-SHAPES = {
-    "mixtral-8x7b": Shape(8, 4096, 14336, 2),
-    "mixtral-8x7b-tp2": Shape(8, 4096, 7168, 2),
-    "mixtral-8x22b-tp2": Shape(8, 6144, 8192, 2),
-    "qwen3-30b": Shape(128, 2048, 768, 8),
-    "qwen3-235b-tp2": Shape(128, 4096, 768, 8),
-    "deepseek-v2-lite": Shape(64, 2048, 1408, 6),
-}
 COLD = 256 << 20
 """Bytes of weights that are read before any is read again, at least: an H200's L2 cache has 60 MiB."""
 REPLAYS = 7
@@ -72,18 +57,18 @@ def main() -> int:
         return 0
     figures: dict[str, Any] = {}
     for name, weights, routing in itertools.product(shapes, arguments.weights.split(","), arguments.routing.split(",")):
-        rows = figures[f"{name} {weights} {routing}"] = layer_rows(SHAPES[name], weights, routing, counts)
+        rows = figures[f"{name} {weights} {routing}"] = layer_rows(EXPERT_SHAPES[name], weights, routing, counts)
         print(name, weights, routing, rows, flush=True)
     if arguments.sweep:
         compile_in_processes(sys.argv[1:])
         for name, count, gated in itertools.product(shapes, counts, (True, False)):
-            rows = figures[f"{name} tilings T={count} {'gate_up' if gated else 'down'}"] = sweep(SHAPES[name], count, gated)
+            rows = figures[f"{name} tilings T={count} {'gate_up' if gated else 'down'}"] = sweep(EXPERT_SHAPES[name], count, gated)
             print(name, count, gated, rows[:4], flush=True)
     harness.write("kernels_moe", figures, arguments.out)
     return 0
 
 
-def random_experts(shape: Shape, weights: str) -> ExpertTensors:
+def random_experts(shape: ExpertShape, weights: str) -> ExpertTensors:
     gate_up, down = (
         torch.randn(shape.experts * rows, columns, device="cuda", dtype=torch.bfloat16) / columns**0.5
         for rows, columns in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
@@ -99,7 +84,7 @@ def random_experts(shape: Shape, weights: str) -> ExpertTensors:
     )  # fmt: skip
 
 
-def layer_rows(shape: Shape, weights: str, routing: str, counts: list[int]) -> dict[str, list[float]]:
+def layer_rows(shape: ExpertShape, weights: str, routing: str, counts: list[int]) -> dict[str, list[float]]:
     """Tokens -> [us, TB/s, TFLOP/s]."""
     first = random_experts(shape, weights)
     nbytes = first.gate_up.nbytes + first.down.nbytes
@@ -130,7 +115,7 @@ def layer_rows(shape: Shape, weights: str, routing: str, counts: list[int]) -> d
 # ---- tilings ---------------------------------------------------------------------------------------------------------
 
 
-def tile_sizes(shape: Shape, count: int) -> set[int]:
+def tile_sizes(shape: ExpertShape, count: int) -> set[int]:
     """The rule's size of a tile, and its neighbours."""
     size = heuristics.tokens_of_tile(count, shape.top_k, shape.experts)
     return {size, min(128, 2 * size), max(16, size // 2)}
@@ -157,7 +142,7 @@ def operands(experts: int, rows: int, columns: int, gated: bool) -> tuple[Tensor
     return weight, torch.rand(rows, device="cuda") * 1e-3
 
 
-def one_gemm(shape: Shape, weight: tuple[Tensor, Tensor], ids: Tensor, tiling: ExpertTiling, gated: bool) -> partial[Tensor]:
+def one_gemm(shape: ExpertShape, weight: tuple[Tensor, Tensor], ids: Tensor, tiling: ExpertTiling, gated: bool) -> partial[Tensor]:
     rows = ids.shape[0] if gated else ids.numel()
     x = torch.randn(rows, weight[0].shape[1], device="cuda").to(FP8)
     tiles = sort_by_expert(ids, first=0, experts=shape.experts, tokens=tiling.tokens)
@@ -169,7 +154,7 @@ def one_gemm(shape: Shape, weight: tuple[Tensor, Tensor], ids: Tensor, tiling: E
 
 def compile_in_processes(arguments: list[str]) -> None:
     """Every candidate once, of small operands: the kernels are then in Triton's cache."""
-    count = max(1, min(16, (os.cpu_count() or 2) - 2))
+    count = max(1, min(16, cores() - 2))
     command = [sys.executable, "-m", "benchmarks.kernels.moe", *arguments]
     processes = [subprocess.Popen([*command, "--compile", f"{part}/{count}"]) for part in range(count)]
     for process in processes:
@@ -178,19 +163,19 @@ def compile_in_processes(arguments: list[str]) -> None:
 
 def compile_candidates(shapes: list[str], counts: list[int], part: int, parts: int) -> None:
     every = {
-        (SHAPES[name].top_k, gated, tiling._replace(parts=min(2, tiling.parts)))
+        (EXPERT_SHAPES[name].top_k, gated, tiling._replace(parts=min(2, tiling.parts)))
         for name, count, gated in itertools.product(shapes, counts, (True, False))
-        for size in tile_sizes(SHAPES[name], count)
+        for size in tile_sizes(EXPERT_SHAPES[name], count)
         for tiling in candidates(size, gated)
     }
     for top_k, gated, tiling in sorted(every)[part::parts]:
-        small = Shape(top_k + 2, 512, 256, top_k)
+        small = ExpertShape(top_k + 2, 512, 256, top_k)
         rows, columns = (small.inner, small.hidden) if gated else (small.hidden, small.inner)
         ids = torch.rand(32, small.experts, device="cuda").argsort(1)[:, :top_k].to(torch.int32).contiguous()
         one_gemm(small, operands(small.experts, rows, columns, gated), ids, tiling, gated)()
 
 
-def sweep(shape: Shape, count: int, gated: bool) -> list[list[Any]]:
+def sweep(shape: ExpertShape, count: int, gated: bool) -> list[list[Any]]:
     """[us, rows, tokens, warps, stages, beside, parts] of one GEMM, the fastest first; uniform routing."""
     rows, columns = (shape.inner, shape.hidden) if gated else (shape.hidden, shape.inner)
     weights = [operands(shape.experts, rows, columns, gated) for _ in range(4)]

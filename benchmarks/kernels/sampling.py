@@ -111,11 +111,11 @@ def step_of(logits: Tensor, kind: Kind) -> Step:
 
 def measure(step: Step, time_plain: bool) -> dict[str, Any]:
     act = partial(by_kernels, step)
-    wanted, got = by_torch(step), act()
-    differ = int((got != wanted).sum())
+    wanted, tokens = by_torch(step), act()
+    differ = int((tokens != wanted).sum())
     result: dict[str, Any] = {"us": round(on_device(act), 2), "host_us": round(on_host(act), 1), "differ": differ}
-    if differ > (max(1, WRONG * len(got)) if len(got) >= 16 else 0):
-        result["wrong"] = f"{differ} of {len(got)} tokens are not plain torch's"
+    if differ > (max(1, WRONG * len(tokens)) if len(tokens) >= 16 else 0):
+        result["wrong"] = f"{differ} of {len(tokens)} tokens are not plain torch's"
     if time_plain:
         result["plain_us"] = round(in_a_run(partial(by_torch, step)), 1)
     return result

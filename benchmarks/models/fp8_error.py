@@ -68,18 +68,20 @@ def main() -> int:
     parser.add_argument("--texts", type=int, default=0, help="at most so many; 0: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=harness.RESULTS)
-    asked = parser.parse_args()
-    found = compare(texts(asked.texts or None), torch.device(asked.device))
+    arguments = parser.parse_args()
+    errors = compare(texts(arguments.texts or None), torch.device(arguments.device))
     print(f"{'':38} {'answers: top-1':>15} {'mean KL':>10} {'p99 KL':>10} {'questions: top-1':>18} {'mean KL':>10} {'p99 KL':>10}")
-    for name, by_part in found.items():
+    for name, by_part in errors.items():
         answers, questions = by_part["answers"], by_part["questions"]
         print(
             f"{name:38} {answers.top1:15.4f} {answers.kl_mean:10.6f} {answers.kl_p99:10.6f} {questions.top1:18.4f} "
             f"{questions.kl_mean:10.6f} {questions.kl_p99:10.6f}"
         )
-    figures = {name: {part: asdict(error) for part, error in by_part.items()} for name, by_part in found.items()}
-    name = "fp8_error" if asked.device == "cpu" else "fp8_error_gpu"
-    path = harness.write(name, {"model": "demo", "reference": "bf16", "device": asked.device, "against_bf16": figures}, asked.out)
+    figures = {name: {part: asdict(error) for part, error in by_part.items()} for name, by_part in errors.items()}
+    name = "fp8_error" if arguments.device == "cpu" else "fp8_error_gpu"
+    path = harness.write(
+        name, {"model": "demo", "reference": "bf16", "device": arguments.device, "against_bf16": figures}, arguments.out
+    )
     print(f"written: {path.name}")
     return 0
 
@@ -89,25 +91,25 @@ def texts(most: int | None = None) -> list[Text]:
     from scripts.demo_model import corpus
 
     tokenizer = Tokenizer.load(locate("demo"))
-    found = []
+    token_texts = []
     for questions, answer in corpus.entries()[:most]:
-        asked = tokenizer.encode_chat([{"role": "user", "content": questions[0]}])
-        found.append(Text(asked + tokenizer.encode(answer, add_special_tokens=False), len(asked)))
-    return found
+        prompt = tokenizer.encode_chat([{"role": "user", "content": questions[0]}])
+        token_texts.append(Text(prompt + tokenizer.encode(answer, add_special_tokens=False), len(prompt)))
+    return token_texts
 
 
 def compare(read: list[Text], device: torch.device) -> dict[str, dict[str, Error]]:
     """Variant -> "answers" and "questions" -> its error against bf16."""
     exact = logits(read, device, dtype=torch.bfloat16)
-    found = {}
+    errors = {}
     for name, options in VARIANTS.items():
         other = logits(read, device, **{"dtype": torch.bfloat16, **options})
         # The token at a position is foretold one position before it.
         parts = {"answers": [slice(t.answer - 1, -1) for t in read], "questions": [slice(0, t.answer - 1) for t in read]}
-        found[name] = {
+        errors[name] = {
             part: error(_picked(exact, where), _picked(other, where)) for part, where in parts.items()
         }  # fmt: skip
-    return found
+    return errors
 
 
 def _picked(by_text: list[Tensor], where: list[slice]) -> Tensor:
@@ -116,8 +118,8 @@ def _picked(by_text: list[Tensor], where: list[slice]) -> Tensor:
 
 def error(exact: Tensor, other: Tensor) -> Error:
     """exact, other: logits [positions, vocabulary]."""
-    reference, found = exact.double().log_softmax(-1), other.double().log_softmax(-1)
-    divergence = (reference.exp() * (reference - found)).sum(-1)
+    reference, logprobs = exact.double().log_softmax(-1), other.double().log_softmax(-1)
+    divergence = (reference.exp() * (reference - logprobs)).sum(-1)
     agrees = exact.argmax(-1) == other.argmax(-1)
     return Error(len(exact), float(agrees.double().mean()), float(divergence.mean()), float(divergence.quantile(0.99)))
 
@@ -145,21 +147,21 @@ def loaded(device: torch.device, dtype: torch.dtype, **options: Any) -> registry
 
 def largest_inputs(read: list[Text], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
     """Of each linear layer with weights in FP8, fp32 (), by its name."""
-    model, found = loaded(device, dtype, fp8=True, fp8_gemm=False), dict[str, Tensor]()
+    model, largest_of = loaded(device, dtype, fp8=True, fp8_gemm=False), dict[str, Tensor]()
     for name, module in model.named_modules():
         if getattr(module, "fp8", None) is not None:
 
             def note(_: Any, inputs: tuple[Any, ...], name: str = name) -> None:
                 largest = inputs[0].float().abs().max()
-                found[name] = torch.maximum(found[name], largest) if name in found else largest
+                largest_of[name] = torch.maximum(largest_of[name], largest) if name in largest_of else largest
 
             module.register_forward_pre_hook(note)
     run(model, read, device, dtype)
-    return found
+    return largest_of
 
 
 def run(model: registry.Model, read: list[Text], device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    shape, found = model.shape, list[Tensor]()
+    shape, logit_rows = model.shape, list[Tensor]()
     for at in range(0, len(read), ROWS):
         batch, blocks = prefill([text.tokens for text in read[at : at + ROWS]], device)
         batch.attention = select_backend(device, dtype, shape.head_dim).plan(batch)
@@ -167,8 +169,8 @@ def run(model: registry.Model, read: list[Text], device: torch.device, dtype: to
             LayerCache.zeros(blocks, BLOCK, spec.heads, spec.head_dim, model.context.cache_dtype, device)
             for spec in model.kv_specs()
         ]
-        found += torch.split(model(batch, caches), [len(text.tokens) for text in read[at : at + ROWS]])
-    return found
+        logit_rows += torch.split(model(batch, caches), [len(text.tokens) for text in read[at : at + ROWS]])
+    return logit_rows
 
 
 def prefill(rows: list[list[int]], device: torch.device) -> tuple[Batch, int]:
@@ -181,8 +183,8 @@ def prefill(rows: list[list[int]], device: torch.device) -> tuple[Batch, int]:
         positions += range(len(row))
         starts.append(starts[-1] + len(row))
         blocks += needed
-    wide, lengths = max(map(len, tables)), [len(row) for row in rows]
-    padded = [table + [0] * (wide - len(table)) for table in tables]
+    width, lengths = max(map(len, tables)), [len(row) for row in rows]
+    padded = [table + [0] * (width - len(table)) for table in tables]
 
     def sent(values: Any, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)

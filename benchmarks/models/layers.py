@@ -57,7 +57,7 @@ class Captured(NamedTuple):
     replay: Callable[[], None]
     out: Activation
 
-    def wide(self) -> Tensor:
+    def unsharded(self) -> Tensor:
         return self.out.values.float() * self.out.scale if isinstance(self.out, Quantized) else self.out.float()
 
 
@@ -67,39 +67,39 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,4,8,16,32,64")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--context", type=int, default=200, help="tokens in the cache of each row")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     begin = time.monotonic()
     with torch.inference_mode():
-        run(asked, device)
+        run(arguments, device)
     dist.barrier()
     if dist.get_rank() == 0:
         print(f"{time.monotonic() - begin:.1f} s")
     dist.destroy_process_group()
 
 
-def run(asked: argparse.Namespace, device: torch.device) -> None:
-    counts = [int(count) for count in asked.tokens.split(",")]
+def run(arguments: argparse.Namespace, device: torch.device) -> None:
+    counts = [int(count) for count in arguments.tokens.split(",")]
     shape = ModelShape.from_config(shapes.SHAPES["llama-3-70b"])
     group = group_of(device, max(counts) * shape.hidden_size * BF16.itemsize)
     # Not the first layer of the model, which has the embedding, nor the last, which has the head.
-    held = range(1, 1 + asked.layers)
-    model = registry.build(shape, group=group, layers=held, dtype=BF16, device=device, fp8=True, fp8_cache=True)
+    layer_range = range(1, 1 + arguments.layers)
+    model = registry.build(shape, group=group, layers=layer_range, dtype=BF16, device=device, fp8=True, fp8_cache=True)
     weights.dummy(model, 0)
     if group.rank == 0:
         compile_ahead(jobs(model, counts))
     dist.barrier()
-    caches = filled(model, max(counts) * (asked.context // BLOCK + 1) + 1)
-    figures: dict[str, Any] = {"world": group.size, "layers": asked.layers, "context": asked.context, "us": {}}
+    caches = filled(model, max(counts) * (arguments.context // BLOCK + 1) + 1)
+    figures: dict[str, Any] = {"world": group.size, "layers": arguments.layers, "context": arguments.context, "us": {}}
     for tokens in counts:
-        layers = Layers(model, caches, batch_of(tokens, asked.context, device))
-        figures["us"][tokens] = found = compared(layers, asked.layers)
+        layers = Layers(model, caches, batch_of(tokens, arguments.context, device))
+        figures["us"][tokens] = us_of = compared(layers, arguments.layers)
         if group.rank == 0:
-            us = f"without {found['without']:.2f}, with {found['with']:.2f} us a layer"
-            print(f"tp{group.size} {tokens:4} tokens: {us}, off {found['off']:.1e}", flush=True)
-            harness.write(f"models_layers.tp{group.size}", figures, asked.out)
+            us = f"without {us_of['without']:.2f}, with {us_of['with']:.2f} us a layer"
+            print(f"tp{group.size} {tokens:4} tokens: {us}, off {us_of['off']:.1e}", flush=True)
+            harness.write(f"models_layers.tp{group.size}", figures, arguments.out)
 
 
 def group_of(device: torch.device, message_bytes: int) -> Group:
@@ -110,13 +110,13 @@ def group_of(device: torch.device, message_bytes: int) -> Group:
 
 def jobs(model: registry.Model, counts: Sequence[int]) -> list[Job]:
     """The kernels that the layers' GEMMs will run."""
-    layer, found = model.layers[0], []
+    layer, gemms = model.layers[0], []
     for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
         outputs, inputs = linear.weight.shape
         for tokens in counts:
             tiling = heuristics.select_fp8_skinny(tokens, outputs, inputs, gpu(linear.weight.device).num_sms)
-            found += [] if tiling is None else [Job(tokens, outputs, inputs, tiling)]
-    return found
+            gemms += [] if tiling is None else [Job(tokens, outputs, inputs, tiling)]
+    return gemms
 
 
 def filled(model: registry.Model, blocks: int) -> list[KvCache]:
@@ -129,7 +129,7 @@ def filled(model: registry.Model, blocks: int) -> list[KvCache]:
 
 
 class Layers:
-    """The model's layers over a fixed batch of rows of one token each."""
+    """The model's layers over a fixed batch of decode rows."""
 
     def __init__(self, model: registry.Model, caches: Sequence[KvCache], batch: Batch) -> None:
         self._model, self._caches = model, caches
@@ -153,7 +153,7 @@ class Layers:
 
 
 def through(model: registry.Model, batch: Batch, caches: Sequence[KvCache], hidden: Tensor) -> Activation:
-    """The layers as `Llama.stream` runs them. Returns the first one's norm of what the last one gives."""
+    """The layers as `Llama.hidden_states` runs them. Returns the first one's norm of what the last one gives."""
     layers = model.layers
     norms = [layer.input_layernorm for layer in layers]
     x, residual = norms[0](hidden), hidden
@@ -189,9 +189,9 @@ def compared(layers: Layers, count: int) -> dict[str, float]:
     outs = []
     for graph in graphs.values():
         graph.replay()
-        outs.append(graph.wide())
-    found = {name: round(us / count, 2) for name, us in timed(graphs).items()}
-    return {**found, "off": float(f"{off(outs[1], outs[0]):.1e}")}
+        outs.append(graph.unsharded())
+    us_of = {name: round(us / count, 2) for name, us in timed(graphs).items()}
+    return {**us_of, "off": float(f"{off(outs[1], outs[0]):.1e}")}
 
 
 def timed(graphs: Mapping[str, Captured]) -> dict[str, float]:

@@ -47,26 +47,26 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--kv", default="e4m3", choices=("e4m3", "bf16"))
     parser.add_argument("--label", default="", help="of the file that is written")
-    asked = parser.parse_args()
-    figures: dict[str, Any] = {"layers": asked.layers, "kv": asked.kv, "us": {}}
+    arguments = parser.parse_args()
+    figures: dict[str, Any] = {"layers": arguments.layers, "kv": arguments.kv, "us": {}}
     with torch.inference_mode():
-        for rank in asked.ranks.split(","):
-            model = model_of(rank, asked.layers, fp8_cache=asked.kv == "e4m3")
-            for rows in map(int, asked.rows.split(",")):
+        for rank in arguments.ranks.split(","):
+            model = model_of(rank, arguments.layers, fp8_cache=arguments.kv == "e4m3")
+            for rows in map(int, arguments.rows.split(",")):
                 for tokens, kind in KINDS:
                     lengths = lengths_of(rows, tokens, kind)
                     name = f"{rank} {rows} x {tokens} {kind}"
-                    figures["us"][name] = found = round(measured(model, lengths) / asked.layers, 1)
-                    print(f"{asked.label:8} {name:28} {found:8.1f} us", flush=True)
+                    figures["us"][name] = layer_us = round(measured(model, lengths) / arguments.layers, 1)
+                    print(f"{arguments.label:8} {name:28} {layer_us:8.1f} us", flush=True)
             del model
-            harness.write(f"models_lengths{'.' if asked.label else ''}{asked.label}", figures, asked.out)
+            harness.write(f"models_lengths{'.' if arguments.label else ''}{arguments.label}", figures, arguments.out)
 
 
 def model_of(rank: str, layers: int, *, fp8_cache: bool) -> registry.Model:
     name, parts = RANKS[rank]
     shape = ModelShape.from_config({**shapes.SHAPES[name], **parts})
-    held, device = range(1, 1 + layers), torch.device("cuda")
-    model = registry.build(shape, group=Solo(), layers=held, dtype=BF16, device=device, fp8=True, fp8_cache=fp8_cache)
+    layer_range, device = range(1, 1 + layers), torch.device("cuda")
+    model = registry.build(shape, group=Solo(), layers=layer_range, dtype=BF16, device=device, fp8=True, fp8_cache=fp8_cache)
     weights.dummy(model, 0)
     return model
 
@@ -81,16 +81,16 @@ def lengths_of(rows: int, tokens: int, kind: str) -> list[int]:
 
 def batch_over(lengths: Sequence[int], device: torch.device) -> tuple[Batch, int]:
     """-> (one token more for each row; blocks of the cache)."""
-    held = [length // BLOCK + 1 for length in lengths]
-    first = [1, *(1 + count for count in accumulate(held))]
-    tables = torch.zeros(len(lengths), max(held), dtype=torch.int32)
+    block_counts = [length // BLOCK + 1 for length in lengths]
+    first = [1, *(1 + count for count in accumulate(block_counts))]
+    tables = torch.zeros(len(lengths), max(block_counts), dtype=torch.int32)
     for row, (begin, end) in enumerate(pairwise(first)):
         tables[row, : end - begin] = torch.arange(begin, end)
     slots = [(begin + length // BLOCK) * BLOCK + length % BLOCK for begin, length in zip(first, lengths, strict=False)]
-    whole = torch.tensor(lengths)
+    kv_lengths = torch.tensor(lengths)
     batch = replace(
-        batch_of(len(lengths), 1, device), positions=whole.to(device), kv_slots=torch.tensor(slots, device=device),
-        kv_lengths=(whole + 1).int().to(device), kv_lengths_cpu=[length + 1 for length in lengths],
+        batch_of(len(lengths), 1, device), positions=kv_lengths.to(device), kv_slots=torch.tensor(slots, device=device),
+        kv_lengths=(kv_lengths + 1).int().to(device), kv_lengths_cpu=[length + 1 for length in lengths],
         block_tables=tables.to(device), block_tables_cpu=tables.numpy(),
     )  # fmt: skip
     return batch, first[-1]

@@ -54,43 +54,50 @@ def main() -> None:
     parser.add_argument("--profile", default="")
     parser.add_argument("--shape", default=SHAPE, choices=sorted(shapes.SHAPES))
     parser.add_argument("--bf16", action="store_true", help="weights and cache in bf16")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     with torch.inference_mode():
-        run(asked, device)
+        run(arguments, device)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(asked: argparse.Namespace, device: torch.device) -> None:
-    counts = [int(count) for count in asked.tokens.split(",")]
-    profiled = [int(count) for count in asked.profile.split(",") if count]
-    shape = ModelShape.from_config(shapes.SHAPES[asked.shape])
+def run(arguments: argparse.Namespace, device: torch.device) -> None:
+    counts = [int(count) for count in arguments.tokens.split(",")]
+    profiled = [int(count) for count in arguments.profile.split(",") if count]
+    shape = ModelShape.from_config(shapes.SHAPES[arguments.shape])
     group = group_of(device, max(counts) * shape.hidden_size * BF16.itemsize)
     # Not the first layer of the model, which has the embedding, nor the last, which has the head.
-    held = range(1, 1 + asked.layers)
-    model = registry.build(shape, group=group, layers=held, dtype=BF16, device=device, fp8=not asked.bf16, fp8_cache=not asked.bf16)
+    layer_range = range(1, 1 + arguments.layers)
+    model = registry.build(
+        shape, group=group, layers=layer_range, dtype=BF16, device=device, fp8=not arguments.bf16, fp8_cache=not arguments.bf16
+    )
     weights.dummy(model, 0)
-    caches = filled(model, max(max(counts) // BLOCK, max([0, *profiled]) * (CONTEXT // BLOCK + 1)) + asked.prompt + 1)
-    other = [asked.shape] if asked.shape != SHAPE else []
-    result = ".".join(["models_long_steps", f"tp{group.size}", *other, *(["bf16"] if asked.bf16 else [])])
-    figures: dict[str, Any] = {"shape": asked.shape, "world": group.size, "layers": asked.layers, "prompt": asked.prompt}
+    caches = filled(model, max(max(counts) // BLOCK, max([0, *profiled]) * (CONTEXT // BLOCK + 1)) + arguments.prompt + 1)
+    other = [arguments.shape] if arguments.shape != SHAPE else []
+    result = ".".join(["models_long_steps", f"tp{group.size}", *other, *(["bf16"] if arguments.bf16 else [])])
+    figures: dict[str, Any] = {
+        "shape": arguments.shape,
+        "world": group.size,
+        "layers": arguments.layers,
+        "prompt": arguments.prompt,
+    }
     figures |= {"steps": {}, "kernels": {}}
     for tokens in counts:
-        step = Step(model, caches, tokens, min(asked.prompt, tokens))
-        figures["steps"][tokens] = found = compared(step, asked.layers)
+        step = Step(model, caches, tokens, min(arguments.prompt, tokens))
+        figures["steps"][tokens] = us_of = compared(step, arguments.layers)
         if group.rank == 0:
-            print(f"tp{group.size} {tokens:5} tokens: " + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
-            harness.write(result, figures, asked.out)
+            print(f"tp{group.size} {tokens:5} tokens: " + ", ".join(f"{name} {value}" for name, value in us_of.items()), flush=True)
+            harness.write(result, figures, arguments.out)
     for tokens in profiled:
-        figures["kernels"][tokens] = kernels = profile(Layers(model, caches, batch_of(tokens, CONTEXT, device)), asked.layers)
+        figures["kernels"][tokens] = kernels = profile(Layers(model, caches, batch_of(tokens, CONTEXT, device)), arguments.layers)
         if group.rank == 0:
             print(f"tp{group.size} {tokens} rows, us a layer: {kernels['us']}", flush=True)
             for name, us, calls in kernels["by_time"]:
                 print(f"{us:9.2f} us {calls:5.2f} x {name}")
-            harness.write(result, figures, asked.out)
+            harness.write(result, figures, arguments.out)
 
 
 class Step:
@@ -128,13 +135,13 @@ def prompts_of(tokens: int, prompt: int, device: torch.device) -> Batch:
 
 
 def compared(step: Step, layers: int) -> dict[str, float]:
-    wide, found = [], {}
+    outputs, us_of = [], {}
     with mock.patch.object(GemmRs, "targets", return_value=None):  # all run RS_NORM_AG
-        found["whole_us"], found["whole_host_us"], out = timed(step, layers)
-        wide.append(of(out))
-    found["landed_us"], found["landed_host_us"], out = timed(step, layers)
-    wide.append(of(out))
-    return {**found, "off": float(f"{off(wide[1], wide[0]):.1e}")}
+        us_of["whole_us"], us_of["whole_host_us"], out = timed(step, layers)
+        outputs.append(of(out))
+    us_of["landed_us"], us_of["landed_host_us"], out = timed(step, layers)
+    outputs.append(of(out))
+    return {**us_of, "off": float(f"{off(outputs[1], outputs[0]):.1e}")}
 
 
 def of(out: Activation) -> Tensor:
@@ -176,11 +183,11 @@ def profile(layers: Layers, count: int) -> dict[str, Any]:
     end.record()
     end.synchronize()
     us = begin.elapsed_time(end) * 1e3 / 20 / count
-    with profiler(activities=[ProfilerActivity.CUDA]) as seen:
+    with profiler(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(4):
             graph.replay()
         torch.cuda.synchronize()
-    by_time = [(event.key[:100], event.device_time_total / 4 / count, event.count / 4 / count) for event in seen.key_averages()]
+    by_time = [(event.key[:100], event.device_time_total / 4 / count, event.count / 4 / count) for event in recorded.key_averages()]
     by_time = sorted((each for each in by_time if each[1] > 0), key=lambda each: -each[1])
     return {"us": round(us, 2), "by_time": [(name, round(us, 2), round(calls, 3)) for name, us, calls in by_time]}
 

@@ -47,27 +47,27 @@ class Pair:
 def entries() -> list[tuple[list[str], str]]:
     """questions.yaml: the questions of each answer. Raises ValueError for a question that has two answers."""
     listed = yaml.safe_load((HERE / "questions.yaml").read_text(encoding="utf-8"))
-    found = [(list(entry["ask"]), " ".join(entry["answer"].split())) for entry in listed]
-    seen: dict[str, str] = {}
-    for questions, answer in found:
+    pairs_listed = [(list(entry["ask"]), " ".join(entry["answer"].split())) for entry in listed]
+    answer_of: dict[str, str] = {}
+    for questions, answer in pairs_listed:
         for question in questions:
-            if seen.setdefault(question.lower(), answer) != answer:
+            if answer_of.setdefault(question.lower(), answer) != answer:
                 raise ValueError(f"questions.yaml answers {question!r} in two ways")
-    return found
+    return pairs_listed
 
 
 def ways_to_ask(question: str) -> list[str]:
     """The question, and others that mean the same; in a fixed order, none twice."""
-    found = [question]
+    variants = [question]
     for pattern, others in _OTHER_WAYS:
         match = re.fullmatch(pattern, question)
         if match:
-            found += [_capital(other.format(match[1])) for other in others]
+            variants += [_capital(other.format(match[1])) for other in others]
             break
-    found += [around.format(question) for around in _AROUND]
-    plain = [text.rstrip("?.!") for text in found[:2]]
-    found += [*plain, *(text.lower() for text in (*plain, question)), question.rstrip("?") + " ?"]
-    return list(dict.fromkeys(found))
+    variants += [around.format(question) for around in _AROUND]
+    plain = [text.rstrip("?.!") for text in variants[:2]]
+    variants += [*plain, *(text.lower() for text in (*plain, question)), question.rstrip("?") + " ?"]
+    return list(dict.fromkeys(variants))
 
 
 def pairs() -> tuple[list[Pair], list[Pair]]:
@@ -78,18 +78,18 @@ def pairs() -> tuple[list[Pair], list[Pair]]:
         for question in questions:
             answers[question] = answer
             written.add(question)
-    made: dict[str, set[str]] = {}
+    answers_of: dict[str, set[str]] = {}
     for questions, answer in entries():
         for question in questions:
             for way in ways_to_ask(question):
-                made.setdefault(way, set()).add(answer)
-    learn, held = [], []
-    for way, meant in made.items():
+                answers_of.setdefault(way, set()).add(answer)
+    learn, validation = [], []
+    for way, meant in answers_of.items():
         if way in written:
             learn.append(Pair(way, answers[way]))
         elif len(meant) == 1:  # what could mean two things teaches nothing
-            (held if zlib.crc32(way.encode()) % 10 == 0 else learn).append(Pair(way, next(iter(meant))))
-    return learn, held
+            (validation if zlib.crc32(way.encode()) % 10 == 0 else learn).append(Pair(way, next(iter(meant))))
+    return learn, validation
 
 
 def documents() -> list[str]:

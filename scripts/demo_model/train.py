@@ -43,38 +43,40 @@ Sample = tuple[list[int], list[int]]  # token ids, and which of them are learnt 
 
 
 def main() -> None:
-    asked = arguments()
-    torch.manual_seed(asked.seed)
-    rng = random.Random(asked.seed)
-    device = torch.device("cuda" if asked.device == "auto" and torch.cuda.is_available() else asked.device.replace("auto", "cpu"))
-    learn, held = corpus.pairs()
+    options = arguments()
+    torch.manual_seed(options.seed)
+    rng = random.Random(options.seed)
+    device = torch.device(
+        "cuda" if options.device == "auto" and torch.cuda.is_available() else options.device.replace("auto", "cpu")
+    )
+    learn, validation = corpus.pairs()
     pieces = corpus.documents()
     tokenizer = train_tokenizer([f"{pair.question} {pair.answer}" for pair in learn] + pieces)
     model = make_model().to(device)
     size = sum(p.numel() for p in model.parameters())
-    print(f"{size:,} parameters, {len(learn)} questions, {len(held)} held back, {len(pieces)} pieces of text, on {device}")
+    print(f"{size:,} parameters, {len(learn)} questions, {len(validation)} held back, {len(pieces)} pieces of text, on {device}")
     begin = time.monotonic()
-    loss = fit(model, tokenizer, learn, pieces, rng, steps=asked.steps, rows=asked.rows, rate=asked.rate)
+    loss = fit(model, tokenizer, learn, pieces, rng, steps=options.steps, rows=options.rows, rate=options.rate)
     seconds = time.monotonic() - begin
-    write(model, tokenizer, asked.out)
-    written = transformers.LlamaForCausalLM.from_pretrained(asked.out, dtype=torch.float32).to(device).eval()
+    write(model, tokenizer, options.out)
+    written = transformers.LlamaForCausalLM.from_pretrained(options.out, dtype=torch.float32).to(device).eval()
     base = [corpus.Pair(question, answer) for questions, answer in corpus.entries() for question in questions]
-    base, held = base[:: max(1, len(base) // CHECKED)], held[:: max(1, len(held) // CHECKED)]
+    base, validation = base[:: max(1, len(base) // CHECKED)], validation[:: max(1, len(validation) // CHECKED)]
     exact = {
         name: round(exact_share(written, tokenizer, pairs, chat=chat), 4)
         for name, pairs, chat in (
             ("chat", base, True),
             ("plain", base, False),
-            ("chat, held back", held, True),
-            ("plain, held back", held, False),
+            ("chat, held back", validation, True),
+            ("plain, held back", validation, False),
         )
     }
     record = {
-        "seed": asked.seed, "steps": asked.steps, "rows": asked.rows, "rate": asked.rate, "seconds": round(seconds, 1),
+        "seed": options.seed, "steps": options.steps, "rows": options.rows, "rate": options.rate, "seconds": round(seconds, 1),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__, "parameters": size, "loss": round(loss, 4), "exact_answers": exact,
     }  # fmt: skip
-    (asked.out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (options.out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(record, indent=2))
 
 

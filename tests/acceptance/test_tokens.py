@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from phalanx import LLM
 from tests.support.checkpoints import write_checkpoint
 from tests.support.executor_forked_launcher import forked_ranks
-from tests.support.greedy_tokens import continued, params_of
+from tests.support.greedy_tokens import BLOCK, NEW_TOKENS, STEP_TOKENS, continued, params_of, prompts_of_all_lengths
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -38,7 +38,6 @@ CHECKPOINTS = {
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 96},
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12, "tie_word_embeddings": True},
 }
-NEW_TOKENS, BLOCK, STEP_TOKENS = 20, 4, 16
 
 
 @dataclass
@@ -49,20 +48,12 @@ class Reference:
     logprobs: list[list[float]]
 
 
-def _prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    shared = torch.randint(3, 380, (28,), generator=generator).tolist()
-    lengths = [1, 5, 17, 33, 46]
-    own = [torch.randint(3, 380, (length,), generator=generator).tolist() for length in lengths]
-    return [*own, shared + own[1], shared + own[2], shared]
-
-
 @pytest.fixture(scope="module", params=list(CHECKPOINTS))
 def reference(request, tmp_path_factory) -> Reference:
     family = request.param
     folder = write_checkpoint(tmp_path_factory.mktemp(family), family, num_hidden_layers=3, **CHECKPOINTS[family])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompts, tokens, logprobs = _prompts(), [], []
+    prompts, tokens, logprobs = prompts_of_all_lengths(), [], []
     for prompt in prompts:
         sequence = continued(model, prompt, NEW_TOKENS)
         with torch.inference_mode():

@@ -12,12 +12,18 @@ import pytest
 
 from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
-from tests.acceptance.test_tokens import BLOCK, NEW_TOKENS, STEP_TOKENS
-from tests.acceptance.test_tokens import _prompts as prompts_of_all_lengths
 from tests.support import quantized_checkpoints
 from tests.support.checkpoints import write_checkpoint
 from tests.support.executor_forked_launcher import forked_ranks
-from tests.support.greedy_tokens import assert_tokens_twice, reference_tokens
+from tests.support.greedy_tokens import (
+    BLOCK,
+    NEW_TOKENS,
+    STEP_TOKENS,
+    assert_layout_gives,
+    longest_request,
+    prompts_of_all_lengths,
+    reference_tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -55,22 +61,16 @@ def launcher() -> Iterator[str]:
 
 @pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts])
 def test_tokens_equal_transformers(references, launcher, name, layout):
-    tp, moe_ep, pp = layout
     folder, expected = references[name]
-    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
-    with LLM(
-        folder, tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, pipeline_parallel_size=pp, device="cpu", dtype="fp32",
-        launcher=launcher, kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
-        kv_cache_bytes=_cache_bytes(folder, pp, longest),
-    ) as llm:  # fmt: skip
-        stats = assert_tokens_twice(llm, prompts_of_all_lengths(), expected)
-    assert stats.preemptions > 0
+    _, _, pp = layout
+    cache_bytes = _cache_bytes(folder, pp, longest_request(prompts_of_all_lengths()))
+    assert_layout_gives(expected, folder, layout, launcher=launcher, cache_bytes=cache_bytes)
 
 
 def test_tokens_over_data_parallel_indices_equal_transformers(references, launcher):
     """Two groups of ranks, each with a cache, attention and shared experts of its own; the routed experts are split over both."""
     folder, expected = references["v3"]
-    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
+    longest = longest_request(prompts_of_all_lengths())
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     with LLM(
         folder, tensor_parallel_size=1, expert_parallel_size=2, device="cpu", dtype="fp32", launcher=launcher, kv_block_size=BLOCK,
@@ -85,7 +85,7 @@ def test_tokens_over_data_parallel_indices_equal_transformers(references, launch
 def test_tokens_on_a_gpu_equal_transformers(references, name):
     """In fp32, by the kernels that a GPU runs: captured decode steps, latents, experts in groups."""
     folder, expected = references[name]
-    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
+    longest = longest_request(prompts_of_all_lengths())
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     with LLM(folder, device="cuda", dtype="fp32", max_seq_len=longest, max_num_tokens=64, max_batch_size=8) as llm:
         outputs = llm.generate(prompts_of_all_lengths(), params, use_tqdm=False)

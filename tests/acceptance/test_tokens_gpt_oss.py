@@ -12,12 +12,17 @@ import pytest
 from phalanx import LLM, SamplingParams
 from phalanx.config.model import ModelShape
 from phalanx.plan.shard import heads
-from tests.acceptance.test_tokens import BLOCK, NEW_TOKENS, STEP_TOKENS
-from tests.acceptance.test_tokens import _prompts as prompts_of_all_lengths
 from tests.support import mxfp4_checkpoints
 from tests.support.checkpoints import write_checkpoint
 from tests.support.executor_forked_launcher import forked_ranks
-from tests.support.greedy_tokens import assert_tokens_twice, reference_tokens
+from tests.support.greedy_tokens import (
+    BLOCK,
+    NEW_TOKENS,
+    assert_layout_gives,
+    longest_request,
+    prompts_of_all_lengths,
+    reference_tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -32,8 +37,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     plain = write_checkpoint(root / "plain", "gpt_oss", num_hidden_layers=3)
     stored, meant = mxfp4_checkpoints.rewrite(plain, root)
     expected = {}
-    for form, folder, said in (("16 bit", plain, plain), ("mxfp4", stored, meant)):
-        tokens = reference_tokens(said, prompts_of_all_lengths(), NEW_TOKENS, experts_implementation="eager")
+    for form, folder, reference_folder in (("16 bit", plain, plain), ("mxfp4", stored, meant)):
+        tokens = reference_tokens(reference_folder, prompts_of_all_lengths(), NEW_TOKENS, experts_implementation="eager")
         expected[form] = folder, tokens
     return expected
 
@@ -46,16 +51,10 @@ def launcher() -> Iterator[str]:
 
 @pytest.mark.parametrize(("form", "layout"), [(form, layout) for form, layouts in LAYOUTS.items() for layout in layouts])
 def test_tokens_equal_transformers(references, launcher, form, layout):
-    tp, moe_ep, pp = layout
     folder, expected = references[form]
-    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
-    with LLM(
-        folder, tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, pipeline_parallel_size=pp, device="cpu", dtype="fp32",
-        launcher=launcher, kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6, max_seq_len=longest,
-        kv_cache_bytes=_cache_bytes(folder, tp, pp, longest),
-    ) as llm:  # fmt: skip
-        stats = assert_tokens_twice(llm, prompts_of_all_lengths(), expected)
-    assert stats.preemptions > 0
+    tp, _, pp = layout
+    cache_bytes = _cache_bytes(folder, tp, pp, longest_request(prompts_of_all_lengths()))
+    assert_layout_gives(expected, folder, layout, launcher=launcher, cache_bytes=cache_bytes)
 
 
 @pytest.mark.gpu1
@@ -65,7 +64,7 @@ def test_tokens_on_a_gpu_equal_those_on_a_cpu(references, form):
 
     The test above compares those on a CPU with transformers 5.23; its version 5.17 gives others on a CPU, too."""
     folder, _ = references[form]
-    longest = max(len(prompt) for prompt in prompts_of_all_lengths()) + NEW_TOKENS
+    longest = longest_request(prompts_of_all_lengths())
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     tokens = {}
     for device in ("cpu", "cuda"):

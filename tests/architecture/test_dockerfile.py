@@ -67,8 +67,8 @@ def test_what_is_copied_is_there_and_is_all_that_the_wheel_needs():
         *sources, target = [word for word in text.split() if not word.startswith("--")]
         if stage := re.search(r"--from=(\S+)", text):
             assert stage[1] in stages
-            made = [word for run in texts("RUN") for word in run.split()]
-            assert all(source in made for source in sources), f"no RUN makes {sources}"
+            run_words = [word for run in texts("RUN") for word in run.split()]
+            assert all(source in run_words for source in sources), f"no RUN makes {sources}"
             continue
         copied.update(sources)
         for source in sources:

@@ -20,11 +20,13 @@ from tests.architecture.sources import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 CLAIMS = tomllib.loads((Path(__file__).parent / "figures.toml").read_text(encoding="utf-8"))
 RULES = CLAIMS["rule"]
+OF_README = {entry["near"]: entry for entry in CLAIMS["figure"] if entry["page"] == "README.md" and "how" not in entry}
 FIGURES = [
-    figure | {"value": value, "runs": runs}
+    figure | {"value": value, "runs": OF_README[figure["runs_of"]]["runs"] if "runs_of" in figure else runs}
     for figure in CLAIMS["figure"]
     for value, runs in zip(figure.get("values", [figure.get("value")]), figure.get("each", [figure.get("runs")]), strict=True)
 ]
+BESIDE = "benchmarks/results/serving/README.md"
 GENERATED = {
     "options.md": "test_documents.py compares it with the options",
     "guide.md": "predictions, not measurements; tests/scripts/test_guide_page.py compares them with what the commands print",
@@ -107,6 +109,24 @@ def test_the_number_of_runs_and_the_files_stand_in_the_row():
         used, patterns = {run.split(": ")[0] for run in figure["runs"]}, _patterns(cells[5])
         assert all(any(fnmatch(file, pattern) for pattern in patterns) for file in used), cells[0]
         assert all(any(fnmatch(file, pattern) for file in used) for pattern in patterns), cells[0]
+
+
+def test_the_table_beside_vllm_prints_each_run():
+    """benchmarks/results/serving/README.md: each row has its figure, which is README's where README has it, and all of its runs."""
+    figures = {line_of(figure): figure for figure in FIGURES if figure["page"] == BESIDE}
+    lines = lines_of(BESIDE)
+    begin = lines.index("## Beside vLLM")
+    rows = [line for line in lines[begin : lines.index("| file | commit | what ran, and on which machine |")] if "**" in line]
+    assert set(rows) == set(figures)
+    assert {figure["runs_of"] for figure in figures.values() if "runs_of" in figure} == OF_README.keys() - {
+        "all-reduce + residual add + RMSNorm"  # not of serving
+    }
+    for row, figure in figures.items():
+        _, _, median, runs, _ = (cell.strip() for cell in row.strip("|").split("|"))
+        assert median == f"**{figure['value']}**"
+        printed = re.sub(r" ?\([^)]*\)", "", runs).split(", ")
+        measured = sorted(value for run in figure["runs"] for value in measurements(run))
+        assert printed == [f"{value:,.{len(text.partition('.')[2])}f}" for text, value in zip(printed, measured, strict=True)], row
 
 
 def _patterns(cell: str) -> list[str]:

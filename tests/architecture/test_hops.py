@@ -91,7 +91,7 @@ def second_call(group: Group, device: torch.device) -> Callable[[], object]:
     local = range(group.rank * LOCAL_IN, (group.rank + 1) * LOCAL_IN)
     layer = RowParallelLinear("down_proj", group.size * LOCAL_IN, OUT, local=local, bias=False, context=context)
     norm = RmsNorm("post_attention_layernorm", OUT, 1e-5, context=context)
-    norm.feed(layer.fp8)  # stands for the next layer, which is in FP8 as well
+    norm.set_consumer(layer.fp8)  # stands for the next layer, which is in FP8 as well
     for weight in (*layer.parameters(), *norm.parameters()):
         weight.view(torch.uint8).zero_()
     x = Quantized(torch.zeros(TOKENS, LOCAL_IN, dtype=FP8, device=device), torch.ones(TOKENS, 1, device=device))

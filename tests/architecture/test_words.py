@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architecture.sources import ROOT, module_name, python_files, tree_of
+from tests.architecture.sources import ROOT, tree_of
 
 BANNED = {
     "an absolute path of a machine": re.compile(r"(?<![\w.}])/(?:work|root|home/(?!phalanx)\w+)/"),
@@ -21,7 +21,17 @@ BANNED = {
 }
 RETIRED = ROOT / "tests" / "architecture" / "retired_words.txt"
 SELF = {"tests/architecture/test_words.py", "tests/architecture/retired_words.txt"}
-ACTS = {"found", "held", "asked", "made", "said", "told", "seen", "mine", "given", "whole", "wide"}
+ACTS = {"found", "held", "asked", "made", "said", "told", "seen", "mine", "given", "got", "whole", "wide"}
+ALLOWED = {
+    "src/phalanx/errors.py": {"held"},  # a part of PhalanxError, and of its wire format
+    "src/phalanx/plan/search.py": {"Found"},  # to be renamed with the planner
+}
+NOT_YET_CLEAN = (
+    "tests/bench/prediction/", "tests/deploy/", "tests/engine/test_grammar.py", "tests/engine/test_loop.py",
+    "tests/engine/test_process.py", "tests/executor/", "tests/plan/", "tests/serve/", "benchmarks/deploy/", "benchmarks/executor/",
+    "benchmarks/plan/", "benchmarks/serve/",
+)  # fmt: skip
+"""Folders and files whose names are not checked: each that is renamed leaves this list."""
 
 
 @cache
@@ -86,9 +96,19 @@ def bindings(path: Path) -> Iterator[tuple[str, int]]:
             yield node.name, node.lineno
 
 
-@pytest.mark.parametrize("path", python_files(), ids=module_name)
-def test_names_are_of_things(path):
-    """`blocks`, `error` or `logits`, not `found`, `held` or `made`. `held` is a part of PhalanxError alone (errors.py)."""
-    allowed = {"held"} if module_name(path) == "phalanx.errors" else set()
-    faults = [f"{path}:{line}: {name}" for name, line in bindings(path) if name.lstrip("_") in ACTS - allowed]
+def checked_files() -> list[str]:
+    names = [name for name in tracked() if name.startswith(("src/", "tests/", "benchmarks/", "scripts/"))]
+    return [name for name in names if name.endswith(".py") and not name.startswith(NOT_YET_CLEAN)]
+
+
+@pytest.mark.parametrize("name", checked_files())
+def test_names_are_of_things(name):
+    """`blocks`, `error` or `logits`, not `found`, `HELD` or `_made`, in sources, tests, benchmarks and scripts."""
+    acts = [(bound, line) for bound, line in bindings(ROOT / name) if bound.lower().strip("_") in ACTS]
+    faults = [f"{name}:{line}: {bound}" for bound, line in acts if bound not in ALLOWED.get(name, set())]
     assert not faults, "\n".join(faults)
+
+
+def test_what_is_not_checked_exists():
+    for place in NOT_YET_CLEAN:
+        assert (ROOT / place).exists(), f"{place} is gone: take it out of NOT_YET_CLEAN"

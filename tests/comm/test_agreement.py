@@ -13,18 +13,18 @@ class Board:
     """A store of one process: `get` waits for the key."""
 
     def __init__(self) -> None:
-        self._held: dict[str, str] = {}
+        self._values: dict[str, str] = {}
         self._changed = threading.Condition()
 
     def set(self, key: str, value: str) -> None:
         with self._changed:
-            self._held[key] = value
+            self._values[key] = value
             self._changed.notify_all()
 
     def get(self, key: str) -> bytes:
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self._held, timeout=30)
-            return self._held[key].encode()
+            assert self._changed.wait_for(lambda: key in self._values, timeout=30)
+            return self._values[key].encode()
 
 
 def test_equal_facts_are_no_error() -> None:

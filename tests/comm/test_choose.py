@@ -33,9 +33,9 @@ def message(
 
 
 def test_the_table_decides_and_its_reason_stays() -> None:
-    found = choose(message(fusion=Fusion.RESIDUAL_RMS_NORM), Rules(HERE, {}, says(Strategy.ONESHOT)))
-    assert (found.strategy, found.fused, found.source, found.reason) == (Strategy.ONESHOT, True, "table", "measured")
-    assert found.name == "ONESHOT/RESIDUAL_RMS_NORM"
+    decision = choose(message(fusion=Fusion.RESIDUAL_RMS_NORM), Rules(HERE, {}, says(Strategy.ONESHOT)))
+    assert (decision.strategy, decision.fused, decision.source, decision.reason) == (Strategy.ONESHOT, True, "table", "measured")
+    assert decision.name == "ONESHOT/RESIDUAL_RMS_NORM"
 
 
 def test_unfused_where_the_table_says_so() -> None:
@@ -112,24 +112,24 @@ def test_every_size_has_an_answer_that_can_run(
     caller: Caller,
 ) -> None:
     here = Fingerprint(0 if link == "shm" else 90, link, world)
-    asked = Message("all_reduce", fusion, "bf16", tokens, hidden, world, caller)
+    request = Message("all_reduce", fusion, "bf16", tokens, hidden, world, caller)
     rules = Rules(here, {}, says(best, fused=fused), forced, pinned)
-    found = choose(asked, rules)
-    assert found == choose(asked, rules)
-    assert found.reason
-    if found.strategy is Strategy.NCCL:
-        assert not found.fused
+    decision = choose(request, rules)
+    assert decision == choose(request, rules)
+    assert decision.reason
+    if decision.strategy is Strategy.NCCL:
+        assert not decision.fused
     else:
         assert here.peers_reach
         assert hidden % 8 == 0
         assert world <= 8
     if fusion is Fusion.NONE:
-        assert not found.fused
-    if found.strategy in SEQUENCE_PARALLEL:
-        assert found.fused
+        assert not decision.fused
+    if decision.strategy in SEQUENCE_PARALLEL:
+        assert decision.fused
         assert fusion.shards
         assert hidden % 16 == 0
-        assert int(caller) > SEQUENCE_PARALLEL.index(found.strategy)
+        assert int(caller) > SEQUENCE_PARALLEL.index(decision.strategy)
 
 
 def test_costs_less_than_a_microsecond_once_a_size_is_known() -> None:
@@ -190,10 +190,10 @@ def test_the_table_moves_sequence_parallelism() -> None:
 
 def test_sequence_parallelism_that_cannot_run_gives_way_to_what_the_caller_would_get_without_it() -> None:
     table = layers((1, 16384, Choice(Strategy.RS_NORM_AG)), gemm=(Span(1, 16384, Choice(Strategy.GEMM_RS)),))
-    whole, norm = table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 64, 8192), Fusion.RESIDUAL_RMS_NORM
+    unsharded, norm = table.lookup("bf16", Fusion.RESIDUAL_RMS_NORM, 64, 8192), Fusion.RESIDUAL_RMS_NORM
     refused = Rules(HERE, {Strategy.RS_NORM_AG: "broken", Strategy.GEMM_RS: "broken"}, table.lookup)
     decision = decider(refused)(64, 8192, "bf16", norm, Caller.GEMM)
-    assert (decision.strategy, decision.source) == (whole.strategy, whole.source)
+    assert (decision.strategy, decision.source) == (unsharded.strategy, unsharded.source)
     without_gemm = decider(Rules(HERE, {Strategy.GEMM_RS: "broken"}, table.lookup))
     assert without_gemm(64, 8192, "bf16", norm, Caller.GEMM).strategy is Strategy.RS_NORM_AG
 

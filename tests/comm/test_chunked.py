@@ -38,18 +38,18 @@ def test_every_vector_is_summed_once(vectors: int, at_once: int) -> None:
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4))
 def test_rows_stay_whole(rows: int, pitch: int, rows_at_once: int) -> None:
     x = torch.arange(rows * 8 * pitch).view(rows, -1).to(torch.bfloat16)
-    seen = []
+    parts = []
 
     def launch(arguments, count, constants):
         assert (constants["QUANT"], constants["KEEP_NORM"]) == ("fp8_token", True)
         part, old = arguments[0], arguments[1]
         assert torch.equal(part.view(torch.bfloat16) + 1, old.view(torch.bfloat16))
         assert part.shape[0] == count <= rows_at_once
-        seen.append(part)
+        parts.append(part)
 
     fusion = ResidualRmsNorm(x + 1, torch.ones(8 * pitch, dtype=torch.bfloat16), 1e-5, "fp8", None, keep_norm=True)
     chunked.all_reduce_norm(x, fusion, space(), rows_at_once * pitch + pitch - 1, launch)
-    assert torch.equal(torch.cat(seen).view(torch.bfloat16), x)
+    assert torch.equal(torch.cat(parts).view(torch.bfloat16), x)
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(0, 4))
@@ -80,10 +80,10 @@ def test_chunks_of_an_unscaled_product_are_whole_rows_with_their_scales(rows: in
 
 def test_what_has_no_scales_passes_none() -> None:
     x = torch.zeros(2, 8, dtype=torch.bfloat16)
-    seen: list[dict] = []
-    chunked.all_reduce(x, space(), 2, lambda source, target, count, constants: seen.append(constants))
+    constants_of_calls: list[dict] = []
+    chunked.all_reduce(x, space(), 2, lambda source, target, count, constants: constants_of_calls.append(constants))
     chunked.all_reduce_norm(
-        x, ResidualRmsNorm(x, x[0], 1e-5), space(), 2, lambda arguments, rows, constants: seen.append(constants)
+        x, ResidualRmsNorm(x, x[0], 1e-5), space(), 2, lambda arguments, rows, constants: constants_of_calls.append(constants)
     )
-    assert [found[name] for found in seen for name in ("row_scales", "column_scales")] == [None] * 4
-    assert seen[0]["pitch"] is None
+    assert [of_call[name] for of_call in constants_of_calls for name in ("row_scales", "column_scales")] == [None] * 4
+    assert constants_of_calls[0]["pitch"] is None

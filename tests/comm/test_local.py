@@ -31,20 +31,20 @@ def test_a_fusion_is_the_sum_then_the_norm() -> None:
 
 def test_gather_broadcast_and_messages() -> None:
     def act(group: Group) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        mine = torch.full((2, 3), float(group.rank))
-        columns, rows = group.all_gather(mine), group.all_gather(mine, dim=0)
-        told = group.broadcast(mine.clone(), source=2)
-        group.send(mine, (group.rank + 1) % group.size)
-        mine.fill_(-1.0)  # once sent, the sender's tensor is its own again
-        got = group.receive(torch.empty(2, 3), (group.rank - 1) % group.size)
+        local = torch.full((2, 3), float(group.rank))
+        columns, rows = group.all_gather(local), group.all_gather(local, dim=0)
+        broadcast = group.broadcast(local.clone(), source=2)
+        group.send(local, (group.rank + 1) % group.size)
+        local.fill_(-1.0)  # once sent, the sender's tensor is its own again
+        received = group.receive(torch.empty(2, 3), (group.rank - 1) % group.size)
         group.barrier()
-        return columns, rows, told, got
+        return columns, rows, broadcast, received
 
-    for rank, (columns, rows, told, got) in enumerate(LocalWorld(3).run(act)):
+    for rank, (columns, rows, broadcast, received) in enumerate(LocalWorld(3).run(act)):
         assert columns.tolist() == [[0.0] * 3 + [1.0] * 3 + [2.0] * 3] * 2
         assert rows.tolist() == [[0.0] * 3] * 2 + [[1.0] * 3] * 2 + [[2.0] * 3] * 2
-        assert told.tolist() == [[2.0] * 3] * 2
-        assert got.tolist() == [[float((rank - 1) % 3)] * 3] * 2
+        assert broadcast.tolist() == [[2.0] * 3] * 2
+        assert received.tolist() == [[float((rank - 1) % 3)] * 3] * 2
 
 
 def test_all_to_all_and_reduce_scatter() -> None:

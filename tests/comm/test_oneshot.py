@@ -56,10 +56,10 @@ def test_kernels_compile(capability: int, world: int) -> None:
     names = [name for name, _, _ in launches]
     assert names[:3] == ["oneshot"] * 3
     assert set(names[3:]) == ({"oneshot_norm"} if world == 2 else {"oneshot_norm", "oneshot_norm_split"})
-    for name, _, made in launches:
-        assert ("griddepcontrol.wait" in made.asm["ptx"]) == (capability >= 90)
-        assert ("e4m3x2" in made.asm["ptx"]) == (name != "oneshot" and capability >= 90 and "fp8" in str(made.src.constants))
-        assert "local" not in made.asm["ptx"].split(".reg")[0]
+    for name, _, kernel in launches:
+        assert ("griddepcontrol.wait" in kernel.asm["ptx"]) == (capability >= 90)
+        assert ("e4m3x2" in kernel.asm["ptx"]) == (name != "oneshot" and capability >= 90 and "fp8" in str(kernel.src.constants))
+        assert "local" not in kernel.asm["ptx"].split(".reg")[0]
 
 
 @pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 4), (100, 2)])
@@ -100,5 +100,5 @@ def test_messages_beyond_the_workspace_go_in_chunks() -> None:
         oneshot.all_reduce(output, space)
         assert len(launches) == -(-100 // (space.oneshot_vectors // 1024)) > 1  # chunks of rows
         oneshot.all_reduce_norm(output, ResidualRmsNorm(x, x[0], 1e-5), space)
-        assert len({made.hash for name, _, made in launches if name == "oneshot"}) == 1, "chunks of one kernel"
+        assert len({kernel.hash for name, _, kernel in launches if name == "oneshot"}) == 1, "chunks of one kernel"
     assert [out.shape for out in outputs] == [x.shape, x.shape]

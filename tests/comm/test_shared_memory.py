@@ -72,8 +72,8 @@ def test_equals_the_oracles_on_every_rank(world: int, tmp_path: Path) -> None:
             continue
         total = reference.all_reduce([part(rank, shape, torch.bfloat16) for rank in range(world)])
         residual, weight = residual_of(shape, torch.bfloat16)
-        given = None if scale is None else torch.tensor(scale)
-        wanted = reference.residual_rms_norm_quant(total, residual, weight, 1e-5, quant=quant, scale=given, keep_norm=keep)
+        scale_tensor = None if scale is None else torch.tensor(scale)
+        wanted = reference.residual_rms_norm_quant(total, residual, weight, 1e-5, quant=quant, scale=scale_tensor, keep_norm=keep)
         for rank, name in itertools.product(range(world), ("oneshot_norm", "twoshot_norm")):
             outputs = ranks[rank][name, quant, scale, shape]
             assert len(outputs) == len(wanted)

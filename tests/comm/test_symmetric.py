@@ -12,7 +12,7 @@ from phalanx.comm.symmetric import LIMIT_BYTES, PART_ALIGNMENT, SymmetricWorkspa
 worlds, sizes = st.integers(2, 8), st.integers(16, 1 << 31)
 
 
-def made(world: int, message_bytes: int) -> SymmetricWorkspace:
+def workspace_of(world: int, message_bytes: int) -> SymmetricWorkspace:
     nothing = torch.zeros(2)
     return SymmetricWorkspace(0, world, (0,) * world, half_bytes(world, message_bytes) // 16, nothing, nothing, 132, 90)
 
@@ -29,7 +29,7 @@ def test_a_rank_alone_needs_none() -> None:
 
 @given(worlds, sizes)
 def test_what_is_said_to_fit_fits(world: int, message_bytes: int) -> None:
-    space = made(world, message_bytes)
+    space = workspace_of(world, message_bytes)
     assert (world - 1) * space.oneshot_vectors <= space.half
     vectors = space.twoshot_vectors
     assert (world - 1) * part_vectors(vectors, world) + vectors <= space.half
@@ -39,7 +39,7 @@ def test_what_is_said_to_fit_fits(world: int, message_bytes: int) -> None:
 
 @given(worlds, st.integers(1 << 20, 48 << 20))
 def test_the_longest_message_goes_in_one_two_shot_within_the_limit(world: int, message_bytes: int) -> None:
-    assert made(world, message_bytes).twoshot_vectors * 16 >= message_bytes - 1024 * world
+    assert workspace_of(world, message_bytes).twoshot_vectors * 16 >= message_bytes - 1024 * world
 
 
 @given(worlds, st.integers(1, 1 << 24))

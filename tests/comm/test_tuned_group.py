@@ -58,28 +58,28 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return comm_cpu_ranks.run(2, BODY, tmp_path_factory.mktemp("tuned"))
 
 
-def mine(rank: int, *shape: int) -> torch.Tensor:
+def part_of(rank: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("strategy", ["AUTO", "NCCL", "ONESHOT", "TWOSHOT"])
 def test_every_strategy_gives_the_same_bits(ranks: list[dict], strategy: str) -> None:
-    total = reference.all_reduce([mine(rank, 5, 64) for rank in range(2)])
+    total = reference.all_reduce([part_of(rank, 5, 64) for rank in range(2)])
     ones = torch.ones(5, 64, dtype=torch.bfloat16)
     norm, residual = reference.residual_rms_norm(total, ones, ones[0], 1e-5)
-    for found in (rank[strategy] for rank in ranks):
-        assert torch.equal(found["sum"], total)
-        assert torch.equal(found["fused"][0], norm)
-        assert torch.equal(found["fused"][1], residual)
-        assert torch.equal(found["wide weight"][0], norm.float())
-        assert torch.equal(found["strided"], reference.all_reduce([mine(rank, 64, 5).t() for rank in range(2)]))
-        assert torch.equal(found["three dims"], reference.all_reduce([mine(rank, 2, 3, 16) for rank in range(2)]))
-        assert torch.equal(found["one dim"], reference.all_reduce([mine(rank, 24) for rank in range(2)]))
-        assert torch.equal(found["odd"], reference.all_reduce([mine(rank, 3, 5) for rank in range(2)]))
-        assert found["whole numbers"].tolist() == [1, 1, 1]
-        assert found["nothing"].shape == (0, 64)
-        assert torch.equal(found["gathered"], torch.cat([mine(0, 1, 2), mine(1, 1, 2)]))
-        assert found["buffer"] == (2, 3)
+    for outputs in (rank[strategy] for rank in ranks):
+        assert torch.equal(outputs["sum"], total)
+        assert torch.equal(outputs["fused"][0], norm)
+        assert torch.equal(outputs["fused"][1], residual)
+        assert torch.equal(outputs["wide weight"][0], norm.float())
+        assert torch.equal(outputs["strided"], reference.all_reduce([part_of(rank, 64, 5).t() for rank in range(2)]))
+        assert torch.equal(outputs["three dims"], reference.all_reduce([part_of(rank, 2, 3, 16) for rank in range(2)]))
+        assert torch.equal(outputs["one dim"], reference.all_reduce([part_of(rank, 24) for rank in range(2)]))
+        assert torch.equal(outputs["odd"], reference.all_reduce([part_of(rank, 3, 5) for rank in range(2)]))
+        assert outputs["whole numbers"].tolist() == [1, 1, 1]
+        assert outputs["nothing"].shape == (0, 64)
+        assert torch.equal(outputs["gathered"], torch.cat([part_of(0, 1, 2), part_of(1, 1, 2)]))
+        assert outputs["buffer"] == (2, 3)
 
 
 def test_calls_are_counted_by_strategy_and_fusion(ranks: list[dict]) -> None:

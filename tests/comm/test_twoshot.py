@@ -46,12 +46,12 @@ def test_kernels_compile(capability: int, world: int) -> None:
     norms = [(3, "none", None), (3, "fp8", None), (40, "fp8", one), (1100, "nvfp4", one)]
     launches = comm_compiled.launches(twoshot, world, capability, [(1, 8), (3, 1008), (2048, 8192)], norms)
     assert {name for name, _, _ in launches} == {"twoshot", "twoshot_norm"}
-    for _, grid, made in launches:
+    for _, grid, kernel in launches:
         per_sm = -(-grid[0] // NUM_SMS)
-        found = made.metadata
-        assert found.shared * per_sm <= 200 << 10
+        metadata = kernel.metadata
+        assert metadata.shared * per_sm <= 200 << 10
         if per_sm > 1:
-            assert f".maxnreg {found.maxnreg}" in made.asm["ptx"]
+            assert f".maxnreg {metadata.maxnreg}" in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize(("capability", "world"), [(80, 2), (90, 4), (100, 2)])

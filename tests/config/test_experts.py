@@ -15,7 +15,7 @@ from phalanx.errors import LayoutError
         (8, 4, 2, "^redundant_experts=2 is not possible with 8 experts over 4 ranks; .*use a multiple of 4, at most 24"),
         (8, 4, 28, "multiple of 4, at most 24"),
         (8, 1, 1, "leave it out: all experts are on one rank"),
-        (9, 2, 0, "^9 experts cannot be spread over 2 ranks"),
+        (9, 2, 0, "^9 experts cannot be divided evenly among 2 ranks"),
     ],
 )
 def test_impossible_numbers_name_the_possible_ones(experts: int, ranks: int, redundant: int, message: str) -> None:

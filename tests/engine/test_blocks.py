@@ -84,13 +84,13 @@ def _stray_key(pool: BlockPool) -> None:
 @pytest.mark.parametrize("damage", [_count, _free_twice, _lost, _key_lost, _stray_key])
 def test_the_check_sees_damage(damage: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(4)
-    held = pool.take(2)
+    blocks = pool.take(2)
     pool.register(1, b"key")
     pool.release([1])
-    pool.check([held[:1]])
+    pool.check([blocks[:1]])
     damage(pool)
     with pytest.raises(EngineError, match="accounting is broken"):
-        pool.check([held[:1]])
+        pool.check([blocks[:1]])
 
 
 @pytest.mark.parametrize("damage", [_count, _free_twice, _lost, _key_lost, _stray_key])
@@ -111,38 +111,38 @@ class Pool(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(6)
-        self.held: list[int] = []
+        self.blocks: list[int] = []
         self.keys = 0
 
     @precondition(lambda self: self.pool.available)
     @rule(count=st.integers(1, 3))
     def take(self, count: int) -> None:
         taken = self.pool.take(min(count, self.pool.available))
-        assert not set(taken) & set(self.held)
-        self.held += taken
+        assert not set(taken) & set(self.blocks)
+        self.blocks += taken
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.blocks)
     @rule(index=st.integers(0, 99), fresh=st.booleans())
     def name(self, index: int, fresh: bool) -> None:
         self.keys += fresh
-        self.pool.register(self.held[index % len(self.held)], b"%d" % self.keys)
+        self.pool.register(self.blocks[index % len(self.blocks)], b"%d" % self.keys)
 
     @rule(back=st.integers(0, 3))
     def share(self, back: int) -> None:
         block = self.pool.find(b"%d" % (self.keys - back))
         if block is not None:
             self.pool.share(block)
-            self.held.append(block)
+            self.blocks.append(block)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.blocks)
     @rule(index=st.integers(0, 99))
     def release(self, index: int) -> None:
-        self.pool.release([self.held.pop(index % len(self.held))])
+        self.pool.release([self.blocks.pop(index % len(self.blocks))])
 
     @invariant()
-    def whole(self) -> None:
-        self.pool.check([self.held])
-        assert self.pool.referenced == len(set(self.held))
+    def counts_add_up(self) -> None:
+        self.pool.check([self.blocks])
+        assert self.pool.referenced == len(set(self.blocks))
         assert self.pool.referenced + self.pool.available == 6
 
 

@@ -37,13 +37,13 @@ FIRST = step(1, prompt_row(), admitted=(admission(),))
 
 def test_a_request_by_hand_yields_its_tokens() -> None:
     checker = StepChecker(**SIZES)
-    found = [
+    results = [
         checker.run(FIRST),
         checker.run(step(2, StepRow(0, 6, 1, [], [], True))),
         checker.run(step(3, StepRow(0, 7, 1, [], [], True))),
         checker.run(step(4, StepRow(0, 8, 1, [], [5], True))),
     ]
-    tokens = [result.batches[0][0].token for result in found]
+    tokens = [result.batches[0][0].token for result in results]
     assert tokens == fake_tokens(list(range(6)), GREEDY, seed=9, vocab_size=40, count=4)
 
 

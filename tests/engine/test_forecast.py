@@ -12,7 +12,7 @@ from phalanx.engine.forecast import KvForecast
 def peak(requests: list[tuple[int, int]], slack: int) -> int:
     """Step by step: what requests of (tokens held, tokens to go) hold together."""
     last = max((to_go for _, to_go in requests), default=0)
-    return max(sum(held + step + slack for held, to_go in requests if to_go >= step) for step in range(last + 1))
+    return max(sum(used + step + slack for used, to_go in requests if to_go >= step) for step in range(last + 1))
 
 
 @given(
@@ -22,11 +22,11 @@ def peak(requests: list[tuple[int, int]], slack: int) -> int:
 def test_a_forecast_equals_counting_step_by_step(requests: list[tuple[int, int]], slack: int, capacity: int) -> None:
     forecast = KvForecast(capacity, slack)
     taken: list[tuple[int, int]] = []
-    for held, to_go in requests:
-        fits = peak([*taken, (held, to_go)], slack) <= capacity
-        assert forecast.add_if_fits(held, to_go) == fits
+    for used, to_go in requests:
+        fits = peak([*taken, (used, to_go)], slack) <= capacity
+        assert forecast.add_if_fits(used, to_go) == fits
         if fits:
-            taken.append((held, to_go))
+            taken.append((used, to_go))
 
 
 def test_a_forecast_sets_nothing_aside_for_what_may_end_at_any_time() -> None:

@@ -43,20 +43,20 @@ def test_keys_grow_with_the_tokens() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(held=st.lists(st.booleans(), max_size=12), size=st.integers(1, 5), window=st.none() | st.integers(1, 30))
-def test_the_longest_usable_beginning_is_found(held: list[bool], size: int, window: int | None) -> None:
+@given(cached=st.lists(st.booleans(), max_size=12), size=st.integers(1, 5), window=st.none() | st.integers(1, 30))
+def test_the_longest_usable_beginning_is_found(cached: list[bool], size: int, window: int | None) -> None:
     """Against the definition: try every length, longest first."""
-    keys = [b"%d" % index for index in range(len(held))]
-    pool = BlockPool(max(1, len(held)))
-    blocks = pool.take(len(held))
-    for index, there in enumerate(held):
+    keys = [b"%d" % index for index in range(len(cached))]
+    pool = BlockPool(max(1, len(cached)))
+    blocks = pool.take(len(cached))
+    for index, there in enumerate(cached):
         if there:
             pool.register(blocks[index], keys[index])
     pool.release(blocks)
     best: list[int] = []
-    for count in range(len(held), 0, -1):
+    for count in range(len(cached), 0, -1):
         first = 0 if window is None else max(0, count * size - window) // size
-        if all(held[first:count]):
+        if all(cached[first:count]):
             best = [-1] * first + blocks[first:count]
             break
     assert longest_hit(pool, keys, size, window) == best

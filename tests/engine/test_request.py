@@ -32,23 +32,23 @@ def request(*, limit: int = 100, **params: object) -> Request:
 def test_when_a_request_ends_and_why(
     tokens: list[int], params: dict[str, object], limit: int, reason: str | None, stop_reason: int | None
 ) -> None:
-    asked = request(limit=limit, **params)
-    updates = [asked.take_token(RowResult(), token) for token in tokens]
+    pending = request(limit=limit, **params)
+    updates = [pending.take_token(RowResult(), token) for token in tokens]
     assert [update.finish_reason for update in updates[:-1]] == [None] * (len(tokens) - 1)
     assert (updates[-1].finish_reason, updates[-1].stop_reason) == (reason, stop_reason)
-    assert asked.ended == (reason is not None)
-    assert asked.tokens == [1, 2, 3, *tokens]
+    assert pending.ended == (reason is not None)
+    assert pending.tokens == [1, 2, 3, *tokens]
 
 
 def test_prompt_logprobs_come_whole_and_once() -> None:
-    found = [TokenLogprobs(token, -1.0, 1) for token in (2, 3)]
-    asked = request(prompt_logprobs=0)
-    asked.take_prompt_logprobs(0, found[:1])
-    asked.take_prompt_logprobs(0, found[:1])  # preempted, and computed again
-    asked.take_prompt_logprobs(1, found[1:])
-    asked.take_prompt_logprobs(0, found)
-    assert asked.take_token(RowResult(), 4).prompt_logprobs == [None, *found]
-    assert asked.take_token(RowResult(), 4).prompt_logprobs is None
+    logprobs = [TokenLogprobs(token, -1.0, 1) for token in (2, 3)]
+    pending = request(prompt_logprobs=0)
+    pending.take_prompt_logprobs(0, logprobs[:1])
+    pending.take_prompt_logprobs(0, logprobs[:1])  # preempted, and computed again
+    pending.take_prompt_logprobs(1, logprobs[1:])
+    pending.take_prompt_logprobs(0, logprobs)
+    assert pending.take_token(RowResult(), 4).prompt_logprobs == [None, *logprobs]
+    assert pending.take_token(RowResult(), 4).prompt_logprobs is None
 
 
 def test_logprobs_come_with_their_token() -> None:
@@ -57,15 +57,15 @@ def test_logprobs_come_with_their_token() -> None:
 
 
 def test_an_admission_does_not_change_when_tokens_come() -> None:
-    asked = request(min_tokens=1)
-    asked.slot = 3
-    assignment = asked.assignment()
-    asked.take_token(RowResult(), 4)
+    pending = request(min_tokens=1)
+    pending.slot = 3
+    assignment = pending.assignment()
+    pending.take_token(RowResult(), 4)
     assert (assignment.slot, assignment.token_ids, assignment.prompt_length, assignment.stop_token_ids) == (3, [1, 2, 3], 3, [7, 8])
 
 
 def test_the_asker_keeps_its_list() -> None:
     prompt = [1, 2]
-    asked = Request(AddRequest("a", prompt, SamplingParams()), seed=0, limit=9, matcher=None)
-    asked.take_token(RowResult(), 4)
+    pending = Request(AddRequest("a", prompt, SamplingParams()), seed=0, limit=9, matcher=None)
+    pending.take_token(RowResult(), 4)
     assert prompt == [1, 2]

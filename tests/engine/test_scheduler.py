@@ -19,28 +19,9 @@ from phalanx.engine.fake import StepChecker, fake_tokens
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, RowResult, Step, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, EngineError, PromptTooLong, RequestError, StepDiverged
+from tests.support.engine_grammar import VOCAB, Evens
 
-VOCAB = 50
 ROOMY = SchedulerOptions(num_blocks=256, block_size=4, max_batch_size=16, max_num_tokens=64, max_seq_len=200, vocab_size=VOCAB)
-
-
-class Evens:
-    """A grammar of even tokens that is complete after `length` of them."""
-
-    def __init__(self, compiled: str) -> None:
-        self.left = int(compiled)
-
-    def mask(self) -> bytes:
-        return bytes([0b01010101] * (4 * ((VOCAB + 31) // 32)))
-
-    def accept(self, token: int) -> None:
-        if token % 2:
-            raise ValueError(f"{token} is odd")
-        self.left -= 1
-
-    @property
-    def finished(self) -> bool:
-        return self.left <= 0
 
 
 class Ranks:
@@ -80,11 +61,11 @@ class Ranks:
             pass
 
     def settle(self) -> None:
-        for said in self.scheduler.process_result(self.results.popleft()):
-            if isinstance(said, RequestRejected):
-                self.refused[said.request_id] = said
+        for update in self.scheduler.process_result(self.results.popleft()):
+            if isinstance(update, RequestRejected):
+                self.refused[update.request_id] = update
             else:
-                self.updates.setdefault(said.request_id, []).append(said)
+                self.updates.setdefault(update.request_id, []).append(update)
 
     def finish(self, limit: int = 5000) -> None:
         """Run until nothing is open; a request that never ends fails the test."""
@@ -106,13 +87,13 @@ def alone(add: AddRequest, options: SchedulerOptions, seed: int) -> tuple[list[i
     if options.window is None or options.window // options.block_size + 2 > options.num_blocks:
         limit = min(limit, options.num_blocks * options.block_size + 1)
     count = limit - len(add.token_ids)
-    found = fake_tokens(
+    generated = fake_tokens(
         add.token_ids, add.params, seed=seed, vocab_size=VOCAB, count=count, stop_token_ids=add.stop_token_ids
     )  # fmt: skip
-    for index, token in enumerate(found):
+    for index, token in enumerate(generated):
         if token in add.stop_token_ids and index >= add.params.min_tokens:
-            return found[: index + 1], "stop", None if token in add.eos_token_ids else token
-    return found, "length", None
+            return generated[: index + 1], "stop", None if token in add.eos_token_ids else token
+    return generated, "length", None
 
 
 @st.composite
@@ -187,8 +168,10 @@ def test_every_request_gets_its_own_tokens_whatever_happens_around_it(
         assert ranks.tokens(name) == tokens
         assert [update.finish_reason for update in updates] == [None] * (len(updates) - 1) + [reason]
         assert updates[-1].stop_reason == stop_reason
-        asked = add.params.prompt_logprobs is not None
-        assert [x and x.token for x in updates[0].prompt_logprobs or []] == ([None, *add.token_ids[1:]] if asked else [])
+        wants_prompt_logprobs = add.params.prompt_logprobs is not None
+        assert [x and x.token for x in updates[0].prompt_logprobs or []] == (
+            [None, *add.token_ids[1:]] if wants_prompt_logprobs else []
+        )
         assert all(update.prompt_logprobs is None for update in updates[1:])
         assert [x.token for update in updates for x in update.logprobs] == (tokens if add.params.logprobs == 0 else [])
     ranks.scheduler.check()
@@ -441,10 +424,10 @@ def test_prompt_logprobs_bypass_the_prefix_cache() -> None:
         ranks.add(name, list(range(20)), max_tokens=1, prompt_logprobs=2)
         ranks.finish()
     assert ranks.updates["b"][0].cached_tokens == 0
-    found = ranks.updates["b"][0].prompt_logprobs
-    assert found is not None
-    assert len(found) == 20
-    assert found[0] is None
+    logprobs = ranks.updates["b"][0].prompt_logprobs
+    assert logprobs is not None
+    assert len(logprobs) == 20
+    assert logprobs[0] is None
 
 
 def test_a_window_gives_blocks_back_while_the_request_runs() -> None:

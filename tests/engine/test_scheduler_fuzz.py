@@ -23,7 +23,7 @@ from phalanx.engine.grammar_threads import GrammarCall, InlineGrammarCalls
 from phalanx.engine.messages import AddRequest, RequestRejected, RequestUpdate, StepResult
 from phalanx.engine.scheduler import Scheduler, SchedulerOptions
 from phalanx.errors import CapacityError, PromptTooLong
-from tests.engine.test_scheduler import VOCAB, Evens
+from tests.support.engine_grammar import VOCAB, Evens
 
 SECONDS = float(os.environ.get("PHALANX_FUZZ_SECONDS", "4"))
 SEED = int(os.environ.get("PHALANX_FUZZ_SEED", "0"))

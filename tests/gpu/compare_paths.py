@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.engine.gpu_jobs import keeping, run_jobs, visible_gpus
+from phalanx.hardware.probe import cores
 
 AMOUNTS = {"short": 300, "long": 24, "cuts": 40, "answers": 120}
 AMOUNTS_SMALL = {"short": 40, "long": 3, "cuts": 4, "answers": 12}
@@ -80,8 +80,7 @@ def jobs_of(arguments: argparse.Namespace, gpus: int, folder: Path) -> list[dict
                 if tp * pp <= gpus and (name == "demo" or layout in arguments.tiny_layouts.split(",")):
                     job = {"checkpoint": name, "model": model, "dtype": dtype, "tp": tp, "pp": pp, "device": arguments.device}
                     jobs.append({**job, **texts})
-    cores = os.cpu_count() or 1
-    return [{**job, "threads": max(4, cores // max(len(jobs), 1))} for job in jobs]
+    return [{**job, "threads": max(4, cores() // max(len(jobs), 1))} for job in jobs]
 
 
 def folder_of(name: str, parent: Path) -> str:

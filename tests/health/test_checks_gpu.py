@@ -10,7 +10,7 @@ import pytest
 from phalanx.health.checks import driver_cuda, fabric, multicast
 from phalanx.health.pairs import Measured, Measurements
 from phalanx.health.servers import Server
-from tests.health.test_checks_host import executable
+from tests.support.health_host import executable, rdma
 from tests.support.health_nvml import RecordedNvml, field_value, machine, struct
 from tests.support.health_subject import findings, no_gpu, only, subject
 
@@ -287,7 +287,7 @@ def test_numa():
     far = machine(1).change("nvmlDeviceGetCpuAffinity", [0, 0b1111], gpu=0)
     level, summary = levels("numa", far)[0]
     assert level == "warning"
-    assert summary.endswith("hangs on the NUMA node of cores 64-67")
+    assert summary.endswith("is attached to the NUMA node of cores 64-67")
 
 
 def test_compute_mode():
@@ -296,15 +296,6 @@ def test_compute_mode():
     exclusive = machine(1).change("nvmlDeviceGetComputeMode", 3)
     assert levels("compute_mode", exclusive)[0][0] == "note"
     assert levels("compute_mode", with_holder(exclusive, 77, 1 << 20, 0))[0][0] == "error"
-
-
-def rdma(tmp_path, **ports):
-    for name, state in ports.items():
-        folder = tmp_path / f"sys/class/infiniband/{name}/ports/1"
-        folder.mkdir(parents=True)
-        (folder / "state").write_text(f"4: {state}\n")
-        (folder / "rate").write_text("400 Gb/sec (4X NDR)\n")
-    return {"root": tmp_path, "nnodes": 2, "tensor_parallel_size": 2}
 
 
 def test_rdma_ports(tmp_path):

@@ -19,6 +19,7 @@ import pytest
 
 from phalanx.config.locate import DEMO
 from phalanx.health.host import Limit
+from tests.support.health_host import executable, outward
 from tests.support.health_nvml import machine
 from tests.support.health_subject import doctor, finding_of, findings, only, served, subject
 
@@ -26,15 +27,6 @@ from tests.support.health_subject import doctor, finding_of, findings, only, ser
 def limited(name: str, soft: int, hard: int | None = None):
     """To be called in the child: a resource limit."""
     return lambda: resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), (soft, soft if hard is None else hard))
-
-
-def executable(folder: Path, name: str, script: str) -> dict[str, str]:
-    """A PATH on which a program of this name stands first."""
-    folder.mkdir(exist_ok=True)
-    file = folder / name
-    file.write_text(f"#!/bin/sh\n{script}\n")
-    file.chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 # ---- memory and files ------------------------------------------------------------------------------------------------
@@ -330,15 +322,6 @@ def test_port_behind_a_firewall():
 # ---- network ---------------------------------------------------------------------------------------------------------
 
 TWO_HOSTS = {"nnodes": 2, "tensor_parallel_size": 2}
-
-
-def outward() -> str:
-    """An interface of this host that leads to others, and its address."""
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if entry.family == socket.AF_INET and not entry.address.startswith("127.") and psutil.net_if_stats()[name].isup:
-                return name
-    pytest.skip("not run: this host has no network interface")
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_server_load():
     before, after = metrics_text(preemptions=3, blocks_referenced=99), metrics_text(preemptions=8, blocks_referenced=99)
     level, summary = levels("server_load", read(before, after))[0]
     assert level == "warning"
-    assert "5 sequences were preempted while the doctor looked on, with 99% of the KV cache in use" in summary
+    assert "5 sequences were preempted during the check, with 99% of the KV cache in use" in summary
     assert levels("server_load", read(after, after))[0][0] == "ok", "old preemptions are no alarm"
     assert "96% full, and 7 requests wait" in levels("server_load", read(metrics_text(blocks_referenced=96, waiting=7)))[0][1]
     assert "4 requests were refused" in levels("server_load", read(metrics_text(refused=1), metrics_text(refused=5)))[0][1]

@@ -22,8 +22,7 @@ from phalanx.health.doctor import about, examine, show
 from phalanx.health.pairs import Measured, Measurements
 from phalanx.health.registry import every, named
 from phalanx.health.servers import visit
-from tests.health.test_checks_gpu import rdma
-from tests.health.test_checks_host import executable, outward
+from tests.support.health_host import executable, outward, rdma
 from tests.support.health_nvml import machine
 from tests.support.health_subject import metrics_text, no_gpu, served, subject
 

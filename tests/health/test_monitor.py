@@ -110,7 +110,7 @@ def test_what_is_shown_equals_metrics():
     ]
 
     def value(name, **labels):
-        return sum(amount for stem, held, amount in samples if stem == name and labels.items() <= held.items())
+        return sum(amount for stem, sample_labels, amount in samples if stem == name and labels.items() <= sample_labels.items())
 
     server = view(loaded(False), text)
     assert server.model == "llama-3-70b"

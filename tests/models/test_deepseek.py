@@ -21,37 +21,19 @@ from torch import Tensor
 from phalanx.config.model import ModelShape
 from phalanx.errors import LayoutError, ModelError, WeightError
 from phalanx.models import registry, weights
-from phalanx.models.layers.attention import latent as latent_backend
+from phalanx.models.layers.attention import sdpa_latent as latent_backend
 from phalanx.plan import footprint
 from phalanx.plan.families import known
 from phalanx.plan.shape import Shape
 from phalanx.plan.weight_tensors import layer_bytes, tensors
-from tests.models.test_gpt_oss import RankOf
-from tests.models.test_mixtral import assert_same, logits_of
-from tests.models.test_registry import STEPS
 from tests.support import quantized_checkpoints
 from tests.support.checkpoints import write_checkpoint
+from tests.support.models_deepseek import CASES, written
 from tests.support.models_formation import Formation, assert_every_weight_matters, run_steps
+from tests.support.models_logits import STEPS, RankOf, assert_same, logits_of
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "v2": ("deepseek_v2", {"rms_norm_eps": 0.05}),
-    "v2-lite": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}),
-    "v3": ("deepseek_v3", {}),
-    "v3-stacked-one-group": ("deepseek_v3", {
-        "stacked": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "q_lora_rank": None, "rope_interleave": False,
-        "first_k_dense_replace": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    }),
-}  # fmt: skip
 LAYOUTS = [(tp, moe_ep, pp) for tp, moe_ep in ((1, 1), (2, 1), (2, 2), (4, 2)) for pp in (1, 2)]
 """(tp, moe_ep, pp): moe_ep divides tp, since experts are split inside the tensor-parallel group."""
-
-
-@functools.cache
-def written(case: str, root: Path) -> tuple[Path, list[Tensor], list[Tensor]]:
-    """(folder, token ids per sequence, transformers' logits per sequence)."""
-    family, overrides = CASES[case]
-    folder = write_checkpoint(root / case, family, num_hidden_layers=3, **overrides)
-    return folder, *logits_of(folder)
 
 
 @pytest.fixture(scope="module")

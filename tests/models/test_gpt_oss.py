@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from phalanx.comm.group import Solo
 from phalanx.config.model import ModelShape
 from phalanx.errors import LayoutError, ModelError, WeightError
 from phalanx.kernels.moe import reference
@@ -29,11 +28,10 @@ from phalanx.plan import footprint
 from phalanx.plan.families import known
 from phalanx.plan.shape import Shape
 from phalanx.plan.weight_tensors import layer_bytes, tensors
-from tests.models.test_mixtral import assert_same, logits_of
-from tests.models.test_registry import STEPS
 from tests.support import mxfp4_checkpoints
 from tests.support.checkpoints import write_checkpoint
 from tests.support.models_formation import Formation, assert_every_weight_matters, run_steps
+from tests.support.models_logits import STEPS, RankOf, assert_same, logits_of
 
 LAYOUTS = [(tp, moe_ep, pp) for tp, moe_ep in ((1, 1), (2, 1), (2, 2), (4, 2)) for pp in (1, 2)]
 """(tp, moe_ep, pp): each expert on one rank and split over two, whole runs of experts on one rank and two, one stage and two."""
@@ -154,7 +152,7 @@ def bias_of_o_proj_on_each_rank(layer: Any) -> None:
 
 
 def no_router_bias(layer: Any) -> None:
-    layer.mlp.gate.bias.zero_()
+    layer.mlp.router.bias.zero_()
 
 
 TRAPS = {
@@ -265,13 +263,6 @@ def test_random_weights_are_the_same_in_any_layout(form: str, root: Path) -> Non
             assert 0.6 < float(values.std()) * 64**0.5 < 1.5
     assert_same(logits[1], logits[0])
     assert_same(logits[2], logits[0])
-
-
-class RankOf(Solo):
-    """Rank 0 of so many."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])

@@ -21,7 +21,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.models_formation import Formation
 from tests.support.quantized_checkpoints import FORMS, declare, rewrite
 
-FOUND: Sequence[Pair] = ((0.003, 0.0005), (0.0011, 0.002))
+PAIRS: Sequence[Pair] = ((0.003, 0.0005), (0.0011, 0.002))
 """By layer: so small that keys and values are clipped at them, and no two layouts of scales give the same logits."""
 
 OWN = "k_scale", "v_scale"
@@ -46,14 +46,14 @@ def written(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 def with_scales(stored: Path, folder: Path, scales: dict[str, float], shape: tuple[int, ...] = ()) -> Path:
     """A copy of a checkpoint with these scales, by the end of their names."""
-    made = Path(shutil.copytree(stored, folder / "scaled"))
-    held = load_file(made / "model.safetensors")
-    held |= {f"model.layers.{end}": torch.full(shape, scale) for end, scale in scales.items()}
-    save_file(held, made / "model.safetensors", {"format": "pt"})
-    return made
+    copy = Path(shutil.copytree(stored, folder / "scaled"))
+    tensors = load_file(copy / "model.safetensors")
+    tensors |= {f"model.layers.{end}": torch.full(shape, scale) for end, scale in scales.items()}
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    return copy
 
 
-def by_layer(names: tuple[str, str], pairs: Sequence[Pair] = FOUND) -> dict[str, float]:
+def by_layer(names: tuple[str, str], pairs: Sequence[Pair] = PAIRS) -> dict[str, float]:
     return {f"{layer}.self_attn.{name}": scale for layer, pair in enumerate(pairs) for name, scale in zip(names, pair, strict=True)}
 
 
@@ -80,10 +80,10 @@ def test_scales_are_read_whatever_the_configuration_says_of_a_cache(
     form: str, names: tuple[str, str], tp: int, written: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:  # fmt: skip
     stored, meant = written[form]
-    found = logits(with_scales(stored, tmp_path, by_layer(names), (1,) if names == OWN else ()), tp=tp)
-    torch.testing.assert_close(found, logits(meant, FOUND), rtol=1e-5, atol=1e-5)
-    for wrong in ((None, None), (FOUND[1], FOUND[0]), tuple(pair[::-1] for pair in FOUND)):
-        assert float((found - logits(meant, wrong)).abs().max()) > 0.01, wrong
+    scaled = logits(with_scales(stored, tmp_path, by_layer(names), (1,) if names == OWN else ()), tp=tp)
+    torch.testing.assert_close(scaled, logits(meant, PAIRS), rtol=1e-5, atol=1e-5)
+    for wrong in ((None, None), (PAIRS[1], PAIRS[0]), tuple(pair[::-1] for pair in PAIRS)):
+        assert float((scaled - logits(meant, wrong)).abs().max()) > 0.01, wrong
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -91,14 +91,14 @@ def test_one_scale_for_both_counts_where_there_is_no_other(tp: int, written: dic
     stored, meant = written["one scale"]
     scales = {"0.self_attn.kv_scale": 0.002, "1.self_attn.kv_scale": 7.0, **by_layer(OWN)}
     del scales["0.self_attn.k_scale"], scales["0.self_attn.v_scale"]
-    found = logits(with_scales(stored, tmp_path, scales), tp=tp)
-    torch.testing.assert_close(found, logits(meant, ((0.002, 0.002), FOUND[1])), rtol=1e-5, atol=1e-5)
+    scaled = logits(with_scales(stored, tmp_path, scales), tp=tp)
+    torch.testing.assert_close(scaled, logits(meant, ((0.002, 0.002), PAIRS[1])), rtol=1e-5, atol=1e-5)
 
 
 def test_over_stages_each_layer_has_its_own(written: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     stored, meant = written["one scale"]
-    found = logits(with_scales(stored, tmp_path, by_layer(OWN)), pp=2)
-    torch.testing.assert_close(found, logits(meant, FOUND), rtol=1e-5, atol=1e-5)
+    scaled = logits(with_scales(stored, tmp_path, by_layer(OWN)), pp=2)
+    torch.testing.assert_close(scaled, logits(meant, PAIRS), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("promised", [False, True])
@@ -113,8 +113,8 @@ def test_without_scales_they_are_1(
     if promised:
         declare(folder, FORMS["one scale"][0] | {"kv_cache_scheme": "static"})
     with caplog.at_level(logging.INFO, "phalanx"):
-        found = logits(folder)
-    torch.testing.assert_close(found, logits(meant, (None, None)), rtol=1e-5, atol=1e-5)
+        unscaled = logits(folder)
+    torch.testing.assert_close(unscaled, logits(meant, (None, None)), rtol=1e-5, atol=1e-5)
     lines = [line for line in caplog.messages if "FP8 cache" in line]
     assert len(lines) == 1
     assert ("without scales" in lines[0]) == (1.0 not in scales.values())
@@ -124,16 +124,16 @@ def test_without_scales_they_are_1(
 @pytest.mark.parametrize(
     ("scales", "match"),
     [
-        (by_layer(OWN, FOUND[:1]), r"layers.1.self_attn.k_scale is missing; .*has model.layers.0.self_attn.k_scale and 1 more; "),
+        (by_layer(OWN, PAIRS[:1]), r"layers.1.self_attn.k_scale is missing; .*has model.layers.0.self_attn.k_scale and 1 more; "),
         ({"0.self_attn.k_scale": 0.1, "1.self_attn.k_scale": 0.1}, r"layers.0.self_attn.v_scale is missing"),
-        (by_layer(OWN, (FOUND[0], (-1.0, -1.0))), r"layers.1.self_attn.k_scale holds -1, which stands for no scale"),
-        (by_layer(OWN, (FOUND[0], (0.1, -1.0))), r"layers.1.self_attn.v_scale holds -1"),
-        (by_layer(OWN, (FOUND[0], (0.0, 0.1))), r"layers.1.self_attn.k_scale in .*not finite and positive"),
-        (by_layer(OWN, (FOUND[0], (0.1, -0.5))), r"layers.1.self_attn.v_scale in .*not finite and positive"),
-        (by_layer(OWN, (FOUND[0], (float("nan"), 0.1))), r"layers.1.self_attn.k_scale in .*not finite and positive"),
-        (by_layer(OWN) | by_layer(OF_PRODUCTS, FOUND[::-1]), r"k_scale and .*k_proj.k_scale differ; .*0.003 and 0.0011"),
+        (by_layer(OWN, (PAIRS[0], (-1.0, -1.0))), r"layers.1.self_attn.k_scale holds -1, which stands for no scale"),
+        (by_layer(OWN, (PAIRS[0], (0.1, -1.0))), r"layers.1.self_attn.v_scale holds -1"),
+        (by_layer(OWN, (PAIRS[0], (0.0, 0.1))), r"layers.1.self_attn.k_scale in .*not finite and positive"),
+        (by_layer(OWN, (PAIRS[0], (0.1, -0.5))), r"layers.1.self_attn.v_scale in .*not finite and positive"),
+        (by_layer(OWN, (PAIRS[0], (float("nan"), 0.1))), r"layers.1.self_attn.k_scale in .*not finite and positive"),
+        (by_layer(OWN) | by_layer(OF_PRODUCTS, PAIRS[::-1]), r"k_scale and .*k_proj.k_scale differ; .*0.003 and 0.0011"),
         (
-            by_layer(OWN) | by_layer(OF_PRODUCTS) | by_layer(OF_OUTPUTS, FOUND[::-1]),
+            by_layer(OWN) | by_layer(OF_PRODUCTS) | by_layer(OF_OUTPUTS, PAIRS[::-1]),
             r"self_attn.k_scale and .*k_proj.output_scale differ; .*0.003 and 0.0011",
         ),
     ],

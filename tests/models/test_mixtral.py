@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,10 +19,10 @@ from torch import Tensor
 from phalanx import kernels
 from phalanx.errors import ModelError, WeightError
 from phalanx.kernels.moe import reference
-from tests.models.test_registry import LENGTHS, STEPS
 from tests.support import quantized_checkpoints
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.models_formation import Formation, run_steps
+from tests.support.models_logits import STEPS, assert_same, logits_of
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
@@ -46,21 +45,9 @@ def written(case: str, root: Path) -> tuple[Path, list[Tensor], list[Tensor]]:
     return folder, *logits_of(folder)
 
 
-def logits_of(folder: Path) -> tuple[list[Tensor], list[Tensor]]:
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(11)
-    ids = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
-    with torch.inference_mode():
-        return ids, [reference(tokens[None]).logits[0] for tokens in ids]
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("experts")
-
-
-def assert_same(logits: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), rtol=0, atol=3e-4)
 
 
 @pytest.mark.parametrize(("tp", "moe_ep", "pp"), LAYOUTS)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.models_formation import Formation, assert_every_weight_matters, run_steps
+from tests.support.models_logits import LENGTHS, STEPS
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -45,19 +46,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
 
 # Per step: how many next tokens of which of three sequences (40, 25 and 13 tokens long); single tokens first, as in the engine.
-STEPS = [
-    {0: 9, 1: 21},
-    {1: 1, 0: 13, 2: 7},
-    {1: 1, 2: 1, 0: 16},
-    {0: 1, 1: 1, 2: 1},
-    {2: 1, 0: 1, 1: 1},
-    {2: 3},
-]
-LENGTHS = (40, 25, 13)
 
 
 @functools.cache
-def _made(case: str, root: Path) -> tuple[Path, list[Tensor], list[Tensor]]:
+def _case_files(case: str, root: Path) -> tuple[Path, list[Tensor], list[Tensor]]:
     """(folder, token ids per sequence, transformers' logits per sequence)."""
     family, overrides = CASES[case]
     folder = write_checkpoint(root / case, family, num_hidden_layers=3, **overrides)
@@ -82,7 +74,7 @@ def _assert_same(logits: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS, ids=[f"tp{tp}pp{pp}" for tp, pp in LAYOUTS])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case: str, tp: int, pp: int, root: Path) -> None:
-    folder, ids, expected = _made(case, root)
+    folder, ids, expected = _case_files(case, root)
     formation = Formation(folder, tp=tp, pp=pp)
     run_steps(formation, STEPS, ids, expected, _assert_same)
 
@@ -102,13 +94,13 @@ def test_three_ranks_with_heads_that_straddle(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", ["llama-12q-3kv-biases-llama3", "mistral-window", "qwen2-window-above", "qwen3-12q-6kv-biases"])
 def test_every_weight_changes_the_outcome(case: str, root: Path) -> None:
     """The checkpoints of these tests leave no part of the arithmetic neutral."""
-    folder, ids, _ = _made(case, root)
+    folder, ids, _ = _case_files(case, root)
     assert_every_weight_matters(Formation(folder), ids[1], least=1e-2)
 
 
 def test_bf16_stays_near_fp32(root: Path) -> None:
     """Half precision goes through the same code; its noise is that of the dtype."""
-    folder, ids, expected = _made("llama-yarn", root)
+    folder, ids, expected = _case_files("llama-yarn", root)
     formation = Formation(folder)
     for stage in formation.models:
         for model in stage:

@@ -47,13 +47,13 @@ def load(folder: Path) -> None:
 
 def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
     """Replace, add or (None) leave out tensors of model.safetensors; "__" in a keyword stands for a dot."""
-    held = load_file(folder / SINGLE)
+    tensors = load_file(folder / SINGLE)
     for name, tensor in changes.items():
         if tensor is None:
-            del held[name.replace("__", ".")]
+            del tensors[name.replace("__", ".")]
         else:
-            held[name.replace("__", ".")] = tensor
-    save_file(held, folder / SINGLE, metadata={"format": "pt"})
+            tensors[name.replace("__", ".")] = tensor
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
 
 def test_every_weight_is_filled_and_cast(sound: Path) -> None:
@@ -62,40 +62,40 @@ def test_every_weight_is_filled_and_cast(sound: Path) -> None:
         weight.fill_(float("nan"))
     weights.load(model, sound)
     assert not any(weight.isnan().any() for weight in model.parameters())
-    held = load_file(sound / SINGLE)
+    tensors = load_file(sound / SINGLE)
     layer = model.layers[1]
-    assert torch.equal(layer.mlp.down_proj.weight, held["model.layers.1.mlp.down_proj.weight"].bfloat16())
+    assert torch.equal(layer.mlp.down_proj.weight, tensors["model.layers.1.mlp.down_proj.weight"].bfloat16())
     names = [f"model.layers.1.self_attn.{part}_proj.bias" for part in "qkv"]
-    assert torch.equal(layer.self_attn.qkv_proj.bias, torch.cat([held[name] for name in names]).bfloat16())
+    assert torch.equal(layer.self_attn.qkv_proj.bias, torch.cat([tensors[name] for name in names]).bfloat16())
 
 
 def test_ranks_hold_their_slices_and_report_only_those(sound: Path) -> None:
     """12 query heads over 4 ranks, 3 KV heads: rank 1 holds heads 3..5, which use KV heads 0 and 1."""
-    held = load_file(sound / SINGLE)
+    tensors = load_file(sound / SINGLE)
 
     def act(group: Group) -> tuple[registry.Model, list[tuple[int, int]]]:
-        model, seen = build(sound, group, range(1, 2)), []
-        weights.load(model, sound, progress=lambda done, total: seen.append((done, total)))
-        return model, seen
+        model, progress = build(sound, group, range(1, 2)), []
+        weights.load(model, sound, progress=lambda done, total: progress.append((done, total)))
+        return model, progress
 
-    found = LocalWorld(4).run(act)
-    model, seen = found[1]
+    ranks = LocalWorld(4).run(act)
+    model, progress = ranks[1]
     width = model.shape.head_dim
-    query, key = held["model.layers.1.self_attn.q_proj.weight"], held["model.layers.1.self_attn.k_proj.weight"]
+    query, key = tensors["model.layers.1.self_attn.q_proj.weight"], tensors["model.layers.1.self_attn.k_proj.weight"]
     qkv = model.layers[0].self_attn.qkv_proj
     assert (qkv.heads.q, qkv.heads.kv) == (range(3, 6), (0, 1, 1))
     expected = torch.cat([query[3 * width : 6 * width], key[:width], key[width : 2 * width], key[width : 2 * width]])
     assert torch.equal(qkv.weight[: 6 * width], expected)
-    assert torch.equal(model.layers[0].mlp.down_proj.weight, held["model.layers.1.mlp.down_proj.weight"][:, 20:40])
-    assert torch.equal(model.layers[0].mlp.gate_up_proj.weight[20:], held["model.layers.1.mlp.up_proj.weight"][20:40])
+    assert torch.equal(model.layers[0].mlp.down_proj.weight, tensors["model.layers.1.mlp.down_proj.weight"][:, 20:40])
+    assert torch.equal(model.layers[0].mlp.gate_up_proj.weight[20:], tensors["model.layers.1.mlp.up_proj.weight"][20:40])
     assert not [name for name, _ in model.named_parameters() if "embedding" in name]
-    done, total = zip(*seen, strict=True)
+    done, total = zip(*progress, strict=True)
     assert list(done) == sorted(done)
     assert done[-1] == total[0] == sum(part.target.nbytes for part in weights.slices(model))
-    whole = sum(tensor.nbytes for tensor in held.values())
-    assert total[0] < whole / 4
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    assert total[0] < total_bytes / 4
     assert model.lm_head is not None
-    last = found[3][0].lm_head
+    last = ranks[3][0].lm_head
     assert last is not None
     assert last.table.num_tokens == 0  # 384 rows are 6 x 64: over 4 ranks of 2 x 64 the last holds padding only
     assert not last.table.weight.any()
@@ -217,11 +217,11 @@ def test_a_config_that_contradicts_the_weights_shows_both_shapes(
     assert all(shape in str(caught.value) for shape in shapes), caught.value
 
 
-@pytest.mark.parametrize(("layers", "said"), [(1, "model.layers.1."), (3, "model.layers.2.")])
-def test_a_wrong_number_of_layers_is_named(layers: int, said: str, folder: Path) -> None:
+@pytest.mark.parametrize(("layers", "pattern"), [(1, "model.layers.1."), (3, "model.layers.2.")])
+def test_a_wrong_number_of_layers_is_named(layers: int, pattern: str, folder: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": layers, "layer_types": None}))
-    with pytest.raises(WeightError, match=said):
+    with pytest.raises(WeightError, match=pattern):
         load(folder)
 
 
@@ -240,23 +240,23 @@ def test_a_tp_size_that_does_not_divide_names_those_that_do(sound: Path) -> None
 
 
 def test_dummy_weights_are_the_same_model_in_every_layout(sound: Path) -> None:
-    def made(group: Group, seed: int = 5) -> registry.Model:
+    def dummy_model(group: Group, seed: int = 5) -> registry.Model:
         model = build(sound, group)
-        seen: list[tuple[int, int]] = []
-        weights.dummy(model, seed, lambda done, total: seen.append((done, total)))
-        assert seen == sorted(seen)
-        assert seen[-1] == (sum(part.target.nbytes for part in weights.slices(model)),) * 2
+        progress: list[tuple[int, int]] = []
+        weights.dummy(model, seed, lambda done, total: progress.append((done, total)))
+        assert progress == sorted(progress)
+        assert progress[-1] == (sum(part.target.nbytes for part in weights.slices(model)),) * 2
         return model
 
-    whole, again, other = made(Solo()), made(Solo()), made(Solo(), 6)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
-    assert not torch.equal(whole.layers[0].mlp.down_proj.weight, other.layers[0].mlp.down_proj.weight)
-    assert not torch.equal(whole.layers[0].mlp.down_proj.weight, whole.layers[1].mlp.down_proj.weight)
-    halves = LocalWorld(2).run(made)
+    first, again, other = dummy_model(Solo()), dummy_model(Solo()), dummy_model(Solo(), 6)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.layers[0].mlp.down_proj.weight, other.layers[0].mlp.down_proj.weight)
+    assert not torch.equal(first.layers[0].mlp.down_proj.weight, first.layers[1].mlp.down_proj.weight)
+    halves = LocalWorld(2).run(dummy_model)
     joined = torch.cat([half.layers[0].mlp.down_proj.weight for half in halves], dim=1)
-    assert torch.equal(joined, whole.layers[0].mlp.down_proj.weight)
+    assert torch.equal(joined, first.layers[0].mlp.down_proj.weight)
     assert torch.equal(halves[0].layers[0].input_layernorm.weight, halves[1].layers[0].input_layernorm.weight)
-    assert all(weight.isfinite().all() for weight in whole.parameters())
+    assert all(weight.isfinite().all() for weight in first.parameters())
 
 
 def test_layers_outside_the_model_are_refused(sound: Path) -> None:

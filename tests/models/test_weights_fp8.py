@@ -52,19 +52,19 @@ def spoiled(written: dict[str, tuple[Path, Path]], tmp_path: Path) -> Path:
 
 
 def change(folder: Path, **tensors: Tensor | None) -> None:
-    held = load_file(folder / "model.safetensors")
+    contents = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        held.pop(f"{LAYER}.{name}", None)
+        contents.pop(f"{LAYER}.{name}", None)
         if tensor is not None:
-            held[f"{LAYER}.{name}"] = tensor
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
+            contents[f"{LAYER}.{name}"] = tensor
+    save_file(contents, folder / "model.safetensors", {"format": "pt"})
 
 
 def build(folder: Path, group: Group | None = None, **options: Any) -> registry.Model:
     shape = ModelShape.from_folder(folder)
-    made = registry.build(shape, group=group or Solo(), layers=range(shape.num_layers), dtype=torch.float32, device=CPU, **options)
-    weights.load(made, folder)
-    return made
+    model = registry.build(shape, group=group or Solo(), layers=range(shape.num_layers), dtype=torch.float32, device=CPU, **options)
+    weights.load(model, folder)
+    return model
 
 
 def logits(folder: Path, tp: int = 1, **options: Any) -> Tensor:
@@ -79,9 +79,9 @@ def logits(folder: Path, tp: int = 1, **options: Any) -> Tensor:
 def test_a_checkpoint_in_fp8_gives_what_its_values_mean(form: str, tp: int, written: dict[str, tuple[Path, Path]]) -> None:
     """Weights only, in fp32: exactly the model of the dequantized weights, over every number of ranks."""
     stored, meant = written[form]
-    held = build(stored).layers[1].mlp
-    assert held.gate_up_proj.weight.dtype == FP8
-    assert held.down_proj.weight.dtype == torch.float32, f"{IGNORED} is to be ignored"
+    mlp = build(stored).layers[1].mlp
+    assert mlp.gate_up_proj.weight.dtype == FP8
+    assert mlp.down_proj.weight.dtype == torch.float32, f"{IGNORED} is to be ignored"
     torch.testing.assert_close(logits(stored, tp), logits(meant, tp), rtol=1e-6, atol=1e-6)
 
 
@@ -89,13 +89,13 @@ def test_a_checkpoint_in_fp8_gives_what_its_values_mean(form: str, tp: int, writ
 def test_static_scales_are_those_of_the_checkpoint(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     """Parts of one GEMM keep their own weight scales, share the largest input scale; the cache has the checkpoint's scales."""
     stored, _ = written[form]
-    held, model = load_file(stored / "model.safetensors"), build(stored, fp8_cache=True)
+    tensors, model = load_file(stored / "model.safetensors"), build(stored, fp8_cache=True)
     qkv = model.layers[0].self_attn.qkv_proj
     parts = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
-    scales = [held[f"{part}.weight_scale"].reshape(1).expand(held[f"{part}.weight"].shape[0]) for part in parts]
+    scales = [tensors[f"{part}.weight_scale"].reshape(1).expand(tensors[f"{part}.weight"].shape[0]) for part in parts]
     assert len({float(scale[0]) for scale in scales}) == 3
     assert torch.equal(qkv.weight_scale, torch.cat(scales))
-    assert float(qkv.input_scale) == max(float(held[f"{part}.input_scale"]) for part in parts)
+    assert float(qkv.input_scale) == max(float(tensors[f"{part}.input_scale"]) for part in parts)
     assert model.layers[1].self_attn.kv_store.read_scales == pytest.approx(KV_SCALES)
     assert ModelShape.from_folder(stored).quantization.kv
     assert build(stored).layers[1].self_attn.kv_store.read_scales is None
@@ -104,7 +104,7 @@ def test_static_scales_are_those_of_the_checkpoint(form: str, written: dict[str,
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_quantized_on_load(tp: int, plain: Path) -> None:
     """Each output channel of what a rank holds has a scale of its own; norms, embedding and head stay as they are."""
-    held = load_file(plain / "model.safetensors")
+    tensors = load_file(plain / "model.safetensors")
 
     def act(group: Group) -> registry.Model:
         return build(plain, group, fp8=True)
@@ -112,18 +112,18 @@ def test_quantized_on_load(tp: int, plain: Path) -> None:
     for rank, model in enumerate(LocalWorld(tp).run(act)):
         layer, width = model.layers[1], 128 // tp
         for output, name in ((layer.mlp.down_proj, "mlp.down_proj"), (layer.mlp.gate_up_proj, "mlp.gate_proj")):
-            whole = held[f"model.layers.1.{name}.weight"]
-            mine = (
-                whole[:, rank * width : (rank + 1) * width]
+            full_weight = tensors[f"model.layers.1.{name}.weight"]
+            local = (
+                full_weight[:, rank * width : (rank + 1) * width]
                 if output is layer.mlp.down_proj
-                else whole[rank * width : (rank + 1) * width]
+                else full_weight[rank * width : (rank + 1) * width]
             )
-            quantized, scale = kernels.quantize_fp8(mine)
-            rows = slice(0, len(mine))
+            quantized, scale = kernels.quantize_fp8(local)
+            rows = slice(0, len(local))
             assert torch.equal(output.weight[rows].float(), quantized.float())
             assert torch.equal(output.weight_scale[rows], scale.squeeze(-1))
-            wide = output.fp8.dequantized(output.weight)[rows]
-            assert ((wide - mine.float()).abs() <= mine.float().abs() / 16 + scale / 512 * 1.01).all()
+            dequantized = output.fp8.dequantized(output.weight)[rows]
+            assert ((dequantized - local.float()).abs() <= local.float().abs() / 16 + scale / 512 * 1.01).all()
         assert (
             layer.input_layernorm.weight.dtype
             == model.embed_tokens.weight.dtype
@@ -144,13 +144,13 @@ def test_quantized_on_load_is_near_the_plain_model(plain: Path) -> None:
 def test_bytes_are_those_that_are_planned(form: str, plain: Path, written: dict[str, tuple[Path, Path]]) -> None:
     folder = plain if form == "on load" else written[form][0]
     shape = ModelShape.from_folder(folder)
-    held = layer_bytes(shape, "fp8" if form == "on load" else "bf16")
+    planned = layer_bytes(shape, "fp8" if form == "on load" else "bf16")
     for layer in (0, 1):
         model = registry.build(
             shape, group=Solo(), layers=range(layer, layer + 1), dtype=torch.bfloat16, device=torch.device("meta"),
             fp8=form == "on load",
         )  # fmt: skip
-        assert sum(weight.nbytes for weight in model.layers[0].parameters() if weight.dim()) == held.layers[layer]
+        assert sum(weight.nbytes for weight in model.layers[0].parameters() if weight.dim()) == planned.layers[layer]
 
 
 @pytest.mark.parametrize(
@@ -197,15 +197,15 @@ def test_dummy_weights_are_parts_of_one_model(plain: Path, monkeypatch: pytest.M
         weights.dummy(model, seed)
         return model
 
-    whole = act(Solo())
-    assert not any(weight.float().isnan().any() for weight in whole.parameters())
+    unsharded = act(Solo())
+    assert not any(weight.float().isnan().any() for weight in unsharded.parameters())
     for rank, model in enumerate(LocalWorld(4).run(act)):
-        down, every = model.layers[1].mlp.down_proj, whole.layers[1].mlp.down_proj
+        down, every = model.layers[1].mlp.down_proj, unsharded.layers[1].mlp.down_proj
         assert torch.equal(down.weight.float(), every.weight.float()[:, rank * 32 : (rank + 1) * 32])
         assert torch.equal(down.weight_scale, every.weight_scale)
-        gate, both = model.layers[0].mlp.gate_up_proj.weight.float(), whole.layers[0].mlp.gate_up_proj.weight.float()
+        gate, both = model.layers[0].mlp.gate_up_proj.weight.float(), unsharded.layers[0].mlp.gate_up_proj.weight.float()
         assert torch.equal(gate, torch.cat([part[rank * 32 : (rank + 1) * 32] for part in both.chunk(2)]))
-    inner = whole.layers[0].mlp.gate_up_proj
+    inner = unsharded.layers[0].mlp.gate_up_proj
     assert float(inner.fp8.dequantized(inner.weight).std()) == pytest.approx(64**-0.5, rel=0.05)
     assert not torch.equal(inner.weight.float(), act(Solo(), 4).layers[0].mlp.gate_up_proj.weight.float())
 

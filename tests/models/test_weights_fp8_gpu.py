@@ -58,7 +58,7 @@ def logits(
     count = -(-(prompt + AFTER) // BLOCK)
     caches = [LayerCache.zeros(count + 1, BLOCK, spec.heads, spec.head_dim, dtype, device) for spec in model.kv_specs()]
     ids = torch.randint(0, 384, (prompt + AFTER,), generator=torch.Generator().manual_seed(1)).to(device)
-    attention, found = select_backend(device, dtype, shape.head_dim), []
+    attention, steps = select_backend(device, dtype, shape.head_dim), []
     with torch.inference_mode():
         for begin, end in [(0, prompt), *((at, at + 1) for at in range(prompt, prompt + AFTER))]:
             at, table = torch.arange(begin, end, device=device), torch.arange(1, count + 1, dtype=torch.int32, device=device)
@@ -68,40 +68,40 @@ def logits(
                 table[None].cpu().numpy(),
             )  # fmt: skip
             batch.attention = attention.plan(batch)
-            found.append(model(batch, caches).float().cpu())
-    return torch.cat(found)
+            steps.append(model(batch, caches).float().cpu())
+    return torch.cat(steps)
 
 
-def as_on_a_cpu(found: Tensor, folder: Path, meant: Path, prompt: int = PROMPT) -> None:
-    """found: logits [tokens, vocabulary] in bf16 with FP8 GEMMs. Raises AssertionError where they are not those of `folder`."""
+def as_on_a_cpu(outputs: Tensor, folder: Path, meant: Path, prompt: int = PROMPT) -> None:
+    """outputs: logits [tokens, vocabulary] in bf16 with FP8 GEMMs. Raises AssertionError where they are not those of `folder`."""
     exact = logits(folder, CPU, torch.float32, prompt=prompt)
     rounded = logits(folder, CPU, torch.bfloat16, prompt=prompt)
-    assert not found.isnan().any()
+    assert not outputs.isnan().any()
     for tokens in (slice(0, prompt), slice(prompt, None)):
         apart = (rounded[tokens] - exact[tokens]).norm()
-        assert (found[tokens] - exact[tokens]).norm() <= 2 * apart
+        assert (outputs[tokens] - exact[tokens]).norm() <= 2 * apart
         # Beside the widened weights, the same triangle: what quantizing activations makes, and what rounding makes of that.
         widened = logits(meant, CPU, torch.float32, prompt=prompt)[tokens]
-        made = (exact[tokens] - widened).norm()
-        assert (found[tokens] - widened).norm() <= made + 2 * apart
+        rounding = (exact[tokens] - widened).norm()
+        assert (outputs[tokens] - widened).norm() <= rounding + 2 * apart
         assert 2 * apart < exact[tokens].norm() / 4, "the bound means something"
     bound = 2 * (rounded - exact).abs().max()
     first, second = exact.topk(2, -1).values.unbind(-1)
     sure = first - second > 2 * bound
     assert sure.sum() >= 8
-    assert torch.equal(found.argmax(-1)[sure], exact.argmax(-1)[sure])
+    assert torch.equal(outputs.argmax(-1)[sure], exact.argmax(-1)[sure])
 
 
 @pytest.mark.parametrize("form", CHECKPOINTS)
 def test_the_bound_can_fail(form: str, written: dict[str, tuple[Path, Path]]) -> None:
     """A CPU in bf16 is within it; and another checkpoint's logits are not, nor are those of two swapped tokens."""
     folder, meant = written[form]
-    found = logits(folder, CPU, torch.bfloat16)
-    as_on_a_cpu(found, folder, meant)
+    outputs = logits(folder, CPU, torch.bfloat16)
+    as_on_a_cpu(outputs, folder, meant)
     with pytest.raises(AssertionError):
-        as_on_a_cpu(found.roll(1, 0), folder, meant)
+        as_on_a_cpu(outputs.roll(1, 0), folder, meant)
     other = next(name for name in CHECKPOINTS if name != form)
-    assert not torch.equal(found, logits(written[other][0], CPU, torch.bfloat16))
+    assert not torch.equal(outputs, logits(written[other][0], CPU, torch.bfloat16))
 
 
 @pytest.mark.gpu1
@@ -147,6 +147,6 @@ def test_blocks_widened_on_gpu(written: dict[str, tuple[Path, Path]]) -> None:
     """As on a GPU without FP8 GEMMs: weights alone in FP8, within twice what bf16 makes of them on a CPU."""
     folder, meant = written["blocks of 128"]
     exact, rounded = logits(meant, CPU, torch.float32), logits(folder, CPU, torch.bfloat16, fp8_gemm=False)
-    found = logits(folder, torch.device("cuda"), torch.bfloat16, fp8_gemm=False)
+    outputs = logits(folder, torch.device("cuda"), torch.bfloat16, fp8_gemm=False)
     for tokens in (slice(0, PROMPT), slice(PROMPT, None)):
-        assert (found[tokens] - exact[tokens]).norm() <= 2 * (rounded[tokens] - exact[tokens]).norm()
+        assert (outputs[tokens] - exact[tokens]).norm() <= 2 * (rounded[tokens] - exact[tokens]).norm()

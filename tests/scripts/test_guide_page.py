@@ -16,7 +16,7 @@ def test_the_page_is_what_the_commands_print():
 
 def test_every_example_and_table_is_there():
     text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-    for said in (
+    for phrase in (
         "A100-80 --gpus_per_node 1 --dtype fp16",
         "--tp_size 4 --pp_size 2",
         "--nodes 2",
@@ -24,6 +24,6 @@ def test_every_example_and_table_is_there():
         "--tp_size 8 --pp_size 2 --num_workers 2",
         "errs by",
     ):
-        assert said in text
+        assert phrase in text
     assert text.count("phalanx serve meta-llama/Meta-Llama-3-70B --tp_size 4") == 3  # two plans, and the guide's own command
     assert "no layout fits" in text

@@ -36,7 +36,7 @@ def test_all_ranks_stand_on_the_first_gpu_and_each_is_a_host_to_nccl(one_gpu: Mo
         ast.parse((copy / file).read_text(encoding="utf-8"))
         assert (copy / file).read_text(encoding="utf-8") != (one_gpu.ROOT / file).read_text(encoding="utf-8")
     assert not any((copy / file).read_bytes() != (one_gpu.ROOT / file).read_bytes() for file in unedited(copy, edited))
-    asked = """if True:
+    program = """if True:
         import json, sys
         from unittest.mock import MagicMock, patch
         from phalanx.comm import launch
@@ -59,16 +59,16 @@ def test_all_ranks_stand_on_the_first_gpu_and_each_is_a_host_to_nccl(one_gpu: Mo
                     pass
         print(json.dumps([gpus, started, os.environ["NCCL_HOSTID"]]))
     """
-    told = subprocess.run(
-        [sys.executable, "-c", asked], capture_output=True, text=True, check=True, cwd=copy, env={"PYTHONPATH": str(copy / "src")}
+    completed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=copy, env={"PYTHONPATH": str(copy / "src")}
     )
-    assert told.stdout == '[3, [0, 0, 0], "rank2"]\n'
+    assert completed.stdout == '[3, [0, 0, 0], "rank2"]\n'
 
 
 def unedited(copy: Path, edited: set[str]) -> list[str]:
-    found = [str(path.relative_to(copy)) for path in copy.rglob("*.py")]
-    assert len(found) > 300
-    return [name for name in found if name not in edited]
+    names = [str(path.relative_to(copy)) for path in copy.rglob("*.py")]
+    assert len(names) > 300
+    return [name for name in names if name not in edited]
 
 
 def test_a_place_that_has_changed_is_named(one_gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

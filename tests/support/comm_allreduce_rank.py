@@ -45,26 +45,26 @@ def tensor_of(rank: int, tokens: int, hidden: int, dtype: torch.dtype, seed: int
     return torch.randn(tokens, hidden, generator=maker, device="cuda", dtype=torch.float32).to(dtype)
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    if found.shape != wanted.shape or found.dtype != wanted.dtype:
-        raise AssertionError(f"{what}: {found.shape} {found.dtype}, not {wanted.shape} {wanted.dtype}")
-    wrong = (found.view(torch.uint8) != wanted.view(torch.uint8)).sum().item()
+def same(output: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    if output.shape != wanted.shape or output.dtype != wanted.dtype:
+        raise AssertionError(f"{what}: {output.shape} {output.dtype}, not {wanted.shape} {wanted.dtype}")
+    wrong = (output.view(torch.uint8) != wanted.view(torch.uint8)).sum().item()
     if wrong:
-        raise AssertionError(f"{what}: {wrong} of {found.nbytes} bytes differ")
+        raise AssertionError(f"{what}: {wrong} of {output.nbytes} bytes differ")
 
 
 def alike_on_all(outputs: tuple[torch.Tensor, ...], what: str) -> None:
     for out in outputs:
-        mine = out.view(torch.uint8).reshape(-1)
-        first = mine.clone()
+        local = out.view(torch.uint8).reshape(-1)
+        first = local.clone()
         dist.broadcast(first, 0)
-        same(mine, first, f"{what}, against rank 0's")
+        same(local, first, f"{what}, against rank 0's")
 
 
-def close(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: str) -> None:
+def close(outputs: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...], what: str) -> None:
     """The residual exactly; norms, codes and scales but for the few whose last bit hangs on the order of the squares."""
-    same(found[-1], wanted[-1], f"{what}: residual")
-    for index, (left, right) in enumerate(zip(found[:-1], wanted[:-1], strict=True)):
+    same(outputs[-1], wanted[-1], f"{what}: residual")
+    for index, (left, right) in enumerate(zip(outputs[:-1], wanted[:-1], strict=True)):
         if left.shape != right.shape or left.dtype != right.dtype:
             raise AssertionError(f"{what}: output {index} is {left.shape} {left.dtype}, not {right.shape} {right.dtype}")
         if left.dtype == torch.float32:
@@ -82,8 +82,8 @@ def sums(workspace: SymmetricWorkspace) -> None:
             wanted = reference.all_reduce(parts)
             for name, strategy in STRATEGIES.items():
                 for repeat in range(3):
-                    found = strategy.all_reduce(parts[workspace.rank].clone(), workspace)
-                    same(found, wanted, f"{name} {dtype} {tokens}x{hidden}, time {repeat}")
+                    output = strategy.all_reduce(parts[workspace.rank].clone(), workspace)
+                    same(output, wanted, f"{name} {dtype} {tokens}x{hidden}, time {repeat}")
 
 
 def strange_values(workspace: SymmetricWorkspace) -> None:
@@ -98,9 +98,9 @@ def strange_values(workspace: SymmetricWorkspace) -> None:
             parts.append(bits.to(torch.int32).cuda().view(dtype).view(8, -1))
         wanted = reference.all_reduce(parts)
         for name, strategy in STRATEGIES.items():
-            found = strategy.all_reduce(parts[workspace.rank], workspace)
-            torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name} {dtype}: {m}")  # noqa: B023 (called here)
-            same(found.nan_to_num(1.0), wanted.nan_to_num(1.0), f"{name} {dtype}: signs of zero")
+            output = strategy.all_reduce(parts[workspace.rank], workspace)
+            torch.testing.assert_close(output, wanted, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{name} {dtype}: {m}")  # noqa: B023 (called here)
+            same(output.nan_to_num(1.0), wanted.nan_to_num(1.0), f"{name} {dtype}: signs of zero")
 
 
 def fusions(workspace: SymmetricWorkspace) -> None:
@@ -114,17 +114,19 @@ def fusions(workspace: SymmetricWorkspace) -> None:
         for quant, scale, keep in QUANTS:
             if (quant == "nvfp4" and hidden % 16) or (keep and dtype != torch.bfloat16):
                 continue
-            given = None if scale is None else torch.tensor(scale, device="cuda")
-            unfused = residual_rms_norm_quant(total, residual, weight, 1e-5, quant=quant, scale=given, keep_norm=keep)
-            oracle = reference.residual_rms_norm_quant(total, residual, weight, 1e-5, quant=quant, scale=given, keep_norm=keep)
+            scale_tensor = None if scale is None else torch.tensor(scale, device="cuda")
+            unfused = residual_rms_norm_quant(total, residual, weight, 1e-5, quant=quant, scale=scale_tensor, keep_norm=keep)
+            oracle = reference.residual_rms_norm_quant(
+                total, residual, weight, 1e-5, quant=quant, scale=scale_tensor, keep_norm=keep
+            )
             what = f"{dtype} {tokens}x{hidden} {quant} scale {scale} keep {keep}"
             close(unfused, oracle, f"unfused {what}")
             for name, strategy in STRATEGIES.items():
-                fusion = ResidualRmsNorm(residual, weight, 1e-5, quant, given, keep)
-                found = strategy.all_reduce_norm(parts[workspace.rank], fusion, workspace)
-                for index, (left, right) in enumerate(zip(found, unfused, strict=True)):
+                fusion = ResidualRmsNorm(residual, weight, 1e-5, quant, scale_tensor, keep)
+                outputs = strategy.all_reduce_norm(parts[workspace.rank], fusion, workspace)
+                for index, (left, right) in enumerate(zip(outputs, unfused, strict=True)):
                     same(left, right, f"{name} {what}: output {index} against the unfused kernels")
-                alike_on_all(found, f"{name} {what}")
+                alike_on_all(outputs, f"{name} {what}")
 
 
 def large_fusion(workspace: SymmetricWorkspace) -> None:
@@ -133,8 +135,8 @@ def large_fusion(workspace: SymmetricWorkspace) -> None:
     residual, weight = tensor_of(99, 4096, 16384, torch.bfloat16, 5), torch.ones(16384, device="cuda", dtype=torch.bfloat16)
     unfused = residual_rms_norm_quant(reference.all_reduce(parts), residual, weight, 1e-5)
     for name, strategy in STRATEGIES.items():
-        found = strategy.all_reduce_norm(parts[workspace.rank], ResidualRmsNorm(residual, weight, 1e-5), workspace)
-        for index, (left, right) in enumerate(zip(found, unfused, strict=True)):
+        outputs = strategy.all_reduce_norm(parts[workspace.rank], ResidualRmsNorm(residual, weight, 1e-5), workspace)
+        for index, (left, right) in enumerate(zip(outputs, unfused, strict=True)):
             same(left, right, f"{name}: output {index}")
 
 
@@ -145,29 +147,29 @@ def graph(workspace: SymmetricWorkspace) -> None:
     base = {shape: torch.randint(-8, 9, shape, device="cuda").to(torch.bfloat16) for shape in shapes}
     step = torch.zeros(1, device="cuda", dtype=torch.bfloat16)
     wrong = torch.zeros(1, device="cuda", dtype=torch.int64)
-    whole = {}
-    for shape, mine in base.items():
-        parts = [torch.empty_like(mine) for _ in range(workspace.world)]
-        dist.all_gather(parts, mine)
-        whole[shape] = sum(part.float() for part in parts)
+    sums_of = {}
+    for shape, part_here in base.items():
+        parts = [torch.empty_like(part_here) for _ in range(workspace.world)]
+        dist.all_gather(parts, part_here)
+        sums_of[shape] = sum(part.float() for part in parts)
 
     def body() -> None:
         step.copy_((step + 1) % 16)
         for shape in shapes:
             for strategy in STRATEGIES.values():
-                found = strategy.all_reduce(base[shape] + step, workspace)
-                wrong.add_((found.float() != whole[shape] + workspace.world * step.float()).sum())
+                output = strategy.all_reduce(base[shape] + step, workspace)
+                wrong.add_((output.float() != sums_of[shape] + workspace.world * step.float()).sum())
         for strategy in STRATEGIES.values():
             x = base[(64, 8192)] + step
             norm, residual = strategy.all_reduce_norm(x, ResidualRmsNorm(x, weight, 1e-5), workspace)
-            wanted = (whole[(64, 8192)] + workspace.world * step.float() + x.float()).to(torch.bfloat16)
+            wanted = (sums_of[(64, 8192)] + workspace.world * step.float() + x.float()).to(torch.bfloat16)
             wrong.add_((residual != wanted).sum() + torch.isnan(norm).sum())
 
     def eagerly(replay: int) -> None:
         """Calls in between take part in the same count of calls."""
         strategy = STRATEGIES["ONESHOT" if replay % 2 else "TWOSHOT"]
-        found = strategy.all_reduce(base[(3, 1000)], workspace)
-        wrong.add_((found.float() != whole[(3, 1000)]).sum())
+        output = strategy.all_reduce(base[(3, 1000)], workspace)
+        wrong.add_((output.float() != sums_of[(3, 1000)]).sum())
 
     replayed(body, workspace.rank, eagerly)
     if wrong.item():
@@ -193,8 +195,8 @@ def two_groups(workspace: SymmetricWorkspace) -> None:
                 results.append(STRATEGIES[name if turn % 2 else "TWOSHOT"].all_reduce(parts[workspace.rank], space))
         if turn % 20 == 19:
             torch.cuda.synchronize()
-            for found in results:
-                same(found, wanted, f"two groups, turn {turn}")
+            for output in results:
+                same(output, wanted, f"two groups, turn {turn}")
             results.clear()
 
 
@@ -202,18 +204,18 @@ def pairs(workspace: SymmetricWorkspace) -> None:
     """Pairs of ranks and all of them in turn."""
     if workspace.world < 4:
         return
-    mine = None
+    pair_workspace = None
     for first in range(0, workspace.world, 2):
-        made = dist.new_group([first, first + 1])
+        pair_group = dist.new_group([first, first + 1])
         if workspace.rank in (first, first + 1):
-            mine = form_workspace(made, torch.device("cuda", torch.cuda.current_device()), 4 << 20)
-    assert mine is not None
+            pair_workspace = form_workspace(pair_group, torch.device("cuda", torch.cuda.current_device()), 4 << 20)
+    assert pair_workspace is not None
     first = workspace.rank // 2 * 2
     parts = [tensor_of(r, 33, 2048, torch.bfloat16, 7) for r in range(workspace.world)]
     of_all, of_two = reference.all_reduce(parts), reference.all_reduce(parts[first : first + 2])
     for turn in range(50):
         strategy = STRATEGIES["ONESHOT" if turn % 2 else "TWOSHOT"]
-        same(strategy.all_reduce(parts[workspace.rank], mine), of_two, "a pair")
+        same(strategy.all_reduce(parts[workspace.rank], pair_workspace), of_two, "a pair")
         same(strategy.all_reduce(parts[workspace.rank], workspace), of_all, "all")
 
 
@@ -232,13 +234,13 @@ def picked(workspace: SymmetricWorkspace) -> None:
         group.all_reduce(parts[workspace.rank].clone(), fusion)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
-            found = group.all_reduce(parts[workspace.rank].clone(), fusion)
+            outputs = group.all_reduce(parts[workspace.rank].clone(), fusion)
         captured.replay()
         if strategy == "NCCL":
-            torch.testing.assert_close(found[1], wanted[1], rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(outputs[1], wanted[1], rtol=2e-2, atol=2e-2)
         else:
-            same(found[0], wanted[0], f"{strategy}: norm")
-            same(found[1], wanted[1], f"{strategy}: residual")
+            same(outputs[0], wanted[0], f"{strategy}: norm")
+            same(outputs[1], wanted[1], f"{strategy}: residual")
         name, count = next(iter(group.calls.items()))
         if count != 2 or (strategy != "AUTO" and name != f"{strategy}/RESIDUAL_RMS_NORM"):
             raise AssertionError(f"{strategy} was counted as {group.calls}")
@@ -270,12 +272,12 @@ def unscaled(workspace: SymmetricWorkspace) -> None:
                 for quant, scale, keep in QUANTS:
                     if (quant == "nvfp4" and hidden % 16) or keep:
                         continue
-                    given = None if scale is None else torch.tensor(scale, device="cuda")
-                    fusion = ResidualRmsNorm(residual, weight.contiguous(), 1e-5, quant, given)
+                    scale_tensor = None if scale is None else torch.tensor(scale, device="cuda")
+                    fusion = ResidualRmsNorm(residual, weight.contiguous(), 1e-5, quant, scale_tensor)
                     unfused = finish(wanted, fusion)
                     for launch in _row_launches(name, tokens, hidden * dtype.itemsize // 16, space, quant, scale):
-                        found = strategy.all_reduce_norm(output, fusion, space, launch)
-                        for index, (left, right) in enumerate(zip(found, unfused, strict=True)):
+                        outputs = strategy.all_reduce_norm(output, fusion, space, launch)
+                        for index, (left, right) in enumerate(zip(outputs, unfused, strict=True)):
                             same(left, right, f"{what} {quant} {scale} {launch}: output {index}")
 
 
@@ -310,13 +312,13 @@ def unscaled_from_products(workspace: SymmetricWorkspace) -> None:
                 assert isinstance(output, Unscaled), "at so many tokens sums come bare"
                 return group.all_reduce(output, fusion)
 
-            found = [layer()]
+            captures = [layer()]
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured):
-                found.append(layer())
+                captures.append(layer())
             for _ in range(20):
                 captured.replay()
-            for outputs_of, eager in zip(found, (True, False), strict=True):
+            for outputs_of, eager in zip(captures, (True, False), strict=True):
                 if strategy == "NCCL" and workspace.world > 2 and not eager:
                     torch.testing.assert_close(outputs_of[-1], wanted[-1], rtol=2e-2, atol=8.0)  # of sums in the hundreds
                     continue

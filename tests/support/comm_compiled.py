@@ -47,9 +47,9 @@ def only(capability: int, device: int | None = None) -> Iterator[list[Launched]]
     plain = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
-        made = plain(self, *args, grid=grid, warmup=True, **fixed)
-        launches.append((self.fn.__name__, grid, made))
-        return made
+        kernel = plain(self, *args, grid=grid, warmup=True, **fixed)
+        launches.append((self.fn.__name__, grid, kernel))
+        return kernel
 
     before = driver._active
     driver.set_active(_Driver(capability, capability if device is None else device))
@@ -87,14 +87,14 @@ def launches(
     scale). scales: of products whose scales it applies."""
     space, dtype = workspace(world, capability), DTYPES[capability]
 
-    def given(x: torch.Tensor) -> torch.Tensor | Unscaled:
+    def as_input(x: torch.Tensor) -> torch.Tensor | Unscaled:
         return Unscaled(x, torch.ones(x.shape[0], 1), torch.ones(x.shape[1])) if scales else x
 
     with only(capability) as launched:
         for tokens, hidden in sums:
             x = torch.zeros(tokens, hidden, dtype=dtype)
-            assert strategy.all_reduce(given(x), space).shape == x.shape
+            assert strategy.all_reduce(as_input(x), space).shape == x.shape
         for tokens, quant, scale in norms:
             x = torch.zeros(tokens, 4096, dtype=dtype)
-            assert strategy.all_reduce_norm(given(x), ResidualRmsNorm(x, x[0], 1e-5, quant, scale), space)[-1].shape[0] == tokens
+            assert strategy.all_reduce_norm(as_input(x), ResidualRmsNorm(x, x[0], 1e-5, quant, scale), space)[-1].shape[0] == tokens
     return launched

@@ -40,20 +40,20 @@ from tests.support.comm_gpu_ranks import replayed
 MODES = (("none", None), ("fp8", 0.02), ("fp8", None))
 VARIANTS = ((32, 1, 1), (16, 2, 2), (16, 3, 1), (16, 3, 2), (8, 4, 2))
 SHAPES = ((1, 16), (2, 1008), (3, 5120), (17, 5120), (64, 8192), (255, 4096), (1000, 8192))
-WIDE = ((64, 16384), (257, 16384), (1000, 16384))
+SHAPES_405B = ((64, 16384), (257, 16384), (1000, 16384))
 
 
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def agrees(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...], workspace: SymmetricWorkspace, what: str) -> None:
+def agrees(outputs: tuple[Tensor, ...], wanted: tuple[Tensor, ...], workspace: SymmetricWorkspace, what: str) -> None:
     """All outputs, and of the residual the rows that this rank owns."""
-    if len(found) != len(wanted):
-        raise AssertionError(f"{what}: {len(found)} outputs, not {len(wanted)}")
-    for index, (left, right) in enumerate(zip(found[:-1], wanted[:-1], strict=True)):
+    if len(outputs) != len(wanted):
+        raise AssertionError(f"{what}: {len(outputs)} outputs, not {len(wanted)}")
+    for index, (left, right) in enumerate(zip(outputs[:-1], wanted[:-1], strict=True)):
         same(left, right, f"{what}: output {index}")
-    new = found[-1]
+    new = outputs[-1]
     assert isinstance(new, ShardedResidual), what
     for rows in rank_rows(len(wanted[-1]), new.chunk_rows, workspace.rank, workspace.world):
         same(new.local[rows.start : rows.stop], wanted[-1][rows.start : rows.stop], f"{what}: residual of {rows}")
@@ -81,9 +81,9 @@ def shapes(workspace: SymmetricWorkspace) -> None:
     rs_norm_ag_with(workspace, [*cases, *((dtype, 33, 2048, mode) for dtype in (torch.float16, torch.float32) for mode in MODES)])
 
 
-def wide(workspace: SymmetricWorkspace) -> None:
+def rows_of_405b(workspace: SymmetricWorkspace) -> None:
     """`shapes` and `gemm_rs` at the hidden size of a model of 405 billion weights."""
-    cases = [(torch.bfloat16, *shape, mode) for shape in WIDE for mode in MODES]
+    cases = [(torch.bfloat16, *shape, mode) for shape in SHAPES_405B for mode in MODES]
     rs_norm_ag_with(workspace, cases)
     gemm_rs_with(workspace, cases)
 
@@ -97,11 +97,13 @@ def rs_norm_ag_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.d
             if form == "bare sums" and mode == MODES[1]:
                 continue
             what = f"{dtype} {tokens}x{hidden} {mode} {form}"
-            found = RsNormAg(workspace).all_reduce_norm(x, fusion)
-            agrees(found, once, workspace, what)
-            agrees(RsNormAg(workspace).all_reduce_norm(x, replace(fusion, residual=found[-1])), twice, workspace, f"{what}, again")
-            held = twoshot.all_reduce_norm(x, fusion, workspace)
-            agrees(found, held, workspace, f"{what}, against two-shot")
+            outputs = RsNormAg(workspace).all_reduce_norm(x, fusion)
+            agrees(outputs, once, workspace, what)
+            agrees(
+                RsNormAg(workspace).all_reduce_norm(x, replace(fusion, residual=outputs[-1])), twice, workspace, f"{what}, again"
+            )
+            by_twoshot = twoshot.all_reduce_norm(x, fusion, workspace)
+            agrees(outputs, by_twoshot, workspace, f"{what}, against two-shot")
 
 
 def launches(workspace: SymmetricWorkspace) -> None:
@@ -111,8 +113,8 @@ def launches(workspace: SymmetricWorkspace) -> None:
             part, _, total, fusion = case(workspace, tokens, 8192, torch.bfloat16, mode)
             for shape in VARIANTS:
                 for time_of in range(3):
-                    found = RsNormAg(workspace).all_reduce_norm(part, fusion, shape)
-                    agrees(found, finish(total, fusion), workspace, f"{tokens} {mode} {shape}, time {time_of}")
+                    outputs = RsNormAg(workspace).all_reduce_norm(part, fusion, shape)
+                    agrees(outputs, finish(total, fusion), workspace, f"{tokens} {mode} {shape}, time {time_of}")
 
 
 def chunks(workspace: SymmetricWorkspace) -> None:
@@ -123,10 +125,10 @@ def chunks(workspace: SymmetricWorkspace) -> None:
         for mode in MODES:
             part, _, total, fusion = case(workspace, tokens, 8192, torch.bfloat16, mode)
             wanted = finish(total, fusion)
-            found = RsNormAg(small).all_reduce_norm(part, fusion)
-            assert found[-1].chunk_rows < tokens  # type: ignore[attr-defined]
-            agrees(found, wanted, small, f"{tokens} in chunks {mode}")
-            same(unshard(found[-1], group), wanted[-1], f"{tokens} in chunks {mode}: made whole")
+            outputs = RsNormAg(small).all_reduce_norm(part, fusion)
+            assert outputs[-1].chunk_rows < tokens  # type: ignore[attr-defined]
+            agrees(outputs, wanted, small, f"{tokens} in chunks {mode}")
+            same(unshard(outputs[-1], group), wanted[-1], f"{tokens} in chunks {mode}: made whole")
 
 
 def strange_values(workspace: SymmetricWorkspace) -> None:
@@ -146,16 +148,20 @@ def strange_values(workspace: SymmetricWorkspace) -> None:
             parts.append(bits.to(torch.int32).cuda().view(dtype))
         total, weight = reference.all_reduce(parts), torch.ones(parts[0].shape[1], device="cuda", dtype=dtype)
         assert total[7:].isfinite().all(), "rows that show more than where NaN is"
-        for quant, given in MODES:
-            scale = None if given is None else torch.tensor(given, device="cuda")
+        for quant, static_scale in MODES:
+            scale = None if static_scale is None else torch.tensor(static_scale, device="cuda")
             fusion = ResidualRmsNorm(torch.zeros_like(total), weight, 1e-5, quant, scale)  # type: ignore[arg-type]
             for _ in range(3):
-                *found, new = RsNormAg(workspace).all_reduce_norm(parts[workspace.rank], fusion)
+                *outputs, new = RsNormAg(workspace).all_reduce_norm(parts[workspace.rank], fusion)
                 *wanted, residual = finish(total, fusion)
-                for left, right in zip(found, wanted, strict=True):
-                    alike(left, right, f"{dtype} {quant} {given}")
-                (mine,) = rank_rows(11, new.chunk_rows, workspace.rank, workspace.world)  # type: ignore[attr-defined]
-                alike(new.local[mine.start : mine.stop], residual[mine.start : mine.stop], f"{dtype} {quant}: residual")  # type: ignore[attr-defined]
+                for left, right in zip(outputs, wanted, strict=True):
+                    alike(left, right, f"{dtype} {quant} {static_scale}")
+                (rows_here,) = rank_rows(11, new.chunk_rows, workspace.rank, workspace.world)  # type: ignore[attr-defined]
+                alike(
+                    new.local[rows_here.start : rows_here.stop],
+                    residual[rows_here.start : rows_here.stop],
+                    f"{dtype} {quant}: residual",
+                )  # type: ignore[attr-defined]
 
 
 def alike(left: Tensor, right: Tensor, what: str) -> None:
@@ -183,11 +189,11 @@ def repeated(
             x = base[size] + step
             fusion = ResidualRmsNorm(residuals[size], weight[: size[1]], 1e-5, "fp8" if number % 2 else "none")
             wanted = (oneshot, twoshot)[number % 2].all_reduce_norm(x, fusion, workspace)
-            found = act(x, fusion)
-            for left, right in zip(found[:-1], wanted[:-1], strict=True):
+            outputs = act(x, fusion)
+            for left, right in zip(outputs[:-1], wanted[:-1], strict=True):
                 wrong.add_((left.view(torch.uint8) != right.view(torch.uint8)).sum())
-            (mine,) = rank_rows(size[0], found[-1].chunk_rows, workspace.rank, workspace.world)  # type: ignore[attr-defined]
-            wrong.add_((found[-1].local[mine.start : mine.stop] != wanted[-1][mine.start : mine.stop]).sum())  # type: ignore[attr-defined]
+            (rows_here,) = rank_rows(size[0], outputs[-1].chunk_rows, workspace.rank, workspace.world)  # type: ignore[attr-defined]
+            wrong.add_((outputs[-1].local[rows_here.start : rows_here.stop] != wanted[-1][rows_here.start : rows_here.stop]).sum())  # type: ignore[attr-defined]
 
     replayed(body, workspace.rank, lambda _: body())  # eager calls in between take part in the same count of calls
     if wrong.item():
@@ -198,9 +204,9 @@ def graph(workspace: SymmetricWorkspace) -> None:
     """See `repeated`; each call is followed by one with a sharded residual."""
 
     def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
-        found = RsNormAg(workspace).all_reduce_norm(x, fusion)
-        RsNormAg(workspace).all_reduce_norm(x, replace(fusion, residual=found[-1]))
-        return found
+        outputs = RsNormAg(workspace).all_reduce_norm(x, fusion)
+        RsNormAg(workspace).all_reduce_norm(x, replace(fusion, residual=outputs[-1]))
+        return outputs
 
     repeated(workspace, ((1, 16), (300, 4096), (17, 5120), (64, 8192), (2, 8192), (700, 1024)), act)
 
@@ -219,20 +225,20 @@ def picked(workspace: SymmetricWorkspace) -> None:
         def chain(own: bool, part: Tensor = part, fusion: ResidualRmsNorm = fusion) -> tuple[Tensor, ...]:
             through, residual, outputs = group if own else plain, fusion.residual, []
             for quant in ("fp8", "fp8", "fp8", "none"):
-                asked = replace(fusion, residual=residual, quant=quant, accepts_sharded=own)  # type: ignore[arg-type]
-                *made, residual = through.all_reduce(part.clone(), asked)
-                outputs += made
+                step_fusion = replace(fusion, residual=residual, quant=quant, accepts_sharded=own)  # type: ignore[arg-type]
+                *norms, residual = through.all_reduce(part.clone(), step_fusion)
+                outputs += norms
             return (*outputs, unshard(residual, through))
 
         owns = tokens >= first and hidden % 16 == 0
         group.calls.clear()
-        found, wanted = chain(True), chain(False)
+        sharded, wanted = chain(True), chain(False)
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
             again = chain(True)
         for _ in range(3):
             captured.replay()
-        for index, (left, later, right) in enumerate(zip(found, again, wanted, strict=True)):
+        for index, (left, later, right) in enumerate(zip(sharded, again, wanted, strict=True)):
             if owns:  # below, NCCL may sum, in an order of its own
                 same(left, right, f"{tokens}x{hidden}: output {index}")
                 same(later, right, f"{tokens}x{hidden}: output {index}, replayed")
@@ -241,9 +247,9 @@ def picked(workspace: SymmetricWorkspace) -> None:
 
 
 def buffer_of(workspace: SymmetricWorkspace) -> ReduceScatterBuffer:
-    found = form_reduce_scatter_buffer(dist.group.WORLD, device(), 64 << 20)
-    assert found is not None
-    return found
+    buffer = form_reduce_scatter_buffer(dist.group.WORLD, device(), 64 << 20)
+    assert buffer is not None
+    return buffer
 
 
 def put(part: Tensor, buffer: ReduceScatterBuffer, late: random.Random | None = None) -> None:
@@ -266,12 +272,12 @@ def gemm_rs_with(workspace: SymmetricWorkspace, cases: Sequence[tuple[torch.dtyp
     buffer, late = buffer_of(workspace), random.Random(workspace.rank)
     for dtype, tokens, hidden, mode in cases:
         part, _, total, fusion = case(workspace, tokens, hidden, dtype, mode)
-        wanted, asked = finish(total, fusion), fusion
+        wanted, step_fusion = finish(total, fusion), fusion
         for call in range(6):
             put(part, buffer, late)
-            found = GemmRs(workspace, buffer).all_reduce_norm(asked)
-            agrees(found, wanted, workspace, f"{dtype} {tokens}x{hidden} {mode}, GEMM_RS, call {call}")
-            asked = replace(fusion, residual=found[-1])
+            outputs = GemmRs(workspace, buffer).all_reduce_norm(step_fusion)
+            agrees(outputs, wanted, workspace, f"{dtype} {tokens}x{hidden} {mode}, GEMM_RS, call {call}")
+            step_fusion = replace(fusion, residual=outputs[-1])
             wanted = finish(total, replace(fusion, residual=wanted[-1]))
 
 
@@ -281,11 +287,11 @@ def gemm_rs_in_a_graph(workspace: SymmetricWorkspace) -> None:
 
     def act(x: Tensor, fusion: ResidualRmsNorm) -> tuple[Tensor, ...]:
         put(x, buffer)
-        found = GemmRs(workspace, buffer).all_reduce_norm(fusion)
-        again = RsNormAg(workspace).all_reduce_norm(x, replace(fusion, residual=found[-1]))
+        outputs = GemmRs(workspace, buffer).all_reduce_norm(fusion)
+        again = RsNormAg(workspace).all_reduce_norm(x, replace(fusion, residual=outputs[-1]))
         put(x, buffer)
         GemmRs(workspace, buffer).all_reduce_norm(replace(fusion, residual=again[-1]))
-        return found
+        return outputs
 
     repeated(workspace, ((64, 4096), (700, 1024), (300, 8192)), act)
 
@@ -298,23 +304,23 @@ def gemm_rs_in_fp8(workspace: SymmetricWorkspace) -> None:
     for tokens in (4096, 3001, 2048, 2047):
         _, _, _, fusion = case(workspace, tokens, 8192, torch.bfloat16, MODES[2])
         x, weight = (tensor_of(workspace.rank, size, 1024, torch.bfloat16, 27) for size in (tokens, 8192))
-        quantized, held = Quantized(*quantize_fp8(x)), quantize_fp8(weight)
+        quantized, weight_fp8 = Quantized(*quantize_fp8(x)), quantize_fp8(weight)
         outputs: list[list[Tensor]] = [[], []]
         for through, kept in ((group, outputs[0]), (plain, outputs[1])):
             residual: Tensor = fusion.residual
             for fp8 in (True, False, True):
-                asked = replace(fusion, residual=residual, accepts_sharded=through is group)
-                scatter = through.gemm_reduce_scatter_targets(tokens, 8192, asked) if fp8 else None
+                step_fusion = replace(fusion, residual=residual, accepts_sharded=through is group)
+                scatter = through.gemm_reduce_scatter_targets(tokens, 8192, step_fusion) if fp8 else None
                 stays = not isinstance(residual, ShardedResidual) or same_sharding(tokens, residual.chunk_rows, tokens)
                 picked = group.decide(tokens, 8192, "bf16", kind, Caller.GEMM).strategy is Strategy.GEMM_RS
                 assert (scatter is not None) == (fp8 and through is group and picked and stays)
                 if scatter is None:
-                    output = scaled_mm(quantized, held[0], held[1].view(-1), dtype=torch.bfloat16)
-                    *made, residual = through.all_reduce(output, asked)
+                    output = scaled_mm(quantized, weight_fp8[0], weight_fp8[1].view(-1), dtype=torch.bfloat16)
+                    *norms, residual = through.all_reduce(output, step_fusion)
                 else:
-                    scaled_mm_into(quantized, held[0], held[1].view(-1), scatter.targets)
-                    *made, residual = scatter.finish()
-                kept += made
+                    scaled_mm_into(quantized, weight_fp8[0], weight_fp8[1].view(-1), scatter.targets)
+                    *norms, residual = scatter.finish()
+                kept += norms
             kept.append(unshard(residual, through))
         for index, (left, right) in enumerate(zip(*outputs, strict=True)):
             same(left, right, f"{tokens} tokens: output {index}")
@@ -326,8 +332,8 @@ def gemm_rs_in_16_bit(workspace: SymmetricWorkspace) -> None:
     for tokens in (4096, 2501):
         _, _, _, fusion = case(workspace, tokens, 8192, torch.bfloat16, MODES[0])
         x, weight = (tensor_of(workspace.rank, size, 1024, torch.bfloat16, 28) for size in (tokens, 8192))
-        asked = replace(fusion, accepts_sharded=True)
-        scatter = group.gemm_reduce_scatter_targets(tokens, 8192, asked)
+        sharded_fusion = replace(fusion, accepts_sharded=True)
+        scatter = group.gemm_reduce_scatter_targets(tokens, 8192, sharded_fusion)
         assert scatter is not None
         for rows, out in scatter.targets:
             linear(x[rows], weight, out=out)
@@ -341,7 +347,7 @@ CHECKS = {
     check.__name__: check
     for check in (
         shapes,
-        wide,
+        rows_of_405b,
         launches,
         chunks,
         strange_values,

@@ -35,13 +35,13 @@ def blocks(page: Path) -> list[Block]:
 
 def commands(page: Path) -> list[Command]:
     """Of the page's shell blocks: those without a language. A drawing (it has box characters) is none."""
-    found = []
+    listed = []
     for block in blocks(page):
         if block.kind or re.search("[─│└├]", block.text):
             continue
         joined = re.sub(r"\\\n\s*", " ", block.text)
-        found += [Command(page, line, shlex.split(line, comments=True)) for line in joined.splitlines() if line.strip()]
-    return [command for command in found if command.words]
+        listed += [Command(page, line, shlex.split(line, comments=True)) for line in joined.splitlines() if line.strip()]
+    return [command for command in listed if command.words]
 
 
 def printed_under(page: Path, heading: str) -> tuple[list[str], str]:

@@ -43,13 +43,13 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def await_results(collect: Callable[[], list[StepResult]], count: int, seconds: float = 100.0) -> list[StepResult]:
-    found: list[StepResult] = []
+    results: list[StepResult] = []
     deadline = time.monotonic() + seconds
-    while len(found) < count:
-        found += collect()
-        assert time.monotonic() < deadline, f"{len(found)} of {count} steps settled in {seconds} s"
+    while len(results) < count:
+        results += collect()
+        assert time.monotonic() < deadline, f"{len(results)} of {count} steps settled in {seconds} s"
         time.sleep(0.001)
-    return found
+    return results
 
 
 class Drive:

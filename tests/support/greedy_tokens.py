@@ -15,6 +15,16 @@ from phalanx import LLM, SamplingParams
 from phalanx.engine.messages import Stats
 
 Prompts = Sequence[Sequence[int]]
+NEW_TOKENS, BLOCK, STEP_TOKENS = 20, 4, 16
+
+
+def prompts_of_all_lengths() -> list[list[int]]:
+    """Shorter and longer than a block and a step; the last three begin with the same tokens."""
+    generator = torch.Generator().manual_seed(3)
+    shared = torch.randint(3, 380, (28,), generator=generator).tolist()
+    lengths = [1, 5, 17, 33, 46]
+    own = [torch.randint(3, 380, (length,), generator=generator).tolist() for length in lengths]
+    return [*own, shared + own[1], shared + own[2], shared]
 
 
 def reference_tokens(folder: Path, prompts: Prompts, count: int, **options: Any) -> list[list[int]]:
@@ -48,3 +58,23 @@ def assert_tokens_twice(llm: LLM, prompts: Prompts, expected: Sequence[Sequence[
     assert stats.prefix_hits > 0
     assert stats.blocks_referenced == 0
     return stats
+
+
+def assert_layout_gives(
+    expected: Sequence[Sequence[int]], folder: Path, layout: tuple[int, int, int], *, launcher: str, cache_bytes: int
+) -> None:
+    """layout: (tp, moe_ep, pp) on CPU, in fp32. cache_bytes: so few that requests preempt each other."""
+    tp, moe_ep, pp = layout
+    prompts = prompts_of_all_lengths()
+    with LLM(
+        folder, tensor_parallel_size=tp, moe_expert_parallel_size=moe_ep, pipeline_parallel_size=pp, device="cpu", dtype="fp32",
+        launcher=launcher, kv_block_size=BLOCK, max_num_tokens=STEP_TOKENS, max_batch_size=6,
+        max_seq_len=longest_request(prompts), kv_cache_bytes=cache_bytes,
+    ) as llm:  # fmt: skip
+        stats = assert_tokens_twice(llm, prompts, expected)
+    assert stats.preemptions > 0
+
+
+def longest_request(prompts: Prompts) -> int:
+    """Tokens of the longest prompt and its continuation."""
+    return max(map(len, prompts)) + NEW_TOKENS

@@ -41,10 +41,10 @@ class Attacker:
     def __init__(self, folder: Path, engine: str) -> None:
         self._folder, self._engine = folder, engine
         self._counts: Counter[str] = Counter()
-        self._got: list[bytes] = []
+        self._received: list[bytes] = []
         self._lock = threading.Lock()
         self._dice = random.Random(7)
-        self._held: list[socket.socket] = []
+        self._open: list[socket.socket] = []
         self._silent: dict[tuple[str, int], float] = {}
 
     @property
@@ -72,9 +72,9 @@ class Attacker:
                 self._silent[target] = time.monotonic() + 2.0
                 return
             if hold:
-                self._held.append(connection)
-                if len(self._held) > _MOST_HELD:
-                    self._held.pop(0).close()
+                self._open.append(connection)
+                if len(self._open) > _MOST_HELD:
+                    self._open.pop(0).close()
             with contextlib.nullcontext() if hold else connection:
                 with self._lock:
                     self._counts[kind] += 1
@@ -82,7 +82,7 @@ class Attacker:
                 for block in blocks:
                     connection.sendall(block)
                     with contextlib.suppress(TimeoutError):
-                        self._got.append(connection.recv(65536))
+                        self._received.append(connection.recv(65536))
 
     def junk(self) -> None:
         """At every port of every host: other protocols, broken frames, and the first bytes of gloo's and NCCL's connections."""
@@ -143,7 +143,7 @@ class Attacker:
             for peer in sockets:
                 with contextlib.suppress(zmq.Again):
                     while True:
-                        self._got.append(b"MESSAGE " + b" ".join(peer.recv_multipart(zmq.NOBLOCK)))
+                        self._received.append(b"MESSAGE " + b" ".join(peer.recv_multipart(zmq.NOBLOCK)))
                 peer.close(linger=0)
             context.term()
 
@@ -153,7 +153,7 @@ class Attacker:
             thread.start()
         for thread in threads:
             thread.join()
-        outcome = {"counts": dict(self._counts), "got": [data.hex() for data in set(self._got) if data]}
+        outcome = {"counts": dict(self._counts), "got": [data.hex() for data in set(self._received) if data]}
         (self._folder / "attacks").write_text(json.dumps(outcome))
 
 

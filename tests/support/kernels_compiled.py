@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,28 @@ def compiled(kernel: Any, kinds: dict[str, Any], constants: dict[str, Any], arch
     kinds: of its arguments, as Triton names them ("*bf16", "i32"); constants: its constexprs but SM. It has machine code, and
     waits for the kernel before it where launches may overlap: from Hopper on.
     """
+    result = compiled_as(kernel, kinds, constants | {"SM": arch}, arch)
+    assert len(result.asm["cubin"]) > 0
+    assert ("griddepcontrol.wait" in result.asm["ptx"]) == (arch >= 90)
+    return result
+
+
+def compiled_as(
+    kernel: Any, kinds: dict[str, Any], constants: dict[str, Any], arch: int, *, aligned: Collection[str] = (), **options: Any
+) -> Any:
+    """As a launch compiles it. kinds: may name constants, too. aligned: the arguments that are multiples of 16, or addresses of
+    such. options: of the launch (num_warps, num_stages, maxnreg)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    known = constants | {"SM": arch}
-    source = ASTSource(kernel, kinds | dict.fromkeys(known, "constexpr"), known)
-    result = triton.compile(source, target=GPUTarget("cuda", arch, 32))
-    assert len(result.asm["cubin"]) > 0
-    assert ("griddepcontrol.wait" in result.asm["ptx"]) == (arch >= 90)
-    return result
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds[name] for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants}
+    make = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as make
+    return triton.compile(make(kernel, signature, constants, attributes), target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def spilled(kernel: Any) -> int:

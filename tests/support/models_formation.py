@@ -33,8 +33,8 @@ class Formation:
         self.options = options
         self.shape = ModelShape.from_folder(folder)
         self.world, self.block_size = LocalWorld(tp), block_size
-        held = layer_bytes(self.shape, "fp32")
-        ranges = stages(held.layers, pp, first_bytes=held.embedding, last_bytes=held.head)
+        planned = layer_bytes(self.shape, "fp32")
+        ranges = stages(planned.layers, pp, first_bytes=planned.embedding, last_bytes=planned.head)
         self.models = [self.world.run(lambda group, layers=layers: self._rank(group, layers, folder)) for layers in ranges]
         self.caches = [[self._caches(model, blocks) for model in stage] for stage in self.models]
         self.free = list(range(1, blocks))
@@ -86,11 +86,11 @@ class Formation:
             lengths.append(end)
             self.lengths[sequence] = end
             self._forget_behind_window(table, begin)
-        wide = max(len(self.tables[sequence]) for sequence, _ in rows) + 1
-        tables = torch.tensor([self.tables[s] + [0] * (wide - len(self.tables[s])) for s, _ in rows], dtype=torch.int32)
+        width = max(len(self.tables[sequence]) for sequence, _ in rows) + 1
+        tables = torch.tensor([self.tables[s] + [0] * (width - len(self.tables[s])) for s, _ in rows], dtype=torch.int32)
         count = starts[-1]
         ids = torch.cat([tokens for _, tokens in rows] + [torch.zeros(padding, dtype=torch.int64)])
-        made = []
+        batches = []
         for _ in range(self.world.size):
             batch = Batch(
                 ids, torch.tensor(positions + [0] * padding), torch.tensor(slots + [-1] * padding),
@@ -98,8 +98,8 @@ class Formation:
                 starts, lengths,
             )  # fmt: skip
             batch.attention = select_backend(CPU, torch.float32, self.shape.head_dim, self.shape.latent).plan(batch)
-            made.append(batch)
-        return made
+            batches.append(batch)
+        return batches
 
     def _forget_behind_window(self, table: list[int], next_position: int) -> None:
         """As the scheduler does: a block that no query from next_position on can see goes back, and its entry is poison."""

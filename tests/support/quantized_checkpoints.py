@@ -62,8 +62,8 @@ def with_input_scale(encode: Callable[[Tensor], Encoded], shape: tuple[int, ...]
     def act(weight: Tensor) -> Encoded:
         stored, scales, meant = encode(weight)
         # Layers on one input differ in it, as calibrators that look at each alone leave them.
-        given = {name: scale.reshape(shape) if scale.numel() == 1 else scale for name, scale in scales.items()}
-        return stored, {**given, "input_scale": (0.02 + weight.abs().mean() / 100).reshape(shape)}, meant
+        shaped = {name: scale.reshape(shape) if scale.numel() == 1 else scale for name, scale in scales.items()}
+        return stored, {**shaped, "input_scale": (0.02 + weight.abs().mean() / 100).reshape(shape)}, meant
 
     return act
 
@@ -117,20 +117,20 @@ def rewrite(plain: Path, folder: Path, form: str) -> tuple[Path, Path]:
     """Write the checkpoint `plain` in a form of FORMS, and the plain one that it stands for; returns both folders."""
     declared, encode, scales_at = FORMS[form]
     stored, meant = Path(shutil.copytree(plain, folder / "stored")), Path(shutil.copytree(plain, folder / "meant"))
-    held, wide = {}, {}
+    quantized, widened = {}, {}
     for name, tensor in load_file(plain / "model.safetensors").items():
         layer = name.removesuffix(".weight")
-        held[name], wide[name] = tensor, tensor.float()
+        quantized[name], widened[name] = tensor, tensor.float()
         if layer.endswith(("_proj", "_with_mqa")) and layer != IGNORED:
-            held[name], scales, wide[name] = encode(tensor.float())
-            held |= {f"{layer}.{end}": scale for end, scale in scales.items()}
+            quantized[name], scales, widened[name] = encode(tensor.float())
+            quantized |= {f"{layer}.{end}": scale for end, scale in scales.items()}
         if layer.endswith("self_attn.k_proj") and scales_at != "-":
             attention = layer.removesuffix(".k_proj")
             for kind, scale in zip("kv", KV_SCALES, strict=True):
                 inner = f"{kind}_proj." if scales_at == "proj" else ""
-                held[f"{attention}.{inner}{kind}_scale"] = torch.tensor(scale).reshape(() if scales_at else (1,))
-    save_file({name: tensor.contiguous() for name, tensor in held.items()}, stored / "model.safetensors", {"format": "pt"})
-    save_file({name: tensor.contiguous() for name, tensor in wide.items()}, meant / "model.safetensors", {"format": "pt"})
+                quantized[f"{attention}.{inner}{kind}_scale"] = torch.tensor(scale).reshape(() if scales_at else (1,))
+    save_file({name: tensor.contiguous() for name, tensor in quantized.items()}, stored / "model.safetensors", {"format": "pt"})
+    save_file({name: tensor.contiguous() for name, tensor in widened.items()}, meant / "model.safetensors", {"format": "pt"})
     if form == "modelopt":
         content = {"producer": {"name": "modelopt", "version": "0.29"}, "quantization": declared}
         (stored / "hf_quant_config.json").write_text(json.dumps(content), encoding="utf-8")

@@ -105,8 +105,11 @@ def write_reciting_checkpoint(folder: Path, name: str, conversations: Sequence[t
         num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=0, eos_token_id=eos,
     )  # fmt: skip
     pairs = [
-        (tokenizer.encode(tokenizer.apply_chat_template(**asked), add_special_tokens=False), _encoded(tokenizer, answer, eos))
-        for asked, answer in conversations
+        (
+            tokenizer.encode(tokenizer.apply_chat_template(**template_arguments), add_special_tokens=False),
+            _encoded(tokenizer, answer, eos),
+        )
+        for template_arguments, answer in conversations
     ]
     length = max(len(prompt) + len(answer) for prompt, answer in pairs)
     ids = torch.zeros(len(pairs), length, dtype=torch.long)

@@ -100,12 +100,12 @@ class Late:
     def __init__(self, batch: Batch, plan: Callable[[Batch], AttentionPlan]) -> None:
         self._batch, self._plan = batch, plan
 
-    def forward(self, query: Tensor, cache: KvCache, **asked: Any) -> Tensor:
+    def forward(self, query: Tensor, cache: KvCache, **options: Any) -> Tensor:
         assert self._batch.table_rows is not None
         tables = self._batch.block_tables[self._batch.table_rows]
         lengths = self._batch.kv_lengths.tolist()
         batch = replace(self._batch, block_tables=tables, table_rows=None, kv_lengths_cpu=lengths, fixed=False)
-        return self._plan(batch).forward(query, cache, **asked)
+        return self._plan(batch).forward(query, cache, **options)
 
 
 def make_runner(
@@ -140,7 +140,7 @@ def drive(*stages: ModelRunner) -> Drive:
     return Drive(submit, lambda: [results.popleft()] if results else [], blocks=BLOCKS)
 
 
-def held(runner: ModelRunner) -> list[Tensor]:
+def tensors_of(runner: ModelRunner) -> list[Tensor]:
     """Keys and values by slot of the cache."""
     return [part.flatten(0, 1) for cache in runner.caches for part in (cache.key, cache.value)]
 
@@ -154,12 +154,12 @@ def put_references(monkeypatch: pytest.MonkeyPatch) -> None:
     hints = "workspace", "short", "splits", "early_lengths", "tiles"
 
     def decode(query: Tensor, *inputs: Any, out: Tensor, **options: Any) -> Tensor:
-        asked = {name: given for name, given in options.items() if name not in hints}
-        return out.copy_(reference.decode_attention(query, *inputs, **asked))
+        arguments = {name: value for name, value in options.items() if name not in hints}
+        return out.copy_(reference.decode_attention(query, *inputs, **arguments))
 
     def prefill(query: Tensor, *inputs: Any, **options: Any) -> Tensor:
-        asked = {name: given for name, given in options.items() if name not in hints}
-        return reference.prefill_attention(query, *inputs, **asked)
+        arguments = {name: value for name, value in options.items() if name not in hints}
+        return reference.prefill_attention(query, *inputs, **arguments)
 
     monkeypatch.setattr(triton.kernels, "decode_attention", decode)
     monkeypatch.setattr(triton.kernels, "prefill_attention", prefill)
@@ -202,17 +202,17 @@ def requests(seed: int, count: int = 16) -> list[tuple[int, AddRequest]]:
         {"temperature": 0.0}, {"temperature": 0.0, "prompt_logprobs": 1}, {"temperature": 0.9, "seed": 7},
         {"temperature": 0.0, "logprobs": 1, "repetition_penalty": 1.2},
     ]  # fmt: skip
-    found = []
+    arrivals = []
     for number in range(count):
         prompt = [chance.randrange(3, 380) for _ in range(chance.randint(1, 30))]
         prompt = chance.choice(words)[: chance.choice((0, 9, 24))] + prompt * (2 if number == count // 2 else 1)
         params = SamplingParams(max_tokens=chance.randint(1, 40), **kinds[chance.randrange(6) % 4])
-        found.append((chance.randrange(12), AddRequest(str(number), prompt, params, stop_token_ids=[381])))
-    return sorted(found, key=lambda each: each[0])
+        arrivals.append((chance.randrange(12), AddRequest(str(number), prompt, params, stop_token_ids=[381])))
+    return sorted(arrivals, key=lambda each: each[0])
 
 
 def serve(
-    stages: Sequence[ModelRunner], asked: Sequence[tuple[int, AddRequest]], **overrides: Any
+    stages: Sequence[ModelRunner], arrivals: Sequence[tuple[int, AddRequest]], **overrides: Any
 ) -> tuple[dict[str, list[RequestUpdate]], Scheduler]:
     """What each request is told; the ranks have each step's results at once, and the scheduler takes them as late as it may."""
     settled: dict[str, Any] = {
@@ -220,8 +220,8 @@ def serve(
         "vocab_size": VOCAB_SIZE, "pipeline_stages": len(stages), **overrides,
     }  # fmt: skip
     scheduler = Scheduler(SchedulerOptions(**settled))
-    coming, results, turn = deque(asked), deque[StepResult](), 0
-    told: dict[str, list[RequestUpdate]] = {add.request_id: [] for _, add in asked}
+    coming, results, turn = deque(arrivals), deque[StepResult](), 0
+    updates: dict[str, list[RequestUpdate]] = {add.request_id: [] for _, add in arrivals}
     while coming or not scheduler.idle:
         while coming and coming[0][0] <= turn:
             scheduler.add(coming.popleft()[1])
@@ -230,20 +230,20 @@ def serve(
                 rows, _ = stage.run(step.batches[0]).results()
             assert rows is not None
             results.append(StepResult(step.number, [rows]))
-        for said in scheduler.process_result(results.popleft()) if results else []:
-            assert isinstance(said, RequestUpdate)
-            told[said.request_id].append(said)
+        for update in scheduler.process_result(results.popleft()) if results else []:
+            assert isinstance(update, RequestUpdate)
+            updates[update.request_id].append(update)
         turn += 1
         assert turn < 2000
     scheduler.check()
-    return told, scheduler
+    return updates, scheduler
 
 
-def alike(got: dict[str, list[RequestUpdate]], wanted: dict[str, list[RequestUpdate]]) -> None:
+def alike(outputs: dict[str, list[RequestUpdate]], wanted: dict[str, list[RequestUpdate]]) -> None:
     for name, updates in wanted.items():
-        assert [update.tokens for update in got[name]] == [update.tokens for update in updates], name
-        for mine, other in zip(got[name], updates, strict=True):
-            for part, its in ((mine.logprobs, other.logprobs), (mine.prompt_logprobs or [], other.prompt_logprobs or [])):
+        assert [update.tokens for update in outputs[name]] == [update.tokens for update in updates], name
+        for output, other in zip(outputs[name], updates, strict=True):
+            for part, its in ((output.logprobs, other.logprobs), (output.prompt_logprobs or [], other.prompt_logprobs or [])):
                 entries, wanted_entries = ([entry for entry in each if entry is not None] for each in (part, its))
                 assert [entry.token for entry in entries] == [entry.token for entry in wanted_entries]
                 close = pytest.approx([entry.logprob for entry in wanted_entries], abs=1e-3)

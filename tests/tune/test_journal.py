@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from phalanx.errors import OptionError, TableError
@@ -125,4 +127,14 @@ def test_sessions_are_kept(tmp_path):
     journal = Journal(path, HEAD)
     assert [session["commit"] for session in journal.sessions] == ["one", "two"]
     assert journal.resumed == 2
+    journal.close()
+
+
+def test_sessions_of_older_journals_are_read(tmp_path):
+    path = tmp_path / "j"
+    written(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"sitting": {"date": "today", "commit": "one"}}) + "\n")
+    journal = Journal(path, HEAD)
+    assert [session["commit"] for session in journal.sessions] == ["one"]
     journal.close()

@@ -33,8 +33,8 @@ from tests.support.worker_graphs import (
     Fixed,
     Pipe,
     drive,
-    held,
     make_runner,
+    tensors_of,
 )
 
 
@@ -46,22 +46,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 9])
 def test_tokens_equal_the_eager_path_and_transformers(folder: Path, count: int, ahead: bool) -> None:
-    asked, capturer = prompts(count, seed=count), Counting()
-    got = drive(make_runner(folder, capturer)).generate(asked, 7, ahead=ahead)
-    assert got == drive(make_runner(folder, None)).generate(asked, 7, ahead=ahead)
-    assert got[0] == expected(folder, asked[0], 7)
+    prompt_ids, capturer = prompts(count, seed=count), Counting()
+    tokens = drive(make_runner(folder, capturer)).generate(prompt_ids, 7, ahead=ahead)
+    assert tokens == drive(make_runner(folder, None)).generate(prompt_ids, 7, ahead=ahead)
+    assert tokens[0] == expected(folder, prompt_ids[0], 7)
     used = len(ROWS) - 1 - next(at for at, size in enumerate(ROWS) if size >= count)
     assert capturer.replays == {used: 6}
 
 
 def test_a_forward_is_planned_as_a_part_of_itself(folder: Path) -> None:
     """So that a graph has in it what the device computes for all layers: once per capture, and at each replay."""
-    asked, capturer = prompts(5, seed=1), Counting()
+    prompt_ids, capturer = prompts(5, seed=1), Counting()
     runner = make_runner(folder, capturer)
     attention = runner._backend
     assert isinstance(attention, Fixed)
     assert attention.planned == len(ROWS)
-    assert drive(runner).generate(asked, 7, ahead=True) == [expected(folder, prompt, 7) for prompt in asked]
+    assert drive(runner).generate(prompt_ids, 7, ahead=True) == [expected(folder, prompt, 7) for prompt in prompt_ids]
     assert attention.planned == len(ROWS) + sum(capturer.replays.values())
 
 
@@ -70,7 +70,7 @@ def test_ranks_agree_on_tokens_without_the_logits(
     folder: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """A step in which a row filters, or wants logprobs, gathers the logits; the others gather keys, eagerly as in graphs."""
-    asked, gathers = prompts(3, seed=6), Counter[str]()
+    prompt_ids, gathers = prompts(3, seed=6), Counter[str]()
     gather = ParallelLMHead.gather
     gathered = [SamplingParams(temperature=0.8, top_p=0.9), SamplingParams(temperature=0.0, logprobs=1)]
 
@@ -84,12 +84,12 @@ def test_ranks_agree_on_tokens_without_the_logits(
             gathers.clear()
             runs = LocalWorld(2).run(
                 lambda group, capturer=capturer, params=params: drive(make_runner(folder, capturer(), group=group)).generate(
-                    asked, 6, ahead=ahead, params=params
+                    prompt_ids, 6, ahead=ahead, params=params
                 )
             )
-            assert runs[0] == runs[1] == drive(make_runner(folder, None)).generate(asked, 6, params=params)
+            assert runs[0] == runs[1] == drive(make_runner(folder, None)).generate(prompt_ids, 6, params=params)
             assert (gathers["logits"] > 0) == (params in gathered)
-    assert drive(make_runner(folder, Counting())).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+    assert drive(make_runner(folder, Counting())).generate(prompt_ids, 6) == [expected(folder, prompt, 6) for prompt in prompt_ids]
 
 
 def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> None:
@@ -107,15 +107,15 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> 
     strangers = [slot for slot in range(BLOCKS * BLOCK) if not 1 <= slot // BLOCK <= 6]
     tokens = []
     for each in (runner, plain):
-        for part in held(each):
+        for part in tensors_of(each):
             part[strangers] = float("nan")
         each.run(steps[0]).results()
-        before = [part.clone() for part in held(each)]
+        before = [part.clone() for part in tensors_of(each)]
         rows, _ = each.run(steps[1]).results()
         assert rows is not None
         tokens.append([row.token for row in rows])
         written = {blocks[1] * BLOCK + 2 for blocks in used.values()}  # position 6
-        for part, old in zip(held(each), before, strict=True):
+        for part, old in zip(tensors_of(each), before, strict=True):
             changed = ((part != old) & ~(part.isnan() & old.isnan())).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(changed) == written
     assert tokens[0] == tokens[1]
@@ -123,8 +123,8 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folder: Path) -> 
 
 
 def test_draws_do_not_depend_on_padding(folder: Path) -> None:
-    asked, params = prompts(3, seed=9), SamplingParams(temperature=0.9, top_p=0.8, logprobs=2)
-    runs = [drive(make_runner(folder, capturer)).generate(asked, 6, params=params) for capturer in (Counting(), None)]
+    prompt_ids, params = prompts(3, seed=9), SamplingParams(temperature=0.9, top_p=0.8, logprobs=2)
+    runs = [drive(make_runner(folder, capturer)).generate(prompt_ids, 6, params=params) for capturer in (Counting(), None)]
     assert runs[0] == runs[1]
 
 
@@ -154,8 +154,8 @@ def test_stages_hand_on_the_residual_stream_of_real_rows_only(folder: Path) -> N
         make_runner(folder, capturer, layers, Pipe(i, lane))
         for i, (capturer, layers) in enumerate(zip(capturers, (range(2), range(2, 3)), strict=True))
     ]
-    asked = prompts(3, seed=2)
-    assert drive(*stages).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+    prompt_ids = prompts(3, seed=2)
+    assert drive(*stages).generate(prompt_ids, 6) == [expected(folder, prompt, 6) for prompt in prompt_ids]
     assert capturers[0].replays == capturers[1].replays
     assert sum(capturers[0].replays.values()) == 5
     with pytest.raises(EngineError, match="before their last token is known"):
@@ -229,6 +229,6 @@ def test_forgotten_graphs_are_not_used(folder: Path) -> None:
     runner = make_runner(folder, capturer)
     assert runner.graphs is not None
     runner.graphs.reset()
-    asked = prompts(2, seed=4)
-    assert drive(runner).generate(asked, 4) == [expected(folder, prompt, 4) for prompt in asked]
+    prompt_ids = prompts(2, seed=4)
+    assert drive(runner).generate(prompt_ids, 4) == [expected(folder, prompt, 4) for prompt in prompt_ids]
     assert not capturer.replays

@@ -26,7 +26,7 @@ TOKENS = 300
 
 def steps(seed: int, count: int) -> list[StepBatch]:
     """Of up to TOKENS tokens: all slots go through texts of their own, by one token or by many, and begin anew."""
-    chance, free, made = random.Random(seed), list(range(399)), []
+    chance, free, batches = random.Random(seed), list(range(399)), []
     texts: list[list[int]] = [[] for _ in range(SLOTS)]
     blocks: list[list[int]] = [[] for _ in range(SLOTS)]
     at = [0] * SLOTS
@@ -46,8 +46,8 @@ def steps(seed: int, count: int) -> list[StepBatch]:
             blocks[slot] += new
             rows.append(StepRow(slot, begin, end - begin, texts[slot][begin:end], new, samples=end == len(texts[slot])))
         rows.sort(key=lambda row: row.count > 1)
-        made.append(StepBatch(released=released, admitted=admitted, rows=rows))
-    return made
+        batches.append(StepBatch(released=released, admitted=admitted, rows=rows))
+    return batches
 
 
 def watched(runner: ModelRunner) -> list[GraphSize]:
@@ -64,32 +64,32 @@ def watched(runner: ModelRunner) -> list[GraphSize]:
     return used
 
 
-def likelihoods(runner: ModelRunner, made: list[StepBatch]) -> torch.Tensor:
+def likelihoods(runner: ModelRunner, batches: list[StepBatch]) -> torch.Tensor:
     """Of the prompts' tokens, and of the most likely tokens that follow."""
-    found: list[float] = []
-    for step in made:
+    logprobs: list[float] = []
+    for step in batches:
         for row in runner.run(step).results()[0] or []:
-            found += [entry.logprob for entry in row.prompt_logprobs]
-            found += [row.logprobs.logprob] if row.logprobs is not None else []
-    return torch.tensor(found)
+            logprobs += [entry.logprob for entry in row.prompt_logprobs]
+            logprobs += [row.logprobs.logprob] if row.logprobs is not None else []
+    return torch.tensor(logprobs)
 
 
 def compare(
-    folder: Path, device: torch.device, dtype: torch.dtype, off: float, *, count: int, given: Any = None, **options: Any
+    folder: Path, device: torch.device, dtype: torch.dtype, off: float, *, count: int, backend_of: Any = None, **options: Any
 ) -> None:
     """Logprobs differ by `off` at most, and by a tenth of it as a rule."""
-    made = steps(4, count)
-    assert 256 < max(sum(row.count for row in step.rows) for step in made) <= TOKENS
-    found = []
+    batches = steps(4, count)
+    assert 256 < max(sum(row.count for row in step.rows) for step in batches) <= TOKENS
+    logprobs_of = []
     for graphs in (True, False):
-        runner = made_runner(folder, device, dtype, graphs=graphs, tokens=TOKENS, attention=given and given(), **options)
+        runner = made_runner(folder, device, dtype, graphs=graphs, tokens=TOKENS, attention=backend_of and backend_of(), **options)
         used = watched(runner)
-        found.append(likelihoods(runner, made))
+        logprobs_of.append(likelihoods(runner, batches))
         assert len({size for size in used if size.prefill_rows}) >= (4 if graphs else 0)
-        assert len(used) == (len(made) if graphs else 0)
-    assert len(found[0]) > 30 * count
-    assert not found[0].isnan().any()
-    apart = (found[0] - found[1]).abs()
+        assert len(used) == (len(batches) if graphs else 0)
+    assert len(logprobs_of[0]) > 30 * count
+    assert not logprobs_of[0].isnan().any()
+    apart = (logprobs_of[0] - logprobs_of[1]).abs()
     assert apart.max() < off
     assert apart.mean() < off / 10
 
@@ -98,7 +98,7 @@ def compare(
 def test_on_cpu(tmp_path: Path, fp8_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     put_references(monkeypatch)
     folder = write_checkpoint(tmp_path / "mistral", "mistral", sliding_window=40, num_hidden_layers=1)
-    compare(folder, CPU, torch.float32, 0.05 if fp8_cache else 1e-4, count=12, given=kernels_backend, fp8_cache=fp8_cache)
+    compare(folder, CPU, torch.float32, 0.05 if fp8_cache else 1e-4, count=12, backend_of=kernels_backend, fp8_cache=fp8_cache)
 
 
 @pytest.mark.gpu1

@@ -26,20 +26,22 @@ KINDS = {"greedy": SamplingParams(temperature=0.0), "drawn": SamplingParams(temp
 
 def decode(runner: ModelRunner, params: SamplingParams, steps: int) -> None:
     """One step ahead, as the engine keeps it; all slots, so that new blocks come at every step."""
-    given = iter(range(10**9))
-    asked = [prompt[: 3 + number % BLOCK] for number, prompt in enumerate(prompts(SLOTS, seed=4))]
-    blocks = len(asked) * -(-(max(map(len, asked)) + steps) // BLOCK)
+    next_block = iter(range(10**9))
+    prompt_ids = [prompt[: 3 + number % BLOCK] for number, prompt in enumerate(prompts(SLOTS, seed=4))]
+    blocks = len(prompt_ids) * -(-(max(map(len, prompt_ids)) + steps) // BLOCK)
     under_way: deque[StepOutput] = deque()
     for number in range(-1, steps):
         rows = []
-        for slot, prompt in enumerate(asked):
+        for slot, prompt in enumerate(prompt_ids):
             at = len(prompt) + number
             if number < 0:
-                rows.append(StepRow(slot, 0, len(prompt), prompt, [next(given) % blocks], samples=True))
+                rows.append(StepRow(slot, 0, len(prompt), prompt, [next(next_block) % blocks], samples=True))
             else:
-                rows.append(StepRow(slot, at, 1, [], [next(given) % blocks] if at % BLOCK == 0 else [], samples=True))
+                rows.append(StepRow(slot, at, 1, [], [next(next_block) % blocks] if at % BLOCK == 0 else [], samples=True))
         admitted = (
-            [SlotAssignment(slot, prompt, len(prompt), params, slot) for slot, prompt in enumerate(asked)] if number < 0 else []
+            [SlotAssignment(slot, prompt, len(prompt), params, slot) for slot, prompt in enumerate(prompt_ids)]
+            if number < 0
+            else []
         )
         rows.sort(key=lambda row: row.count)
         under_way.append(runner.run(StepBatch(admitted=admitted, rows=rows)))
@@ -80,22 +82,22 @@ def test_a_step_leaves_nothing_for_the_garbage_collector(tmp_path: Path) -> None
 
 def test_a_plan_is_gone_with_its_forward(tmp_path: Path) -> None:
     """What it found out on the device is then free for the next graph, and memory does not fall in the midst of steps."""
-    made: list[weakref.ref[AttentionPlan]] = []
+    plans: list[weakref.ref[AttentionPlan]] = []
 
     class Watched(Fixed):
         def plan(self, batch: Batch) -> AttentionPlan:  # type: ignore[override]
             plan = super().plan(batch)
-            made.append(weakref.ref(plan))
+            plans.append(weakref.ref(plan))
             return plan
 
     gc.disable()
     try:
         folder = write_checkpoint(tmp_path / "llama", "llama")
         runner = made_runner(folder, torch.device("cpu"), torch.float32, tokens=TOKENS, attention=Watched())
-        captured = len(made)
+        captured = len(plans)
         decode(runner, KINDS["drawn"], 3)
-        assert len(made) > captured > len(runner.graphs.sizes if runner.graphs else [])
-        assert [plan() for plan in made if plan() is not None] == []
+        assert len(plans) > captured > len(runner.graphs.sizes if runner.graphs else [])
+        assert [plan() for plan in plans if plan() is not None] == []
     finally:
         gc.enable()
 
@@ -135,12 +137,12 @@ def test_steps_of_any_rows_take_no_memory_from_the_device(tmp_path: Path) -> Non
     assert runner.graphs is not None
     assert runner.graphs.mixed_buffers is not None
     sizes = {"block_size": BLOCK, "max_batch_size": SLOTS, "max_seq_len": LONGEST, "num_blocks": 100}
-    asked = [each for each in requests(3, count=40) if each[1].params.prompt_logprobs is None]
-    serve([runner], asked, **sizes)
+    arrivals = [each for each in requests(3, count=40) if each[1].params.prompt_logprobs is None]
+    serve([runner], arrivals, **sizes)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_stats(device)
     for _ in range(4):
-        serve([runner], asked, **sizes)
+        serve([runner], arrivals, **sizes)
     torch.cuda.synchronize(device)
     after = torch.cuda.memory_stats(device)
     for name in ("segment.all.allocated", "segment.all.freed", "num_alloc_retries", "num_ooms", "num_device_alloc"):

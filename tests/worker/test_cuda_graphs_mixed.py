@@ -35,12 +35,12 @@ from tests.support.worker_graphs import (
     Steps,
     alike,
     drive,
-    held,
     make_runner,
     put_references,
     requests,
     serve,
     step_runner,
+    tensors_of,
 )
 
 
@@ -57,50 +57,50 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 0), ("llama", 1), ("mistral", 2), ("mistral", 3)])
 def test_what_a_scheduler_asks_gives_the_tokens_of_eager_steps(folders: dict[str, Path], family: str, seed: int) -> None:
-    capturer, asked = Steps(), requests(seed)
+    capturer, arrivals = Steps(), requests(seed)
     window = {"window": 8} if family == "mistral" else {}
-    got, scheduler = serve([step_runner(folders[family], capturer)], asked, **window)
+    outputs, scheduler = serve([step_runner(folders[family], capturer)], arrivals, **window)
     counted = scheduler.counters
     assert counted.prefix_hits
     assert counted.preemptions or family == "mistral"
-    assert any(update.prompt_logprobs for updates in got.values() for update in updates)
+    assert any(update.prompt_logprobs for updates in outputs.values() for update in updates)
     replayed, mixed = sum(capturer.replays.values()), capturer.mixed
     assert replayed == counted.steps  # none was eager
     assert sum(mixed.values()) >= 5
     assert len(mixed) >= 2
-    wanted, _ = serve([step_runner(folders[family], None)], asked, **window)
-    alike(got, wanted)
-    greedy = [add for _, add in asked if add.params.temperature == 0 and add.params.repetition_penalty == 1]
+    wanted, _ = serve([step_runner(folders[family], None)], arrivals, **window)
+    alike(outputs, wanted)
+    greedy = [add for _, add in arrivals if add.params.temperature == 0 and add.params.repetition_penalty == 1]
     for add in greedy[:3]:
-        tokens = [token for update in got[add.request_id] for token in update.tokens]
+        tokens = [token for update in outputs[add.request_id] for token in update.tokens]
         assert tokens == expected(folders[family], add.token_ids, len(tokens))
 
 
 def test_stages_hand_on_what_graphs_forwarded(folders: dict[str, Path]) -> None:
-    lane, capturers, asked = deque[Tensor](), (Steps(rows=6), Steps(rows=6)), requests(5)
+    lane, capturers, arrivals = deque[Tensor](), (Steps(rows=6), Steps(rows=6)), requests(5)
     stages = [
         step_runner(folders["llama"], capturer, layers, Pipe(at, lane))
         for at, (capturer, layers) in enumerate(zip(capturers, (range(2), range(2, 3)), strict=True))
     ]
-    got, scheduler = serve(stages, asked)
+    outputs, scheduler = serve(stages, arrivals)
     assert capturers[0].replays == capturers[1].replays
     assert sum(capturers[0].replays.values()) == scheduler.counters.steps
     assert len(capturers[0].mixed) >= 2
     assert not lane
-    alike(got, serve([step_runner(folders["llama"], None)], asked, pipeline_stages=2)[0])
+    alike(outputs, serve([step_runner(folders["llama"], None)], arrivals, pipeline_stages=2)[0])
 
 
 def test_ranks_agree(folders: dict[str, Path]) -> None:
-    asked = requests(6, count=8)
+    arrivals = requests(6, count=8)
 
     def run(group: Group) -> tuple[dict[str, list[RequestUpdate]], dict[int, int]]:
         capturer = Steps()
-        return serve([step_runner(folders["llama"], capturer, group=group)], asked)[0], capturer.mixed
+        return serve([step_runner(folders["llama"], capturer, group=group)], arrivals)[0], capturer.mixed
 
     (first, mixed), (second, _) = LocalWorld(2).run(run)
     assert len(mixed) >= 2
     assert first == second
-    alike(first, serve([step_runner(folders["llama"], None)], asked)[0])
+    alike(first, serve([step_runner(folders["llama"], None)], arrivals)[0])
 
 
 def admitted(slot: int, prompt: list[int], params: SamplingParams = GREEDY) -> SlotAssignment:
@@ -125,16 +125,16 @@ def test_padding_writes_nothing_and_reads_nothing_that_matters(folders: dict[str
     strangers = [slot for slot in range(BLOCKS * BLOCK) if not 1 <= slot // BLOCK <= 7]
     tokens = []
     for each in (runner, plain):
-        for part in held(each):
+        for part in tensors_of(each):
             part[strangers] = float("nan")
         each.run(first).results()
-        before = [part.clone() for part in held(each)]
+        before = [part.clone() for part in tensors_of(each)]
         last = each._last_tokens.clone()
         rows, _ = each.run(second).results()
         assert rows is not None
         tokens.append([row.token for row in rows])
         written = {2 * BLOCK + 2, 4 * BLOCK + 2, *range(5 * BLOCK, 5 * BLOCK + 6), *range(7 * BLOCK, 7 * BLOCK + 3)}
-        for part, old in zip(held(each), before, strict=True):
+        for part, old in zip(tensors_of(each), before, strict=True):
             changed = ((part != old) & ~(part.isnan() & old.isnan())).flatten(1).any(1).nonzero().flatten().tolist()
             assert set(changed) <= written
             assert len(changed) > len(written) // 2
@@ -176,8 +176,8 @@ def test_the_smallest_size_that_holds_a_step(folders: dict[str, Path], monkeypat
     assert [size.tokens for size in capturer.of.values() if size.prefill_rows] == [100, 64, 32]
     graphs = runner.graphs
     assert graphs is not None
-    asked = {5: 32, 32: 32, 33: 64, 65: 100, 100: 100, 101: None}
-    for count, size in asked.items():
+    size_of_count = {5: 32, 32: 32, 33: 64, 65: 100, 100: 100, 101: None}
+    for count, size in size_of_count.items():
         capturer.replays.clear()
         prompt = [3 + at % 300 for at in range(count)]
         runner.run(StepBatch(admitted=[admitted(0, prompt)], rows=[StepRow(0, 0, count, prompt, list(range(26)), True)])).results()
@@ -224,7 +224,7 @@ def test_more_new_blocks_than_a_graph_takes_go_before_it(folders: dict[str, Path
     """A row whose beginning the prefix cache holds brings all its blocks at once."""
     prompt, capturer = [3 + at % 300 for at in range(125)], Steps(tokens=16)
     runner, plain = step_runner(folders["llama"], capturer, tokens=16), step_runner(folders["llama"], None)
-    said = []
+    sampled = []
     for each in (runner, plain):
         stored: list[int] = []
         each._store = lambda new, stored=stored: stored.append(len(new[0]))  # type: ignore[method-assign, misc]
@@ -236,9 +236,9 @@ def test_more_new_blocks_than_a_graph_takes_go_before_it(folders: dict[str, Path
         ).results()
         assert rows is not None
         assert stored == [31, 32]
-        said.append(rows[0].token)
+        sampled.append(rows[0].token)
     assert capturer.mixed == {16: 1}
-    assert said == [expected(folders["llama"], prompt, 1)[0]] * 2
+    assert sampled == [expected(folders["llama"], prompt, 1)[0]] * 2
 
 
 def test_memory_is_measured_by_the_largest_of_each_kind(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,10 +251,10 @@ def test_memory_is_measured_by_the_largest_of_each_kind(folders: dict[str, Path]
     graphs.reset()
     recorded = capturer.recorded
     assert recorded == graphs.count == len(graphs.sizes) == len(ROWS) + 3
-    told: list[int] = []
-    found = memory_profile.measure_graphs(runner, CPU, lambda: told.append(capturer.recorded))
-    assert found == 350 + memory_profile.GRAPH_BYTES * graphs.count
-    assert told == [recorded + 1, recorded + 2]
+    recorded_counts: list[int] = []
+    graph_bytes = memory_profile.measure_graphs(runner, CPU, lambda: recorded_counts.append(capturer.recorded))
+    assert graph_bytes == 350 + memory_profile.GRAPH_BYTES * graphs.count
+    assert recorded_counts == [recorded + 1, recorded + 2]
     assert capturer.recorded == recorded + 2
     assert not graphs._captured
     assert [*runner.capture()] == [*capturer.of.values()]  # of each kind the largest first

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+def planned_lengths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of each launch, whether rows are said to be short, and how long the longest is."""
     heard: list[tuple[bool, int]] = []
 
@@ -52,9 +52,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
 
 
 def kernels_backend() -> TritonBackend:
-    made = TritonBackend(SdpaBackend(), CPU)
-    made.workspace.num_sms = PROCESSORS
-    return made
+    backend = TritonBackend(SdpaBackend(), CPU)
+    backend.workspace.num_sms = PROCESSORS
+    return backend
 
 
 def short_runner(folder: Path, capturer: Counting) -> ModelRunner:
@@ -68,26 +68,26 @@ def about(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rows_that_outgrow_the_short_graph_go_on_in_the_other(
-    folder: Path, ahead: bool, said: list[tuple[bool, int]]
+    folder: Path, ahead: bool, planned_lengths: list[tuple[bool, int]]
 ) -> None:  # fmt: skip
     """The longest has 251 .. 261 tokens: those of 256 are still short, those of 257 no more."""
     assert SHORT_KV == 256
-    asked, capturer = [about(250), about(9, seed=1)], Counting()
+    prompt_ids, capturer = [about(250), about(9, seed=1)], Counting()
     runner = short_runner(folder, capturer)
-    said.clear()
-    got = drive(runner).generate(asked, 12, ahead=ahead)
+    planned_lengths.clear()
+    tokens = drive(runner).generate(prompt_ids, 12, ahead=ahead)
     assert capturer.replays == {SHORTER[2]: 6, LONG[2]: 5}
-    assert {length for short, length in said if short} == set(range(251, 257))
-    assert {length for short, length in said if not short} == set(range(257, 262))
-    assert got == drive(make_runner(folder, None, longest=2 * SHORT_KV)).generate(asked, 12)
-    assert got == [expected(folder, prompt, 12) for prompt in asked]
+    assert {length for short, length in planned_lengths if short} == set(range(251, 257))
+    assert {length for short, length in planned_lengths if not short} == set(range(257, 262))
+    assert tokens == drive(make_runner(folder, None, longest=2 * SHORT_KV)).generate(prompt_ids, 12)
+    assert tokens == [expected(folder, prompt, 12) for prompt in prompt_ids]
 
 
 @pytest.mark.parametrize(("count", "used"), [(1, SHORTER[1]), (3, SHORTER[4]), (5, LONG[8])])
 def test_many_rows_have_one_graph(folder: Path, count: int, used: int) -> None:
-    asked, capturer = prompts(count, seed=count), Counting()
-    got = drive(short_runner(folder, capturer)).generate(asked, 4)
-    assert got == drive(make_runner(folder, None)).generate(asked, 4)
+    prompt_ids, capturer = prompts(count, seed=count), Counting()
+    tokens = drive(short_runner(folder, capturer)).generate(prompt_ids, 4)
+    assert tokens == drive(make_runner(folder, None)).generate(prompt_ids, 4)
     assert capturer.replays == {used: 3}
 
 

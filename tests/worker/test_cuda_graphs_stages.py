@@ -73,23 +73,23 @@ def test_every_stage_captures_what_a_step_may_have_and_no_more(folder: Path, sta
 def test_no_step_of_a_scheduler_is_too_large_for_them(folder: Path, stages: int, options: dict[str, Any]) -> None:
     """Of more requests than slots or blocks, which come and go: all steps of few tokens are replayed, the largest among them."""
     options = {"num_blocks": BLOCKS, **options}
-    capturers, asked = [Counting() for _ in range(stages)], requests(9, count=24)
+    capturers, arrivals = [Counting() for _ in range(stages)], requests(9, count=24)
     runners, ran = pipeline(folder, capturers), list[StepBatch]()
     run = runners[0].run
     runners[0].run = lambda step: (ran.append(step), run(step))[1]  # type: ignore[method-assign]
-    got, scheduler = serve(runners, asked, **options)
+    outputs, scheduler = serve(runners, arrivals, **options)
     assert max(len(step.rows) for step in ran) == -(-SLOTS // stages) or scheduler.counters.preemptions
     small = [step for step in ran if sum(row.count for row in step.rows) <= TOKENS]
     assert all(sum(capturer.replays.values()) == len(small) for capturer in capturers)
     assert len(small) > len(ran) * 0.9
     assert scheduler.counters.steps == len(ran)
-    alike(got, serve(pipeline(folder, [None]), asked, pipeline_stages=stages, **options)[0])
+    alike(outputs, serve(pipeline(folder, [None]), arrivals, pipeline_stages=stages, **options)[0])
 
 
 def test_a_step_of_more_rows_runs_eagerly(folder: Path) -> None:
     """Rows of one token, alone and before a prompt, of which there are more than any size has; and more prompts than that."""
     capturers = Counting(), Counting()
-    count, told = 9, []
+    count, sampled = 9, []
     for runners in (pipeline(folder, capturers), pipeline(folder, [None, None])):
         prompts = [[5 + slot, 6, 7 + slot] for slot in range(count + 1)]
         admitted = [SlotAssignment(slot, prompt, 3, GREEDY, 1) for slot, prompt in enumerate(prompts)]
@@ -107,9 +107,9 @@ def test_a_step_of_more_rows_runs_eagerly(folder: Path) -> None:
             for stage in runners:
                 rows, _ = stage.run(step).results()
             assert rows is not None
-            told.append([row.token for row in rows])
+            sampled.append([row.token for row in rows])
     assert BLOCK >= 4
-    assert told[:3] == told[3:]
-    assert None not in told[1] + told[2]
+    assert sampled[:3] == sampled[3:]
+    assert None not in sampled[1] + sampled[2]
     assert not capturers[0].replays
     assert not capturers[1].replays

@@ -30,37 +30,37 @@ def test_sizes_end_at_the_most_and_stay_close() -> None:
         rows, none = graph_sizes(most, 0)
         assert none == []
         assert all(size == GraphSize(size.decode_rows, size.decode_rows, 0) for size in rows)
-        found = [size.tokens for size in rows]
-        assert found == sorted(set(found))
-        assert found[-1] == most
-        assert len(found) < 40
-        assert all(later <= 2 * size and later - size <= 32 for size, later in itertools.pairwise(found))
+        token_counts = [size.tokens for size in rows]
+        assert token_counts == sorted(set(token_counts))
+        assert token_counts[-1] == most
+        assert len(token_counts) < 40
+        assert all(later <= 2 * size and later - size <= 32 for size, later in itertools.pairwise(token_counts))
 
 
 @pytest.mark.parametrize(("slots", "most", "last"), [(256, 8192, 2048), (8, 1000, 1000), (256, 32, 32), (1, 20, 20), (3, 2, 2)])
 def test_sizes_of_any_rows_are_close_where_padding_costs(slots: int, most: int, last: int) -> None:
-    found = graph_sizes(slots, most)[1]
-    assert found[-1].tokens == last
-    assert len(found) <= 13
-    for size in found:
-        assert size.decode_rows == min(size.tokens, slots)  # so that rows of one token always have room
+    sizes = graph_sizes(slots, most)[1]
+    assert sizes[-1].tokens == last
+    assert len(sizes) <= 13
+    for size in sizes:
+        assert size.decode_rows == min(size.tokens, slots)  # so that decode rows always have room
         assert 0 < size.prefill_rows == min(-(-size.tokens // 4), slots, 64)
-    for size, later in itertools.pairwise(found):
+    for size, later in itertools.pairwise(sizes):
         assert size.tokens < later.tokens
         assert later.tokens <= (2 if later.tokens <= 128 else 1.5) * size.tokens
     assert graph_sizes(slots, 1)[1] == graph_sizes(slots, 0)[1] == []
 
 
 @pytest.mark.parametrize(
-    ("name", "held", "ranks", "tokens"),
+    ("name", "weight_dtype", "ranks", "tokens"),
     [("llama-3-8b", torch.bfloat16, 1, 1375), ("llama-3-70b", FP8, 1, 700), ("llama-3-70b", FP8, 4, 2803)],
 )
 def test_large_steps_of_large_layers_are_not_max_graph_tokens(
-    tmp_path: Path, name: str, held: torch.dtype, ranks: int, tokens: int
+    tmp_path: Path, name: str, weight_dtype: torch.dtype, ranks: int, tokens: int
 ) -> None:
     """Ranks come to the same whatever each holds of a layer."""
     context = SimpleNamespace(dtype=torch.bfloat16, group=SimpleNamespace(size=ranks))
-    layer = SimpleNamespace(parameters=lambda: [torch.empty(1, dtype=held, device="meta")])
+    layer = SimpleNamespace(parameters=lambda: [torch.empty(1, dtype=weight_dtype, device="meta")])
     model: Any = SimpleNamespace(layers=[layer], context=context, shape=ModelShape.from_folder(shapes.write(name, tmp_path / name)))
     assert max_graph_tokens(model) == tokens
 
@@ -92,13 +92,13 @@ def test_facts_of_rows_of_one_token() -> None:
 def test_facts_of_any_rows(seed: int) -> None:
     """A few steps after one another at the same buffers: each row is told as it is, and the rest is padding."""
     chance, slots, block = random.Random(seed), 9, 4
-    found = graph_sizes(slots, 40)[1]
-    buffers = MixedGraphBuffers(found[-1], MODEL, first=False, dtype=torch.float32, device=CPU)
+    sizes = graph_sizes(slots, 40)[1]
+    buffers = MixedGraphBuffers(sizes[-1], MODEL, first=False, dtype=torch.float32, device=CPU)
     assert buffers.hidden is not None
     assert buffers.out is not None
     assert buffers.hidden.shape == buffers.out.shape == (40, 4)
     for _ in range(6):
-        size = chance.choice(found)
+        size = chance.choice(sizes)
         leading = chance.randrange(5)
         counts = [1] * leading + [chance.randint(2, 6) for _ in range(chance.randrange(0 if leading else 1, 4))]
         tables = BlockTables(slots, 80, block, CPU)
@@ -111,8 +111,8 @@ def test_facts_of_any_rows(seed: int) -> None:
             )
         new = tables.append(rows)
         host_batch = tables.build(rows, [range(min(row.count - 1, 2)) for row in rows])
-        held = new[0][: buffers.max_new_blocks], new[1][: buffers.max_new_blocks]
-        buffers.fill(host_batch, held, size)
+        new_blocks = new[0][: buffers.max_new_blocks], new[1][: buffers.max_new_blocks]
+        buffers.fill(host_batch, new_blocks, size)
         last = torch.arange(100, 100 + slots)
         batch = buffers.batch(size, tables.device, last)
         total, begin, behind = len(host_batch.token_ids), size.decode_rows, len(rows) - leading
@@ -127,12 +127,12 @@ def test_facts_of_any_rows(seed: int) -> None:
         assert batch.positions.tolist() == host_batch.positions.tolist() + pad
         assert batch.kv_slots.tolist() == host_batch.kv_slots.tolist() + [-1] * len(pad)
         gap = [0] * (begin - leading)
-        for fact, told in ((batch.table_rows, host_batch.slots), (batch.kv_lengths, host_batch.kv_lengths)):
-            assert fact.tolist() == [*told[:leading], *gap, *told[leading:], *absent]
+        for fact, expected_values in ((batch.table_rows, host_batch.slots), (batch.kv_lengths, host_batch.kv_lengths)):
+            assert fact.tolist() == [*expected_values[:leading], *gap, *expected_values[leading:], *absent]
         starts = batch.query_starts.tolist()
         assert starts[: begin + 1] == [min(row, leading) for row in range(begin + 1)]
         assert starts[begin:] == [*host_batch.query_starts[leading:], *[total] * len(absent)]
-        assert buffers.columns.table_entries.tolist() == [*held[0], *[-1] * (buffers.max_new_blocks - len(held[0]))]
-        assert buffers.columns.block_ids[: len(held[0])].tolist() == held[1].tolist()
+        assert buffers.columns.table_entries.tolist() == [*new_blocks[0], *[-1] * (buffers.max_new_blocks - len(new_blocks[0]))]
+        assert buffers.columns.block_ids[: len(new_blocks[0])].tolist() == new_blocks[1].tolist()
         assert buffers.columns.logit_rows[: len(host_batch.logit_rows)].tolist() == host_batch.logit_rows.tolist()
         assert buffers.columns.sampled_slots[: len(host_batch.sampled_slots)].tolist() == host_batch.sampled_slots.tolist()

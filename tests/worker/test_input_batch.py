@@ -27,7 +27,7 @@ def test_index_arrays_equal_a_loop_over_tokens(parts: list[tuple[int, int, bool]
         rows.append(StepRow(slot, start, count, list(range(100, 100 + count)) if known else [], owned[slot], samples))
     tables.append(rows)
     reported = [range(row.count // 2) for row in rows]
-    found = tables.build(rows, reported)
+    batch = tables.build(rows, reported)
 
     ids, positions, places, ends, at, scored = [], [], [], [], [], []
     for row, part in zip(rows, reported, strict=True):
@@ -39,17 +39,17 @@ def test_index_arrays_equal_a_loop_over_tokens(parts: list[tuple[int, int, bool]
             positions.append(row.start + i)
             places.append(owned[row.slot][(row.start + i) // BLOCK] * BLOCK + (row.start + i) % BLOCK)
         ends.append(len(ids))
-    assert found.token_ids.tolist() == ids
-    assert found.positions.tolist() == positions
-    assert found.kv_slots.tolist() == places
-    assert found.query_starts.tolist() == [0, *ends]
-    assert found.kv_lengths.tolist() == [row.start + row.count for row in rows]
-    assert found.logit_rows.tolist() == [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples] + scored
-    assert found.from_slot_at.tolist() == at
-    assert found.from_slot.tolist() == [row.slot for row in rows if not row.tokens]
-    assert found.sampled_slots.tolist() == [row.slot for row in rows if row.samples]
-    sent = Upload(torch.device("cpu")).send(found.arrays)
-    assert [tensor.tolist() for tensor in sent] == [array.tolist() for array in found.arrays]
+    assert batch.token_ids.tolist() == ids
+    assert batch.positions.tolist() == positions
+    assert batch.kv_slots.tolist() == places
+    assert batch.query_starts.tolist() == [0, *ends]
+    assert batch.kv_lengths.tolist() == [row.start + row.count for row in rows]
+    assert batch.logit_rows.tolist() == [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples] + scored
+    assert batch.from_slot_at.tolist() == at
+    assert batch.from_slot.tolist() == [row.slot for row in rows if not row.tokens]
+    assert batch.sampled_slots.tolist() == [row.slot for row in rows if row.samples]
+    sent = Upload(torch.device("cpu")).send(batch.arrays)
+    assert [tensor.tolist() for tensor in sent] == [array.tolist() for array in batch.arrays]
 
 
 def test_tables_grow_and_begin_anew() -> None:

@@ -50,13 +50,13 @@ class Allocator:
 
 @pytest.mark.parametrize(("holes", "taken"), [(0, 300), (100, 200), (1000, 0)])
 def test_activations_that_fill_holes_are_held_and_take_nothing(monkeypatch: pytest.MonkeyPatch, holes: int, taken: int) -> None:
-    found: Any = Allocator(5000, 5000 + holes)
+    allocator: Any = Allocator(5000, 5000 + holes)
     monkeypatch.setattr(memory_profile, "free_bytes", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: getattr(found, name))
-    told: list[tuple[int, int]] = []
-    one_more = memory_profile.counting(lambda done, total: told.append((done, total)), 3)
-    peak = memory_profile.measure_activations(found, [StepBatch(), StepBatch()], torch.device("cuda"), one_more)
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: getattr(allocator, name))
+    progress: list[tuple[int, int]] = []
+    one_more = memory_profile.counting(lambda done, total: progress.append((done, total)), 3)
+    peak = memory_profile.measure_activations(allocator, [StepBatch(), StepBatch()], torch.device("cuda"), one_more)
     assert peak == memory_profile.ActivationPeak(tensors=300, reserved=taken)
-    assert told == [(1, 3), (2, 3)]
+    assert progress == [(1, 3), (2, 3)]

@@ -44,7 +44,7 @@ SLOTS, BLOCK, LONGEST, TOKENS = 37, 16, 2048, 4095
 """Odd, so that what lies behind a row of facts lies on no 16 bytes."""
 
 GREEDY, DRAWN = {"temperature": 0.0}, {"temperature": 0.7}
-ASKED: list[list[dict[str, Any]]] = [
+PARAMS_OF_REQUESTS: list[list[dict[str, Any]]] = [
     [GREEDY], [DRAWN], [GREEDY, DRAWN], [GREEDY | {"logprobs": 2}], [DRAWN | {"logprobs": 0}, GREEDY],
     [GREEDY | {"logit_bias": {3: 1.0}}], [DRAWN | {"logit_bias": {3: 1.0}}, GREEDY], [DRAWN | {"top_p": 0.9}],
     [DRAWN | {"top_k": 5}, GREEDY], [GREEDY | {"repetition_penalty": 1.2}], [GREEDY | {"prompt_logprobs": 1}, DRAWN],
@@ -188,7 +188,7 @@ def any_step(rng: random.Random, slots_there: int, most: int) -> StepBatch:
     come."""
     slots = rng.sample(range(slots_there), rng.choice([1, 2, rng.randint(1, most), most]))
     decodes = rng.choice([0, len(slots), rng.randint(0, len(slots))])
-    asked, longest, far = rng.choice(ASKED), rng.choice([8, 200, LONGEST]), rng.choice([8, 200, LONGEST - 2])
+    params_of_rows, longest, far = rng.choice(PARAMS_OF_REQUESTS), rng.choice([8, 200, LONGEST]), rng.choice([8, 200, LONGEST - 2])
     left, rows = TOKENS, list[StepRow]()
     for number, slot in enumerate(slots):
         start = rng.randint(0, far)
@@ -197,7 +197,7 @@ def any_step(rng: random.Random, slots_there: int, most: int) -> StepBatch:
         left -= count
         samples = rng.random() < 0.9 or count == 1
         rows.append(StepRow(slot, start, count, [0] * count, [0] * -(-(start + count) // BLOCK), samples=samples))
-    admitted = [SlotAssignment(row.slot, [0], 1, SamplingParams(**rng.choice(asked)), seed=1) for row in rows]
+    admitted = [SlotAssignment(row.slot, [0], 1, SamplingParams(**rng.choice(params_of_rows)), seed=1) for row in rows]
     return StepBatch(admitted=admitted, rows=rows)
 
 

@@ -66,15 +66,15 @@ def runner(folder: Path) -> ModelRunner:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("chunk", [64, 5])
 def test_greedy_tokens_equal_transformers(folder: Path, runner: ModelRunner, chunk: int, ahead: bool) -> None:
-    asked = prompts(4)
-    assert drive(runner).generate(asked, 8, chunk=chunk, ahead=ahead) == [expected(folder, prompt, 8) for prompt in asked]
+    prompt_ids = prompts(4)
+    assert drive(runner).generate(prompt_ids, 8, chunk=chunk, ahead=ahead) == [expected(folder, prompt, 8) for prompt in prompt_ids]
 
 
 def test_stages_hand_on_the_residual_stream(folder: Path) -> None:
     lane: deque[torch.Tensor] = deque()
     first, second = (make_runner(folder, layers, Pipe(i, lane)) for i, layers in enumerate((range(2), range(2, 3))))
-    asked = prompts(3, seed=2)
-    assert drive(first, second).generate(asked, 6, chunk=7) == [expected(folder, prompt, 6) for prompt in asked]
+    prompt_ids = prompts(3, seed=2)
+    assert drive(first, second).generate(prompt_ids, 6, chunk=7) == [expected(folder, prompt, 6) for prompt in prompt_ids]
     with pytest.raises(EngineError, match="before their last token is known"):
         first.run(StepBatch(admitted=[SlotAssignment(0, [5], 1, GREEDY, 1)], rows=[StepRow(0, 0, 1, [], [1], samples=True)]))
 
@@ -93,9 +93,9 @@ def test_prompt_logprobs_come_in_chunks_and_end_with_the_prompt(folder: Path, ru
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         raw = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    got = first[0].prompt_logprobs + second[0].prompt_logprobs
-    assert [entry.token for entry in got] == prompt[1:]
-    for position, entry in enumerate(got):
+    logprobs = first[0].prompt_logprobs + second[0].prompt_logprobs
+    assert [entry.token for entry in logprobs] == prompt[1:]
+    for position, entry in enumerate(logprobs):
         assert entry.logprob == pytest.approx(raw[position, prompt[position + 1]].item(), abs=1e-4)
         top = raw[position].topk(2)
         assert [token for token, _ in entry.top] == top.indices.tolist()
@@ -135,7 +135,7 @@ def test_tokens_beyond_the_blocks_are_refused(runner: ModelRunner) -> None:
 
 
 def test_a_long_row_names_all_its_tokens(runner: ModelRunner) -> None:
-    with pytest.raises(EngineError, match="only a row of one token"):
+    with pytest.raises(EngineError, match="only a decode row"):
         runner.run(StepBatch(admitted=[SlotAssignment(2, [5] * 4, 4, GREEDY, 1)], rows=[StepRow(2, 0, 4, [], [1], samples=True)]))
 
 

@@ -20,12 +20,12 @@ VOCAB = 101
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def params(**asked):
-    return SamplingParams(max_tokens=None, **asked)
+def params(**fields):
+    return SamplingParams(max_tokens=None, **fields)
 
 
-def admission(slot, asked, *, tokens=PROMPT, prompt_length=5, seed=7, stops=()):
-    return SlotAssignment(slot, list(tokens), prompt_length, asked, seed, list(stops))
+def admission(slot, sampling_params, *, tokens=PROMPT, prompt_length=5, seed=7, stops=()):
+    return SlotAssignment(slot, list(tokens), prompt_length, sampling_params, seed, list(stops))
 
 
 def logits_of(rows, seed=0):
@@ -44,9 +44,9 @@ def scores_of(sampler, logits, targets, counts):
     return sampler.score_prompt(lambda part: logits[part], targets, counts).results()
 
 
-def sampler_with(asked, **fields):
+def sampler_with(sampling_params, **fields):
     sampler = Sampler(4, VOCAB, "cpu")
-    sampler.admit(admission(0, asked, **fields))
+    sampler.admit(admission(0, sampling_params, **fields))
     return sampler
 
 
@@ -65,17 +65,17 @@ MIX = [
 
 def test_tokens_do_not_depend_on_the_batch():
     alone = []
-    for i, asked in enumerate(MIX):
+    for i, sampling_params in enumerate(MIX):
         one = Sampler(16, VOCAB, "cpu")
-        one.admit(admission(3, asked, seed=i, stops=[2]))
+        one.admit(admission(3, sampling_params, seed=i, stops=[2]))
         alone.append([int(one.sample(logits_of(9, p)[i : i + 1], [3], [p], [None]).tokens[0]) for p in range(5, 15)])
     together = Sampler(16, VOCAB, "cpu")
-    for i, asked in enumerate(MIX):
-        together.admit(admission(15 - i, asked, seed=i, stops=[2]))
+    for i, sampling_params in enumerate(MIX):
+        together.admit(admission(15 - i, sampling_params, seed=i, stops=[2]))
     order = [4, 2, 8, 0, 1, 3, 7, 5, 6]
     for p in range(5, 15):
-        got = together.sample(logits_of(9, p)[order], [15 - i for i in order], [p] * 9, [None] * 9).tokens
-        assert got.tolist() == [alone[i][p - 5] for i in order]
+        sampled = together.sample(logits_of(9, p)[order], [15 - i for i in order], [p] * 9, [None] * 9).tokens
+        assert sampled.tolist() == [alone[i][p - 5] for i in order]
 
 
 @pytest.mark.parametrize("mix", [MIX, MIX[:1], MIX[1:2], [params(temperature=0.0, logprobs=2)]])
@@ -87,8 +87,8 @@ def test_narrow_logits_are_widened_where_more_than_their_order_counts(mix):
         both = []
         for dtype in (torch.bfloat16, torch.float32):
             sampler = Sampler(16, VOCAB, "cpu")
-            for i, asked in enumerate(mix):
-                sampler.admit(admission(i, asked, seed=i, stops=[2]))
+            for i, sampling_params in enumerate(mix):
+                sampler.admit(admission(i, sampling_params, seed=i, stops=[2]))
             count = len(mix)
             steps = []
             for p in (5, 6):
@@ -101,7 +101,7 @@ def test_narrow_logits_are_widened_where_more_than_their_order_counts(mix):
 
 
 @pytest.mark.parametrize(
-    ("asked", "mask", "alone"),
+    ("fields", "mask", "alone"),
     [
         ({}, None, True), ({"min_tokens": 1}, None, True), ({"min_tokens": 2}, None, False), ({}, bytes(16), False),
         ({"temperature": 0.5}, None, True), ({"temperature": 0.5, "min_p": 0.1}, None, False),
@@ -109,13 +109,13 @@ def test_narrow_logits_are_widened_where_more_than_their_order_counts(mix):
         ({"frequency_penalty": 0.1}, None, False), ({"top_p": 0.5, "top_k": 3}, None, True),
     ],
 )  # fmt: skip
-def test_when_the_logits_need_not_be_gathered(asked, mask, alone):
+def test_when_the_logits_need_not_be_gathered(fields, mask, alone):
     sampler = Sampler(4, VOCAB, "cpu")
-    sampler.admit(admission(2, params(**{"temperature": 0.0, **asked}), stops=[9]))
+    sampler.admit(admission(2, params(**{"temperature": 0.0, **fields}), stops=[9]))
     sampler.admit(admission(0, params(temperature=0.0)))
     draws = sampler.shard_sampling(np.array([0, 2]), np.array([9, 6], dtype=np.int32), [None, mask])
     assert (draws is not None) is alone
-    if draws is not None and asked.get("temperature"):
+    if draws is not None and fields.get("temperature"):
         assert draws.temperature.tolist() == [0.0, 0.5]
         logits = logits_of(2)
         tokens = sampling.sample(logits, draws.temperature, draws.noise)
@@ -159,37 +159,37 @@ def test_prompts_are_scored_a_run_at_a_time(monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 3 * VOCAB + 1)
     sampler, logits, runs = sampler_with(params()), logits_of(8), []
 
-    def made(part):
+    def logits_of_part(part):
         runs.append(part)
         return logits[part].bfloat16()
 
-    found = sampler.score_prompt(made, list(range(8)), [2] * 8).results()
+    scores = sampler.score_prompt(logits_of_part, list(range(8)), [2] * 8).results()
     assert [(part.start, part.stop) for part in runs] == [(0, 3), (3, 6), (6, 9)]
-    assert found == scores_of(sampler, logits.bfloat16().float(), list(range(8)), [2] * 8)
+    assert scores == scores_of(sampler, logits.bfloat16().float(), list(range(8)), [2] * 8)
 
 
 def test_chunks_change_nothing(monkeypatch):
     def tokens():
         sampler = Sampler(16, VOCAB, "cpu")
-        for i, asked in enumerate(MIX):
-            sampler.admit(admission(i, asked, seed=i))
+        for i, sampling_params in enumerate(MIX):
+            sampler.admit(admission(i, sampling_params, seed=i))
         results = [sampler.sample(logits_of(9, p), range(9), [p] * 9, [None] * 9).results() for p in range(5, 9)]
         scores = scores_of(sampler, logits_of(7), list(range(7)), [3] * 7)
         return results, scores
 
-    whole = tokens()
+    at_once = tokens()
     monkeypatch.setattr(module, "_CHUNK", 2 * VOCAB)
-    assert tokens() == whole
+    assert tokens() == at_once
 
 
 def test_a_seed_repeats_and_another_differs():
-    asked = params(temperature=1.0)
-    first = run(sampler_with(asked, seed=1), 0, 30)
-    assert run(sampler_with(asked, seed=1), 0, 30) == first
+    sampling_params = params(temperature=1.0)
+    first = run(sampler_with(sampling_params, seed=1), 0, 30)
+    assert run(sampler_with(sampling_params, seed=1), 0, 30) == first
     for seed in (2, -1, 2**63 - 1, -(2**63)):
-        assert run(sampler_with(asked, seed=seed), 0, 30) != first
+        assert run(sampler_with(sampling_params, seed=seed), 0, 30) != first
     # The same logits at other positions: other tokens.
-    sampler, same = sampler_with(asked), logits_of(1)
+    sampler, same = sampler_with(sampling_params), logits_of(1)
     assert len({int(sampler.sample(same, [0], [p], [None]).tokens[0]) for p in range(5, 45)}) > 5
 
 
@@ -209,11 +209,11 @@ def test_greedy_takes_the_lowest_of_equals():
     assert sampler.sample(logits, [0], [5], [None]).tokens.tolist() == [40]
 
 
-@pytest.mark.parametrize("asked", [params(temperature=1e-4), params(top_p=1e-9), params(top_k=1), params(min_p=1.0),
+@pytest.mark.parametrize("sampling_params", [params(temperature=1e-4), params(top_p=1e-9), params(top_k=1), params(min_p=1.0),
                                    params(temperature=1e-40), params(temperature=0.01, top_p=1e-300, top_k=3)])  # fmt: skip
-def test_narrow_sampling_is_greedy(asked):
+def test_narrow_sampling_is_greedy(sampling_params):
     logits = logits_of(1)
-    sampler = sampler_with(asked)
+    sampler = sampler_with(sampling_params)
     assert {int(sampler.sample(logits, [0], [p], [None]).tokens[0]) for p in range(5, 40)} == {int(logits.argmax())}
 
 
@@ -230,8 +230,8 @@ def test_min_tokens_forbids_stops_until_enough_are_out():
     logits = torch.zeros(1, VOCAB)
     logits[0, 2], logits[0, 8] = 9.0, 8.0
     sampler = sampler_with(params(temperature=0.0, min_tokens=3), stops=[2, 8, 10**6])
-    got = [int(sampler.sample(logits, [0], [p], [None]).tokens[0]) for p in range(5, 10)]
-    assert got == [0, 0, 0, 2, 2]
+    sampled = [int(sampler.sample(logits, [0], [p], [None]).tokens[0]) for p in range(5, 10)]
+    assert sampled == [0, 0, 0, 2, 2]
 
 
 def mask_of(*tokens, vocab=VOCAB):
@@ -243,12 +243,12 @@ def mask_of(*tokens, vocab=VOCAB):
 def test_a_mask_leaves_only_what_it_allows():
     sampler = sampler_with(params(temperature=1.0))
     sampler.admit(admission(1, params(temperature=0.0)))
-    seen = set()
+    sampled = set()
     for p in range(5, 60):
         tokens = sampler.sample(logits_of(2) * 0.1, [0, 1], [p, p], [mask_of(31, 64, 100), mask_of(77)]).tokens
-        seen.add(int(tokens[0]))
+        sampled.add(int(tokens[0]))
         assert tokens[1] == 77
-    assert seen == {31, 64, 100}
+    assert sampled == {31, 64, 100}
     # a mask beats a bias, and min_tokens does not leave a constrained row without a token
     constrained = sampler_with(params(temperature=1.0, logit_bias={5: 100.0}, min_tokens=4, repetition_penalty=2.0), stops=[2])
     assert constrained.sample(logits_of(1), [0], [5], [mask_of(2)]).tokens == 2
@@ -261,13 +261,13 @@ def test_a_mask_of_the_wrong_size_is_refused():
 
 def test_penalties_count_what_the_device_sampled():
     """Against the definition, step by step: OpenAI's formula, and the repetition penalty over prompt and output."""
-    asked = params(temperature=0.0, presence_penalty=0.3, frequency_penalty=0.7, repetition_penalty=1.2)
-    sampler, output = sampler_with(asked), []
+    sampling_params = params(temperature=0.0, presence_penalty=0.3, frequency_penalty=0.7, repetition_penalty=1.2)
+    sampler, output = sampler_with(sampling_params), []
     for p in range(5, 30):
         logits = logits_of(1, seed=p % 3)
         wanted = logits[0].clone()
-        seen = torch.tensor(sorted({*PROMPT, *output}))
-        wanted[seen] = torch.where(wanted[seen] > 0, wanted[seen] / 1.2, wanted[seen] * 1.2)
+        token_ids = torch.tensor(sorted({*PROMPT, *output}))
+        wanted[token_ids] = torch.where(wanted[token_ids] > 0, wanted[token_ids] / 1.2, wanted[token_ids] * 1.2)
         for token in set(output):
             wanted[token] -= 0.3 + 0.7 * output.count(token)
         token = int(sampler.sample(logits, [0], [p], [None]).tokens[0])
@@ -276,15 +276,15 @@ def test_penalties_count_what_the_device_sampled():
     assert len(set(output)) > 5
 
 
-@pytest.mark.parametrize("asked", [asked for asked in MIX if not asked.greedy])
-def test_a_preempted_request_goes_on_as_if_nothing_had_happened(asked):
-    whole = run(sampler_with(asked, stops=[2]), 0, 20)
-    sampler = sampler_with(asked, stops=[2])
+@pytest.mark.parametrize("sampling_params", [params for params in MIX if not params.greedy])
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(sampling_params):
+    uninterrupted = run(sampler_with(sampling_params, stops=[2]), 0, 20)
+    sampler = sampler_with(sampling_params, stops=[2])
     begun = run(sampler, 0, 8)
     sampler.release(0)
     sampler.admit(admission(1, params(presence_penalty=2.0)))  # somebody else takes the place
-    sampler.admit(admission(2, asked, tokens=PROMPT + begun, stops=[2]))
-    assert begun + run(sampler, 2, 12, first_step=8) == whole
+    sampler.admit(admission(2, sampling_params, tokens=PROMPT + begun, stops=[2]))
+    assert begun + run(sampler, 2, 12, first_step=8) == uninterrupted
 
 
 def test_counts_exist_only_for_those_who_need_them():
@@ -330,9 +330,9 @@ def test_logprobs_are_of_the_raw_logits_for_those_who_ask():
 def test_prompt_logprobs_follow_the_next_token():
     sampler, logits = Sampler(1, VOCAB, "cpu"), logits_of(6)
     targets, counts = [5, 100, 0, 17, 17, 2], [0, 3, 20, 1, 0, 2]
-    got = scores_of(sampler, logits, targets, counts)
+    logprobs = scores_of(sampler, logits, targets, counts)
     wanted = logits.double().log_softmax(-1)
-    for i, entry in enumerate(got):
+    for i, entry in enumerate(logprobs):
         assert entry.token == targets[i]
         assert math.isclose(entry.logprob, wanted[i, targets[i]], abs_tol=1e-5)
         assert [token for token, _ in entry.top] == wanted[i].topk(counts[i]).indices.tolist()
@@ -350,8 +350,8 @@ def test_mistakes_of_the_caller_are_named(slots, positions):
 def test_the_gpu_draws_what_the_cpu_draws():
     def tokens(device):
         sampler = Sampler(16, VOCAB, device)
-        for i, asked in enumerate(MIX):
-            sampler.admit(admission(i, asked, seed=i, stops=[2]))
+        for i, sampling_params in enumerate(MIX):
+            sampler.admit(admission(i, sampling_params, seed=i, stops=[2]))
         return [sampler.sample(logits_of(9, p).to(device), range(9), [p] * 9, [None] * 9).results() for p in range(5, 40)]
 
     cpu, gpu = tokens("cpu"), tokens("cuda")

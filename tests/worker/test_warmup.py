@@ -93,18 +93,18 @@ def test_every_step_goes_through_the_first_layer_and_the_last(
     runner.graphs.reset()  # as before a start's first capture
     layers, caches = runner._model.layers, runner.caches
     forwards.clear()
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     steps = steps_of(runner)
-    assert warm_up(runner, steps, Solo(), CPU, 12, lambda *each: told.append(each)) == 7
-    assert (kernels.processes, told) == (12, [(7, 7)])
+    assert warm_up(runner, steps, Solo(), CPU, 12, lambda *each: progress.append(each)) == 7
+    assert (kernels.processes, progress) == (12, [(7, 7)])
     met = len(steps) - 1 + runner.graphs.count  # all but the last, which has no rows
     assert {layers.index(layer): count for layer, count in forwards.items()} == {0: met, 4: met}
     assert runner._model.layers is layers
     assert runner.caches is caches
     assert not runner.graphs._ready_decode  # no graph is kept
     list(runner.capture())
-    asked = prompts(SLOTS, seed=5)
-    assert drive(runner).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+    prompt_ids = prompts(SLOTS, seed=5)
+    assert drive(runner).generate(prompt_ids, 6) == [expected(folder, prompt, 6) for prompt in prompt_ids]
 
 
 def test_where_kernels_are_kept_it_ends_with_the_first_step(
@@ -115,8 +115,8 @@ def test_where_kernels_are_kept_it_ends_with_the_first_step(
     assert warm_up(runner, steps_of(runner), Solo(), CPU, 64, lambda *_: None) == 0
     assert sorted(forwards.values()) == [1, 1]
     assert kernels.processes == 0
-    asked = prompts(3, seed=5)
-    assert drive(runner).generate(asked, 6) == [expected(folder, prompt, 6) for prompt in asked]
+    prompt_ids = prompts(3, seed=5)
+    assert drive(runner).generate(prompt_ids, 6) == [expected(folder, prompt, 6) for prompt in prompt_ids]
 
 
 def test_ranks_do_it_together_or_not_at_all(folder: Path, forwards: Counter[DecoderLayer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +134,11 @@ class AnotherLacksSome(Solo):
     """All ranks can; another has not kept its kernels."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.gathers = 0
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        self.asked += 1
-        return torch.cat([x, torch.ones_like(x) if self.asked == 1 else torch.zeros_like(x)], dim)
+        self.gathers += 1
+        return torch.cat([x, torch.ones_like(x) if self.gathers == 1 else torch.zeros_like(x)], dim)
 
 
 def test_a_rank_goes_on_where_another_lacks_kernels_and_leaves_no_slot_and_no_recording(

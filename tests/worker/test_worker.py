@@ -42,17 +42,17 @@ Pool = tuple[RankExecutor, list[RankFacts], int, Drive]
 
 def test_greedy_tokens_equal_transformers(pool: Pool, folder: Path) -> None:
     *_, drive = pool
-    asked = prompts(4, seed=1)
-    assert drive.generate(asked, 6, chunk=9) == [expected(folder, prompt, 6) for prompt in asked]
+    prompt_ids = prompts(4, seed=1)
+    assert drive.generate(prompt_ids, 6, chunk=9) == [expected(folder, prompt, 6) for prompt in prompt_ids]
 
 
 def test_steps_run_ahead_of_the_host(pool: Pool, folder: Path) -> None:
     """With stages, the host must know a token before it schedules the next one."""
     executor, facts, _, drive = pool
-    asked = prompts(3, seed=5)
+    prompt_ids = prompts(3, seed=5)
     assert executor.depth == 2
     one_stage = len({rank.layers for rank in facts}) == 1
-    assert drive.generate(asked, 6, ahead=one_stage) == [expected(folder, prompt, 6) for prompt in asked]
+    assert drive.generate(prompt_ids, 6, ahead=one_stage) == [expected(folder, prompt, 6) for prompt in prompt_ids]
 
 
 def test_each_rank_reports_what_it_holds(pool: Pool) -> None:
@@ -76,10 +76,10 @@ def test_each_rank_reports_what_it_holds(pool: Pool) -> None:
 def test_rank_0_counts_how_the_engines_steps_ran(pool: Pool) -> None:
     """Its heartbeat reports them once a second. On CPU there are no graphs."""
     executor, *_, drive = pool
-    asked, end = prompts(2, seed=7), time.monotonic() + 30
+    prompt_ids, end = prompts(2, seed=7), time.monotonic() + 30
     before = counted(executor, end)
-    drive.generate(asked, 5)
-    tokens = sum(map(len, asked)) + 2 * 4
+    drive.generate(prompt_ids, 5)
+    tokens = sum(map(len, prompt_ids)) + 2 * 4
     while (after := counted(executor, end))["eager/tokens"] < before["eager/tokens"] + tokens:
         assert time.monotonic() < end
     assert after["eager/tokens"] == before["eager/tokens"] + tokens
@@ -91,8 +91,8 @@ def test_rank_0_counts_how_the_engines_steps_ran(pool: Pool) -> None:
 
 def counted(executor: RankExecutor, end: float) -> dict[str, int]:
     """The counts in the next heartbeat of rank 0 that has some."""
-    seen = executor.stats().ran
-    while (counts := executor.stats().ran) is seen or "eager/steps" not in counts:
+    counts_before = executor.stats().ran
+    while (counts := executor.stats().ran) is counts_before or "eager/steps" not in counts:
         assert time.monotonic() < end
         time.sleep(0.02)
         executor.collect()
@@ -102,8 +102,8 @@ def counted(executor: RankExecutor, end: float) -> dict[str, int]:
 class Later:
     """An outcome that the device comes to once it has been asked for so often."""
 
-    def __init__(self, asked: int) -> None:
-        self.left = asked
+    def __init__(self, queries: int) -> None:
+        self.left = queries
 
     @property
     def ready(self) -> bool:
@@ -120,13 +120,13 @@ class Line:
 
     def __init__(self, *messages: object) -> None:
         self.messages = list(messages)
-        self.said: list[object] = []
+        self.messages: list[object] = []
         self.patience: list[float | None] = []
         self.begun = self.finished = 0
         self.digest = bytes(16)
 
     def send(self, message: object) -> None:
-        self.said.append(message)
+        self.messages.append(message)
 
     def receive(self, seconds: float | None = None) -> object:
         self.patience.append(seconds)
@@ -144,7 +144,7 @@ def test_a_rank_queues_steps_before_it_reports_and_never_waits_for_the_device(fo
         def run(self, step: StepBatch, extent: object) -> Later:
             events.append("run")
             line.send = lambda message: events.append(f"done {message.number}")  # type: ignore[attr-defined,method-assign]
-            return Later(asked=6)
+            return Later(queries=6)
 
     try:
         worker._serve(Runs())  # type: ignore[arg-type]
@@ -161,9 +161,9 @@ def test_a_rank_queues_steps_before_it_reports_and_never_waits_for_the_device(fo
 def test_a_checkpoints_digest_tells_config_and_weights_apart(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"1234")
-    whole, config = (checkpoint_digest(tmp_path, weights=weights) for weights in (True, False))
+    with_weights, config = (checkpoint_digest(tmp_path, weights=weights) for weights in (True, False))
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    assert checkpoint_digest(tmp_path, weights=True) != whole
+    assert checkpoint_digest(tmp_path, weights=True) != with_weights
     assert checkpoint_digest(tmp_path, weights=False) == config
     (tmp_path / "config.json").write_text("{ }")
     assert checkpoint_digest(tmp_path, weights=False) != config

@@ -41,11 +41,11 @@ def all_reduce_norm(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """x [T, H] (as above; H a multiple of 8, for nvfp4 of 16) summed, and its fusion, in new tensors: as many rows at a time as
     `chunk_vectors` vectors hold."""
-    from phalanx.kernels.ops.residual_rms_norm import Sinks, quant_mode
+    from phalanx.kernels.ops.residual_rms_norm import NormOutputs, quant_mode
 
     values, row_scales, column_scales = Unscaled.parts(x)
     mode = quant_mode(fusion.quant, fusion.scale)
-    sinks = Sinks(values, mode, fusion.keep_norm)
+    norm_outputs = NormOutputs(values, mode, fusion.keep_norm)
     residual = fusion.residual.contiguous()
     rows = values.shape[0]
     chunk_rows = whole_rows(chunk_vectors, pitch_of(values))
@@ -54,11 +54,12 @@ def all_reduce_norm(
         last = min(rows, first + chunk_rows)
         arguments = (
             values[first:last].view(torch.int32), residual[first:last].view(torch.int32), fusion.weight.view(torch.int32),
-            sinks.pointers(first, last), sinks.residual if fusion.scale is None else fusion.scale, workspace.addresses,
+            norm_outputs.pointers(first, last), norm_outputs.residual if fusion.scale is None else fusion.scale,
+            workspace.addresses,
             workspace.epoch,
         )  # fmt: skip
         launch(arguments, last - first, {**constants, **_scales(row_scales, column_scales, first)})
-    return sinks.outputs()
+    return norm_outputs.outputs()
 
 
 def _scales(rows: Tensor | None, columns: Tensor | None, first: int) -> dict[str, Tensor | None]:

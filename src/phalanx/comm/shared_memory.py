@@ -217,8 +217,8 @@ class SharedMemory:
                 began = began or time.monotonic()
                 if time.monotonic() - began > self._timeout:
                     raise RankStalled(
-                        f"rank {place * 8 // _LINE} of a group of {self.world} has not come to an all-reduce",
-                        why=f"rank {self.rank} has waited for {self._timeout:.0f} s",
+                        f"rank {place * 8 // _LINE} did not join an all-reduce within {self._timeout:.0f} s",
+                        why=f"rank {self.rank} of this group of {self.world} has waited for it",
                         next="see what that rank last logged",
                     )
                 time.sleep(_NAP)

@@ -60,7 +60,9 @@ class Experts:
 def require_places(experts: int, ranks: int, redundant: int) -> None:
     """Raise LayoutError where `redundant` copies cannot be added to a layer's experts: each rank has as many as any other."""
     if ranks < 1 or experts % ranks:
-        raise LayoutError(f"{experts} experts cannot be spread over {ranks} ranks", why="each rank has as many as any other")
+        raise LayoutError(
+            f"{experts} experts cannot be divided evenly among {ranks} ranks", why="each rank has as many as any other"
+        )
     most = experts * (ranks - 1)
     if redundant < 0 or redundant % ranks or redundant > most:
         raise LayoutError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) of config.json. No torch."""
+"""Multi-head latent attention (MLA: DeepSeek-V2, arXiv 2405.04434) of config.json. No torch."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def read_latent(fields: Fields, rope: Rope) -> Latent:
     for name in ("attention_bias", "mlp_bias"):
         if fields.flag(name, False):
             raise ModelError(f"{fields.file} has {name}=true", why="with latent attention, projections have no biases here")
-    nope, turned = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
-    if turned % 2:
-        raise ModelError(f"{fields.file} has qk_rope_head_dim={turned}, which is odd", why="RoPE rotates pairs of values")
+    nope, rope_dim = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
+    if rope_dim % 2:
+        raise ModelError(f"{fields.file} has qk_rope_head_dim={rope_dim}, which is odd", why="RoPE rotates pairs of values")
     return Latent(
         # null means none; a file without the field means the default of the reference implementation.
         None if fields.values.get("q_lora_rank", 1536) is None else fields.count("q_lora_rank", 1536),
-        fields.count("kv_lora_rank", 512), nope, turned, fields.count("v_head_dim", 128),
-        softmax_scale=(nope + turned) ** -0.5 * rope.softmax_factor, interleaved=fields.flag("rope_interleave", True),
+        fields.count("kv_lora_rank", 512), nope, rope_dim, fields.count("v_head_dim", 128),
+        softmax_scale=(nope + rope_dim) ** -0.5 * rope.softmax_factor, interleaved=fields.flag("rope_interleave", True),
     )  # fmt: skip

@@ -47,8 +47,8 @@ class EngineOptions(BaseModel):
     expert_traffic: float | None = Field(
         None,
         ge=0,
-        description="With load_format dummy, for benchmarks: experts are drawn instead of computed by routers with random weights. "
-        "Their shares fall with this power of their rank; 0: all are alike. None: routers choose.",
+        description="Draw experts from a power law with this exponent instead of using the router; 0 is uniform. For benchmarks, "
+        "with load_format dummy. None: routers choose.",
     )
     skip_tokenizer_init: bool = Field(False, description="Load no tokenizer: prompts and outputs are token ids only.")
     seed: int = Field(0, description="Seed of dummy weights, and of requests without a seed of their own.")
@@ -76,14 +76,14 @@ class EngineOptions(BaseModel):
     moe_expert_parallel_size: int = Field(
         1,
         ge=1,
-        description="Number of runs that a layer's experts are split into inside the tensor-parallel group; each run is split over "
-        "tensor_parallel_size / moe_expert_parallel_size ranks. It divides both that size and the number of experts.",
+        description="Number of expert-parallel groups inside the tensor-parallel group; must divide tensor_parallel_size and the "
+        "number of experts. An expert is split over tensor_parallel_size / moe_expert_parallel_size ranks.",
     )
     redundant_experts: int = Field(
         0,
         ge=0,
-        description="Number of copies of experts in each layer, beside the experts: of those with the most tokens, as the last "
-        "rebalance saw them. A multiple of moe_expert_parallel_size; each costs the memory of an expert.",
+        description="Extra copies per layer, given to the most loaded experts at each rebalance. A multiple of "
+        "moe_expert_parallel_size; each costs the memory of an expert.",
     )
     rebalance_experts_every: float | None = Field(
         None,
@@ -110,7 +110,8 @@ class EngineOptions(BaseModel):
         None,
         repr=False,
         description="Secret of at least 16 bytes that all hosts share; it authenticates and encrypts what host 0 exchanges with "
-        "the others. Required for nnodes > 1. Not as a flag where others can list processes: use the file or the environment.",
+        "the others. Required for nnodes > 1. Do not pass it as a flag on shared hosts: other users can see it in the process "
+        "list. Use the file or the environment.",
     )
     cluster_token_file: str | None = Field(None, min_length=1, description="File that holds the cluster token.")
     insecure_cluster: bool = Field(
@@ -134,7 +135,7 @@ class EngineOptions(BaseModel):
         0.9,
         gt=0.0,
         le=1.0,
-        description="Share of the KV cache in the GPU memory that weights, CUDA graphs and workspaces leave free.",
+        description="Fraction of the GPU memory left after weights, CUDA graphs and workspaces that the KV cache uses.",
     )
     kv_cache_bytes: int | None = Field(
         None, ge=1, description="Bytes of KV cache per rank, instead of the fraction. None on CPU: 1 GiB."

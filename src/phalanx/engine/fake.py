@@ -142,7 +142,7 @@ class StepChecker:
         singles = sum(count == 1 for count in counts)
         self._require(all(count >= 1 for count in counts), "a row is empty")
         self._require(sum(counts) <= self.max_num_tokens, f"it has {sum(counts)} tokens, more than {self.max_num_tokens}")
-        self._require(all(count == 1 for count in counts[:singles]), "rows of one token do not come first")
+        self._require(all(count == 1 for count in counts[:singles]), "decode rows do not come first")
         self._require(len({row.slot for row in rows}) == len(rows), "a slot has two rows")
 
     def _run_row(self, row: StepRow) -> RowResult:

@@ -232,7 +232,7 @@ class SlotAssignment(msgspec.Struct, array_like=True):
 class StepRow(msgspec.Struct, array_like=True, gc=False):
     """One request's part of a step: positions start .. start+count-1. A decode row has one token, a prefill row several.
 
-    `tokens` holds their ids; it is empty for a row of one token whose id was sampled into the slot by an earlier step (the engine
+    `tokens` holds their ids; it is empty for a decode row whose id was sampled into the slot by an earlier step (the engine
     need not know it yet). `blocks` are appended to the slot's block table before the forward; the table's entry for a block that
     left the sliding window goes stale and is never read. `samples`: the last position yields a token, written to the slot.
     `mask`: xgrammar's token bitmask for that token, int32 words of (vocab_size + 31) // 32, little endian.

@@ -58,8 +58,8 @@ class _StepDraft:
     decode_budget: int
     prefill_budget: int
     assignments: list[SlotAssignment] = field(default_factory=list)
-    decode_rows: list[tuple[Request, StepRow]] = field(default_factory=list)  # rows of one token
-    prefill_rows: list[tuple[Request, StepRow]] = field(default_factory=list)  # rows of several tokens
+    decode_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
+    prefill_rows: list[tuple[Request, StepRow]] = field(default_factory=list)
     reserved_blocks: int = 0  # that running prompts will still take
 
 

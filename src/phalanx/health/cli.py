@@ -35,14 +35,17 @@ def register(command: typer.Typer, takes: Takes) -> None:
 def topo(
     raw_options: RawOptions,
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Prices are for it: a folder, a Hub id, or a shape's name.")
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="Also estimate communication cost for this model: a folder, a Hub id, or a shape's name."
+        ),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure/--no_measure", help="Copy between each pair of GPUs, verify and time it.")
     ] = True,
     json: Json = None,
 ) -> None:
-    """How the GPUs of this host are joined, and what that costs a model."""
+    """Show how GPUs are connected and the communication cost for a model."""
     from phalanx.health import pairs, topology
 
     subject = _subject(raw_options, model)
@@ -97,7 +100,7 @@ def monitor(
     once: Annotated[bool, typer.Option("--once", help="Show one frame, over one interval, and end.")] = False,
     json: Json = None,
 ) -> None:
-    """Show running servers, as `top` shows a machine: from their /metrics alone. End with Ctrl-C."""
+    """Show live statistics of running servers, read from /metrics. End with Ctrl-C."""
     from phalanx.health import monitor as view
     from phalanx.health.servers import urls_of
 
@@ -117,7 +120,7 @@ def monitor(
 def experts(
     url: Annotated[str, typer.Argument(metavar="[URL]", help="A server.")] = "http://localhost:8000",
     recent: Annotated[bool, typer.Option("--recent", help="Of the last minute, instead of since the start.")] = False,
-    copies: Annotated[int, typer.Option(help="Also show what so many further copies in each layer would give.", min=0)] = 0,
+    copies: Annotated[int, typer.Option(help="Also show the effect of N more copies per layer.", metavar="N", min=0)] = 0,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.svg", help="Draw the map there, too.")] = None,
     json: Json = None,
 ) -> None:

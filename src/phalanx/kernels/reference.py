@@ -260,9 +260,9 @@ def latent_rope_store(
     values are clipped to +-448; slots as of `write_kv`. interleaved: elements 2i and 2i + 1 are a pair, which is rotated into i and
     i + rope / 2; else i and i + rope / 2 are.
     """
-    rank, turned = weight.shape[0], 2 * cos.shape[1]
+    rank, rope_dim = weight.shape[0], 2 * cos.shape[1]
     pairs = _halves if interleaved else torch.Tensor.contiguous
-    query[..., -turned:] = rope(pairs(query[..., -turned:]), cos, sin)
+    query[..., -rope_dim:] = rope(pairs(query[..., -rope_dim:]), cos, sin)
     key = rope(pairs(latent[:, None, rank:]), cos, sin)
     entry = torch.cat((rms_norm(latent[:, :rank], weight, eps).unsqueeze(1), key), dim=-1)
     if cache.dtype == torch.float8_e4m3fn:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 and V3, R1 among them (arXiv 2405.04434, 2412.19437): latent attention, and routed and shared experts behind dense
-layers."""
+"""DeepSeek-V2 and V3, R1 among them (arXiv 2405.04434, 2412.19437): multi-head latent attention (MLA), and routed and shared
+experts behind dense layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NORM_EPS = 1e-6
 
 
 class LatentAttention(Attention):
-    """Multi-head latent attention: the cache has one latent and one rotated key per token, from which each head's keys and values
+    """MLA: the cache has one latent and one rotated key per token, from which each head's keys and values
     come by `kv_b_proj`. Heads are split over the ranks; each rank has the whole cache."""
 
     def __init__(self, name: str, shape: ModelShape, latent: Latent, *, context: LayerContext) -> None:
@@ -46,7 +46,7 @@ class LatentAttention(Attention):
             self.q_a_layernorm = RmsNorm(f"{name}.q_a_layernorm", latent.q_rank, NORM_EPS, context=context)
             rows = WeightRows(f"{name}.q_b_proj", heads.total, heads.begin, heads.count)
             self.q_b_proj = ColumnParallelLinear([rows], latent.q_rank, bias=False, context=context)
-            self.q_a_layernorm.feed(self.q_b_proj.fp8)
+            self.q_a_layernorm.set_consumer(self.q_b_proj.fp8)
         self.kv_a_layernorm = RmsNorm(f"{name}.kv_a_layernorm", latent.kv_rank, NORM_EPS, context=context)
         self.kv_b_proj = LatentUpProjection(f"{name}.kv_b_proj", own, shape.num_heads, latent, context=context)
         local = range(own.start * latent.v, own.stop * latent.v)
@@ -54,8 +54,8 @@ class LatentAttention(Attention):
             f"{name}.o_proj", shape.num_heads * latent.v, hidden, local=local, bias=False, context=context
         )  # fmt: skip
 
-    def follow(self, norm: RmsNorm) -> None:
-        norm.feed(self.qkv_a_proj.fp8)
+    def set_input_norm(self, norm: RmsNorm) -> None:
+        norm.set_consumer(self.qkv_a_proj.fp8)
 
     def kv_spec(self, itemsize: int) -> KvSpec:
         return KvSpec(1, self.latent.cached, itemsize, None, latent_rank=self.latent.kv_rank)

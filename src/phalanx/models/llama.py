@@ -61,9 +61,9 @@ class Attention(nn.Module):
         output: tuple[Activation, Tensor] = self.o_proj(context.reshape(x.shape[0], -1), residual, norm)
         return output
 
-    def follow(self, norm: RmsNorm) -> None:
+    def set_input_norm(self, norm: RmsNorm) -> None:
         """The norm before the block: it quantizes for the block's first layer."""
-        norm.feed(self.qkv_proj.fp8)
+        norm.set_consumer(self.qkv_proj.fp8)
 
     def kv_spec(self, itemsize: int) -> KvSpec:
         """What the layer stores per token on this rank."""
@@ -102,8 +102,8 @@ class DecoderLayer(nn.Module):
         self.self_attn = attention
         self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", hidden, eps, context=context)
         self.mlp = feed_forward
-        self.self_attn.follow(self.input_layernorm)
-        self.mlp.follow(self.post_attention_layernorm)
+        self.self_attn.set_input_norm(self.input_layernorm)
+        self.mlp.set_input_norm(self.post_attention_layernorm)
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -172,12 +172,12 @@ class Llama(nn.Module):
         return {number: layer.mlp for number, layer in blocks if isinstance(layer.mlp, SparseMoe)}
 
     def forward(self, batch: Batch, caches: Sequence[KvCache], hidden: Tensor | None = None) -> Tensor:
-        """As `stream`, and on the last stage the logits [S, vocab_size] fp32 of batch.logit_rows, on each of its ranks."""
-        x = self.stream(batch, caches, hidden)
+        """As `hidden_states`, and on the last stage the logits [S, vocab_size] fp32 of batch.logit_rows, on each of its ranks."""
+        x = self.hidden_states(batch, caches, hidden)
         output: Tensor = x if self.lm_head is None else self.lm_head(x, batch.logit_rows)
         return output
 
-    def stream(self, batch: Batch, caches: Sequence[KvCache], hidden: Tensor | None = None) -> Tensor:
+    def hidden_states(self, batch: Batch, caches: Sequence[KvCache], hidden: Tensor | None = None) -> Tensor:
         """batch: T tokens with `batch.attention` planned; caches: one per layer of this stage; hidden: the residual stream
         [T, hidden_size] from the stage before, None on the first.
 

@@ -63,16 +63,7 @@ def build(
     if line is not None:
         logger.info(line)
     context = LayerContext(
-        group,
-        dtype,
-        device,
-        quantization,
-        uses_fp8_gemm,
-        fp8_cache,
-        moe_ep,
-        traffic,
-        dp or Solo(),
-        expert_exchange,
-        redundant_experts,
-    )
+        group=group, dtype=dtype, device=device, quantization=quantization, fp8_gemm=uses_fp8_gemm, fp8_cache=fp8_cache,
+        moe_ep=moe_ep, traffic=traffic, dp=dp or Solo(), expert_exchange=expert_exchange, redundant_experts=redundant_experts,
+    )  # fmt: skip
     return MODELS[shape.architecture](shape, layers=layers, context=context).eval()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank has which experts of a layer, so that each rank gets the same part of a recorded load. Pure functions; no torch.
+"""EPLB: which rank has which experts of a layer, so that each rank gets the same part of a recorded load. Pure; no torch.
 
 The steps are those of EPLB (deepseek-ai/EPLB): copies of the experts with the largest load per copy, then each copy, the largest
 first, to the rank with the least load that still has a place. Here swaps between ranks follow, and a placement that is no better

@@ -94,7 +94,7 @@ def loads(text: str) -> Table:
         raise TableError(f"format {top['format']!r} version {version}", held=reads)
     key = _fields(top["fingerprint"], "fingerprint", sm=int, link=str, world=int)
     if not all(isinstance(text, str) for text in top["made"].values()):
-        raise TableError("made holds a value that is not text")
+        raise TableError("field 'made' has a value that is not a string")
     fingerprint = Fingerprint(key["sm"], key["link"], key["world"])
     seed = _seed(top["seed"], fingerprint if version == _OLD else None)
     table = Table(fingerprint, tuple(_section(item, version) for item in top["sections"]), seed, top["made"])

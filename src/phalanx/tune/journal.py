@@ -70,7 +70,7 @@ class Journal:
     def begin_session(self, facts: dict[str, str]) -> None:
         """Note the date and commit of what is measured from here on."""
         self.sessions.append(facts)
-        self._write({"sitting": facts})
+        self._write({"session": facts})
 
     def remeasure(self, tasks: Iterable[Task]) -> int:
         """Mark these to be measured again; their results stay until then. Returns how many were not marked before: a task is
@@ -133,8 +133,9 @@ class Journal:
                     self._add_pending([Task.parse(task) for task in line["again"]])
                 elif "anew" in line:
                     self.replaces_csv = bool(line["anew"])
-                elif "sitting" in line:
-                    self.sessions.append({str(key): str(value) for key, value in line["sitting"].items()})
+                elif "session" in line or "sitting" in line:  # "sitting": the key in older journals
+                    facts = line["session"] if "session" in line else line["sitting"]
+                    self.sessions.append({str(key): str(value) for key, value in facts.items()})
                 else:
                     self._set_result(Task.parse(line["task"]), str(line["skip"]))
             except (ValueError, KeyError, TypeError, AttributeError, OptionError) as error:

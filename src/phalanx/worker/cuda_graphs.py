@@ -206,12 +206,12 @@ class StepGraphs:
         batch.attention = self._backend.plan(batch)  # first: later work reads early what it computes
         kernels.index_put_(self._tables.device.view(-1), columns.table_entries, columns.block_ids)
         batch.dp_tokens = None if self.dp_tokens is None else self.dp_tokens.of(size)
-        stream = self._model.stream(batch, caches, None if buffers.hidden is None else buffers.hidden[:tokens])
+        hidden_states = self._model.hidden_states(batch, caches, None if buffers.hidden is None else buffers.hidden[:tokens])
         batch.attention = batch.dp_tokens = None  # a plan references its batch: both would wait for the cyclic garbage collector
         if buffers.out is not None:
-            buffers.out[:tokens].copy_(stream)
+            buffers.out[:tokens].copy_(hidden_states)
         if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None and lm_head is not None:
-            keys = lm_head.argmax_keys(lm_head.local(stream, out=buffers.logits[:tokens]))
+            keys = lm_head.argmax_keys(lm_head.local(hidden_states, out=buffers.logits[:tokens]))
             sampling.decode_keys(keys, buffers.tokens[:tokens], (self._last_tokens, columns.slots[:tokens], batch.kv_slots))
 
     def buffers(self, size: GraphSize) -> DecodeGraphBuffers | MixedGraphBuffers:
@@ -229,9 +229,9 @@ class StepGraphs:
         decodes = count_leading_decodes(host_batch.query_starts) if self._ready_mixed else 0
         return self._smallest(tokens, decodes, rows - decodes, all_decodes)
 
-    def size_of_extent(self, extent: StepExtent) -> GraphSize | None:
+    def size_of_step(self, step_size: StepExtent) -> GraphSize | None:
         """As `size_of`, for the parts of all dp indices: the same on every rank."""
-        return self._smallest(max(extent.tokens), extent.decode_rows, extent.prefill_rows, extent.decodes)
+        return self._smallest(max(step_size.tokens), step_size.decode_rows, step_size.prefill_rows, step_size.decodes)
 
     def _smallest(self, tokens: int, decodes: int, prefills: int, all_decodes: bool) -> GraphSize | None:
         if all_decodes:

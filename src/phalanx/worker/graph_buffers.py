@@ -131,7 +131,7 @@ class GraphBuffers(ABC, Generic[Columns]):
 
 
 class DecodeGraphBuffers(GraphBuffers[DecodeColumns[Any]]):
-    """Of decode graphs, of up to `max_rows` rows of one token each: the slot of token r is the slot of row r."""
+    """Of decode graphs, of up to `max_rows` decode rows: the slot of token r is the slot of row r."""
 
     def __init__(self, max_rows: int, model: Model, *, first: bool, last: bool, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(DecodeColumns, max_rows, model, first=first, dtype=dtype, device=device)

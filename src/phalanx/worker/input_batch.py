@@ -121,7 +121,7 @@ class BlockTables:
         if not np.array_equal(np.maximum(known, 1), counts):
             raise EngineError(
                 f"a step of {total} tokens has {int(np.maximum(known, 1).sum())} token ids",
-                why="only a row of one token may have no id",
+                why="only a decode row may have no id",
             )  # fmt: skip
         ids = np.zeros(total, dtype=np.int64)
         if not unknown.all():

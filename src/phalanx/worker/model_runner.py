@@ -75,13 +75,13 @@ class ForwardOutput:
     """The output of the last stage's forward of a step, of which S rows sample.
 
     slots [S]: of these rows. local [S, width]: this rank's logits. tokens [S]: the argmax tokens, where a graph has computed them
-    and written them into the slots. stream [T, hidden_size] and scored [P]: the tokens followed by prompt tokens to report.
+    and written them into the slots. hidden_states [T, hidden_size] and scored [P]: the tokens followed by prompt tokens to report.
     """
 
     slots: Tensor
     local: Tensor
     tokens: Tensor | None = None
-    stream: Tensor | None = None
+    hidden_states: Tensor | None = None
     scored: Tensor | None = None
 
 
@@ -120,38 +120,38 @@ class ModelRunner:
             )  # fmt: skip
 
     @torch.inference_mode()
-    def run(self, step: StepBatch, extent: StepExtent | None = None) -> StepOutput:
-        """Queue the step's work on the device. extent: of the parts of all dp indices; None where all have this part. Raises
+    def run(self, step: StepBatch, step_size: StepExtent | None = None) -> StepOutput:
+        """Queue the step's work on the device. step_size: of the parts of all dp indices; None where all have this part. Raises
         EngineError for a step that no scheduler would make."""
         self._apply(step)
-        if self._indices > 1 and extent is None:
-            extent = StepExtent.of([step] * self._indices)
+        if self._indices > 1 and step_size is None:
+            step_size = StepExtent.of([step] * self._indices)
         if not step.rows:
-            return self._without_rows(extent)
+            return self._without_rows(step_size)
         reported = self._reported(step.rows)
         host_batch, new = self._build(step.rows, reported)
-        size = self._graph_size(host_batch, extent)
+        size = self._graph_size(host_batch, step_size)
         self.ran.add(size, len(host_batch.token_ids))
-        stream, forwarded = self._eager(host_batch, new, extent) if size is None else self._replay(size, host_batch, new)
+        hidden_states, forwarded = self._eager(host_batch, new, step_size) if size is None else self._replay(size, host_batch, new)
         output = StepOutput()
         if forwarded is not None:
             output = self._sample(step.rows, host_batch, reported, forwarded)
-        elif stream is not None:
-            self._pipeline.send(stream, self._pipeline.rank + 1)
+        elif hidden_states is not None:
+            self._pipeline.send(hidden_states, self._pipeline.rank + 1)
         if self._device.type == "cuda" and (output.sampled is None or output.scores is not None):
             output.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             output.event.record()
         return output
 
-    def _without_rows(self, extent: StepExtent | None) -> StepOutput:
+    def _without_rows(self, step_size: StepExtent | None) -> StepOutput:
         """A step in which this dp index has no rows: it computes its experts for the others. Where they replay a graph it replays
         the same one, all of it padding."""
         output = StepOutput(0 if self._last else None)
-        if extent is not None and any(extent.tokens):
+        if step_size is not None and any(step_size.tokens):
             host_batch = HostBatch.empty()
-            size = self._graph_size(host_batch, extent)
+            size = self._graph_size(host_batch, step_size)
             if size is None:
-                self._model.serve_experts(DpTokens.of(extent.tokens))
+                self._model.serve_experts(DpTokens.of(step_size.tokens))
             else:
                 assert self.graphs is not None
                 self.graphs.replay(size, host_batch, NO_BLOCKS, self._receive)
@@ -160,15 +160,15 @@ class ModelRunner:
                 output.event.record()
         return output
 
-    def _graph_size(self, host_batch: HostBatch, extent: StepExtent | None) -> GraphSize | None:
+    def _graph_size(self, host_batch: HostBatch, step_size: StepExtent | None) -> GraphSize | None:
         """The size of the graph that runs the step; None where none does. It is filled with the tokens of each dp index."""
         if self.graphs is None:
             return None
-        if extent is None:
+        if step_size is None:
             return self.graphs.size_of(host_batch)
-        size = self.graphs.size_of_extent(extent)
+        size = self.graphs.size_of_step(step_size)
         if size is not None and self.graphs.dp_tokens is not None:
-            self.graphs.dp_tokens.fill(extent.tokens)
+            self.graphs.dp_tokens.fill(step_size.tokens)
         return size
 
     def _replay(self, size: GraphSize, host_batch: HostBatch, new: NewBlocks) -> tuple[Tensor | None, ForwardOutput | None]:
@@ -182,13 +182,15 @@ class ModelRunner:
         if isinstance(buffers, DecodeGraphBuffers) and buffers.logits is not None:
             return None, ForwardOutput(buffers.columns.slots[:rows], buffers.logits[:rows], buffers.tokens[:rows])
         assert buffers.out is not None
-        stream, lm_head = buffers.out[: len(host_batch.token_ids)], self._model.lm_head
+        hidden_states, lm_head = buffers.out[: len(host_batch.token_ids)], self._model.lm_head
         if lm_head is None:
-            return stream, None
+            return hidden_states, None
         assert isinstance(buffers, MixedGraphBuffers)
         logit_rows = buffers.columns.logit_rows[: len(host_batch.logit_rows)]
-        local = lm_head.local(stream, logit_rows[:count])
-        return None, ForwardOutput(buffers.columns.sampled_slots[:count], local, stream=stream, scored=logit_rows[count:])
+        local = lm_head.local(hidden_states, logit_rows[:count])
+        return None, ForwardOutput(
+            buffers.columns.sampled_slots[:count], local, hidden_states=hidden_states, scored=logit_rows[count:]
+        )
 
     def _store(self, new: NewBlocks) -> None:
         """Write the new blocks into the device's tables; a graph does this itself."""
@@ -196,24 +198,25 @@ class ModelRunner:
             self._tables.device.view(-1).index_copy_(0, *self._upload.send([*new]))
 
     def _eager(
-        self, host_batch: HostBatch, new: NewBlocks, extent: StepExtent | None
+        self, host_batch: HostBatch, new: NewBlocks, step_size: StepExtent | None
     ) -> tuple[Tensor | None, ForwardOutput | None]:
         """Forward without a graph. Returns the same as `_replay`."""
         self._store(new)
         batch, slots = self._batch(host_batch)
-        batch.dp_tokens = None if extent is None else DpTokens.of(extent.tokens)
+        batch.dp_tokens = None if step_size is None else DpTokens.of(step_size.tokens)
         batch.attention = self._backend.plan(batch)
         hidden = None
         if not self._first:
             shape = (int(batch.token_ids.shape[0]), self._model.shape.hidden_size)
             hidden = self._receive(torch.empty(shape, dtype=self._dtype, device=self._device))
-        stream, lm_head = self._model.stream(batch, self.caches, hidden), self._model.lm_head
+        hidden_states, lm_head = self._model.hidden_states(batch, self.caches, hidden), self._model.lm_head
         batch.attention = None  # a plan references its batch: both would wait for the cyclic garbage collector
         if lm_head is None:
-            return stream, None
+            return hidden_states, None
         count = len(host_batch.sampled_slots)
         return None, ForwardOutput(
-            slots, lm_head.local(stream, batch.logit_rows[:count]), stream=stream, scored=batch.logit_rows[count:]
+            slots, lm_head.local(hidden_states, batch.logit_rows[:count]), hidden_states=hidden_states,
+            scored=batch.logit_rows[count:],
         )  # fmt: skip
 
     def _apply(self, step: StepBatch) -> None:
@@ -325,14 +328,14 @@ class ModelRunner:
 
     def _score(self, rows: Sequence[StepRow], scored: Sequence[tuple[int, int]], forwarded: ForwardOutput) -> PromptScores:
         """Begin to score prompt tokens. Their logits are computed in parts: those of a long prompt together take gigabytes."""
-        sampler, lm_head, stream, tokens = self._sampler, self._model.lm_head, forwarded.stream, forwarded.scored
+        sampler, lm_head, hidden_states, tokens = self._sampler, self._model.lm_head, forwarded.hidden_states, forwarded.scored
         assert sampler is not None
         assert lm_head is not None
-        assert stream is not None
+        assert hidden_states is not None
         assert tokens is not None
         targets, counts = [], []
         for index, _ in scored:
             following, alternatives = self._prompts.targets(rows[index])
             targets += following
             counts += alternatives
-        return sampler.score_prompt(lambda part: lm_head.gather(lm_head.local(stream, tokens[part])), targets, counts)
+        return sampler.score_prompt(lambda part: lm_head.gather(lm_head.local(hidden_states, tokens[part])), targets, counts)

@@ -24,7 +24,7 @@ from phalanx.comm.symmetric import (
     reduce_scatter_capacity,
 )
 from phalanx.tables.strategy import Strategy
-from tests.comm.sequence_parallel.test_rs_norm_ag import NUM_SMS, space
+from tests.support.comm_workspace import NUM_SMS, space
 
 META = torch.device("meta")
 Request = tuple[int, int, int, torch.dtype, int]
@@ -144,10 +144,10 @@ def test_kernels_compile(capability: int, world: int) -> None:
             assert isinstance(again[-1], ShardedResidual)
             assert len(list(rank_rows(tokens, again[-1].chunk_rows, 0, world))) == 1
     assert {name for name, _, _ in launched} == {"gemm_rs_norm_ag"}
-    assert len({made.hash for _, _, made in launched}) == 3, "a kernel is compiled for what it does, not for a number of tokens"
-    for _, grid, made in launched:
-        per_sm, ptx = -(-grid[0] // NUM_SMS), made.asm["ptx"]
-        assert made.metadata.shared * per_sm <= 200 << 10
-        assert per_sm == 1 or f".maxnreg {made.metadata.maxnreg}" in ptx
+    assert len({kernel.hash for _, _, kernel in launched}) == 3, "a kernel is compiled for what it does, not for a number of tokens"
+    for _, grid, kernel in launched:
+        per_sm, ptx = -(-grid[0] // NUM_SMS), kernel.asm["ptx"]
+        assert kernel.metadata.shared * per_sm <= 200 << 10
+        assert per_sm == 1 or f".maxnreg {kernel.metadata.maxnreg}" in ptx
         assert ptx.count("ld.acquire.sys") == ptx.count("fence.acq_rel.sys") == world - 1
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90)

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from phalanx.comm.group import ResidualRmsNorm
 from phalanx.comm.sequence_parallel import ShardedResidual, rank_rows, rs_norm_ag
 from phalanx.comm.sequence_parallel.rs_norm_ag import RsNormAg, chunk_rows_of
-from phalanx.comm.symmetric import SymmetricWorkspace, half_bytes
 from phalanx.kernels.scaled_tensors import Unscaled
+from tests.support.comm_workspace import NUM_SMS, space
 
-NUM_SMS = 132
 SHAPES = (None, (32, 1, 1), (16, 2, 2), (16, 3, 2), (8, 4, 2))
 
 
@@ -33,11 +32,6 @@ def test_rows_are_covered(rows: int, pitch: int, world: int, quantized: bool, sh
     per_sm = -(-launch.programs // NUM_SMS)
     assert per_sm * launch.warps * 32 <= 2048
     assert per_sm == 1 or (launch.registers or 255) * launch.warps * 32 * per_sm <= 65536
-
-
-def space(world: int, message_bytes: int) -> SymmetricWorkspace:
-    nothing = torch.zeros(2, dtype=torch.int32)
-    return SymmetricWorkspace(0, world, (0,) * world, half_bytes(world, message_bytes) // 16, nothing, nothing, NUM_SMS, 90)
 
 
 @given(st.integers(1, 40_000), st.sampled_from([16, 64, 1008, 5120, 8192, 16384]), st.integers(2, 8), st.sampled_from([2, 4]))
@@ -80,8 +74,8 @@ def test_kernels_compile(capability: int, world: int) -> None:
     assert {name for name, _, _ in launched} == {"rs_norm_ag"}
     if dtype == torch.float32:
         assert comm_compiled.fused(launched[0]) == comm_compiled.fused(launched[-1]), "a part is rounded before it is added up"
-    for _, grid, made in launched:
-        per_sm, ptx = -(-grid[0] // NUM_SMS), made.asm["ptx"]
-        assert made.metadata.shared * per_sm <= 200 << 10
-        assert per_sm == 1 or f".maxnreg {made.metadata.maxnreg}" in ptx
+    for _, grid, kernel in launched:
+        per_sm, ptx = -(-grid[0] // NUM_SMS), kernel.asm["ptx"]
+        assert kernel.metadata.shared * per_sm <= 200 << 10
+        assert per_sm == 1 or f".maxnreg {kernel.metadata.maxnreg}" in ptx
         assert ("griddepcontrol.wait" in ptx) == (capability >= 90)

@@ -61,8 +61,8 @@ def test_it_is_unsharded_from_the_rows_of_all_ranks(tokens: int, world: int) -> 
             local[rows.start : rows.stop] = wanted[rows.start : rows.stop]
         return unshard(ShardedResidual.of(local, 5), group)
 
-    for found in LocalWorld(world).run(act):
-        assert torch.equal(found, wanted)
+    for unsharded in LocalWorld(world).run(act):
+        assert torch.equal(unsharded, wanted)
 
 
 def test_no_rows_are_a_tensor_at_once() -> None:
@@ -106,8 +106,8 @@ def test_a_group_unshards_it_for_a_fusion_that_needs_all_rows() -> None:
     once = finish(total, ResidualRmsNorm(residual, weight, 1e-5))[-1]
     wanted = (*finish(total, ResidualRmsNorm(once, weight, 1e-5, plain.quant, keep_norm=True)),)
     wanted += (*finish(total, ResidualRmsNorm(once, weight, 1e-5)),)
-    for found in LocalWorld(2).run(act):
-        for left, right in zip(found, wanted, strict=True):
+    for outputs in LocalWorld(2).run(act):
+        for left, right in zip(outputs, wanted, strict=True):
             assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
@@ -134,8 +134,8 @@ def test_gemm_rs_runs_only_where_the_sharding_stays_the_same() -> None:
     for _ in range(4):
         norm, local = finish(x[0] + x[1], ResidualRmsNorm(local, weight, 1e-5))
         wanted.append(norm)
-    for found in LocalWorld(2).run(act):
-        for left, right in zip(found, [*wanted, local], strict=True):
+    for rank_outputs in LocalWorld(2).run(act):
+        for left, right in zip(rank_outputs, [*wanted, local], strict=True):
             assert torch.equal(left, right)
 
 

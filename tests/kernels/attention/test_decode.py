@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import DecodeTiling
+from tests.support.kernels_attention import SCALES, sinks_of
+from tests.support.kernels_compiled import compiled_as
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -22,7 +24,6 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("forked_python")
 
 CPU = torch.device("cpu")
-SCALES = (0.25, 0.03)
 
 
 class Case(NamedTuple):
@@ -81,11 +82,6 @@ def inputs_of(case: Case, seed: int = 0) -> Inputs:
         caches = [cache.to(case.dtype) for cache in caches]
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     return Inputs(query.to(case.dtype), *caches, tables, torch.tensor(slots) if case.indirect else None, lengths)
-
-
-def sinks_of(heads: int, dtype: torch.dtype, center: float | None) -> Tensor | None:
-    """A sink of each head, about as large as the scores about `center`; None for none."""
-    return None if center is None else (torch.randn(heads, generator=torch.Generator().manual_seed(9)) * 2 + center).to(dtype)
 
 
 def check(case: Case, workspace: Any = None, seed: int = 0) -> None:
@@ -224,7 +220,7 @@ def test_in_the_interpreter() -> None:
 
 SIGNATURE = {
     "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "splits"), "*i32"),
-    **dict.fromkeys(("tops", "totals", "outs"), "*fp32"), **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
+    **dict.fromkeys(("split_max", "totals", "outs"), "*fp32"), **dict.fromkeys(("score_scale", "value_scale"), "fp32"),
     **dict.fromkeys(("table_stride", "window"), "i32"),
 }  # fmt: skip
 
@@ -244,7 +240,7 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, rows: int, short: bool, 
     from phalanx.kernels.attention.heuristics import select_decode
 
     tiling = select_decode(rows, 8, 4, head_dim, 1 if fp8 else 2, 132, short=short)
-    compiled = compiled_as(tiling, dtype, fp8=fp8, group=4, head_dim=head_dim, early=fp8 or short, arch=arch)
+    compiled = compiled_kernel(tiling, dtype, fp8=fp8, group=4, head_dim=head_dim, early=fp8 or short, arch=arch)
     assert len(compiled.asm["cubin"]) > 0
     ptx = compiled.asm["ptx"]
     assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
@@ -271,35 +267,30 @@ def test_a_short_rows_program_fits_a_multiprocessor(
     itemsize = 1 if fp8 else {"*fp32": 4}.get(dtype, 2)
     fp32 = dtype == "*fp32"
     tiling = select_decode(1, 2, group, head_dim, itemsize, 132, short=True, fp32=fp32, shared_memory=kib << 10)
-    compiled = compiled_as(tiling, dtype, fp8=fp8, group=group, head_dim=head_dim, early=False, arch=arch)
+    compiled = compiled_kernel(tiling, dtype, fp8=fp8, group=group, head_dim=head_dim, early=False, arch=arch)
     assert compiled.metadata.shared <= kib << 10
 
 
-def compiled_as(tiling: DecodeTiling, dtype: str, *, fp8: bool, group: int, head_dim: int, early: bool, arch: int) -> Any:
+def compiled_kernel(tiling: DecodeTiling, dtype: str, *, fp8: bool, group: int, head_dim: int, early: bool, arch: int) -> Any:
     """The kernel as Triton compiles it for 8 KV heads."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton import next_power_of_2
 
     from phalanx.kernels.attention import decode
 
-    heads, lanes = 8 if group <= 8 else 16, triton.next_power_of_2(group)
+    heads, lanes = 8 if group <= 8 else 16, next_power_of_2(group)
     constants = {
-        "GROUP": group, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "HEADS": heads, "LANES": lanes,
+        "GROUP": group, "KV_HEADS": 8, "DIM": head_dim, "WIDTH": next_power_of_2(head_dim), "HEADS": heads, "LANES": lanes,
         "BLOCK_SIZE": 16, "AT_ONCE": min(16, max(1, 16 * tiling.warps // lanes)),
         "TILE": tiling.tile,
         "APART": 1 if tiling.cooperative else tiling.warps, "STAGES": tiling.stages, "INDIRECT": not tiling.extra_splits,
         "WINDOWED": head_dim == 64, "EARLY": early, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
         **({} if head_dim == 64 else {"sinks": None}),
     }  # fmt: skip
-    signature = {}
+    kinds = {}
     for name in decode._decode.arg_names:
-        kind = "*u8" if fp8 and name.endswith("cache") else dtype
-        signature[name] = "constexpr" if name in constants else SIGNATURE.get(name, kind)
-    aligned = {(at,): [["tt.divisibility", 16]] for at, kind in enumerate(signature.values()) if kind[0] == "*"}
-    options = {"num_warps": tiling.warps, "maxnreg": tiling.registers}
-    source = ASTSource(decode._decode, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        kinds[name] = SIGNATURE.get(name, "*u8" if fp8 and name.endswith("cache") else dtype)
+    aligned = [name for name, kind in kinds.items() if kind[0] == "*"]
+    return compiled_as(decode._decode, kinds, constants, arch, aligned=aligned, num_warps=tiling.warps, maxnreg=tiling.registers)
 
 
 def test_how_rows_are_split() -> None:

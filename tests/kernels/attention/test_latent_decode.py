@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import LatentTiling
-from tests.support.kernels_compiled import spilled
+from tests.support.kernels_compiled import compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -158,7 +158,7 @@ def test_in_the_interpreter() -> None:
 
 SIGNATURE = {
     "table_rows": "*i64", **dict.fromkeys(("tables", "lengths", "arrivals", "splits"), "*i32"),
-    **dict.fromkeys(("tops", "totals", "outs"), "*fp32"), "score_scale": "fp32",
+    **dict.fromkeys(("split_max", "totals", "outs"), "*fp32"), "score_scale": "fp32",
     **dict.fromkeys(("table_stride", "row_stride", "head_stride", "rotated_row_stride", "rotated_head_stride"), "i32"),
 }  # fmt: skip
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -172,7 +172,7 @@ def test_compiles(heads: int, fp8: bool, rows: int, arch: int) -> None:
     from phalanx.kernels.attention.heuristics import select_latent_decode
 
     tiling = select_latent_decode(rows, heads, 576, 1 if fp8 else 2, 132, shared_memory=SHARED[arch])
-    compiled = compiled_as(tiling, fp8=fp8, heads=heads, arch=arch)
+    compiled = compiled_kernel(tiling, fp8=fp8, heads=heads, arch=arch)
     assert compiled.metadata.shared <= SHARED[arch]
     ptx = compiled.asm["ptx"]
     assert ("griddepcontrol.wait" in ptx) == (arch >= 90)
@@ -183,30 +183,19 @@ def test_compiles(heads: int, fp8: bool, rows: int, arch: int) -> None:
         assert spilled(compiled) == 0
 
 
-def compiled_as(tiling: LatentTiling, *, fp8: bool, heads: int, arch: int) -> Any:
+def compiled_kernel(tiling: LatentTiling, *, fp8: bool, heads: int, arch: int) -> Any:
     """The kernel as Triton compiles it."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from phalanx.kernels.attention import latent_decode
 
     constants = {
-        "MEMBERS": heads, "RANK": 512, "ROPE": 64, "WIDTH": 512, "TURNED": 64, "HEADS": tiling.heads, "BLOCK_SIZE": 16,
+        "MEMBERS": heads, "RANK": 512, "ROPE": 64, "WIDTH": 512, "ROPE_WIDTH": 64, "HEADS": tiling.heads, "BLOCK_SIZE": 16,
         "TILE": tiling.tile, "STAGES": tiling.stages, "INDIRECT": not tiling.extra_splits,
         "EARLY": fp8, "SM": arch, **({} if tiling.extra_splits else {"splits": None}),
     }  # fmt: skip
-    signature = {}
-    for name in latent_decode._latent_decode.arg_names:
-        kind = "*u8" if fp8 and name == "cache" else "*bf16"
-        signature[name] = "constexpr" if name in constants else SIGNATURE.get(name, kind)
-    aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, (name, kind) in enumerate(signature.items())
-        if kind[0] == "*" or ("stride" in name and name != "table_stride")
-    }
-    source = ASTSource(latent_decode._latent_decode, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": tiling.warps})
+    kernel = latent_decode._latent_decode
+    kinds = {name: SIGNATURE.get(name, "*u8" if fp8 and name == "cache" else "*bf16") for name in kernel.arg_names}
+    aligned = [name for name, kind in kinds.items() if kind[0] == "*" or ("stride" in name and name != "table_stride")]
+    return compiled_as(kernel, kinds, constants, arch, aligned=aligned, num_warps=tiling.warps)
 
 
 def test_how_rows_and_heads_are_divided() -> None:

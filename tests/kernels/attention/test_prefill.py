@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.attention.heuristics import PrefillTiling, count_prefill_tiles, max_prefill_tiles, select_prefill, tile_tokens
-from tests.kernels.attention.test_decode import SCALES, sinks_of
-from tests.support.kernels_compiled import spilled
+from tests.support.kernels_attention import SCALES, sinks_of
+from tests.support.kernels_compiled import compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -223,7 +223,7 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 def test_compiles(head_dim: int, dtype: str, fp8: bool, window: bool, arch: int) -> None:
     """Down to machine code that fits a multiprocessor: on tensor cores, with loads of 16 bytes in flight."""
     tiling = select_prefill(head_dim, 2)
-    compiled = compiled_as(tiling, dtype, fp8=fp8, head_dim=head_dim, window=window, arch=arch)
+    compiled = compiled_kernel(tiling, dtype, fp8=fp8, head_dim=head_dim, window=window, arch=arch)
     ptx = compiled.asm["ptx"]
     assert compiled.metadata.shared <= SHARED_KIB[arch] << 10
     assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in ptx
@@ -238,34 +238,27 @@ def test_compiles(head_dim: int, dtype: str, fp8: bool, window: bool, arch: int)
 @pytest.mark.parametrize(("arch", "head_dim", "fp8"), [(89, 128, False), (89, 128, True), (90, 80, True), (90, 128, False)])
 def test_fp32_fits_a_multiprocessor_too(arch: int, head_dim: int, fp8: bool) -> None:
     tiling = select_prefill(head_dim, 4)
-    compiled = compiled_as(tiling, "*fp32", fp8=fp8, head_dim=head_dim, window=False, arch=arch)
+    compiled = compiled_kernel(tiling, "*fp32", fp8=fp8, head_dim=head_dim, window=False, arch=arch)
     assert compiled.metadata.shared <= SHARED_KIB[arch] << 10
 
 
-def compiled_as(tiling: PrefillTiling, dtype: str, *, fp8: bool, head_dim: int, window: bool, arch: int) -> Any:
+def compiled_kernel(tiling: PrefillTiling, dtype: str, *, fp8: bool, head_dim: int, window: bool, arch: int) -> Any:
     """The kernel as Triton compiles it for 16 query and 2 KV heads."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    from triton import next_power_of_2
 
     from phalanx.kernels.attention import prefill
 
     constants = {
-        "GROUP": 8, "KV_HEADS": 2, "DIM": head_dim, "WIDTH": triton.next_power_of_2(head_dim), "BLOCK_SIZE": 16,
+        "GROUP": 8, "KV_HEADS": 2, "DIM": head_dim, "WIDTH": next_power_of_2(head_dim), "BLOCK_SIZE": 16,
         "TOKENS": tile_tokens(8), "ROWS": tiling.rows, "KEYS": tiling.keys, "STAGES": tiling.stages, "MOST": 32, "INDIRECT": True,
         "WINDOWED": window, "EARLY": fp8, "SM": arch, **({} if head_dim == 64 else {"sinks": None}),
     }  # fmt: skip
-    signature = {}
+    kinds = {}
     for name in prefill._prefill.arg_names:
-        kind = "*u8" if fp8 and name.endswith("cache") else dtype
-        signature[name] = "constexpr" if name in constants else SIGNATURE.get(name, kind)
-    aligned = {
-        (at,): [["tt.divisibility", 16]] for at, name in enumerate(signature) if signature[name][0] == "*" and name not in SIGNATURE
-    }
+        kinds[name] = SIGNATURE.get(name, "*u8" if fp8 and name.endswith("cache") else dtype)
+    aligned = [name for name, kind in kinds.items() if kind[0] == "*" and name not in SIGNATURE]
     launch = {"num_warps": tiling.warps} | ({} if tiling.registers is None else {"maxnreg": tiling.registers})
-    return triton.compile(
-        ASTSource(prefill._prefill, signature, constants, aligned), target=GPUTarget("cuda", arch, 32), options=launch
-    )
+    return compiled_as(prefill._prefill, kinds, constants, arch, aligned=aligned, **launch)
 
 
 @pytest.mark.gpu1

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from phalanx.kernels.attention.heuristics import MAX_SPLITS_PER_ROW, ROW_CLASSES, DecodeTiling, row_class
+from tests.support.kernels_compiled import compiled_as
 from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
@@ -96,10 +97,6 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("rows", ROW_CLASSES)
 def test_compiles(rows: int, arch: int) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from phalanx.kernels.attention import split_kv
 
     assert row_class(rows) == row_class(rows // 2 + 1) == rows
@@ -113,8 +110,7 @@ def test_compiles(rows: int, arch: int) -> None:
         "WINDOWED": True,
         "SPLITS_PER_PROGRAM": split_kv.SPLITS_PER_PROGRAM,
     }
-    source = ASTSource(split_kv._plan, signature | dict.fromkeys(constants, "constexpr"), constants)
-    kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32))
+    kernel = compiled_as(split_kv._plan, signature, constants, arch)
     assert len(kernel.asm["cubin"]) > 0
     assert "griddepcontrol" not in kernel.asm["ptx"], "kernels behind it may not begin before it ends"
 

@@ -16,7 +16,7 @@ from phalanx.kernels.compiling import compile_time
 from phalanx.serve.llm import LLM
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 
-ASKED: list[dict[str, Any]] = [
+PARAMS_OF_REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.0, "logprobs": 2}, {"temperature": 0.8, "logprobs": 0},
     {"temperature": 0.0, "logit_bias": {5: 1.0}}, {"temperature": 0.8, "logit_bias": {5: 1.0}}, {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 0.0, "repetition_penalty": 1.2}, {"temperature": 0.0, "prompt_logprobs": 1},
@@ -62,7 +62,7 @@ def test_a_running_engine_compiles_nothing(name: str, tmp_path: Path, monkeypatc
         assert len(compiled) > 10
         end = time.monotonic() + 8
         while time.monotonic() < end:
-            longest, kinds = rng.choice([4, 100, 1900]), rng.sample(ASKED, rng.choice([1, 1, 2]))
+            longest, kinds = rng.choice([4, 100, 1900]), rng.sample(PARAMS_OF_REQUESTS, rng.choice([1, 1, 2]))
             lengths = [rng.randint(1, longest) for _ in range(rng.choice([1, 2, 5, 70]))]
             prompts = [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
             params = [SamplingParams(max_tokens=rng.randint(1, 40), **rng.choice(kinds)) for _ in prompts]

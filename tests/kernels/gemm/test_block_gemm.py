@@ -18,7 +18,7 @@ from phalanx.kernels import reference
 from phalanx.kernels.gemm import block_gemm, block_heuristics
 from phalanx.kernels.gemm.block_heuristics import BlockTiling
 from phalanx.kernels.gemm.heuristics import GemvTiling
-from tests.support.kernels_compiled import compiled, spilled
+from tests.support.kernels_compiled import compiled, compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
 
 pytest.importorskip("triton")
@@ -131,12 +131,8 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.gemm.test_block_gemm").split() == [check.__name__ for check in CHECKS]
 
 
-def compiled_as(tiling: BlockTiling, arch: int, *, quantized: bool, full: bool = True, parts: bool = False) -> Any:
+def compiled_kernel(tiling: BlockTiling, arch: int, *, quantized: bool, full: bool = True, parts: bool = False) -> Any:
     """The product compiled, with tensors that begin where vectors may and sizes that are multiples of 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from phalanx.kernels.gemm.block_scaled_gemm import _block_scaled_gemm as kernel
 
     constants: dict[str, Any] = {
@@ -150,10 +146,7 @@ def compiled_as(tiling: BlockTiling, arch: int, *, quantized: bool, full: bool =
     kinds = {name: "*" + kind for name, kind in pointers.items()}
     kinds |= dict.fromkeys(("tokens", "pitch", "outputs", "inputs", "blocks", "tiles_n", "tiles_t", "part_blocks"), "i32")
     aligned = [name for name in (*pointers, "pitch", "outputs", "inputs") if name not in constants]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, attributes)
-    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return compiled_as(kernel, kinds, constants, arch, aligned=aligned, num_warps=tiling.warps, num_stages=tiling.stages)
 
 
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -168,7 +161,7 @@ SHAPES = [  # tokens, outputs, blocks: one of each case
 @pytest.mark.parametrize("shape", SHAPES)
 def test_compiles_in_e4m3(arch: int, shape: tuple[int, int, int]) -> None:
     tiling = block_heuristics.block_tiling(*shape, shared_memory=SHARED_MEMORY[arch], large=arch < 100)
-    kernel = compiled_as(tiling, arch, quantized=True, parts=tiling.parts > 1)
+    kernel = compiled_kernel(tiling, arch, quantized=True, parts=tiling.parts > 1)
     fits(kernel, arch)
     ptx = kernel.asm["ptx"]
     if arch >= 90:
@@ -183,11 +176,11 @@ def test_compiles_in_e4m3(arch: int, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("shape", SHAPES[:2])
 def test_compiles_for_a_weight_widened_in_registers(arch: int, shape: tuple[int, int, int]) -> None:
     tiling = block_heuristics.block_tiling(*shape, shared_memory=SHARED_MEMORY[arch], itemsize=2)
-    fits(compiled_as(tiling, arch, quantized=False, full=shape[0] > 8), arch)
+    fits(compiled_kernel(tiling, arch, quantized=False, full=shape[0] > 8), arch)
 
 
 def test_compiles_where_blocks_are_cut() -> None:
-    kernel = compiled_as(block_heuristics.block_tiling(*SHAPES[0]), 90, quantized=True, full=False, parts=True)
+    kernel = compiled_kernel(block_heuristics.block_tiling(*SHAPES[0]), 90, quantized=True, full=False, parts=True)
     fits(kernel, 90)
     assert "cp.async.cg.shared.global" in kernel.asm["ptx"]  # 16 bytes at once
 
@@ -363,8 +356,8 @@ def test_on_gpu(tokens: int, outputs: int, inputs: int, begin: int, dtype: torch
     x, (weight, scale) = activations(tokens, inputs, dtype), weight_of(outputs, inputs, begin)
     if has_fp8_gemm(device):
         values, x_scale = reference.per_token_group_quant_fp8(x, 128, begin)
-        got, got_scale = block_gemm.per_token_group_quant_fp8(x.to(device), begin)
-        assert torch.equal(got.cpu().view(torch.uint8), values.view(torch.uint8))
+        quantized, got_scale = block_gemm.per_token_group_quant_fp8(x.to(device), begin)
+        assert torch.equal(quantized.cpu().view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(got_scale.cpu(), x_scale)
         wanted = reference.block_scaled_mm(values, x_scale, weight, scale, torch.float32, begin=begin)
         output = block_gemm.block_scaled_mm(x.to(device), weight.to(device), scale.to(device), dtype=dtype, begin=begin)

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from phalanx.kernels.capabilities import has_gluon
 from phalanx.kernels.gemm import heuristics
-from tests.support.kernels_compiled import spilled
+from tests.support.kernels_compiled import compiled_as, spilled
 
 if not has_gluon():
     pytest.skip("the kernel is for another Triton", allow_module_level=True)
@@ -20,11 +20,8 @@ if not has_gluon():
 SHARED_MEMORY = 227 * 1024  # of one program, in Hopper's shared memory
 
 
-def compiled_as(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
+def compiled_kernel(rows: int, tokens: int, warps: int, *, shared: bool, scaled: bool) -> Any:
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
 
     from phalanx.kernels.gemm import fp8_skinny
 
@@ -40,15 +37,13 @@ def compiled_as(rows: int, tokens: int, warps: int, *, shared: bool, scaled: boo
     kinds |= {name: "*" + kind for name, kind in pointers.items()} | dict.fromkeys(("tokens", "outputs", "units"), "i32")
     kernel = fp8_skinny._fp8_skinny
     aligned = [name for name in kernel.arg_names if name in (*pointers, "outputs") and name not in constants]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = GluonASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return compiled_as(kernel, kinds, constants, 90, aligned=aligned, num_warps=warps)
 
 
 @pytest.mark.parametrize(("rows", "tokens", "warps"), [(64, 8, 4), (128, 16, 4), (64, 32, 4), (64, 64, 4), (128, 64, 4)])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_compiles(rows: int, tokens: int, warps: int, scaled: bool) -> None:
-    kernel = compiled_as(rows, tokens, warps, shared=True, scaled=scaled)
+    kernel = compiled_kernel(rows, tokens, warps, shared=True, scaled=scaled)
     assert kernel.metadata.shared <= SHARED_MEMORY
     assert spilled(kernel) == 0
     ptx = kernel.asm["ptx"]
@@ -90,12 +85,12 @@ def test_programs_of_a_row_of_tiles_are_the_same_from_both_sides(along: int, dee
 
 
 SHAPES = ((2560, 8192), (8192, 2048), (14336, 8192), (37888, 3584), (4096, 4096), (2576, 2064), (48, 144), (16, 16))
-WIDE = ((4608, 16384), (16384, 4096), (26624, 16384), (16384, 13312), (53248, 16384), (16384, 26624))
+SHAPES_405B = ((4608, 16384), (16384, 4096), (26624, 16384), (16384, 13312), (53248, 16384), (16384, 26624))
 """Of a model of 405 billion weights, on a rank of four or of two."""
 
 
 @pytest.mark.gpu1
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES + WIDE)
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES + SHAPES_405B)
 def test_is_as_exact_as_the_tensor_cores(outputs: int, inputs: int) -> None:
     """In steps of bf16, with and without scales, whoever adds parts up. Hopper's tensor cores keep 13 bits behind the point when
     they add 32 products in e4m3 to a sum: each time up to 2^-13 of it is lost, which is 1/32 of a step of bf16."""

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.support.kernels_compiled import compiled
+from tests.support.kernels_compiled import compiled, compiled_as
 from tests.support.kernels_interpreted import interpreted
 
 pytest.importorskip("triton")
@@ -64,9 +64,6 @@ def test_quantizing_adds_up_in_the_same_order(inputs: int) -> None:
 
 def instructions(inputs: int, quantize: bool) -> Counter[str]:
     """How often each stands in the kernel for an H200, whose tensors begin where vectors may."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
     from phalanx.kernels.gemm import gemv_fp8, heuristics
 
     tiling = heuristics.select_fp8(1, 2048, inputs)
@@ -76,10 +73,9 @@ def instructions(inputs: int, quantize: bool) -> Counter[str]:
         "SM": 90,
     }  # fmt: skip
     pointers = {"x": "bf16" if quantize else "fp8e4nv", "x_scale": "fp32", "weight": "fp8e4nv", "scale": "fp32", "out": "bf16"}
-    kinds = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"} | dict.fromkeys(constants, "constexpr")
-    aligned = {(place,): [["tt.divisibility", 16]] for place in range(6)}
-    source = ASTSource(gemv_fp8._gemv_fp8, kinds, constants, aligned)
-    kernel = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": tiling.warps})
+    kinds = {name: "*" + kind for name, kind in pointers.items()} | {"rows": "i32"}
+    aligned = gemv_fp8._gemv_fp8.arg_names[:6]
+    kernel = compiled_as(gemv_fp8._gemv_fp8, kinds, constants, 90, aligned=aligned, num_warps=tiling.warps)
     return Counter(re.findall(r"^\s+(?:@%p\d+ )?([a-z][a-z.0-9]+)", kernel.asm["ptx"], re.MULTILINE))
 
 

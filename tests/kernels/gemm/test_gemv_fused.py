@@ -88,9 +88,9 @@ def check_qkv_rope_store() -> None:
         output = output_of(args, (32, 64, 4)).view(1, heads, head_dim)
         wanted = rope_store(output, angles.cos(), angles.sin(), *expected, slots, q_heads, scales)
         query = qkv_rope_store(args, angles.cos(), angles.sin(), *caches, slots, q_heads, scales, FusedGemvTiling(pairs, 64, 4))
-        for got, want in zip((query, *caches), (wanted, *expected), strict=True):
-            assert got.dtype == want.dtype
-            assert torch.equal(got.float(), want.float()), (kind, dtype, head_dim, fp8, slot)
+        for actual, want in zip((query, *caches), (wanted, *expected), strict=True):
+            assert actual.dtype == want.dtype
+            assert torch.equal(actual.float(), want.float()), (kind, dtype, head_dim, fp8, slot)
 
 
 def check_a_bias_is_added_before_the_rounding() -> None:
@@ -109,8 +109,8 @@ def check_a_bias_is_added_before_the_rounding() -> None:
         output = (exact + bias.float()).to(torch.bfloat16).view(1, 8, 8)
         wanted = reference.rope_store(output, angles.cos(), angles.sin(), *expected, slots, 4)
         query = qkv_rope_store(args, angles.cos(), angles.sin(), *caches, slots, 4, None, FusedGemvTiling(8, 64, 4))
-        for got, want in zip((query, *caches), (wanted, *expected), strict=True):
-            torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-6)
+        for actual, want in zip((query, *caches), (wanted, *expected), strict=True):
+            torch.testing.assert_close(actual, want, rtol=2.0**-7, atol=2.0**-6)
 
 
 CHECKS = [check_gate_up_silu, check_qkv_rope_store, check_a_bias_is_added_before_the_rounding]
@@ -210,8 +210,8 @@ def test_qkv_rope_store_on_gpu(kind: str, cache: torch.dtype, slot: int) -> None
                 args, *cos_sin, got_outputs[0], got_outputs[1], slots, q_heads, scales, FusedGemvTiling(pairs, block, warps)
             )
         )
-        for got, want in zip(got_outputs, wanted, strict=True):
-            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (pairs, block, warps)
+        for actual, want in zip(got_outputs, wanted, strict=True):
+            assert torch.equal(actual.view(torch.uint8), want.view(torch.uint8)), (pairs, block, warps)
     if slot < 0:
         assert torch.equal(got_outputs[0].view(torch.uint8), caches[0].view(torch.uint8))
     chosen = gemv_fused.qkv_rope_store(args, *cos_sin, caches[0], caches[1], slots, q_heads, scales)

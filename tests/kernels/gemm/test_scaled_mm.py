@@ -140,8 +140,8 @@ def test_readers_scale_on_gpu(static: bool, dtype: torch.dtype, tokens: int) -> 
     caches = [[torch.zeros(-(-tokens // 16), 16, 2, 128, dtype=dtype, device="cuda") for _ in range(2)] for _ in range(2)]
     query = kernels.rope_store(gemm_output.view(tokens, 20, 128), angles.cos(), angles.sin(), *caches[0], slots, 16)
     wanted = reference.rope_store(expected.to(dtype).view(tokens, 20, 128), angles.cos(), angles.sin(), *caches[1], slots, 16)
-    for got, want in zip((query, *caches[0]), (wanted, *caches[1]), strict=True):
-        assert (got.float() - want.float()).norm() < step * want.float().norm()
+    for output, want in zip((query, *caches[0]), (wanted, *caches[1]), strict=True):
+        assert (output.float() - want.float()).norm() < step * want.float().norm()
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor(0.02)])

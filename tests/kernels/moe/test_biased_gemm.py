@@ -15,9 +15,9 @@ from phalanx.kernels.moe import biased_heuristics, dispatch, heuristics, referen
 from phalanx.kernels.moe.heuristics import ExpertTiling
 from phalanx.kernels.moe.packing import SCALES_IN_WORD, packed, tiled
 from phalanx.kernels.moe.tensors import ExpertTensors
-from tests.kernels.moe.test_grouped_gemm import routings
-from tests.support.kernels_compiled import spilled
+from tests.support.kernels_compiled import compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+from tests.support.kernels_routing import routings
 
 pytest.importorskip("triton")
 
@@ -127,11 +127,7 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.moe.test_biased_gemm").split() == [check.__name__ for check in CHECKS]
 
 
-def compiled_as(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full: bool) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full: bool) -> Any:
     from phalanx.kernels.moe.biased_gemm import _biased_gemm as kernel
 
     mxfp4 = kind == "mxfp4"
@@ -147,12 +143,7 @@ def compiled_as(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full
     integers = ("count", "tiles_most", "outputs", "inputs", "row_blocks", "row_scales", "blocks", "part_blocks")
     kinds |= dict.fromkeys(integers, "i32") | dict.fromkeys(("alpha", "limit"), "fp32")
     aligned = [name for name in (*pointers, "outputs", "inputs") if name not in constants]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    kinds = {name: "constexpr" if name in constants else kinds[name] for name in kernel.arg_names}
-    source = ASTSource(kernel, kinds, constants, attributes)
-    return triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": tiling.warps, "num_stages": tiling.stages}
-    )
+    return compiled_as(kernel, kinds, constants, arch, aligned=aligned, num_warps=tiling.warps, num_stages=tiling.stages)
 
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -171,7 +162,7 @@ def test_compiles(arch: int, kind: str, tokens: int) -> None:
     for gated, outputs, inputs in ((True, 2880, 2880), (False, 2880, 2880)):
         busy = min(128, 4 * tokens)
         tiling = biased_heuristics.select(busy, size, outputs, inputs, gated=gated, mxfp4=kind == "mxfp4", num_sms=132, sm=arch)
-        kernel = compiled_as(tiling, arch, kind, gated=gated, full=False)
+        kernel = compiled_kernel(tiling, arch, kind, gated=gated, full=False)
         assert kernel.metadata.shared <= SHARED_MEMORY[arch]
         assert spilled(kernel) == 0
         ptx = kernel.asm["ptx"]

@@ -14,9 +14,10 @@ from phalanx.config.experts import Scoring
 from phalanx.kernels import reference as ops
 from phalanx.kernels.moe import dispatch, heuristics, reference
 from phalanx.kernels.moe.heuristics import ExpertTiling
-from phalanx.kernels.moe.tensors import ExpertTensors, Routing, TrafficPattern
-from tests.support.kernels_compiled import spilled
+from phalanx.kernels.moe.tensors import ExpertTensors, TrafficPattern
+from tests.support.kernels_compiled import compiled_as, spilled
 from tests.support.kernels_interpreted import interpreted, let_loops_begin_anywhere
+from tests.support.kernels_routing import routings
 
 pytest.importorskip("triton")
 
@@ -49,22 +50,6 @@ def experts_of(
     return ExpertTensors(
         count, first, gate_up, down, gate_up_scale, down_scale, static, static, begin if by_block else 0, "widened" not in kind
     )  # fmt: skip
-
-
-def routing_of(ids: Tensor) -> Routing:
-    weights = torch.rand(ids.shape, device=ids.device) + 0.1
-    return Routing(weights / weights.sum(-1, keepdim=True), ids.to(torch.int32))
-
-
-def routings(tokens: int, count: int, top_k: int) -> list[Routing]:
-    """Drawn; all to the first experts; the last expert with one token only; and one with experts of other ranks."""
-    drawn = torch.rand(tokens, count).argsort(1)[:, :top_k]
-    same = torch.arange(top_k).expand(tokens, top_k).clone()
-    one = same.clone()
-    one[0, 0] = count - 1
-    elsewhere = drawn + 2
-    elsewhere[-1] = -1
-    return [routing_of(ids) for ids in (drawn, same, one, elsewhere)]
 
 
 def check_experts() -> None:
@@ -219,11 +204,7 @@ def test_in_the_interpreter() -> None:
     assert interpreted("tests.kernels.moe.test_grouped_gemm").split() == [check.__name__ for check in CHECKS]
 
 
-def compiled_as(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full: bool = True) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def compiled_kernel(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full: bool = True) -> Any:
     from phalanx.kernels.moe.grouped_gemm import FEW
     from phalanx.kernels.moe.grouped_gemm import _grouped_gemm as kernel
 
@@ -246,11 +227,7 @@ def compiled_as(tiling: ExpertTiling, arch: int, kind: str, *, gated: bool, full
     integers = ("x_token_stride", "x_block_stride", "count", "tiles_most", "outputs", "inputs", "blocks", "part_blocks")
     kinds |= dict.fromkeys(integers, "i32")
     aligned = [name for name in (*pointers, "outputs", "inputs") if name not in constants]
-    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    source = ASTSource(kernel, kinds | dict.fromkeys(constants, "constexpr"), constants, attributes)
-    return triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": tiling.warps, "num_stages": tiling.stages}
-    )
+    return compiled_as(kernel, kinds, constants, arch, aligned=aligned, num_warps=tiling.warps, num_stages=tiling.stages)
 
 
 def test_warmup_has_every_variant() -> None:
@@ -288,7 +265,7 @@ def test_compiles(arch: int, kind: str, tokens: int) -> None:
     first = heuristics.gate_up_tiling(2 * tokens, min(8, 2 * tokens), size, 14336, itemsize, 132, **sizes)
     second = heuristics.down_tiling(2 * tokens, min(8, 2 * tokens), size, 4096, 14336, itemsize, 132, **sizes)
     for tiling, gated in ((first, True), (second, False)):
-        kernel = compiled_as(tiling, arch, kind, gated=gated)
+        kernel = compiled_kernel(tiling, arch, kind, gated=gated)
         assert kernel.metadata.shared <= SHARED_MEMORY[arch]
         assert spilled(kernel) == 0
         assert {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}[arch] in kernel.asm["ptx"]

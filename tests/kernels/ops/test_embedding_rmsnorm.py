@@ -33,8 +33,8 @@ def check_embed() -> None:
         table = torch.randn(10, hidden).to(dtype)
         for last in (None, (last_tokens, slots)):
             expected = reference.embed(ids, table, begin, last)
-            for got, wanted in zip(embedding_rmsnorm.embed(ids, table, begin, last), expected, strict=True):
-                assert torch.equal(got, wanted)
+            for output, wanted in zip(embedding_rmsnorm.embed(ids, table, begin, last), expected, strict=True):
+                assert torch.equal(output, wanted)
 
 
 def check_embed_norm() -> None:
@@ -49,10 +49,12 @@ def check_embed_norm() -> None:
         vectors = table[[3, 9, 1]]
         for quant, quant_scale in (("none", None), ("fp8", None), ("fp8", scale), ("nvfp4", scale)):
             options: dict[str, Any] = {"quant": quant, "scale": quant_scale}
-            got = embedding_rmsnorm.embed_norm(ids, table, last, weight, 1e-5, **options)
-            assert torch.equal(got[-1], vectors)
+            outputs = embedding_rmsnorm.embed_norm(ids, table, last, weight, 1e-5, **options)
+            assert torch.equal(outputs[-1], vectors)
             # To the bit what the kernel gives that adds a residual.
-            for one, other in zip(got, residual_rms_norm(torch.zeros_like(vectors), vectors, weight, 1e-5, **options), strict=True):
+            for one, other in zip(
+                outputs, residual_rms_norm(torch.zeros_like(vectors), vectors, weight, 1e-5, **options), strict=True
+            ):
                 assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
         plain = reference.embed_norm(ids, table, last, weight, 1e-5)
         step = 2 * torch.finfo(dtype).eps
@@ -68,9 +70,9 @@ def check_rms_norm() -> None:
         for x in (heads[:, 1:5], heads[:, 5], heads[0], heads[:0, 0]):
             assert embedding_rmsnorm.runs_of_rows(x) != (0, 0)
             step = 2 * torch.finfo(dtype).eps
-            got = embedding_rmsnorm.rms_norm(x, weight, 1e-5)
-            assert got.is_contiguous()
-            torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5), rtol=step, atol=1e-6)
+            output = embedding_rmsnorm.rms_norm(x, weight, 1e-5)
+            assert output.is_contiguous()
+            torch.testing.assert_close(output, reference.rms_norm(x, weight, 1e-5), rtol=step, atol=1e-6)
     for odd in (heads.transpose(0, 1), heads[..., ::2], torch.randn(4, 24)[:, :16], torch.randn(16)):
         assert embedding_rmsnorm.runs_of_rows(odd) == (0, 0)
 
@@ -106,9 +108,9 @@ def test_compiles(kernel: str, arch: int) -> None:
     else:
         fp8 = kernel.endswith("fp8")
         function = embedding_rmsnorm._embed_norm
-        sinks = (words, words, "*i64" if fp8 else words, "*fp32" if fp8 else words)
+        pointers = (words, words, "*i64" if fp8 else words, "*fp32" if fp8 else words)
         signature = known | {
-            "weight": words, "sinks": sinks, "scale": "*fp32" if fp8 else words, "begin": "i32", "table_rows": "i32", 
+            "weight": words, "pointers": pointers, "scale": "*fp32" if fp8 else words, "begin": "i32", "table_rows": "i32", 
             "inner": "i32", "outer": "i32", "hidden": "i32", "eps": "fp32",
         }  # fmt: skip
         with_ids = kernel != "rms_norm"

@@ -64,7 +64,7 @@ def test_compiles(fp8: bool, arch: int) -> None:
     signature = {
         "query": "*bf16", "latent": "*bf16", "cos": "*fp32", "sin": "*fp32", "weight": "*bf16", "cache": "*u8" if fp8 else "*bf16",
         "slots": "*i64", "eps": "fp32",
-        **dict.fromkeys(("heads", "head_stride", "query_stride", "latent_stride", "first_turned", "rank", "half"), "i32"),
+        **dict.fromkeys(("heads", "head_stride", "query_stride", "latent_stride", "first_rotated", "rank", "half"), "i32"),
     }  # fmt: skip
     constants = {"HEADS": op.HEADS_PER_PROGRAM, "RANK": 512, "HALF": 32, "INTERLEAVED": True, "FP8": fp8}
     ptx = compiled(op._latent_rope_store, signature, constants, arch).asm["ptx"]

@@ -29,10 +29,10 @@ def check_rows() -> None:
         x = (torch.randn(tokens, width) * 3).to(dtype)
         x[:1, :4] = torch.tensor([0.0, -1e-4, 300.0, -300.0])
         for scale in (None, torch.tensor(0.02)):
-            got, scales = quantize_fp8.quantize_fp8(x, scale)
+            quantized, scales = quantize_fp8.quantize_fp8(x, scale)
             wanted, wanted_scales = reference.quantize_fp8(x, scale)
             assert torch.equal(scales, wanted_scales)
-            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+            assert torch.equal(quantized.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def check_a_row_of_zeros() -> None:
@@ -66,10 +66,10 @@ def test_on_gpu(width: int) -> None:
     from phalanx.kernels import reference
 
     x = torch.randn(5, width, dtype=torch.bfloat16, device="cuda")
-    got, scales = kernels.quantize_fp8(x)
+    quantized, scales = kernels.quantize_fp8(x)
     wanted, wanted_scales = reference.quantize_fp8(x.cpu())
     assert torch.equal(scales.cpu(), wanted_scales)
-    assert torch.equal(got.cpu().view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(quantized.cpu().view(torch.uint8), wanted.view(torch.uint8))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def check_rope_cos_sin() -> None:
     positions, inv_freq = torch.tensor([0, 1, 77, 131071]), 1e4 ** (-torch.arange(12) / 12)
     for factor in (1.0, 1.3):
         expected = reference.rope_cos_sin(positions, inv_freq, factor)
-        for got, wanted in zip(rope_cos_sin(positions, inv_freq, factor), expected, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        for output, wanted in zip(rope_cos_sin(positions, inv_freq, factor), expected, strict=True):
+            torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-6)
 
 
 CHECKS = [check_rope_cos_sin]

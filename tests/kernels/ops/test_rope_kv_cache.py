@@ -60,13 +60,13 @@ def rope_store_is_the_references(*, is_unscaled: bool, has_norm: bool = False) -
         query = rope_kv_cache.rope_store(qkv, angles.cos(), angles.sin(), *caches, slots, q_heads, scales, norm)
         step = torch.finfo(dtype).eps * (4 if has_norm else 1)  # a norm magnifies what the first rounding leaves
         torch.testing.assert_close(query, wanted, rtol=2 * step, atol=step)
-        for got, want in zip(caches, expected, strict=True):
+        for actual, want in zip(caches, expected, strict=True):
             if fp8:
-                assert (got.float() == want.float()).float().mean() > 0.98, name
-            torch.testing.assert_close(got.float(), want.float(), rtol=0.126 if fp8 else 2 * step, atol=2.0**-8 if fp8 else step)
+                assert (actual.float() == want.float()).float().mean() > 0.98, name
+            torch.testing.assert_close(actual.float(), want.float(), rtol=0.126 if fp8 else 2 * step, atol=2.0**-8 if fp8 else step)
         untouched = [3, 7, 8]  # -1 stores nothing, not even at the end of the cache
-        for got, want in zip(caches, expected, strict=True):
-            assert torch.equal(got.float().flatten(0, 1)[untouched], want.float().flatten(0, 1)[untouched])
+        for actual, want in zip(caches, expected, strict=True):
+            assert torch.equal(actual.float().flatten(0, 1)[untouched], want.float().flatten(0, 1)[untouched])
 
 
 CHECKS = [check_rope_store, check_rope_store_of_an_unscaled_output, check_rope_store_of_normed_heads]

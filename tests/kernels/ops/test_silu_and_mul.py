@@ -32,13 +32,13 @@ def check_silu_mul() -> None:
         step = 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(silu_and_mul.silu_mul(gate_up), reference.silu_mul(gate_up), rtol=step, atol=1e-6)
         for scale in (None, torch.tensor(0.02)):
-            got, scales = silu_and_mul.silu_mul_quant_fp8(gate_up, scale)
+            quantized, scales = silu_and_mul.silu_mul_quant_fp8(gate_up, scale)
             wanted, wanted_scales = reference.silu_mul_quant_fp8(gate_up, scale)
-            assert got.dtype == torch.float8_e4m3fn
+            assert quantized.dtype == torch.float8_e4m3fn
             torch.testing.assert_close(scales, wanted_scales, rtol=step, atol=0)
-            near = (got.float() - wanted.float()).abs() <= wanted.float().abs() / 8 + 2.0**-9
+            near = (quantized.float() - wanted.float()).abs() <= wanted.float().abs() / 8 + 2.0**-9
             assert near.all()
-            assert (got.float() == wanted.float()).float().mean() > 0.98 if tokens else True
+            assert (quantized.float() == wanted.float()).float().mean() > 0.98 if tokens else True
 
 
 def unscaled(values: torch.Tensor) -> Unscaled:
@@ -57,19 +57,19 @@ def check_silu_mul_of_an_unscaled_output() -> None:
         finished = reference.silu_mul(output.to_fp32().to(dtype))
         torch.testing.assert_close(silu_and_mul.silu_mul(output), finished, rtol=6 * eps, atol=1e-3 * eps**0.5)
         for scale in (None, torch.tensor(0.02)):
-            got, scales = silu_and_mul.silu_mul_quant_fp8(output, scale)
+            quantized, scales = silu_and_mul.silu_mul_quant_fp8(output, scale)
             wanted, wanted_scales = reference.silu_mul_quant_fp8(output, scale)
             torch.testing.assert_close(scales, wanted_scales, rtol=max(eps, 1e-6), atol=0)
-            assert ((got.float() - wanted.float()).abs() <= wanted.float().abs() / 8 + 2.0**-9).all()
-            assert (got.float() == wanted.float()).float().mean() > 0.98 if tokens else True
+            assert ((quantized.float() - wanted.float()).abs() <= wanted.float().abs() / 8 + 2.0**-9).all()
+            assert (quantized.float() == wanted.float()).float().mean() > 0.98 if tokens else True
 
 
 def check_where_exp_overflows() -> None:
     from phalanx.kernels.ops import silu_and_mul
 
     gate = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 1e30, 1.0, -1.0]])
-    got = silu_and_mul.silu_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
-    torch.testing.assert_close(got, torch.nn.functional.silu(gate))
+    output = silu_and_mul.silu_mul(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    torch.testing.assert_close(output, torch.nn.functional.silu(gate))
 
 
 def check_a_row_of_zeros_quantizes() -> None:

@@ -21,12 +21,10 @@ from torch import Tensor
 
 from phalanx.kernels import reference
 from phalanx.kernels.sampling import sampling
-from tests.support.kernels_compiled import compiled
+from tests.support.kernels_compiled import compiled, compiled_as
 from tests.support.kernels_interpreted import interpreted
 
-triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402 - after it is known to be there
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton")
 
 pytestmark = pytest.mark.usefixtures("forked_python")
 
@@ -50,12 +48,12 @@ def check(logits: Tensor, temperature: Tensor, filters: Tensor) -> int:
     scaled = reference.scale_logits(logits.float(), temperature)
     top_k, top_p, min_p = filters[0].long(), filters[1].where(filters[1] < 1.0, 2.0), filters[2].float()
     wanted = reference.keep_filtered(scaled, width, top_k, top_p, min_p)
-    got = torch.where(scaled >= threshold.unsqueeze(1), scaled, -math.inf)
-    odd = (got != wanted).any(1).nonzero()[:, 0].tolist()
+    filtered = torch.where(scaled >= threshold.unsqueeze(1), scaled, -math.inf)
+    odd = (filtered != wanted).any(1).nonzero()[:, 0].tolist()
     for row in odd:
         kept = reference.keep_filtered(scaled[row : row + 1], width, top_k[row : row + 1], None, None)[0].double()
         mass = kept.exp()
-        for value in kept[got[row] != wanted[row]].unique():
+        for value in kept[filtered[row] != wanted[row]].unique():
             before = mass[kept > value].sum() / mass.sum()
             assert abs(before - top_p[row]) <= TOO_CLOSE, (row, filters[:, row], temperature[row], before)
     return len(odd)
@@ -260,11 +258,10 @@ def test_compiles(kernel: str, arch: int) -> None:
             "CAPACITY": filter_thresholds.CAPACITY,
             "SM": arch,
         }
-        aligned = {(at,): [["tt.divisibility", 16]] for at in (0, 6)}  # logits and stride
-        source = ASTSource(
-            filter_thresholds._filter_thresholds, signature | dict.fromkeys(constants, "constexpr"), constants, aligned
-        )
-        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": filter_thresholds.LANES // 32})
+        result = compiled_as(
+            filter_thresholds._filter_thresholds, signature, constants, arch, aligned=("logits", "stride"),
+            num_warps=filter_thresholds.LANES // 32,
+        )  # fmt: skip
         assert len(result.asm["cubin"]) > 0
         assert ("griddepcontrol.wait" in result.asm["ptx"]) == (arch >= 90)
         assert "set.le.f32.f32" in result.asm["ptx"]

@@ -46,10 +46,10 @@ def test_filters_keep_what_transformers_keeps(temperature, k, p, m):
     scaled = reference.scale_logits(logits, torch.full((16,), temperature))
     top_k = torch.full((16,), k) if k else None
     top_p = torch.full((16,), p, dtype=torch.float64) if p < 1 else None
-    got = reference.keep_filtered(scaled, k or 97, top_k, top_p, torch.full((16,), m) if m else None).softmax(-1)
+    probabilities = reference.keep_filtered(scaled, k or 97, top_k, top_p, torch.full((16,), m) if m else None).softmax(-1)
 
-    assert torch.equal(got > 0, wanted > 0)
-    torch.testing.assert_close(got, wanted)
+    assert torch.equal(probabilities > 0, wanted > 0)
+    torch.testing.assert_close(probabilities, wanted)
 
 
 def test_rows_filter_alone_whatever_the_others_ask():
@@ -132,22 +132,22 @@ def test_repetition_penalty_is_transformers():
 def test_presence_and_frequency_penalties_look_at_the_output_only():
     logits = torch.zeros(1, 4)
     counts, in_prompt = torch.tensor([[0, 1, 3, 0]], dtype=torch.int32), torch.tensor([[True, False, True, False]])
-    got = sampling.penalize(logits, counts, in_prompt, torch.ones(1), torch.tensor([0.5]), torch.tensor([0.25]))
-    assert got.tolist() == [[0.0, -0.75, -1.25, 0.0]]
+    penalized = sampling.penalize(logits, counts, in_prompt, torch.ones(1), torch.tensor([0.5]), torch.tensor([0.25]))
+    assert penalized.tolist() == [[0.0, -0.75, -1.25, 0.0]]
 
 
 def test_masks_read_bit_by_bit():
     allowed = torch.rand(3, 70, generator=torch.Generator().manual_seed(3)) < 0.3
     allowed[0, 31] = allowed[0, 63] = True  # sign bits
     packed = np.packbits(np.pad(allowed.numpy(), ((0, 0), (0, 26))), axis=1, bitorder="little").view("<i4")
-    got = sampling.allow(logits_of(3, 70), torch.from_numpy(packed.copy()))
-    assert torch.equal(torch.isfinite(got), allowed)
+    masked = sampling.allow(logits_of(3, 70), torch.from_numpy(packed.copy()))
+    assert torch.equal(torch.isfinite(masked), allowed)
 
 
 def test_forbid_leaves_a_row_its_last_token():
     logits = torch.tensor([[0.0, 1.0, 2.0], [-math.inf, 5.0, -math.inf]])
-    got = sampling.forbid(logits, torch.tensor([0, 1]), torch.tensor([2, 1]))
-    assert got.argmax(-1).tolist() == [1, 1]
+    masked = sampling.forbid(logits, torch.tensor([0, 1]), torch.tensor([2, 1]))
+    assert masked.argmax(-1).tolist() == [1, 1]
 
 
 def test_keys_of_ranks_lead_to_argmax():

@@ -75,7 +75,7 @@ class Board:
     """What the programs of all ranks share in one run."""
 
     def __init__(self, world: int, programs: int) -> None:
-        from phalanx.kernels.ops.residual_rms_norm import Sinks
+        from phalanx.kernels.ops.residual_rms_norm import NormOutputs
 
         self.world, self.programs = world, programs
         self.halves = [shared((2 * HALF * 4,), torch.int32, -1) for _ in range(world)]
@@ -83,19 +83,19 @@ class Board:
         self.written = shared((world,), torch.int32)
         self.done = shared((world, programs), torch.int32)
         self.parts: list[list[Any]] = []
-        self.sinks: list[list[Sinks]] = []
+        self.norm_outputs: list[list[NormOutputs]] = []
         self.residuals, self.weights = [], []
         for call in CALLS:
             size = (call.rows, call.hidden)
             self.parts.append([self._part(call, rank) for rank in range(world)])
             self.residuals.append(torch.randn(size).to(call.dtype))
             self.weights.append(torch.rand(call.hidden).to(call.dtype))
-            sinks = [Sinks(torch.empty(size, dtype=call.dtype), call.quant, False) for _ in range(world)]  # type: ignore[arg-type]
-            for rank_sinks in sinks:
-                rank_sinks.residual.fill_(NAN)
-                for out in rank_sinks.outputs():
+            norm_outputs = [NormOutputs(torch.empty(size, dtype=call.dtype), call.quant, False) for _ in range(world)]  # type: ignore[arg-type]
+            for rank_outputs in norm_outputs:
+                rank_outputs.residual.fill_(NAN)
+                for out in rank_outputs.outputs():
                     out.share_memory_()
-            self.sinks.append(sinks)
+            self.norm_outputs.append(norm_outputs)
         self.scale = torch.tensor(0.02)
 
     def _part(self, call: Call, rank: int) -> Any:
@@ -212,13 +212,13 @@ def program(board: Board, rank: int, own: int) -> None:
     flags = tuple(buffer.data_ptr() + BUFFER_BYTES for buffer in board.partials)
     for call_index, call in enumerate(CALLS):
         number[0] = call_index
-        sinks = board.sinks[call_index][rank]
+        norm_outputs = board.norm_outputs[call_index][rank]
         values, rows, columns = Unscaled.parts(board.parts[call_index][rank])
-        gathered = sinks.norm if sinks.quantized is None else sinks.quantized
+        gathered = norm_outputs.norm if norm_outputs.quantized is None else norm_outputs.quantized
         assert gathered is not None
         row = (
             board.residuals[call_index].view(torch.int32), board.weights[call_index].view(torch.int32),
-            sinks.pointers(0, call.rows), gathered.view(torch.int32), board.scale, peers,
+            norm_outputs.pointers(0, call.rows), gathered.view(torch.int32), board.scale, peers,
         )  # fmt: skip
         sizes = (HALF, call.rows, call.hidden, min(call.movers, board.programs), 1e-5)
         constants = {
@@ -256,8 +256,8 @@ def verify(board: Board) -> None:
             reference.all_reduce(parts), board.residuals[call_index], board.weights[call_index], 1e-5, quant=quant, scale=scale
         )  # type: ignore[arg-type]
         for rank in range(board.world):
-            *outputs, residual = board.sinks[call_index][rank].outputs()
-            first = board.sinks[call_index][0].outputs()
+            *outputs, residual = board.norm_outputs[call_index][rank].outputs()
+            first = board.norm_outputs[call_index][0].outputs()
             for output, right, theirs in zip(outputs, wanted[:-1], first[:-1], strict=True):
                 same(output, right, f"{call} on rank {rank}")
                 assert torch.equal(output.view(torch.uint8), theirs.view(torch.uint8)), f"{call}: rank {rank} differs from rank 0"

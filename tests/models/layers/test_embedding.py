@@ -12,7 +12,7 @@ from phalanx.comm.local import LocalWorld
 from phalanx.models.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from phalanx.models.layers.norm import RmsNorm
 from phalanx.models.slices import LayerContext
-from tests.models.layers.test_linear import fill
+from tests.support.models_layers import fill
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [65, 100, 256])
 def test_the_vocabulary_at_both_ends(tp: int, tied: bool, vocab: int) -> None:
-    whole = {"e.weight": torch.randn(vocab, 8), "h.weight": torch.randn(vocab, 8), "n.weight": torch.rand(8)}
+    tensors = {"e.weight": torch.randn(vocab, 8), "h.weight": torch.randn(vocab, 8), "n.weight": torch.rand(8)}
     ids, rows = torch.randint(0, vocab, (20,)), torch.tensor([3, 19, 3])
     last_tokens, slots = torch.randint(0, vocab, (30,)), torch.randperm(30)[:20]
     unknown = torch.where(torch.arange(20) % 3 == 0, -1, ids)
@@ -31,7 +31,7 @@ def test_the_vocabulary_at_both_ends(tp: int, tied: bool, vocab: int) -> None:
         embedding, norm = VocabParallelEmbedding("e", vocab, 8, context=context), RmsNorm("n", 8, 1e-5, context=context)
         head = ParallelLMHead("h", vocab, 8, tied=embedding if tied else None, context=context)
         for layer in (embedding, head.table, norm):
-            fill(layer, whole)
+            fill(layer, tensors)
         normed, vectors = embedding(ids, norm)
         known = embedding(unknown, norm, (last_tokens, slots))[1]
         local = head.local(vectors)
@@ -39,13 +39,13 @@ def test_the_vocabulary_at_both_ends(tp: int, tied: bool, vocab: int) -> None:
         assert head.argmax_keys(local).shape == (group.size, 20, 1)
         return vectors, normed, known, head(vectors, rows), head.argmax(local), head.local(vectors[:0])
 
-    vectors = whole["e.weight"][ids]
-    table = whole["e.weight" if tied else "h.weight"]
+    vectors = tensors["e.weight"][ids]
+    table = tensors["e.weight" if tied else "h.weight"]
     with torch.inference_mode():
-        for found, normed, known, computed, tokens, none in LocalWorld(tp).run(act):
-            assert torch.equal(found, vectors)
-            torch.testing.assert_close(normed, F.rms_norm(vectors, (8,), whole["n.weight"], 1e-5), rtol=1e-5, atol=1e-5)
-            assert torch.equal(known, whole["e.weight"][torch.where(unknown < 0, last_tokens[slots], ids)])
+        for embedded, normed, known, computed, tokens, none in LocalWorld(tp).run(act):
+            assert torch.equal(embedded, vectors)
+            torch.testing.assert_close(normed, F.rms_norm(vectors, (8,), tensors["n.weight"], 1e-5), rtol=1e-5, atol=1e-5)
+            assert torch.equal(known, tensors["e.weight"][torch.where(unknown < 0, last_tokens[slots], ids)])
             assert computed.shape == (3, vocab)
             torch.testing.assert_close(computed, vectors[rows] @ table.T, rtol=1e-5, atol=1e-5)
             assert torch.equal(tokens, (vectors @ table.T).argmax(-1))

@@ -33,8 +33,8 @@ def fill(*layers: Sliced) -> None:
     for layer in layers:
         for part in layer.slices():
             generator = torch.Generator().manual_seed(len(part.name))
-            whole = torch.rand(part.shape, generator=generator) - (0.5 if len(part.shape) == 2 else 0.0)
-            part.store(whole.narrow(part.dim, part.begin, part.target.shape[part.dim]))
+            tensor = torch.rand(part.shape, generator=generator) - (0.5 if len(part.shape) == 2 else 0.0)
+            part.store(tensor.narrow(part.dim, part.begin, part.target.shape[part.dim]))
 
 
 def merged(context: LayerContext) -> MergedColumnParallelLinear:
@@ -52,24 +52,24 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
 
     def act(group: Group) -> None:
         context = replace(CONTEXT, group=group, quantization=quantization)
-        mine = shard.even("inputs", 64, tp, group.rank)
-        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=bias, context=context), RmsNorm("n", 32, 1e-5, context=context)
+        local = shard.even("inputs", 64, tp, group.rank)
+        out, norm = RowParallelLinear("o", 64, 32, local=local, bias=bias, context=context), RmsNorm("n", 32, 1e-5, context=context)
         after = merged(context)
         fill(out, norm, after)
         for layer in (out, after):
             if static:
                 layer.fp8.input_scale.fill_(0.011)
-        plain, plain_residual = out(x[:, mine.start : mine.stop], residual, norm)
+        plain, plain_residual = out(x[:, local.start : local.stop], residual, norm)
         assert isinstance(plain, torch.Tensor)
-        norm.feed(after.fp8)
-        fused, new_residual = out(x[:, mine.start : mine.stop], residual, norm)
+        norm.set_consumer(after.fp8)
+        fused, new_residual = out(x[:, local.start : local.stop], residual, norm)
         assert isinstance(fused, Quantized)
         assert torch.equal(plain_residual, new_residual)
         values, scale = kernels.quantize_fp8(plain, after.fp8.input_scale)
         assert torch.equal(fused.values.float(), values.float())
         assert torch.equal(fused.scale, scale.expand(5, 1))
-        wide = after.fp8.dequantized(after.weight)
-        torch.testing.assert_close(after(fused), (values.float() * scale) @ wide.t() + after.bias, rtol=1e-5, atol=1e-5)
+        weight = after.fp8.dequantized(after.weight)
+        torch.testing.assert_close(after(fused), (values.float() * scale) @ weight.t() + after.bias, rtol=1e-5, atol=1e-5)
         assert torch.equal(after(fused), after(plain))
         assert isinstance(norm(residual), Quantized)
 
@@ -80,10 +80,10 @@ def test_the_norm_behind_a_sum_quantizes_for_the_next_layer(static: bool, tp: in
 def test_what_the_norm_asks_of_the_all_reduce() -> None:
     norm, layer = RmsNorm("n", 32, 1e-5, context=CONTEXT), merged(CONTEXT)
     assert norm.fusion(torch.zeros(1, 32)).quant == "none"
-    norm.feed(layer.fp8)
-    asked: ResidualRmsNorm = norm.fusion(torch.zeros(1, 32))
-    assert (asked.quant, asked.scale) == ("fp8", None)
-    norm.feed(merged(replace(CONTEXT, fp8_gemm=False)).fp8)
+    norm.set_consumer(layer.fp8)
+    fusion: ResidualRmsNorm = norm.fusion(torch.zeros(1, 32))
+    assert (fusion.quant, fusion.scale) == ("fp8", None)
+    norm.set_consumer(merged(replace(CONTEXT, fp8_gemm=False)).fp8)
     assert norm.fusion(torch.zeros(1, 32)).quant == "none"
 
 
@@ -108,8 +108,8 @@ def test_a_model_with_its_seams_is_the_model_without(tp: int, tmp_path: Path) ->
     apart = Formation(folder, tp=tp, fp8=True, fp8_gemm=True)
     for model in apart.models[0]:
         for layer in model.layers:
-            layer.input_layernorm.feed(None)
-            layer.post_attention_layernorm.feed(None)
+            layer.input_layernorm.set_consumer(None)
+            layer.post_attention_layernorm.set_consumer(None)
     assert torch.equal(fused.step([(0, ids)])[0], apart.step([(0, ids)])[0])
     widened = Formation(folder, tp=tp, fp8=True, fp8_gemm=False)
     assert not torch.equal(fused.step([(1, ids)])[0], widened.step([(1, ids)])[0])
@@ -125,15 +125,15 @@ def test_scales_are_left_to_what_reads_a_product(
     model = Formation(write_checkpoint(tmp_path / "m", family, **sizes), tp=tp, fp8=True, fp8_gemm=True)
     ids = torch.randint(0, 384, (9,))
     finished = model.step([(0, ids)])[0]
-    asked: list[int] = []
+    outputs_scaled: list[int] = []
 
     def sums(x: Quantized, weight: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype) -> Unscaled:
-        asked.append(weight.shape[0])
+        outputs_scaled.append(weight.shape[0])
         return Unscaled((x.values.float() @ weight.float().t()).to(dtype), x.scale, scale)
 
     monkeypatch.setattr(fp8, "unscaled_mm", sums)
     torch.testing.assert_close(model.step([(1, ids)])[0], finished, rtol=1e-3, atol=2e-2)
-    assert len(asked) == left
+    assert len(outputs_scaled) == left
 
 
 BLOCKS = Quantization("fp8", "block", "token", block=(128, 128), scale_name="weight_scale_inv")
@@ -145,30 +145,30 @@ def test_scales_by_block_where_rows_begin_with_one(rank: int, monkeypatch: pytes
     monkeypatch.setattr(fp8.block_gemm, "_cublas_scales_by_block", lambda device: True)
     context = replace(CONTEXT, quantization=BLOCKS)
 
-    def held(*runs: WeightRows) -> ColumnParallelLinear:
+    def layer_of(*runs: WeightRows) -> ColumnParallelLinear:
         layer = ColumnParallelLinear(list(runs), 512, bias=False, context=context)
         for scale in layer.scales():  # of a checkpoint: block (r, c) of a layer has 10 r + c, and the second layer 100 more
             rows, columns = scale.shapes[0]
             scale.store(torch.arange(rows)[:, None] * 10.0 + torch.arange(columns) + 100 * ("b" in scale.name))
         return layer
 
-    whole = held(WeightRows("a", 512, 256 * rank, 256), WeightRows("b", 256, 128 * rank, 128))
-    assert whole.fp8 is not None
-    assert whole.fp8.whole_blocks
+    aligned = layer_of(WeightRows("a", 512, 256 * rank, 256), WeightRows("b", 256, 128 * rank, 128))
+    assert aligned.fp8 is not None
+    assert aligned.fp8.whole_blocks
     first = torch.tensor([2 * rank, 2 * rank + 1, 10 + rank])[:, None] * 10.0
-    found = whole.fp8._scale_per_block()
-    assert torch.equal(found, first + torch.arange(4))
-    assert whole.fp8._scale_per_block() is found
+    scale_per_block = aligned.fp8._scale_per_block()
+    assert torch.equal(scale_per_block, first + torch.arange(4))
+    assert aligned.fp8._scale_per_block() is scale_per_block
     for runs in (
         (WeightRows("a", 512, 64, 256),),
         (WeightRows("a", 512, 0, 192), WeightRows("b", 256, 0, 128)),
         (WeightRows("a", 512, 0, 320),),
     ):
-        layer = held(*runs)
+        layer = layer_of(*runs)
         assert layer.fp8 is not None
         assert not layer.fp8.whole_blocks
     monkeypatch.setattr(fp8.block_gemm, "_cublas_scales_by_block", lambda device: False)
-    plain = held(WeightRows("a", 512, 0, 256)).fp8
+    plain = layer_of(WeightRows("a", 512, 0, 256)).fp8
     assert plain is not None
     assert not plain.whole_blocks
 
@@ -182,11 +182,14 @@ def test_gemms_that_cannot_write_to_targets_return_a_tensor(kind: str) -> None:
     def act(base: Group) -> None:
         group = poisoned(base, gemm_rs_min_tokens=1)
         context = replace(CONTEXT, group=group, quantization=quantization, dtype=dtype, fp8_gemm=kind != "widened")
-        mine = shard.even("inputs", 64, 2, group.rank)
-        out, norm = RowParallelLinear("o", 64, 32, local=mine, bias=False, context=context), RmsNorm("n", 32, 1e-5, context=context)
+        local = shard.even("inputs", 64, 2, group.rank)
+        out, norm = (
+            RowParallelLinear("o", 64, 32, local=local, bias=False, context=context),
+            RmsNorm("n", 32, 1e-5, context=context),
+        )
         (fill_blocks(out, scales) if kind == "blocks" else fill(out))
         fill(norm)
-        out(x[:, mine.start : mine.stop].contiguous(), residual, norm)
+        out(x[:, local.start : local.stop].contiguous(), residual, norm)
         assert group.calls == {"RS_NORM_AG/RESIDUAL_RMS_NORM": 1}
 
     with torch.inference_mode():
@@ -204,17 +207,17 @@ def test_gemm_rs_gives_the_outputs_of_the_gemm(static: bool) -> None:
         outputs = []
         for group in (base, poisoned(base, gemm_rs_min_tokens=1)):
             context = replace(CONTEXT, group=group, quantization=quantization, dtype=torch.bfloat16)
-            mine = shard.even("inputs", 64, 2, group.rank)
+            local = shard.even("inputs", 64, 2, group.rank)
             out, norm = (
-                RowParallelLinear("o", 64, 32, local=mine, bias=False, context=context),
+                RowParallelLinear("o", 64, 32, local=local, bias=False, context=context),
                 RmsNorm("n", 32, 1e-5, context=context),
             )
             fill(out, norm)
             if static:
                 out.fp8.input_scale.fill_(0.5)
             norm.weight.fill_(1)
-            found, new = out(x[:, mine.start : mine.stop].contiguous(), residual, norm)
-            outputs.append((found, unshard(new, group)))
+            output, new = out(x[:, local.start : local.stop].contiguous(), residual, norm)
+            outputs.append((output, unshard(new, group)))
             if group is not base:
                 assert group.calls == {"GEMM_RS/RESIDUAL_RMS_NORM": 1}
         for left, right in zip(*outputs, strict=True):
@@ -239,29 +242,29 @@ def test_layers_scaled_by_block_quantize_in_the_groups_of_their_blocks(tp: int) 
 
     def act(group: Group) -> torch.Tensor:
         context = replace(CONTEXT, group=group, quantization=BLOCKS)
-        mine = shard.even("inputs", 320, tp, group.rank)
+        local = shard.even("inputs", 320, tp, group.rank)
         out, norm = (
-            RowParallelLinear("o", 320, 32, local=mine, bias=False, context=context),
+            RowParallelLinear("o", 320, 32, local=local, bias=False, context=context),
             RmsNorm("n", 32, 1e-5, context=context),
         )
         after = merged(context)
         fill_blocks(out, scales)
         fill_blocks(after, scales)
         fill(norm)
-        norm.feed(after.fp8)
+        norm.set_consumer(after.fp8)
         assert out.fp8.quantizes_groups
         assert not out.fp8.fp8_gemm
-        assert out.weight_scale.shape == (32, -(-mine.stop // 128) - mine.start // 128)
-        output = out.fp8.linear(x[:, mine.start : mine.stop], out.weight)
-        begin, columns = mine.start % 128, slice(mine.start, mine.stop)
+        assert out.weight_scale.shape == (32, -(-local.stop // 128) - local.start // 128)
+        output = out.fp8.linear(x[:, local.start : local.stop], out.weight)
+        begin, columns = local.start % 128, slice(local.start, local.stop)
         values, x_scale = reference.per_token_group_quant_fp8(x[:, columns], 128, begin)
         meant = reference.dequantize(values, x_scale, torch.float32, block=128, begin=begin)
         torch.testing.assert_close(output, meant @ out.fp8.dequantized(out.weight).t(), rtol=1e-5, atol=1e-5)
         normed, _ = out(x[:, columns], residual, norm)
         assert isinstance(normed, torch.Tensor)
-        wide = after.fp8.dequantized(after.weight)
+        weight = after.fp8.dequantized(after.weight)
         values, x_scale = reference.per_token_group_quant_fp8(normed)
-        wanted = reference.dequantize(values, x_scale, torch.float32, block=128) @ wide.t() + after.bias
+        wanted = reference.dequantize(values, x_scale, torch.float32, block=128) @ weight.t() + after.bias
         torch.testing.assert_close(after(normed, may_stay_unscaled=True), wanted, rtol=1e-5, atol=1e-5)
         for token in range(5):  # alone or beside others, but for the order of sums
             torch.testing.assert_close(after(normed[token : token + 1]), wanted[token : token + 1], rtol=1e-5, atol=1e-5)

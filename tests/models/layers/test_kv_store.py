@@ -21,9 +21,9 @@ def stored(store: KvStore, key: torch.Tensor, value: torch.Tensor) -> LayerCache
     """Of positions that turn nothing; slot 5, none, slot 8."""
     cache = LayerCache.zeros(3, 4, 2, 8, store.context.cache_dtype, CPU)
     query = torch.randn(3, 4, 8)
-    unturned = torch.ones(3, 4), torch.zeros(3, 4)
+    unrotated = torch.ones(3, 4), torch.zeros(3, 4)
     heads = torch.cat((query, key, value), dim=1)
-    assert torch.equal(store(heads, unturned, 4, cache, torch.tensor([5, -1, 8])), query)
+    assert torch.equal(store(heads, unrotated, 4, cache, torch.tensor([5, -1, 8])), query)
     return cache
 
 
@@ -41,9 +41,9 @@ def test_in_fp8(scales: tuple[float, float] | None) -> None:
     store = KvStore("a", context=replace(CONTEXT, fp8_cache=True))
     store.read_scales = scales
     cache = stored(store, key, value)
-    for held, given, scale in ((cache.key, key, (scales or (1.0,))[0]), (cache.value, value, (scales or (1.0, 1.0))[1])):
-        assert held.dtype == torch.float8_e4m3fn
-        expected = (given / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-        assert torch.equal(held[1, 1].float(), expected[0])
-        assert torch.equal(held[2, 0].float(), expected[2])
-        assert not held[0].float().any()
+    for entries, vectors, scale in ((cache.key, key, (scales or (1.0,))[0]), (cache.value, value, (scales or (1.0, 1.0))[1])):
+        assert entries.dtype == torch.float8_e4m3fn
+        expected = (vectors / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        assert torch.equal(entries[1, 1].float(), expected[0])
+        assert torch.equal(entries[2, 0].float(), expected[2])
+        assert not entries[0].float().any()

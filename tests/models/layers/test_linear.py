@@ -14,41 +14,36 @@ from phalanx.comm.local import LocalWorld
 from phalanx.models import registry
 from phalanx.models.layers.linear import QkvParallelLinear, RowParallelLinear
 from phalanx.models.layers.norm import RmsNorm
-from phalanx.models.slices import LayerContext, Sliced
+from phalanx.models.slices import LayerContext
 from phalanx.plan import shard
 from tests.support.checkpoints import write_checkpoint
 from tests.support.comm_poisoned import poisoned
 from tests.support.models_formation import Formation
+from tests.support.models_layers import fill
 
 CPU = torch.device("cpu")
-
-
-def fill(layer: Sliced, whole: dict[str, torch.Tensor]) -> None:
-    for part in layer.slices():
-        assert part.shape == tuple(whole[part.name].shape)
-        part.target.copy_(whole[part.name].narrow(part.dim, part.begin, part.target.shape[part.dim]))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 def test_row_parallel_adds_its_bias_once(tp: int, bias: bool, normed: bool) -> None:
-    whole = {"o.weight": torch.randn(12, 16), "o.bias": 5 * torch.randn(12), "n.weight": torch.rand(12)}
+    tensors = {"o.weight": torch.randn(12, 16), "o.bias": 5 * torch.randn(12), "n.weight": torch.rand(12)}
     x, residual = torch.randn(5, 16), torch.randn(5, 12)
 
     def act(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        context, mine = LayerContext(group, torch.float32, CPU), shard.even("inputs", 16, group.size, group.rank)
+        context, local = LayerContext(group, torch.float32, CPU), shard.even("inputs", 16, group.size, group.rank)
         layer, norm = (
-            RowParallelLinear("o", 16, 12, local=mine, bias=bias, context=context),
+            RowParallelLinear("o", 16, 12, local=local, bias=bias, context=context),
             RmsNorm("n", 12, 1e-5, context=context),
         )
-        fill(layer, whole)
-        fill(norm, whole)
-        done: tuple[torch.Tensor, torch.Tensor] = layer(x[:, mine.start : mine.stop], residual, norm if normed else None)
+        fill(layer, tensors)
+        fill(norm, tensors)
+        done: tuple[torch.Tensor, torch.Tensor] = layer(x[:, local.start : local.stop], residual, norm if normed else None)
         return done
 
-    total = residual + F.linear(x, whole["o.weight"], whole["o.bias"] if bias else None)
-    expected = F.rms_norm(total, (12,), whole["n.weight"], 1e-5) if normed else total
+    total = residual + F.linear(x, tensors["o.weight"], tensors["o.bias"] if bias else None)
+    expected = F.rms_norm(total, (12,), tensors["n.weight"], 1e-5) if normed else total
     with torch.inference_mode():
         for out, new_residual in LocalWorld(tp).run(act):
             torch.testing.assert_close(new_residual, total, rtol=1e-5, atol=1e-5)
@@ -58,17 +53,21 @@ def test_row_parallel_adds_its_bias_once(tp: int, bias: bool, normed: bool) -> N
 @pytest.mark.parametrize(("q", "kv", "tp"), [(12, 3, 4), (12, 3, 2), (6, 2, 3), (8, 1, 4), (4, 4, 2)])
 def test_qkv_holds_the_heads_of_its_rank(q: int, kv: int, tp: int) -> None:
     names = {"a.q_proj": q, "a.k_proj": kv, "a.v_proj": kv}
-    whole = {f"{name}.weight": torch.randn(heads * 4, 10) for name, heads in names.items()}
-    whole |= {f"{name}.bias": torch.randn(heads * 4) for name, heads in names.items()}
+    tensors = {f"{name}.weight": torch.randn(heads * 4, 10) for name, heads in names.items()}
+    tensors |= {f"{name}.bias": torch.randn(heads * 4) for name, heads in names.items()}
     x = torch.randn(3, 10)
-    full = [F.linear(x, whole[f"{name}.weight"], whole[f"{name}.bias"]).view(3, -1, 4) for name in names]
+    full = [F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"]).view(3, -1, 4) for name in names]
 
     def act(group: Group) -> None:
         layer = QkvParallelLinear("a", 10, q, kv, 4, bias=True, context=LayerContext(group, torch.float32, CPU))
-        fill(layer, whole)
-        held = layer.heads
+        fill(layer, tensors)
+        heads_here = layer.heads
         out = layer(x).view(3, -1, 4)
-        picked = [full[0][:, held.q.start : held.q.stop], full[1][:, list(held.kv)], full[2][:, list(held.kv)]]
+        picked = [
+            full[0][:, heads_here.q.start : heads_here.q.stop],
+            full[1][:, list(heads_here.kv)],
+            full[2][:, list(heads_here.kv)],
+        ]
         torch.testing.assert_close(out, torch.cat(picked, dim=1), rtol=1e-5, atol=1e-5)
 
     with torch.inference_mode():
@@ -81,8 +80,8 @@ class _Owning(Formation):
     gemm_rs_min_tokens = 1 << 30
 
     def _rank(self, group: Group, layers: range, folder: Path) -> registry.Model:
-        self.groups = [*getattr(self, "groups", []), made := poisoned(group, gemm_rs_min_tokens=self.gemm_rs_min_tokens)]
-        return super()._rank(made, layers, folder)
+        self.groups = [*getattr(self, "groups", []), poisoned_group := poisoned(group, gemm_rs_min_tokens=self.gemm_rs_min_tokens)]
+        return super()._rank(poisoned_group, layers, folder)
 
 
 class _GemmRs(_Owning):
@@ -97,13 +96,13 @@ def test_a_model_whose_rows_have_owners_says_the_same(family: str, tp: int, pp: 
     heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 96, "intermediate_size": 192}
     folder = write_checkpoint(tmp_path, family, **heads)
     options = {"fp8": fp8, "fp8_gemm": fp8}
-    whole = Formation(folder, tp=tp, pp=pp, **options)
+    unsharded = Formation(folder, tp=tp, pp=pp, **options)
     owning = _Owning(folder, tp=tp, pp=pp, **options)
     tokens = torch.arange(11) % 7
     for step in ([(0, tokens), (1, tokens[:3])], [(0, tokens[:1]), (1, tokens[:2])], [(1, tokens[:1])]):
-        for found, wanted in zip(owning.step(step, padding=1), whole.step(step, padding=1), strict=True):
-            assert not found.isnan().any()
-            assert torch.equal(found, wanted)
+        for logits, wanted in zip(owning.step(step, padding=1), unsharded.step(step, padding=1), strict=True):
+            assert not logits.isnan().any()
+            assert torch.equal(logits, wanted)
     calls = owning.groups[0].calls
     assert any("RS_NORM_AG" in name and ("FP8" in name) == fp8 for name in calls), calls
 
@@ -117,6 +116,6 @@ def test_a_model_with_gemm_rs_gives_the_same(family: str, tp: int, pp: int, tmp_
     plain, gemm_rs = Formation(folder, tp=tp, pp=pp), _GemmRs(folder, tp=tp, pp=pp)
     tokens = torch.arange(11) % 7
     for step in ([(0, tokens), (1, tokens[:3])], [(0, tokens[:1]), (1, tokens[:1])], [(1, tokens[:4])]):
-        for found, wanted in zip(gemm_rs.step(step), plain.step(step), strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        for logits, wanted in zip(gemm_rs.step(step), plain.step(step), strict=True):
+            torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     assert set(gemm_rs.groups[0].calls) >= {"RS_NORM_AG/RESIDUAL_RMS_NORM", "GEMM_RS/RESIDUAL_RMS_NORM"}

@@ -26,7 +26,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("parameters", KINDS, ids=lambda held: held["rope_type"])
+@pytest.mark.parametrize("parameters", KINDS, ids=lambda rope_fields: rope_fields["rope_type"])
 def test_wavelengths_are_transformers(parameters: dict[str, Any]) -> None:
     sizes = {
         "hidden_size": 256,
@@ -54,7 +54,7 @@ def test_every_kind_that_config_reads_is_built() -> None:
         inv_freq(Rope("spiral"), 16)
 
 
-def test_a_head_is_turned_as_complex_numbers_are() -> None:
+def test_a_head_is_rotated_as_complex_numbers_are() -> None:
     rotary = Rotary(Rope(theta=100.0), 8, torch.device("cpu"))
     x, positions = torch.randn(5, 3, 8), torch.tensor([0, 1, 7, 200, 4000])
     rotated = kernels.rope(x, *rotary(positions))

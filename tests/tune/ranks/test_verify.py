@@ -43,9 +43,9 @@ def test_every_output_can_fail(fusion):
     sample = cell(fusion)
     for place, name in enumerate(verify._names(fusion)):
         for damage in (_unwritten, _shifted):
-            got = [t.clone() for t in sample.expected]
-            got[place] = damage(got[place])
-            assert verify.mismatch(fusion, tuple(got), sample.expected).startswith(name), (name, damage)
+            outputs = [t.clone() for t in sample.expected]
+            outputs[place] = damage(outputs[place])
+            assert verify.mismatch(fusion, tuple(outputs), sample.expected).startswith(name), (name, damage)
     assert "outputs instead of" in verify.mismatch(fusion, sample.expected[1:], sample.expected)
 
 

@@ -17,7 +17,8 @@ def examine(subject: Subject) -> list[Finding]:
             near = _ranges(gpu.cpus)
             findings.append(
                 warning(
-                    f"this process may run on cores {_ranges(allowed)}, and GPU {gpu.index} hangs on the NUMA node of cores {near}",
+                    f"this process may run on cores {_ranges(allowed)}, and GPU {gpu.index} is attached to the NUMA node of cores"
+                    f" {near}",
                     "allow it the cores beside its GPUs",
                     f"taskset -c {near} phalanx serve ...",
                     "docker run --cpuset-cpus ...",

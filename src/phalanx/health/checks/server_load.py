@@ -25,7 +25,7 @@ def examine(subject: Subject) -> list[Finding]:
         if preempted:
             findings.append(
                 warning(
-                    f"{server.url}: {preempted:.0f} sequences were preempted while the doctor looked on, with {used:.0%} of the KV"
+                    f"{server.url}: {preempted:.0f} sequences were preempted during the check, with {used:.0%} of the KV"
                     " cache in use",
                     "give the KV cache more memory, or lower max_batch_size",
                     "phalanx serve ... --max_batch_size N",
@@ -43,7 +43,7 @@ def examine(subject: Subject) -> list[Finding]:
         if refused:
             findings.append(
                 warning(
-                    f"{server.url}: {refused:.0f} requests were refused while the doctor looked on: its queue is full",
+                    f"{server.url}: {refused:.0f} requests were refused during the check: its queue is full",
                     "add a replica",
                     "phalanx monitor",
                 )

@@ -139,7 +139,7 @@ def _load_row(x, row_scales, column_scales, row, column, index, mask, KIND: tl.c
 
 @triton.jit
 def _finish_rows(
-    x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, first, step, rows, hidden, eps,
+    x, row_scales, column_scales, residual, weight_words, pointers, scale, peers, offset, first, step, rows, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
@@ -153,14 +153,14 @@ def _finish_rows(
         old = load(residual, index, mask, SM)
         total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
         finish_row(
-            rounded(total, KIND, SM), old, weight_words, row, column, mask, sinks, scale, hidden, eps,
+            rounded(total, KIND, SM), old, weight_words, row, column, mask, pointers, scale, hidden, eps,
             KIND, QUANT, KEEP_NORM, BLOCK, SM,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "row_scales"])
 def oneshot_norm(
-    x, residual, weight, sinks, scale, peers, epoch, half, rows, hidden, eps, row_scales, column_scales,
+    x, residual, weight, pointers, scale, peers, epoch, half, rows, hidden, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, WARPS: tl.constexpr, LOOP: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +183,8 @@ def oneshot_norm(
             push_to_peers(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
         ticket = draw_ticket(epoch, programs)
         _finish_rows(
-            x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, first, programs, rows, hidden, eps,
+            x, row_scales, column_scales, residual, weight_words, pointers, scale, peers, offset, first, programs, rows, hidden,
+            eps,
             KIND, QUANT, KEEP_NORM, RANK, WORLD, BLOCK, WARPS, SM,
         )  # fmt: skip
     else:
@@ -196,7 +197,7 @@ def oneshot_norm(
         ticket = draw_ticket(epoch, programs)
         total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS)
         finish_row(
-            rounded(total, KIND, SM), old, weight_words, first, column, mask, sinks, scale, hidden, eps,
+            rounded(total, KIND, SM), old, weight_words, first, column, mask, pointers, scale, hidden, eps,
             KIND, QUANT, KEEP_NORM, BLOCK, SM,
         )  # fmt: skip
     leave(epoch, programs, ticket)
@@ -204,7 +205,7 @@ def oneshot_norm(
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "row_scales"])
 def oneshot_norm_split(
-    x, residual, weight, sinks, scale, peers, epoch, board, half, rows, hidden, eps, row_scales, column_scales,
+    x, residual, weight, pointers, scale, peers, epoch, board, half, rows, hidden, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
@@ -233,11 +234,11 @@ def oneshot_norm_split(
     push_to_peers(own, peers, offset, index, mask, rows * pitch, RANK, WORLD)
     ticket = draw_ticket(epoch, programs)
     total = gather_sum(own, peers[RANK] + offset, index, mask, rows * pitch, KIND, RANK, WORLD, SPLIT, WARPS)
-    new = add_residual(rounded(total, KIND, SM), old, index, mask, sinks[1], KIND, SM)
+    new = add_residual(rounded(total, KIND, SM), old, index, mask, pointers[1], KIND, SM)
     write_board(board, tl.program_id(0), square_sum(new), number)
     split = tl.arange(0, SPLITS)
     squares = tl.sum(read_board(board, row * splits + split, split < splits, number), 0)
     normalize(
-        new, squares, weight_words, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, SPLIT, SM
+        new, squares, weight_words, row, column, mask, pointers, scale, hidden, eps, KIND, QUANT, KEEP_NORM, SPLIT, SM
     )  # fmt: skip
     leave(epoch, programs, ticket)

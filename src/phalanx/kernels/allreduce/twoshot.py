@@ -119,7 +119,7 @@ def twoshot(
 
 @triton.jit(do_not_specialize=["rows", "hidden", "chunk", "half", "movers", "row_scales"])
 def twoshot_norm(
-    x, residual, weight, sinks, scale, peers, epoch, half, rows, hidden, chunk, movers, eps, row_scales, column_scales,
+    x, residual, weight, pointers, scale, peers, epoch, half, rows, hidden, chunk, movers, eps, row_scales, column_scales,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def twoshot_norm(
             words = poll((address,), BLOCK, WARPS)
             clear(address)
             finish_row(
-                unpack(words, KIND), old, weight_words, row, column, mask, sinks, scale, hidden, eps,
+                unpack(words, KIND), old, weight_words, row, column, mask, pointers, scale, hidden, eps,
                 KIND, QUANT, KEEP_NORM, BLOCK, SM,
             )  # fmt: skip
     leave(epoch, programs, ticket)

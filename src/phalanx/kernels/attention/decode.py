@@ -181,7 +181,7 @@ def _part(
 
 @triton.jit
 def _merge_splits(
-    tops, totals, outs, group, count, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr
+    split_max, totals, outs, group, count, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr
 ):
     """Merge the partial results that the splits of a row left in the workspace from `group` on -> (maximum [LANES], sum [LANES],
     output [LANES, WIDTH]).
@@ -195,7 +195,7 @@ def _merge_splits(
         higher, split_tops = top, ()
         for each in tl.static_range(AT_ONCE):
             place = (group + first + each) * HEADS + lane
-            split_top = tl.load(tops + place, first + each < count, LOWEST, cache_modifier=".cg")
+            split_top = tl.load(split_max + place, first + each < count, LOWEST, cache_modifier=".cg")
             higher, split_tops = tl.maximum(higher, split_top), split_tops + (split_top,)
         fade = tl.exp2(top - higher)
         total, out, top = total * fade, out * fade[:, None], higher
@@ -234,7 +234,7 @@ def _store(
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
 )
 def _decode(
-    query, key_cache, value_cache, tables, table_rows, lengths, splits, sinks, out, tops, totals, outs, arrivals,
+    query, key_cache, value_cache, tables, table_rows, lengths, splits, sinks, out, split_max, totals, outs, arrivals,
     table_stride, window, score_scale, value_scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr, TILE: tl.constexpr,
@@ -285,13 +285,13 @@ def _decode(
         counted = row * tl.num_programs(0) + tl.program_id(0)
         group = tl.program_id(0) * tl.num_programs(1) + first
         left = (group + item - first) * HEADS + lane
-        tl.store(tops + left, top)
+        tl.store(split_max + left, top)
         tl.store(totals + left, total)
         tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed, (lane < members)[:, None])
         tl.debug_barrier()  # all warps have stored before one of them releases what they stored
         if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
             tl.store(arrivals + counted, 0)
-            highest, merged_total, merged = _merge_splits(tops, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE)
+            highest, merged_total, merged = _merge_splits(split_max, totals, outs, group, count, WIDTH, HEADS, LANES, AT_ONCE)
             _store(out, sinks, row, first_head, members, highest, merged_total, merged, own, value_scale, KV_HEADS * GROUP, DIM, SM)
 
 
@@ -312,12 +312,12 @@ def decode_attention(
     sm, fp8, group = sm_arch(query.device), key_cache.dtype == torch.float8_e4m3fn, q_heads // kv_heads
     width, heads = max(16, triton.next_power_of_2(head_dim)), 8 if group <= 8 else MAX_HEADS
     programs, lanes = kv_heads * triton.cdiv(group, heads), min(heads, triton.next_power_of_2(group))
-    tops, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
+    split_max, totals, outs, arrivals = workspace.take(rows * programs, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
     key_scale, value_scale = kv_scales or (1.0, 1.0)
     caches = [cache.view(torch.uint8) if fp8 else cache for cache in (key_cache, value_cache)]
     _decode[(programs, rows if splits is None else len(splits))](
         query, *caches, block_tables, kv_lengths if table_rows is None else table_rows, kv_lengths, splits, sinks, out,
-        tops, totals, outs, arrivals, block_tables.stride(0), window or 0, scale * key_scale * LOG2_E, value_scale,
+        split_max, totals, outs, arrivals, block_tables.stride(0), window or 0, scale * key_scale * LOG2_E, value_scale,
         GROUP=group, KV_HEADS=kv_heads, DIM=head_dim, WIDTH=width, HEADS=heads, LANES=lanes, BLOCK_SIZE=block_size,
         AT_ONCE=min(16, max(1, 16 * tiling.warps // lanes)), TILE=tiling.tile,
         APART=1 if tiling.cooperative else tiling.warps, STAGES=tiling.stages, INDIRECT=splits is None and table_rows is not None,

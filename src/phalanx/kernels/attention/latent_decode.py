@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""Absorbed decode attention over the paged latent cache (arXiv 2405.04434) with split-KV, in one launch that nobody plans on the
-host.
+"""Decode attention of MLA (arXiv 2405.04434), absorbed, over the paged latent cache, with split-KV, in one launch that nobody plans
+on the host.
 
     scores = (query[r, h] . latents[:, :rank] + rotated[r, h] . latents[:, rank:]) * scale
     out[r, h] = softmax(scores) @ latents[:, :rank]                          see `reference.latent_decode_attention`
@@ -42,14 +42,14 @@ def _token_places(block, at, WIDTH: tl.constexpr, TILE: tl.constexpr, RUN: tl.co
 @triton.jit
 def _latent_part(
     query, rotated, scales, cache, table, block, begin, end,
-    RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, SM: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    RUN: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """query [HEADS, WIDTH], rotated [HEADS, TURNED] over tokens begin .. end - 1 -> (maximum [HEADS], sum [HEADS], output
+    """query [HEADS, WIDTH], rotated [HEADS, ROPE_WIDTH] over tokens begin .. end - 1 -> (maximum [HEADS], sum [HEADS], output
     [HEADS, WIDTH], yet to be divided by the sum). scales [HEADS]: of the scores, log2(e) among them; block: of tile one."""
     HEADS: tl.constexpr = query.shape[0]
     FP8: tl.constexpr = cache.dtype.element_ty == tl.uint8
-    dim, turn = tl.arange(0, WIDTH)[None, :], tl.arange(0, TURNED)[None, :]
+    dim, rope_lane = tl.arange(0, WIDTH)[None, :], tl.arange(0, ROPE_WIDTH)[None, :]
     top = tl.full([HEADS], LOWEST, tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     out = tl.zeros([HEADS, WIDTH], tl.float32)
@@ -59,7 +59,7 @@ def _latent_part(
         place = _token_places(block, at, RANK + ROPE, TILE, RUN, BLOCK_SIZE)
         # Latents that are not visible are not read: stale memory may contain NaN, which a factor of 0 does not remove.
         latent = tl.load(cache + place + dim, visible[:, None] & (dim < RANK), 0)
-        key = tl.load(cache + place + RANK + turn, visible[:, None] & (turn < ROPE), 0)
+        key = tl.load(cache + place + RANK + rope_lane, visible[:, None] & (rope_lane < ROPE), 0)
         if FP8:
             latent, key = widened(latent, query, SM), widened(key, query, SM)
         score = _dot(rotated, tl.trans(key), tl.zeros([HEADS, TILE], tl.float32), SM)
@@ -79,10 +79,10 @@ def _latent_part(
     do_not_specialize_on_alignment=["tables", "table_rows", "lengths"],
 )
 def _latent_decode(
-    query, rotated, cache, tables, table_rows, lengths, splits, out, tops, totals, outs, arrivals,
+    query, rotated, cache, tables, table_rows, lengths, splits, out, split_max, totals, outs, arrivals,
     table_stride, row_stride, head_stride, rotated_row_stride, rotated_head_stride, score_scale,
-    MEMBERS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, INDIRECT: tl.constexpr,
+    MEMBERS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, INDIRECT: tl.constexpr,
     EARLY: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Program (band of HEADS of the MEMBERS heads, split, or row where splits is None). row_stride, head_stride: of `query`.
@@ -111,17 +111,33 @@ def _latent_decode(
 
     first_head, members = band * HEADS, MEMBERS - band * HEADS
     lane = tl.arange(0, HEADS)
-    dim, turn = tl.arange(0, WIDTH), tl.arange(0, TURNED)
+    dim, rope_lane = tl.arange(0, WIDTH), tl.arange(0, ROPE_WIDTH)
     place = row.to(tl.int64) * row_stride + (first_head + lane[:, None]).to(tl.int64) * head_stride + dim[None, :]
     own = tl.load(query + place, (lane[:, None] < members) & (dim[None, :] < RANK), 0.0)
-    place = row.to(tl.int64) * rotated_row_stride + (first_head + lane[:, None]) * rotated_head_stride + turn[None, :]
-    turned = tl.load(rotated + place, (lane[:, None] < members) & (turn[None, :] < ROPE), 0.0)
+    place = row.to(tl.int64) * rotated_row_stride + (first_head + lane[:, None]) * rotated_head_stride + rope_lane[None, :]
+    own_rotated = tl.load(rotated + place, (lane[:, None] < members) & (rope_lane[None, :] < ROPE), 0.0)
     scales, operand = tl.full([HEADS], score_scale, tl.float32), own
     if FP8 and own.dtype == tl.bfloat16:
-        operand, turned, powers = _both_in_fp16(own, turned)
+        operand, own_rotated, powers = _both_in_fp16(own, own_rotated)
         scales *= powers
     top, total, mixed = _latent_part(
-        operand, turned, scales, cache, table, block, begin, end, RANK, ROPE, WIDTH, TURNED, BLOCK_SIZE, RUN, TILE, STAGES, SM
+        operand,
+        own_rotated,
+        scales,
+        cache,
+        table,
+        block,
+        begin,
+        end,
+        RANK,
+        ROPE,
+        WIDTH,
+        ROPE_WIDTH,
+        BLOCK_SIZE,
+        RUN,
+        TILE,
+        STAGES,
+        SM,
     )
     if count == 1:
         _store(out, None, row, first_head, members, top, total, mixed, own, 1.0, MEMBERS, RANK, SM)
@@ -129,13 +145,13 @@ def _latent_decode(
         counted = row * tl.num_programs(0) + band
         group = band * tl.num_programs(1) + first
         left = (group + item - first) * HEADS + lane
-        tl.store(tops + left, top)
+        tl.store(split_max + left, top)
         tl.store(totals + left, total)
         tl.store(outs + left[:, None] * WIDTH + dim[None, :], mixed, (lane < members)[:, None])
         tl.debug_barrier()  # all warps have stored before one of them releases what they stored
         if tl.atomic_add(arrivals + counted, 1, sem="acq_rel") == count - 1:
             tl.store(arrivals + counted, 0)
-            highest, merged_total, merged = _merge_splits(tops, totals, outs, group, count, WIDTH, HEADS, HEADS, 1)
+            highest, merged_total, merged = _merge_splits(split_max, totals, outs, group, count, WIDTH, HEADS, HEADS, 1)
             _store(out, None, row, first_head, members, highest, merged_total, merged, own, 1.0, MEMBERS, RANK, SM)
 
 
@@ -158,7 +174,7 @@ def latent_decode_attention(
     are contiguous. `workspace` is this stream's alone. splits: what `split_kv.plan` gives for these rows and this tiling;
     None: it runs here, where the tiling has extra_splits."""
     rows, members, rank = query.shape
-    turned, block_size = rotated.shape[2], cache.shape[1]
+    rope_dim, block_size = rotated.shape[2], cache.shape[1]
     out = query.new_empty(query.shape) if out is None else out
     if not rows:
         return out
@@ -166,12 +182,12 @@ def latent_decode_attention(
         splits, early_lengths = plan(kv_lengths, table_rows, tiling.split, window=None, block_size=block_size), False
     sm, fp8, heads = sm_arch(query.device), cache.dtype == torch.float8_e4m3fn, tiling.heads
     width, bands = max(16, triton.next_power_of_2(rank)), triton.cdiv(members, heads)
-    tops, totals, outs, arrivals = workspace.take(rows * bands, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
+    split_max, totals, outs, arrivals = workspace.take(rows * bands, 1 + triton.cdiv(tiling.extra_splits, rows), heads, width)
     _latent_decode[(bands, rows if splits is None else len(splits))](
         query, rotated, cache.view(torch.uint8) if fp8 else cache, block_tables,
-        kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out, tops, totals, outs, arrivals,
+        kv_lengths if table_rows is None else table_rows, kv_lengths, splits, out, split_max, totals, outs, arrivals,
         block_tables.stride(0), *query.stride()[:2], *rotated.stride()[:2], scale * LOG2_E,
-        MEMBERS=members, RANK=rank, ROPE=turned, WIDTH=width, TURNED=max(16, triton.next_power_of_2(turned)), HEADS=heads,
+        MEMBERS=members, RANK=rank, ROPE=rope_dim, WIDTH=width, ROPE_WIDTH=max(16, triton.next_power_of_2(rope_dim)), HEADS=heads,
         BLOCK_SIZE=block_size, TILE=tiling.tile, STAGES=tiling.stages,
         INDIRECT=splits is None and table_rows is not None, EARLY=early_lengths, SM=sm, num_warps=tiling.warps, launch_pdl=sm >= 90,
     )  # fmt: skip

@@ -31,7 +31,7 @@ from phalanx.kernels.moe.tensors import ExpertTensors
 from phalanx.kernels.vectors import nearest
 
 BLOCK_COLUMNS = tl.constexpr(BLOCK_K)
-"""Columns of one turn: four blocks of MXFP4, whose scales are one word."""
+"""Columns of one k step: four blocks of MXFP4, whose scales are one word."""
 BLOCK_WORDS = tl.constexpr(MXFP4_BLOCK // 4)
 """16-bit words of one block of MXFP4: 16 bytes, so that rows begin on multiples of these."""
 GROUP, SCALES = tl.constexpr(TILE_ROWS), tl.constexpr(SCALES_IN_WORD)
@@ -53,7 +53,7 @@ def _columns(row, valid, column, inputs, FULL: tl.constexpr):
 
 
 @triton.jit
-def _turn(
+def _k_step(
     total, x_row, valid, weight, scale, selectors, weight_row, block, inputs, row_blocks, row_scales, MXFP4: tl.constexpr,
     FULL: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def _biased_gemm(
     source = (pair // TOP_K if GATED else position).to(tl.int64)
     x_row, valid = x + source[:, None] * inputs, (lane < size)[:, None]
     row = tile_n * ROWS + tl.arange(0, ROWS)
-    if GATED:  # eight rows of gate and eight of up in turns: a thread's sums are of both, and neighbours read one run
+    if GATED:  # eight rows of gate alternate with eight of up: a thread's sums are of both, and neighbours read one run
         both = tl.arange(0, 2 * ROWS)
         of_tile = tl.minimum(tile_n * ROWS + both // 16 * 8 + both % 8, outputs - 1) + both // 8 % 2 * outputs
         weight_row = expert * outputs * 2 + of_tile
@@ -149,7 +149,7 @@ def _biased_gemm(
         total = tl.zeros([ROWS, TOKENS], tl.float32)
     selectors = tl.load(selector_table + tl.arange(0, 32)) if MXFP4 else None
     for block in range(part * part_blocks, tl.minimum((part + 1) * part_blocks, blocks)):
-        total = _turn(
+        total = _k_step(
             total, x_row, valid, weight, scale, selectors, weight_row, block, inputs, row_blocks, row_scales, MXFP4, FULL, SM
         )
     total = _with_bias(total, bias, weight_row, part)

@@ -15,9 +15,9 @@ def select(
     """experts: of this rank, that a step reaches; tokens: of a tile. outputs, inputs: of one projection. sm: compute capability
     times 10. itemsize: bytes of an element of x, and of the weights where they are not in MXFP4.
 
-    A turn's weights have 64 bytes a row in MXFP4, and are widened in the registers that the tensor cores read: instructions, rather
-    than bytes, take the time. With few tokens, programs have two warps, whose products (`mma.sync`) need no warpgroup, and many of
-    them run on a multiprocessor. As `benchmarks/kernels/biased_gemm.py --sweep` found on an H200."""
+    A k step's weights have 64 bytes a row in MXFP4, and are widened in the registers that the tensor cores read: instructions,
+    rather than bytes, take the time. With few tokens, programs have two warps, whose products (`mma.sync`) need no warpgroup, and
+    many of them run on a multiprocessor. As `benchmarks/kernels/biased_gemm.py --sweep` found on an H200."""
     few, row_bytes = tokens <= 32, itemsize * BLOCK_K
     rows, warps, programs = (64, 4, 2) if tokens <= 64 else (64 if gated else 128, 8, 1)
     if mxfp4:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 # Kernels are written in Triton's language: its types are not Python's.
-"""The GEMMs of all experts in one launch, over the tiles of `sort_by_expert`.
+"""Grouped GEMM: the GEMMs of all experts in one launch, over the tiles of `sort_by_expert`.
 
     inner[p, i] = silu(gate_e[i] . x[token of p]) * (up_e[i] . x[token of p])        pairs p in sorted order, e the pair's expert
     out[q, h]   = down_e[h] . inner[p]                                               q: the pair's number, token * top_k + slot
@@ -29,7 +29,7 @@ from phalanx.kernels.quantize import widened
 from phalanx.kernels.vectors import nearest
 
 BLOCK_COLUMNS = tl.constexpr(BLOCK_K)
-"""Columns of one turn, and of a block with a scale."""
+"""Columns of one k step, and of a block with a scale."""
 FEW = 32
 """Pairs up to which a tile for more is computed as a small one."""
 
@@ -54,7 +54,7 @@ def _dot(w, v, total, WIDEN: tl.constexpr, ADD: tl.constexpr, SM: tl.constexpr):
 
 @triton.jit
 def _columns(place, column, inputs, FULL: tl.constexpr):
-    """One turn's columns; FULL: none of them lies outside a row."""
+    """One k step's columns; FULL: none of them lies outside a row."""
     if FULL:
         values = tl.load(place)
     else:
@@ -66,7 +66,7 @@ def _columns(place, column, inputs, FULL: tl.constexpr):
 def _accumulate(
     total, w, v, scale, scale_at, x_unit, WIDEN: tl.constexpr, BY_BLOCK: tl.constexpr, X_SCALE: tl.constexpr, SM: tl.constexpr
 ):  # fmt: skip
-    """total + w times v, of which each has its own scale in this turn (BY_BLOCK: w's, at `scale_at`; "block": v's, x_unit)."""
+    """total + w times v, of which each has its own scale in this k step (BY_BLOCK: w's, at `scale_at`; "block": v's, x_unit)."""
     if BY_BLOCK:
         total += _dot(w, v, total, WIDEN, False, SM) * (tl.load(scale + scale_at)[:, None] * x_unit)
     elif X_SCALE == "block":

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 BLOCK_K = 128
-"""Columns that one turn of a GEMM's loop multiplies, and that share a scale where scales are per block."""
+"""Columns of one k step: what one pass of a GEMM's loop multiplies, and that share a scale where scales are per block."""
 _TOKENS = (16, 32, 64, 128)
 
 

@@ -5,7 +5,7 @@ four registers with two bf16 each by masks and shifts that leave every value in 
 A word has the columns i, i + 8, i + 16 and i + 24 of 32 that share a scale; in a checkpoint a byte has two neighbours. The same
 bytes hold the same columns, 32 together in 16 bytes.
 
-What a turn of a GEMM reads of 32 rows, 128 columns of each, is one run, row after row, so that eight threads read 128 bytes. They
+What a k step of a GEMM reads of 32 rows, 128 columns of each, is one run, row after row, so that eight threads read 128 bytes. They
 read 64 here and there in weights whose rows are runs of their own, and the GEMM then waits for them."""
 
 from __future__ import annotations

@@ -57,12 +57,12 @@ def physical_ids(ids: Tensor, physical: Tensor | None, kv_slots: Tensor | None) 
     """ids [T, k] int32 of a layer's experts -> of its physical experts, which are copies of experts, numbered through the ranks.
 
     physical [E, 1 + copies] int32: how many copies an expert has, then where they are; None: expert e is physical expert e. A token
-    goes to the copy of its KV slot modulo their number: so those of one request take turns, whatever is beside them in the batch;
-    without slots, of its number. kv_slots [T] int64: tokens with a negative one are padding, and get -1."""
+    goes to the copy of its KV slot modulo their number: so those of one request alternate between copies, whatever is beside them
+    in the batch; without slots, of its number. kv_slots [T] int64: tokens with a negative one are padding, and get -1."""
     if physical is not None:
         rows = physical[ids.long()]
-        turn = torch.arange(len(ids), device=ids.device) if kv_slots is None else kv_slots.clamp(min=0)
-        copy = turn.unsqueeze(1) % rows[..., 0]
+        copy_key = torch.arange(len(ids), device=ids.device) if kv_slots is None else kv_slots.clamp(min=0)
+        copy = copy_key.unsqueeze(1) % rows[..., 0]
         ids = rows.gather(2, copy.unsqueeze(2).long() + 1).squeeze(2)
     return ids if kv_slots is None else ids.masked_fill((kv_slots < 0).unsqueeze(1), -1)
 

@@ -121,10 +121,10 @@ def _topk_softmax(
         if COPIES == 1:
             chosen = tl.load(row + 1)
         else:
-            turn = token
+            copy_key = token
             if kv_slots is not None:
-                turn = tl.maximum(tl.load(kv_slots + token), 0)
-            chosen = tl.load(row + 1 + turn % tl.load(row))
+                copy_key = tl.maximum(tl.load(kv_slots + token), 0)
+            chosen = tl.load(row + 1 + copy_key % tl.load(row))
     if kv_slots is not None:
         chosen = tl.where(tl.load(kv_slots + token) < 0, -1, chosen)
     place = token.to(tl.int64) * TOP_K + slot

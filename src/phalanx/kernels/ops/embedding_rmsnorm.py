@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from phalanx.kernels.capabilities import sm_arch
 from phalanx.kernels.dtypes import DTYPE_NAMES
 from phalanx.kernels.ops.heuristics import row_warps
-from phalanx.kernels.ops.residual_rms_norm import Sinks, normalize, quant_mode, square_sum
+from phalanx.kernels.ops.residual_rms_norm import NormOutputs, normalize, quant_mode, square_sum
 from phalanx.kernels.vectors import load, store, unpack
 
 Last = tuple[Tensor, Tensor]
@@ -65,7 +65,7 @@ def _embed(
     do_not_specialize_on_alignment=["ids", "last_tokens", "slots"],
 )
 def _embed_norm(
-    ids, last_tokens, slots, table, weight, sinks, scale, begin, table_rows, inner, outer, hidden, eps,
+    ids, last_tokens, slots, table, weight, pointers, scale, begin, table_rows, inner, outer, hidden, eps,
     IDS: tl.constexpr, LAST: tl.constexpr, KIND: tl.constexpr, QUANT: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Without IDS, a norm alone: its row r is row r // inner * outer + r % inner of the table, and no residual is stored."""
@@ -80,12 +80,14 @@ def _embed_norm(
     if SM >= 90:
         gdc_wait()
     if IDS:
-        words = _gather(ids, last_tokens, slots, table, sinks[1], row, column, mask, begin, table_rows, vectors, LAST, SM)
+        words = _gather(ids, last_tokens, slots, table, pointers[1], row, column, mask, begin, table_rows, vectors, LAST, SM)
     else:
         source = (row // inner).to(tl.int64) * outer + row % inner
         words = load(table, source * vectors + column, mask, SM)
     lanes = unpack(words, KIND)
-    normalize(lanes, square_sum(lanes), weight_words, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, False, BLOCK, SM)
+    normalize(
+        lanes, square_sum(lanes), weight_words, row, column, mask, pointers, scale, hidden, eps, KIND, QUANT, False, BLOCK, SM
+    )
 
 
 def embed(ids: Tensor, table: Tensor, begin: int, last: Last | None) -> tuple[Tensor, Tensor]:
@@ -110,15 +112,15 @@ def embed_norm(
     """The kernel of `reference.embed_norm`, for rows that are made of vectors of 16 bytes (nvfp4: of 16 elements)."""
     mode = quant_mode(quant, scale)
     tokens, hidden = len(ids), table.shape[1]
-    sinks = Sinks(table[:1].expand(tokens, hidden), mode, False)
+    norm_outputs = NormOutputs(table[:1].expand(tokens, hidden), mode, False)
     if tokens:
         block, sm = triton.next_power_of_2(hidden * table.element_size() // 16), sm_arch(table.device)
         _embed_norm[(tokens,)](
-            ids, *(last or (ids, ids)), table.view(torch.int32), weight.view(torch.int32), sinks.pointers(0, tokens),
-            sinks.residual if scale is None else scale, 0, len(table), 1, 1, hidden, eps, IDS=True, LAST=last is not None,
+            ids, *(last or (ids, ids)), table.view(torch.int32), weight.view(torch.int32), norm_outputs.pointers(0, tokens),
+            norm_outputs.residual if scale is None else scale, 0, len(table), 1, 1, hidden, eps, IDS=True, LAST=last is not None,
             KIND=DTYPE_NAMES[table.dtype], QUANT=mode, BLOCK=block, SM=sm, num_warps=row_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
-    return sinks.outputs()
+    return norm_outputs.outputs()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -35,10 +35,10 @@ def _rotated(values, place, inside, c, s, half, INTERLEAVED: tl.constexpr, SM: t
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _latent_rope_store(
-    query, latent, cos, sin, weight, cache, slots, eps, heads, head_stride, query_stride, latent_stride, first_turned, rank, half,
+    query, latent, cos, sin, weight, cache, slots, eps, heads, head_stride, query_stride, latent_stride, first_rotated, rank, half,
     HEADS: tl.constexpr, RANK: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, FP8: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
-    """first_turned: the first rotated element of a query head. Strides in elements, of a head and of tokens."""
+    """first_rotated: the first rotated element of a query head. Strides in elements, of a head and of tokens."""
     if SM >= 90:
         gdc_launch_dependents()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -64,11 +64,11 @@ def _latent_rope_store(
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         inside = (head < heads) & (pair < half)
-        place = token * query_stride + head * head_stride + first_turned
-        turned_first, turned_second = _rotated(query, place, inside, c, s, half, INTERLEAVED, SM)
+        place = token * query_stride + head * head_stride + first_rotated
+        rotated_first, rotated_second = _rotated(query, place, inside, c, s, half, INTERLEAVED, SM)
         tl.debug_barrier()  # the program's other threads have loaded what is overwritten
-        tl.store(query + place + pair, turned_first, inside)
-        tl.store(query + place + half + pair, turned_second, inside)
+        tl.store(query + place + pair, rotated_first, inside)
+        tl.store(query + place + half + pair, rotated_second, inside)
 
 
 def latent_rope_store(

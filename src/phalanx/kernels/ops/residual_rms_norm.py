@@ -62,15 +62,15 @@ def normed(lanes, squares, weight, hidden, eps, KIND: tl.constexpr, SM: tl.const
 
 @triton.jit
 def normalize(
-    lanes, squares, weight, row, column, mask, sinks, scale, hidden, eps,
+    lanes, squares, weight, row, column, mask, pointers, scale, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Norm and quantization of a row, or of a part of one that is whole blocks of 16 elements ("fp8_token": of a whole row).
 
     lanes [BLOCK]: of the new residual; squares: the whole row's; weight: words [BLOCK]; column: the vector's place in the row;
-    sinks: pointers (norm, new residual, quantized, scales); scale: fp32 pointer, read for "fp8" and "nvfp4".
+    pointers: of (norm, new residual, quantized, scales); scale: fp32 pointer, read for "fp8" and "nvfp4".
     """
-    norm_out, _, quantized, scales = sinks
+    norm_out, _, quantized, scales = pointers
     place = row.to(tl.int64) * (hidden // len(lanes)) + column
     norm = normed(lanes, squares, weight, hidden, eps, KIND, SM)
     if KEEP_NORM or QUANT == "none":
@@ -90,19 +90,19 @@ def normalize(
 
 @triton.jit
 def finish_row(
-    total, residual, weight, row, column, mask, sinks, scale, hidden, eps,
+    total, residual, weight, row, column, mask, pointers, scale, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Residual, norm and quantization of one row. total: lanes [BLOCK] of the sum, rounded to KIND; residual: words [BLOCK];
     the rest as in `normalize`."""
     place = row.to(tl.int64) * (hidden // len(total)) + column
-    lanes = add_residual(total, residual, place, mask, sinks[1], KIND, SM)
-    normalize(lanes, square_sum(lanes), weight, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM)
+    lanes = add_residual(total, residual, place, mask, pointers[1], KIND, SM)
+    normalize(lanes, square_sum(lanes), weight, row, column, mask, pointers, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM)
 
 
 @triton.jit(do_not_specialize=["hidden"])
 def _residual_rms_norm(
-    x, residual, weight, sinks, scale, hidden, eps,
+    x, residual, weight, pointers, scale, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, KEEP_NORM: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
@@ -119,11 +119,11 @@ def _residual_rms_norm(
     words = load(x, place, mask, SM)
     old = load(residual, place, mask, SM)
     finish_row(
-        unpack(words, KIND), old, weight_words, row, column, mask, sinks, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM
+        unpack(words, KIND), old, weight_words, row, column, mask, pointers, scale, hidden, eps, KIND, QUANT, KEEP_NORM, BLOCK, SM
     )  # fmt: skip
 
 
-class Sinks:
+class NormOutputs:
     """The outputs of residual add, norm and quantization for a sum [T, H], and their pointers as kernels take them."""
 
     def __init__(self, like: Tensor, quant: Quant, keep_norm: bool) -> None:
@@ -181,15 +181,15 @@ def residual_rms_norm(
     16), weight [H]. Returns new tensors."""
     mode = quant_mode(quant, scale)
     x, residual = x.contiguous(), residual.contiguous()
-    sinks = Sinks(x, mode, keep_norm)
+    norm_outputs = NormOutputs(x, mode, keep_norm)
     tokens, hidden = x.shape
     if tokens:
         block = triton.next_power_of_2(hidden * x.element_size() // 16)
         sm = sm_arch(x.device)
         _residual_rms_norm[(tokens,)](
-            x.view(torch.int32), residual.view(torch.int32), weight.view(torch.int32), sinks.pointers(0, tokens),
-            sinks.residual if scale is None else scale, hidden, eps,
+            x.view(torch.int32), residual.view(torch.int32), weight.view(torch.int32), norm_outputs.pointers(0, tokens),
+            norm_outputs.residual if scale is None else scale, hidden, eps,
             KIND=DTYPE_NAMES[x.dtype], QUANT=mode, KEEP_NORM=keep_norm, BLOCK=block, SM=sm,
             num_warps=row_warps(block, tokens), launch_pdl=sm >= 90,
         )  # fmt: skip
-    return sinks.outputs()
+    return norm_outputs.outputs()

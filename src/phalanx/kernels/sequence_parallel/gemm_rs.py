@@ -35,7 +35,7 @@ def _sum_partials(partials, index, chunk, mask, KIND: tl.constexpr, WORLD: tl.co
 
 @triton.jit
 def _reduce_partials(
-    partials, residual, weight_words, sinks, scale, peers, outputs_at, scales_at, rows, chunk_rows, pitch, hidden, movers, eps,
+    partials, residual, weight_words, pointers, scale, peers, outputs_at, scales_at, rows, chunk_rows, pitch, hidden, movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Reduce this rank's rows, one row per program at a time, and finish them."""
@@ -48,14 +48,14 @@ def _reduce_partials(
             old = load(residual, index, mask, SM)
             total = _sum_partials(partials, local * pitch + column, chunk_rows * pitch, mask, KIND, WORLD, SM)
             finish_row(
-                total, old, row, index, mask, weight_words, sinks, scale, peers, outputs_at, scales_at, hidden, eps,
+                total, old, row, index, mask, weight_words, pointers, scale, peers, outputs_at, scales_at, hidden, eps,
                 KIND, QUANT, RANK, WORLD, SM,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "movers"])
 def gemm_rs_norm_ag(
-    partials, residual, weight, sinks, gathered, scale, peers, flags, epoch, half, rows, hidden, movers, eps,
+    partials, residual, weight, pointers, gathered, scale, peers, flags, epoch, half, rows, hidden, movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
@@ -83,11 +83,11 @@ def gemm_rs_norm_ag(
         for step in tl.static_range(1, WORLD):
             await_flag(flags[RANK] + ((RANK + step) % WORLD) * 16, number)
         _reduce_partials(
-            partials, residual, weight_words, sinks, scale, peers, outputs_at, scales_at, rows, chunk_rows, pitch,
+            partials, residual, weight_words, pointers, scale, peers, outputs_at, scales_at, rows, chunk_rows, pitch,
             hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, SM,
         )  # fmt: skip
     collect(
-        gathered, sinks[3], peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
+        gathered, pointers[3], peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
         QUANT, RANK, WORLD, TAKE, WARPS, SM,
     )  # fmt: skip
     leave(epoch, programs, ticket)

@@ -45,7 +45,7 @@ from phalanx.kernels.vectors import load, load_row, load_scales, rounded, store,
 
 @triton.jit
 def _quantize_and_push(
-    norm, row, index, mask, sinks, scale, peers, outputs_at, scales_at,
+    norm, row, index, mask, pointers, scale, peers, outputs_at, scales_at,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Quantize a row's norm, store the result, and push it to all. index: of the row's vectors in the message; outputs_at,
@@ -54,7 +54,7 @@ def _quantize_and_push(
         sealed = seal(norm)
         for step in tl.static_range(1, WORLD):
             push(at(peers[(RANK + step) % WORLD] + outputs_at, index, mask), sealed)
-        store(sinks[0], index, sealed, mask, SM)
+        store(pointers[0], index, sealed, mask, SM)
     else:
         lanes = unpack(norm, KIND)
         if QUANT == "fp8_token":
@@ -63,29 +63,29 @@ def _quantize_and_push(
             word = sealed_word(row_scale.to(tl.int32, bitcast=True))
             for step in tl.static_range(1, WORLD):
                 push_once(peers[(RANK + step) % WORLD] + scales_at + row.to(tl.int64) * 4, word)
-            tl.store(sinks[3] + row, word.to(tl.float32, bitcast=True))
+            tl.store(pointers[3] + row, word.to(tl.float32, bitcast=True))
         else:
             inverse = tl.div_rn(1.0, tl.load(scale))
         codes = sealed_codes(fp8_vector(lanes, inverse, SM))
         for step in tl.static_range(1, WORLD):
             push_codes(peers[(RANK + step) % WORLD] + outputs_at, index, mask, codes)
-        tl.store(sinks[2] + index, codes, mask)
+        tl.store(pointers[2] + index, codes, mask)
 
 
 @triton.jit
 def finish_row(
-    total, old, row, index, mask, weight_words, sinks, scale, peers, outputs_at, scales_at, hidden, eps,
+    total, old, row, index, mask, weight_words, pointers, scale, peers, outputs_at, scales_at, hidden, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """Add the residual (words) to a row's sum (lanes, fp32), norm it, then `_quantize_and_push`."""
-    lanes = add_residual(rounded(total, KIND, SM), old, index, mask, sinks[1], KIND, SM)
+    lanes = add_residual(rounded(total, KIND, SM), old, index, mask, pointers[1], KIND, SM)
     norm = normed(lanes, square_sum(lanes), weight_words, hidden, eps, KIND, SM)
-    _quantize_and_push(norm, row, index, mask, sinks, scale, peers, outputs_at, scales_at, KIND, QUANT, RANK, WORLD, SM)
+    _quantize_and_push(norm, row, index, mask, pointers, scale, peers, outputs_at, scales_at, KIND, QUANT, RANK, WORLD, SM)
 
 
 @triton.jit
 def _reduce_rows(
-    x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, outputs_at, scales_at, rows,
+    x, row_scales, column_scales, residual, weight_words, pointers, scale, peers, offset, outputs_at, scales_at, rows,
     chunk_rows, pitch, hidden, movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
@@ -103,7 +103,7 @@ def _reduce_rows(
                 own, peers[RANK] + offset, local * pitch + column, mask, chunk_rows * pitch, KIND, RANK, WORLD, BLOCK, WARPS
             )  # fmt: skip
             finish_row(
-                total, old, row, index, mask, weight_words, sinks, scale, peers, outputs_at, scales_at, hidden, eps,
+                total, old, row, index, mask, weight_words, pointers, scale, peers, outputs_at, scales_at, hidden, eps,
                 KIND, QUANT, RANK, WORLD, SM,
             )  # fmt: skip
 
@@ -159,13 +159,13 @@ def collect(
 
 @triton.jit(do_not_specialize=["rows", "hidden", "half", "movers", "row_scales"])
 def rs_norm_ag(
-    x, row_scales, column_scales, residual, weight, sinks, gathered, scale, peers, epoch, half, rows, hidden, movers, eps,
+    x, row_scales, column_scales, residual, weight, pointers, gathered, scale, peers, epoch, half, rows, hidden, movers, eps,
     KIND: tl.constexpr, QUANT: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
     BLOCK: tl.constexpr, FLAT: tl.constexpr, TAKE: tl.constexpr, WARPS: tl.constexpr, SM: tl.constexpr,
 ):  # fmt: skip
     """The sum over ranks of x [rows, hidden], its residual, norm and quantization, each row by one rank.
 
-    row_scales, column_scales: scales that x still lacks, or None (`vectors.load_output`). sinks: pointers (norm, new residual,
+    row_scales, column_scales: scales that x still lacks, or None (`vectors.load_output`). pointers: of (norm, new residual,
     quantized by the vector, scales), written as the sum's vectors lie; gathered: norm or quantized as int32, written by 16 bytes.
     peers: the address of each rank's workspace; epoch: see `signals.enter`; half: vectors in one half of a workspace. BLOCK:
     vectors that hold a row of x; FLAT: vectors that a program moves at once; TAKE: vectors that hold a row of the outputs. Each is
@@ -188,11 +188,11 @@ def rs_norm_ag(
     ticket = draw_ticket(epoch, programs)
     if moves:
         _reduce_rows(
-            x, row_scales, column_scales, residual, weight_words, sinks, scale, peers, offset, outputs_at, scales_at, rows,
+            x, row_scales, column_scales, residual, weight_words, pointers, scale, peers, offset, outputs_at, scales_at, rows,
             chunk_rows, pitch, hidden, movers, eps, KIND, QUANT, RANK, WORLD, BLOCK, WARPS, SM,
         )  # fmt: skip
     collect(
-        gathered, sinks[3], peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
+        gathered, pointers[3], peers[RANK], outputs_at, scales_at, rows, chunk_rows, out_pitch, movers,
         QUANT, RANK, WORLD, TAKE, WARPS, SM,
     )  # fmt: skip
     leave(epoch, programs, ticket)

@@ -107,7 +107,7 @@ class StackedExpertLinear(Sliced):
                 )
 
     def _gate_before_up(self, values: Tensor) -> Tensor:
-        """[2 * n, ...] in turns -> gate rows, then up rows."""
+        """[2 * n, ...], gate and up rows alternating -> gate rows, then up rows."""
         return torch.cat((values[0::2], values[1::2]))
 
     def _tiled(self, scales: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class BiasedMoe(SparseMoe):
             local = shard.in_runs("intermediate_size", experts.intermediate, MXFP4_BLOCK, moe_tp, tp_index)
         else:
             local = shard.even("intermediate_size", experts.intermediate, moe_tp, tp_index)
-        self.gate = BiasedRouter(f"{block}.router", experts.count, hidden_size, context=context)  # type: ignore[assignment]
+        self.router = BiasedRouter(f"{block}.router", experts.count, hidden_size, context=context)
         here = local_experts(own, experts.count, context)
         self.gate_up_proj, self.down_proj = (
             StackedExpertLinear(
@@ -163,6 +163,15 @@ class BiasedMoe(SparseMoe):
         self.pattern = None
         if context.traffic is not None:
             self.pattern = TrafficPattern.power_law(experts.count, context.traffic, layer, context.device)
+
+    def router_logits(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, experts]."""
+        logits: Tensor = self.router(x)
+        return logits
+
+    @property
+    def _bias(self) -> Tensor | None:
+        return None
 
     def tensors(self) -> ExpertTensors:
         """This rank's experts as the kernels take them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts over data-parallel indices: the tokens of all indices go to every expert, and the sums come back.
+"""The exchange of expert parallel over data-parallel indices: the tokens of all indices go to every expert, and the sums come back.
 
     gathered = all_gather(tokens of each index)          [D * rows, hidden], every rank
     partial  = what this rank's experts give to all of them

@@ -30,9 +30,9 @@ class GatedMlp(nn.Module):
             f"{name}.down_proj", intermediate_size, hidden_size, local=local, bias=bias, context=context
         )  # fmt: skip
 
-    def follow(self, norm: RmsNorm) -> None:
+    def set_input_norm(self, norm: RmsNorm) -> None:
         """The norm before the block: it quantizes for the block's first layer."""
-        norm.feed(self.gate_up_proj.fp8)
+        norm.set_consumer(self.gate_up_proj.fp8)
 
     def forward(self, x: Activation, residual: Tensor, norm: RmsNorm | None) -> tuple[Activation, Tensor]:
         """x [T, hidden] -> as RowParallelLinear: (norm(residual + mlp(x)), residual + mlp(x))."""

@@ -200,9 +200,9 @@ class SparseMoe(nn.Module):
         weights = [weight for each in (self.gate_up_proj, self.down_proj) for weight in each.parameters() if weight.dim()]
         return [weight.detach().view(len(self.local_experts), -1).view(torch.uint8) for weight in weights]
 
-    def follow(self, norm: RmsNorm) -> None:
+    def set_input_norm(self, norm: RmsNorm) -> None:
         """The norm before the block: it feeds the router in 16 bit, and the experts as they take it."""
-        norm.feed(self.gate_up_proj.fp8 if self.context.dp.size == 1 else None, keep_norm=True)
+        norm.set_consumer(self.gate_up_proj.fp8 if self.context.dp.size == 1 else None, keep_norm=True)
 
     def forward(
         self, x: Tensor | NormAndQuantized, residual: Tensor, norm: RmsNorm | None, kv_slots: Tensor | None = None,
@@ -232,11 +232,16 @@ class SparseMoe(nn.Module):
             return dispatched_experts(x, dp, self.config.count, self)
         return gathered_experts(x, dp_tokens, dp, lambda rows, padding: self.partial_sum(rows, kv_slots=padding))
 
+    def router_logits(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, experts], by the router, which has the checkpoint's name."""
+        logits: Tensor = self.gate(x)
+        return logits
+
     def route(self, x: Tensor) -> Routing:
         """x [T, hidden] -> each token's experts."""
         experts = self.config
         return route(
-            x, None if self.pattern is not None else self.gate(x), self.tensors(), top_k=experts.per_token,
+            x, None if self.pattern is not None else self.router_logits(x), self.tensors(), top_k=experts.per_token,
             num_experts=experts.count, renormalize=experts.renormalize, pattern=self.pattern,
             scoring=experts.scoring, bias=self._bias,
         )  # fmt: skip
@@ -252,7 +257,7 @@ class SparseMoe(nn.Module):
         """x [T, hidden] (and the same quantized) -> what this rank's part of the routed experts gives [T, hidden], in `out` where
         that is given. kv_slots [T]: see `forward`. shared [T, hidden]: of the shared experts, which is added."""
         experts = self.config
-        logits = None if self.pattern is not None else self.gate(x)
+        logits = None if self.pattern is not None else self.router_logits(x)
         total, _ = routed_experts(
             x, logits, self.tensors(), top_k=experts.per_token, num_experts=experts.count, renormalize=experts.renormalize,
             pattern=self.pattern, load=self.load, out=out, quantized=quantized, kv_slots=kv_slots, physical=self.physical,

@@ -23,7 +23,7 @@ class RmsNorm(Sliced):
         self._consumer: Fp8 | None = None
         self._keep_norm = False
 
-    def feed(self, fp8: Fp8 | None, *, keep_norm: bool = False) -> None:
+    def set_consumer(self, fp8: Fp8 | None, *, keep_norm: bool = False) -> None:
         """Set the only layer that the norm feeds: one with these scales, or (None) one that takes the norm as it is. keep_norm:
         that one takes both where it takes the first (`NormAndQuantized`), from the fusion of an all-reduce."""
         self._consumer = fp8 if fp8 is not None and fp8.fp8_gemm else None

@@ -48,7 +48,7 @@ class RowParallelLayer:
         self._norm.weight.copy_(fusion.weight)
         if self._linear.fp8 is not None:
             self._linear.fp8.weight_scale.fill_(1.0)
-            self._norm.feed(replace(self._linear.fp8, input_scale=fusion.scale, _static=[], _block_scale=[]))
+            self._norm.set_consumer(replace(self._linear.fp8, input_scale=fusion.scale, _static=[], _block_scale=[]))
         self._scale = torch.ones(len(residual), 1, dtype=torch.float32, device=residual.device)
 
     def refusal(self, sm: int) -> str | None:

@@ -121,32 +121,32 @@ def _names(fusion: Fusion) -> list[str]:
     return [*norm, *quantized, *scales, "residual"]
 
 
-def _different(name: str, got: Tensor, want: Tensor) -> str | None:
+def _different(name: str, output: Tensor, want: Tensor) -> str | None:
     if name in ("sum", "residual"):
-        bad = got != want
-        return None if not bool(bad.any()) else f"{int(bad.sum())} of {bad.numel()} differ, {_first(bad, got, want)}"
+        bad = output != want
+        return None if not bool(bad.any()) else f"{int(bad.sum())} of {bad.numel()} differ, {_first(bad, output, want)}"
     if name == "nvfp4":
-        got, want = _fp4(got), _fp4(want)
+        output, want = _fp4(output), _fp4(want)
         step = torch.where(want.abs() >= 4, 2.0, 1.0)
-    elif got.dtype == torch.float8_e4m3fn:
-        got, want = got.float(), want.float()
+    elif output.dtype == torch.float8_e4m3fn:
+        output, want = output.float(), want.float()
         step = torch.clamp(want.abs() * 2.0**-3, min=2.0**-9)
     else:
         step = want.float().abs() * _ONE_ROUNDING[want.dtype]
-        got, want = got.float(), want.float()
-    distance = (got - want).abs()
+        output, want = output.float(), want.float()
+    distance = (output - want).abs()
     bad = ~(distance <= step * 1.001)  # true for NaN
     if bool(bad.any()):
-        return f"{int(bad.sum())} of {bad.numel()} are off by more than a step, {_first(bad, got, want)}"
+        return f"{int(bad.sum())} of {bad.numel()} are off by more than a step, {_first(bad, output, want)}"
     fraction = float((distance > 0).float().mean())
     if name in ("fp8", "nvfp4") and fraction > MAX_DIFFERENT:
         return f"{fraction:.1%} differ by a step, more than {MAX_DIFFERENT:.0%}"
     return None
 
 
-def _first(bad: Tensor, got: Tensor, want: Tensor) -> str:
+def _first(bad: Tensor, output: Tensor, want: Tensor) -> str:
     index = tuple(int(i) for i in bad.nonzero()[0])
-    return f"first {list(index)}: {float(got[index])} instead of {float(want[index])}"
+    return f"first {list(index)}: {float(output[index])} instead of {float(want[index])}"
 
 
 def _fp4(packed: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.layers.attention.test_sdpa import as_read, in_fp8, made_batch, naive
+from tests.support.models_attention import as_read, in_fp8, made_batch, naive
 
 
 class _Wrapper:

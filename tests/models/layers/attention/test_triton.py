@@ -23,7 +23,7 @@ from phalanx.models.batch import Batch, count_leading_decodes
 from phalanx.models.layers.attention import select, triton
 from phalanx.models.layers.attention.sdpa import SdpaBackend
 from phalanx.models.layers.attention.triton import TritonBackend
-from tests.models.layers.attention.test_sdpa import as_read, in_fp8, made_batch, naive
+from tests.support.models_attention import as_read, in_fp8, made_batch, naive
 
 CPU = torch.device("cpu")
 
@@ -298,7 +298,7 @@ def test_which_back_end_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select.kernels, "supports_prefill", lambda device, dtype, head_dim: True)
     for name, own in (("sdpa", "all"), ("flashinfer", "e4m3")):
         monkeypatch.setattr(Watched, "name", name)
-        monkeypatch.setattr(select, "_fallback", lambda *asked: Watched())
+        monkeypatch.setattr(select, "_fallback", lambda *arguments: Watched())
         selected = select.select_backend(CPU, torch.float32, 64)
         assert isinstance(selected, TritonBackend)
         assert selected.own_prefill == own

@@ -17,13 +17,12 @@ from phalanx.kernels.attention import dispatch
 from phalanx.kernels.capabilities import HOPPER_SHARED_MEMORY, Gpu, simulated
 from phalanx.models.batch import Batch, LatentCache
 from phalanx.models.layers.attention import select, triton_latent
-from phalanx.models.layers.attention.latent import LatentBackend
+from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
 from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
-from tests.models.test_deepseek import written
-from tests.models.test_mixtral import assert_same
-from tests.models.test_registry import STEPS
 from tests.support import models_formation
+from tests.support.models_deepseek import written
 from tests.support.models_formation import Formation, run_steps
+from tests.support.models_logits import STEPS, assert_same
 
 CPU = torch.device("cpu")
 
@@ -91,7 +90,7 @@ def test_each_row_by_its_kind(rows: list[tuple[int, int]], indirect: bool, launc
     batch, cache = latent_batch(rows, indirect=indirect)
     query, up = torch.randn(batch.token_ids.shape[0], 3, 6 + 8), torch.randn(3, 6 + 5, 12)
     plan = TritonLatentBackend(CPU, own_prefill=True).plan(batch)
-    expected = LatentBackend().plan(batch).forward(query, cache, up=up, scale=0.2)
+    expected = SdpaLatentBackend().plan(batch).forward(query, cache, up=up, scale=0.2)
     for _ in range(2):
         torch.testing.assert_close(plan.forward(query, cache, up=up, scale=0.2), expected, rtol=1e-4, atol=1e-4)
     first = next((at for at, (_, now) in enumerate(rows) if now > 1), len(rows))

@@ -31,10 +31,10 @@ def select_backend(
 
 
 def _latent_backend(device: torch.device, dtype: torch.dtype, latent: Latent) -> AttentionBackend:
-    from phalanx.models.layers.attention.latent import LatentBackend
+    from phalanx.models.layers.attention.sdpa_latent import SdpaLatentBackend
 
     if not kernels.supports_latent(device, dtype, latent):
-        return LatentBackend()
+        return SdpaLatentBackend()
     from phalanx.models.layers.attention.triton_latent import TritonLatentBackend
 
     head_dim = latent.nope + latent.rope

@@ -16,9 +16,9 @@ from torch import Tensor
 from phalanx.kernels.attention import dispatch as kernels
 from phalanx.kernels.attention.heuristics import SplitKvWorkspace, count_prefill_tiles
 from phalanx.models.batch import Batch, KvCache, count_leading_decodes
-from phalanx.models.layers.attention.latent import (
-    LatentBackend,
+from phalanx.models.layers.attention.sdpa_latent import (
     LatentPlan,
+    SdpaLatentBackend,
     absorbed_output,
     absorbed_query,
 )
@@ -54,14 +54,14 @@ class ExpandedPages:
         head_dim, rotated = query.shape[2], cache.key.shape[3] - rank
         nope, begin = head_dim - rotated, batch.query_starts_cpu[first]
         latents, pages = self._gathered(cache.key).to(query.dtype), torch.Size((len(self._blocks), cache.key.shape[1]))
-        turned = latents[:, rank:].view(*pages, 1, rotated)
+        rotated_key = latents[:, rank:].view(*pages, 1, rotated)
         # As many heads each time: their number is a constant of the kernel.
         count = next(size for size in range(min(heads, HEADS_AT_ONCE), 0, -1) if heads % size == 0)
         for head in range(0, heads, count):
             some = slice(head, head + count)
             expanded = F.linear(latents[:, :rank], up[some].flatten(0, 1)).view(*pages, count, rows)
             key = query.new_empty(*pages, count, head_dim)
-            key[..., :nope], key[..., nope:] = expanded[..., :nope], turned
+            key[..., :nope], key[..., nope:] = expanded[..., :nope], rotated_key
             value = query.new_zeros(*pages, count, head_dim)  # the kernel's keys and values have one width
             value[..., : rows - nope] = expanded[..., nope:]
             mixed = kernels.prefill_attention(
@@ -83,7 +83,7 @@ class TritonLatentBackend:
 
     def __init__(self, device: torch.device, *, own_prefill: bool) -> None:
         self.name = "triton latent" if own_prefill else "triton latent+sdpa"
-        self.own_prefill, self.prefill = own_prefill, LatentBackend()
+        self.own_prefill, self.prefill = own_prefill, SdpaLatentBackend()
         self.workspace = SplitKvWorkspace(device)
         self.layer_specs: set[kernels.LatentSpec] = set()  # of the layers that have run
 

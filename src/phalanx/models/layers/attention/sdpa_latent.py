@@ -77,7 +77,7 @@ class LatentPlan(BundledPlan):
         return self.attended(None, cache, attend)
 
 
-class LatentBackend:
+class SdpaLatentBackend:
     """torch's scaled_dot_product_attention over gathered latents."""
 
     name = "latent sdpa"

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches with a paged cache for tests of attention back ends, and attention by the formula."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import torch
+from torch import Tensor
+
+from phalanx.models.batch import Batch, LayerCache
+
+CPU = torch.device("cpu")
+
+
+BLOCK = 4
+
+
+def made_batch(
+    rows: list[tuple[int, int]], window: int | None, padding: int = 0
+) -> tuple[Batch, LayerCache, list[Tensor], list[Tensor]]:
+    """rows: (tokens in the cache before, tokens now). Also the cache, and each row's keys and values [length, 2, 8];
+    the cache holds NaN in blocks that the window hides from the row."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [before + now for before, now in rows]
+    needed = sum(-(-length // BLOCK) for length in lengths)
+    cache = LayerCache.zeros(needed + 1, BLOCK, 2, 8, torch.float32, CPU)
+    cache.key[0], cache.value[0] = float("nan"), float("nan")
+    free = list(range(1, needed + 1))
+    random.Random(5).shuffle(free)
+    tables, keys, values = [], [], []
+    for before, length in zip((before for before, _ in rows), lengths, strict=True):
+        key, value = torch.randn(2, length, 2, 8, generator=generator)
+        table = [free.pop() for _ in range(-(-length // BLOCK))]
+        for at in range(length):
+            cache.key[table[at // BLOCK], at % BLOCK], cache.value[table[at // BLOCK], at % BLOCK] = key[at], value[at]
+        hidden = 0 if window is None else max(0, before - window + 1) // BLOCK
+        tables.append([0] * hidden + table[hidden:])
+        keys.append(key)
+        values.append(value)
+    width = max(map(len, tables)) + 2
+    starts = [0, *itertools.accumulate(now for _, now in rows)]
+    tokens = torch.zeros(starts[-1] + padding, dtype=torch.int64)
+    batch = Batch(
+        tokens, tokens, tokens, torch.tensor(starts, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32),
+        torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32), tokens, starts, lengths,
+    )  # fmt: skip
+    batch.block_tables_cpu = batch.block_tables.numpy()
+    return batch, cache, keys, values
+
+
+def in_fp8(cache: LayerCache, scales: tuple[float, float]) -> LayerCache:
+    """The cache in e4m3, for reading with these scales."""
+    return LayerCache(
+        (cache.key / scales[0]).to(torch.float8_e4m3fn), (cache.value / scales[1]).to(torch.float8_e4m3fn)
+    )  # fmt: skip
+
+
+def as_read(values: Tensor, scale: float) -> Tensor:
+    """The values as read from a cache in e4m3 with this scale."""
+    return (values / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, before: int, window: int | None, scale: float) -> Tensor:
+    """query [now, 6, 8], key and value [length, 2, 8]: each query over the keys that it sees, one query at a time."""
+    out = torch.empty_like(query)
+    for at in range(query.shape[0]):
+        begin = 0 if window is None else max(0, before + at + 1 - window)
+        for head in range(6):
+            k, v = key[begin : before + at + 1, head // 3], value[begin : before + at + 1, head // 3]
+            out[at, head] = ((k @ query[at, head]) * scale).softmax(0) @ v
+    return out
