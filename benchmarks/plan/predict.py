@@ -16,10 +16,10 @@ from typing import Any
 
 from benchmarks import harness
 from phalanx.bench.workloads import parse
-from phalanx.plan import burst, search, subject
+from phalanx.plan import burst, footprint, search, subject
 from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs
-from phalanx.plan.search import Figure, Layout, Wanted
+from phalanx.plan.search import Figure, PlannedLayout, PlanRequest
 
 NAMES = ("plan_predictions", "plan_predictions_2026_11_24")
 """Results with predictions, the oldest first. The first was made by 852df57 with cases of its own: H100, which no coefficient was
@@ -35,15 +35,15 @@ class Case:
     model: str
     dtype: str
     kv: str
-    layout: Layout
+    layout: PlannedLayout
     workloads: tuple[str, ...]
 
 
-ONE = Layout(1, 1, 1, 1)
-TP2 = Layout(2, 1, 1, 1)
-TP4 = Layout(4, 1, 1, 1)
+ONE = PlannedLayout(1, 1, 1, 1)
+TP2 = PlannedLayout(2, 1, 1, 1)
+TP4 = PlannedLayout(4, 1, 1, 1)
 LONG = ("decode-1x2048x32", "decode-1x8192x32", "decode-1x32768x32", "decode-16x8192x32", "decode-8x32768x32")
-FRACTION = Wanted.fraction
+FRACTION = PlanRequest.fraction
 """Of the free memory, the KV cache's part in every prediction: KV tokens of a start with another one are not compared."""
 SERVED = ("decode-1", "decode-64", "batch-512x1000x1000")
 CASES = (
@@ -51,7 +51,7 @@ CASES = (
     Case("contexts", "H200", "llama-3.1-8b", "bf16", "fp8", ONE, ("decode-8x32768x32",)),
     Case("contexts", "H200", "llama-3.1-70b", "fp8", "fp8", TP2, LONG),
     Case("dense", "H200", "llama-3.1-405b", "fp8", "fp8", TP4, ("decode-256", "batch-512x1000x1000")),
-    Case("dense", "H200", "llama-3.1-405b", "fp8", "fp8", Layout(8, 1, 1, 1), SERVED),
+    Case("dense", "H200", "llama-3.1-405b", "fp8", "fp8", PlannedLayout(8, 1, 1, 1), SERVED),
     Case("experts", "H200", "mixtral-8x22b", "fp8", "model", TP2, SERVED),
     Case("experts", "H200", "mixtral-8x22b", "fp8", "fp8", TP2, ("batch-512x1000x1000",)),
     Case("experts", "H200", "qwen3-235b-a22b", "fp8", "fp8", TP2, ("batch-512x1000x1000",)),
@@ -65,15 +65,16 @@ CASES = (
 def predicted(case: Case) -> dict[str, Any]:
     """KV tokens, and each workload's figure with its interval: ms per token, or output tokens per second."""
     shape, machine = subject.shape_for(case.model), subject.machine_for(case.gpu)[0]
-    kv_size = 1 if case.kv == "fp8" else 2
+    kv_size = footprint.kv_itemsize(case.kv, case.dtype)
     longest = max(parse(name).seq_len for name in case.workloads)
-    wanted = Wanted(dtype=case.dtype, kv_cache_dtype=case.kv, max_seq_len=max(4096, longest))
-    _, kv_tokens, _ = search.memory(shape, machine, wanted, case.layout.split, 512, kv_size)
+    request = PlanRequest(dtype=case.dtype, kv_cache_dtype=case.kv, max_seq_len=max(4096, longest))
+    _, kv_tokens, _ = search.memory(shape, machine, request, case.layout.split, 512, kv_size)
     costs = Costs(shape, case.dtype, kv_size, case.layout.split, machine)
-    half = search.half_width(shape, machine, case.layout, costs)
     figures = {}
     for name in case.workloads:
         work = parse(name)
+        interval = search.width(shape, machine, case.layout, costs, work.input_len + work.output_len / 2)
+        half = interval.half if work.kind == "decode" else interval.throughput
         if work.kind == "decode":
             value = 1e3 * burst.decode_round(costs, work.requests, work.input_len + work.output_len / 2)
         else:
