@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import harness
 from phalanx.bench.workloads import parse
-from phalanx.plan import burst, footprint, search, subject
+from phalanx.plan import burst, coefficients, footprint, search, subject
 from phalanx.plan.burst import Limits
 from phalanx.plan.cost import Costs
 from phalanx.plan.search import Figure, PlannedLayout, PlanRequest
@@ -139,6 +139,14 @@ def groups(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: summary(members) for name, members in by_group.items()}
 
 
+def summaries(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all figures, of those on a machine that coefficients were fitted on, and of each group."""
+    machines = coefficients.document()["machines"]
+    measured = [entry for entry in entries if entry["gpu"] in machines]
+    parts = {"all": summary(entries), "groups": groups(entries)}
+    return parts | ({"measured_machine": summary(measured)} if measured else {})
+
+
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Of measured predictions: their number, errors, how many are inside their interval, and its median half width."""
     errors = [abs(entry["error"]) for entry in entries]
@@ -184,8 +192,7 @@ def compare(name: str, reports: list[dict[str, Any]]) -> int:
         )
     if new:
         figures = entries + new
-        all_of_them = {"predicted_at": predictions["about"]["commit"], "all": summary(figures), "groups": groups(figures)}
-        harness.write(path.stem, {**all_of_them, "figures": figures})
+        harness.write(path.stem, {"predicted_at": predictions["about"]["commit"], **summaries(figures), "figures": figures})
     return len(new)
 
 

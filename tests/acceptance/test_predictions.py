@@ -9,7 +9,9 @@ import re
 import pytest
 
 from benchmarks.harness import RESULTS
-from benchmarks.plan import predict
+from benchmarks.plan import fit, predict
+from phalanx.plan import coefficients
+from phalanx.plan.coefficients import Coefficients
 
 ROW = {
     "group": "H100", "gpu": "H100", "model": "llama-3-8b", "dtype": "bf16", "kv_cache_dtype": "fp8", "kv_tokens": 900,
@@ -85,8 +87,8 @@ def test_the_committed_figures_are_what_was_predicted_before(name):
             if all(row[name] == entry[name] for name in ("gpu", "model", "dtype", "kv_cache_dtype", "layout"))
         ]
         assert entry["predicted"] == row["figures"][entry["workload"]]
-    assert document["groups"] == predict.groups(document["figures"])
-    assert document["all"] == predict.summary(document["figures"])
+    for part, figures in predict.summaries(document["figures"]).items():
+        assert document[part] == figures
 
 
 def test_no_measured_report_is_left_out():
@@ -98,6 +100,20 @@ def test_no_measured_report_is_left_out():
         if "engines" in document and document["engines"] and "about" in document:
             missing = [predict.key(entry) for entry in predict.beside(rows, document) if predict.key(entry) not in compared]
             assert not missing, path.name
+
+
+def test_widths_and_coverage_are_those_of_the_rows_left_out():
+    """Of all rows under the committed coefficients, each with its model out of the fit and out of the width."""
+    fitted = json.loads((RESULTS / "plan_fit.json").read_text())["rows"]
+    intervals = coefficients.document()["intervals"]
+    assert intervals["checked"] == fit.coverage(fitted)
+    for part, name in (("fit", "fit"), ("model", "model_left_out"), ("layout", "layout_left_out")):
+        assert intervals["kinds"]["dense"][part] == fit.half_width([row[name] for row in fitted])
+    now = Coefficients.from_json(coefficients.document()["machines"]["H200"]["coefficients"])
+    errors = sorted(
+        fit.predicted(row, now) / row.measured - 1 for row in fit.fitted_rows() if fit.kind(row) in ("dense", "experts")
+    )
+    assert errors == pytest.approx(sorted(row["fit"] for row in fitted), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", predict.NAMES)
