@@ -319,24 +319,31 @@ def leave_out(
     return found
 
 
+LEVEL = 0.95
+"""Of rows that the fit has not seen, the part that a width of theirs holds. 9 of 10 is what an interval promises, and rows of one
+model err together: at 0.9, only 71 of 85 rows were inside the width of the other models' rows."""
+
+
 def half_width(found: Sequence[float]) -> float:
-    """What holds 9 of 10 further rows like these, if they come from the same distribution: the ceil(0.9 (n + 1))-th smallest
-    error (conformal prediction), the largest where n is less than 9. found: predicted over measured, less 1; an interval reaches
-    from the value / (1 + half) to the value x (1 + half)."""
+    """The ceil(LEVEL (n + 1))-th smallest error, the largest of few (conformal prediction): what holds as many of further rows, if
+    they come from the same distribution. found: predicted over measured, less 1; an interval reaches from the value / (1 + half) to
+    the value x (1 + half)."""
     sizes = sorted(max(1 + error, 1 / (1 + error)) - 1 for error in found)
-    return round(sizes[min(math.ceil(0.9 * (len(sizes) + 1)), len(sizes)) - 1], 4)
+    return round(sizes[min(math.ceil(LEVEL * (len(sizes) + 1)), len(sizes)) - 1], 4)
 
 
-def coverage(errors_of: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """By kind: rows of models that the fit has not seen, how many are inside a width that they have no part in either (that of the
-    other models' rows), and the median of these widths. errors_of: `rows` of results/plan_fit.json."""
+def coverage(rows_of: Sequence[dict[str, Any]], part: str) -> dict[str, dict[str, float]]:
+    """By kind: rows whose model or layout the fit has not seen, how many are inside a width that they have no part in either (that
+    of the other models' or layouts' rows), and the median of these widths. rows_of: `rows` of results/plan_fit.json; part: "model"
+    or "layout"."""
+    groups = {str(row[part]): [row for row in rows_of if row[part] == value] for row in rows_of for value in [row[part]]}
     widths = {
-        model: half_width([row["model_left_out"] for row in errors_of if row["model"] != model])
-        for model in {row["model"] for row in errors_of}
+        name: half_width([row[f"{part}_left_out"] for other, members in groups.items() if other != name for row in members])
+        for name in groups
     }
     checked = {}
-    for name in sorted({row["kind"] for row in errors_of}):
-        of_kind = [(row["model_left_out"], widths[row["model"]]) for row in errors_of if row["kind"] == name]
+    for name in sorted({row["kind"] for row in rows_of}):
+        of_kind = [(row[f"{part}_left_out"], widths[str(row[part])]) for row in rows_of if row["kind"] == name]
         inside = sum(1 / (1 + width) <= 1 / (1 + error) <= 1 + width for error, width in of_kind)
         median = round(float(np.median([width for _, width in of_kind])), 4)
         checked[name] = {"rows": len(of_kind), "inside": inside, "median_half_width": median}
@@ -394,27 +401,25 @@ UNKNOWN = {"latent": 0.35, "mxfp4": 0.55}
 any of the kind was measured (plan_predictions_measured.json: 33 and 51 percent of ms per token)."""
 
 
-def intervals(rows_of: Sequence[dict[str, Any]], contexts: Sequence[float], throughput: Sequence[float]) -> dict[str, Any]:
-    """Half widths that hold 9 of 10, by kind of model: in the fit, of a layout and of a model that the fit has not seen. rows_of:
-    `rows` of results/plan_fit.json; dense models and mixtures share their widths, as there are 4 models of each. contexts:
-    `attention_errors`. throughput: errors of rows that are not fitted. Beyond the measured class what is known from elsewhere:
-    another GPU of the generation 0.1 (12 of 12 figures of H100 lie within 0.05, and public rows of another engine have a 90th
-    percentile of 0.093), another generation, link or network 0.2. checked: `coverage`."""
-    shared = {part: half_width([row[f"{part}_left_out" if part != "fit" else part] for row in rows_of])
-              for part in ("fit", "layout", "model")}  # fmt: skip
+def intervals(rows_of: Sequence[dict[str, Any]], contexts: Sequence[float]) -> dict[str, Any]:
+    """Half widths by kind of model: of a model in the fit the errors of rows whose layout was left out, of another the errors of
+    rows whose model was. rows_of: `rows` of results/plan_fit.json; dense models and mixtures share their widths, as there are 4
+    models of each. contexts: `attention_errors`. Beyond the measured class what is known from elsewhere: another GPU of the
+    generation 0.1 (12 of 12 figures of H100 lie within 0.05, and public rows of another engine have a 90th percentile of 0.093),
+    another generation, link or network 0.2. checked: `coverage`. Throughput rows, which are not fitted, lie inside these widths
+    (benchmarks/plan/accuracy.py)."""
+    parts = ("layout", "model")
+    shared = {part: half_width([row[f"{part}_left_out"] for row in rows_of]) for part in parts}
     kinds = {"dense": shared, "experts": shared}
-    kinds["contexts"] = dict.fromkeys(shared, max(half_width(contexts), shared["model"]))
-    kinds |= {name: dict.fromkeys(shared, width) for name, width in UNKNOWN.items()}
-    every = fitted_rows()
-    models = {(shape_of(known(row.model) or {}).hidden_size, shape_of(known(row.model) or {}).num_layers) for row in every}
+    kinds["contexts"] = dict.fromkeys(parts, max(half_width(contexts), shared["model"]))
+    kinds |= {name: dict.fromkeys(parts, width) for name, width in UNKNOWN.items()}
+    models = {(shape_of(known(row.model) or {}).hidden_size, shape_of(known(row.model) or {}).num_layers) for row in fitted_rows()}
     return {
         "kinds": kinds,
-        "throughput": half_width(throughput),
         "derived": 0.1,
         "estimated": 0.2,
-        "layouts": sorted([row.tp, row.pp] for row in {(r.tp, r.pp): r for r in every}.values()),
         "models": sorted(map(list, models)),
-        "checked": coverage(rows_of),
+        "checked": {part: coverage(rows_of, part) for part in parts},
     }
 
 
@@ -468,8 +473,6 @@ def show(decodes: Sequence[Row], layer_rows: Sequence[Layer], values: dict[str, 
 
 
 def main() -> int:
-    from benchmarks.plan import accuracy
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
@@ -488,9 +491,8 @@ def main() -> int:
     groups: dict[str, Callable[[Row], object]] = {"model": lambda r: r.model, "layout": lambda r: (r.tp, r.pp)}
     left_out = {name: leave_out(decodes, layer_rows, base, common, group) for name, group in groups.items()}
     now = Coefficients.from_json(values)
-    throughput = [(row, accuracy.simulated(row, now) / row.measured - 1) for row in accuracy.batch_rows()]
     rows_of = [
-        {"name": row.name, "file": row.file, "model": row.model, "kind": kind(row), "fit": fitted,
+        {"name": row.name, "file": row.file, "model": row.model, "layout": [row.tp, row.pp], "kind": kind(row), "fit": fitted,
          "model_left_out": left_out["model"][index], "layout_left_out": left_out["layout"][index]}
         for index, (row, fitted) in enumerate(zip(decodes, errors(decodes, values), strict=True))
     ]  # fmt: skip
@@ -500,7 +502,6 @@ def main() -> int:
         **{f"without its {name}": summary(left_out[name]) for name in groups},
         "experts, without its model": summary(experts),
         "latent, fit": summary(errors(alone["c_latent"], values)),
-        "throughput": summary([error for _, error in throughput]),
     }
     print(json.dumps(residuals, indent=1))
     document = {
@@ -509,14 +510,13 @@ def main() -> int:
         "machines": {"H200": {"sm": 90, "reference_GBps": REFERENCE_GBPS, "coefficients": values, "residuals": residuals}},
         "memory": memory(),
         "frontend": frontends(),
-        "intervals": intervals(rows_of, attention_errors(now), [error for _, error in throughput]),
+        "intervals": intervals(rows_of, attention_errors(now)),
     }
     print(json.dumps(document["intervals"], indent=1))
     print(document["memory"])
     if asked.write:
         (DATA / "coefficients.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        batches = [{"name": row.name, "file": row.file, "model": row.model, "error": error} for row, error in throughput]
-        harness.write("plan_fit", {"rows": rows_of, "throughput": batches})
+        harness.write("plan_fit", {"rows": rows_of})
     return 0
 
 

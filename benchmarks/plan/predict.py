@@ -73,8 +73,7 @@ def predicted(case: Case) -> dict[str, Any]:
     figures = {}
     for name in case.workloads:
         work = parse(name)
-        interval = search.width(shape, machine, case.layout, costs, work.input_len + work.output_len / 2)
-        half = interval.half if work.kind == "decode" else interval.throughput
+        half = search.width(shape, machine, case.layout, costs, work.input_len + work.output_len / 2).half
         if work.kind == "decode":
             value = 1e3 * burst.decode_round(costs, work.requests, work.input_len + work.output_len / 2)
         else:

@@ -106,9 +106,9 @@ def test_widths_and_coverage_are_those_of_the_rows_left_out():
     """Of all rows under the committed coefficients, each with its model out of the fit and out of the width."""
     fitted = json.loads((RESULTS / "plan_fit.json").read_text())["rows"]
     intervals = coefficients.document()["intervals"]
-    assert intervals["checked"] == fit.coverage(fitted)
-    for part, name in (("fit", "fit"), ("model", "model_left_out"), ("layout", "layout_left_out")):
-        assert intervals["kinds"]["dense"][part] == fit.half_width([row[name] for row in fitted])
+    for part in ("model", "layout"):
+        assert intervals["checked"][part] == fit.coverage(fitted, part)
+        assert intervals["kinds"]["dense"][part] == fit.half_width([row[f"{part}_left_out"] for row in fitted])
     now = Coefficients.from_json(coefficients.document()["machines"]["H200"]["coefficients"])
     errors = sorted(
         fit.predicted(row, now) / row.measured - 1 for row in fit.fitted_rows() if fit.kind(row) in ("dense", "experts")

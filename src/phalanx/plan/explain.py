@@ -19,7 +19,7 @@ LABELS = {
 }  # fmt: skip
 
 RANGES = {
-    True: "the range held 9 of 10 rows of models that were not fitted",
+    True: "the range held 9 of 10 measured figures that were not fitted",
     False: "the range is meant for 9 of 10 measurements, which was not checked on such a machine and model",
 }
 """By `Plan.checked`."""

@@ -303,7 +303,7 @@ def _plan(
     return Plan(
         layout, rank_bytes, kv_tokens, kv_tokens // request.seq_len * layout.replicas, slots,
         Figure.of(outcome.ms_per_token, interval.half, label), Figure.of(outcome.ttft_s * 1e3, interval.half * TTFT_WIDER, label),
-        Figure.of(rate, interval.throughput, label), tuple(notes), interval.checked,
+        Figure.of(rate, interval.half, label), tuple(notes), interval.checked,
     )  # fmt: skip
 
 
@@ -329,35 +329,29 @@ def kind(shape: Shape, context: float) -> Kind:
 
 @dataclass(frozen=True)
 class Width:
-    """half: of the interval, as a part of the figure; throughput: of output tokens per second. checked: whether 9 of 10 rows of
-    models that neither the fit nor the width had seen were inside such an interval."""
+    """half: of the interval, as a part of the figure. checked: whether 9 of 10 rows
+    whose model or layout neither the fit nor the width had seen were inside such an interval."""
 
     half: float
-    throughput: float
     checked: bool
 
 
 def width(shape: Shape, machine: Machine, layout: PlannedLayout, costs: Costs, context: float) -> Width:
-    """The interval of a figure by its kind: of the residuals of a measured class (fitted; a layout or a model left out), or the
-    committed width of a class that was never measured."""
+    """The interval of a figure by its kind: of the errors of a measured class (its layout left out of the fit, or its model, where
+    the fit has not seen it), and at least the committed width of a class that was never measured."""
     widths = coefficients.document()["intervals"]
     of_kind = kind(shape, context)
-    residuals = widths["kinds"][of_kind]
-    parts = [residuals["fit"]]
-    on_measured = costs.machine.known in ("measured", "table")
-    if [layout.tp, layout.pp] not in widths["layouts"]:
-        parts.append(residuals["layout"])
-    if [shape.hidden_size, shape.num_layers] not in widths["models"]:
-        parts.append(residuals["model"])
+    part = "layout" if [shape.hidden_size, shape.num_layers] in widths["models"] else "model"
+    parts = [widths["kinds"][of_kind][part]]
     if costs.label in ("derived", "estimated"):
         parts.append(widths[costs.label])
     linked = layout.tp == 1 or machine.link.startswith("nvlink")
     if not linked:
         parts.append(widths["estimated"])
-    coverage = widths["checked"].get(of_kind)
+    coverage = widths["checked"][part].get(of_kind)
     held = coverage is not None and coverage["inside"] >= 0.9 * coverage["rows"]
-    half = max(float(part) for part in parts)
-    return Width(half, max(half, widths["throughput"]), held and on_measured and linked and costs.label in ("measured", "table"))
+    half = max(float(each) for each in parts)
+    return Width(half, held and linked and costs.label in ("measured", "table"))
 
 
 def nearest(shape: Shape, machine: Machine, request: PlanRequest, rejected: list[Rejected]) -> list[str]:
