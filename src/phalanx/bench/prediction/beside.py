@@ -35,6 +35,5 @@ def predicted(model: ModelShape, facts: EngineFacts, workload: Workload, strateg
     else:
         limits = Limits(facts.max_batch_size, facts.max_num_tokens, tokens)
         value = burst.run(costs, workload.requests, workload.input_len, workload.output_len, limits).output_tokens_per_second
-    if workload.kind == "decode":
     half = search.width(shape, machine, layout, costs, workload.input_len + workload.output_len / 2).half
     return Figure.of(value, half, costs.label).as_json()
