@@ -139,10 +139,11 @@ def groups(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def summaries(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all figures, of those on a machine that coefficients were fitted on, and of each group."""
+    """Of all figures, of those on a machine that coefficients were fitted on, of each group and of each model."""
     machines = coefficients.document()["machines"]
     measured = [entry for entry in entries if entry["gpu"] in machines]
-    parts = {"all": summary(entries), "groups": groups(entries)}
+    models = {name: summary([each for each in entries if each["model"] == name]) for name in {each["model"] for each in entries}}
+    parts = {"all": summary(entries), "groups": groups(entries), "models": dict(sorted(models.items()))}
     return parts | ({"measured_machine": summary(measured)} if measured else {})
 
 
