@@ -56,6 +56,8 @@ def test_json_has_every_layout_in_the_form_for_programs():
     document = json.loads(json.dumps(explain.as_json(model, machine, request, found)))
     assert len(document["plans"]) == len(found.plans)
     assert len(document["rejected"]) == len(found.rejected)
+    assert all(isinstance(plan["range_checked"], bool) for plan in document["plans"])
+    assert "as many replicas as the GPUs hold" in document["replicas"]
     for plan in document["plans"]:
         assert {"tp", "pp", "ep", "replicas"} <= set(plan["layout"])
         for name in ("ms_per_token", "ttft_ms", "output_tokens_per_second"):

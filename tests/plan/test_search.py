@@ -202,6 +202,20 @@ def cpu_seconds(*words):
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
 
+def test_a_range_is_called_checked_only_where_it_was():
+    def best(name, gpu="H200", **options):
+        return search.search(subject.shape_for(name), machine(gpu, gpus_per_node=2), request(**options)).plans[0]
+
+    assert best("llama-3.1-70b").checked
+    assert best("mixtral-8x7b").checked
+    for unchecked in (
+        best("llama-3.1-70b", isl=8000), best("llama-3-8b", "H100"), best("gpt-oss-120b", dtype="bf16", kv_cache_dtype="model"),
+        best("deepseek-v2-lite", kv_cache_dtype="model"),
+    ):  # fmt: skip
+        assert not unchecked.checked
+        assert "which was not checked" in explain.RANGES[unchecked.checked]
+
+
 def test_all_layouts_of_sixteen_gpus_take_less_than_a_second():
     """The whole command, in seconds of CPU. Where other work slows the core, so does it the command line's own imports, which are
     half of it: then these are the measure."""

@@ -183,6 +183,7 @@ def as_json(model: str, machine: Machine, request: PlanRequest, result: SearchRe
     """For programs: every plan and every rejected layout."""
     document: dict[str, Any] = {
         "model": model, "machine": describe(machine), "isl": request.isl, "osl": request.osl, "concurrency": request.concurrency,
+        "replicas": "each layout stands once, with as many replicas as the GPUs hold",
         "plans": [plan.as_json() for plan in result.plans], "rejected": [each.as_json() for each in result.rejected],
     }  # fmt: skip
     if result.plans:
